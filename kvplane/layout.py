@@ -1,0 +1,152 @@
+"""What the bytes of a pool mean, as a frozen value with a fingerprint.
+
+One block holds K and V of ``block_size_tokens`` tokens for every layer of one group. In each layer its page is laid out
+``[2, num_kv_heads, block_size_tokens, head_size]``, K before V (the order that vLLM and FlashInfer call HND).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from kvplane.errors import InvalidRequestError
+from kvplane.v1 import types_pb2 as pb
+
+BLOCK_SIZES: Final = (8, 16, 32, 64, 128, 256)
+MAX_HEAD_SIZE: Final = 256
+ELEMENT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+_TO_WIRE: Final = {
+    "float32": pb.ELEMENT_TYPE_FLOAT32,
+    "float16": pb.ELEMENT_TYPE_FLOAT16,
+    "bfloat16": pb.ELEMENT_TYPE_BFLOAT16,
+}
+_FROM_WIRE: Final = {v: k for k, v in _TO_WIRE.items()}
+
+
+def dtype_to_wire(dtype: str) -> pb.ElementType:
+    """``"bfloat16"`` -> ``ELEMENT_TYPE_BFLOAT16``. Raises InvalidRequestError for an unknown name."""
+    if dtype not in _TO_WIRE:
+        raise InvalidRequestError(f"{dtype!r} is none of {', '.join(_TO_WIRE)}", field="dtype")
+    return _TO_WIRE[dtype]
+
+
+def dtype_from_wire(value: pb.ElementType, *, field: str) -> str:
+    """The inverse of ``dtype_to_wire``. Raises InvalidRequestError naming ``field``."""
+    if value not in _FROM_WIRE:
+        raise InvalidRequestError(f"element type {value} is not known", field=field)
+    return _FROM_WIRE[value]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share a block table; see the message of the same name."""
+
+    name: str
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_size: int
+    sliding_window_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A pool's layout; see the message of the same name. Valid by construction."""
+
+    model_id: str
+    block_size_tokens: int
+    dtype: str
+    kv_dtype: str
+    groups: tuple[LayerGroup, ...]
+
+    def __post_init__(self) -> None:
+        _require(1 <= len(self.model_id) <= 256, "model_id", "1 to 256 characters")
+        _require(self.block_size_tokens in BLOCK_SIZES, "block_size_tokens", f"one of {BLOCK_SIZES}")
+        _require(self.dtype in ELEMENT_BYTES, "dtype", f"one of {tuple(ELEMENT_BYTES)}")
+        _require(self.kv_dtype in ELEMENT_BYTES, "kv_dtype", f"one of {tuple(ELEMENT_BYTES)}")
+        _require(len(self.groups) >= 1, "groups", "at least one")
+        seen: set[int] = set()
+        for i, group in enumerate(self.groups):
+            at = f"groups[{i}]"
+            _require(1 <= len(group.name) <= 64, f"{at}.name", "1 to 64 characters")
+            _require(len(group.layers) >= 1, f"{at}.layers", "at least one")
+            _require(
+                tuple(sorted(set(group.layers))) == group.layers and group.layers[0] >= 0,
+                f"{at}.layers",
+                "ascending, unique and not negative",
+            )
+            _require(seen.isdisjoint(group.layers), f"{at}.layers", "in no other group")
+            seen.update(group.layers)
+            _require(1 <= group.num_kv_heads <= 65_536, f"{at}.num_kv_heads", "1 to 65,536")
+            _require(
+                8 <= group.head_size <= MAX_HEAD_SIZE and group.head_size % 8 == 0,
+                f"{at}.head_size",
+                "a multiple of 8 from 8 to 256",
+            )
+            _require(
+                0 <= group.sliding_window_tokens < 2**31,
+                f"{at}.sliding_window_tokens",
+                "0 or a positive int32",
+            )
+
+    @property
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the fields as JSON with sorted keys and no spaces, in UTF-8."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).digest()
+
+    @property
+    def num_layers(self) -> int:
+        """Layers over all groups."""
+        return sum(len(group.layers) for group in self.groups)
+
+    def block_bytes(self, group: int = 0) -> int:
+        """Bytes of one block of ``group``: K and V of all its layers, all heads."""
+        g = self.groups[group]
+        per_token = 2 * g.num_kv_heads * g.head_size * ELEMENT_BYTES[self.kv_dtype]
+        return len(g.layers) * self.block_size_tokens * per_token
+
+    def to_proto(self) -> pb.Layout:
+        """As a message, fingerprint filled in."""
+        return pb.Layout(
+            model_id=self.model_id,
+            block_size_tokens=self.block_size_tokens,
+            dtype=dtype_to_wire(self.dtype),
+            kv_dtype=dtype_to_wire(self.kv_dtype),
+            groups=[
+                pb.LayerGroup(
+                    name=g.name,
+                    layers=g.layers,
+                    num_kv_heads=g.num_kv_heads,
+                    head_size=g.head_size,
+                    sliding_window_tokens=g.sliding_window_tokens,
+                )
+                for g in self.groups
+            ],
+            fingerprint=self.fingerprint,
+        )
+
+    @classmethod
+    def from_proto(cls, message: pb.Layout) -> Layout:
+        """From a message. Raises InvalidRequestError, also when a fingerprint is sent that is not right."""
+        layout = cls(
+            model_id=message.model_id,
+            block_size_tokens=message.block_size_tokens,
+            dtype=dtype_from_wire(message.dtype, field="layout.dtype"),
+            kv_dtype=dtype_from_wire(message.kv_dtype, field="layout.kv_dtype"),
+            groups=tuple(
+                LayerGroup(
+                    g.name, tuple(g.layers), g.num_kv_heads, g.head_size, g.sliding_window_tokens
+                )
+                for g in message.groups
+            ),
+        )
+        if message.fingerprint and message.fingerprint != layout.fingerprint:
+            raise InvalidRequestError("is not that of the fields", field="layout.fingerprint")
+        return layout
+
+
+def _require(ok: bool, field: str, wanted: str) -> None:
+    if not ok:
+        raise InvalidRequestError(f"must be {wanted}", field=f"layout.{field}")

@@ -1,0 +1,45 @@
+"""Signatures of the payloads that the planes write for each other and clients carry.
+
+HMAC-SHA256 (RFC 2104) under a key that only the two planes of a pool share. The type tag is part of what is signed, so that a
+receipt can not pass for a plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from typing import Final
+
+from kvplane.errors import BadSignatureError
+
+KEY_BYTES: Final = 32
+
+PLAN: Final = "kvplane.v1.Plan"
+RECEIPT: Final = "kvplane.v1.Receipt"
+GRANT: Final = "kvplane.v1.SessionGrant"
+
+
+def new_key() -> bytes:
+    """A fresh random key of ``KEY_BYTES`` bytes."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def sign(key: bytes, type_tag: str, payload: bytes) -> bytes:
+    """The 32-byte signature of ``payload`` as a ``type_tag``."""
+    return hmac.digest(key, type_tag.encode() + b"\0" + payload, "sha256")
+
+
+def verify(
+    key: bytes, want_type: str, type_tag: str, payload: bytes, signature: bytes, *, field: str
+) -> None:
+    """Raise BadSignatureError naming ``field`` unless this is a ``want_type`` signed with ``key``."""
+    if type_tag != want_type:
+        raise BadSignatureError(f"expected a signed {want_type}", field=f"{field}.type")
+    if not hmac.compare_digest(sign(key, type_tag, payload), signature):
+        raise BadSignatureError("the signature does not fit", field=f"{field}.signature")
+
+
+def digest(payload: bytes) -> bytes:
+    """The SHA-256 that names a plan."""
+    return hashlib.sha256(payload).digest()

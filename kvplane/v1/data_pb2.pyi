@@ -1,0 +1,234 @@
+from kvplane.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DescribeDataPlaneRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeDataPlaneResponse(_message.Message):
+    __slots__ = ("protocol", "version", "pool_id", "shard", "epoch", "incarnation", "layout", "num_device_blocks", "num_host_blocks", "device")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    protocol: _types_pb2.ProtocolRange
+    version: str
+    pool_id: str
+    shard: _types_pb2.Shard
+    epoch: int
+    incarnation: int
+    layout: _types_pb2.Layout
+    num_device_blocks: int
+    num_host_blocks: int
+    device: str
+    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., version: _Optional[str] = ..., pool_id: _Optional[str] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+
+class ExecuteRequest(_message.Message):
+    __slots__ = ("open", "plan", "layer")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    open: OpenExecution
+    plan: _types_pb2.SignedPayload
+    layer: LayerInput
+    def __init__(self, open: _Optional[_Union[OpenExecution, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[_Union[LayerInput, _Mapping]] = ...) -> None: ...
+
+class ExecuteResponse(_message.Message):
+    __slots__ = ("opened", "started", "output", "receipt", "error")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    opened: ExecutionOpened
+    started: PlanStarted
+    output: LayerOutput
+    receipt: _types_pb2.SignedPayload
+    error: _types_pb2.Error
+    def __init__(self, opened: _Optional[_Union[ExecutionOpened, _Mapping]] = ..., started: _Optional[_Union[PlanStarted, _Mapping]] = ..., output: _Optional[_Union[LayerOutput, _Mapping]] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class OpenExecution(_message.Message):
+    __slots__ = ("protocol", "grant")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    protocol: _types_pb2.ProtocolRange
+    grant: _types_pb2.SignedPayload
+    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+
+class ExecutionOpened(_message.Message):
+    __slots__ = ("protocol_version", "layers")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, protocol_version: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PlanStarted(_message.Message):
+    __slots__ = ("plan_number", "num_tokens", "finished")
+    PLAN_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    plan_number: int
+    num_tokens: int
+    finished: bool
+    def __init__(self, plan_number: _Optional[int] = ..., num_tokens: _Optional[int] = ..., finished: _Optional[bool] = ...) -> None: ...
+
+class LayerInput(_message.Message):
+    __slots__ = ("layer", "query", "key", "value", "options")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    query: _types_pb2.Tensor
+    key: _types_pb2.Tensor
+    value: _types_pb2.Tensor
+    options: AttentionOptions
+    def __init__(self, layer: _Optional[int] = ..., query: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ...) -> None: ...
+
+class AttentionOptions(_message.Message):
+    __slots__ = ("scale", "sliding_window_tokens", "alibi_slopes")
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ALIBI_SLOPES_FIELD_NUMBER: _ClassVar[int]
+    scale: float
+    sliding_window_tokens: int
+    alibi_slopes: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, scale: _Optional[float] = ..., sliding_window_tokens: _Optional[int] = ..., alibi_slopes: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class LayerOutput(_message.Message):
+    __slots__ = ("layer", "output")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    output: _types_pb2.Tensor
+    def __init__(self, layer: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
+class ReshapeAndCacheRequest(_message.Message):
+    __slots__ = ("grant", "plan", "layer", "key", "value")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    plan: _types_pb2.SignedPayload
+    layer: int
+    key: _types_pb2.Tensor
+    value: _types_pb2.Tensor
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[int] = ..., key: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
+class ReshapeAndCacheResponse(_message.Message):
+    __slots__ = ("receipt",)
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    receipt: _types_pb2.SignedPayload
+    def __init__(self, receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+
+class PagedAttentionRequest(_message.Message):
+    __slots__ = ("grant", "plan", "layer", "query", "options")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    plan: _types_pb2.SignedPayload
+    layer: int
+    query: _types_pb2.Tensor
+    options: AttentionOptions
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ...) -> None: ...
+
+class PagedAttentionResponse(_message.Message):
+    __slots__ = ("output",)
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    output: _types_pb2.Tensor
+    def __init__(self, output: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
+class CopyBlocksRequest(_message.Message):
+    __slots__ = ("grant", "plan")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    plan: _types_pb2.SignedPayload
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+
+class CopyBlocksResponse(_message.Message):
+    __slots__ = ("num_blocks", "receipt")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    receipt: _types_pb2.SignedPayload
+    def __init__(self, num_blocks: _Optional[int] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+
+class SwapBlocksRequest(_message.Message):
+    __slots__ = ("grant", "plan")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    plan: _types_pb2.SignedPayload
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+
+class SwapBlocksResponse(_message.Message):
+    __slots__ = ("num_blocks", "receipt")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    receipt: _types_pb2.SignedPayload
+    def __init__(self, num_blocks: _Optional[int] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+
+class ReadBlocksRequest(_message.Message):
+    __slots__ = ("grant", "sequence_id", "first_block", "num_blocks", "group")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    sequence_id: int
+    first_block: int
+    num_blocks: int
+    group: int
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
+
+class ReadBlocksResponse(_message.Message):
+    __slots__ = ("blocks", "table")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    blocks: _types_pb2.Tensor
+    table: _types_pb2.Blocks
+    def __init__(self, blocks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., table: _Optional[_Union[_types_pb2.Blocks, _Mapping]] = ...) -> None: ...
+
+class WriteBlocksRequest(_message.Message):
+    __slots__ = ("grant", "plan", "sequence_id", "first_block", "blocks", "group")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    grant: _types_pb2.SignedPayload
+    plan: _types_pb2.SignedPayload
+    sequence_id: int
+    first_block: int
+    blocks: _types_pb2.Tensor
+    group: int
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., first_block: _Optional[int] = ..., blocks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., group: _Optional[int] = ...) -> None: ...
+
+class WriteBlocksResponse(_message.Message):
+    __slots__ = ("receipt",)
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    receipt: _types_pb2.SignedPayload
+    def __init__(self, receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
