@@ -1,0 +1,49 @@
+"""Logs on stderr, one line a record: time, level, logger, then the message, which is written as
+words and ``key=value`` pairs.
+
+Never in a log: token ids, tensors, keys. So a caught exception is logged as its type and frames,
+without its message.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import traceback
+from typing import Final
+
+LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+def setup(level: str = "info") -> None:
+    """Log records of ``level`` and above to stderr, in place of any handlers there were."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def frames_of(error: BaseException) -> str:
+    """An exception's type and where it passed through, on one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    path = " < ".join(f"{frame.filename}:{frame.lineno}:{frame.name}" for frame in reversed(frames))
+    return f"{type(error).__name__} at {path}"
+
+
+class _OneLine(logging.Formatter):
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s level=%(levelname)s logger=%(name)s %(message)s")
+        self.converter = time.gmtime
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).replace("\n", "\\n")
+
+    def formatException(self, ei: object) -> str:
+        error = ei[1] if isinstance(ei, tuple) else None
+        return frames_of(error) if error is not None else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\n", " ")

@@ -1,0 +1,142 @@
+"""The life of a gRPC server: bind, say where, serve until told to stop, stop gently.
+
+Stopping: health says NOT_SERVING, new calls are refused, calls in flight have ``grace_s`` to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTls:
+    """PEM files. With ``client_ca`` every client must show a certificate that it signed."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A bound server with its health service. Add servicers to ``grpc_server``, then ``start``."""
+
+    grpc_server: grpc.aio.Server
+    health: Any  # health.aio.HealthServicer; the stubs do not have the class
+    host: str
+    port: int
+
+    @property
+    def address(self) -> str:
+        """``host:port`` as bound."""
+        return f"{self.host}:{self.port}"
+
+    async def start(self, services: Sequence[str], *, serving: bool = True) -> None:
+        """Serve. ``services``: full names, for reflection and health; ``serving`` False leaves
+        health at NOT_SERVING.
+        """
+        names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.grpc_server)
+        for service in ("", *services):
+            await self.set_serving(service, serving)
+        await self.grpc_server.start()
+
+    async def set_serving(self, service: str, serving: bool) -> None:
+        """Set what health says of ``service``; the empty name is the server as a whole."""
+        states = health_pb2.HealthCheckResponse
+        await self.health.set(service, states.SERVING if serving else states.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop as the module says. Returns when every call has ended."""
+        await self.health.enter_graceful_shutdown()
+        await self.grpc_server.stop(grace_s)
+
+
+def build(
+    bind: str,
+    *,
+    tls: ServerTls | None = None,
+    max_message_bytes: int,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> Server:
+    """A server bound to ``bind``, "host:port"; port 0 picks a free one. Call it on the event loop
+    that will serve.
+
+    Raises OSError when it can not bind or a TLS file can not be read. Messages above
+    ``max_message_bytes`` are refused with RESOURCE_EXHAUSTED.
+    """
+    host, _, _ = bind.rpartition(":")
+    options = [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.so_reuseport", 0),  # else a second server on the port would take half of the calls
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ]
+    server = grpc.aio.server(interceptors=list(interceptors), options=options)
+    credentials = _credentials(tls) if tls is not None else None
+    try:
+        if credentials is not None:
+            port = server.add_secure_port(bind, credentials)
+        else:
+            port = server.add_insecure_port(bind)
+    except RuntimeError as error:
+        raise OSError(f"can not listen on {bind}") from error
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    return Server(server, servicer, host, port)
+
+
+def announce(server: Server, port_file: Path | None = None) -> None:
+    """Log the address that ``server`` listens on, and write its port to ``port_file`` for whoever
+    waits for it.
+    """
+    _LOGGER.info("listening address=%s", server.address)
+    if port_file is not None:
+        partial = port_file.with_name(port_file.name + ".partial")
+        partial.write_text(f"{server.port}\n")
+        partial.replace(port_file)  # so that a reader never sees half of it
+
+
+async def run_until_signal(
+    server: Server, grace_s: float, *, drain: Callable[[], Awaitable[None]] | None = None
+) -> None:
+    """Wait for SIGTERM or SIGINT, then stop. ``drain`` is called in between, to end long-lived
+    streams that are idle.
+    """
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    try:
+        await told.wait()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+    _LOGGER.info("stopping grace_s=%g", grace_s)
+    await server.health.enter_graceful_shutdown()
+    if drain is not None:
+        await drain()
+    await server.stop(grace_s)
+    _LOGGER.info("stopped")
+
+
+def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
+    pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
+    if tls.client_ca is None:
+        return grpc.ssl_server_credentials([pair])
+    return grpc.ssl_server_credentials(
+        [pair], root_certificates=tls.client_ca.read_bytes(), require_client_auth=True
+    )

@@ -1,0 +1,180 @@
+"""Settings of a program: one frozen dataclass, from which flags, environment variables and help are
+derived.
+
+A field ``lease_s`` of program ``control_plane`` is the flag ``--lease-s`` and the variable
+``KVPLANE_CONTROL_PLANE_LEASE_S``; its default is written once, in the dataclass. A flag beats its
+variable, and an empty variable counts as unset. Whatever is wrong, an unknown variable with the
+program's prefix included, ends the program with one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import sys
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from kvplane.errors import InvalidRequestError
+
+EXIT_BAD_SETTINGS: Final = 2
+
+ConfigT = TypeVar("ConfigT")
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    unit: str = "",
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: Sequence[str] | None = None,
+) -> Any:
+    """A field of a settings dataclass, of type ``int``, ``float``, ``bool``, ``str`` or ``Path``,
+    or one of these ``| None``.
+
+    Without a default it must be given. ``minimum`` and ``maximum`` are inclusive; a float must be
+    finite.
+    """
+    metadata = {
+        "help": help,
+        "unit": unit,
+        "minimum": minimum,
+        "maximum": maximum,
+        "choices": choices,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def parse(
+    config_class: type[ConfigT], program: str, argv: Sequence[str], environ: Mapping[str, str]
+) -> ConfigT:
+    """The settings that ``argv`` (without the program's name) and ``environ`` ask for.
+
+    Exits with code 0 after ``--help`` and with code 2 for a setting that is wrong. A dataclass may
+    check in ``__post_init__`` what no single field shows, and raise InvalidRequestError or
+    ValueError.
+    """
+    command = _command(config_class, program, environ)
+    try:
+        _reject_unknown_variables(command, program, environ)
+        outcome = command.main(list(argv), f"python -m {program}", standalone_mode=False)
+    except click.ClickException as error:
+        _fail(program, error.format_message())
+    except (InvalidRequestError, ValueError) as error:
+        _fail(program, str(error))
+    except click.Abort:
+        _fail(program, "aborted")
+    if not isinstance(outcome, config_class):  # --help was asked for, and printed
+        sys.exit(0)
+    return outcome
+
+
+def log_settings(config: Any, logger: logging.Logger) -> None:
+    """Log every setting as it came out, on one line."""
+    values = (f"{f.name}={getattr(config, f.name)!r}" for f in dataclasses.fields(config))
+    logger.info("settings %s", " ".join(values))
+
+
+def variable_prefix(program: str) -> str:
+    """``"control_plane"`` -> ``"KVPLANE_CONTROL_PLANE_"``."""
+    return f"KVPLANE_{program.upper().replace('-', '_').replace(' ', '_')}_"
+
+
+class _FiniteFloat(click.FloatRange):
+    """A float in a range; neither NaN, which is inside every range, nor infinite."""
+
+    name = "float"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not finite.", param, ctx)
+        return number
+
+
+class _Option(click.Option):
+    """An option whose variable is read from a given environment rather than the process's."""
+
+    environ: Mapping[str, str] = {}
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        return self.environ.get(str(self.envvar)) or None
+
+
+def _command(
+    config_class: type[ConfigT], program: str, environ: Mapping[str, str]
+) -> click.Command:
+    types_by_name = typing.get_type_hints(config_class)
+    params: list[click.Parameter] = []
+    for f in dataclasses.fields(config_class):  # type: ignore[arg-type]
+        option = _option(f, types_by_name[f.name], variable_prefix(program) + f.name.upper())
+        option.environ = environ
+        params.append(option)
+    summary = (config_class.__doc__ or "").strip()
+    settings = {"max_content_width": 100}
+    return click.Command(
+        program, params=params, callback=config_class, help=summary, context_settings=settings
+    )
+
+
+def _option(f: dataclasses.Field[Any], hint: Any, variable: str) -> _Option:
+    required = f.default is dataclasses.MISSING
+    unit = f.metadata["unit"]
+    flag = "--" + f.name.replace("_", "-")
+    is_bool = _bare_type(hint) is bool
+    return _Option(
+        [f"{flag}/--no-{flag[2:]}" if is_bool else flag, f.name],
+        type=None if is_bool else _param_type(hint, f.metadata),
+        default=None if required else f.default,
+        required=required,
+        show_default="none" if f.default is None else not required,
+        envvar=variable,
+        show_envvar=True,
+        help=f.metadata["help"] + (f" [unit: {unit}]" if unit else ""),
+    )
+
+
+def _param_type(hint: Any, metadata: Mapping[str, Any]) -> click.ParamType[Any]:
+    bare, low, high = _bare_type(hint), metadata["minimum"], metadata["maximum"]
+    if metadata["choices"] is not None:
+        return click.Choice(list(metadata["choices"]))
+    if bare is int:
+        return click.IntRange(low, high)
+    if bare is float:
+        return _FiniteFloat(low, high)
+    if bare is Path:
+        return click.Path(path_type=Path)
+    if bare is str:
+        return click.STRING
+    raise TypeError(f"a setting can not be of type {hint}")
+
+
+def _bare_type(hint: Any) -> Any:
+    """``Path | None`` -> ``Path``."""
+    if isinstance(hint, types.UnionType):
+        return next(arg for arg in hint.__args__ if arg is not type(None))
+    return hint
+
+
+def _reject_unknown_variables(
+    command: click.Command, program: str, environ: Mapping[str, str]
+) -> None:
+    known = {option.envvar for option in command.params}
+    for name in environ:
+        if name.startswith(variable_prefix(program)) and name not in known:
+            raise click.UsageError(f"{name} is not a setting; --help names them all.")
+
+
+def _fail(program: str, message: str) -> typing.NoReturn:
+    click.echo(f"{program}: error: {' '.join(message.split())}", err=True)
+    sys.exit(EXIT_BAD_SETTINGS)
