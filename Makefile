@@ -1,0 +1,58 @@
+# Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-nightly serve bench lint fix protos clean
+
+PYTHON_SOURCES := kvplane control_plane data_plane engine models tests benchmarks scripts
+SHELL_SOURCES := .ci/run scripts/*.sh
+BIN := .venv/bin
+# More for pytest: make test PYTEST_ARGS="-k fork -x"
+PYTEST_ARGS ?=
+
+help:  ## List the targets
+	@sed -nE 's/^([a-z-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "make %-14s %s\n", $$1, $$2}'
+
+setup:  ## Make .venv: pinned packages, native kernels, this project
+	@scripts/setup.sh
+
+run: setup  ## Start both planes, serve the shipped model through them, and check every answer
+	@$(BIN)/python -m engine demo
+
+test: setup  ## Run the push tier of the tests
+	@$(BIN)/python -m pytest -m "not nightly" $(PYTEST_ARGS)
+
+test-nightly: setup  ## Run the nightly tier: the long tests that make test leaves out
+	@$(BIN)/python -m pytest -m nightly $(PYTEST_ARGS)
+
+serve: setup  ## Run both planes with the shipped model's layout until Ctrl-C
+	@$(BIN)/python scripts/serve.py
+
+bench: setup  ## Measure a step's latency over gRPC
+	@$(BIN)/python -m benchmarks.step_latency
+
+lint: setup node_modules  ## Check style, types, C++ format, protos and shell scripts
+	$(BIN)/ruff check $(PYTHON_SOURCES)
+	$(BIN)/ruff format --check $(PYTHON_SOURCES)
+	$(BIN)/mypy
+	find csrc -not -path 'csrc/build/*' \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) \
+	  -exec $(BIN)/clang-format --dry-run -Werror {} +
+	npx --no-install buf lint
+	for script in $(SHELL_SOURCES); do bash -n "$$script" || exit 1; done
+
+fix: setup  ## Format the code and mend what ruff can mend
+	$(BIN)/ruff check --fix $(PYTHON_SOURCES)
+	$(BIN)/ruff format $(PYTHON_SOURCES)
+	find csrc -not -path 'csrc/build/*' \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) \
+	  -exec $(BIN)/clang-format -i {} +
+
+protos: setup  ## Generate the stubs in kvplane/v1 anew
+	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. \
+	  protos/kvplane/v1/types.proto protos/kvplane/v1/control.proto protos/kvplane/v1/data.proto
+
+node_modules: package-lock.json
+	@command -v npm >/dev/null || { echo "make lint needs npm (on Debian: apt install npm)" >&2; exit 1; }
+	npm ci --no-audit --no-fund
+	@touch node_modules
+
+clean:  ## Remove all that these targets made
+	rm -rf .venv node_modules build csrc/build .run benchmarks/out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

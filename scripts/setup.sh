@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# Makes .venv ready: interpreter, pinned packages, native kernels, this project. Each part runs only when what it is made of changed.
+#     scripts/setup.sh
+# KVPLANE_TORCH=cpu   asks for torch's CPU build (a tenth of the download; default: what the package index gives)
+# PYTHON=python3.12   the interpreter to use (default: the first of python3.11 ... python3.14, python3 that will do)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+VENV=.venv
+PIP=("$VENV/bin/python" -m pip --disable-pip-version-check --quiet)
+
+say() { printf '%s\n' "setup: $*" >&2; }
+die() {
+  say "$*"
+  exit 1
+}
+
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3.14 python3}; do
+    if command -v "$candidate" >/dev/null && is_new_enough "$candidate"; then
+      printf '%s\n' "$candidate"
+      return
+    fi
+  done
+  die "Python 3.11 or newer is needed (on Debian: apt install python3 python3-venv python3-dev)"
+}
+
+check_tools() { # $1: the interpreter
+  case "${KVPLANE_TORCH:-}" in
+    '' | cpu) ;;
+    *) die "KVPLANE_TORCH is '$KVPLANE_TORCH'; it must be cpu, or not set" ;;
+  esac
+  command -v "${CXX:-g++}" >/dev/null || die "a C++17 compiler is needed (on Debian: apt install g++)"
+  "$1" -c 'import ensurepip, venv' 2>/dev/null \
+    || die "Python's venv module is needed (on Debian: apt install python3-venv)"
+  "$1" -c 'import pathlib, sys, sysconfig
+sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())' \
+    || die "Python's header files are needed (on Debian: apt install python3-dev)"
+}
+
+digest() { sha256sum | cut -c1-64; }
+
+# Runs the command unless the stamp says that it was done for this very content.
+unless_done() { # $1: name, $2: digest of what it depends on, rest: command
+  local stamp="$VENV/.kvplane-$1"
+  [ "$(cat "$stamp" 2>/dev/null)" = "$2" ] && return
+  "${@:3}"
+  printf '%s\n' "$2" >"$stamp"
+}
+
+install_packages() {
+  say "installing $(grep -c == requirements/lock.txt) pinned packages (a few minutes the first time)"
+  if [ "${KVPLANE_TORCH:-}" = cpu ]; then
+    "${PIP[@]}" install --retries 1 --no-deps --extra-index-url "$TORCH_CPU_INDEX" \
+      "$(grep '^torch==' requirements/lock.txt)"
+  fi
+  "${PIP[@]}" install -r requirements/lock.txt
+}
+
+install_kernels() {
+  say "compiling the kernels in csrc/"
+  PATH="$PWD/$VENV/bin:$PATH" "${PIP[@]}" install --no-deps --no-build-isolation --force-reinstall ./csrc
+}
+
+install_project() {
+  say "installing kvplane, editable"
+  "${PIP[@]}" install --no-deps --no-build-isolation -e .
+}
+
+main() {
+  if [ ! -x "$VENV/bin/python" ]; then
+    local python
+    python=$(find_python)
+    check_tools "$python"
+    say "making $VENV with $("$python" --version)"
+    "$python" -m venv "$VENV"
+  fi
+  check_tools "$VENV/bin/python"
+  local started=$SECONDS
+  unless_done packages "$(cat requirements/lock.txt <(echo "${KVPLANE_TORCH:-}") | digest)" install_packages
+  unless_done kernels "$(csrc_digest)" install_kernels
+  unless_done project "$(digest <pyproject.toml)" install_project
+  [ $((SECONDS - started)) -lt 2 ] || say "ready after $((SECONDS - started)) s"
+}
+
+# Every source of the kernels, by name and content, and the packages that build them.
+csrc_digest() {
+  {
+    find csrc -type f -not -path 'csrc/build/*' -not -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
+    cat requirements/lock.txt
+  } | digest
+}
+
+main
