@@ -1,0 +1,65 @@
+"""A dense row-major tensor as bytes: what travels, with no array library behind it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from kvplane.errors import InvalidRequestError
+from kvplane.layout import ELEMENT_BYTES, dtype_from_wire, dtype_to_wire
+from kvplane.v1 import types_pb2 as pb
+
+MAX_DIMENSIONS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """``data`` holds product(shape) little-endian elements of ``dtype``, row-major.
+
+    Valid by construction: raises InvalidRequestError with field "dtype", "shape" or "data".
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes | memoryview
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ELEMENT_BYTES:
+            raise InvalidRequestError(
+                f"{self.dtype!r} is none of {', '.join(ELEMENT_BYTES)}", field="dtype"
+            )
+        if len(self.shape) > MAX_DIMENSIONS or any(extent < 0 for extent in self.shape):
+            raise InvalidRequestError(
+                f"must be at most {MAX_DIMENSIONS} extents, none negative", field="shape"
+            )
+        num_bytes = memoryview(self.data).nbytes
+        if num_bytes != self.num_bytes:
+            raise InvalidRequestError(
+                f"{self.dtype} of shape {list(self.shape)} takes {self.num_bytes} bytes, "
+                f"not {num_bytes}",
+                field="data",
+            )
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the extents."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the elements take."""
+        return self.num_elements * ELEMENT_BYTES[self.dtype]
+
+    def to_proto(self) -> pb.Tensor:
+        """As a message; copies the data."""
+        return pb.Tensor(dtype=dtype_to_wire(self.dtype), shape=self.shape, data=bytes(self.data))
+
+    @classmethod
+    def from_proto(cls, message: pb.Tensor, *, field: str = "tensor") -> Tensor:
+        """From a message. Raises InvalidRequestError naming ``field``.dtype, .shape or .data."""
+        dtype = dtype_from_wire(message.dtype, field=f"{field}.dtype")
+        try:
+            return cls(dtype, tuple(message.shape), message.data)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(error.message, field=f"{field}.{error.field}") from None
