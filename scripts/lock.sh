@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Writes requirements/lock.txt anew: the newest versions that pyproject.toml and requirements/constraints.txt allow.
+# Writes requirements/lock.txt anew: the newest versions that pyproject.toml and
+# requirements/constraints.txt allow.
 #     scripts/lock.sh [PYTHON]
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# Makes .venv ready: interpreter, pinned packages, native kernels, this project. Each part runs only when what it is made of changed.
-#     scripts/setup.sh
-# KVPLANE_TORCH=cpu   asks for torch's CPU build (a tenth of the download; default: what the package index gives)
-# PYTHON=python3.12   the interpreter to use (default: the first of python3.11 ... python3.14, python3 that will do)
+# Makes .venv ready: pinned packages, native kernels, this project.
+# Each part runs only when what it is made of has changed.
+#
+#   KVPLANE_TORCH=cpu   ask for torch's CPU build, a tenth of the download
+#                       (default: the build that the package index gives)
+#   PYTHON=python3.12   the interpreter to use
+#                       (default: the first of python3.11 to python3.14 and python3 that will do)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 VENV=.venv
-PIP=("$VENV/bin/python" -m pip --disable-pip-version-check --quiet)
+PIP=("$VENV/bin/python" -m pip --disable-pip-version-check)
 
 say() { printf '%s\n' "setup: $*" >&2; }
 die() {
@@ -34,7 +37,8 @@ check_tools() { # $1: the interpreter
     '' | cpu) ;;
     *) die "KVPLANE_TORCH is '$KVPLANE_TORCH'; it must be cpu, or not set" ;;
   esac
-  command -v "${CXX:-g++}" >/dev/null || die "a C++17 compiler is needed (on Debian: apt install g++)"
+  command -v "${CXX:-g++}" >/dev/null \
+    || die "a C++17 compiler is needed (on Debian: apt install g++)"
   "$1" -c 'import ensurepip, venv' 2>/dev/null \
     || die "Python's venv module is needed (on Debian: apt install python3-venv)"
   "$1" -c 'import pathlib, sys, sysconfig
@@ -53,7 +57,7 @@ unless_done() { # $1: name, $2: digest of what it depends on, rest: command
 }
 
 install_packages() {
-  say "installing $(grep -c == requirements/lock.txt) pinned packages (a few minutes the first time)"
+  say "installing the pinned packages; the first time takes minutes"
   if [ "${KVPLANE_TORCH:-}" = cpu ]; then
     "${PIP[@]}" install --retries 1 --no-deps --extra-index-url "$TORCH_CPU_INDEX" \
       "$(grep '^torch==' requirements/lock.txt)"
@@ -62,16 +66,31 @@ install_packages() {
 }
 
 install_kernels() {
-  say "compiling the kernels in csrc/"
-  PATH="$PWD/$VENV/bin:$PATH" "${PIP[@]}" install --no-deps --no-build-isolation --force-reinstall ./csrc
+  say "compiling the kernels in csrc/, about a minute"
+  PATH="$PWD/$VENV/bin:$PATH" "${PIP[@]}" install --quiet \
+    --no-deps --no-build-isolation --force-reinstall ./csrc
 }
 
 install_project() {
   say "installing kvplane, editable"
-  "${PIP[@]}" install --no-deps --no-build-isolation -e .
+  "${PIP[@]}" install --quiet --no-deps --no-build-isolation -e .
+}
+
+packages_digest() {
+  { cat requirements/lock.txt && echo "${KVPLANE_TORCH:-}"; } | digest
+}
+
+# Every source of the kernels, by name and content, and the packages that build them.
+kernels_digest() {
+  {
+    find csrc -type f -not -path 'csrc/build/*' -not -name '*.pyc' -print0 \
+      | LC_ALL=C sort -z | xargs -0 sha256sum
+    cat requirements/lock.txt
+  } | digest
 }
 
 main() {
+  local started=$SECONDS
   if [ ! -x "$VENV/bin/python" ]; then
     local python
     python=$(find_python)
@@ -80,19 +99,10 @@ main() {
     "$python" -m venv "$VENV"
   fi
   check_tools "$VENV/bin/python"
-  local started=$SECONDS
-  unless_done packages "$(cat requirements/lock.txt <(echo "${KVPLANE_TORCH:-}") | digest)" install_packages
-  unless_done kernels "$(csrc_digest)" install_kernels
+  unless_done packages "$(packages_digest)" install_packages
+  unless_done kernels "$(kernels_digest)" install_kernels
   unless_done project "$(digest <pyproject.toml)" install_project
   [ $((SECONDS - started)) -lt 2 ] || say "ready after $((SECONDS - started)) s"
-}
-
-# Every source of the kernels, by name and content, and the packages that build them.
-csrc_digest() {
-  {
-    find csrc -type f -not -path 'csrc/build/*' -not -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
-    cat requirements/lock.txt
-  } | digest
 }
 
 main

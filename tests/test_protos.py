@@ -1,0 +1,180 @@
+"""The contract and its stubs: the stubs are what the protos generate, and the protos keep rules
+that ``buf lint`` knows, so that they hold without it, and some that it does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+    FileDescriptorSet,
+)
+from grpc_tools import protoc
+
+ROOT = Path(__file__).resolve().parent.parent
+PROTOS = ["types", "control", "data"]
+WELL_KNOWN = str(Path(protoc.__file__).parent / "_proto")
+
+# A number that measures something says in what: its name ends in a unit or begins with num_.
+QUANTITY = re.compile(r"size|length|duration|time|delay|capacity|memory")
+UNITS = ("_tokens", "_bytes", "_blocks", "_s", "_ms")
+UNITLESS = {"head_size"}  # elements of a vector: the field's name everywhere else
+
+
+def compile_protos(*args: str, folder: Path = ROOT / "protos") -> int:
+    paths = [f"kvplane/v1/{name}.proto" for name in PROTOS]
+    return int(protoc.main(["protoc", f"-I{folder}", f"-I{WELL_KNOWN}", *args, *paths]))
+
+
+def describe(out: Path, folder: Path = ROOT / "protos") -> dict[str, FileDescriptorProto]:
+    target = out / "protos.bin"
+    assert (
+        compile_protos("--include_source_info", f"--descriptor_set_out={target}", folder=folder)
+        == 0
+    )
+    files = FileDescriptorSet.FromString(target.read_bytes()).file
+    return {Path(f.name).stem: f for f in files}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, FileDescriptorProto]:
+    return describe(tmp_path)
+
+
+def messages(file: FileDescriptorProto) -> Iterator[DescriptorProto]:
+    pending = list(file.message_type)
+    while pending:
+        message = pending.pop()
+        yield message
+        pending.extend(message.nested_type)
+
+
+def uncommented(file: FileDescriptorProto) -> list[tuple[int, ...]]:
+    """Descriptor paths of everything declared in ``file`` that has no leading comment."""
+    commented = {
+        tuple(p.path) for p in file.source_code_info.location if p.leading_comments.strip()
+    }
+
+    def walk(message: DescriptorProto, path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        yield path
+        yield from ((*path, 2, i) for i in range(len(message.field)))
+        for i, nested in enumerate(message.nested_type):
+            yield from walk(nested, (*path, 3, i))
+
+    wanted: list[tuple[int, ...]] = []
+    for i, message in enumerate(file.message_type):
+        wanted += walk(message, (4, i))
+    for i, enum in enumerate(file.enum_type):
+        wanted += [(5, i), *((5, i, 2, j) for j in range(len(enum.value)))]
+    for i, service in enumerate(file.service):
+        wanted += [(6, i), *((6, i, 2, j) for j in range(len(service.method)))]
+    return [path for path in wanted if path not in commented]
+
+
+def without_units(file: FileDescriptorProto) -> list[str]:
+    """Number fields that are named like a size or a time and say no unit."""
+    numbers = {
+        FieldDescriptorProto.TYPE_INT32,
+        FieldDescriptorProto.TYPE_INT64,
+        FieldDescriptorProto.TYPE_UINT32,
+        FieldDescriptorProto.TYPE_UINT64,
+        FieldDescriptorProto.TYPE_FLOAT,
+        FieldDescriptorProto.TYPE_DOUBLE,
+    }
+    return [
+        f"{message.name}.{field.name}"
+        for message in messages(file)
+        for field in message.field
+        if field.type in numbers
+        and QUANTITY.search(field.name)
+        and not field.name.endswith(UNITS)
+        and not field.name.startswith("num_")
+        and field.name not in UNITLESS
+    ]
+
+
+def test_the_committed_stubs_are_what_the_protos_generate(tmp_path: Path) -> None:
+    assert (
+        compile_protos(
+            f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", f"--grpc_python_out={tmp_path}"
+        )
+        == 0
+    )
+    generated = {p.name: p.read_text() for p in (tmp_path / "kvplane" / "v1").iterdir()}
+    committed = {
+        p.name: p.read_text() for p in (ROOT / "kvplane" / "v1").glob("*_pb2*") if p.is_file()
+    }
+    assert sorted(committed) == sorted(generated)
+    stale = [name for name, text in generated.items() if committed[name] != text]
+    assert not stale, f"run make protos: {stale}"
+
+
+def test_the_package_is_the_folder_and_has_a_version(files: dict[str, FileDescriptorProto]) -> None:
+    assert {name: files[name].package for name in PROTOS} == dict.fromkeys(PROTOS, "kvplane.v1")
+
+
+def test_everything_in_the_contract_has_a_comment(files: dict[str, FileDescriptorProto]) -> None:
+    assert {name: uncommented(files[name]) for name in PROTOS} == {name: [] for name in PROTOS}
+
+
+def test_every_measure_in_the_contract_says_its_unit(
+    files: dict[str, FileDescriptorProto],
+) -> None:
+    assert [field for name in PROTOS for field in without_units(files[name])] == []
+
+
+def test_every_rpc_has_a_request_and_a_response_of_its_own(
+    files: dict[str, FileDescriptorProto],
+) -> None:
+    wrong = [
+        f"{service.name}.{method.name}"
+        for name in PROTOS
+        for service in files[name].service
+        for method in service.method
+        if method.input_type != f".kvplane.v1.{method.name}Request"
+        or method.output_type != f".kvplane.v1.{method.name}Response"
+    ]
+    assert wrong == []
+
+
+def test_services_are_named_as_services_and_data_and_control_have_one_each(
+    files: dict[str, FileDescriptorProto],
+) -> None:
+    assert {name: [s.name for s in files[name].service] for name in PROTOS} == {
+        "types": [],
+        "control": ["ControlPlaneService"],
+        "data": ["DataPlaneService"],
+    }
+
+
+PLANTED = """
+syntax = "proto3";
+package kvplane.v1;
+// Commented.
+message Planted {
+  int64 buffer_size = 1;
+  // Commented, and measured in bytes.
+  int64 buffer_size_bytes = 2;
+  // Commented.
+  message Inner {
+    string name = 1;
+  }
+}
+"""
+
+
+def test_a_field_with_no_comment_or_no_unit_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "kvplane" / "v1"
+    folder.mkdir(parents=True)
+    for name in PROTOS:
+        (folder / f"{name}.proto").write_text('syntax = "proto3";\npackage kvplane.v1;\n')
+    (folder / "types.proto").write_text(PLANTED)
+    file = describe(tmp_path, folder=tmp_path)["types"]
+    assert uncommented(file) == [(4, 0, 2, 0), (4, 0, 3, 0, 2, 0)]
+    assert without_units(file) == ["Planted.buffer_size"]

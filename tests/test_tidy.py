@@ -1,0 +1,172 @@
+"""The tree keeps its rules, and each rule finds a fault that is planted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tidy_rules as rules
+
+ROOT = Path(__file__).resolve().parent.parent
+
+Rule = Callable[[Path], list[str]]
+
+# For each rule: files that break it, and the place and words that it must answer with.
+PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
+    (
+        rules.files_are_short,
+        {"engine/long.py": "\n" * 501, "engine/short.py": "\n" * 500},
+        ["engine/long.py:501: 501 lines"],
+    ),
+    (
+        rules.functions_are_short,
+        {"kvplane/a.py": "\ndef f():\n" + "    x = 1\n" * 70 + "def g():\n" + "    x = 1\n" * 69},
+        ["kvplane/a.py:2: f has 71 lines"],
+    ),
+    (
+        rules.lines_are_short,
+        {"csrc/a.cpp": "x" * 100 + "\n" + "x" * 101 + "\n", "kvplane/v1/a_pb2.py": "x" * 200},
+        ["csrc/a.cpp:2: 101 characters"],
+    ),
+    (
+        rules.imports_go_one_way,
+        {
+            "kvplane/a.py": "import control_plane.core\n",
+            "control_plane/b.py": "def f():\n    from data_plane import pool\n",
+            "control_plane/c.py": "import torch\n",
+            "data_plane/d.py": "import torch\nfrom control_plane.model import Plan\n",
+            "engine/e.py": "import data_plane, kvplane\nimport control_plane\n",
+        },
+        [
+            "kvplane/a.py:1: imports control_plane.core",
+            "control_plane/b.py:2: imports data_plane.pool",
+            "control_plane/c.py:1: imports torch",
+            "data_plane/d.py:2: imports control_plane.model.Plan",
+            "engine/e.py:2: imports control_plane",
+        ],
+    ),
+    (
+        rules.only_the_edges_of_a_plane_know_grpc,
+        {
+            "data_plane/executor.py": "from grpc import aio\n",
+            "control_plane/core.py": "import grpc_status\n",
+            "data_plane/service.py": "import grpc\n",
+            "kvplane/client.py": "import grpc\n",
+        },
+        [
+            "control_plane/core.py:1: imports grpc_status",
+            "data_plane/executor.py:1: imports grpc.aio",
+        ],
+    ),
+    (
+        rules.the_core_of_the_control_plane_knows_no_messages,
+        {
+            "control_plane/core.py": "from kvplane.v1 import control_pb2\n",
+            "control_plane/tables.py": "from google.protobuf import duration_pb2\n",
+            "control_plane/service.py": "from kvplane.v1 import control_pb2\n",
+        },
+        [
+            "control_plane/core.py:1: imports kvplane.v1.control_pb2",
+            "control_plane/tables.py:1: imports google.protobuf.duration_pb2",
+        ],
+    ),
+    (
+        rules.metrics_are_made_in_metrics_files,
+        {
+            "engine/a.py": "from prometheus_client import Counter\nc = Counter('a', 'b')\n",
+            "engine/b.py": "import prometheus_client\nprometheus_client.Gauge('a', 'b')\n",
+            "engine/c.py": "from collections import Counter\nc = Counter('a')\n",
+            "engine/metrics.py": "from prometheus_client import Counter\nc = Counter('a', 'b')\n",
+        },
+        ["engine/a.py:2: makes a Counter", "engine/b.py:2: makes a prometheus_client.Gauge"],
+    ),
+    (
+        rules.named_files_exist,
+        {
+            "README.md": "See `kvplane/gone.py`, kvplane/here.py, here.py and gone.sh.\n",
+            "docs/a.md": "[b](adr/b.md) [c](adr/c.md) [r](../README.md) csrc/\nand/or q/k/v\n",
+            "docs/adr/b.md": "https://example.org/x/y.md tests/*.py engine/{a,b}.py <x>.json\n",
+            "kvplane/here.py": "",
+        },
+        [
+            "README.md:1: names kvplane/gone.py",
+            "README.md:1: names gone.sh",
+            "docs/a.md:1: names adr/c.md",
+            "docs/a.md:1: names csrc/",
+            "docs/adr/b.md:1: names tests/*.py",
+        ],
+    ),
+    (rules.the_readme_is_short, {"README.md": "\n" * 150}, ["README.md: 150 lines"]),
+    (
+        rules.kernels_include_no_torch,
+        {"csrc/include/a.h": "#include <vector>\n#include <ATen/core/Tensor.h>\n"},
+        ["csrc/include/a.h:2: #include <ATen/core/Tensor.h>"],
+    ),
+    (
+        rules.test_folders_are_no_packages,
+        {"tests/unit/__init__.py": ""},
+        ["tests/unit/__init__.py"],
+    ),
+    (
+        rules.test_files_have_names_of_their_own,
+        {"tests/unit/test_a.py": "", "tests/rpc/test_a.py": "", "tests/rpc/test_b.py": ""},
+        ["tests: 2 files named test_a.py"],
+    ),
+    (
+        rules.nothing_is_left_unfinished,
+        {
+            "engine/a.py": "\n# TO" + "DO: later\n",
+            "tests/b.py": "@pytest.mark." + "skip\n",
+            ".ci/run": "# FIX" + "ME\n",
+        },
+        [
+            "engine/a.py:2: TO" + "DO",
+            "tests/b.py:1: pytest.mark." + "skip",
+            ".ci/run:1: FIX" + "ME",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("rule", [r for r, _, _ in PLANTED], ids=lambda rule: rule.__name__)
+def test_the_tree_keeps_the_rule_that(rule: Rule) -> None:
+    assert rule(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "files", "faults"), PLANTED, ids=[r.__name__ for r, _, _ in PLANTED]
+)
+def test_a_planted_fault_breaks_the_rule_that(
+    rule: Rule, files: dict[str, str], faults: list[str], tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert sorted(rule(tmp_path)) == sorted(faults)
+
+
+def test_every_rule_has_a_planted_fault() -> None:
+    written = {
+        name
+        for name, value in vars(rules).items()
+        if callable(value) and getattr(value, "__annotations__", {}).get("return") == "list[str]"
+    }
+    assert written == {rule.__name__ for rule, _, _ in PLANTED}
+
+
+def test_the_sdk_and_the_control_plane_run_without_torch() -> None:
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for package in ("kvplane", "control_plane")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if path.name not in ("__main__.py", "__init__.py")
+    ]
+    program = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program, *modules], cwd=ROOT, check=True, timeout=60)

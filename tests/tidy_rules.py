@@ -1,0 +1,200 @@
+"""The tree's rules. Each takes the root of a tree and says what breaks it, one line a fault."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+PLANES = ("control_plane", "data_plane")
+PACKAGES = ("kvplane", *PLANES, "engine")
+FOLDERS = (*PACKAGES, "benchmarks", "csrc", "models", "protos", "scripts", "tests", ".ci", "deploy")
+CODE = {".py", ".cpp", ".h", ".cu", ".cuh", ".sh", ".proto"}
+NOT_OURS = {"__pycache__", "build", "node_modules"}
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 70
+MAX_LINE_CHARACTERS = 100
+MAX_README_LINES = 149
+
+# Who may not import whom, by the first part of a module's name.
+FORBIDDEN_IMPORTS = {
+    "kvplane": {*PLANES, "engine", "torch", "transformers", "numpy"},
+    "control_plane": {"data_plane", "engine", "torch", "transformers", "numpy"},
+    "data_plane": {"control_plane", "engine", "transformers"},
+    "engine": {"control_plane"},
+}
+# The files of a plane that may know gRPC, and those of the control plane that may know messages.
+GRPC_FILES = {"server.py", "service.py", "registration.py", "registrar.py"}
+MESSAGE_FILES = {*GRPC_FILES, "codec.py", "wire.py"}
+METRICS = ("Counter", "Gauge", "Histogram", "Summary", "Info", "Enum")
+
+
+def code_files(root: Path, *suffixes: str) -> Iterator[Path]:
+    """Hand-written code under ``root``, of these suffixes or of any, in order."""
+    for folder in FOLDERS:
+        for path in sorted((root / folder).rglob("*")):
+            parts = path.relative_to(root).parts
+            if NOT_OURS & set(parts) or "_pb2" in path.name or not path.is_file():
+                continue
+            if path.suffix in (suffixes or CODE) or (not suffixes and path.parent.name == ".ci"):
+                yield path
+
+
+def modules(root: Path, *packages: str) -> Iterator[tuple[Path, ast.Module]]:
+    """The parsed Python files of ``packages``."""
+    for path in code_files(root, ".py"):
+        if path.relative_to(root).parts[0] in (packages or FOLDERS):
+            yield path, ast.parse(path.read_text(), str(path))
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything that a module imports, wherever in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def says(root: Path, path: Path, line: int, text: str) -> str:
+    return f"{path.relative_to(root)}:{line}: {text}"
+
+
+def files_are_short(root: Path) -> list[str]:
+    return [
+        says(root, path, lines, f"{lines} lines")
+        for path in code_files(root, *(CODE - {".proto"}))
+        if (lines := path.read_text().count("\n")) > MAX_FILE_LINES
+    ]
+
+
+def functions_are_short(root: Path) -> list[str]:
+    return [
+        says(root, path, node.lineno, f"{node.name} has {lines} lines")
+        for path, tree in modules(root)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := (node.end_lineno or 0) - node.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+
+
+def lines_are_short(root: Path) -> list[str]:
+    return [
+        says(root, path, number, f"{len(line)} characters")
+        for path in code_files(root, *(CODE - {".proto"}))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > MAX_LINE_CHARACTERS
+    ]
+
+
+def imports_go_one_way(root: Path) -> list[str]:
+    return [
+        says(root, path, line, f"imports {name}")
+        for path, tree in modules(root, *PACKAGES)
+        for line, name in imports(tree)
+        if name.split(".")[0] in FORBIDDEN_IMPORTS[path.relative_to(root).parts[0]]
+    ]
+
+
+def only_the_edges_of_a_plane_know_grpc(root: Path) -> list[str]:
+    return [
+        says(root, path, line, f"imports {name}")
+        for path, tree in modules(root, *PLANES)
+        for line, name in imports(tree)
+        if name.split(".")[0].startswith("grpc") and path.name not in GRPC_FILES
+    ]
+
+
+def the_core_of_the_control_plane_knows_no_messages(root: Path) -> list[str]:
+    return [
+        says(root, path, line, f"imports {name}")
+        for path, tree in modules(root, "control_plane")
+        for line, name in imports(tree)
+        if name.startswith(("google.", "kvplane.v1")) and path.name not in MESSAGE_FILES
+    ]
+
+
+def metrics_are_made_in_metrics_files(root: Path) -> list[str]:
+    faults = []
+    for path, tree in modules(root, *PACKAGES):
+        imported = {name for _, name in imports(tree)}
+        makers = {f"prometheus_client.{name}" for name in METRICS}
+        makers |= {name for name in METRICS if f"prometheus_client.{name}" in imported}
+        faults += [
+            says(root, path, node.lineno, f"makes a {ast.unparse(node.func)}")
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and ast.unparse(node.func) in makers
+            and path.name != "metrics.py"
+        ]
+    return faults
+
+
+SUFFIXES = "py|md|proto|sh|toml|yml|yaml|json|txt|cpp|h|cu|cuh"
+TOP = "|".join(re.escape(folder) for folder in (*FOLDERS, "docs", "requirements"))
+NAMED_PATH = re.compile(
+    rf"(?<![\w./*{{<-])((?:{TOP})/[\w./*-]*|(?:\.{{0,2}}/)?[\w.*/-]+\.(?:{SUFFIXES}))(?![\w*{{<])"
+)
+
+
+def documents(root: Path) -> list[Path]:
+    return [*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))]
+
+
+def named_files_exist(root: Path) -> list[str]:
+    names = {path.name for path in code_files(root)} | {path.name for path in root.iterdir()}
+    faults = []
+    for document in documents(root):
+        for number, line in enumerate(document.read_text().splitlines(), 1):
+            for name in NAMED_PATH.findall(re.sub(r"https?://\S+", "", line)):
+                path = name.rstrip(".")
+                found = (
+                    any(root.glob(path.rstrip("/")))
+                    or (document.parent / path).exists()
+                    or ("/" not in path and path in names)
+                )
+                if not found:
+                    faults.append(says(root, document, number, f"names {path}"))
+    return faults
+
+
+def the_readme_is_short(root: Path) -> list[str]:
+    readme = root / "README.md"
+    num_lines = readme.read_text().count("\n")
+    return [f"README.md: {num_lines} lines"] if num_lines > MAX_README_LINES else []
+
+
+def kernels_include_no_torch(root: Path) -> list[str]:
+    pattern = re.compile(r'#\s*include\s*[<"](torch|ATen|c10)[/.]')
+    return [
+        says(root, path, number, line.strip())
+        for path in code_files(root, ".cpp", ".h", ".cu", ".cuh")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if pattern.search(line)
+    ]
+
+
+def test_folders_are_no_packages(root: Path) -> list[str]:
+    """One of them, named like a plane, would hide the plane from pytest."""
+    return [str(p.relative_to(root)) for p in sorted((root / "tests").rglob("__init__.py"))]
+
+
+def test_files_have_names_of_their_own(root: Path) -> list[str]:
+    """Without packages, two files of one name are one module to pytest."""
+    names = Counter(path.name for path in (root / "tests").rglob("test_*.py"))
+    return [f"tests: {num} files named {name}" for name, num in sorted(names.items()) if num > 1]
+
+
+def nothing_is_left_unfinished(root: Path) -> list[str]:
+    words = ("TO" + "DO", "FIX" + "ME", "X" * 3)
+    marks = tuple(f"pytest.{mark}" for mark in ("mark.skip", "mark.xfail", "skip(", "xfail("))
+    pattern = re.compile(rf"\b(?:{'|'.join(words)})\b|{'|'.join(map(re.escape, marks))}")
+    return [
+        says(root, path, number, match.group())
+        for path in code_files(root)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if (match := pattern.search(line)) and path.name != "tidy_rules.py"
+    ]
