@@ -1,0 +1,141 @@
+// The operations as Python functions of plain addresses, shapes and strides.
+//
+// kvplane_kernels._native knows no tensor library: a caller describes each tensor by a TensorView.
+// data_plane/kernels.py is the face that checks; nothing is checked here.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "kvplane/isa.h"
+#include "kvplane/params.h"
+
+namespace py = pybind11;
+
+namespace kvplane {
+namespace {
+
+// Strides count elements.
+struct TensorView {
+  uintptr_t address;
+  Dtype dtype;
+  std::vector<int64_t> shape;
+  std::vector<int64_t> strides;
+
+  void* data() const { return reinterpret_cast<void*>(address); }
+};
+
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+PagesParams pages_of(const TensorView& t) {
+  return {t.data(),   t.dtype,      t.shape[0],   t.shape[2],   t.shape[3],
+          t.shape[4], t.strides[0], t.strides[1], t.strides[2], t.strides[3]};
+}
+
+void bind_reshape_and_cache(const TensorView& key, const TensorView& value, const TensorView& pages,
+                            uintptr_t slots) {
+  ReshapeAndCacheParams p = {};
+  p.key = key.data();
+  p.value = value.data();
+  p.slots = pointer<const int64_t>(slots);
+  p.pages = pages_of(pages);
+  p.key_dtype = key.dtype;
+  p.value_dtype = value.dtype;
+  p.num_tokens = key.shape[0];
+  p.key_token_stride = key.strides[0];
+  p.key_head_stride = key.strides[1];
+  p.value_token_stride = value.strides[0];
+  p.value_head_stride = value.strides[1];
+  reshape_and_cache(p);
+}
+
+void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
+                          const TensorView& pages, uintptr_t block_tables, bool wide_block_tables,
+                          int64_t block_table_stride, uintptr_t query_starts,
+                          uintptr_t context_lens, int64_t num_sequences, uintptr_t alibi_slopes,
+                          float scale, int64_t sliding_window_tokens, int num_threads) {
+  PagedAttentionParams p = {};
+  p.query = query.data();
+  p.out = pointer<void>(out);
+  p.lse = pointer<float>(lse);
+  p.block_tables = pointer<const void>(block_tables);
+  p.query_starts = pointer<const int64_t>(query_starts);
+  p.context_lens = pointer<const int64_t>(context_lens);
+  p.alibi_slopes = pointer<const float>(alibi_slopes);
+  p.pages = pages_of(pages);
+  p.query_dtype = query.dtype;
+  p.wide_block_tables = wide_block_tables;
+  p.num_tokens = query.shape[0];
+  p.num_heads = query.shape[1];
+  p.num_sequences = num_sequences;
+  p.block_table_stride = block_table_stride;
+  p.query_token_stride = query.strides[0];
+  p.query_head_stride = query.strides[1];
+  p.scale = scale;
+  p.sliding_window_tokens = sliding_window_tokens;
+  p.num_threads = num_threads;
+  paged_attention(p);
+}
+
+void bind_copy_blocks(uintptr_t source, uintptr_t destination, uintptr_t pairs, int64_t num_pairs,
+                      int64_t source_num_blocks, int64_t destination_num_blocks,
+                      int64_t source_block_bytes, int64_t destination_block_bytes,
+                      int64_t copy_bytes) {
+  copy_blocks({pointer<const char>(source), pointer<char>(destination),
+               pointer<const int64_t>(pairs), num_pairs, source_num_blocks, destination_num_blocks,
+               source_block_bytes, destination_block_bytes, copy_bytes});
+}
+
+void bind_gather_blocks(uintptr_t pool, uintptr_t blocks, uintptr_t block_ids,
+                        int64_t num_block_ids, int64_t num_blocks, int64_t num_layers,
+                        int64_t block_bytes, int64_t page_bytes) {
+  gather_blocks({pointer<char>(pool), pointer<char>(blocks), pointer<const int64_t>(block_ids),
+                 num_block_ids, num_blocks, num_layers, block_bytes, page_bytes});
+}
+
+void bind_scatter_blocks(uintptr_t pool, uintptr_t blocks, uintptr_t block_ids,
+                         int64_t num_block_ids, int64_t num_blocks, int64_t num_layers,
+                         int64_t block_bytes, int64_t page_bytes) {
+  scatter_blocks({pointer<char>(pool), pointer<char>(blocks), pointer<const int64_t>(block_ids),
+                  num_block_ids, num_blocks, num_layers, block_bytes, page_bytes});
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+  using release_gil = py::call_guard<py::gil_scoped_release>;
+  using py::arg;
+
+  py::enum_<Dtype>(m, "Dtype")
+      .value("FLOAT32", Dtype::kFloat32)
+      .value("FLOAT16", Dtype::kFloat16)
+      .value("BFLOAT16", Dtype::kBFloat16);
+  py::class_<TensorView>(m, "TensorView")
+      .def(py::init<uintptr_t, Dtype, std::vector<int64_t>, std::vector<int64_t>>(), arg("address"),
+           arg("dtype"), arg("shape"), arg("strides"));
+
+  m.def("cpu_isa", &cpu_isa);
+  m.def("reshape_and_cache", &bind_reshape_and_cache, release_gil(), py::kw_only(), arg("key"),
+        arg("value"), arg("pages"), arg("slots"));
+  m.def("paged_attention", &bind_paged_attention, release_gil(), py::kw_only(), arg("query"),
+        arg("out"), arg("lse"), arg("pages"), arg("block_tables"), arg("wide_block_tables"),
+        arg("block_table_stride"), arg("query_starts"), arg("context_lens"), arg("num_sequences"),
+        arg("alibi_slopes"), arg("scale"), arg("sliding_window_tokens"), arg("num_threads"));
+  m.def("copy_blocks", &bind_copy_blocks, release_gil(), py::kw_only(), arg("source"),
+        arg("destination"), arg("pairs"), arg("num_pairs"), arg("source_num_blocks"),
+        arg("destination_num_blocks"), arg("source_block_bytes"), arg("destination_block_bytes"),
+        arg("copy_bytes"));
+  m.def("gather_blocks", &bind_gather_blocks, release_gil(), py::kw_only(), arg("pool"),
+        arg("blocks"), arg("block_ids"), arg("num_block_ids"), arg("num_blocks"), arg("num_layers"),
+        arg("block_bytes"), arg("page_bytes"));
+  m.def("scatter_blocks", &bind_scatter_blocks, release_gil(), py::kw_only(), arg("pool"),
+        arg("blocks"), arg("block_ids"), arg("num_block_ids"), arg("num_blocks"), arg("num_layers"),
+        arg("block_bytes"), arg("page_bytes"));
+}
+
+}  // namespace kvplane

@@ -1,0 +1,96 @@
+// What each operation works on: one struct each, raw pointers with shapes beside them.
+//
+// Strides count elements, as int64; the last dimension of every tensor of heads has stride 1.
+// A layer's pages are [num_blocks, 2, num_kv_heads, block_size, head_size], K before V, and slot
+// block * block_size + offset names one token's place. Nothing here is checked by a kernel except
+// what the comment of the operation says; the Python face checks shapes, types and ranges.
+#pragma once
+
+#include <cstdint>
+
+#include "kvplane/dtype.h"
+
+namespace kvplane {
+
+struct PagesParams {
+  void* data;  // [num_blocks, 2, num_kv_heads, block_size, head_size]
+  Dtype dtype;
+  int64_t num_blocks;
+  int64_t num_kv_heads;
+  int64_t block_size;  // tokens
+  int64_t head_size;
+  int64_t block_stride;
+  int64_t kv_stride;
+  int64_t head_stride;
+  int64_t token_stride;
+};
+
+struct ReshapeAndCacheParams {
+  const void* key;       // [num_tokens, num_kv_heads, head_size]
+  const void* value;     // [num_tokens, num_kv_heads, head_size]
+  const int64_t* slots;  // [num_tokens]; negative: do not write
+  PagesParams pages;
+  Dtype key_dtype;
+  Dtype value_dtype;
+  int64_t num_tokens;
+  int64_t key_token_stride;
+  int64_t key_head_stride;
+  int64_t value_token_stride;
+  int64_t value_head_stride;
+};
+
+struct PagedAttentionParams {
+  const void* query;            // [num_tokens, num_heads, head_size]
+  void* out;                    // [num_tokens, num_heads, head_size], contiguous
+  float* lse;                   // [num_tokens, num_heads], contiguous; may be null
+  const void* block_tables;     // [num_sequences, max_blocks], int32 or int64
+  const int64_t* query_starts;  // [num_sequences + 1], ascending from 0 to num_tokens
+  const int64_t* context_lens;  // [num_sequences]; tokens with KV, this call's own included
+  const float* alibi_slopes;    // [num_heads]; may be null
+  PagesParams pages;
+  Dtype query_dtype;       // of query and out
+  bool wide_block_tables;  // int64 when true
+  int64_t num_tokens;
+  int64_t num_heads;  // a multiple of pages.num_kv_heads
+  int64_t num_sequences;
+  int64_t block_table_stride;
+  int64_t query_token_stride;
+  int64_t query_head_stride;
+  float scale;
+  int64_t sliding_window_tokens;  // 0: none
+  int num_threads;                // at least 1
+};
+
+// Whole blocks; the bytes of one block are contiguous.
+struct CopyBlocksParams {
+  const char* source;    // [source_num_blocks] blocks
+  char* destination;     // [destination_num_blocks] blocks; may be source
+  const int64_t* pairs;  // [num_pairs, 2]: from, to; done in order
+  int64_t num_pairs;
+  int64_t source_num_blocks;
+  int64_t destination_num_blocks;
+  int64_t source_block_bytes;       // from one block to the next
+  int64_t destination_block_bytes;  // from one block to the next
+  int64_t copy_bytes;               // of one block
+};
+
+// Between a block-major pool and the canonical order, layer before block.
+struct PackBlocksParams {
+  char* pool;                // [num_blocks, num_layers, page_bytes]
+  char* blocks;              // [num_layers, num_block_ids, page_bytes], contiguous
+  const int64_t* block_ids;  // [num_block_ids]
+  int64_t num_block_ids;
+  int64_t num_blocks;
+  int64_t num_layers;
+  int64_t block_bytes;  // from one block of the pool to the next
+  int64_t page_bytes;   // of one layer of one block
+};
+
+// All throw std::out_of_range, before anything is written, when an id lies outside its pool.
+void reshape_and_cache(const ReshapeAndCacheParams& params);
+void paged_attention(const PagedAttentionParams& params);
+void copy_blocks(const CopyBlocksParams& params);
+void gather_blocks(const PackBlocksParams& params);
+void scatter_blocks(const PackBlocksParams& params);
+
+}  // namespace kvplane

@@ -1,0 +1,26 @@
+"""The native kernels of kvplane: paged KV cache operations on plain addresses, shapes and strides.
+
+Nothing is checked here: ``data_plane.kernels`` is the face to call.
+"""
+
+from kvplane_kernels._native import (
+    Dtype,
+    TensorView,
+    copy_blocks,
+    cpu_isa,
+    gather_blocks,
+    paged_attention,
+    reshape_and_cache,
+    scatter_blocks,
+)
+
+__all__ = [
+    "Dtype",
+    "TensorView",
+    "copy_blocks",
+    "cpu_isa",
+    "gather_blocks",
+    "paged_attention",
+    "reshape_and_cache",
+    "scatter_blocks",
+]

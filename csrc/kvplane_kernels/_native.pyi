@@ -1,0 +1,74 @@
+"""Types of the native module; csrc/include/kvplane/params.h says what each argument means.
+
+Addresses are integers (0: null); strides count elements. Every operation raises IndexError, before
+anything is written, when an id lies outside its pool.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+
+class Dtype(Enum):
+    FLOAT32 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
+
+class TensorView:
+    def __init__(
+        self, address: int, dtype: Dtype, shape: Sequence[int], strides: Sequence[int]
+    ) -> None: ...
+
+def cpu_isa() -> str: ...
+def reshape_and_cache(
+    *, key: TensorView, value: TensorView, pages: TensorView, slots: int
+) -> None: ...
+def paged_attention(
+    *,
+    query: TensorView,
+    out: int,
+    lse: int,
+    pages: TensorView,
+    block_tables: int,
+    wide_block_tables: bool,
+    block_table_stride: int,
+    query_starts: int,
+    context_lens: int,
+    num_sequences: int,
+    alibi_slopes: int,
+    scale: float,
+    sliding_window_tokens: int,
+    num_threads: int,
+) -> None: ...
+def copy_blocks(
+    *,
+    source: int,
+    destination: int,
+    pairs: int,
+    num_pairs: int,
+    source_num_blocks: int,
+    destination_num_blocks: int,
+    source_block_bytes: int,
+    destination_block_bytes: int,
+    copy_bytes: int,
+) -> None: ...
+def gather_blocks(
+    *,
+    pool: int,
+    blocks: int,
+    block_ids: int,
+    num_block_ids: int,
+    num_blocks: int,
+    num_layers: int,
+    block_bytes: int,
+    page_bytes: int,
+) -> None: ...
+def scatter_blocks(
+    *,
+    pool: int,
+    blocks: int,
+    block_ids: int,
+    num_block_ids: int,
+    num_blocks: int,
+    num_layers: int,
+    block_bytes: int,
+    page_bytes: int,
+) -> None: ...

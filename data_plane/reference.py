@@ -1,0 +1,73 @@
+"""What the kernels mean, in float64 and plain torch: oracles of the tests, never the program's path.
+
+Arguments and results are those of ``data_plane.kernels``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def paged_attention(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window_tokens: int = 0,
+    alibi_slopes: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns out [num_tokens, num_heads, head_size] and lse [num_tokens, num_heads], of ``dtype``."""
+    outs, lses = [], []
+    for s, context_len in enumerate(context_lens.tolist()):
+        rows = query[int(query_starts[s]) : int(query_starts[s + 1])]
+        if rows.shape[0] == 0:
+            continue
+        key, value = gather(
+            pages, block_tables[s], context_len, sliding_window_tokens, rows.shape[0]
+        )
+        num_groups = rows.shape[1] // pages.shape[2]
+        key = key.to(dtype).repeat_interleave(num_groups, dim=0)
+        value = value.to(dtype).repeat_interleave(num_groups, dim=0)
+        scores = torch.einsum("qhd,hkd->hqk", rows.to(dtype), key) * scale
+        last = torch.arange(context_len - rows.shape[0], context_len)[:, None]
+        distance = torch.arange(context_len)[None, :] - last
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes.to(dtype)[:, None, None] * distance
+        hidden = distance > 0
+        if sliding_window_tokens > 0:
+            hidden = hidden | (distance <= -sliding_window_tokens)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        outs.append(torch.einsum("hqk,hkd->qhd", scores.softmax(dim=-1), value))
+        lses.append(scores.logsumexp(dim=-1).T)
+    if not outs:
+        return query.to(dtype), query.new_empty(query.shape[:2], dtype=dtype)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def gather(
+    pages: torch.Tensor, table: torch.Tensor, context_len: int, window: int, query_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one sequence, each [num_kv_heads, context_len, head_size]; 0 where no row looks."""
+    num_kv_heads, block_size, head_size = pages.shape[2:]
+    key = pages.new_zeros((num_kv_heads, context_len, head_size))
+    value = torch.zeros_like(key)
+    first = max(0, context_len - query_len + 1 - window) if window else 0
+    for i in range(first, context_len):
+        page = pages[int(table[i // block_size])]
+        key[:, i], value[:, i] = page[0, :, i % block_size], page[1, :, i % block_size]
+    return key, value
+
+
+def reshape_and_cache(
+    key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Writes each token's key and value into its slot."""
+    for i, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            block, offset = divmod(slot, pages.shape[3])
+            pages[block, 0, :, offset] = key[i].to(pages.dtype)
+            pages[block, 1, :, offset] = value[i].to(pages.dtype)
