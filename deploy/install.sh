@@ -1,0 +1,18 @@
+#!/bin/sh
+# Inside an image's build stage: installs what it is told into /opt/kvplane, at the locked versions.
+#     deploy/install.sh REQUIREMENT...
+# KVPLANE_TORCH and CA_BUNDLE are the build arguments that docker-compose.yml explains.
+set -eu
+
+if [ -n "${CA_BUNDLE:-}" ]; then
+  printf '%s' "$CA_BUNDLE" | base64 -d >/tmp/ca.pem
+  export PIP_CERT=/tmp/ca.pem
+fi
+export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+
+python -m venv /opt/kvplane
+set -- -c requirements/lock.txt "$@"
+if [ "${KVPLANE_TORCH:-}" = cpu ]; then
+  set -- --extra-index-url https://download.pytorch.org/whl/cpu "$@"
+fi
+/opt/kvplane/bin/pip install "$@"

@@ -1,0 +1,80 @@
+"""Runs both planes, for the shipped model's layout, until Ctrl-C.
+
+    make serve
+    .venv/bin/python scripts/serve.py [--model FOLDER]
+
+Every other setting is a plane's own environment variable, such as KVPLANE_CONTROL_PLANE_BIND; see
+``python -m control_plane --help`` and ``python -m data_plane --help``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import Process, create_subprocess_exec
+from pathlib import Path
+
+from kvplane.health import check
+
+ROOT = Path(__file__).resolve().parent.parent
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
+
+
+async def serve(model: Path) -> int:
+    """Start both planes, say where they are, and end with both of them. Returns an exit code."""
+    told = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+
+    control = os.environ.get("KVPLANE_CONTROL_PLANE_BIND", "127.0.0.1:50051")
+    data = os.environ.get("KVPLANE_DATA_PLANE_BIND", "127.0.0.1:50052")
+    planes: list[Process] = []
+    try:
+        planes.append(await start("control_plane", control))
+        arguments = ("--control-plane", control, "--model", str(model))
+        planes.append(await start("data_plane", data, *arguments))
+        print(f"control plane  {control}\ndata plane     {data}\nCtrl-C stops both.", flush=True)
+        ended = [asyncio.create_task(plane.wait()) for plane in planes]
+        waiting = asyncio.create_task(told.wait())
+        await asyncio.wait([waiting, *ended], return_when=asyncio.FIRST_COMPLETED)
+        return 0 if told.is_set() else 1
+    finally:
+        for plane in reversed(planes):
+            await stop(plane)
+
+
+async def start(program: str, address: str, *arguments: str) -> Process:
+    """Run ``program`` in a session of its own, so that Ctrl-C is ours to pass on, until healthy."""
+    process = await create_subprocess_exec(
+        sys.executable, "-m", program, *arguments, cwd=ROOT, start_new_session=True
+    )
+    healthy = asyncio.create_task(check(address, timeout_s=START_TIMEOUT_S))
+    ended = asyncio.create_task(process.wait())
+    await asyncio.wait([healthy, ended], return_when=asyncio.FIRST_COMPLETED)
+    if ended.done():
+        healthy.cancel()
+        sys.exit(f"{program} ended with exit code {ended.result()}")
+    ended.cancel()
+    await healthy
+    return process
+
+
+async def stop(process: Process) -> None:
+    """SIGTERM, and SIGKILL if that does not help."""
+    if process.returncode is None:
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Run both planes until Ctrl-C.")
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "recall")
+    sys.exit(asyncio.run(serve(parser.parse_args().model.resolve())))
