@@ -1,0 +1,67 @@
+"""kvplane: a paged KV cache as a pair of gRPC services, and this, the client of both.
+
+    async with ControlClient("127.0.0.1:50051") as control, DataClient("127.0.0.1:50052") as data:
+        async with await control.open_session("pool", layout) as session:
+            ...
+
+Names are imported when they are first used, so that ``kvplane.errors`` or ``kvplane.layout`` alone
+do not bring gRPC with them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from kvplane import ops
+    from kvplane.client import ControlClient
+    from kvplane.errors import KvplaneError
+    from kvplane.execution import DataClient, Execution, Started
+    from kvplane.hf import layout_from_hf
+    from kvplane.layout import LayerGroup, Layout
+    from kvplane.session import Readmission, Session
+    from kvplane.steps import UnclaimedAnswer
+    from kvplane.tensor import Tensor
+    from kvplane.tls import TlsOptions
+
+__all__ = [
+    "ControlClient",
+    "DataClient",
+    "Execution",
+    "KvplaneError",
+    "LayerGroup",
+    "Layout",
+    "Readmission",
+    "Session",
+    "Started",
+    "Tensor",
+    "TlsOptions",
+    "UnclaimedAnswer",
+    "layout_from_hf",
+    "ops",
+]
+
+_HOMES: Final = {
+    "ControlClient": "kvplane.client",
+    "DataClient": "kvplane.execution",
+    "Execution": "kvplane.execution",
+    "KvplaneError": "kvplane.errors",
+    "LayerGroup": "kvplane.layout",
+    "Layout": "kvplane.layout",
+    "Readmission": "kvplane.session",
+    "Session": "kvplane.session",
+    "Started": "kvplane.execution",
+    "Tensor": "kvplane.tensor",
+    "TlsOptions": "kvplane.tls",
+    "UnclaimedAnswer": "kvplane.steps",
+    "layout_from_hf": "kvplane.hf",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return import_module("kvplane.ops")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvplane' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -38,7 +38,7 @@ def admit(
 
 
 def append(sequence_id: int, token_ids: Tokens = (), num_slots: int = 0) -> pb.Operation:
-    """Add known tokens to a sequence and compute ``num_slots`` positions, next after scheduled ones."""
+    """Add known tokens to a sequence and compute the next ``num_slots`` positions."""
     return pb.Operation(
         append=pb.Append(
             sequence_id=sequence_id, token_ids=pack_tokens(token_ids), num_slots=num_slots

@@ -1,0 +1,131 @@
+"""A client of the control plane: who is there, which pools, and sessions on them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from types import TracebackType
+from typing import Final
+from weakref import WeakSet
+
+from kvplane.connection import Connection
+from kvplane.errors import (
+    DeadlineExceededError,
+    PoolNotFoundError,
+    UnavailableError,
+)
+from kvplane.layout import Layout
+from kvplane.protocol import check_chosen, supported
+from kvplane.session import Session
+from kvplane.tls import TlsOptions
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import control_pb2_grpc
+
+_POLL_S: Final = 0.2
+
+
+class ControlClient:
+    """Calls a control plane at ``target`` ("host:port").
+
+    ``timeout_s``: default deadline of each call. Errors raised are those of ``kvplane.errors``:
+    PlaneUnavailableError when the plane could not be reached until the deadline,
+    DeadlineExceededError when it did not answer. Closing ends the renewal of all leases.
+    """
+
+    def __init__(
+        self, target: str, *, tls: TlsOptions | None = None, timeout_s: float = 10.0
+    ) -> None:
+        self._connection = Connection(target, tls=tls, timeout_s=timeout_s)
+        self._stub = control_pb2_grpc.ControlPlaneServiceStub(self._connection.channel)
+        # Those whose leases are renewed: the renewal keeps a session alive, nothing else here does.
+        self._sessions: WeakSet[Session] = WeakSet()
+
+    async def __aenter__(self) -> ControlClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def describe(self, *, timeout_s: float | None = None) -> pb.DescribeControlPlaneResponse:
+        """Who is answering."""
+        response: pb.DescribeControlPlaneResponse = await self._connection.call(
+            self._stub.DescribeControlPlane, pb.DescribeControlPlaneRequest(), timeout_s
+        )
+        return response
+
+    async def list_pools(self, *, timeout_s: float | None = None) -> list[str]:
+        """Ids of the pools that have registered, ascending."""
+        response: pb.ListPoolsResponse = await self._connection.call(
+            self._stub.ListPools, pb.ListPoolsRequest(), timeout_s
+        )
+        return list(response.pool_ids)
+
+    async def describe_pool(
+        self, pool_id: str, *, timeout_s: float | None = None
+    ) -> pb.DescribePoolResponse:
+        """Raises PoolNotFoundError when no shard of it has registered."""
+        response: pb.DescribePoolResponse = await self._connection.call(
+            self._stub.DescribePool, pb.DescribePoolRequest(pool_id=pool_id), timeout_s
+        )
+        return response
+
+    async def wait_ready(
+        self, pool_id: str, timeout_s: float | None = None
+    ) -> pb.DescribePoolResponse:
+        """The pool's description as soon as sessions can be opened on it.
+
+        Also waits for the plane itself to come up. Raises DeadlineExceededError saying what was
+        missing last.
+        """
+        deadline = self._connection.deadline(timeout_s)
+        while True:
+            missing = "not all its shards have registered and reported"
+            try:
+                pool = await self.describe_pool(pool_id, timeout_s=deadline.remaining_s)
+                if pool.ready:
+                    return pool
+            except (PoolNotFoundError, UnavailableError, DeadlineExceededError) as error:
+                missing = str(error)
+            delay_s = random.uniform(_POLL_S / 2, _POLL_S)
+            if delay_s >= deadline.remaining_s:
+                raise DeadlineExceededError(
+                    f"pool {pool_id!r} is not ready after {deadline.timeout_s:g} s: {missing}"
+                )
+            await asyncio.sleep(delay_s)
+
+    async def open_session(
+        self,
+        pool_id: str,
+        layout: Layout,
+        client_name: str = "",
+        *,
+        timeout_s: float | None = None,
+    ) -> Session:
+        """Lease from a pool; tried again until the deadline while the pool is not ready.
+
+        Raises PoolNotFoundError, LayoutMismatchError, ProtocolMismatchError, PoolNotReadyError.
+        """
+        request = pb.OpenSessionRequest(
+            pool_id=pool_id,
+            protocol=supported(),
+            layout=layout.to_proto(),
+            client_name=client_name,
+        )
+        response: pb.OpenSessionResponse = await self._connection.call(
+            self._stub.OpenSession, request, timeout_s
+        )
+        check_chosen(response.protocol_version)
+        session = Session(self, self._connection, self._stub, request, response)
+        self._sessions.add(session)
+        return session
+
+    async def close(self) -> None:
+        """Ends every call and renewal. Sessions left open end by their time to live."""
+        for session in list(self._sessions):
+            await session.detach()
+        await self._connection.close()

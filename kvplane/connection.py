@@ -1,0 +1,70 @@
+"""A client's connection to one plane: a channel, a default deadline, and typed errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from kvplane.errors import CancelledError, PlaneUnavailableError
+from kvplane.retry import Deadline, retry_until
+from kvplane.status import from_rpc_error
+from kvplane.tls import TlsOptions, open_channel
+
+T = TypeVar("T")
+
+
+class Connection:
+    """Calls on one channel. Every call has a deadline and ends in an answer or a typed error."""
+
+    def __init__(self, target: str, *, tls: TlsOptions | None, timeout_s: float) -> None:
+        Deadline.after(timeout_s)  # refuses what is no timeout
+        self.target = target
+        self.timeout_s = timeout_s
+        self.channel = open_channel(target, tls)
+
+    def deadline(self, timeout_s: float | None) -> Deadline:
+        """``timeout_s`` from now, the default when None."""
+        return Deadline.after(self.timeout_s if timeout_s is None else timeout_s)
+
+    async def call(
+        self, method: Callable[..., Any], request: Message, timeout_s: float | None = None
+    ) -> Any:
+        """The answer to a unary call, repeated while the peer is UNAVAILABLE."""
+        deadline = self.deadline(timeout_s)
+        async with deadline.guard():
+            return await retry_until(deadline, lambda: self.attempt(method, request, deadline))
+
+    async def attempt(
+        self, method: Callable[..., Any], request: Message, deadline: Deadline
+    ) -> Any:
+        """The answer to a unary call, tried once."""
+        return await typed(method(request, timeout=deadline.remaining_s))
+
+    async def close(self) -> None:
+        """Ends all calls; those still waiting raise CancelledError of ``kvplane.errors``."""
+        await self.channel.close()
+
+
+async def typed(operation: Awaitable[T]) -> T:
+    """What a gRPC operation returns. Raises KvplaneError for whatever it raises."""
+    try:
+        return await operation
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.CANCELLED:
+            # Not by this side, which would see asyncio's error: a server that stops does this.
+            raise PlaneUnavailableError("the peer cancelled the call") from error
+        raise from_rpc_error(error) from error
+    except asyncio.InvalidStateError as error:
+        raise PlaneUnavailableError("the call had ended") from error
+    except grpc.aio.UsageError as error:
+        raise CancelledError("the client is closed") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise CancelledError("the client ended the call") from error

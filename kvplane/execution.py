@@ -1,0 +1,363 @@
+"""A client of a data plane, and executions: plans run layer by layer on a stream.
+
+Invariant: a lost connection, or a wait that was cancelled, costs nothing. The plan is shown again
+on a new stream, goes on from where it is, and the layer is sent again; its slots then hold the
+same bytes as before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from kvplane.connection import Connection
+from kvplane.errors import InternalError, InvalidRequestError, PlanOutOfOrderError
+from kvplane.protocol import check_chosen, supported
+from kvplane.retry import Deadline, retry_until
+from kvplane.status import from_wire
+from kvplane.stream import Stream
+from kvplane.tensor import Tensor
+from kvplane.tls import TlsOptions
+from kvplane.v1 import data_pb2 as pb
+from kvplane.v1 import data_pb2_grpc
+from kvplane.v1.types_pb2 import SignedPayload
+
+
+class DataClient:
+    """Calls a data plane at ``target`` ("host:port").
+
+    ``timeout_s``: default deadline of each call. Every call may be repeated, and is while the
+    plane is UNAVAILABLE. Errors raised are those of ``kvplane.errors``: BadSignatureError,
+    StaleError, ConflictError for payloads that do not fit, InvalidRequestError naming the field.
+    """
+
+    def __init__(
+        self, target: str, *, tls: TlsOptions | None = None, timeout_s: float = 10.0
+    ) -> None:
+        self._connection = Connection(target, tls=tls, timeout_s=timeout_s)
+        self._stub = data_pb2_grpc.DataPlaneServiceStub(self._connection.channel)
+
+    async def __aenter__(self) -> DataClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def describe(self, *, timeout_s: float | None = None) -> pb.DescribeDataPlaneResponse:
+        """Who is answering."""
+        response: pb.DescribeDataPlaneResponse = await self._connection.call(
+            self._stub.DescribeDataPlane, pb.DescribeDataPlaneRequest(), timeout_s
+        )
+        return response
+
+    async def open(self, grant: SignedPayload, *, timeout_s: float | None = None) -> Execution:
+        """Begin to run plans of the session that ``grant`` is of."""
+        execution = Execution(self._connection, self._stub, grant)
+        await execution.connect(timeout_s=timeout_s)
+        return execution
+
+    async def reshape_and_cache(
+        self,
+        grant: SignedPayload,
+        plan: SignedPayload,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+        *,
+        timeout_s: float | None = None,
+    ) -> pb.ReshapeAndCacheResponse:
+        """Write one layer's keys and values [num_tokens, num_kv_heads, head_size]."""
+        request = pb.ReshapeAndCacheRequest(
+            grant=grant, plan=plan, layer=layer, key=key.to_proto(), value=value.to_proto()
+        )
+        response: pb.ReshapeAndCacheResponse = await self._connection.call(
+            self._stub.ReshapeAndCache, request, timeout_s
+        )
+        return response
+
+    async def paged_attention(
+        self,
+        grant: SignedPayload,
+        plan: SignedPayload,
+        layer: int,
+        query: Tensor,
+        *,
+        scale: float = 0.0,
+        sliding_window_tokens: int = 0,
+        alibi_slopes: Sequence[float] = (),
+        timeout_s: float | None = None,
+    ) -> pb.PagedAttentionResponse:
+        """Attend from ``query`` [num_tokens, num_heads, head_size] in a layer that was written."""
+        request = pb.PagedAttentionRequest(
+            grant=grant,
+            plan=plan,
+            layer=layer,
+            query=query.to_proto(),
+            options=_options(scale, sliding_window_tokens, alibi_slopes),
+        )
+        response: pb.PagedAttentionResponse = await self._connection.call(
+            self._stub.PagedAttention, request, timeout_s
+        )
+        return response
+
+    async def copy_blocks(
+        self, grant: SignedPayload, plan: SignedPayload, *, timeout_s: float | None = None
+    ) -> pb.CopyBlocksResponse:
+        """Start a plan whose transfers are all copies inside the device tier."""
+        request = pb.CopyBlocksRequest(grant=grant, plan=plan)
+        response: pb.CopyBlocksResponse = await self._connection.call(
+            self._stub.CopyBlocks, request, timeout_s
+        )
+        return response
+
+    async def swap_blocks(
+        self, grant: SignedPayload, plan: SignedPayload, *, timeout_s: float | None = None
+    ) -> pb.SwapBlocksResponse:
+        """Start a plan whose transfers are all swaps between the tiers."""
+        request = pb.SwapBlocksRequest(grant=grant, plan=plan)
+        response: pb.SwapBlocksResponse = await self._connection.call(
+            self._stub.SwapBlocks, request, timeout_s
+        )
+        return response
+
+    async def read_blocks(
+        self,
+        grant: SignedPayload,
+        sequence_id: int,
+        *,
+        first_block: int = 0,
+        num_blocks: int = 1,
+        group: int = 0,
+        timeout_s: float | None = None,
+    ) -> pb.ReadBlocksResponse:
+        """Read table entries [first_block, first_block + num_blocks) of a sequence, all layers."""
+        request = pb.ReadBlocksRequest(
+            grant=grant,
+            sequence_id=sequence_id,
+            first_block=first_block,
+            num_blocks=num_blocks,
+            group=group,
+        )
+        response: pb.ReadBlocksResponse = await self._connection.call(
+            self._stub.ReadBlocks, request, timeout_s
+        )
+        return response
+
+    async def write_blocks(
+        self,
+        grant: SignedPayload,
+        plan: SignedPayload,
+        sequence_id: int,
+        blocks: Tensor,
+        *,
+        first_block: int = 0,
+        group: int = 0,
+        timeout_s: float | None = None,
+    ) -> pb.WriteBlocksResponse:
+        """Write the slots of the plan's row for a sequence, all layers.
+
+        ``blocks``: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of kv_dtype.
+        """
+        request = pb.WriteBlocksRequest(
+            grant=grant,
+            plan=plan,
+            sequence_id=sequence_id,
+            first_block=first_block,
+            blocks=blocks.to_proto(),
+            group=group,
+        )
+        response: pb.WriteBlocksResponse = await self._connection.call(
+            self._stub.WriteBlocks, request, timeout_s
+        )
+        return response
+
+    async def close(self) -> None:
+        """Ends every call and execution."""
+        await self._connection.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A plan was started. ``num_tokens``: first extent of q, k and v.
+
+    ``receipt`` is there when no layer is expected: the plan has no rows, or it had run before.
+    """
+
+    plan_number: int
+    num_tokens: int
+    receipt: SignedPayload | None
+
+
+class Execution:
+    """Made by ``DataClient.open``. One call at a time: ``start``, then ``layer`` for each layer.
+
+    ``layers``: the layers held, ascending. ``receipt``: that of the plan started last, once it has
+    run.
+    """
+
+    def __init__(self, connection: Connection, stub: Any, grant: SignedPayload) -> None:
+        self.layers: list[int] = []
+        self.receipt: SignedPayload | None = None
+        self._connection = connection
+        self._stub = stub
+        self._grant = grant
+        self._plan: SignedPayload | None = None
+        self._stream: Stream[pb.ExecuteRequest, pb.ExecuteResponse] = Stream(lambda: stub.Execute())
+        self._lock = asyncio.Lock()
+
+    async def __aenter__(self) -> Execution:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def connect(self, *, timeout_s: float | None = None) -> None:
+        """Open the stream and learn ``layers``. ``start`` and ``layer`` do so by themselves."""
+        deadline = self._connection.deadline(timeout_s)
+        async with deadline.guard(), self._lock:
+            await retry_until(deadline, self._open)
+
+    async def start(self, plan: SignedPayload, *, timeout_s: float | None = None) -> Started:
+        """Show a plan: its table changes and transfers are made. Safe to repeat."""
+        deadline = self._connection.deadline(timeout_s)
+        async with deadline.guard(), self._lock:
+            self._plan, self.receipt = None, None
+            started = await retry_until(deadline, lambda: self._start(plan))
+            self._plan, self.receipt = plan, started.receipt
+            return started
+
+    async def layer(
+        self,
+        index: int,
+        query: Tensor | None,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float = 0.0,
+        sliding_window_tokens: int = 0,
+        alibi_slopes: Sequence[float] = (),
+        timeout_s: float | None = None,
+    ) -> Tensor:
+        """Write one layer's keys and values, then attend: [num_tokens, num_heads, head_size].
+
+        ``query`` [num_tokens, num_heads, head_size]; without it the answer has no elements.
+        ``key``, ``value`` [num_tokens, num_kv_heads, head_size]. ``scale`` 0 means
+        1 / sqrt(head_size), ``sliding_window_tokens`` 0 what the layout says. Safe to repeat.
+        """
+        request = pb.LayerInput(
+            layer=index,
+            query=None if query is None else query.to_proto(),
+            key=key.to_proto(),
+            value=value.to_proto(),
+            options=_options(scale, sliding_window_tokens, alibi_slopes),
+        )
+        deadline = self._connection.deadline(timeout_s)
+        async with deadline.guard(), self._lock:
+            if self._plan is None:
+                raise PlanOutOfOrderError("no plan was started")
+            plan = self._plan
+            return await retry_until(deadline, lambda: self._layer(plan, request, deadline))
+
+    async def close(self) -> None:
+        """End the stream; what was started can be gone on with from another execution."""
+        await self._stream.close()
+
+    async def _open(self) -> None:
+        if self._stream.is_open:
+            return
+        request = pb.OpenExecution(protocol=supported(), grant=self._grant)
+        self._stream.open()
+        try:
+            await self._stream.send(pb.ExecuteRequest(open=request))
+            opened = (await self._receive("opened")).opened
+        except BaseException:
+            self._stream.drop()  # a stream that is there must be one that was opened
+            raise
+        check_chosen(opened.protocol_version)
+        self.layers = list(opened.layers)
+
+    async def _start(self, plan: SignedPayload) -> Started:
+        await self._open()
+        await self._stream.send(pb.ExecuteRequest(plan=plan))
+        started = (await self._receive("started")).started
+        receipt = None
+        if started.finished or started.num_tokens == 0:
+            receipt = (await self._receive("receipt")).receipt
+        return Started(started.plan_number, started.num_tokens, receipt)
+
+    async def _layer(
+        self, plan: SignedPayload, request: pb.LayerInput, deadline: Deadline
+    ) -> Tensor:
+        if not self._stream.is_open:
+            started = await self._start(plan)
+            if started.receipt is not None:
+                # The plan had run to its end and only the answer was lost.
+                self.receipt = started.receipt
+                return await self._attend(plan, request, deadline)
+        await self._stream.send(pb.ExecuteRequest(layer=request))
+        answer = (await self._receive("output")).output
+        if answer.layer != request.layer:
+            self._stream.drop()
+            raise InternalError(f"layer {request.layer} was answered as {answer.layer}")
+        if request.layer == self.layers[-1]:
+            self.receipt = (await self._receive("receipt")).receipt
+        return _output(answer.output, request)
+
+    async def _attend(
+        self, plan: SignedPayload, request: pb.LayerInput, deadline: Deadline
+    ) -> Tensor:
+        if not request.HasField("query"):
+            return _nothing(request)
+        attend = pb.PagedAttentionRequest(
+            grant=self._grant,
+            plan=plan,
+            layer=request.layer,
+            query=request.query,
+            options=request.options,
+        )
+        response = await self._connection.attempt(self._stub.PagedAttention, attend, deadline)
+        return _output(response.output, request)
+
+    async def _receive(self, wanted: str) -> pb.ExecuteResponse:
+        response = await self._stream.receive()
+        kind = response.WhichOneof("message")
+        if kind == "error":
+            raise from_wire(response.error)
+        if kind != wanted:
+            self._stream.drop()
+            raise InternalError(f"{wanted} was expected, {kind} came")
+        return response
+
+
+def _options(
+    scale: float, sliding_window_tokens: int, alibi_slopes: Sequence[float]
+) -> pb.AttentionOptions:
+    return pb.AttentionOptions(
+        scale=scale, sliding_window_tokens=sliding_window_tokens, alibi_slopes=alibi_slopes
+    )
+
+
+def _output(output: Any, request: pb.LayerInput) -> Tensor:
+    if not request.HasField("query"):
+        return _nothing(request)
+    try:
+        return Tensor.from_proto(output, field="output")
+    except InvalidRequestError as error:
+        raise InternalError(f"the data plane's answer is malformed: {error}") from error
+
+
+def _nothing(request: pb.LayerInput) -> Tensor:
+    return Tensor(Tensor.from_proto(request.key, field="key").dtype, (0,), b"")

@@ -1,0 +1,70 @@
+"""Deadlines, and trying again until them.
+
+Only UNAVAILABLE is tried again: the peer was not reached, hung up, or said that it is not ready.
+Every call of the protocol may be repeated until it is answered, so this is safe for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from kvplane.errors import DeadlineExceededError, InvalidRequestError, UnavailableError
+
+FIRST_DELAY_S: Final = 0.05
+MAX_DELAY_S: Final = 1.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A point in time, on the monotonic clock, after which an answer is of no use."""
+
+    timeout_s: float
+    at_s: float
+
+    @classmethod
+    def after(cls, timeout_s: float) -> Deadline:
+        """``timeout_s`` from now. Raises InvalidRequestError unless it is above 0 and finite."""
+        if not (timeout_s > 0 and math.isfinite(timeout_s)):
+            raise InvalidRequestError("must be above 0 and finite", field="timeout_s")
+        return cls(timeout_s, time.monotonic() + timeout_s)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left, at least a millisecond, so that it can be a timeout in turn."""
+        return max(0.001, self.at_s - time.monotonic())
+
+    @asynccontextmanager
+    async def guard(self) -> AsyncIterator[None]:
+        """Cancels the body at the deadline and raises DeadlineExceededError."""
+        try:
+            async with asyncio.timeout(self.remaining_s):
+                yield
+        except TimeoutError as error:
+            raise DeadlineExceededError(f"no answer within {self.timeout_s:g} s") from error
+
+
+async def retry_until(deadline: Deadline, attempt: Callable[[], Awaitable[T]]) -> T:
+    """What ``attempt`` returns, tried again with exponential backoff and jitter.
+
+    Raises the last UnavailableError when the next try would come after the deadline, and every
+    other error at once. A peer's own retry delay is respected.
+    """
+    delay_s = FIRST_DELAY_S
+    while True:
+        try:
+            return await attempt()
+        except UnavailableError as error:
+            wait_s = max(random.uniform(delay_s / 2, delay_s), error.retry_delay_s or 0.0)
+            if wait_s >= deadline.remaining_s:
+                raise
+        await asyncio.sleep(wait_s)
+        delay_s = min(2 * delay_s, MAX_DELAY_S)

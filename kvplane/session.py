@@ -1,0 +1,373 @@
+"""A session: one engine's lease on one pool, and its calls.
+
+Steps and unary operations share one numbering (``kvplane.steps``), so each runs once however often
+it is sent. A background task renews the lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+from kvplane import ops
+from kvplane.connection import Connection
+from kvplane.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InternalError,
+    KvplaneError,
+    NeverFitsError,
+    SessionExpiredError,
+    SessionNotFoundError,
+    StaleError,
+    UnavailableError,
+)
+from kvplane.layout import Layout
+from kvplane.retry import Deadline
+from kvplane.status import from_wire
+from kvplane.steps import Steps, UnclaimedAnswer
+from kvplane.stream import Stream
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1.types_pb2 import SignedPayload
+
+if TYPE_CHECKING:
+    from kvplane.client import ControlClient
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+# How long a session that is left behind waits for the plane; its lease ends by itself anyway.
+_PARTING_S: Final = 2.0
+_RENEWALS_PER_LEASE: Final = 3
+
+
+class Readmission(dict[int, int]):
+    """Tokens found cached by sequence. ``plan`` must run before later plans; None when empty."""
+
+    def __init__(self, num_cached_tokens: Mapping[int, int], plan: SignedPayload | None) -> None:
+        super().__init__(num_cached_tokens)
+        self.plan = plan
+
+
+class Session:
+    """Made by ``ControlClient.open_session``. ``time_to_live_s``: the lease, renewed by any call.
+
+    Every call takes ``timeout_s``, the client's default when None, and is sent again until then
+    while the plane can not be reached. A call that was cancelled or ran out of time may be made
+    again: it is then the same step. If another call comes instead, the first one is sent again
+    before it, and its answer is kept for ``take_unclaimed``. Raises StaleError or
+    SessionNotFoundError when the session is over: ``reopen`` and ``readmit`` then.
+    """
+
+    def __init__(
+        self,
+        client: ControlClient,
+        connection: Connection,
+        stub: Any,
+        request: pb.OpenSessionRequest,
+        response: pb.OpenSessionResponse,
+    ) -> None:
+        self.id = response.session_id
+        self.pool_id = request.pool_id
+        self.client_name = request.client_name
+        self.layout = Layout.from_proto(response.layout)
+        self.grant = response.grant
+        self.shards = tuple(response.shards)
+        self.num_device_blocks = response.num_device_blocks
+        self.num_host_blocks = response.num_host_blocks
+        self.max_plans_in_flight = response.max_plans_in_flight
+        self.incarnation = response.incarnation
+        self.time_to_live_s = response.time_to_live.ToTimedelta().total_seconds()
+        self._client = client
+        self._connection = connection
+        self._stub = stub
+        self._steps = Steps()
+        self._stream: Stream[pb.StepRequest, pb.StepResponse] = Stream(lambda: stub.Step())
+        self._renewal = asyncio.create_task(self._renew_lease(), name=f"renew session {self.id}")
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._part()
+
+    @property
+    def last_number(self) -> int:
+        """The number of the step answered last, which is that of its plan; 0 before the first."""
+        return self._steps.last_number
+
+    def add_receipt(self, receipt: SignedPayload) -> None:
+        """Hand in ``receipt`` with the next step."""
+        self._steps.receipts.append(receipt)
+
+    def take_unclaimed(self) -> list[UnclaimedAnswer]:
+        """Answers to calls that were given up, each once. Their plans come before later ones."""
+        taken, self._steps.unclaimed = self._steps.unclaimed, []
+        return taken
+
+    async def step(
+        self,
+        operations: Iterable[pb.Operation],
+        late_tokens: Iterable[pb.LateTokens] = (),
+        *,
+        timeout_s: float | None = None,
+    ) -> pb.StepResult:
+        """Apply pending receipts, then late tokens, then ``operations`` in order; see StepResult.
+
+        Raises TooManyPlansInFlightError and whatever made the step as a whole fail; an operation
+        that fails by itself is in the result.
+        """
+        request = pb.StepRequest(session_id=self.id, operations=operations, late_tokens=late_tokens)
+        deadline = self._connection.deadline(timeout_s)
+        result: pb.StepResult = await self._steps.call(request, self._send_step, deadline)
+        return result
+
+    async def admit(
+        self,
+        sequence_id: int,
+        token_ids: ops.Tokens,
+        *,
+        num_compute_tokens: int | None = None,
+        max_total_tokens: int = 0,
+        skip_prefix_lookup: bool = False,
+        timeout_s: float | None = None,
+    ) -> pb.AdmitResponse:
+        """A step of one ``ops.admit``. LATER raises PoolFullError, NEVER raises NeverFitsError."""
+        operation = ops.admit(
+            sequence_id,
+            token_ids,
+            num_compute_tokens=num_compute_tokens,
+            max_total_tokens=max_total_tokens,
+            skip_prefix_lookup=skip_prefix_lookup,
+        )
+        request = pb.AdmitRequest(session_id=self.id, operation=operation.admit)
+        response: pb.AdmitResponse = await self._run(self._stub.Admit, request, timeout_s)
+        return response
+
+    async def append(
+        self,
+        sequence_id: int,
+        token_ids: ops.Tokens = (),
+        num_slots: int = 0,
+        *,
+        timeout_s: float | None = None,
+    ) -> pb.AppendResponse:
+        """A step of one ``ops.append``. Raises as ``admit`` does."""
+        operation = ops.append(sequence_id, token_ids, num_slots)
+        request = pb.AppendRequest(session_id=self.id, operation=operation.append)
+        response: pb.AppendResponse = await self._run(self._stub.Append, request, timeout_s)
+        return response
+
+    async def fork(
+        self, parent_sequence_id: int, sequence_id: int, *, timeout_s: float | None = None
+    ) -> pb.ForkResponse:
+        """A step of one ``ops.fork``. Raises as ``admit`` does."""
+        operation = ops.fork(parent_sequence_id, sequence_id)
+        request = pb.ForkRequest(session_id=self.id, operation=operation.fork)
+        response: pb.ForkResponse = await self._run(self._stub.Fork, request, timeout_s)
+        return response
+
+    async def free(self, sequence_id: int, *, timeout_s: float | None = None) -> pb.FreeResponse:
+        """A step of one ``ops.free``. Raises as ``admit`` does."""
+        request = pb.FreeRequest(session_id=self.id, operation=ops.free(sequence_id).free)
+        response: pb.FreeResponse = await self._run(self._stub.Free, request, timeout_s)
+        return response
+
+    async def swap_out(
+        self, sequence_ids: Iterable[int], *, timeout_s: float | None = None
+    ) -> pb.SwapOutResponse:
+        """A step of one ``ops.swap_out``. Raises as ``admit`` does."""
+        operation = ops.swap_out(sequence_ids)
+        request = pb.SwapOutRequest(session_id=self.id, operation=operation.swap_out)
+        response: pb.SwapOutResponse = await self._run(self._stub.SwapOut, request, timeout_s)
+        return response
+
+    async def swap_in(
+        self, sequence_ids: Iterable[int], *, timeout_s: float | None = None
+    ) -> pb.SwapInResponse:
+        """A step of one ``ops.swap_in``. Raises as ``admit`` does."""
+        operation = ops.swap_in(sequence_ids)
+        request = pb.SwapInRequest(session_id=self.id, operation=operation.swap_in)
+        response: pb.SwapInResponse = await self._run(self._stub.SwapIn, request, timeout_s)
+        return response
+
+    async def readmit(
+        self,
+        sequences: Mapping[int, tuple[ops.Tokens, int]],
+        *,
+        timeout_s: float | None = None,
+    ) -> Readmission:
+        """Admit sequences again, ``{sequence_id: (token_ids, max_total_tokens)}``, in one step.
+
+        Nothing is computed yet: what is not cached is computed by later appends. Sequences that
+        there is no room for now are absent from the answer. Raises NeverFitsError, or the error
+        of an operation that was wrong; the other sequences are admitted nevertheless, and the
+        answer is then in ``take_unclaimed``.
+        """
+        operations = [
+            ops.admit(sequence_id, tokens, num_compute_tokens=0, max_total_tokens=max_total)
+            for sequence_id, (tokens, max_total) in sequences.items()
+        ]
+        result = await self.step(operations, timeout_s=timeout_s)
+        cached: dict[int, int] = {}
+        for sequence_id, outcome in zip(sequences, result.results, strict=True):
+            if outcome.status == pb.OPERATION_STATUS_OK:
+                cached[sequence_id] = outcome.admit.num_cached_tokens
+            elif outcome.status != pb.OPERATION_STATUS_LATER:
+                self._steps.unclaimed.append(UnclaimedAnswer(self.last_number, result))
+                raise _error_of(sequence_id, outcome)
+        return Readmission(cached, result.plan if result.HasField("plan") else None)
+
+    async def resync(self, *, timeout_s: float | None = None) -> pb.ResyncResponse:
+        """Hand in what receipts there are, give up every other plan, get a plan of whole tables."""
+        if self._steps.receipts:
+            await self.submit_receipts(timeout_s=timeout_s)
+        request = pb.ResyncRequest(session_id=self.id)
+        response: pb.ResyncResponse = await self._run(self._stub.Resync, request, timeout_s)
+        return response
+
+    async def abort_plan(
+        self, plan_number: int, *, timeout_s: float | None = None
+    ) -> pb.AbortPlanResponse:
+        """Hand in what receipts there are, then give up this plan and all later ones.
+
+        Raises PlanReceiptedError if the plan has run.
+        """
+        if self._steps.receipts:
+            await self.submit_receipts(timeout_s=timeout_s)
+        request = pb.AbortPlanRequest(session_id=self.id, plan_number=plan_number)
+        response: pb.AbortPlanResponse = await self._connection.call(
+            self._stub.AbortPlan, request, timeout_s
+        )
+        return response
+
+    async def submit_receipts(
+        self,
+        late_tokens: Sequence[pb.LateTokens] = (),
+        *,
+        timeout_s: float | None = None,
+    ) -> pb.SubmitReceiptsResponse:
+        """Hand in receipts, and late tokens, without a step."""
+
+        async def send(receipts: list[SignedPayload]) -> Any:
+            request = pb.SubmitReceiptsRequest(
+                session_id=self.id, receipts=receipts, late_tokens=late_tokens
+            )
+            return await self._connection.call(
+                self._stub.SubmitReceipts, request, deadline.remaining_s
+            )
+
+        deadline = self._connection.deadline(timeout_s)
+        async with deadline.guard():
+            response: pb.SubmitReceiptsResponse = await self._steps.hand_in(send)
+        return response
+
+    async def block_table(
+        self, sequence_id: int, *, timeout_s: float | None = None
+    ) -> pb.GetBlockTableResponse:
+        """Raises SequenceNotFoundError."""
+        request = pb.GetBlockTableRequest(session_id=self.id, sequence_id=sequence_id)
+        response: pb.GetBlockTableResponse = await self._connection.call(
+            self._stub.GetBlockTable, request, timeout_s
+        )
+        return response
+
+    async def lookup_prefix(
+        self, token_ids: ops.Tokens, *, timeout_s: float | None = None
+    ) -> pb.LookupPrefixResponse:
+        """How much of a prompt is cached now: a hint, nothing is held."""
+        request = pb.LookupPrefixRequest(session_id=self.id, token_ids=ops.pack_tokens(token_ids))
+        response: pb.LookupPrefixResponse = await self._connection.call(
+            self._stub.LookupPrefix, request, timeout_s
+        )
+        return response
+
+    async def describe_sequence(
+        self, sequence_id: int, *, timeout_s: float | None = None
+    ) -> pb.SequenceState:
+        """Raises SequenceNotFoundError."""
+        request = pb.DescribeSequenceRequest(session_id=self.id, sequence_id=sequence_id)
+        response: pb.DescribeSequenceResponse = await self._connection.call(
+            self._stub.DescribeSequence, request, timeout_s
+        )
+        return response.sequence
+
+    async def reopen(self, *, timeout_s: float = 60.0) -> Session:
+        """A new session like this one, once the pool is ready. This one is left behind."""
+        deadline = Deadline.after(timeout_s)
+        await self._part()
+        await self._client.wait_ready(self.pool_id, timeout_s)
+        return await self._client.open_session(
+            self.pool_id,
+            self.layout,
+            self.client_name,
+            timeout_s=deadline.remaining_s,
+        )
+
+    async def close(self, *, timeout_s: float | None = None) -> None:
+        """Give back all that the session holds. Closing what has ended is no error."""
+        await self.detach()
+        request = pb.CloseSessionRequest(session_id=self.id)
+        with suppress(SessionNotFoundError, SessionExpiredError):
+            await self._connection.call(self._stub.CloseSession, request, timeout_s)
+
+    async def detach(self) -> None:
+        """Stop renewing the lease and end the stream; says nothing to the plane."""
+        self._renewal.cancel()
+        await asyncio.wait([self._renewal])
+        await self._stream.close()
+
+    async def _part(self) -> None:
+        """Close, unless that fails: the lease ends by itself."""
+        try:
+            await self.close(timeout_s=_PARTING_S)
+        except (UnavailableError, DeadlineExceededError, StaleError, CancelledError) as error:
+            _LOGGER.warning("session=%d left to its lease: %s", self.id, error)
+
+    async def _renew_lease(self) -> None:
+        interval_s = self.time_to_live_s / _RENEWALS_PER_LEASE
+        request = pb.RenewSessionRequest(session_id=self.id)
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                await self._connection.call(self._stub.RenewSession, request, interval_s)
+            except (UnavailableError, DeadlineExceededError) as error:
+                _LOGGER.warning("session=%d lease not renewed: %s", self.id, error)
+            except KvplaneError as error:
+                _LOGGER.warning("session=%d lost: %s", self.id, error)
+                return
+
+    async def _run(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        """A numbered unary call."""
+
+        async def send(numbered: Any, deadline: Deadline) -> Any:
+            return await self._connection.attempt(method, numbered, deadline)
+
+        return await self._steps.call(request, send, self._connection.deadline(timeout_s))
+
+    async def _send_step(self, request: pb.StepRequest, _: Deadline) -> pb.StepResult:
+        if not self._stream.is_open:
+            self._stream.open()
+        await self._stream.send(request)
+        response = await self._stream.receive()
+        if response.number != request.number:
+            self._stream.drop()
+            raise InternalError(f"step {request.number} was answered as {response.number}")
+        if response.WhichOneof("outcome") != "result":
+            raise from_wire(response.error)
+        return response.result
+
+
+def _error_of(sequence_id: int, outcome: pb.OperationResult) -> KvplaneError:
+    if outcome.status == pb.OPERATION_STATUS_NEVER:
+        needed = outcome.shortage.num_blocks_needed
+        return NeverFitsError(f"sequence {sequence_id} needs {needed} blocks")
+    return from_wire(outcome.error)

@@ -1,0 +1,81 @@
+"""A bidirectional stream used for request and answer.
+
+Invariant: what is received answers what was sent last. Whatever might break that (an error, a
+cancelled wait) drops the call, and another must be opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Generic, TypeVar
+
+import grpc.aio
+
+from kvplane.connection import typed
+from kvplane.errors import KvplaneError, PlaneUnavailableError
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+T = TypeVar("T")
+
+_PARTING_S: Final = 1.0
+
+
+class Stream(Generic[Request, Response]):
+    """``open_call`` starts the RPC. Waits have no deadline of their own: cancel them."""
+
+    def __init__(self, open_call: Callable[[], Any]) -> None:
+        self._open_call = open_call
+        self._call: Any = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call is there that has not ended so far as this side knows."""
+        return self._call is not None and not self._call.done()
+
+    def open(self) -> None:
+        """Start a call in place of the one there was. It connects by itself."""
+        self.drop()
+        self._call = self._open_call()
+
+    async def send(self, request: Request) -> None:
+        """Raises KvplaneError when the stream is broken, PlaneUnavailableError if by the network."""
+        if self._call is None:
+            raise PlaneUnavailableError("the stream is not open")
+        await self._or_drop(typed(self._call.write(request)))
+
+    async def receive(self) -> Response:
+        """The next answer. Raises as ``send`` does, also when the peer ended the stream."""
+        response = await self._or_drop(typed(self._call.read()))
+        if response is grpc.aio.EOF:
+            self.drop()
+            raise PlaneUnavailableError("the peer ended the stream")
+        return response  # type: ignore[no-any-return]
+
+    def drop(self) -> None:
+        """Forgets the call; answers still under way are lost."""
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
+
+    async def close(self) -> None:
+        """Ends the stream in good order when the peer plays along."""
+        if not self.is_open:
+            return
+        try:
+            async with asyncio.timeout(_PARTING_S):
+                await typed(self._call.done_writing())
+                while await typed(self._call.read()) is not grpc.aio.EOF:
+                    pass
+        except (KvplaneError, TimeoutError):
+            pass
+        finally:
+            self.drop()
+
+    async def _or_drop(self, operation: Awaitable[T]) -> T:
+        try:
+            return await operation
+        except BaseException:
+            self.drop()
+            raise

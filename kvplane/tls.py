@@ -1,0 +1,60 @@
+"""How a client proves who it is and whom it trusts, and the channel made of that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from kvplane.errors import InvalidRequestError
+from kvplane.protocol import CHANNEL_OPTIONS
+
+
+@dataclass(frozen=True, slots=True)
+class TlsOptions:
+    """PEM files. With a certificate and its key the caller is who the certificate names.
+
+    ``ca_file``: who signs the server's certificate; None means the authorities that gRPC ships.
+    ``server_name``: the name that the certificate must bear when it is not the target's.
+    """
+
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    server_name: str = ""
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Reads the files. Raises InvalidRequestError naming the option at fault."""
+        if (self.cert_file is None) != (self.key_file is None):
+            missing = "tls.cert_file" if self.cert_file is None else "tls.key_file"
+            raise InvalidRequestError(
+                "a certificate and its key are needed together", field=missing
+            )
+        return grpc.ssl_channel_credentials(
+            root_certificates=_read(self.ca_file, "tls.ca_file"),
+            private_key=_read(self.key_file, "tls.key_file"),
+            certificate_chain=_read(self.cert_file, "tls.cert_file"),
+        )
+
+
+def open_channel(target: str, tls: TlsOptions | None) -> grpc.aio.Channel:
+    """A channel to ``target`` ("host:port"), in the clear when ``tls`` is None."""
+    if not target:
+        raise InvalidRequestError("must be host:port", field="target")
+    options: list[tuple[str, int | str]] = list(CHANNEL_OPTIONS)
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    if tls.server_name:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    return grpc.aio.secure_channel(target, tls.credentials(), options=options)
+
+
+def _read(path: Path | None, field: str) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidRequestError(f"can not be read: {error}", field=field) from error
