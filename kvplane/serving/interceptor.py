@@ -10,6 +10,7 @@ iterate.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import time
@@ -108,8 +109,9 @@ class _Call:
             try:
                 answers = handler(decode(incoming), context)
                 if hasattr(answers, "__aiter__"):
-                    async for answer in answers:
-                        yield answer
+                    async with contextlib.aclosing(answers):  # its clean-up must not wait
+                        async for answer in answers:
+                            yield answer
                 else:  # it writes to the context instead of yielding
                     await answers
             except BaseException as error:
@@ -127,6 +129,7 @@ class _Call:
     ) -> tuple[grpc.StatusCode, grpc.Status | None]:
         """The code to count ``error`` under, and the status to answer with; None lets it pass."""
         if isinstance(error, KvplaneError):
+            self._metrics.rejected.labels(error.reason).inc()
             status = rpc_status.to_status(to_rich_status(error))
             return status.code, status
         if isinstance(error, asyncio.CancelledError | GeneratorExit):

@@ -33,6 +33,12 @@ class RpcMetrics:
             registry=registry,
             buckets=LATENCY_BUCKETS_S,
         )
+        self.rejected = Counter(
+            "kvplane_rejections_total",
+            "Requests refused with an error, inside streams too, by the error's reason.",
+            ["reason"],
+            registry=registry,
+        )
 
 
 @dataclass(frozen=True)

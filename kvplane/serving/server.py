@@ -83,7 +83,10 @@ def build(
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.so_reuseport", 0),  # else a second server on the port would take half of the calls
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
     ]
     server = grpc.aio.server(interceptors=list(interceptors), options=options)
     credentials = _credentials(tls) if tls is not None else None
@@ -113,9 +116,21 @@ def announce(server: Server, port_file: Path | None = None) -> None:
 async def run_until_signal(
     server: Server, grace_s: float, *, drain: Callable[[], Awaitable[None]] | None = None
 ) -> None:
-    """Wait for SIGTERM or SIGINT, then stop. ``drain`` is called in between, to end long-lived
-    streams that are idle.
+    """Serve until SIGTERM or SIGINT, then stop.
+
+    ``drain`` is called once health says NOT_SERVING, to end long-lived streams that are idle.
     """
+    await wait_for_signal()
+    _LOGGER.info("stopping grace_s=%g", grace_s)
+    await server.health.enter_graceful_shutdown()
+    if drain is not None:
+        await drain()
+    await server.stop(grace_s)
+    _LOGGER.info("stopped")
+
+
+async def wait_for_signal() -> None:
+    """Wait for SIGTERM or SIGINT. Both are Python's own again afterwards, so a second one kills."""
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -125,12 +140,6 @@ async def run_until_signal(
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-    _LOGGER.info("stopping grace_s=%g", grace_s)
-    await server.health.enter_graceful_shutdown()
-    if drain is not None:
-        await drain()
-    await server.stop(grace_s)
-    _LOGGER.info("stopped")
 
 
 def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
