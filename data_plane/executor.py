@@ -1,0 +1,443 @@
+"""Carries out plans on the pools: the data plane without a server.
+
+    install ──► open ──► start ──► layer, once for each layer held ──► receipt
+    (key)      (grant)   (plan)     writes keys and values, attends
+
+A model runner in the same process calls this class with tensors; the gRPC service is a thin coat
+over it. Commands run one at a time, in the order in which they come. One that is refused changes
+neither tables nor bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from data_plane.authority import Authority
+from data_plane.changes import apply_changes
+from data_plane.checks import require
+from data_plane.compute import Attention, Compute
+from data_plane.counters import ExecutorCounters
+from data_plane.pool import Pools
+from data_plane.resident import ResidentTables
+from data_plane.rows import check_writable, prepare_rows
+from data_plane.sessions import Run, Session, Sessions
+from data_plane.shard import Shard
+from data_plane.transfers import check_transfers, cut_into_batches
+from kvplane import signing
+from kvplane.errors import (
+    InvalidRequestError,
+    KvplaneError,
+    LayoutMismatchError,
+    PlanOutOfOrderError,
+)
+from kvplane.layout import Layout
+from kvplane.v1 import control_pb2
+from kvplane.v1 import types_pb2 as pb
+
+Observer = Callable[[str, float], None]
+"""Told each command's name and duration in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartedPlan:
+    """A plan that was started, now or before. ``receipt`` when there is nothing left to run."""
+
+    number: int
+    num_tokens: int
+    num_rows: int
+    receipt: pb.SignedPayload | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorReport:
+    """What a control plane must know of the blocks before it plans for them."""
+
+    blocks: list[control_pb2.ReportedBlock]
+    max_session_id: int
+
+
+class Executor:
+    """One shard's pools and the plans that run on them. Thread-safe.
+
+    Tensors are on the executor's device, [num_tokens, heads of this shard, head_size], of the
+    layout's dtype, with any strides but a last one of 1.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        pool_id: str,
+        num_device_blocks: int,
+        num_host_blocks: int = 0,
+        shard: Shard | None = None,
+        device: str | torch.device = "cpu",
+        num_threads: int = 0,
+        fault: str = "none",
+        observe: Observer | None = None,
+    ) -> None:
+        """Allocate the pools. ``num_threads``: of the CPU kernels, 0 for as many as torch uses.
+
+        Raises InvalidRequestError for a setting out of range.
+        """
+        require(1 <= len(pool_id) <= 128, "must be 1 to 128 characters", "pool_id")
+        require(num_threads >= 0, "must be at least 0", "num_threads")
+        self.layout = layout
+        self.shard = shard if shard is not None else Shard.whole(layout)
+        self.layers = self.shard.layers(layout)
+        self.device = torch.device(device)
+        self.counters = ExecutorCounters()
+        self.pools = Pools(
+            layout,
+            self.shard,
+            num_device_blocks=num_device_blocks,
+            num_host_blocks=num_host_blocks,
+            device=self.device,
+        )
+        self._authority = Authority(pool_id, self.shard.index, self.shard.num_shards)
+        self._tables = ResidentTables(self.pools.num_blocks, layout.block_size_tokens)
+        self._sessions = Sessions()
+        self._compute = Compute(
+            layout,
+            self.shard,
+            self.pools,
+            self.counters,
+            device=self.device,
+            num_threads=num_threads,
+            fault=fault,
+        )
+        self._observe = observe
+        self._lock = threading.RLock()
+        self._depth = 0
+
+    @property
+    def pool_id(self) -> str:
+        """The pool that this is a shard of."""
+        return self._authority.pool_id
+
+    @property
+    def epoch(self) -> int:
+        """The life of this executor: random, above 0."""
+        return self._authority.epoch
+
+    @property
+    def incarnation(self) -> int:
+        """The control plane's incarnation registered with; 0 before the first."""
+        return self._authority.incarnation
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions open here."""
+        return len(self._sessions)
+
+    @property
+    def num_sequences(self) -> int:
+        """Resident tables."""
+        return self._tables.num_sequences
+
+    @property
+    def num_published_blocks(self) -> int:
+        """Device blocks that hold something published."""
+        return len(self._tables.publications)
+
+    def install(self, incarnation: int, key: bytes) -> None:
+        """Begin to serve a control plane: running plans stop, every table goes, the key is taken.
+
+        Generations and publications stay, because the bytes do. Raises StaleIncarnationError when a
+        higher incarnation was seen.
+        """
+        with self._command("install"):
+            self._authority.install(incarnation, key)
+            self._sessions.close_all()
+            self._tables.drop_all()
+
+    def report(self) -> ExecutorReport:
+        """Generations and published contents of all blocks ever handed out."""
+        with self._command("report"):
+            return ExecutorReport(list(self._tables.report()), self._sessions.max_session_id)
+
+    def publish(self, publications: Iterable[pb.Publication]) -> int:
+        """Keep what blocks hold, beside them. Returns how many were of their block's present
+        generation; the others are ignored.
+
+        Raises InvalidRequestError for a malformed one; those before it are kept.
+        """
+        with self._command("publish"):
+            return sum(
+                self._tables.publish(publication, f"publications[{i}]")
+                for i, publication in enumerate(publications)
+            )
+
+    def fence(self, session_id: int) -> None:
+        """End a session: when this returns none of its commands runs and none ever will again."""
+        with self._command("fence"):
+            require(session_id >= 1, "must be above 0", "session_id")
+            self._sessions.fence(session_id)
+            self._tables.drop_session(session_id)
+
+    def open(self, grant: pb.SignedPayload) -> int:
+        """Verify a session's grant. Returns the session's id. Safe to repeat.
+
+        Raises BadSignatureError, StaleEpochError, StaleIncarnationError, SessionExpiredError,
+        LayoutMismatchError and InvalidRequestError.
+        """
+        with self._command("open"):
+            verified = self._authority.grant(grant)
+            if verified.layout_fingerprint != self.layout.fingerprint:
+                raise LayoutMismatchError("is not this pool's", field="grant.layout_fingerprint")
+            return self._sessions.open(verified).id
+
+    def start(self, session: int | pb.SignedPayload, plan: pb.SignedPayload) -> StartedPlan:
+        """Verify a plan, change the resident tables as it says, and run its transfers.
+
+        ``session``: the id that ``open`` returned, or the grant. A plan that runs already goes on,
+        one that has run returns its receipt; neither changes anything. One without rows has run
+        when this returns. Raises whatever the service's comment in ``data.proto`` lists.
+        """
+        with self._command("start"):
+            session_id = session if isinstance(session, int) else self.open(session)
+            verified = self._authority.plan(plan)
+            require(verified.session_id == session_id, "is another session's", "plan.session_id")
+            return self._start(self._sessions.get(session_id), verified, plan.payload)
+
+    def write_layer(
+        self,
+        session_id: int,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        plan_number: int | None = None,
+    ) -> pb.SignedPayload | None:
+        """Write one layer's keys and values to the slots of the latest plan's rows.
+
+        key, value: [num_tokens, num_kv_heads, head_size]. Returns the receipt if this was the last
+        that was missing. ``plan_number`` None stands for the latest plan. Raises
+        InvalidRequestError, PlanOutOfOrderError, BlockPublishedError, SessionExpiredError.
+        """
+        with self._command("write_layer"):
+            session, run = self._latest(session_id, plan_number)
+            index = self._layer_index(layer)
+            self._compute.check_input(run.rows, key, value, "")
+            if run.receipt is None:
+                self._write(run, index, key, value)
+                self._finish_if_done(session, run)
+            return run.receipt
+
+    def attend(
+        self,
+        session_id: int,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float = 0.0,
+        sliding_window_tokens: int = 0,
+        alibi_slopes: Sequence[float] = (),
+        plan_number: int | None = None,
+    ) -> torch.Tensor:
+        """Attend from the latest plan's rows over their sequences, in a layer that was written.
+
+        query: [num_tokens, num_heads, head_size], num_heads a multiple of the KV heads. The output
+        has its shape. ``scale`` 0 means 1 / sqrt(head_size), ``sliding_window_tokens`` 0 means as
+        the layer group says. Raises as ``write_layer`` does.
+        """
+        with self._command("attend"):
+            _session, run = self._latest(session_id, plan_number)
+            index = self._layer_index(layer)
+            options = Attention(scale, sliding_window_tokens, alibi_slopes)
+            self._compute.check_query(run.rows, query, options, "")
+            require(bool(run.written[index].all()), "was not written yet", "layer")
+            return self._compute.attend(run.rows, index, query, options)
+
+    def layer(
+        self,
+        session_id: int,
+        layer: int,
+        query: torch.Tensor | None,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float = 0.0,
+        sliding_window_tokens: int = 0,
+        alibi_slopes: Sequence[float] = (),
+        plan_number: int | None = None,
+        field: str = "",
+    ) -> torch.Tensor | None:
+        """``write_layer`` and ``attend`` in one; None without a query. Layers come in ascending
+        order, and again from any that was written. ``field`` prefixes the fields that errors name.
+        """
+        with self._command("layer"):
+            session, run = self._latest(session_id, plan_number)
+            require(run.receipt is None, "its plan has run", f"{field}layer")
+            index = self._layer_index(layer, field)
+            in_order = index == 0 or bool(run.written[index - 1].all())
+            require(in_order, "comes before an earlier one", f"{field}layer")
+            options = Attention(scale, sliding_window_tokens, alibi_slopes)
+            self._compute.check_input(run.rows, key, value, field)
+            if query is not None:
+                self._compute.check_query(run.rows, query, options, field)
+            self._write(run, index, key, value)
+            output = None
+            if query is not None:
+                output = self._compute.attend(run.rows, index, query, options)
+            self._finish_if_done(session, run)
+            return output
+
+    def receipt(self, session_id: int) -> pb.SignedPayload | None:
+        """The latest plan's receipt; None while it runs."""
+        with self._command("receipt"):
+            return self._latest(session_id, None)[1].receipt
+
+    def start_transfers(
+        self, session: int | pb.SignedPayload, plan: pb.SignedPayload, *, swaps: bool
+    ) -> tuple[int, pb.SignedPayload | None]:
+        """``start`` for a plan whose transfers are all swaps, or all copies within the device tier.
+
+        Returns the number of its transfers and, when it has run, its receipt. Raises
+        InvalidRequestError naming the transfer that is of the other kind.
+        """
+        with self._command("swap_blocks" if swaps else "copy_blocks"):
+            transfers = self._authority.plan(plan).transfers
+            for i, transfer in enumerate(transfers):
+                is_swap = transfer.source.tier != transfer.destination.tier
+                wanted = "a swap" if swaps else "a copy within the device tier"
+                require(is_swap == swaps, f"is not {wanted}", f"plan.transfers[{i}]")
+            return len(transfers), self.start(session, plan).receipt
+
+    def read_blocks(
+        self, session_id: int, sequence_id: int, first_block: int, num_blocks: int
+    ) -> tuple[torch.Tensor, pb.Blocks]:
+        """Whole blocks of a resident table, of either tier, and their names.
+
+        The tensor is [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the
+        layout's kv_dtype. Raises SequenceNotFoundError, InvalidRequestError, SessionExpiredError.
+        """
+        with self._command("read_blocks"):
+            self._sessions.get(session_id)
+            table = self._tables.get(session_id, sequence_id, "sequence_id")
+            num_left = len(table.blocks) - first_block
+            require(first_block >= 0 and num_left > 0, "is outside the table", "first_block")
+            require(1 <= num_blocks <= num_left, f"must be 1 to {num_left}", "num_blocks")
+            end = first_block + num_blocks
+            names = pb.Blocks(
+                tier=table.tier,
+                indices=table.blocks[first_block:end],
+                generations=table.generations[first_block:end],
+            )
+            return self._compute.read(table.tier, names.indices), names
+
+    def write_blocks(
+        self,
+        session_id: int,
+        sequence_id: int,
+        first_block: int,
+        blocks: torch.Tensor,
+        *,
+        plan_number: int | None = None,
+    ) -> pb.SignedPayload | None:
+        """Write the slots of the latest plan's row for a sequence, in all layers.
+
+        blocks: as ``read_blocks`` returns them; table entries from ``first_block`` on, which must
+        cover the row. Returns the receipt if this was the last that was missing. Raises as
+        ``write_layer`` does.
+        """
+        with self._command("write_blocks"):
+            session, run = self._latest(session_id, plan_number)
+            require(sequence_id in run.rows.sequence_ids, "is in no row", "sequence_id")
+            row = run.rows.sequence_ids.index(sequence_id)
+            self._compute.check_blocks(run.rows, row, first_block, blocks)
+            if run.receipt is None:
+                self._check_still_writable(run)
+                self._compute.write_row(run.rows, row, first_block, blocks)
+                run.written[:, row] = True
+                self._finish_if_done(session, run)
+            return run.receipt
+
+    def check_integrity(self) -> None:
+        """Raise InternalError unless tables, counts, generations and publications agree."""
+        with self._lock:
+            self._tables.check_integrity()
+            for session_id in self._tables.session_ids():
+                self._sessions.get(session_id)
+
+    def _start(self, session: Session, plan: pb.Plan, payload: bytes) -> StartedPlan:
+        digest = signing.digest(payload)
+        num_rows = len(plan.rows)
+        known = session.place(plan, digest)
+        if isinstance(known, pb.SignedPayload):
+            num_tokens = sum(row.num_tokens for row in plan.rows)
+            return StartedPlan(plan.number, num_tokens, num_rows, known)
+        run = known
+        if run is None:
+            with self._tables.transaction():
+                handed_out = apply_changes(self._tables, session.id, plan)
+                check_transfers(self._tables, plan, handed_out)
+                rows = prepare_rows(self._tables, session.id, plan)
+            run = Run(
+                number=plan.number,
+                digest=digest,
+                rows=rows.to(self.device),
+                batches=cut_into_batches(plan.transfers),
+                written=torch.zeros((len(self.layers), num_rows), dtype=torch.bool),
+                checked_version=self._tables.publication_version,
+            )
+            session.latest = run
+            self.counters.num_plans_started += 1
+        if not run.transferred:
+            self._compute.transfer(run.batches)
+            run.transferred = True
+        self._finish_if_done(session, run)
+        return StartedPlan(run.number, run.rows.num_tokens, num_rows, run.receipt)
+
+    def _write(self, run: Run, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._check_still_writable(run)
+        self._compute.write(run.rows, index, key, value)
+        run.written[index] = True
+
+    def _finish_if_done(self, session: Session, run: Run) -> None:
+        """Give the receipt once all layers of all rows are written."""
+        if run.receipt is None and bool(run.written.all()):
+            receipt = self._authority.receipt(session.id, run.number, run.digest)
+            session.finish(run, receipt)
+            self.counters.num_plans_run += 1
+
+    def _latest(self, session_id: int, plan_number: int | None) -> tuple[Session, Run]:
+        session = self._sessions.get(session_id)
+        run = session.latest
+        if run is None or (plan_number is not None and run.number != plan_number):
+            raise PlanOutOfOrderError("the plan is not the session's latest", field="plan.number")
+        return session, run
+
+    def _check_still_writable(self, run: Run) -> None:
+        """Look again if anything was published since the plan started."""
+        if run.checked_version != self._tables.publication_version:
+            check_writable(self._tables, run.rows.written_blocks)
+            run.checked_version = self._tables.publication_version
+
+    def _layer_index(self, layer: int, prefix: str = "") -> int:
+        if layer not in self.layers:
+            raise InvalidRequestError("is not held here", field=f"{prefix}layer")
+        return self.layers.index(layer)
+
+    @contextmanager
+    def _command(self, name: str) -> Iterator[None]:
+        """Run alone. What is refused is counted once, by the outermost command."""
+        with self._lock:
+            begin = time.perf_counter()
+            self._depth += 1
+            try:
+                yield
+            except KvplaneError as error:
+                if self._depth == 1:
+                    self.counters.num_rejections[error.reason] += 1
+                raise
+            finally:
+                self._depth -= 1
+                if self._observe is not None:
+                    self._observe(name, time.perf_counter() - begin)

@@ -1,0 +1,77 @@
+"""The bytes: one tensor for each tier.
+
+    pool   [num_blocks, num_layers, 2, num_kv_heads, block_size_tokens, head_size]
+             block      layer   K, V
+
+A block is contiguous over all its layers, so that a swap or a copy of it is one memcpy; a layer's
+pages are the strided view ``pool[:, layer]``. Both tiers have this form. Nothing is filled: a slot
+that was never written holds what the memory held.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from data_plane.shard import Shard, only_group
+from kvplane.errors import InvalidRequestError
+from kvplane.layout import Layout
+from kvplane.v1 import types_pb2 as pb
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+TIER_NAMES = {pb.TIER_DEVICE: "device", pb.TIER_HOST: "host"}
+
+
+class Pools:
+    """The device and the host tier of one shard."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        shard: Shard,
+        *,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        device: torch.device,
+    ) -> None:
+        """Allocate both tiers. Raises InvalidRequestError for counts out of range."""
+        if num_device_blocks < 1:
+            raise InvalidRequestError("must be at least 1", field="num_device_blocks")
+        if num_host_blocks < 0:
+            raise InvalidRequestError("must be at least 0", field="num_host_blocks")
+        page = (
+            len(shard.layers(layout)),
+            2,
+            shard.num_kv_heads,
+            layout.block_size_tokens,
+            only_group(layout).head_size,
+        )
+        dtype = TORCH_DTYPES[layout.kv_dtype]
+        self.device_tier = torch.empty((num_device_blocks, *page), dtype=dtype, device=device)
+        # Only pinned memory is copied to and from a GPU without waiting.
+        self.host_tier = torch.empty(
+            (num_host_blocks, *page), dtype=dtype, pin_memory=device.type == "cuda"
+        )
+
+    @property
+    def num_blocks(self) -> dict[pb.Tier, int]:
+        """Blocks of each tier."""
+        return {tier: self.tier(tier).shape[0] for tier in TIER_NAMES}
+
+    @property
+    def num_bytes(self) -> dict[pb.Tier, int]:
+        """Bytes of each tier."""
+        return {tier: self.tier(tier).nbytes for tier in TIER_NAMES}
+
+    def tier(self, tier: pb.Tier) -> torch.Tensor:
+        """The pool of ``tier`` (a ``pb.Tier``), shaped as the module says."""
+        return self.device_tier if tier == pb.TIER_DEVICE else self.host_tier
+
+    def pages(self, layer_index: int) -> torch.Tensor:
+        """One layer's device pages [num_blocks, 2, num_kv_heads, block_size_tokens, head_size], a
+        view.
+        """
+        return self.device_tier[:, layer_index]
