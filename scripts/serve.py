@@ -15,7 +15,9 @@ import os
 import signal
 import sys
 from asyncio.subprocess import Process, create_subprocess_exec
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 from kvplane.health import check
 
@@ -34,33 +36,46 @@ async def serve(model: Path) -> int:
     data = os.environ.get("KVPLANE_DATA_PLANE_BIND", "127.0.0.1:50052")
     planes: list[Process] = []
     try:
-        planes.append(await start("control_plane", control))
-        arguments = ("--control-plane", control, "--model", str(model))
-        planes.append(await start("data_plane", data, *arguments))
+        planes.append(await start("control_plane"))
+        if not await first(told, planes, check(control, timeout_s=START_TIMEOUT_S)):
+            return exit_code(told)
+        planes.append(await start("data_plane", "--control-plane", control, "--model", str(model)))
+        if not await first(told, planes, check(data, timeout_s=START_TIMEOUT_S)):
+            return exit_code(told)
         print(f"control plane  {control}\ndata plane     {data}\nCtrl-C stops both.", flush=True)
-        ended = [asyncio.create_task(plane.wait()) for plane in planes]
-        waiting = asyncio.create_task(told.wait())
-        await asyncio.wait([waiting, *ended], return_when=asyncio.FIRST_COMPLETED)
-        return 0 if told.is_set() else 1
+        await first(told, planes, asyncio.Event().wait())
+        return exit_code(told)
     finally:
         for plane in reversed(planes):
             await stop(plane)
 
 
-async def start(program: str, address: str, *arguments: str) -> Process:
-    """Run ``program`` in a session of its own, so that Ctrl-C is ours to pass on, until healthy."""
-    process = await create_subprocess_exec(
+async def start(program: str, *arguments: str) -> Process:
+    """Run ``program`` in a session of its own, so that Ctrl-C is ours to pass on."""
+    return await create_subprocess_exec(
         sys.executable, "-m", program, *arguments, cwd=ROOT, start_new_session=True
     )
-    healthy = asyncio.create_task(check(address, timeout_s=START_TIMEOUT_S))
-    ended = asyncio.create_task(process.wait())
-    await asyncio.wait([healthy, ended], return_when=asyncio.FIRST_COMPLETED)
-    if ended.done():
-        healthy.cancel()
-        sys.exit(f"{program} ended with exit code {ended.result()}")
-    ended.cancel()
-    await healthy
-    return process
+
+
+async def first(
+    told: asyncio.Event, planes: list[Process], awaited: Coroutine[Any, Any, Any]
+) -> bool:
+    """Whether ``awaited`` came before a signal and before the end of a plane."""
+    wanted = asyncio.create_task(awaited)
+    others: list[asyncio.Task[Any]] = [asyncio.create_task(told.wait())]
+    others += [asyncio.create_task(plane.wait()) for plane in planes]
+    await asyncio.wait([wanted, *others], return_when=asyncio.FIRST_COMPLETED)
+    came = wanted.done() and not any(other.done() for other in others)
+    for task in (wanted, *others):
+        task.cancel()
+    if came:
+        await wanted
+    return came
+
+
+def exit_code(told: asyncio.Event) -> int:
+    """A plane that ended by itself is a failure."""
+    return 0 if told.is_set() else 1
 
 
 async def stop(process: Process) -> None:
