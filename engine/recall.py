@@ -1,8 +1,9 @@
 """The recall task: facts stand far back in the prompt, and the answer is a copy of one of them.
 
-A context is a list of facts ``key=value;`` in random letters, closed by ``.``. A question is ``?key=``, and the only right
-continuation is the value, then the facts that follow it, letter for letter. Keys and values are random, so nothing but
-attention over the right blocks can answer: a wrong block is a wrong answer.
+A context is a list of facts ``key=value;`` in random letters, closed by ``.``. A question is
+``?key=``, and the only right continuation is the value, then the facts that follow it, letter for
+letter. Keys and values are random, so nothing but attention over the right blocks can answer: a
+wrong block is a wrong answer.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Facts:
         return f"?{self.pairs[index][0]}="
 
     def recitation(self, index: int) -> str:
-        """All that rightly follows ``question(index)``: its value, then the later facts and the full stop."""
+        """All that rightly follows ``question(index)``: its value, then the later facts and the
+        full stop.
+        """
         key = self.pairs[index][0]
         tail = "".join(f"{k}={v};" for k, v in self.pairs[index:]) + "."
         return tail[len(key) + 1 :]

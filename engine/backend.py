@@ -1,0 +1,152 @@
+"""Where plans are carried out: the one interface between the engine and the bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+
+from engine.loop import LoopThread
+from kvplane.errors import InternalError, InvalidRequestError
+from kvplane.execution import DataClient, Execution
+from kvplane.session import Session
+from kvplane.tensor import Tensor
+from kvplane.v1 import types_pb2 as pb
+
+_TORCH: Final = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+_NAMES: Final = {dtype: name for name, dtype in _TORCH.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A plan was started. ``receipt`` is there already when it has nothing to compute."""
+
+    num_tokens: int
+    receipt: pb.SignedPayload | None
+
+
+class DataBackend(Protocol):
+    """Carries out the plans of one session, one at a time: ``start``, each layer in order,
+    ``finish``.
+    """
+
+    def open(self, session: Session) -> None:
+        """Serve ``session`` from now on, and no other."""
+        ...
+
+    def start(self, plan: pb.SignedPayload) -> Started:
+        """Start a plan."""
+        ...
+
+    def layer(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        sliding_window_tokens: int,
+    ) -> torch.Tensor:
+        """As in ``engine.attention.Step``."""
+        ...
+
+    def finish(self) -> pb.SignedPayload:
+        """The receipt, after the last layer."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the session. Harmless when called again."""
+        ...
+
+
+class RemoteBackend:
+    """A data plane in another process: tensors travel as bytes over one Execute stream."""
+
+    def __init__(self, loop: LoopThread, timeout_s: float) -> None:
+        self._loop = loop
+        self._timeout_s = timeout_s
+        self._client: DataClient | None = None
+        self._execution: Execution | None = None
+
+    def open(self, session: Session) -> None:
+        """Open an Execute stream to the session's data plane. Raises InvalidRequestError for a pool
+        of several shards.
+        """
+        if len(session.shards) != 1:
+            raise InvalidRequestError(
+                f"this engine runs on one shard, the pool has {len(session.shards)}",
+                field="pool_id",
+            )
+        self.close()
+        self._client = DataClient(session.shards[0].address, timeout_s=self._timeout_s)
+        self._execution = self._loop.run(self._client.open(session.grant))
+
+    def start(self, plan: pb.SignedPayload) -> Started:
+        """Show the plan to the data plane."""
+        started = self._loop.run(self._open_execution().start(plan))
+        return Started(started.num_tokens, started.receipt)
+
+    def layer(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        sliding_window_tokens: int,
+    ) -> torch.Tensor:
+        """Send one layer's new tokens and wait for its attention."""
+        out = self._loop.run(
+            self._open_execution().layer(
+                index,
+                to_wire(query),
+                to_wire(key),
+                to_wire(value),
+                scale=scale,
+                sliding_window_tokens=sliding_window_tokens,
+            )
+        )
+        return from_wire(out)
+
+    def finish(self) -> pb.SignedPayload:
+        """The receipt that came after the last layer. Raises InternalError when none did."""
+        receipt = self._open_execution().receipt
+        if receipt is None:
+            raise InternalError("the last layer brought no receipt")
+        return receipt
+
+    def close(self) -> None:
+        """Close stream and channel."""
+        execution, self._execution = self._execution, None
+        client, self._client = self._client, None
+        if execution is not None:
+            self._loop.run(execution.close())
+        if client is not None:
+            self._loop.run(client.close())
+
+    def _open_execution(self) -> Execution:
+        if self._execution is None:
+            raise InternalError("no session is open")
+        return self._execution
+
+
+def to_wire(tensor: torch.Tensor) -> Tensor:
+    """A CPU tensor of any strides, as bytes in row-major order."""
+    dense = tensor.detach().contiguous()
+    data = dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+    return Tensor(_NAMES[tensor.dtype], tuple(tensor.shape), data)
+
+
+def from_wire(tensor: Tensor) -> torch.Tensor:
+    """The inverse of ``to_wire``; the result owns its memory."""
+    if tensor.num_elements == 0:
+        return torch.empty(tensor.shape, dtype=_TORCH[tensor.dtype])
+    flat = torch.frombuffer(bytearray(tensor.data), dtype=_TORCH[tensor.dtype])
+    return flat.reshape(tensor.shape)

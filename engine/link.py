@@ -1,0 +1,87 @@
+"""The engine's session with a control plane, for a caller that is not asynchronous.
+
+At any time there is at most one session. A receipt is added as soon as it is there and travels with
+the next step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Final
+
+from engine.loop import LoopThread
+from kvplane.client import ControlClient
+from kvplane.errors import InternalError, KvplaneError
+from kvplane.layout import Layout
+from kvplane.session import Session
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import types_pb2 as types
+
+_CLIENT_NAME: Final = "kvplane engine"
+_PARTING_S: Final = 2.0
+
+
+class ControlLink:
+    """One control plane, one pool, one session."""
+
+    def __init__(self, loop: LoopThread, address: str, pool_id: str, timeout_s: float) -> None:
+        self._loop = loop
+        self._pool_id = pool_id
+        self._client = ControlClient(address, timeout_s=timeout_s)
+        self._session: Session | None = None
+
+    @property
+    def session(self) -> Session:
+        """The open session. Raises InternalError when there is none."""
+        if self._session is None:
+            raise InternalError("no session is open")
+        return self._session
+
+    def pool_layout(self, wait_s: float) -> Layout:
+        """The pool's layout, once it is ready. Raises UnavailableError after ``wait_s`` seconds."""
+        self._loop.run(self._client.wait_ready(self._pool_id, wait_s))
+        return Layout.from_proto(self.describe_pool().layout)
+
+    def describe_pool(self) -> pb.DescribePoolResponse:
+        """What the control plane says of the pool."""
+        return self._loop.run(self._client.describe_pool(self._pool_id))
+
+    def open(self, layout: Layout) -> Session:
+        """Open a session; an earlier one is closed first, if its control plane still knows it."""
+        self._forget_session()
+        session = self._client.open_session(self._pool_id, layout, client_name=_CLIENT_NAME)
+        self._session = self._loop.run(session)
+        return self._session
+
+    def step(self, operations: Sequence[pb.Operation]) -> pb.StepResult:
+        """One step, with all receipts that were added."""
+        return self._loop.run(self.session.step(operations))
+
+    def add_receipt(self, receipt: types.SignedPayload) -> None:
+        """Hand this in with the next step."""
+        self._loop.run(self._add_receipt(receipt))
+
+    def submit_receipts(self) -> None:
+        """Hand receipts in now: there is no next step."""
+        self._loop.run(self.session.submit_receipts())
+
+    def abort_last_plan(self) -> list[pb.SequenceState]:
+        """Give up the plan of the last step; every sequence of the session as it is then."""
+        session = self.session
+        return list(self._loop.run(session.abort_plan(session.last_number)).sequences)
+
+    def close(self) -> None:
+        """Close session and channel."""
+        self._forget_session()
+        self._loop.run(self._client.close())
+
+    def _forget_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            # Failing that, what it held ends with its lease, or has ended with its planes.
+            with contextlib.suppress(KvplaneError):
+                self._loop.run(session.close(timeout_s=_PARTING_S))
+
+    async def _add_receipt(self, receipt: types.SignedPayload) -> None:
+        self.session.add_receipt(receipt)

@@ -1,0 +1,217 @@
+"""The engine's face: a model folder in, texts out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from engine import loader
+from engine.backend import DataBackend, RemoteBackend
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.link import ControlLink
+from engine.loop import LoopThread
+from engine.request import Delta, RequestOutput, SamplingParams
+from engine.scheduler import Scheduler
+from engine.stats import EngineStats
+from kvplane.errors import InvalidRequestError
+from kvplane.hf import layout_from_hf
+from kvplane.layout import Layout
+from kvplane.v1 import control_pb2 as pb
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model that answers prompts, its KV cache behind a control plane and a data plane.
+
+    ``LLM("models/recall").generate(["..."])``; keyword arguments are the fields of
+    ``EngineConfig``. Raises UnavailableError when the pool is not ready in time and
+    LayoutMismatchError when the pool is for another model. Close it, or use it as a context
+    manager. Not for several threads at once, but for ``abort``.
+    """
+
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        self._connect(EngineConfig(model=Path(model), **settings))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """From settings that a program parsed."""
+        llm = cls.__new__(cls)
+        llm._connect(config)
+        return llm
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers, in the order of ``prompts``, which are texts or token ids.
+
+        ``sampling_params``: one for all, or one for each. A prompt that can not be served
+        (NeverFitsError, PoolFullError) has its error in its own output, and the others go on.
+        Raises InvalidRequestError naming ``prompts[i]`` before anything starts, and
+        UnavailableError when a plane stays away for longer than ``recovery_timeout_s``.
+        """
+        request_ids = self._add_all(prompts, sampling_params)
+        outputs: dict[str, RequestOutput] = {}
+        for _ in self._run(request_ids, outputs):
+            pass
+        return [outputs[request_id] for request_id in request_ids]
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[Delta]:
+        """As ``generate``, but gives what every step adds to every continuation. Request ids rise
+        with the prompts.
+
+        Closing the iterator aborts what is left.
+        """
+        request_ids = self._add_all(prompts, sampling_params)
+        yield from self._run(request_ids, {})
+
+    def abort(self, request_id: str) -> None:
+        """End a request with what it has, at the next step. From any thread; unknown ids are left
+        alone.
+        """
+        self._core.abort(request_id)
+
+    @property
+    def stats(self) -> EngineStats:
+        """What was done so far."""
+        return self._core.stats
+
+    def describe_pool(self) -> pb.DescribePoolResponse:
+        """What the control plane says of the pool: usage and counters."""
+        return self._link.describe_pool()
+
+    def close(self) -> None:
+        """Give all blocks back and close the session. Harmless when called again."""
+        self._closing.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _connect(self, config: EngineConfig) -> None:
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        self._closing = ExitStack()
+        with self._closing:
+            loop = LoopThread("engine-planes")
+            self._closing.callback(loop.close)
+            self._backend = _backend(config, loop)
+            self._closing.callback(self._backend.close)
+            self._link = ControlLink(loop, config.control_plane, config.pool_id, config.timeout_s)
+            self._closing.callback(self._link.close)
+            layout = _layout(config, self._link.pool_layout(config.recovery_timeout_s))
+            self._loaded = loader.load(config.model, layout.dtype)
+            self._backend.open(self._link.open(layout))
+            self._core = _core(config, layout, self._loaded, self._link, self._backend)
+            self._closing = self._closing.pop_all()
+
+    def _add_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[str]:
+        """Queue all prompts, or none."""
+        if isinstance(prompts, str):
+            raise InvalidRequestError("must be a list of prompts", field="prompts")
+        params = _params_of_each(sampling_params, len(prompts))
+        tokens = [self._encode(p, field=f"prompts[{i}]") for i, p in enumerate(prompts)]
+        for i, ids in enumerate(tokens):
+            self._core.check_prompt(ids, params[i], field=f"prompts[{i}]")
+        texts = [p if isinstance(p, str) else "" for p in prompts]
+        return [
+            self._core.add_request(text, ids, each)
+            for text, ids, each in zip(texts, tokens, params, strict=True)
+        ]
+
+    def _encode(self, prompt: Prompt, *, field: str) -> list[int]:
+        if isinstance(prompt, str):
+            return self._loaded.encode(prompt, field=field)
+        return list(prompt)
+
+    def _run(self, request_ids: list[str], outputs: dict[str, RequestOutput]) -> Iterator[Delta]:
+        """Step until all of ``request_ids`` are in ``outputs``; deltas as they come."""
+        open_ids = set(request_ids)
+        try:
+            while open_ids:
+                deltas = self._core.step()
+                for request_id in list(open_ids):
+                    output = self._core.take_output(request_id)
+                    if output is not None:
+                        outputs[request_id] = output
+                        open_ids.discard(request_id)
+                yield from deltas
+        finally:
+            for request_id in open_ids:
+                self._core.abort(request_id)
+        while self._core.has_work:
+            self._core.step()
+        self._core.settle()
+
+
+def _backend(config: EngineConfig, loop: LoopThread) -> DataBackend:
+    if config.data_plane == "embedded":
+        from engine.embedded import EmbeddedBackend  # needs the data plane's own packages
+
+        return EmbeddedBackend(config)
+    return RemoteBackend(loop, config.timeout_s)
+
+
+def _core(
+    config: EngineConfig,
+    layout: Layout,
+    loaded: loader.LoadedModel,
+    link: ControlLink,
+    backend: DataBackend,
+) -> EngineCore:
+    scheduler = Scheduler(
+        block_size_tokens=layout.block_size_tokens,
+        max_batch_tokens=config.max_batch_tokens,
+        max_sequences=config.max_sequences,
+    )
+    return EngineCore(
+        loaded, layout, link, backend, scheduler, recovery_timeout_s=config.recovery_timeout_s
+    )
+
+
+def _layout(config: EngineConfig, pool: Layout) -> Layout:
+    """The model's layout, in the pool's block size and types where nothing else is asked for."""
+    dtype = pool.dtype if config.dtype == "auto" else config.dtype
+    return layout_from_hf(
+        config.model,
+        block_size_tokens=pool.block_size_tokens,
+        dtype=dtype,
+        kv_dtype=pool.kv_dtype,
+    )
+
+
+def _params_of_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise InvalidRequestError(
+            f"{len(params)} for {num_prompts} prompts", field="sampling_params"
+        )
+    return list(params)

@@ -1,0 +1,27 @@
+"""Who goes first. The scheduler asks a policy for nothing but an order; a smaller key goes first
+and is preempted last.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from engine.sequence import Sequence
+
+
+class Policy(Protocol):
+    """An order over sequences. It must be total and must not change while a sequence lives, or two
+    could preempt each other for ever. Continuations of one request should be neighbours.
+    """
+
+    def key(self, sequence: Sequence) -> tuple[int, ...]:
+        """The sort key of ``sequence``."""
+        ...
+
+
+class FirstComeFirstServed:
+    """Requests in the order in which they came."""
+
+    def key(self, sequence: Sequence) -> tuple[int, ...]:
+        """Arrival, then the continuation's index."""
+        return sequence.priority

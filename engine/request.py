@@ -1,0 +1,116 @@
+"""What a caller asks for and what it gets back.
+
+Values only: nothing here knows blocks, queues or planes. Bad values are refused when they are made,
+so that the rest of the engine never meets one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from kvplane.errors import InvalidRequestError, KvplaneError
+
+MAX_SEED = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to continue a prompt. Raises InvalidRequestError naming the field.
+
+    ``max_tokens``: the most tokens to generate. ``temperature`` 0 means greedy. ``top_k`` 0 and
+    ``top_p`` 1 mean no limit. ``seed``: sample ``i`` of ``n`` draws from its own stream, seeded
+    ``seed + i``, whatever else is in the batch; None takes a fresh seed. ``stop``: strings that end
+    a text and are left out of it. ``stop_token_ids``: tokens that end it, beside the model's own
+    end of sequence; they stay in ``token_ids``. ``ignore_eos``: go on over the model's end of
+    sequence. ``record_logits``: keep the raw logits of every generated token.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    record_logits: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 1, "max_tokens", "at least 1")
+        _require(
+            math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "at least 0"
+        )
+        _require(self.top_k >= 0, "top_k", "at least 0")
+        _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
+        _require(1 <= self.n <= 256, "n", "1 to 256")
+        _require(self.seed is None or 0 <= self.seed < MAX_SEED, "seed", f"0 to {MAX_SEED - 1}")
+        _require(
+            type(self.stop) is tuple and all(self.stop), "stop", "a tuple of non-empty strings"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of the ``n`` continuations of a prompt.
+
+    ``finish_reason``: "stop", "length", "abort" or "error". ``logits``: float32 [len(token_ids),
+    vocabulary], before temperature and cuts, when they were asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    logits: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The answer to one prompt. ``error`` is set when the request failed alone; then its texts are
+    what had come so far.
+
+    ``num_cached_tokens``: prompt tokens whose KV was found cached when the prompt was first
+    admitted.
+    """
+
+    request_id: str
+    prompt: str
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    error: KvplaneError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to one continuation: text that will not change any more, and the tokens
+    behind the step.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str = ""
+    error: KvplaneError | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A prompt in the engine. ``arrival`` rises with every request."""
+
+    request_id: str
+    arrival: int
+    prompt: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    end_token_ids: frozenset[int] = field(default=frozenset())
+
+
+def _require(ok: bool, name: str, wanted: str) -> None:
+    if not ok:
+        raise InvalidRequestError(f"must be {wanted}", field=f"sampling_params.{name}")

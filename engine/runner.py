@@ -1,0 +1,63 @@
+"""One forward pass a step: the new tokens of all sequences packed into one row, each with its own
+position.
+
+There is no cache in the model: attention goes to the data plane, which has every token before
+these. Logits are computed only where a next token is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from engine import attention
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens ``[first_position, first_position + num_tokens)`` of ``sequence``, computed in this
+    step.
+
+    ``is_last``: the row ends with the sequence's last known token, so that its logits give the next
+    one.
+    """
+
+    sequence: Sequence
+    first_position: int
+    num_tokens: int
+    is_last: bool
+
+
+class Runner:
+    """Runs a causal language model whose attention is "kvplane"."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    @torch.inference_mode()
+    def run(self, rows: Seq[Row], step: attention.Step) -> torch.Tensor:
+        """Compute ``rows`` in order, attention by ``step``. Gives float32 logits [rows with
+        is_last, vocabulary].
+        """
+        tokens: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        for row in rows:
+            stop = row.first_position + row.num_tokens
+            tokens += row.sequence.tokens[row.first_position : stop]
+            positions += range(row.first_position, stop)
+            if row.is_last:
+                last.append(len(tokens) - 1)
+        with attention.running(step):
+            output = self._model(
+                input_ids=torch.tensor([tokens]),
+                position_ids=torch.tensor([positions]),
+                use_cache=False,
+                logits_to_keep=torch.tensor(last, dtype=torch.long),
+            )
+        logits: torch.Tensor = output.logits
+        return logits[0].float()

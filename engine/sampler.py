@@ -1,0 +1,52 @@
+"""From logits to tokens.
+
+A token depends on its row of logits, the parameters and the sequence's own random generator, never
+on what else is in the batch: every row is handled by itself.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import torch
+
+from engine.request import MAX_SEED, SamplingParams
+
+
+def new_generator(seed: int | None, index: int) -> torch.Generator:
+    """The random stream of continuation ``index``: seeded ``seed + index``, or freshly when
+    ``seed`` is None.
+    """
+    generator = torch.Generator(device="cpu")
+    base = secrets.randbelow(MAX_SEED) if seed is None else seed
+    generator.manual_seed((base + index) % MAX_SEED)
+    return generator
+
+
+def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
+    """The next token from ``logits`` float32 [vocabulary] on CPU. Greedy takes no random number;
+    sampling takes one.
+    """
+    if params.temperature == 0:
+        return int(logits.argmax())
+    probabilities = torch.softmax(_cut(logits / params.temperature, params), dim=-1)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def _cut(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """``logits`` with everything outside of top-k, then of top-p (nucleus sampling,
+    arXiv:1904.09751), at minus infinity.
+
+    The most likely token always stays.
+    """
+    if 0 < params.top_k < logits.numel():
+        least = torch.topk(logits, params.top_k).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if params.top_p < 1:
+        ordered, order = torch.sort(logits, descending=True, stable=True)
+        before = torch.softmax(ordered, dim=-1).cumsum(dim=-1) - torch.softmax(ordered, dim=-1)
+        outside = before >= params.top_p
+        logits = logits.masked_fill(
+            torch.zeros_like(outside).scatter(0, order, outside), -torch.inf
+        )
+    return logits

@@ -1,0 +1,55 @@
+"""What an engine has done, for people and for Prometheus. Counts never fall."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+MAX_LATENCIES = 100_000
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Totals since the engine was made. ``busy_s``: time spent in steps."""
+
+    num_requests: int = 0
+    num_failed_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_steps: int = 0
+    num_computed_tokens: int = 0
+    num_swap_preemptions: int = 0
+    num_recompute_preemptions: int = 0
+    num_aborted_plans: int = 0
+    num_reopened_sessions: int = 0
+    busy_s: float = 0.0
+    started_at_s: float = field(default_factory=time.monotonic)
+    step_latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_LATENCIES))
+
+    @property
+    def num_preemptions(self) -> int:
+        """Sequences whose device blocks were taken, either way."""
+        return self.num_swap_preemptions + self.num_recompute_preemptions
+
+    @property
+    def generated_tokens_per_s(self) -> float:
+        """Generated tokens by time spent in steps."""
+        return self.num_generated_tokens / self.busy_s if self.busy_s else 0.0
+
+    def note_step(self, seconds: float, num_tokens: int) -> None:
+        """One step computed ``num_tokens`` tokens in ``seconds``."""
+        self.num_steps += 1
+        self.num_computed_tokens += num_tokens
+        self.busy_s += seconds
+        self.step_latencies_s.append(seconds)
+
+    def step_latency_s(self, quantile: float) -> float:
+        """The ``quantile`` (0 to 1) of the steps' latencies, by the nearest rank; 0 when there was
+        no step.
+        """
+        ordered = sorted(self.step_latencies_s)
+        if not ordered:
+            return 0.0
+        return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]

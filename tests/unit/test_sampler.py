@@ -1,0 +1,92 @@
+"""Sampling: what each parameter does, and that nothing but the sequence's own stream matters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.request import SamplingParams
+from engine.sampler import new_generator, sample
+from kvplane.errors import InvalidRequestError
+
+LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
+
+
+def draws(params: SamplingParams, num: int = 400, *, seed: int = 0, index: int = 0) -> list[int]:
+    generator = new_generator(seed, index)
+    return [sample(LOGITS, params, generator) for _ in range(num)]
+
+
+def test_greedy_takes_the_most_likely_token_and_no_random_number() -> None:
+    generator = new_generator(7, 0)
+    before = generator.get_state()
+    assert sample(LOGITS, SamplingParams(), generator) == 1
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_sampling_at_temperature_one_follows_the_softmax() -> None:
+    seen = torch.tensor(draws(SamplingParams(temperature=1.0), 4000)).bincount(minlength=5) / 4000
+    assert torch.allclose(seen, torch.softmax(LOGITS, -1), atol=0.03)
+
+
+def test_a_low_temperature_sharpens_and_a_high_one_flattens() -> None:
+    cold = draws(SamplingParams(temperature=0.2)).count(1)
+    warm = draws(SamplingParams(temperature=1.0)).count(1)
+    hot = draws(SamplingParams(temperature=5.0)).count(1)
+    assert cold > warm > hot
+
+
+def test_top_k_leaves_only_the_k_most_likely() -> None:
+    assert set(draws(SamplingParams(temperature=3.0, top_k=2))) == {1, 3}
+
+
+def test_top_p_leaves_the_smallest_set_that_reaches_p() -> None:
+    # softmax: token 1 has 0.64, token 3 has 0.23, token 2 has 0.09
+    assert set(draws(SamplingParams(temperature=1.0, top_p=0.6))) == {1}
+    assert set(draws(SamplingParams(temperature=1.0, top_p=0.8))) == {1, 3}
+    assert set(draws(SamplingParams(temperature=1.0, top_p=0.93))) == {1, 2, 3}
+
+
+def test_a_seed_gives_the_same_tokens_again_and_another_seed_others() -> None:
+    params = SamplingParams(temperature=2.0)
+    assert draws(params, 50, seed=3) == draws(params, 50, seed=3)
+    assert draws(params, 50, seed=3) != draws(params, 50, seed=4)
+
+
+def test_each_continuation_has_a_stream_of_its_own() -> None:
+    params = SamplingParams(temperature=2.0)
+    assert draws(params, 50, index=0) != draws(params, 50, index=1)
+    assert draws(params, 50, seed=0, index=1) == draws(params, 50, seed=1, index=0)
+
+
+def test_draws_do_not_touch_other_streams() -> None:
+    params = SamplingParams(temperature=2.0)
+    alone = draws(params, 20, seed=5)
+    one, other = new_generator(5, 0), new_generator(6, 0)
+    together = []
+    for _ in range(20):
+        together.append(sample(LOGITS, params, one))
+        sample(LOGITS, params, other)
+        torch.rand(3)
+    assert together == alone
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("n", 0),
+        ("seed", -1),
+        ("stop", ("",)),
+        ("stop", "text"),
+    ],
+)
+def test_a_bad_parameter_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.field == f"sampling_params.{field}"
