@@ -1,0 +1,386 @@
+"""The executor runs plans: tables, transfers, layers, receipts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from data_rig import Rig
+from plan_author import (
+    BLOCK_SIZE,
+    DEVICE,
+    HOST,
+    LAYOUT,
+    POOL_ID,
+    PlanAuthor,
+    dense_attention,
+    drop,
+    fork,
+    ref,
+    row,
+    set_blocks,
+    tokens,
+    transfer,
+)
+
+from data_plane import Executor, Shard
+from kvplane import signing
+from kvplane.errors import (
+    InvalidRequestError,
+    LayoutMismatchError,
+    PlanOutOfOrderError,
+    PoolNotReadyError,
+    SequenceNotFoundError,
+    SessionExpiredError,
+    SessionNotFoundError,
+    StaleIncarnationError,
+)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.executor.check_integrity()
+
+
+def test_prefill_and_decode_attend_as_dense_attention_does(rig: Rig) -> None:
+    num_prompt_tokens, num_decode_tokens = 11, 7
+    num_tokens = num_prompt_tokens + num_decode_tokens
+    keys, values = tokens(num_tokens, seed=1), tokens(num_tokens, seed=2)
+    queries = tokens(num_tokens, 4, seed=3)
+    # Blocks in no order, so that a wrong table would show.
+    rig.start(1, changes=[set_blocks(5, [(6, 1), (2, 1)])], rows=[row(5, 0, num_prompt_tokens)])
+    outputs = []
+    for number, (begin, end) in enumerate(
+        [(0, num_prompt_tokens), *((i, i + 1) for i in range(num_prompt_tokens, num_tokens))], 1
+    ):
+        if number > 1:
+            grow = [set_blocks(5, [(4, 1)], first_block=2)] if begin == 16 else []
+            rig.start(number, changes=grow, rows=[row(5, begin, end - begin)])
+        for layer in (0, 1):
+            span = slice(begin, end)
+            output = rig.executor.layer(1, layer, queries[span], keys[span], values[span])
+        assert output is not None
+        outputs.append(output)
+    want = dense_attention(queries, keys, values)
+    torch.testing.assert_close(torch.cat(outputs), want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_batch_of_ragged_rows_gives_each_sequence_its_own_answer(rig: Rig) -> None:
+    lens = {1: 9, 2: 1, 3: 13}
+    changes = [
+        set_blocks(1, [(7, 1), (0, 1)]),
+        set_blocks(2, [(3, 1)]),
+        set_blocks(3, [(1, 1), (5, 1)]),
+    ]
+    rows = [row(sequence, 0, num) for sequence, num in lens.items()]
+    rig.start(1, changes=changes, rows=rows)
+    total = sum(lens.values())
+    key, value, query = tokens(total, seed=1), tokens(total, seed=2), tokens(total, 4, seed=3)
+    output = rig.executor.layer(1, 0, query, key, value)
+    assert output is not None
+    begin = 0
+    for num in lens.values():
+        span = slice(begin, begin + num)
+        want = dense_attention(query[span], key[span], value[span])
+        torch.testing.assert_close(output[span], want, atol=1e-5, rtol=1e-5)
+        begin += num
+
+
+def test_the_receipt_names_the_plan_by_its_digest(rig: Rig) -> None:
+    plan = rig.author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)])
+    rig.executor.start(1, plan)
+    rig.layer(0, 3)
+    rig.layer(1, 3)
+    receipt = rig.author.read_receipt(rig.executor.receipt(1))
+    assert receipt.plan_digest == signing.digest(plan.payload)
+    assert (receipt.session_id, receipt.plan_number) == (1, 1)
+    assert (receipt.epoch, receipt.incarnation) == (rig.executor.epoch, 1)
+
+
+def test_a_plan_without_rows_has_run_when_it_has_started(rig: Rig) -> None:
+    started = rig.start(1, changes=[set_blocks(1, [(0, 1)])])
+    assert rig.author.read_receipt(started.receipt).plan_number == 1
+    assert (started.num_tokens, started.num_rows) == (0, 0)
+
+
+def test_layers_written_one_by_one_and_attended_later_agree_with_layer(rig: Rig) -> None:
+    key, value, query = tokens(5, seed=1), tokens(5, seed=2), tokens(5, 4)
+    rig.start(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 5)])
+    assert rig.executor.write_layer(1, 1, key, value) is None
+    receipt = rig.executor.write_layer(1, 0, key, value)
+    assert rig.author.read_receipt(receipt).plan_number == 1
+    want = dense_attention(query, key, value)
+    got = rig.executor.attend(1, 1, query)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_no_query_writes_and_answers_nothing(rig: Rig) -> None:
+    rig.start(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 2)])
+    assert rig.executor.layer(1, 0, None, tokens(2), tokens(2)) is None
+
+
+def test_a_copy_on_write_leaves_the_parent_alone(rig: Rig) -> None:
+    rig.admit(1)
+    before, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    rig.run(
+        2,
+        seed=10,
+        changes=[fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)],
+        transfers=[transfer(ref(1), ref(2))],
+        rows=[row(2, 12, 1)],
+    )
+    after, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    child, names = rig.executor.read_blocks(1, 2, 1, 1)
+    assert torch.equal(before, after)
+    assert list(names.indices) == [2]
+    assert torch.equal(child[:, :, :, :, :4], before[:, 1:, :, :, :4]), "the tokens before the fork"
+    assert not torch.equal(child[:, :, :, :, 4], before[:, 1:, :, :, 4]), "the child's own token"
+
+
+def test_a_swap_out_and_in_brings_the_same_bytes_back(rig: Rig) -> None:
+    rig.admit(1)
+    before, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    rig.run(
+        2,
+        changes=[set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True)],
+        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
+    )
+    rig.executor.pools.device_tier.fill_(7.0)
+    swapped, names = rig.executor.read_blocks(1, 1, 0, 2)
+    assert torch.equal(swapped, before)
+    assert (names.tier, list(names.indices)) == (HOST, [3, 0])
+    rig.run(
+        3,
+        changes=[set_blocks(1, [(5, 1), (6, 1)], replace=True)],
+        transfers=[transfer(ref(3, 1, HOST), ref(5)), transfer(ref(0, 1, HOST), ref(6))],
+    )
+    back, names = rig.executor.read_blocks(1, 1, 0, 2)
+    assert torch.equal(back, before)
+    assert (names.tier, list(names.indices)) == (DEVICE, [5, 6])
+    assert rig.executor.counters.num_transferred_blocks == {"swap_out": 2, "swap_in": 2}
+
+
+def test_transfers_run_in_order_so_that_later_ones_read_what_earlier_ones_wrote(rig: Rig) -> None:
+    rig.admit(1)
+    rig.run(
+        2,
+        changes=[set_blocks(2, [(2, 1)]), set_blocks(3, [(3, 1)]), set_blocks(4, [(2, 1)], tier=HOST)],
+        transfers=[
+            transfer(ref(0), ref(2)),
+            transfer(ref(2), ref(3)),
+            transfer(ref(3), ref(2, 1, HOST)),
+        ],
+    )
+    first, _ = rig.executor.read_blocks(1, 1, 0, 1)
+    last, _ = rig.executor.read_blocks(1, 4, 0, 1)
+    assert torch.equal(first, last)
+
+
+def test_a_plan_shown_again_while_it_runs_goes_on_and_transfers_nothing_twice(rig: Rig) -> None:
+    rig.admit(1)
+    plan = rig.author.plan(
+        2,
+        changes=[fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)],
+        transfers=[transfer(ref(1), ref(2))],
+        rows=[row(2, 12, 1)],
+    )
+    rig.executor.start(1, plan)
+    rig.layer(0, 1)
+    written = rig.snapshot()
+    again = rig.executor.start(1, plan)
+    assert (again.receipt, again.num_tokens) == (None, 1)
+    assert rig.snapshot() == written
+    rig.layer(0, 1)
+    rig.layer(1, 1)
+    assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == 2
+    assert rig.executor.counters.num_transferred_blocks == {"copy": 1}
+
+
+def test_a_resync_voids_the_running_plan_and_brings_whole_tables(rig: Rig) -> None:
+    rig.admit(1)
+    rig.start(2, rows=[row(1, 12, 1)])
+    rig.run(
+        5,
+        previous=0,
+        resync=True,
+        changes=[set_blocks(9, [(0, 1), (1, 1)], fresh=False)],
+        rows=[row(9, 12, 1)],
+    )
+    with rig.refuses(SequenceNotFoundError):
+        rig.executor.read_blocks(1, 1, 0, 1)
+    with rig.refuses(PlanOutOfOrderError, "plan.number"):
+        rig.start(2, rows=[row(1, 12, 1)])
+    assert rig.run(7, previous=5, rows=[row(9, 13, 1)]).plan_number == 7
+
+
+def test_blocks_written_whole_hold_what_blocks_read_gave(rig: Rig) -> None:
+    rig.admit(1)
+    blocks, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    rig.start(2, changes=[set_blocks(2, [(4, 1), (5, 1)])], rows=[row(2, 0, 12)])
+    receipt = rig.executor.write_blocks(1, 2, 0, blocks)
+    assert rig.author.read_receipt(receipt).plan_number == 2
+    copied, _ = rig.executor.read_blocks(1, 2, 0, 2)
+    assert torch.equal(copied, blocks)
+
+
+def test_blocks_written_whole_touch_no_slot_outside_the_row(rig: Rig) -> None:
+    rig.admit(1)
+    before, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    rig.start(2, rows=[row(1, 12, 2)])
+    rig.executor.write_blocks(1, 1, 1, torch.full_like(before[:, 1:], 3.0))
+    after, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    offset = 12 - BLOCK_SIZE
+    assert torch.all(after[:, 1, :, :, offset : offset + 2] == 3.0)
+    after[:, 1, :, :, offset : offset + 2] = before[:, 1, :, :, offset : offset + 2]
+    assert torch.equal(after, before)
+
+
+def test_a_multi_row_plan_is_receipted_after_its_last_row_of_blocks(rig: Rig) -> None:
+    changes = [set_blocks(1, [(0, 1)]), set_blocks(2, [(1, 1)])]
+    rig.start(1, changes=changes, rows=[row(1, 0, 3), row(2, 0, 8)])
+    blocks = torch.ones(2, 1, 2, 2, BLOCK_SIZE, 16)
+    assert rig.executor.write_blocks(1, 2, 0, blocks) is None
+    assert rig.executor.write_blocks(1, 1, 0, blocks) is not None
+
+
+def test_transfers_alone_are_started_by_their_kind(rig: Rig) -> None:
+    rig.admit(1)
+    plan = rig.author.plan(
+        2, changes=[set_blocks(2, [(2, 1)])], transfers=[transfer(ref(1), ref(2))]
+    )
+    with rig.refuses(InvalidRequestError, "plan.transfers[0]"):
+        rig.executor.start_transfers(1, plan, swaps=True)
+    num_blocks, receipt = rig.executor.start_transfers(1, plan, swaps=False)
+    assert num_blocks == 1
+    assert rig.author.read_receipt(receipt).plan_number == 2
+
+
+def test_a_shard_holds_its_own_layers_and_heads(rig: Rig) -> None:
+    shard = Shard(
+        index=1, num_shards=2, first_layer=1, num_layers=1, first_kv_head=1, num_kv_heads=1
+    )
+    executor = Executor(LAYOUT, pool_id=POOL_ID, num_device_blocks=2, shard=shard)
+    assert executor.layers == (1,)
+    assert executor.pools.device_tier.shape == (2, 1, 2, 1, BLOCK_SIZE, 16)
+    author = PlanAuthor(executor.epoch)
+    executor.install(1, author.key)
+    epochs = {"shard_epochs": [99, executor.epoch]}
+    session = executor.open(author.grant(**epochs))
+    plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 2)], **epochs)
+    executor.start(session, plan)
+    executor.layer(session, 1, tokens(2, 1), tokens(2, 1), tokens(2, 1))
+    receipt = author.read_receipt(executor.receipt(session))
+    assert receipt.shard_index == 1
+
+
+def test_half_precision_pools_hold_rounded_keys() -> None:
+    from dataclasses import replace
+
+    layout = replace(LAYOUT, kv_dtype="bfloat16")
+    executor = Executor(layout, pool_id=POOL_ID, num_device_blocks=2)
+    author = PlanAuthor(executor.epoch, layout=layout)
+    executor.install(1, author.key)
+    executor.open(author.grant())
+    executor.start(1, author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 8)]))
+    key, value = tokens(8, seed=1), tokens(8, seed=2)
+    output = executor.layer(1, 0, tokens(8, 4), key, value)
+    assert output is not None
+    assert output.dtype == torch.float32
+    blocks, _ = executor.read_blocks(1, 1, 0, 1)
+    assert blocks.dtype == torch.bfloat16
+    assert torch.equal(blocks[0, 0, 0].transpose(0, 1), key.to(torch.bfloat16))
+
+
+def test_a_grant_for_another_layout_is_refused(rig: Rig) -> None:
+    with rig.refuses(LayoutMismatchError, "grant.layout_fingerprint"):
+        rig.executor.open(rig.author.grant(2, layout_fingerprint=bytes(32)))
+
+
+def test_nothing_runs_before_a_control_plane_was_met() -> None:
+    executor = Executor(LAYOUT, pool_id=POOL_ID, num_device_blocks=2)
+    with pytest.raises(PoolNotReadyError):
+        executor.open(PlanAuthor(executor.epoch).grant())
+
+
+def test_a_new_incarnation_drops_tables_and_keeps_bytes_and_publications(rig: Rig) -> None:
+    rig.admit(1, num_tokens=16)
+    rig.publish(0)
+    before = rig.snapshot()
+    rig.executor.install(2, signing.new_key())
+    assert rig.snapshot() == before
+    assert rig.executor.num_sequences == 0
+    with pytest.raises(SessionExpiredError):
+        rig.executor.receipt(1)
+    with pytest.raises(StaleIncarnationError):
+        rig.executor.install(1, signing.new_key())
+
+
+def test_a_report_names_generations_publications_and_the_highest_session(rig: Rig) -> None:
+    rig.admit(1, num_tokens=16)
+    rig.open(7)
+    rig.publish(1)
+    report = rig.executor.report()
+    assert report.max_session_id == 7
+    assert [(b.block.index, b.block.generation) for b in report.blocks] == [(0, 1), (1, 1)]
+    assert [b.HasField("publication") for b in report.blocks] == [False, True]
+
+
+def test_a_publication_of_another_generation_is_ignored(rig: Rig) -> None:
+    from plan_author import publication
+
+    rig.admit(1)
+    assert rig.executor.publish([publication(0, 2), publication(1, 1)]) == 1
+    assert rig.executor.num_published_blocks == 1
+
+
+def test_a_fence_waits_for_the_command_that_runs() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    rig = Rig()
+    rig.start(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 2)])
+    compute = rig.executor._compute
+    write = compute.write
+
+    def slow_write(*args: object) -> None:
+        inside.set()
+        assert go_on.wait(10)
+        write(*args)  # type: ignore[arg-type]
+
+    compute.write = slow_write  # type: ignore[method-assign, assignment]
+    writer = threading.Thread(target=rig.layer, args=(0, 2))
+    writer.start()
+    assert inside.wait(10)
+    fence = threading.Thread(target=rig.executor.fence, args=(1,))
+    fence.start()
+    fence.join(0.1)
+    assert fence.is_alive(), "the fence is done while a kernel runs"
+    go_on.set()
+    fence.join(10)
+    writer.join(10)
+    assert not fence.is_alive()
+    with pytest.raises(SessionExpiredError):
+        rig.executor.receipt(1)
+
+
+def test_sessions_open_in_any_order_and_a_fenced_one_never_again(rig: Rig) -> None:
+    rig.open(9)
+    rig.open(4)
+    rig.executor.fence(4)
+    rig.executor.fence(5)
+    for fenced in (4, 5):
+        with rig.refuses(SessionExpiredError, "grant.session_id"):
+            rig.open(fenced)
+    assert rig.open(9) == 9
+    with pytest.raises(SessionNotFoundError):
+        rig.executor.receipt(10)
+
+
+def test_dropping_a_table_lets_another_session_have_its_blocks(rig: Rig) -> None:
+    rig.admit(1)
+    rig.open(2)
+    rig.run(2, changes=[drop(1)])
+    rig.run(1, 2, changes=[set_blocks(1, [(0, 2)])], rows=[row(1, 0, 1)])
+    assert rig.executor.num_sequences == 1
