@@ -26,7 +26,6 @@ from kvplane.v1 import types_pb2 as tpb
 FINGERPRINT_BYTES: Final = 32
 HASH_BYTES: Final = 16
 MAX_NAME_CHARACTERS: Final = 128
-PUBLICATIONS_PER_MESSAGE: Final = 1024
 
 _TIER_TO_WIRE: Final = {
     model.Tier.DEVICE: tpb.TIER_DEVICE,
@@ -335,17 +334,11 @@ def reported_blocks_from_proto(message: cpb.BlockReport) -> list[model.ReportedB
     return blocks
 
 
-def outgoing_to_proto(outgoing: model.Outgoing) -> list[cpb.RegisterResponse]:
-    """In as many messages as keep each well below any message limit."""
+def outgoing_to_proto(outgoing: model.Outgoing) -> cpb.RegisterResponse:
     if isinstance(outgoing, model.Fence):
-        return [cpb.RegisterResponse(fence=cpb.Fence(session_id=outgoing.session_id))]
-    publications = [_publication_to_proto(publication) for publication in outgoing.publications]
-    return [
-        cpb.RegisterResponse(
-            publish=cpb.PublishBlocks(publications=publications[i : i + PUBLICATIONS_PER_MESSAGE])
-        )
-        for i in range(0, len(publications), PUBLICATIONS_PER_MESSAGE)
-    ]
+        return cpb.RegisterResponse(fence=cpb.Fence(session_id=outgoing.session_id))
+    publish = cpb.PublishBlocks(publications=map(_publication_to_proto, outgoing.publications))
+    return cpb.RegisterResponse(publish=publish)
 
 
 def _served_layout(message: tpb.Layout, at: str) -> Layout:

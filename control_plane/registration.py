@@ -75,8 +75,7 @@ class Registrar:
             if not stream.ready:
                 continue
             outgoing = self._core.take_outgoing(stream.pool_id, stream.shard_index)
-            for item in outgoing:
-                stream.outbox.extend(codec.outgoing_to_proto(item))
+            stream.outbox.extend(map(codec.outgoing_to_proto, outgoing))
             if outgoing:
                 stream.changed.set()
 

@@ -128,20 +128,21 @@ def _command(
 
 
 def _option(f: dataclasses.Field[Any], hint: Any, variable: str) -> _Option:
-    required = f.default is dataclasses.MISSING
+    is_bool = _bare_type(hint) is bool
     unit = f.metadata["unit"]
     flag = "--" + f.name.replace("_", "-")
-    is_bool = _bare_type(hint) is bool
-    return _Option(
+    option = _Option(
         [f"{flag}/--no-{flag[2:]}" if is_bool else flag, f.name],
         type=None if is_bool else _param_type(hint, f.metadata),
-        default=None if required else f.default,
-        required=required,
-        show_default="none" if f.default is None else not required,
+        required=f.default is dataclasses.MISSING,
         envvar=variable,
         show_envvar=True,
         help=f.metadata["help"] + (f" [unit: {unit}]" if unit else ""),
     )
+    if f.default is not dataclasses.MISSING:
+        option.default = f.default
+        option.show_default = "none" if f.default is None else True
+    return option
 
 
 def _param_type(hint: Any, metadata: Mapping[str, Any]) -> click.ParamType[Any]:
