@@ -40,7 +40,7 @@ class Stream(Generic[Request, Response]):
         self._call = self._open_call()
 
     async def send(self, request: Request) -> None:
-        """Raises KvplaneError when the stream is broken, PlaneUnavailableError if by the network."""
+        """Raises KvplaneError when the stream broke, PlaneUnavailableError if by the network."""
         if self._call is None:
             raise PlaneUnavailableError("the stream is not open")
         await self._or_drop(typed(self._call.write(request)))

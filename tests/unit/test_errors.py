@@ -1,0 +1,98 @@
+"""The tree of errors and its one table."""
+
+from __future__ import annotations
+
+import re
+
+import grpc
+import pytest
+
+from kvplane import errors
+from kvplane.errors import CODES, REASONS, KvplaneError
+from kvplane.status import DOMAIN, from_wire, to_rich_status, to_wire
+from kvplane.v1 import types_pb2 as pb
+
+
+def every_class() -> list[type[KvplaneError]]:
+    found, todo = [], [KvplaneError]
+    while todo:
+        cls = todo.pop()
+        found.append(cls)
+        todo.extend(cls.__subclasses__())
+    return [cls for cls in found if cls.__module__ == errors.__name__]
+
+
+LEAVES = [cls for cls in every_class() if not cls.__subclasses__()]
+
+
+def test_every_leaf_has_a_row_in_the_table_and_nothing_else_has() -> None:
+    assert set(CODES) == set(LEAVES)
+
+
+@pytest.mark.parametrize("cls", LEAVES)
+def test_a_row_names_a_grpc_status_and_a_reason_of_at_most_63_characters(
+    cls: type[KvplaneError],
+) -> None:
+    assert CODES[cls] in grpc.StatusCode.__members__
+    assert CODES[cls] not in ("OK", "UNKNOWN")
+    reason = cls("text").reason
+    assert len(reason) <= 63
+    assert re.fullmatch(r"[A-Z][A-Z0-9_]+[A-Z0-9]", reason)
+    assert REASONS[reason] is cls
+
+
+def test_no_two_errors_share_a_reason() -> None:
+    assert len(REASONS) == len(CODES)
+
+
+def test_the_tree_in_the_docstring_is_the_tree_with_its_codes() -> None:
+    drawn: dict[str, tuple[str, str]] = {}
+    above: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"    ([│├└─ ]*)(\w+Error)\b\s*([A-Z_]+\b)?", line)
+        if match is None:
+            continue
+        depth = len(match[1]) // 4
+        above[depth:] = [match[2]]
+        code = match[3] if match[3] in grpc.StatusCode.__members__ else ""
+        drawn[match[2]] = (above[depth - 1] if depth else "Exception", code)
+    real = {cls.__name__: (cls.__bases__[0].__name__, CODES.get(cls, "")) for cls in every_class()}
+    assert drawn == real
+
+
+@pytest.mark.parametrize("cls", LEAVES)
+def test_what_is_raised_comes_back_from_the_message_that_streams_carry(
+    cls: type[KvplaneError],
+) -> None:
+    sent = cls("what happened", field="operations[2].admit", retry_delay_s=1.25)
+    got = from_wire(pb.Error.FromString(to_wire(sent).SerializeToString()))
+    assert type(got) is cls
+    assert (got.message, got.field, got.retry_delay_s) == (sent.message, sent.field, 1.25)
+
+
+def test_an_error_without_a_retry_delay_comes_back_without_one() -> None:
+    assert from_wire(to_wire(errors.SequenceBusyError("busy"))).retry_delay_s is None
+
+
+def test_a_reason_of_a_later_release_falls_back_on_its_code() -> None:
+    known = from_wire(pb.Error(code=9, reason="SOMETHING_NEW", message="m"))
+    assert type(known) is errors.ConflictError
+    unknown = from_wire(pb.Error(code=4711, reason="SOMETHING_NEW", message="m"))
+    assert type(unknown) is errors.InternalError
+
+
+def test_a_base_class_that_is_raised_by_mistake_is_internal() -> None:
+    assert to_wire(errors.CapacityError("which?")).code == grpc.StatusCode.INTERNAL.value[0]
+
+
+def test_a_malformed_request_says_so_in_the_form_that_other_clients_know() -> None:
+    status = to_rich_status(errors.InvalidRequestError("is negative", field="number"))
+    names = [detail.TypeName() for detail in status.details]
+    assert names == ["google.rpc.ErrorInfo", "google.rpc.BadRequest"]
+    assert DOMAIN.encode() in status.details[0].value
+    assert b"number" in status.details[1].value
+
+
+def test_a_long_message_still_fits_into_the_trailers() -> None:
+    status = to_rich_status(errors.InvalidRequestError("m" * 100_000, field="f" * 100_000))
+    assert status.ByteSize() < 8192 / 2

@@ -1,0 +1,188 @@
+"""What the bytes of a pool mean: one value, one fingerprint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplane.errors import InvalidRequestError
+from kvplane.hf import layout_from_hf
+from kvplane.layout import LayerGroup, Layout
+from kvplane.v1 import types_pb2 as pb
+
+FULL = LayerGroup("full", (0, 1), 2, 64)
+LAYOUT = Layout("model-a", 16, "float32", "bfloat16", (FULL,))
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+OPT = {
+    "model_type": "opt",
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "ffn_dim": 3072,
+}
+
+
+def test_a_fingerprint_stays_the_same_for_ever() -> None:
+    assert (
+        LAYOUT.fingerprint.hex()
+        == "12c83a4064438c73345b1f854b2d5377a686e4a9135391e85442d0b4a1319a2c"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_id": "model-b"},
+        {"block_size_tokens": 32},
+        {"dtype": "float16"},
+        {"kv_dtype": "float32"},
+        {"groups": (replace(FULL, name="all"),)},
+        {"groups": (replace(FULL, layers=(0, 2)),)},
+        {"groups": (replace(FULL, num_kv_heads=4),)},
+        {"groups": (replace(FULL, head_size=128),)},
+        {"groups": (replace(FULL, sliding_window_tokens=512),)},
+        {"groups": (FULL, LayerGroup("sliding", (2,), 2, 64, 512))},
+    ],
+)
+def test_every_field_counts_in_the_fingerprint(change: dict[str, Any]) -> None:
+    assert replace(LAYOUT, **change).fingerprint != LAYOUT.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("model_id", {"model_id": ""}),
+        ("model_id", {"model_id": "x" * 257}),
+        ("block_size_tokens", {"block_size_tokens": 0}),
+        ("block_size_tokens", {"block_size_tokens": 24}),
+        ("dtype", {"dtype": "float64"}),
+        ("kv_dtype", {"kv_dtype": "int8"}),
+        ("groups", {"groups": ()}),
+        ("groups[0].name", {"groups": (replace(FULL, name=""),)}),
+        ("groups[0].name", {"groups": (replace(FULL, name="x" * 65),)}),
+        ("groups[0].layers", {"groups": (replace(FULL, layers=()),)}),
+        ("groups[0].layers", {"groups": (replace(FULL, layers=(1, 0)),)}),
+        ("groups[0].layers", {"groups": (replace(FULL, layers=(0, 0)),)}),
+        ("groups[0].layers", {"groups": (replace(FULL, layers=(-1, 0)),)}),
+        ("groups[1].layers", {"groups": (FULL, replace(FULL, name="again"))}),
+        ("groups[0].num_kv_heads", {"groups": (replace(FULL, num_kv_heads=0),)}),
+        ("groups[0].num_kv_heads", {"groups": (replace(FULL, num_kv_heads=65_537),)}),
+        ("groups[0].head_size", {"groups": (replace(FULL, head_size=0),)}),
+        ("groups[0].head_size", {"groups": (replace(FULL, head_size=12),)}),
+        ("groups[0].head_size", {"groups": (replace(FULL, head_size=264),)}),
+        ("groups[0].sliding_window_tokens", {"groups": (replace(FULL, sliding_window_tokens=-1),)}),
+    ],
+)
+def test_an_invalid_field_is_named(field: str, change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        replace(LAYOUT, **change)
+    assert caught.value.field == f"layout.{field}"
+
+
+def test_a_layout_comes_back_from_its_message() -> None:
+    layout = replace(LAYOUT, groups=(FULL, LayerGroup("sliding", (2,), 4, 128, 512)))
+    message = layout.to_proto()
+    assert message.fingerprint == layout.fingerprint
+    assert Layout.from_proto(pb.Layout.FromString(message.SerializeToString())) == layout
+
+
+@pytest.mark.parametrize("field", ["dtype", "kv_dtype"])
+def test_an_element_type_that_is_not_known_is_named(field: str) -> None:
+    message = LAYOUT.to_proto()
+    message.ClearField(field)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError) as caught:
+        Layout.from_proto(message)
+    assert caught.value.field == f"layout.{field}"
+
+
+def test_a_wrong_fingerprint_is_refused_and_an_absent_one_is_not() -> None:
+    message = LAYOUT.to_proto()
+    message.fingerprint = b""
+    assert Layout.from_proto(message) == LAYOUT
+    message.fingerprint = bytes(32)
+    with pytest.raises(InvalidRequestError) as caught:
+        Layout.from_proto(message)
+    assert caught.value.field == "layout.fingerprint"
+
+
+def test_a_block_holds_k_and_v_of_all_layers_of_its_group() -> None:
+    assert LAYOUT.block_bytes() == 2 * 2 * 2 * 16 * 64 * 2
+    assert LAYOUT.num_layers == 2
+
+
+def write_model(folder: Path, config: dict[str, Any], weights: bytes = b"w") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+def test_a_llama_config_gives_its_kv_heads_and_head_size(tmp_path: Path) -> None:
+    layout = layout_from_hf(write_model(tmp_path / "tiny", LLAMA), model_id="m")
+    assert layout == Layout("m", 16, "float32", "float32", (LayerGroup("full", (0, 1, 2), 2, 16),))
+
+
+def test_a_llama_config_without_them_is_multi_head_with_an_even_split(tmp_path: Path) -> None:
+    config = {**LLAMA, "head_dim": None}
+    del config["num_key_value_heads"]
+    group = layout_from_hf(write_model(tmp_path / "tiny", config), model_id="m").groups[0]
+    assert (group.num_kv_heads, group.head_size) == (8, 32)
+
+
+def test_an_opt_config_is_multi_head(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "opt", OPT)
+    layout = layout_from_hf(
+        folder, block_size_tokens=32, dtype="float16", kv_dtype="float32", model_id="m"
+    )
+    group = LayerGroup("full", tuple(range(12)), 12, 64)
+    assert layout == Layout("m", 32, "float16", "float32", (group,))
+
+
+def test_the_model_id_is_the_folder_and_a_hash_of_config_and_weights(tmp_path: Path) -> None:
+    first = layout_from_hf(write_model(tmp_path / "tiny", LLAMA))
+    name, _, digest = first.model_id.rpartition("-")
+    assert (name, len(digest)) == ("tiny", 16)
+    assert layout_from_hf(write_model(tmp_path / "tiny", LLAMA)) == first
+    other_weights = layout_from_hf(write_model(tmp_path / "tiny", LLAMA, b"v"))
+    other_config = layout_from_hf(write_model(tmp_path / "tiny", {**LLAMA, "rope_theta": 1}))
+    assert len({first.model_id, other_weights.model_id, other_config.model_id}) == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("model_type", {"model_type": "mamba"}),
+        ("num_hidden_layers", {"num_hidden_layers": None}),
+        ("num_hidden_layers", {"num_hidden_layers": "three"}),
+        ("num_attention_heads", {"num_attention_heads": 0}),
+        ("num_key_value_heads", {"num_key_value_heads": 3}),
+        ("hidden_size", {"hidden_size": 100, "head_dim": None}),
+    ],
+)
+def test_a_config_that_is_wrong_names_the_entry(
+    tmp_path: Path, field: str, change: dict[str, Any]
+) -> None:
+    folder = write_model(tmp_path / "tiny", {**LLAMA, **change})
+    with pytest.raises(InvalidRequestError) as caught:
+        layout_from_hf(folder)
+    assert caught.value.field == f"config.{field}"
+
+
+def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"config\.json can not be read"):
+        layout_from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InvalidRequestError, match="is not JSON"):
+        layout_from_hf(tmp_path)

@@ -1,0 +1,219 @@
+"""The client's values: tensors, tokens, operations, versions, deadlines, TLS options."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import kvplane
+from kvplane import ops, protocol
+from kvplane.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    PlaneUnavailableError,
+    PoolFullError,
+    PoolNotReadyError,
+    ProtocolMismatchError,
+)
+from kvplane.retry import Deadline, retry_until
+from kvplane.tensor import Tensor
+from kvplane.tls import TlsOptions
+from kvplane.v1 import types_pb2 as pb
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(getattr(kvplane, name) is not None for name in kvplane.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = kvplane.Nothing
+
+
+def test_errors_and_layouts_do_not_bring_grpc_and_nothing_brings_torch_or_numpy() -> None:
+    code = """
+import sys
+import kvplane.errors, kvplane.layout, kvplane.signing
+assert "grpc" not in sys.modules
+from kvplane import ControlClient, DataClient, layout_from_hf
+assert not {"torch", "numpy", "transformers"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_tensor_comes_back_from_its_message() -> None:
+    data = bytes(range(24))
+    tensor = Tensor("bfloat16", (2, 2, 3), memoryview(data))
+    back = Tensor.from_proto(pb.Tensor.FromString(tensor.to_proto().SerializeToString()))
+    assert (back.dtype, back.shape, back.data) == ("bfloat16", (2, 2, 3), data)
+    assert Tensor("float32", (0, 4), b"").num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "dtype", "shape", "num_bytes"),
+    [
+        ("dtype", "float64", (1,), 8),
+        ("shape", "float32", (-1, -1), 4),
+        ("shape", "float32", (1,) * 9, 4),
+        ("data", "float32", (2, 2), 15),
+        ("data", "float16", (2, 2), 16),
+        ("data", "float32", (2**40, 2**40), 4),
+    ],
+)
+def test_a_tensor_that_is_wrong_names_the_field(
+    field: str, dtype: str, shape: tuple[int, ...], num_bytes: int
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Tensor(dtype, shape, bytes(num_bytes))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("key.dtype", pb.Tensor(shape=[1], data=bytes(4))),
+        ("key.dtype", pb.Tensor(dtype=99, shape=[1], data=bytes(4))),  # type: ignore[arg-type]
+        ("key.shape", pb.Tensor(dtype=pb.ELEMENT_TYPE_FLOAT32, shape=[-1], data=bytes(4))),
+        ("key.data", pb.Tensor(dtype=pb.ELEMENT_TYPE_FLOAT32, shape=[2], data=bytes(4))),
+    ],
+)
+def test_a_tensor_message_that_is_wrong_names_the_field_of_the_request(
+    field: str, message: pb.Tensor
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Tensor.from_proto(message, field="key")
+    assert caught.value.field == field
+
+
+def test_tokens_travel_as_little_endian_int32() -> None:
+    assert ops.pack_tokens([1, 258, 2**31 - 1]) == b"\1\0\0\0\2\1\0\0\xff\xff\xff\x7f"
+    assert ops.unpack_tokens(ops.pack_tokens([5, 6])) == [5, 6]
+    assert ops.pack_tokens(b"\1\0\0\0") == b"\1\0\0\0"
+
+
+@pytest.mark.parametrize("tokens", [[2**31], [-(2**31) - 1], ["a"], [1.5]])
+def test_tokens_that_are_no_int32_are_refused(tokens: list[int]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        ops.pack_tokens(tokens)
+    assert caught.value.field == "token_ids"
+
+
+def test_a_cut_token_is_refused() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        ops.unpack_tokens(b"\1\0\0", field="operations[0].admit.token_ids")
+    assert caught.value.field == "operations[0].admit.token_ids"
+
+
+def test_to_compute_nothing_yet_is_not_to_compute_all() -> None:
+    assert not ops.admit(1, [1]).admit.HasField("num_compute_tokens")
+    assert ops.admit(1, [1], num_compute_tokens=0).admit.HasField("num_compute_tokens")
+
+
+def test_operations_carry_their_arguments() -> None:
+    append = ops.append(3, [7], 2).append
+    assert (append.sequence_id, append.token_ids, append.num_slots) == (3, b"\7\0\0\0", 2)
+    fork = ops.fork(3, 4).fork
+    assert (fork.parent_sequence_id, fork.sequence_id) == (3, 4)
+    assert ops.free(4).free.sequence_id == 4
+    assert list(ops.swap_out([3, 4]).swap_out.sequence_ids) == [3, 4]
+    assert list(ops.swap_in([4]).swap_in.sequence_ids) == [4]
+    late = ops.late_tokens(3, 9, [7])
+    assert (late.sequence_id, late.first_position, late.token_ids) == (3, 9, b"\7\0\0\0")
+
+
+def test_the_newest_version_that_both_speak_is_chosen() -> None:
+    assert protocol.negotiate(pb.ProtocolRange(oldest=1, newest=7)) == protocol.NEWEST
+    with pytest.raises(ProtocolMismatchError):
+        protocol.negotiate(pb.ProtocolRange(oldest=protocol.NEWEST + 1, newest=9))
+    with pytest.raises(ProtocolMismatchError):
+        protocol.check_chosen(protocol.NEWEST + 1)
+
+
+@pytest.mark.parametrize(("oldest", "newest"), [(0, 0), (0, 1), (2, 1), (-1, 1)])
+def test_a_range_that_is_none_is_refused(oldest: int, newest: int) -> None:
+    with pytest.raises(InvalidRequestError):
+        protocol.negotiate(pb.ProtocolRange(oldest=oldest, newest=newest))
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan")])
+def test_a_timeout_that_is_none_is_refused(timeout_s: float) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Deadline.after(timeout_s)
+    assert caught.value.field == "timeout_s"
+
+
+async def test_unavailable_is_tried_again_with_growing_delays_until_the_deadline() -> None:
+    times: list[float] = []
+
+    async def attempt() -> None:
+        times.append(time.monotonic())
+        raise PlaneUnavailableError("down")
+
+    begin = time.monotonic()
+    with pytest.raises(PlaneUnavailableError):
+        await retry_until(Deadline.after(0.5), attempt)
+    assert time.monotonic() - begin < 1
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert 2 <= len(gaps) <= 6
+    assert gaps[-1] > gaps[0]
+
+
+async def test_a_peers_own_retry_delay_is_respected() -> None:
+    times: list[float] = []
+
+    async def attempt() -> int:
+        times.append(time.monotonic())
+        if len(times) == 1:
+            raise PoolNotReadyError("soon", retry_delay_s=0.2)
+        return 7
+
+    assert await retry_until(Deadline.after(5), attempt) == 7
+    assert times[1] - times[0] >= 0.2
+
+
+async def test_other_errors_are_not_tried_again() -> None:
+    tries = 0
+
+    async def attempt() -> None:
+        nonlocal tries
+        tries += 1
+        raise PoolFullError("later", retry_delay_s=0.01)
+
+    with pytest.raises(PoolFullError):
+        await retry_until(Deadline.after(1), attempt)
+    assert tries == 1
+
+
+async def test_a_deadline_ends_what_it_guards() -> None:
+    with pytest.raises(DeadlineExceededError, match=r"within 0\.05 s"):
+        async with Deadline.after(0.05).guard():
+            await asyncio.sleep(10)
+
+
+async def test_a_cancelled_body_is_cancelled_and_not_late() -> None:
+    async def body() -> None:
+        async with Deadline.after(10).guard():
+            await asyncio.sleep(10)
+
+    task = asyncio.create_task(body())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("tls.key_file", TlsOptions(cert_file=Path("cert.pem"))),
+        ("tls.cert_file", TlsOptions(key_file=Path("key.pem"))),
+        ("tls.ca_file", TlsOptions(ca_file=Path("/nowhere/ca.pem"))),
+    ],
+)
+def test_tls_options_that_do_not_fit_are_named(field: str, options: TlsOptions) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        options.credentials()
+    assert caught.value.field == field
