@@ -11,7 +11,10 @@ from weakref import WeakSet
 from kvplane.connection import Connection
 from kvplane.errors import (
     DeadlineExceededError,
+    KvplaneError,
+    PlaneUnavailableError,
     PoolNotFoundError,
+    PoolNotReadyError,
     UnavailableError,
 )
 from kvplane.layout import Layout
@@ -79,23 +82,25 @@ class ControlClient:
     ) -> pb.DescribePoolResponse:
         """The pool's description as soon as sessions can be opened on it.
 
-        Also waits for the plane itself to come up. Raises DeadlineExceededError saying what was
-        missing last.
+        Also waits for the plane itself to come up. Raises PoolNotReadyError, or
+        PlaneUnavailableError if it was not the pool but the plane that was missing.
         """
         deadline = self._connection.deadline(timeout_s)
         while True:
-            missing = "not all its shards have registered and reported"
+            missing: KvplaneError = PoolNotReadyError("not all its shards have reported")
             try:
                 pool = await self.describe_pool(pool_id, timeout_s=deadline.remaining_s)
                 if pool.ready:
                     return pool
             except (PoolNotFoundError, UnavailableError, DeadlineExceededError) as error:
-                missing = str(error)
+                missing = error
             delay_s = random.uniform(_POLL_S / 2, _POLL_S)
             if delay_s >= deadline.remaining_s:
-                raise DeadlineExceededError(
-                    f"pool {pool_id!r} is not ready after {deadline.timeout_s:g} s: {missing}"
-                )
+                cls: type[UnavailableError] = PoolNotReadyError
+                if not isinstance(missing, PoolNotReadyError | PoolNotFoundError):
+                    cls = PlaneUnavailableError
+                text = f"pool {pool_id!r} is not ready after {deadline.timeout_s:g} s: {missing}"
+                raise cls(text) from missing
             await asyncio.sleep(delay_s)
 
     async def open_session(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
@@ -14,8 +14,6 @@ from kvplane.errors import CancelledError, PlaneUnavailableError
 from kvplane.retry import Deadline, retry_until
 from kvplane.status import from_rpc_error
 from kvplane.tls import TlsOptions, open_channel
-
-T = TypeVar("T")
 
 
 class Connection:
@@ -43,21 +41,20 @@ class Connection:
         self, method: Callable[..., Any], request: Message, deadline: Deadline
     ) -> Any:
         """The answer to a unary call, tried once."""
-        return await typed(method(request, timeout=deadline.remaining_s))
+        with typed_errors():
+            return await method(request, timeout=deadline.remaining_s)
 
     async def close(self) -> None:
         """Ends all calls; those still waiting raise CancelledError of ``kvplane.errors``."""
         await self.channel.close()
 
 
-async def typed(operation: Awaitable[T]) -> T:
-    """What a gRPC operation returns. Raises KvplaneError for whatever it raises."""
+@contextmanager
+def typed_errors() -> Iterator[None]:
+    """Raises KvplaneError for whatever gRPC raises in the body."""
     try:
-        return await operation
+        yield
     except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.CANCELLED:
-            # Not by this side, which would see asyncio's error: a server that stops does this.
-            raise PlaneUnavailableError("the peer cancelled the call") from error
         raise from_rpc_error(error) from error
     except asyncio.InvalidStateError as error:
         raise PlaneUnavailableError("the call had ended") from error
@@ -67,4 +64,5 @@ async def typed(operation: Awaitable[T]) -> T:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
+        # gRPC's: the channel was closed under the call.
         raise CancelledError("the client ended the call") from error

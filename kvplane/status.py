@@ -21,7 +21,6 @@ from grpc_status import rpc_status
 from kvplane.errors import (
     CODES,
     REASONS,
-    CancelledError,
     ConflictError,
     DeadlineExceededError,
     IntegrityError,
@@ -46,7 +45,8 @@ _MAX_MESSAGE_CHARS: Final = 1024
 _MAX_FIELD_CHARS: Final = 256
 
 _BY_CODE: Final[dict[str, type[KvplaneError]]] = {
-    "CANCELLED": CancelledError,
+    # A server that stops cancels its calls; a call that this side cancels does not come here.
+    "CANCELLED": PlaneUnavailableError,
     "INVALID_ARGUMENT": InvalidRequestError,
     "DEADLINE_EXCEEDED": DeadlineExceededError,
     "NOT_FOUND": NotFoundError,

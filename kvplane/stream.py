@@ -12,7 +12,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import grpc.aio
 
-from kvplane.connection import typed
+from kvplane.connection import typed_errors
 from kvplane.errors import KvplaneError, PlaneUnavailableError
 
 Request = TypeVar("Request")
@@ -37,17 +37,18 @@ class Stream(Generic[Request, Response]):
     def open(self) -> None:
         """Start a call in place of the one there was. It connects by itself."""
         self.drop()
-        self._call = self._open_call()
+        with typed_errors():
+            self._call = self._open_call()
 
     async def send(self, request: Request) -> None:
         """Raises KvplaneError when the stream broke, PlaneUnavailableError if by the network."""
         if self._call is None:
             raise PlaneUnavailableError("the stream is not open")
-        await self._or_drop(typed(self._call.write(request)))
+        await self._or_drop(self._call.write(request))
 
     async def receive(self) -> Response:
         """The next answer. Raises as ``send`` does, also when the peer ended the stream."""
-        response = await self._or_drop(typed(self._call.read()))
+        response = await self._or_drop(self._call.read())
         if response is grpc.aio.EOF:
             self.drop()
             raise PlaneUnavailableError("the peer ended the stream")
@@ -65,9 +66,10 @@ class Stream(Generic[Request, Response]):
             return
         try:
             async with asyncio.timeout(_PARTING_S):
-                await typed(self._call.done_writing())
-                while await typed(self._call.read()) is not grpc.aio.EOF:
-                    pass
+                with typed_errors():
+                    await self._call.done_writing()
+                    while await self._call.read() is not grpc.aio.EOF:
+                        pass
         except (KvplaneError, TimeoutError):
             pass
         finally:
@@ -75,7 +77,8 @@ class Stream(Generic[Request, Response]):
 
     async def _or_drop(self, operation: Awaitable[T]) -> T:
         try:
-            return await operation
+            with typed_errors():
+                return await operation
         except BaseException:
             self.drop()
             raise

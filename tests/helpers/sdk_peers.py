@@ -1,0 +1,152 @@
+"""Peers for the client's tests: servers that answer as a test says, over a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc.aio
+
+from kvplane.layout import LayerGroup, Layout
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
+from kvplane.v1 import data_pb2 as dpb
+from kvplane.v1.types_pb2 import SignedPayload
+
+LAYOUT = Layout("m", 16, "float32", "float32", (LayerGroup("full", (0, 1, 2), 1, 8),))
+
+
+class Hangup(Exception):
+    """Raised by a script: the call breaks as if the connection did."""
+
+
+class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
+    """Answers every request with what ``script(request)`` returns, and remembers the requests.
+
+    ``streams``: how many Step streams were opened.
+    """
+
+    def __init__(self, time_to_live_s: float = 30.0) -> None:
+        self.requests: list[Any] = []
+        self.renewals: list[int] = []
+        self.streams = 0
+        self.script: Callable[[Any], Any] = answer_step
+        self._time_to_live_s = time_to_live_s
+
+    @property
+    def numbers(self) -> list[int]:
+        return [request.number for request in self.requests]
+
+    async def OpenSession(self, request: cpb.OpenSessionRequest, context: Any) -> Any:
+        response = cpb.OpenSessionResponse(
+            session_id=7,
+            protocol_version=1,
+            max_plans_in_flight=4,
+            grant=payload(b"grant"),
+            layout=request.layout,
+            num_device_blocks=100,
+            incarnation=5,
+        )
+        response.time_to_live.FromMilliseconds(int(self._time_to_live_s * 1000))
+        return response
+
+    async def RenewSession(self, request: cpb.RenewSessionRequest, context: Any) -> Any:
+        self.renewals.append(request.session_id)
+        return cpb.RenewSessionResponse()
+
+    async def CloseSession(self, request: cpb.CloseSessionRequest, context: Any) -> Any:
+        return cpb.CloseSessionResponse()
+
+    async def Step(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        self.streams += 1
+        async for request in requests:
+            yield await self._answer(request, context)
+
+    async def Admit(self, request: cpb.AdmitRequest, context: Any) -> Any:
+        return await self._answer(request, context)
+
+    Resync = Free = SubmitReceipts = DescribeSequence = DescribePool = Admit
+
+    async def _answer(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
+        return await answered(self.script, request, context)
+
+
+class ScriptedDataPlane(data_pb2_grpc.DataPlaneServiceServicer):
+    """As ScriptedControlPlane. A script may return several answers to a request of a stream."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+        self.script: Callable[[Any], Any] = answer_execution
+
+    @property
+    def kinds(self) -> list[str]:
+        """What came on streams, in order; a unary call is "call"."""
+        return [
+            request.WhichOneof("message") if isinstance(request, dpb.ExecuteRequest) else "call"
+            for request in self.requests
+        ]
+
+    async def Execute(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for request in requests:
+            for answer in await self._answer(request, context):
+                if isinstance(answer, Exception):
+                    await hang_up(context)
+                yield answer
+
+    async def PagedAttention(self, request: dpb.PagedAttentionRequest, context: Any) -> Any:
+        return await self._answer(request, context)
+
+    async def _answer(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
+        return await answered(self.script, request, context)
+
+
+async def answered(script: Callable[[Any], Any], request: Any, context: Any) -> Any:
+    try:
+        answer = script(request)
+        return await answer if hasattr(answer, "__await__") else answer
+    except Hangup:
+        await hang_up(context)
+
+
+async def hang_up(context: Any) -> None:
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+
+def answer_step(request: Any) -> Any:
+    """A plan named after the request's number."""
+    if isinstance(request, cpb.AdmitRequest):
+        return cpb.AdmitResponse(plan=plan_of(request.number))
+    if isinstance(request, cpb.ResyncRequest):
+        return cpb.ResyncResponse(plan=plan_of(request.number))
+    if isinstance(request, cpb.SubmitReceiptsRequest):
+        return cpb.SubmitReceiptsResponse()
+    result = cpb.StepResult(plan=plan_of(request.number))
+    return cpb.StepResponse(number=request.number, result=result)
+
+
+def answer_execution(request: Any) -> Any:
+    """Layers 0 to 2 of plans of two tokens; a layer's output is its query."""
+    if isinstance(request, dpb.PagedAttentionRequest):
+        return dpb.PagedAttentionResponse(output=request.query)
+    kind = request.WhichOneof("message")
+    if kind == "open":
+        opened = dpb.ExecutionOpened(protocol_version=1, layers=[0, 1, 2])
+        return [dpb.ExecuteResponse(opened=opened)]
+    if kind == "plan":
+        started = dpb.PlanStarted(plan_number=1, num_tokens=2)
+        return [dpb.ExecuteResponse(started=started)]
+    output = dpb.LayerOutput(layer=request.layer.layer, output=request.layer.query)
+    answers = [dpb.ExecuteResponse(output=output)]
+    if request.layer.layer == 2:
+        answers.append(dpb.ExecuteResponse(receipt=payload(b"receipt")))
+    return answers
+
+
+def plan_of(number: int) -> SignedPayload:
+    return payload(b"plan %d" % number)
+
+
+def payload(content: bytes) -> SignedPayload:
+    return SignedPayload(type="t", payload=content, signature=b"s")

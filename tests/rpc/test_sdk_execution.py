@@ -1,0 +1,230 @@
+"""Executions over bad networks: a plan goes on where it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+from sdk_peers import Hangup, ScriptedDataPlane, answer_execution, payload, plan_of
+
+from kvplane import DataClient, Execution, Tensor
+from kvplane.errors import (
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    PlaneUnavailableError,
+    PlanOutOfOrderError,
+    StaleEpochError,
+)
+from kvplane.status import to_wire
+from kvplane.v1 import data_pb2 as pb
+from kvplane.v1 import data_pb2_grpc
+
+QUERY = Tensor("float32", (2, 1, 8), bytes(range(64)))
+KV = Tensor("float32", (2, 1, 8), bytes(64))
+
+
+@pytest.fixture
+async def plane() -> ScriptedDataPlane:
+    return ScriptedDataPlane()
+
+
+@pytest.fixture
+async def address(plane: ScriptedDataPlane) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    data_pb2_grpc.add_DataPlaneServiceServicer_to_server(plane, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+@pytest.fixture
+async def execution(address: str) -> AsyncIterator[Execution]:
+    async with DataClient(address) as client, await client.open(payload(b"grant")) as execution:
+        yield execution
+
+
+def on(kind: str, act: Any, *, layer: int = 0) -> Any:
+    """A script that does ``act`` with the first request of a kind, and answers all others."""
+    waiting = [act]
+
+    def script(request: Any) -> Any:
+        is_it = isinstance(request, pb.ExecuteRequest) and request.WhichOneof("message") == kind
+        if is_it and request.layer.layer == layer and waiting:
+            return waiting.pop()(request)
+        return answer_execution(request)
+
+    return script
+
+
+def hang_up(request: Any) -> Any:
+    raise Hangup
+
+
+async def never(request: Any) -> Any:
+    await asyncio.sleep(60)
+
+
+async def test_a_plan_runs_layer_by_layer_to_its_receipt(plane, execution) -> None:
+    assert execution.layers == [0, 1, 2]
+    started = await execution.start(plan_of(1))
+    assert (started.plan_number, started.num_tokens, started.receipt) == (1, 2, None)
+    for index in execution.layers:
+        assert execution.receipt is None
+        assert await execution.layer(index, QUERY, KV, KV) == QUERY
+    assert execution.receipt == payload(b"receipt")
+    assert plane.kinds == ["open", "plan", "layer", "layer", "layer"]
+
+
+async def test_options_of_attention_travel_with_the_layer(plane, execution) -> None:
+    await execution.start(plan_of(1))
+    await execution.layer(0, QUERY, KV, KV, scale=0.5, sliding_window_tokens=4, alibi_slopes=[0.25])
+    options = plane.requests[-1].layer.options
+    assert (options.scale, options.sliding_window_tokens) == (0.5, 4)
+    assert list(options.alibi_slopes) == [0.25]
+
+
+async def test_a_plan_without_rows_brings_its_receipt_at_once(plane, execution) -> None:
+    plane.script = on(
+        "plan",
+        lambda _: [
+            pb.ExecuteResponse(started=pb.PlanStarted(plan_number=1)),
+            pb.ExecuteResponse(receipt=payload(b"receipt")),
+        ],
+    )
+    assert (await execution.start(plan_of(1))).receipt == payload(b"receipt")
+    assert execution.receipt == payload(b"receipt")
+
+
+async def test_a_stream_that_breaks_before_a_plan_is_opened_again(plane, execution) -> None:
+    plane.script = on("plan", hang_up)
+    await execution.start(plan_of(1))
+    assert plane.kinds == ["open", "plan", "open", "plan"]
+
+
+async def test_a_stream_that_breaks_in_a_layer_goes_on_with_that_layer(plane, execution) -> None:
+    plane.script = on("layer", hang_up, layer=1)
+    await execution.start(plan_of(1))
+    for index in execution.layers:
+        assert await execution.layer(index, QUERY, KV, KV) == QUERY
+    assert plane.kinds == ["open", "plan", "layer", "layer", "open", "plan", "layer", "layer"]
+    assert [r.layer.layer for r in plane.requests if r.HasField("layer")] == [0, 1, 1, 2]
+    assert execution.receipt == payload(b"receipt")
+
+
+async def test_a_last_layers_lost_answer_is_asked_for_by_itself(plane, execution) -> None:
+    """The plan has run, so the data plane expects no layer: what is missing is attention alone."""
+    has_run = False
+
+    def script(request: Any) -> Any:
+        nonlocal has_run
+        kind = request.WhichOneof("message") if isinstance(request, pb.ExecuteRequest) else ""
+        if kind == "layer" and request.layer.layer == 2:
+            has_run = True
+            raise Hangup
+        if kind == "plan" and has_run:
+            started = pb.PlanStarted(plan_number=1, num_tokens=2, finished=True)
+            receipt = payload(b"receipt")
+            return [pb.ExecuteResponse(started=started), pb.ExecuteResponse(receipt=receipt)]
+        return answer_execution(request)
+
+    plane.script = script
+    await execution.start(plan_of(1))
+    for index in execution.layers:
+        assert await execution.layer(index, QUERY, KV, KV, scale=0.5) == QUERY
+    assert execution.receipt == payload(b"receipt")
+    call = plane.requests[-1]
+    assert isinstance(call, pb.PagedAttentionRequest)
+    assert (call.layer, call.plan, call.options.scale) == (2, plan_of(1), 0.5)
+
+
+async def test_a_stream_that_breaks_between_output_and_receipt_loses_neither(
+    plane, execution
+) -> None:
+    def script(request: Any) -> Any:
+        answers = answer_execution(request)
+        return [answers[0], Hangup()]
+
+    plane.script = on("layer", script, layer=2)
+    await execution.start(plan_of(1))
+    for index in execution.layers:
+        assert await execution.layer(index, QUERY, KV, KV) == QUERY
+    assert execution.receipt == payload(b"receipt")
+
+
+async def test_a_layer_that_is_refused_raises_and_can_be_sent_right(plane, execution) -> None:
+    error = InvalidRequestError("must be [2, 1, 8]", field="layer.key.shape")
+    plane.script = on("layer", lambda _: [pb.ExecuteResponse(error=to_wire(error))])
+    await execution.start(plan_of(1))
+    with pytest.raises(InvalidRequestError) as caught:
+        await execution.layer(0, QUERY, KV, KV)
+    assert caught.value.field == "layer.key.shape"
+    assert await execution.layer(0, QUERY, KV, KV) == QUERY
+    assert plane.kinds.count("open") == 1
+
+
+async def test_a_plan_that_is_refused_is_not_started(plane, execution) -> None:
+    error = StaleEpochError("another process")
+    plane.script = on("plan", lambda _: [pb.ExecuteResponse(error=to_wire(error))])
+    with pytest.raises(StaleEpochError):
+        await execution.start(plan_of(1))
+    with pytest.raises(PlanOutOfOrderError):
+        await execution.layer(0, QUERY, KV, KV)
+
+
+async def test_a_layer_without_an_answer_ends_at_its_deadline_and_can_be_sent_again(
+    plane, execution
+) -> None:
+    plane.script = on("layer", never)
+    await execution.start(plan_of(1))
+    with pytest.raises(DeadlineExceededError):
+        await execution.layer(0, QUERY, KV, KV, timeout_s=0.2)
+    assert await execution.layer(0, QUERY, KV, KV) == QUERY
+
+
+async def test_a_cancelled_layer_does_not_answer_for_the_next(plane, execution) -> None:
+    plane.script = on("layer", never)
+    await execution.start(plan_of(1))
+    layer = asyncio.create_task(execution.layer(0, QUERY, KV, KV))
+    while plane.kinds[-1] != "layer":
+        await asyncio.sleep(0.001)
+    layer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await layer
+    assert await execution.layer(0, QUERY, KV, KV) == QUERY
+    assert await execution.layer(1, KV, KV, KV) == KV
+
+
+async def test_an_answer_for_another_layer_is_not_taken(plane, execution) -> None:
+    output = pb.LayerOutput(layer=1, output=QUERY.to_proto())
+    plane.script = on("layer", lambda _: [pb.ExecuteResponse(output=output)])
+    await execution.start(plan_of(1))
+    with pytest.raises(InternalError):
+        await execution.layer(0, QUERY, KV, KV)
+
+
+async def test_a_malformed_output_is_the_planes_fault(plane, execution) -> None:
+    broken = pb.ExecuteResponse(output=pb.LayerOutput(layer=0, output=QUERY.to_proto()))
+    broken.output.output.data = b"short"
+    plane.script = on("layer", lambda _: [broken])
+    await execution.start(plan_of(1))
+    with pytest.raises(InternalError, match=r"output\.data"):
+        await execution.layer(0, QUERY, KV, KV)
+
+
+async def test_a_layer_without_a_query_has_an_output_without_elements(plane, execution) -> None:
+    await execution.start(plan_of(1))
+    assert (await execution.layer(0, None, KV, KV)).num_elements == 0
+    assert not plane.requests[-1].layer.HasField("query")
+
+
+async def test_a_plane_that_keeps_hanging_up_is_unavailable_at_the_deadline(
+    plane, execution
+) -> None:
+    plane.script = hang_up
+    with pytest.raises(PlaneUnavailableError):
+        await execution.start(plan_of(1), timeout_s=0.3)

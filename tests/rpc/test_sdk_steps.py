@@ -1,0 +1,342 @@
+"""A session's steps over bad networks: each runs once, and no call waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+from sdk_peers import LAYOUT, Hangup, ScriptedControlPlane, answer_step, payload, plan_of
+
+from kvplane import ControlClient, Session, ops
+from kvplane.errors import (
+    BadSignatureError,
+    CancelledError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    KvplaneError,
+    PlaneUnavailableError,
+    SequenceNotFoundError,
+    StepConflictError,
+    TooManyPlansInFlightError,
+)
+from kvplane.status import to_wire
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import control_pb2_grpc
+
+
+@pytest.fixture
+async def plane() -> ScriptedControlPlane:
+    return ScriptedControlPlane()
+
+
+@pytest.fixture
+async def address(plane: ScriptedControlPlane) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+@pytest.fixture
+async def session(address: str) -> AsyncIterator[Session]:
+    async with ControlClient(address) as client, await client.open_session("p", LAYOUT) as session:
+        yield session
+
+
+def refuse(error: KvplaneError) -> Any:
+    return lambda request: pb.StepResponse(number=request.number, error=to_wire(error))
+
+
+def once(first: Any) -> Any:
+    """A script that does ``first`` with the first request and answers all others."""
+    scripts = [first]
+    return lambda request: (scripts.pop() if scripts else answer_step)(request)
+
+
+def hang_up(request: Any) -> Any:
+    raise Hangup
+
+
+async def never(request: Any) -> Any:
+    await asyncio.sleep(60)
+
+
+async def give_up(session: Session, plane: ScriptedControlPlane, *operations: Any) -> None:
+    """Cancel a step after the plane has it."""
+    seen = len(plane.requests)
+    step = asyncio.create_task(session.step(operations))
+    while len(plane.requests) == seen:
+        await asyncio.sleep(0.001)
+    step.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+
+
+async def test_steps_are_numbered_from_one_on_one_stream(plane, session) -> None:
+    for number in (1, 2, 3):
+        assert (await session.step([])).plan == plan_of(number)
+        assert session.last_number == number
+    assert (plane.numbers, plane.streams) == ([1, 2, 3], 1)
+
+
+async def test_unary_calls_and_steps_share_one_numbering(plane, session) -> None:
+    await session.step([ops.free(9)])
+    assert (await session.admit(1, [1, 2])).plan == plan_of(2)
+    await session.step([])
+    assert plane.numbers == [1, 2, 3]
+
+
+async def test_concurrent_steps_run_one_after_the_other(plane, session) -> None:
+    results = await asyncio.gather(*(session.step([ops.free(i)]) for i in range(1, 6)))
+    assert [result.plan for result in results] == [plan_of(i) for i in range(1, 6)]
+
+
+async def test_a_step_whose_stream_breaks_is_sent_again_as_it_was(plane, session) -> None:
+    plane.script = once(hang_up)
+    session.add_receipt(payload(b"r1"))
+    assert (await session.step([ops.admit(1, [4, 5])])).plan == plan_of(1)
+    assert plane.requests[0] == plane.requests[1]
+    assert (plane.numbers, plane.streams) == ([1, 1], 2)
+
+
+async def test_a_unary_call_that_is_not_reached_is_sent_again_as_it_was(plane, session) -> None:
+    plane.script = once(hang_up)
+    await session.admit(1, [4, 5])
+    assert plane.requests[0] == plane.requests[1]
+
+
+async def test_a_step_without_an_answer_ends_at_its_deadline(plane, session) -> None:
+    plane.script = never
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceededError):
+        await session.step([], timeout_s=0.2)
+    assert time.monotonic() - begin < 5
+
+
+async def test_a_step_made_again_after_its_deadline_is_the_same_step(plane, session) -> None:
+    plane.script = once(never)
+    with pytest.raises(DeadlineExceededError):
+        await session.step([ops.free(1)], timeout_s=0.2)
+    assert (await session.step([ops.free(1)])).plan == plan_of(1)
+    assert plane.requests[0] == plane.requests[1]
+
+
+async def test_a_cancelled_step_made_again_is_the_same_step(plane, session) -> None:
+    plane.script = once(never)
+    session.add_receipt(payload(b"r1"))
+    await give_up(session, plane, ops.free(1))
+    session.add_receipt(payload(b"r2"))
+    assert (await session.step([ops.free(1)])).plan == plan_of(1)
+    assert plane.requests[0] == plane.requests[1]
+    assert session.take_unclaimed() == []
+
+
+async def test_another_step_after_a_cancelled_one_first_learns_what_came_of_it(
+    plane, session
+) -> None:
+    plane.script = once(never)
+    await give_up(session, plane, ops.free(1))
+    assert (await session.step([ops.free(2)])).plan == plan_of(2)
+    assert plane.requests[0] == plane.requests[1]
+    assert plane.numbers == [1, 1, 2]
+    (unclaimed,) = session.take_unclaimed()
+    assert (unclaimed.number, unclaimed.answer.plan) == (1, plan_of(1))
+    assert session.take_unclaimed() == []
+
+
+async def test_a_cancelled_step_that_did_not_run_leaves_its_number_free(plane, session) -> None:
+    plane.script = once(never)
+    await give_up(session, plane, ops.free(1))
+    plane.script = once(refuse(SequenceNotFoundError("no such sequence")))
+    assert (await session.step([ops.free(2)])).plan == plan_of(1)
+    assert session.take_unclaimed() == []
+
+
+async def test_a_cancelled_step_is_learnt_of_before_a_resync(plane, session) -> None:
+    plane.script = once(never)
+    await give_up(session, plane, ops.free(1))
+    assert (await session.resync()).plan == plan_of(2)
+
+
+async def test_a_step_that_fails_raises_its_error_and_leaves_its_number_free(
+    plane, session
+) -> None:
+    plane.script = once(refuse(InvalidRequestError("is 0", field="operations[0].free")))
+    with pytest.raises(InvalidRequestError) as caught:
+        await session.step([ops.free(0)])
+    assert caught.value.field == "operations[0].free"
+    assert (await session.step([ops.free(1)])).plan == plan_of(1)
+    assert plane.streams == 1
+
+
+async def test_a_number_that_is_taken_is_passed_over(plane, session) -> None:
+    plane.script = once(refuse(StepConflictError("another content")))
+    with pytest.raises(StepConflictError):
+        await session.step([ops.free(1)])
+    assert (await session.resync()).plan == plan_of(2)
+
+
+async def test_an_answer_to_another_number_is_not_taken(plane, session) -> None:
+    plane.script = once(lambda _: pb.StepResponse(number=8, result=pb.StepResult()))
+    with pytest.raises(InternalError):
+        await session.step([])
+    assert (await session.step([])).plan == plan_of(1)
+    assert plane.streams == 2
+
+
+async def test_receipts_go_with_the_next_step_and_stay_until_one_is_answered(
+    plane, session
+) -> None:
+    plane.script = once(refuse(TooManyPlansInFlightError("wait")))
+    session.add_receipt(payload(b"r1"))
+    with pytest.raises(TooManyPlansInFlightError):
+        await session.step([])
+    session.add_receipt(payload(b"r2"))
+    await session.step([])
+    await session.step([])
+    sent = [[receipt.payload for receipt in request.receipts] for request in plane.requests]
+    assert sent == [[b"r1"], [b"r1", b"r2"], []]
+
+
+async def test_a_receipt_that_is_refused_does_not_spoil_later_steps(plane, session) -> None:
+    plane.script = once(refuse(BadSignatureError("forged", field="receipts[1].signature")))
+    session.add_receipt(payload(b"r1"))
+    session.add_receipt(payload(b"forged"))
+    with pytest.raises(BadSignatureError):
+        await session.step([])
+    await session.step([])
+    assert [receipt.payload for receipt in plane.requests[1].receipts] == [b"r1"]
+
+
+async def test_receipts_can_be_handed_in_without_a_step(plane, session) -> None:
+    session.add_receipt(payload(b"r1"))
+    await session.submit_receipts([ops.late_tokens(1, 0, [5])])
+    await session.step([])
+    assert [receipt.payload for receipt in plane.requests[0].receipts] == [b"r1"]
+    assert len(plane.requests[0].late_tokens) == 1
+    assert not plane.requests[1].receipts
+
+
+async def test_receipts_are_handed_in_before_a_resync(plane, session) -> None:
+    session.add_receipt(payload(b"r1"))
+    await session.resync()
+    assert [type(request).__name__ for request in plane.requests] == [
+        "SubmitReceiptsRequest",
+        "ResyncRequest",
+    ]
+
+
+async def test_sequences_are_admitted_again_with_nothing_computed(plane, session) -> None:
+    def answer(request: pb.StepRequest) -> pb.StepResponse:
+        result = pb.StepResult(plan=plan_of(1))
+        result.results.add(status=pb.OPERATION_STATUS_OK).admit.num_cached_tokens = 16
+        result.results.add(status=pb.OPERATION_STATUS_LATER)
+        return pb.StepResponse(number=request.number, result=result)
+
+    plane.script = answer
+    readmitted = await session.readmit({1: ([7] * 20, 40), 2: ([8] * 20, 40)})
+    assert readmitted == {1: 16}
+    assert readmitted.plan == plan_of(1)
+    first = plane.requests[0].operations[0].admit
+    assert (first.sequence_id, first.max_total_tokens) == (1, 40)
+    assert first.HasField("num_compute_tokens")
+    assert first.num_compute_tokens == 0
+
+
+async def test_a_wrong_sequence_is_raised_and_the_plan_of_the_others_is_kept(
+    plane, session
+) -> None:
+    def answer(request: pb.StepRequest) -> pb.StepResponse:
+        result = pb.StepResult(plan=plan_of(1))
+        error = to_wire(InvalidRequestError("is empty", field="operations[0].admit.token_ids"))
+        result.results.add(status=pb.OPERATION_STATUS_FAILED, error=error)
+        return pb.StepResponse(number=request.number, result=result)
+
+    plane.script = answer
+    with pytest.raises(InvalidRequestError, match="is empty"):
+        await session.readmit({1: ([], 0)})
+    (unclaimed,) = session.take_unclaimed()
+    assert unclaimed.answer.plan == plan_of(1)
+
+
+async def test_a_lease_is_renewed_three_times_in_its_life() -> None:
+    plane = ScriptedControlPlane(time_to_live_s=0.3)
+    server = grpc.aio.server()
+    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with ControlClient(f"127.0.0.1:{port}") as client:
+        session = await client.open_session("p", LAYOUT)
+        await asyncio.sleep(0.75)
+        assert 3 <= len(plane.renewals) <= 7
+        await session.close()
+        seen = len(plane.renewals)
+        await asyncio.sleep(0.3)
+        assert len(plane.renewals) == seen
+    await server.stop(0)
+
+
+async def test_a_closed_client_ends_the_calls_that_wait(plane, address) -> None:
+    plane.script = never
+    client = ControlClient(address)
+    session = await client.open_session("p", LAYOUT)
+    step = asyncio.create_task(session.step([]))
+    look_up = asyncio.create_task(session.describe_sequence(1))
+    while len(plane.requests) < 2:
+        await asyncio.sleep(0.001)
+    await client.close()
+    for task in (step, look_up):
+        with pytest.raises(CancelledError):
+            await asyncio.wait_for(task, 5)
+    with pytest.raises(CancelledError):
+        await client.list_pools()
+
+
+async def test_a_plane_that_is_not_there_is_unavailable_at_the_deadline() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    async with ControlClient(f"127.0.0.1:{port}", timeout_s=0.3) as client:
+        begin = time.monotonic()
+        with pytest.raises(PlaneUnavailableError):
+            await client.describe()
+        with pytest.raises(PlaneUnavailableError, match="not ready"):
+            await client.wait_ready("p")
+        assert time.monotonic() - begin < 5
+
+
+async def test_a_plane_that_accepts_and_says_nothing_is_late_not_for_ever() -> None:
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        async with ControlClient(f"127.0.0.1:{mute.getsockname()[1]}", timeout_s=0.3) as client:
+            with pytest.raises((DeadlineExceededError, PlaneUnavailableError)):
+                await client.describe()
+
+
+async def test_a_call_reaches_a_plane_that_comes_up_late(plane) -> None:
+    server = grpc.aio.server()
+    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server)
+    port = server.add_insecure_port("127.0.0.1:0")  # bound, but not served yet
+    async with ControlClient(f"127.0.0.1:{port}") as client:
+        opening = asyncio.create_task(client.open_session("p", LAYOUT))
+        await asyncio.sleep(0.2)
+        await server.start()
+        session = await opening
+        assert session.id == 7
+        await session.close()
+    await server.stop(0)
+
+
+async def test_a_method_that_the_peer_lacks_is_a_protocol_mismatch(session) -> None:
+    with pytest.raises(KvplaneError) as caught:
+        await session.lookup_prefix([1])
+    assert caught.value.reason == "PROTOCOL_MISMATCH"
