@@ -41,6 +41,11 @@ class Tensor:
                 field="data",
             )
 
+    @staticmethod
+    def size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+        """Bytes of a tensor of a known ``dtype`` and ``shape``."""
+        return math.prod(shape) * ELEMENT_BYTES[dtype]
+
     @property
     def num_elements(self) -> int:
         """Product of the extents."""
@@ -49,7 +54,7 @@ class Tensor:
     @property
     def num_bytes(self) -> int:
         """Bytes that the elements take."""
-        return self.num_elements * ELEMENT_BYTES[self.dtype]
+        return self.size_bytes(self.dtype, self.shape)
 
     def to_proto(self) -> pb.Tensor:
         """As a message; copies the data."""
