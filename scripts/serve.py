@@ -24,6 +24,8 @@ from kvplane.health import check
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
+# Unless asked for: a measured pool would take half of the machine's memory.
+SMALL_POOL = {"num_device_blocks": 4096, "num_host_blocks": 1024}
 
 
 async def serve(model: Path) -> int:
@@ -39,7 +41,11 @@ async def serve(model: Path) -> int:
         planes.append(await start("control_plane"))
         if not await first(told, planes, check(control, timeout_s=START_TIMEOUT_S)):
             return exit_code(told)
-        planes.append(await start("data_plane", "--control-plane", control, "--model", str(model)))
+        arguments = ["--control-plane", control, "--model", str(model)]
+        for name, num_blocks in SMALL_POOL.items():
+            if f"KVPLANE_DATA_PLANE_{name.upper()}" not in os.environ:
+                arguments += [f"--{name.replace('_', '-')}", str(num_blocks)]
+        planes.append(await start("data_plane", *arguments))
         if not await first(told, planes, check(data, timeout_s=START_TIMEOUT_S)):
             return exit_code(told)
         print(f"control plane  {control}\ndata plane     {data}\nCtrl-C stops both.", flush=True)

@@ -1,0 +1,192 @@
+"""What a step costs over gRPC: both planes as processes, one session, packed tokens, real plans.
+
+    python -m benchmarks.step_latency [--quick] [--json OUT]
+
+``step`` is one Step on the stream: the control plane plans, encodes and signs. ``execute`` is the
+plan's way through the data plane for one layer of one head, so that what is measured is the
+protocol and not attention. Nothing is memoised: every step has content of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine.processes import Planes
+from kvplane import ControlClient, DataClient, Execution, LayerGroup, Layout, Session, Tensor, ops
+from kvplane.v1 import control_pb2 as pb
+
+BLOCK_SIZE_TOKENS = 16
+HEAD_SIZE = 8
+LAYOUT = Layout(
+    model_id="benchmark",
+    block_size_tokens=BLOCK_SIZE_TOKENS,
+    dtype="float32",
+    kv_dtype="float32",
+    groups=(LayerGroup("full", (0,), num_kv_heads=1, head_size=HEAD_SIZE),),
+)
+NUM_DEVICE_BLOCKS = 20_000
+DECODE_BATCHES = (1, 64, 256)
+PROMPT_TOKENS = (4_096, 32_768)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Latencies of one kind of step, in seconds."""
+
+    name: str
+    step_s: Sequence[float]
+    execute_s: Sequence[float]
+
+
+class Bench:
+    """One session and one execution, and steps whose two halves are timed."""
+
+    def __init__(self, session: Session, execution: Execution) -> None:
+        self._session = session
+        self._execution = execution
+        self._ids = itertools.count(1)
+
+    def new_ids(self, num: int) -> list[int]:
+        """Sequence ids that were not used before."""
+        return list(itertools.islice(self._ids, num))
+
+    async def run(self, operations: Sequence[pb.Operation]) -> tuple[float, float]:
+        """Seconds of the step and of its plan's execution. All operations must be OK."""
+        began = time.perf_counter()
+        result = await self._session.step(operations)
+        stepped = time.perf_counter()
+        for outcome in result.results:
+            if outcome.status != pb.OPERATION_STATUS_OK:
+                raise RuntimeError(f"the pool is too small for this benchmark: {outcome}")
+        if result.HasField("plan"):
+            num_tokens = (await self._execution.start(result.plan)).num_tokens
+            if num_tokens:
+                tensor = Tensor(
+                    "float32", (num_tokens, 1, HEAD_SIZE), bytes(num_tokens * HEAD_SIZE * 4)
+                )
+                await self._execution.layer(0, query=None, key=tensor, value=tensor)
+            if self._execution.receipt is not None:
+                self._session.add_receipt(self._execution.receipt)
+        return stepped - began, time.perf_counter() - stepped
+
+    async def decode(self, num_sequences: int, num_steps: int) -> Row:
+        """Steps that append one token to each of ``num_sequences``."""
+        ids = self.new_ids(num_sequences)
+        await self.run([ops.admit(i, prompt(i, 2 * BLOCK_SIZE_TOKENS)) for i in ids])
+        times = [
+            await self.run([ops.append(i, [token + i], num_slots=1) for i in ids])
+            for token in range(num_steps)
+        ]
+        await self.run([ops.free(i) for i in ids])
+        return Row(f"decode of {num_sequences}", *zip(*times, strict=True))
+
+    async def admit(self, num_tokens: int, num_steps: int, *, cached: bool) -> Row:
+        """Steps that admit one prompt of ``num_tokens``; it was published before if ``cached``."""
+        times = []
+        tokens = prompt(next(self._ids), num_tokens)
+        if cached:
+            await self._publish(tokens)
+        for sequence_id in self.new_ids(num_steps):
+            if not cached:
+                tokens = prompt(sequence_id, num_tokens)
+            times.append(await self.run([ops.admit(sequence_id, tokens)]))
+            await self.run([ops.free(sequence_id)])
+        state = "all cached" if cached else "not cached"
+        return Row(f"prompt of {num_tokens:,}, {state}", *zip(*times, strict=True))
+
+    async def _publish(self, tokens: bytes) -> None:
+        (sequence_id,) = self.new_ids(1)
+        await self.run([ops.admit(sequence_id, tokens)])
+        await self.run([ops.free(sequence_id)])
+
+
+def prompt(seed: int, num_tokens: int) -> bytes:
+    """Token ids, packed, that differ from those of any other seed in their first block already."""
+    return ops.pack_tokens([seed, *range(1, num_tokens)])
+
+
+async def measure(control: str, data: str, num_steps: int) -> list[Row]:
+    """All rows, in one session."""
+    async with ControlClient(control) as plane, DataClient(data) as bytes_plane:
+        await plane.wait_ready("default", 60.0)
+        async with (
+            await plane.open_session("default", LAYOUT) as session,
+            await bytes_plane.open(session.grant) as execution,
+        ):
+            bench = Bench(session, execution)
+            rows = [await bench.decode(n, num_steps) for n in DECODE_BATCHES]
+            for num_tokens in PROMPT_TOKENS:
+                for cached in (False, True):
+                    rows.append(await bench.admit(num_tokens, num_steps // 10, cached=cached))
+            return rows
+
+
+def quantile_us(seconds: Sequence[float], quantile: float) -> float:
+    """By the nearest rank, in microseconds."""
+    ordered = sorted(seconds)
+    return 1e6 * ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, object]:
+    """What the table says, for programs."""
+    return {
+        "machine": {
+            "cpu_count": os.cpu_count(),
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+        },
+        "rows": [
+            {
+                "name": f"{part}/{row.name}",
+                "unit": "us",
+                "num_samples": len(seconds),
+                "p50": round(quantile_us(seconds, 0.5), 1),
+                "p99": round(quantile_us(seconds, 0.99), 1),
+            }
+            for row in rows
+            for part, seconds in (("step", row.step_s), ("execute", row.execute_s))
+        ],
+    }
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """One line a row, microseconds."""
+    print(f"{'':32}{'step':>20}{'execute':>20}")
+    print(f"{'microseconds':32}{'p50':>10}{'p99':>10}{'p50':>10}{'p99':>10}")
+    for row in rows:
+        cells = [quantile_us(s, q) for s in (row.step_s, row.execute_s) for q in (0.5, 0.99)]
+        print(f"{row.name:32}" + "".join(f"{cell:>10,.0f}" for cell in cells))
+
+
+def main() -> None:
+    """Run it, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description="Measure a step's latency over gRPC.")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the steps")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/out/step_latency.json"))
+    arguments = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as folder:
+        layout = Path(folder) / "layout.json"
+        layout.write_text(json.dumps(asdict(LAYOUT)))
+        flags = ["--layout", str(layout), "--num-device-blocks", str(NUM_DEVICE_BLOCKS)]
+        with Planes(Path(folder), [*flags, "--num-host-blocks", "1"]) as planes:
+            num_steps = 100 if arguments.quick else 1000
+            rows = asyncio.run(measure(planes.control.address, planes.data.address, num_steps))
+    print_table(rows)
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(as_json(rows), indent=2) + "\n")
+    print(f"saved to {arguments.json}")
+
+
+if __name__ == "__main__":
+    main()
