@@ -1,11 +1,35 @@
 """The service of bytes: pools, resident block tables, and the kernels that plans run on them.
 
-``Executor`` is the data plane in the caller's process.
+``Executor`` is the data plane in the caller's process; ``EmbeddedDataPlane`` also keeps it
+registered and serves it to others.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from data_plane.executor import Executor, ExecutorReport, StartedPlan
 from data_plane.shard import Shard
 
-__all__ = ["Executor", "ExecutorReport", "Shard", "StartedPlan"]
+if TYPE_CHECKING:
+    from data_plane.config import DataPlaneConfig
+    from data_plane.embedded import EmbeddedDataPlane
+
+__all__ = [
+    "DataPlaneConfig",
+    "EmbeddedDataPlane",
+    "Executor",
+    "ExecutorReport",
+    "Shard",
+    "StartedPlan",
+]
+
+# Imported when first used, so that the executor alone brings no gRPC.
+_HOMES = {"DataPlaneConfig": "data_plane.config", "EmbeddedDataPlane": "data_plane.embedded"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'data_plane' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

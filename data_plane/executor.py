@@ -46,12 +46,15 @@ Observer = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class StartedPlan:
-    """A plan that was started, now or before. ``receipt`` when there is nothing left to run."""
+    """A plan that was started, now or before. ``receipt`` when there is nothing left to run;
+    ``had_run`` when that was so before it was shown.
+    """
 
     number: int
     num_tokens: int
     num_rows: int
     receipt: pb.SignedPayload | None = None
+    had_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +375,7 @@ class Executor:
         known = session.place(plan, digest)
         if isinstance(known, pb.SignedPayload):
             num_tokens = sum(row.num_tokens for row in plan.rows)
-            return StartedPlan(plan.number, num_tokens, num_rows, known)
+            return StartedPlan(plan.number, num_tokens, num_rows, known, had_run=True)
         run = known
         if run is None:
             with self._tables.transaction():

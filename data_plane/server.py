@@ -1,0 +1,138 @@
+"""The data plane put together: executor, servicer, gRPC server, registration, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+from dataclasses import dataclass
+from typing import Final
+
+from data_plane.build import build_executor
+from data_plane.config import DataPlaneConfig
+from data_plane.executor import Executor
+from data_plane.lane import Lane
+from data_plane.metrics import DataPlaneMetrics
+from data_plane.registrar import Registrar
+from data_plane.service import SERVICE, DataPlaneService
+from kvplane.serving import server as serving
+from kvplane.serving.interceptor import ErrorInterceptor
+from kvplane.serving.logs import frames_of
+from kvplane.serving.metrics import MetricsEndpoint, serve_metrics
+from kvplane.v1.data_pb2_grpc import add_DataPlaneServiceServicer_to_server
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+
+@dataclass
+class DataPlaneServer:
+    """A data plane that serves. Made by ``start``, ended by ``run_until_signal`` or ``stop``.
+
+    Health says NOT_SERVING until the process has first registered with a control plane.
+    """
+
+    executor: Executor
+    metrics: DataPlaneMetrics
+    registered: asyncio.Event
+    _config: DataPlaneConfig
+    _server: serving.Server
+    _service: DataPlaneService
+    _lane: Lane
+    _endpoint: MetricsEndpoint | None
+    _registration: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, config: DataPlaneConfig) -> DataPlaneServer:
+        """Serve as ``config`` says, on the running event loop, and begin to register.
+
+        Raises OSError when an address can not be bound, and what ``build_executor`` raises.
+        """
+        metrics = DataPlaneMetrics()
+        executor = build_executor(config, metrics.observe_command)
+        metrics.watch(executor)
+        lane = Lane()
+        service = DataPlaneService(
+            executor, lane, version=_version(), max_message_bytes=config.max_message_bytes
+        )
+        server = serving.build(
+            config.bind,
+            tls=config.tls,
+            max_message_bytes=config.max_message_bytes,
+            interceptors=[ErrorInterceptor(metrics.rpc)],
+        )
+        add_DataPlaneServiceServicer_to_server(service, server.grpc_server)
+        endpoint = None
+        if config.metrics_port >= 0:
+            endpoint = serve_metrics(metrics.registry, server.host, config.metrics_port)
+        await server.start([SERVICE], serving=False)
+        self = cls(executor, metrics, asyncio.Event(), config, server, service, lane, endpoint)
+        registrar = Registrar(
+            executor,
+            lane,
+            config.control_plane,
+            address=config.advertise or server.address,
+            tls=config.control_tls,
+            on_change=self._on_registration,
+        )
+        self._registration = asyncio.create_task(registrar.run())
+        self._registration.add_done_callback(_log_failure)
+        _LOGGER.info(
+            "pool pool_id=%s epoch=%d num_device_blocks=%d num_host_blocks=%d metrics_port=%s",
+            executor.pool_id,
+            executor.epoch,
+            executor.pools.device_tier.shape[0],
+            executor.pools.host_tier.shape[0],
+            self.metrics_port,
+        )
+        serving.announce(server, config.port_file)
+        return self
+
+    @property
+    def address(self) -> str:
+        """Where the server listens, "host:port"."""
+        return self._server.address
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Port of ``/metrics``; None when it is off."""
+        return self._endpoint.port if self._endpoint is not None else None
+
+    async def run_until_signal(self) -> None:
+        """Serve until SIGTERM or SIGINT, then stop."""
+        await serving.wait_for_signal()
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Leave the control plane, refuse new calls, answer those in flight, and return when all
+        is quiet.
+        """
+        _LOGGER.info("stopping grace_s=%g", self._config.grace_s)
+        if self._registration is not None:
+            self._registration.cancel()
+            await asyncio.gather(self._registration, return_exceptions=True)
+        self._service.stop()
+        await self._server.stop(self._config.grace_s)
+        await asyncio.to_thread(self._lane.close)
+        if self._endpoint is not None:
+            await asyncio.to_thread(self._endpoint.close)
+        _LOGGER.info("stopped")
+
+    async def _on_registration(self, registered: bool) -> None:
+        self.metrics.registered.set(registered)
+        if registered and not self.registered.is_set():
+            self.registered.set()
+            for service in ("", SERVICE):
+                await self._server.set_serving(service, True)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """Registering never ends by itself, so an end is a bug."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _LOGGER.error("registering has failed error=%s", frames_of(error))
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("kvplane")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "0+unknown"

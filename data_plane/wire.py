@@ -1,0 +1,34 @@
+"""Tensors from messages and back. The one copy that each way takes is the bytes' own."""
+
+from __future__ import annotations
+
+import torch
+
+from data_plane.pool import TORCH_DTYPES
+from kvplane.errors import InvalidRequestError
+from kvplane.tensor import Tensor
+from kvplane.v1 import types_pb2 as pb
+
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def tensor_from_message(message: pb.Tensor, device: torch.device, *, field: str) -> torch.Tensor:
+    """A contiguous tensor of the message's shape, on ``device``.
+
+    Raises InvalidRequestError naming the part of ``field`` that is malformed.
+    """
+    tensor = Tensor.from_proto(message, field=field)
+    dtype = TORCH_DTYPES[tensor.dtype]
+    if tensor.num_elements == 0:
+        if any(extent >= 2**31 for extent in tensor.shape):
+            raise InvalidRequestError("has a huge extent", field=f"{field}.shape")
+        return torch.empty(tensor.shape, dtype=dtype, device=device)
+    flat = torch.frombuffer(bytearray(tensor.data), dtype=dtype)
+    return flat.reshape(tensor.shape).to(device)
+
+
+def tensor_to_message(tensor: torch.Tensor) -> pb.Tensor:
+    """The inverse of ``tensor_from_message``."""
+    dense = tensor.detach().cpu().contiguous()
+    data = dense.view(torch.uint8).numpy().data if dense.numel() else b""
+    return Tensor(_NAMES[tensor.dtype], tuple(tensor.shape), data).to_proto()
