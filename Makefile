@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-nightly serve bench lint fix protos clean
 
-PYTHON_SOURCES := kvplane control_plane data_plane engine models tests benchmarks scripts
+PYTHON_SOURCES := kvplane control_plane data_plane engine models tests benchmarks examples scripts
 SHELL_SOURCES := .ci/run scripts/*.sh
 BIN := .venv/bin
 # More for pytest: make test PYTEST_ARGS="-k fork -x"
@@ -24,7 +24,7 @@ test-nightly: setup  ## Run the nightly tier: the long tests that make test leav
 	@$(BIN)/python -m pytest -m nightly $(PYTEST_ARGS)
 
 serve: setup  ## Run both planes with the shipped model's layout until Ctrl-C
-	@$(BIN)/python scripts/serve.py
+	@$(BIN)/python -m scripts.serve
 
 bench: setup  ## Measure a step's latency over gRPC
 	@$(BIN)/python -m benchmarks.step_latency

@@ -11,8 +11,8 @@ fi
 export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 
 python -m venv /opt/kvplane
-set -- -c requirements/lock.txt "$@"
 if [ "${KVPLANE_TORCH:-}" = cpu ]; then
-  set -- --extra-index-url https://download.pytorch.org/whl/cpu "$@"
+  /opt/kvplane/bin/pip install --retries 1 --no-deps \
+    --extra-index-url https://download.pytorch.org/whl/cpu "$(grep '^torch==' requirements/lock.txt)"
 fi
-/opt/kvplane/bin/pip install "$@"
+/opt/kvplane/bin/pip install -c requirements/lock.txt "$@"

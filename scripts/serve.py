@@ -1,7 +1,7 @@
 """Runs both planes, for the shipped model's layout, until Ctrl-C.
 
     make serve
-    .venv/bin/python scripts/serve.py [--model FOLDER]
+    .venv/bin/python -m scripts.serve [--model FOLDER]
 
 Every other setting is a plane's own environment variable, such as KVPLANE_CONTROL_PLANE_BIND; see
 ``python -m control_plane --help`` and ``python -m data_plane --help``.

@@ -10,7 +10,10 @@ from pathlib import Path
 
 PLANES = ("control_plane", "data_plane")
 PACKAGES = ("kvplane", *PLANES, "engine")
-FOLDERS = (*PACKAGES, "benchmarks", "csrc", "models", "protos", "scripts", "tests", ".ci", "deploy")
+FOLDERS = (
+    *PACKAGES,
+    *("benchmarks", "csrc", "deploy", "examples", "models", "protos", "scripts", "tests", ".ci"),
+)
 CODE = {".py", ".cpp", ".h", ".cu", ".cuh", ".sh", ".proto"}
 NOT_OURS = {"__pycache__", "build", "node_modules"}
 

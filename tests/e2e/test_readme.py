@@ -1,0 +1,48 @@
+"""What the README tells a newcomer to type does what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from engine.processes import Planes
+from kvplane import LayerGroup, Layout
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+README = (ROOT / "README.md").read_text()
+
+LAYOUT = Layout(
+    model_id="readme",
+    block_size_tokens=16,
+    dtype="float32",
+    kv_dtype="float32",
+    groups=(LayerGroup("full", (0, 1), num_kv_heads=2, head_size=16),),
+)
+
+
+def test_the_client_of_the_readme_runs_a_step_and_prints_the_attention_outputs_shape(
+    tmp_path: Path,
+) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    layout = tmp_path / "layout.json"
+    layout.write_text(json.dumps(asdict(LAYOUT)))
+    flags = ["--layout", str(layout), "--num-device-blocks", "64", "--num-host-blocks", "4"]
+    with Planes(tmp_path, flags) as planes:
+        program = program.replace("127.0.0.1:50051", planes.control.address)
+        program = program.replace("127.0.0.1:50052", planes.data.address)
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    num_tokens = len("a prompt") + len("another")
+    assert done.stdout == f"({num_tokens}, 2, 16)\n"
+
+
+def test_every_make_target_that_the_readme_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE))
+    assert {"run", "test"} <= named <= targets

@@ -1,0 +1,92 @@
+"""``make serve``: both planes until it is told to stop, and neither longer than the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+}
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """The script, once it has said that both planes are up."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    environ = {
+        **os.environ,
+        "KVPLANE_CONTROL_PLANE_BIND": free_address(),
+        "KVPLANE_CONTROL_PLANE_METRICS_PORT": "-1",
+        "KVPLANE_DATA_PLANE_BIND": free_address(),
+        "KVPLANE_DATA_PLANE_METRICS_PORT": "-1",
+        "KVPLANE_DATA_PLANE_NUM_DEVICE_BLOCKS": "16",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scripts.serve", "--model", str(tmp_path)],
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            assert any("Ctrl-C" in line for line in process.stdout)
+            yield process
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def children(process: subprocess.Popen[str]) -> dict[str, int]:
+    """Process ids of the planes by their program's name."""
+    pids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    found = {}
+    for pid in pids:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        found[words[words.index(b"-m") + 1].decode()] = int(pid)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_ctrl_c_stops_both_planes_with_exit_code_0(serve: subprocess.Popen[str]) -> None:
+    planes = children(serve)
+    assert set(planes) == {"control_plane", "data_plane"}
+    serve.send_signal(signal.SIGINT)
+    assert serve.wait(30) == 0
+    assert not any(is_running(pid) for pid in planes.values())
+
+
+def test_a_plane_that_dies_ends_the_other_with_exit_code_1(serve: subprocess.Popen[str]) -> None:
+    planes = children(serve)
+    os.kill(planes["data_plane"], signal.SIGKILL)
+    assert serve.wait(30) == 1
+    deadline = time.monotonic() + 5
+    while is_running(planes["control_plane"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(planes["control_plane"])
