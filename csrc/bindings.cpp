@@ -1,7 +1,7 @@
 // The operations as Python functions of plain addresses, shapes and strides.
 //
 // kvplane_kernels._native knows no tensor library: a caller describes each tensor by a TensorView.
-// data_plane/kernels.py is the face that checks; nothing is checked here.
+// data_plane/kernels.py is the face that checks shapes and types; nothing is checked here.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -56,9 +56,9 @@ void bind_reshape_and_cache(const TensorView& key, const TensorView& value, cons
 
 void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
                           const TensorView& pages, uintptr_t block_tables, bool wide_block_tables,
-                          int64_t block_table_stride, uintptr_t query_starts,
-                          uintptr_t context_lens, int64_t num_sequences, uintptr_t alibi_slopes,
-                          float scale, int64_t sliding_window_tokens, int num_threads) {
+                          int64_t max_blocks, uintptr_t query_starts, uintptr_t context_lens,
+                          int64_t num_sequences, uintptr_t alibi_slopes, float scale,
+                          int64_t sliding_window_tokens, int num_threads) {
   PagedAttentionParams p = {};
   p.query = query.data();
   p.out = pointer<void>(out);
@@ -73,7 +73,7 @@ void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
   p.num_tokens = query.shape[0];
   p.num_heads = query.shape[1];
   p.num_sequences = num_sequences;
-  p.block_table_stride = block_table_stride;
+  p.max_blocks = max_blocks;
   p.query_token_stride = query.strides[0];
   p.query_head_stride = query.strides[1];
   p.scale = scale;
@@ -124,7 +124,7 @@ PYBIND11_MODULE(_native, m) {
         arg("value"), arg("pages"), arg("slots"));
   m.def("paged_attention", &bind_paged_attention, release_gil(), py::kw_only(), arg("query"),
         arg("out"), arg("lse"), arg("pages"), arg("block_tables"), arg("wide_block_tables"),
-        arg("block_table_stride"), arg("query_starts"), arg("context_lens"), arg("num_sequences"),
+        arg("max_blocks"), arg("query_starts"), arg("context_lens"), arg("num_sequences"),
         arg("alibi_slopes"), arg("scale"), arg("sliding_window_tokens"), arg("num_threads"));
   m.def("copy_blocks", &bind_copy_blocks, release_gil(), py::kw_only(), arg("source"),
         arg("destination"), arg("pairs"), arg("num_pairs"), arg("source_num_blocks"),

@@ -1,9 +1,9 @@
 """The typed face of the native kernels: torch tensors in, checked here and nowhere else.
 
 A layer's pages are ``[num_blocks, 2, num_kv_heads, block_size, head_size]``, K before V: the view
-``pool[:, layer]`` of a pool ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]``, so
-that one block is one run of bytes. Slot ``block * block_size + offset`` is one token's place. fp32,
-fp16 and bf16 may be mixed between queries, keys, values and pages; sums are in fp32. Every function
+``pool[:, layer]`` of ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]``, so that
+one block is one run of bytes. Slot ``block * block_size + offset`` is one token's place. fp32, fp16
+and bf16 may be mixed between queries, keys, values and pages; sums are in fp32. Every function
 raises InvalidRequestError, naming the tensor, before it writes anything.
 """
 
@@ -31,6 +31,8 @@ _DTYPES: Final = {
     torch.bfloat16: native.Dtype.BFLOAT16,
 }
 _FLOATS: Final = tuple(_DTYPES)
+_MAX_FLOAT32: Final = torch.finfo(torch.float32).max
+_MAX_THREADS: Final = 1024
 _PAGES: Final = "[num_blocks, 2, num_kv_heads, block_size, head_size]"
 _POOL: Final = "[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]"
 
@@ -38,12 +40,12 @@ _POOL: Final = "[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]
 def reshape_and_cache(
     key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Writes each token's key and value into its slot, rounded to the pages' dtype (to nearest even).
+    """Writes each token's key and value into its slot, rounded to nearest even.
 
     key, value: [num_tokens, num_kv_heads, head_size]. pages: see the module.
     slots: int64 [num_tokens]; negative = do not write. Of equal slots the last token stays.
     """
-    num_kv_heads, _, head_size = _check_pages(pages)
+    num_kv_heads, head_size = _check_pages(pages)
     _check("slots", slots, "[num_tokens]", 1, (torch.int64,))
     for name, tensor in (("key", key), ("value", value)):
         _check(name, tensor, "[num_tokens, num_kv_heads, head_size]", 3, _FLOATS)
@@ -110,8 +112,8 @@ def paged_attention(
     pages: see the module; num_heads is a multiple of num_kv_heads.
     block_tables: int32 or int64 [num_sequences, max_blocks]; entries no row sees are not looked at.
     query_starts: int64 [num_sequences + 1], from 0 up to num_tokens; a sequence may have no rows.
-    context_lens: int64 [num_sequences], tokens with KV in the pages, this call's own included: row i
-        of query_len rows has position context_len - query_len + i and sees positions up to its own.
+    context_lens: int64 [num_sequences], tokens with KV in the pages, this call's own included. Row
+        i of query_len has position context_len - query_len + i and sees positions up to its own.
     scale: factor of the dot products.
     sliding_window_tokens: a row sees its last that many positions, itself included; 0 = all.
     alibi_slopes: float32 [num_heads]; slope * (key position - query position) is added to scores.
@@ -123,25 +125,13 @@ def paged_attention(
 
     The method is online softmax (Milakov and Gimelshein, 2018) over tiles of 32 tokens.
     """
-    num_kv_heads, block_size, head_size = _check_pages(pages)
+    num_kv_heads, head_size = _check_pages(pages)
     num_heads = _check_query(query, num_kv_heads, head_size)
-    _check(
-        "block_tables", block_tables, "[num_sequences, max_blocks]", 2, (torch.int32, torch.int64)
-    )
-    _check("query_starts", query_starts, "[num_sequences + 1]", 1, (torch.int64,))
-    _check("context_lens", context_lens, "[num_sequences]", 1, (torch.int64,))
-    _check_lengths(query.shape[0], block_tables, query_starts, context_lens, block_size)
-    if alibi_slopes is not None:
-        _check("alibi_slopes", alibi_slopes, "[num_heads]", 1, (torch.float32,))
-        _require_shape("alibi_slopes", alibi_slopes, (num_heads,))
-        alibi_slopes = alibi_slopes.contiguous()
-    if not math.isfinite(scale):
-        raise InvalidRequestError(f"must be finite, is {scale}", field="scale")
-    _check_int("sliding_window_tokens", sliding_window_tokens)
-    _check_int("num_threads", num_threads)
-
+    _check_batch(block_tables, query_starts, context_lens)
+    _check_options(num_heads, scale, sliding_window_tokens, alibi_slopes, num_threads)
     block_tables, query_starts = block_tables.contiguous(), query_starts.contiguous()
     context_lens = context_lens.contiguous()
+    slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     out = torch.empty(query.shape, dtype=query.dtype)
     lse = torch.empty(query.shape[:2], dtype=torch.float32) if return_lse else None
     _run(
@@ -152,11 +142,11 @@ def paged_attention(
         pages=_view(pages),
         block_tables=block_tables.data_ptr(),
         wide_block_tables=block_tables.dtype == torch.int64,
-        block_table_stride=block_tables.shape[1],
+        max_blocks=block_tables.shape[1],
         query_starts=query_starts.data_ptr(),
         context_lens=context_lens.data_ptr(),
         num_sequences=context_lens.shape[0],
-        alibi_slopes=0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+        alibi_slopes=0 if slopes is None else slopes.data_ptr(),
         scale=scale,
         sliding_window_tokens=sliding_window_tokens,
         num_threads=num_threads or torch.get_num_threads(),
@@ -211,12 +201,12 @@ def scatter_blocks(pool: torch.Tensor, block_ids: torch.Tensor, blocks: torch.Te
     _pack(native.scatter_blocks, pool, block_ids, blocks.contiguous())
 
 
-def _check_pages(pages: torch.Tensor) -> tuple[int, int, int]:
-    """Returns num_kv_heads, block_size and head_size."""
+def _check_pages(pages: torch.Tensor) -> tuple[int, int]:
+    """Returns num_kv_heads and head_size."""
     _check("pages", pages, _PAGES, 5, _FLOATS)
     _check_last_stride("pages", pages)
     _check_geometry("pages", pages)
-    return pages.shape[2], pages.shape[3], pages.shape[4]
+    return pages.shape[2], pages.shape[4]
 
 
 def _check_pool(name: str, pool: torch.Tensor) -> None:
@@ -257,30 +247,31 @@ def _check_query(query: torch.Tensor, num_kv_heads: int, head_size: int) -> int:
     return num_heads
 
 
-def _check_lengths(
-    num_tokens: int,
-    block_tables: torch.Tensor,
-    query_starts: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_size: int,
+def _check_batch(
+    block_tables: torch.Tensor, query_starts: torch.Tensor, context_lens: torch.Tensor
 ) -> None:
-    """The ragged shape is whole: rows add up, and each context has its rows and its table entries."""
-    num_sequences = context_lens.shape[0]
-    _require_shape("block_tables", block_tables, (num_sequences, block_tables.shape[1]))
-    _require_shape("query_starts", query_starts, (num_sequences + 1,))
-    query_lens = query_starts.diff()
-    if query_starts[0] != 0 or query_starts[-1] != num_tokens or bool((query_lens < 0).any()):
-        raise InvalidRequestError(
-            f"must ascend from 0 to the {num_tokens} rows of query", field="query_starts"
-        )
-    if bool((context_lens < query_lens).any()):
-        raise InvalidRequestError("must count the sequence's own rows", field="context_lens")
-    room = block_tables.shape[1] * block_size
-    if bool(((context_lens > room) & (query_lens > 0)).any()):
-        raise InvalidRequestError(
-            f"must be at most the {room} tokens of a table, reach {int(context_lens.max())}",
-            field="context_lens",
-        )
+    _check("context_lens", context_lens, "[num_sequences]", 1, (torch.int64,))
+    _check("query_starts", query_starts, "[num_sequences + 1]", 1, (torch.int64,))
+    _require_shape("query_starts", query_starts, (context_lens.shape[0] + 1,))
+    wanted = (torch.int32, torch.int64)
+    _check("block_tables", block_tables, "[num_sequences, max_blocks]", 2, wanted)
+    _require_shape("block_tables", block_tables, (context_lens.shape[0], block_tables.shape[1]))
+
+
+def _check_options(
+    num_heads: int,
+    scale: float,
+    sliding_window_tokens: int,
+    alibi_slopes: torch.Tensor | None,
+    num_threads: int,
+) -> None:
+    if not abs(scale) <= _MAX_FLOAT32:
+        raise InvalidRequestError(f"must be finite in float32, is {scale}", field="scale")
+    _check_int("sliding_window_tokens", sliding_window_tokens, 2**31 - 1)
+    _check_int("num_threads", num_threads, _MAX_THREADS)
+    if alibi_slopes is not None:
+        _check("alibi_slopes", alibi_slopes, "[num_heads]", 1, (torch.float32,))
+        _require_shape("alibi_slopes", alibi_slopes, (num_heads,))
 
 
 def _check(
@@ -311,9 +302,9 @@ def _require_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> N
         raise InvalidRequestError(f"must be {list(shape)}, is {list(tensor.shape)}", field=name)
 
 
-def _check_int(name: str, value: int) -> None:
-    if not 0 <= value < 2**31:
-        raise InvalidRequestError(f"must be 0 or a positive int32, is {value}", field=name)
+def _check_int(name: str, value: int, highest: int) -> None:
+    if not 0 <= value <= highest:
+        raise InvalidRequestError(f"must be from 0 to {highest}, is {value}", field=name)
 
 
 def _copy(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
@@ -358,9 +349,9 @@ def _view(tensor: torch.Tensor) -> native.TensorView:
 
 
 def _run(run: Callable[..., None], **arguments: Any) -> None:
-    """Calls a native operation; an id outside its pool comes back as "<tensor>[i] must be ..."."""
+    """Calls a native operation; a bad id or length comes back as "<tensor>[i] must ..."."""
     try:
         run(**arguments)
     except IndexError as error:
-        name, _, wanted = str(error).partition(" ")
-        raise InvalidRequestError(wanted, field=name) from None
+        name, _, wanted = str(error).partition(" must ")
+        raise InvalidRequestError(f"must {wanted}", field=name) from None

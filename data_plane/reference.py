@@ -1,4 +1,4 @@
-"""What the kernels mean, in float64 and plain torch: oracles of the tests, never the program's path.
+"""What the kernels mean, in plain torch and float64: the oracles of the tests, nothing else.
 
 Arguments and results are those of ``data_plane.kernels``.
 """
@@ -20,7 +20,7 @@ def paged_attention(
     alibi_slopes: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out [num_tokens, num_heads, head_size] and lse [num_tokens, num_heads], of ``dtype``."""
+    """Returns the output and the logarithms of the sums of exponentials, both of ``dtype``."""
     outs, lses = [], []
     for s, context_len in enumerate(context_lens.tolist()):
         rows = query[int(query_starts[s]) : int(query_starts[s + 1])]
@@ -51,14 +51,15 @@ def paged_attention(
 def gather(
     pages: torch.Tensor, table: torch.Tensor, context_len: int, window: int, query_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one sequence, each [num_kv_heads, context_len, head_size]; 0 where no row looks."""
+    """K and V of a sequence, [num_kv_heads, context_len, head_size] each; 0 where no row looks."""
     num_kv_heads, block_size, head_size = pages.shape[2:]
     key = pages.new_zeros((num_kv_heads, context_len, head_size))
     value = torch.zeros_like(key)
     first = max(0, context_len - query_len + 1 - window) if window else 0
-    for i in range(first, context_len):
-        page = pages[int(table[i // block_size])]
-        key[:, i], value[:, i] = page[0, :, i % block_size], page[1, :, i % block_size]
+    seen = torch.arange(first, context_len)
+    block, offset = table[seen // block_size].long(), seen % block_size
+    key[:, first:] = pages[block, 0, :, offset].transpose(0, 1)
+    value[:, first:] = pages[block, 1, :, offset].transpose(0, 1)
     return key, value
 
 

@@ -45,7 +45,7 @@ struct Workspace {
 };
 
 int64_t block_at(const PagedAttentionParams& p, int64_t sequence, int64_t index) {
-  const int64_t i = sequence * p.block_table_stride + index;
+  const int64_t i = sequence * p.max_blocks + index;
   return p.wide_block_tables ? static_cast<const int64_t*>(p.block_tables)[i]
                              : static_cast<const int32_t*>(p.block_tables)[i];
 }
@@ -60,10 +60,19 @@ int64_t first_position(const PagedAttentionParams& p, int64_t sequence) {
   return p.context_lens[sequence] - query_len;
 }
 
-// Every table entry that some row needs names a block of the pool.
-void check_tables(const PagedAttentionParams& p) {
+// Rows add up, contexts cover their rows, and every table entry that some row needs names a block.
+void check_batch(const PagedAttentionParams& p) {
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  const int64_t* starts = p.query_starts;
+  require_in_range(starts[0], 0, 1, [] { return at("query_starts", 0); });
   for (int64_t s = 0; s < p.num_sequences; ++s) {
-    if (p.query_starts[s] == p.query_starts[s + 1]) continue;
+    require_in_range(starts[s + 1], starts[s], p.num_tokens + 1,
+                     [&] { return at("query_starts", s + 1); });
+    const int64_t query_len = starts[s + 1] - starts[s];
+    const int64_t room = p.max_blocks * p.pages.block_size;
+    require_in_range(p.context_lens[s], query_len, query_len == 0 ? kMax : room + 1,
+                     [&] { return at("context_lens", s); });
+    if (query_len == 0) continue;
     const int64_t begin = visible(p, first_position(p, s)).begin / p.pages.block_size;
     const int64_t last = (p.context_lens[s] - 1) / p.pages.block_size;
     for (int64_t b = begin; b <= last; ++b) {
@@ -71,6 +80,8 @@ void check_tables(const PagedAttentionParams& p) {
                        [&] { return at("block_tables", s, b); });
     }
   }
+  require_in_range(starts[p.num_sequences], p.num_tokens, p.num_tokens + 1,
+                   [&] { return at("query_starts", p.num_sequences); });
 }
 
 std::vector<Item> cut_items(const PagedAttentionParams& p, int64_t item_tokens) {
@@ -208,7 +219,7 @@ int num_workers(const PagedAttentionParams& p, int64_t num_items) {
 }  // namespace
 
 void paged_attention(const PagedAttentionParams& p) {
-  check_tables(p);
+  check_batch(p);
   const int64_t group = p.num_heads / p.pages.num_kv_heads;
   const int64_t item_tokens = std::max<int64_t>(1, kItemRows / group);
   const std::vector<Item> items = cut_items(p, item_tokens);

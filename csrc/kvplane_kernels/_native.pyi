@@ -1,7 +1,7 @@
 """Types of the native module; csrc/include/kvplane/params.h says what each argument means.
 
 Addresses are integers (0: null); strides count elements. Every operation raises IndexError, before
-anything is written, when an id lies outside its pool.
+anything is written, when an id or a length is out of range.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def paged_attention(
     pages: TensorView,
     block_tables: int,
     wide_block_tables: bool,
-    block_table_stride: int,
+    max_blocks: int,
     query_starts: int,
     context_lens: int,
     num_sequences: int,

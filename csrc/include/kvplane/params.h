@@ -2,8 +2,8 @@
 //
 // Strides count elements, as int64; the last dimension of every tensor of heads has stride 1.
 // A layer's pages are [num_blocks, 2, num_kv_heads, block_size, head_size], K before V, and slot
-// block * block_size + offset names one token's place. Nothing here is checked by a kernel except
-// what the comment of the operation says; the Python face checks shapes, types and ranges.
+// block * block_size + offset names one token's place. The Python face checks shapes and types;
+// the operations check the values of ids and lengths.
 #pragma once
 
 #include <cstdint>
@@ -43,8 +43,8 @@ struct PagedAttentionParams {
   const void* query;            // [num_tokens, num_heads, head_size]
   void* out;                    // [num_tokens, num_heads, head_size], contiguous
   float* lse;                   // [num_tokens, num_heads], contiguous; may be null
-  const void* block_tables;     // [num_sequences, max_blocks], int32 or int64
-  const int64_t* query_starts;  // [num_sequences + 1], ascending from 0 to num_tokens
+  const void* block_tables;     // [num_sequences, max_blocks], contiguous, int32 or int64
+  const int64_t* query_starts;  // [num_sequences + 1], from 0 up to num_tokens
   const int64_t* context_lens;  // [num_sequences]; tokens with KV, this call's own included
   const float* alibi_slopes;    // [num_heads]; may be null
   PagesParams pages;
@@ -53,7 +53,7 @@ struct PagedAttentionParams {
   int64_t num_tokens;
   int64_t num_heads;  // a multiple of pages.num_kv_heads
   int64_t num_sequences;
-  int64_t block_table_stride;
+  int64_t max_blocks;
   int64_t query_token_stride;
   int64_t query_head_stride;
   float scale;
@@ -86,7 +86,7 @@ struct PackBlocksParams {
   int64_t page_bytes;   // of one layer of one block
 };
 
-// All throw std::out_of_range, before anything is written, when an id lies outside its pool.
+// All throw std::out_of_range, before anything is written, when an id or a length is out of range.
 void reshape_and_cache(const ReshapeAndCacheParams& params);
 void paged_attention(const PagedAttentionParams& params);
 void copy_blocks(const CopyBlocksParams& params);

@@ -1,0 +1,169 @@
+"""Batches to run the kernels on, and what a right answer is.
+
+Every slot that a kernel must not read holds NaN and every unused table entry is -1: to read one
+spoils the answer or is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from data_plane import kernels, reference
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = {4: torch.int32, 2: torch.int16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch. ``lens``: (query_len, context_len) of each sequence."""
+
+    lens: tuple[tuple[int, int], ...] = ((1, 17), (5, 5), (3, 40), (0, 0), (1, 1))
+    heads: tuple[int, int] = (4, 2)
+    head_size: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    pages_dtype: torch.dtype | None = None
+    window: int = 0
+    alibi: bool = False
+    table_dtype: torch.dtype = torch.int64
+    seed: int = 0
+
+    def __str__(self) -> str:
+        dtypes = f"{self.dtype}-{self.pages_dtype or self.dtype}".replace("torch.", "")
+        lens = "+".join(f"{q}/{c}" for q, c in self.lens[:6])
+        shape = f"h{self.heads[0]}/{self.heads[1]}-d{self.head_size}-b{self.block_size}"
+        options = f"-w{self.window}" * (self.window > 0) + "-alibi" * self.alibi
+        return f"{lens}-{shape}-{dtypes}{options}"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A case's tensors; shapes as in ``data_plane.kernels``."""
+
+    query: torch.Tensor
+    pages: torch.Tensor
+    block_tables: torch.Tensor
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    scale: float
+    window: int
+    alibi_slopes: torch.Tensor | None
+    key: torch.Tensor  # [num_context_tokens, num_kv_heads, head_size], all sequences'
+    value: torch.Tensor
+    slots: torch.Tensor  # [num_context_tokens]
+
+    def attend(self, *, num_threads: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """The kernel's output and lse."""
+        return kernels.paged_attention(
+            self.query,
+            self.pages,
+            self.block_tables,
+            self.query_starts,
+            self.context_lens,
+            scale=self.scale,
+            sliding_window_tokens=self.window,
+            alibi_slopes=self.alibi_slopes,
+            num_threads=num_threads,
+            return_lse=True,
+        )
+
+    def oracle(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, computed by torch in ``dtype`` on pages that the oracle wrote."""
+        pages = torch.full_like(self.pages, torch.nan)
+        reference.reshape_and_cache(self.key, self.value, pages, self.slots)
+        return reference.paged_attention(
+            self.query,
+            pages,
+            self.block_tables,
+            self.query_starts,
+            self.context_lens,
+            scale=self.scale,
+            sliding_window_tokens=self.window,
+            alibi_slopes=self.alibi_slopes,
+            dtype=dtype,
+        )
+
+    def only(self, sequences: list[int]) -> Batch:
+        """The batch of just these sequences, in this order, on the same pages."""
+        starts = self.query_starts.tolist()
+        rows = [self.query[starts[s] : starts[s + 1]] for s in sequences]
+        lens = torch.tensor([0] + [row.shape[0] for row in rows])
+        return replace(
+            self,
+            query=torch.cat(rows),
+            block_tables=self.block_tables[sequences],
+            query_starts=lens.cumsum(0),
+            context_lens=self.context_lens[sequences],
+        )
+
+
+def build(case: Case) -> Batch:
+    """Random tensors; blocks of the sequences lie scattered among blocks of nobody."""
+    rng = torch.Generator().manual_seed(case.seed)
+    num_heads, num_kv_heads = case.heads
+    context_lens = torch.tensor([context for _, context in case.lens])
+    num_used = -(-context_lens // case.block_size)
+    num_blocks = int(num_used.sum()) + 3
+    ids = torch.randperm(num_blocks, generator=rng)
+    tables = torch.full((len(case.lens), int(num_used.max()) + 2), -1)
+    slots, at = [], 0
+    for s, used in enumerate(num_used.tolist()):
+        tables[s, :used] = ids[at : at + used]
+        at += used
+        i = torch.arange(int(context_lens[s]))
+        slots.append(tables[s][i // case.block_size] * case.block_size + i % case.block_size)
+    tokens = int(context_lens.sum())
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng).to(case.dtype)
+
+    batch = Batch(
+        query=normal(sum(q for q, _ in case.lens), num_heads, case.head_size),
+        pages=torch.full(
+            (num_blocks, 2, num_kv_heads, case.block_size, case.head_size),
+            torch.nan,
+            dtype=case.pages_dtype or case.dtype,
+        ),
+        block_tables=tables.to(case.table_dtype),
+        query_starts=torch.tensor([0] + [q for q, _ in case.lens]).cumsum(0),
+        context_lens=context_lens,
+        scale=case.head_size**-0.5,
+        window=case.window,
+        alibi_slopes=torch.rand(num_heads, generator=rng) / 4 if case.alibi else None,
+        key=normal(tokens, num_kv_heads, case.head_size),
+        value=normal(tokens, num_kv_heads, case.head_size),
+        slots=torch.cat(slots),
+    )
+    kernels.reshape_and_cache(batch.key, batch.value, batch.pages, batch.slots)
+    return batch
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal in every bit, NaNs included."""
+    integers = _INTEGERS[expected.element_size()]
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(
+        actual.contiguous().view(integers), expected.contiguous().view(integers), rtol=0, atol=0
+    )
+
+
+def assert_as_exact_as_torch(case: Case) -> None:
+    """The error against float64 is at most twice torch's in the query's dtype, plus a little."""
+    batch = build(case)
+    out, lse = batch.attend()
+    exact, exact_lse = batch.oracle(torch.float64)
+    rounded, _ = batch.oracle(case.dtype)
+    error = (out.double() - exact).abs()
+    torch_error = (rounded.double() - exact).abs()
+    least = 1e-6 if case.dtype == torch.float32 else 1e-5
+    assert out.shape == batch.query.shape and out.dtype == case.dtype
+    assert not out.isnan().any()
+    worst = error.flatten().argmax() if error.numel() else 0
+    assert error.numel() == 0 or error.max() <= 2 * torch_error.max() + least, (
+        f"out[{worst}] is {out.flatten()[worst]}, should be {exact.flatten()[worst]}; "
+        f"torch is off by at most {torch_error.max()}"
+    )
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=2e-6, atol=5e-6)

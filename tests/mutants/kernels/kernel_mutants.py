@@ -1,0 +1,173 @@
+"""A pytest plugin that plants one fault in ``data_plane.kernels``: the one $KERNEL_MUTANT names.
+
+Run with it, the tests in tests/kernels/ must fail.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from data_plane import kernels
+
+_attention = kernels.paged_attention
+_reshape_and_cache = kernels.reshape_and_cache
+_copy_blocks = kernels.copy_blocks
+_swap_blocks = kernels.swap_blocks
+_gather_blocks = kernels.gather_blocks
+
+Attend = Callable[..., Any]
+
+
+def _with_arguments(change: Callable[[dict[str, Any]], None]) -> Attend:
+    """Attention whose arguments are changed on their way in."""
+    names = ("query", "pages", "block_tables", "query_starts", "context_lens")
+
+    def attention(*args: Any, **options: Any) -> Any:
+        arguments = dict(zip(names, args, strict=False)) | options
+        change(arguments)
+        return _attention(**arguments)
+
+    return attention
+
+
+def attention_returns_zeros(*args: Any, **options: Any) -> Any:
+    out, lse = _attention(*args, **options)
+    return torch.zeros_like(out), lse
+
+
+def lse_in_base_two(*args: Any, **options: Any) -> Any:
+    out, lse = _attention(*args, **options)
+    return out, lse / torch.log(torch.tensor(2.0))
+
+
+def bits_depend_on_the_batch(*args: Any, **options: Any) -> Any:
+    out, lse = _attention(*args, **options)
+    if args[4].shape[0] > 1:
+        out = torch.nextafter(out.float(), torch.zeros(())).to(out.dtype)
+    return out, lse
+
+
+def bits_depend_on_the_threads(*args: Any, **options: Any) -> Any:
+    out, lse = _attention(*args, **options)
+    return (torch.nextafter(out, out * 2) if options["num_threads"] == 7 else out), lse
+
+
+def table_shifted_by_one(a: dict[str, Any]) -> None:
+    a["block_tables"] = a["block_tables"].roll(1, dims=1)
+
+
+def two_blocks_swapped(a: dict[str, Any]) -> None:
+    if a["block_tables"].shape[1] >= 2 and bool((a["block_tables"][:, 1] >= 0).all()):
+        a["block_tables"] = a["block_tables"].clone()
+        a["block_tables"][:, :2] = a["block_tables"][:, :2].flip(1)
+
+
+def rows_see_one_token_less(a: dict[str, Any]) -> None:
+    longer = a["context_lens"] > a["query_starts"].diff()
+    a["context_lens"] = a["context_lens"] - longer.long()
+
+
+def values_of_the_next_head(a: dict[str, Any]) -> None:
+    a["pages"] = a["pages"].clone()
+    a["pages"][:, 1] = a["pages"][:, 1].roll(1, dims=1)
+
+
+def keys_and_values_exchanged(a: dict[str, Any]) -> None:
+    a["pages"] = a["pages"].flip(1)
+
+
+def groups_interleaved(a: dict[str, Any]) -> None:
+    num_heads, num_kv_heads = a["query"].shape[1], a["pages"].shape[2]
+    order = torch.arange(num_heads).view(-1, num_kv_heads).T.flatten()
+    a["query"] = a["query"][:, order].contiguous()
+
+
+def window_one_token_wider(a: dict[str, Any]) -> None:
+    a["sliding_window_tokens"] += a["sliding_window_tokens"] > 0
+
+
+def alibi_dropped(a: dict[str, Any]) -> None:
+    a["alibi_slopes"] = None
+
+
+def pages_rounded_to_bf16(a: dict[str, Any]) -> None:
+    a["pages"] = a["pages"].bfloat16()
+
+
+def bad_table_entries_taken_as_zero(a: dict[str, Any]) -> None:
+    a["block_tables"] = a["block_tables"].clamp(min=0)
+
+
+def newest_slot_not_written(key: Any, value: Any, pages: Any, slots: Any) -> None:
+    slots = slots.clone()
+    slots[-1:] = -1
+    _reshape_and_cache(key, value, pages, slots)
+
+
+def negative_slots_written(key: Any, value: Any, pages: Any, slots: Any) -> None:
+    _reshape_and_cache(key, value, pages, slots.clamp(min=0))
+
+
+def keys_cut_off_instead_of_rounded(key: Any, value: Any, pages: Any, slots: Any) -> None:
+    if pages.dtype == torch.bfloat16 and key.dtype == torch.float32:
+        key = (key.contiguous().view(torch.int32) & -65536).view(torch.float32)
+    _reshape_and_cache(key, value, pages, slots)
+
+
+def copies_read_the_pool_as_it_was(pool: torch.Tensor, pairs: torch.Tensor) -> None:
+    _swap_blocks(pool.clone(), pool, pairs)
+
+
+def swaps_the_other_way_round(source: Any, destination: Any, pairs: torch.Tensor) -> None:
+    _swap_blocks(source, destination, pairs.flip(1))
+
+
+def gathers_in_order_of_ids(pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+    return _gather_blocks(pool, block_ids.sort().values)
+
+
+_CHANGES = (
+    table_shifted_by_one,
+    two_blocks_swapped,
+    rows_see_one_token_less,
+    values_of_the_next_head,
+    keys_and_values_exchanged,
+    groups_interleaved,
+    window_one_token_wider,
+    alibi_dropped,
+    pages_rounded_to_bf16,
+    bad_table_entries_taken_as_zero,
+)
+_ATTENTIONS = (
+    attention_returns_zeros,
+    lse_in_base_two,
+    bits_depend_on_the_batch,
+    bits_depend_on_the_threads,
+)
+_OTHERS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "reshape_and_cache": (
+        newest_slot_not_written,
+        negative_slots_written,
+        keys_cut_off_instead_of_rounded,
+    ),
+    "copy_blocks": (copies_read_the_pool_as_it_was,),
+    "swap_blocks": (swaps_the_other_way_round,),
+    "gather_blocks": (gathers_in_order_of_ids,),
+}
+
+# Name of the fault: the function it replaces, and by what.
+MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = (
+    {change.__name__: ("paged_attention", _with_arguments(change)) for change in _CHANGES}
+    | {mutant.__name__: ("paged_attention", mutant) for mutant in _ATTENTIONS}
+    | {mutant.__name__: (name, mutant) for name, mutants in _OTHERS.items() for mutant in mutants}
+)
+
+
+def pytest_configure() -> None:
+    """Plants the fault."""
+    name, mutant = MUTANTS[os.environ["KERNEL_MUTANT"]]
+    setattr(kernels, name, mutant)

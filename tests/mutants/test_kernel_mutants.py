@@ -1,0 +1,69 @@
+"""The kernels' tests fail when a fault is planted in the kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KERNEL_TESTS = "tests/kernels"
+TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
+
+ATTENTION = "test_paged_attention.py"
+INVARIANCE = "test_paged_attention_invariance.py"
+CACHING = "test_reshape_and_cache.py"
+COPIES = "test_block_copies.py"
+
+# Fault: the file of tests that must notice it.
+BASIC = {
+    "attention_returns_zeros": ATTENTION,
+    "two_blocks_swapped": ATTENTION,
+    "table_shifted_by_one": ATTENTION,
+    "newest_slot_not_written": ATTENTION,
+    "rows_see_one_token_less": ATTENTION,
+    "values_of_the_next_head": ATTENTION,
+}
+MORE = {
+    "keys_and_values_exchanged": ATTENTION,
+    "groups_interleaved": ATTENTION,
+    "window_one_token_wider": ATTENTION,
+    "alibi_dropped": ATTENTION,
+    "lse_in_base_two": ATTENTION,
+    "pages_rounded_to_bf16": ATTENTION,
+    "bits_depend_on_the_batch": INVARIANCE,
+    "bits_depend_on_the_threads": INVARIANCE,
+    "bad_table_entries_taken_as_zero": "test_kernels_bad_input.py",
+    "negative_slots_written": CACHING,
+    "keys_cut_off_instead_of_rounded": CACHING,
+    "copies_read_the_pool_as_it_was": COPIES,
+    "swaps_the_other_way_round": COPIES,
+    "gathers_in_order_of_ids": COPIES,
+}
+
+
+def assert_noticed(mutant: str, tests: str) -> None:
+    plugins = ROOT / "tests" / "mutants" / "kernels"
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["-p", "kernel_mutants", "-m", "not nightly", f"{KERNEL_TESTS}/{tests}"]
+    env = os.environ | {
+        "KERNEL_MUTANT": mutant,
+        "PYTHONPATH": os.pathsep.join((str(plugins), str(ROOT))),
+    }
+    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == TESTS_FAILED, result.stdout + result.stderr
+    assert "1 failed" in result.stdout
+
+
+@pytest.mark.parametrize("mutant", BASIC)
+def test_a_planted_fault_is_noticed(mutant: str) -> None:
+    assert_noticed(mutant, BASIC[mutant])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mutant", MORE)
+def test_a_finer_planted_fault_is_noticed(mutant: str) -> None:
+    assert_noticed(mutant, MORE[mutant])
