@@ -61,7 +61,11 @@ class DataBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the session. Harmless when called again."""
+        """Let go of the session; another may be opened. Harmless when called again."""
+        ...
+
+    def stop(self) -> None:
+        """The end: nothing is opened any more."""
         ...
 
 
@@ -130,6 +134,10 @@ class RemoteBackend:
             self._loop.run(execution.close())
         if client is not None:
             self._loop.run(client.close())
+
+    def stop(self) -> None:
+        """Nothing is left but the session."""
+        self.close()
 
     def _open_execution(self) -> Execution:
         if self._execution is None:

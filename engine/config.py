@@ -6,11 +6,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from kvplane.errors import InvalidRequestError
+from kvplane.serving.logs import LEVELS
 from kvplane.serving.settings import setting
 
-DTYPES = ("float32", "bfloat16", "float16")
+ROOT: Final = Path(__file__).resolve().parent.parent
+DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,60 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model.is_dir():
             raise InvalidRequestError(f"{self.model} is not a folder", field="model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(EngineConfig):
+    """Answer prompts with a model whose KV cache is behind a control plane and a data plane."""
+
+    prompt: str = setting("", help="Text to go on from.")
+    prompts_file: Path | None = setting(None, help="File of prompts, one a line.")
+    max_tokens: int = setting(64, unit="tokens", minimum=1, help="Most tokens generated.")
+    temperature: float = setting(0.0, minimum=0.0, help="0 takes the most likely token each time.")
+    top_k: int = setting(0, unit="tokens", minimum=0, help="Sample from the likeliest; 0 from all.")
+    top_p: float = setting(
+        1.0, minimum=1e-6, maximum=1.0, help="Sample from the likeliest that reach this share."
+    )
+    seed: int | None = setting(None, minimum=0, help="Seed of the random stream.")
+    n: int = setting(1, minimum=1, maximum=256, help="Continuations of each prompt.")
+    stop: str = setting("", help="Text that ends an answer and is left out of it.")
+    ignore_eos: bool = setting(False, help="Go on over the model's end of sequence.")
+    log_level: str = setting("warning", choices=LEVELS, help="Least severe log level written.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.prompt) == (self.prompts_file is not None):
+            raise InvalidRequestError("give it, or --prompts-file", field="prompt")
+        if self.prompts_file is not None and not self.prompts_file.is_file():
+            raise InvalidRequestError(f"{self.prompts_file} is not a file", field="prompts_file")
+
+    def prompts(self) -> list[str]:
+        """The prompts asked for."""
+        if self.prompts_file is None:
+            return [self.prompt]
+        return [line for line in self.prompts_file.read_text().splitlines() if line]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """Start both planes, serve some dozens of prompts, and compare every answer with transformers.
+
+    Exits with 0 only when all is right and the planes counted every kind of work.
+    """
+
+    model: Path = setting(ROOT / "models" / "recall", help="Folder of the recall model.")
+    quick: bool = setting(False, help="Fewer prompts in a smaller pool.")
+    num_device_blocks: int = setting(
+        0, unit="blocks", minimum=0, help="Device blocks; 0 takes what makes the pool run short."
+    )
+    num_host_blocks: int = setting(
+        0, unit="blocks", minimum=0, help="Host blocks; 0 takes what makes the tier run short."
+    )
+    seed: int = setting(0, minimum=0, help="Seed of the prompts.")
+    fault: str = setting("none", help="Fault to plant in the data plane; for tests only.")
+    run_folder: Path = setting(ROOT / ".run", help="Folder of the planes' logs.")
+    log_level: str = setting("warning", choices=LEVELS, help="Least severe log level written.")
+
+    def __post_init__(self) -> None:
+        if not (self.model / "config.json").is_file():
+            raise InvalidRequestError(f"{self.model} holds no model", field="model")

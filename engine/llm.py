@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -50,17 +50,20 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answers, in the order of ``prompts``, which are texts or token ids.
 
-        ``sampling_params``: one for all, or one for each. A prompt that can not be served
-        (NeverFitsError, PoolFullError) has its error in its own output, and the others go on.
-        Raises InvalidRequestError naming ``prompts[i]`` before anything starts, and
-        UnavailableError when a plane stays away for longer than ``recovery_timeout_s``.
+        ``sampling_params``: one for all, or one for each. ``on_output`` is told each answer as it
+        is done. A prompt that can not be served (NeverFitsError, PoolFullError) has its error in
+        its own output, and the others go on. Raises InvalidRequestError naming ``prompts[i]``
+        before anything starts, and UnavailableError when a plane stays away for longer than
+        ``recovery_timeout_s``.
         """
         request_ids = self._add_all(prompts, sampling_params)
         outputs: dict[str, RequestOutput] = {}
-        for _ in self._run(request_ids, outputs):
+        for _ in self._run(request_ids, outputs, on_output):
             pass
         return [outputs[request_id] for request_id in request_ids]
 
@@ -115,7 +118,7 @@ class LLM:
             loop = LoopThread("engine-planes")
             self._closing.callback(loop.close)
             self._backend = _backend(config, loop)
-            self._closing.callback(self._backend.close)
+            self._closing.callback(self._backend.stop)
             self._link = ControlLink(loop, config.control_plane, config.pool_id, config.timeout_s)
             self._closing.callback(self._link.close)
             layout = _layout(config, self._link.pool_layout(config.recovery_timeout_s))
@@ -147,7 +150,12 @@ class LLM:
             return self._loaded.encode(prompt, field=field)
         return list(prompt)
 
-    def _run(self, request_ids: list[str], outputs: dict[str, RequestOutput]) -> Iterator[Delta]:
+    def _run(
+        self,
+        request_ids: list[str],
+        outputs: dict[str, RequestOutput],
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> Iterator[Delta]:
         """Step until all of ``request_ids`` are in ``outputs``; deltas as they come."""
         open_ids = set(request_ids)
         try:
@@ -157,6 +165,8 @@ class LLM:
                     output = self._core.take_output(request_id)
                     if output is not None:
                         outputs[request_id] = output
+                        if on_output is not None:
+                            on_output(output)
                         open_ids.discard(request_id)
                 yield from deltas
         finally:

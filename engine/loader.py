@@ -84,8 +84,7 @@ def load(folder: Path, dtype: str) -> LoadedModel:
 
 def _end_token_ids(model: PreTrainedModel) -> frozenset[int]:
     """As transformers' generate takes them: from the generation config, one id or several."""
-    generation_config = model.generation_config
-    end: Any = None if generation_config is None else generation_config.eos_token_id
+    end: Any = getattr(model.generation_config, "eos_token_id", None)
     if isinstance(end, int):
         return frozenset([end])
     return frozenset(end or ())

@@ -473,7 +473,7 @@ def _error_of(done: pb.OperationResult, sequence: Sequence) -> KvplaneError:
     """The typed error behind a NEVER or FAILED result."""
     if done.status == pb.OPERATION_STATUS_NEVER:
         return NeverFitsError(
-            f"request {sequence.request.request_id} needs {done.shortage.num_blocks_needed} blocks, "
-            f"the pool has at most {done.shortage.num_blocks_available} for it"
+            f"{sequence.max_total_tokens} tokens need {done.shortage.num_blocks_needed} blocks, "
+            f"and the pool can give {done.shortage.num_blocks_available}"
         )
     return from_wire(done.error)

@@ -1,0 +1,95 @@
+"""A data plane in the engine's own process: tensors are handed over, not sent.
+
+The pool registers with the control plane and serves gRPC to others like any other. Its key lies in
+this process, so it is for one tenant.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from data_plane.config import DataPlaneConfig
+from data_plane.embedded import EmbeddedDataPlane
+from engine.backend import Started
+from engine.config import EngineConfig
+from kvplane.errors import InternalError
+from kvplane.session import Session
+from kvplane.v1 import types_pb2 as pb
+
+
+class EmbeddedBackend:
+    """Starts a data plane, and calls its executor. Raises UnavailableError when it can not register
+    in time.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        dtype = "float32" if config.dtype == "auto" else config.dtype
+        self._plane = EmbeddedDataPlane(
+            DataPlaneConfig(
+                control_plane=config.control_plane,
+                bind="127.0.0.1:0",
+                pool_id=config.pool_id,
+                model=config.model,
+                block_size_tokens=config.block_size_tokens,
+                dtype=dtype,
+                num_device_blocks=config.num_device_blocks,
+                num_host_blocks=config.num_host_blocks,
+                num_threads=config.num_threads,
+                metrics_port=-1,
+            )
+        )
+        self._executor = self._plane.start(config.recovery_timeout_s)
+        self._session_id: int | None = None
+
+    def open(self, session: Session) -> None:
+        """Show the session's grant to the executor."""
+        self._session_id = self._executor.open(session.grant)
+
+    def start(self, plan: pb.SignedPayload) -> Started:
+        """Change tables and run transfers."""
+        started = self._executor.start(self._open_session(), plan)
+        return Started(started.num_tokens, started.receipt)
+
+    def layer(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        sliding_window_tokens: int,
+    ) -> torch.Tensor:
+        """Write and attend, in this thread."""
+        out = self._executor.layer(
+            self._open_session(),
+            index,
+            query,
+            key,
+            value,
+            scale=scale,
+            sliding_window_tokens=sliding_window_tokens,
+        )
+        if out is None:
+            raise InternalError("a layer with queries has no output")
+        return out
+
+    def finish(self) -> pb.SignedPayload:
+        """The receipt, after the last layer."""
+        receipt = self._executor.receipt(self._open_session())
+        if receipt is None:
+            raise InternalError("the last layer brought no receipt")
+        return receipt
+
+    def close(self) -> None:
+        """Let go of the session; the pool stays for others, and for the next session."""
+        self._session_id = None
+
+    def stop(self) -> None:
+        """Stop the data plane."""
+        self._plane.stop()
+
+    def _open_session(self) -> int:
+        if self._session_id is None:
+            raise InternalError("no session is open")
+        return self._session_id

@@ -1,0 +1,69 @@
+"""``python -m engine generate``: answers to prompts, as they come."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+from engine.config import GenerateConfig
+from engine.llm import LLM
+from engine.request import Delta, SamplingParams
+from kvplane.serving import logs
+from kvplane.serving.settings import log_settings
+
+
+def run(config: GenerateConfig) -> int:
+    """Generate and print; 1 when a prompt failed."""
+    logs.setup(config.log_level)
+    shown = replace(config, prompt=f"<{len(config.prompt)} characters>")
+    log_settings(shown, logging.getLogger("engine"))
+    prompts = config.prompts()
+    params = SamplingParams(
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        seed=config.seed,
+        n=config.n,
+        stop=(config.stop,) if config.stop else (),
+        ignore_eos=config.ignore_eos,
+    )
+    with LLM.from_config(config) as llm:
+        deltas = llm.stream(prompts, params)
+        is_single = len(prompts) * config.n == 1
+        return _print_pieces(deltas) if is_single else _print_whole(deltas, config.n)
+
+
+def _print_pieces(deltas: Iterator[Delta]) -> int:
+    """One text, piece by piece."""
+    failed = False
+    for delta in deltas:
+        print(delta.text, end="", flush=True)
+        failed |= _report(delta)
+    print(flush=True)
+    return int(failed)
+
+
+def _print_whole(deltas: Iterator[Delta], n: int) -> int:
+    """Several texts, each when it is done, after its prompt's number and continuation."""
+    texts: dict[tuple[str, int], str] = {}
+    numbers: dict[str, int] = {}
+    failed = False
+    for delta in deltas:
+        name = (delta.request_id, delta.index)
+        number = numbers.setdefault(delta.request_id, int(delta.request_id.rpartition("-")[2]))
+        texts[name] = texts.get(name, "") + delta.text
+        failed |= _report(delta)
+        if delta.finish_reason:
+            label = f"{number}.{delta.index + 1}" if n > 1 else f"{number}"
+            print(f"[{label}] {texts.pop(name)}", flush=True)
+    return int(failed)
+
+
+def _report(delta: Delta) -> bool:
+    if delta.error is None:
+        return False
+    print(f"engine: error: {delta.error.reason}: {delta.error}", file=sys.stderr)
+    return True

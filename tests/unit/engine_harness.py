@@ -1,0 +1,334 @@
+"""Both planes' cores and an engine in one process, with no socket between them.
+
+The control plane's core and the data plane's executor are the real ones; only the wire is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
+
+from control_plane import codec, model
+from control_plane.core import ControlPlane
+from data_plane import Executor
+from engine import loader
+from engine.backend import Started
+from engine.core import EngineCore
+from engine.request import Delta, RequestOutput, SamplingParams
+from engine.scheduler import Scheduler
+from kvplane.hf import layout_from_hf
+from kvplane.layout import Layout
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import types_pb2 as types
+
+POOL = "pool"
+TENANT = "default"
+VOCABULARY = 97
+
+LLAMA = LlamaConfig(
+    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+    tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+OPT = OPTConfig(
+    vocab_size=VOCABULARY, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=256, word_embed_proj_dim=64, tie_word_embeddings=False,
+    pad_token_id=0, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+
+
+def save_model(config: LlamaConfig | OPTConfig, folder: Path) -> Path:
+    """A random model in which attention matters and few tokens repeat."""
+    torch.manual_seed(0)
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    made.save_pretrained(folder)
+    return folder
+
+
+class Planes:
+    """A registered pool."""
+
+    def __init__(
+        self, layout: Layout, num_device_blocks: int, num_host_blocks: int, fault: str = "none"
+    ) -> None:
+        self.now_s = 0.0
+        self.layout = layout
+        self.executor = Executor(
+            layout,
+            pool_id=POOL,
+            num_device_blocks=num_device_blocks,
+            num_host_blocks=num_host_blocks,
+            num_threads=1,
+            fault=fault,
+        )
+        self.restart_control_plane(incarnation=1)
+
+    def restart_control_plane(self, incarnation: int) -> None:
+        """A new life: it learns of the pool from the executor's report."""
+        self.core = ControlPlane(
+            incarnation=incarnation,
+            config=model.CoreConfig(),
+            clock=lambda: self.now_s,
+            seal=codec.seal,
+        )
+        executor = self.executor
+        hello = model.Hello(
+            pool_id=POOL,
+            shard=codec.hello_from_proto(self._hello()).shard,
+            epoch=executor.epoch,
+            layout=self.layout,
+            num_device_blocks=executor.pools.num_blocks[types.TIER_DEVICE],
+            num_host_blocks=executor.pools.num_blocks[types.TIER_HOST],
+            address="nowhere:1",
+        )
+        welcome = self.core.register(hello)
+        executor.install(welcome.incarnation, welcome.key)
+        report = executor.report()
+        message = pb.BlockReport(
+            blocks=report.blocks, last=True, max_session_id=report.max_session_id
+        )
+        blocks = codec.reported_blocks_from_proto(message)
+        self.core.report(
+            POOL, 0, executor.epoch, blocks, last=True, max_session_id=report.max_session_id
+        )
+
+    def pump(self) -> None:
+        """Carry what the control plane has to say to the executor, and its answers back."""
+        for outgoing in self.core.take_outgoing(POOL, 0):
+            message = codec.outgoing_to_proto(outgoing)
+            if message.HasField("publish"):
+                self.executor.publish(message.publish.publications)
+            if message.HasField("fence"):
+                self.executor.fence(message.fence.session_id)
+                self.core.fence_done(POOL, 0, self.executor.epoch, message.fence.session_id)
+
+    def pool(self) -> pb.DescribePoolResponse:
+        return codec.pool_to_proto(self.core.describe_pool(POOL))
+
+    def check_integrity(self) -> None:
+        self.core.check_integrity()
+        self.executor.check_integrity()
+
+    def _hello(self) -> pb.Hello:
+        return pb.Hello(
+            pool_id=POOL,
+            shard=self.executor.shard.to_proto(),
+            epoch=self.executor.epoch,
+            layout=self.layout.to_proto(),
+            num_device_blocks=1,
+            address="nowhere:1",
+        )
+
+
+@dataclass
+class OpenedSession:
+    id: int
+    grant: types.SignedPayload
+
+
+class Link:
+    """As ``engine.link.ControlLink``, with the core behind it. ``before_step`` may raise."""
+
+    def __init__(self, planes: Planes) -> None:
+        self.planes = planes
+        self.receipts: list[types.SignedPayload] = []
+        self.number = 0
+        self.steps: list[list[pb.Operation]] = []
+        self.results: list[pb.StepResult] = []
+        self.faults: list[Exception] = []
+        self.session: Any = None
+
+    def open(self, layout: Layout) -> OpenedSession:
+        core = self.planes.core
+        if self.session is not None and self.session.id in self._known():
+            core.close_session(self.session.id, TENANT)
+        opened = core.open_session(POOL, layout.fingerprint, TENANT, "test")
+        self.number, self.receipts = 0, []
+        self.session = OpenedSession(opened.session_id, codec.grant_to_proto(opened))
+        self.planes.pump()
+        return self.session
+
+    def step(self, operations: Sequence[pb.Operation]) -> pb.StepResult:
+        if self.faults:
+            raise self.faults.pop(0)
+        core = self.planes.core
+        key = core.pool_key(self.session.id, TENANT)
+        request = pb.StepRequest(operations=operations, receipts=self.receipts)
+        outcome = core.step(
+            self.session.id,
+            TENANT,
+            self.number + 1,
+            codec.operations_from_proto(request.operations),
+            codec.receipts_from_proto(key, request.receipts),
+            [],
+            content=codec.content_digest(request),
+        )
+        self.number, self.receipts = self.number + 1, []
+        self.planes.pump()
+        self.steps.append(list(operations))
+        self.results.append(codec.step_result_to_proto(outcome))
+        return self.results[-1]
+
+    def add_receipt(self, receipt: types.SignedPayload) -> None:
+        self.receipts.append(receipt)
+
+    def submit_receipts(self) -> None:
+        key = self.planes.core.pool_key(self.session.id, TENANT)
+        receipts = codec.receipts_from_proto(key, self.receipts)
+        self.planes.core.step(self.session.id, TENANT, 0, [], receipts, [], content=b"")
+        self.receipts = []
+        self.planes.pump()
+
+    def abort_last_plan(self) -> list[pb.SequenceState]:
+        states = self.planes.core.abort_plan(self.session.id, TENANT, self.number)
+        return [codec.sequence_to_proto(state) for state in states]
+
+    def _known(self) -> set[int]:
+        try:
+            self.planes.core.renew_session(self.session.id, TENANT)
+        except Exception:
+            return set()
+        return {self.session.id}
+
+
+class Backend:
+    """As ``engine.backend.DataBackend``, with the executor behind it.
+
+    ``faults``: raised, one each, by the layers that ``fault_at`` counts down to.
+    """
+
+    def __init__(self, planes: Planes) -> None:
+        self.planes = planes
+        self.session_id = 0
+        self.faults: dict[int, Exception] = {}
+        self.num_layers_run = 0
+        self.batch_sizes: list[int] = []
+
+    def open(self, session: OpenedSession) -> None:
+        self.session_id = self.planes.executor.open(session.grant)
+
+    def start(self, plan: types.SignedPayload) -> Started:
+        started = self.planes.executor.start(self.session_id, plan)
+        self.batch_sizes.append(started.num_tokens)
+        return Started(started.num_tokens, started.receipt)
+
+    def layer(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **options: Any,
+    ) -> torch.Tensor:
+        self.num_layers_run += 1
+        if self.num_layers_run in self.faults:
+            raise self.faults.pop(self.num_layers_run)
+        out = self.planes.executor.layer(
+            self.session_id, index, query.contiguous(), key.contiguous(), value.contiguous(),
+            **options,
+        )  # fmt: skip
+        assert out is not None
+        return out
+
+    def finish(self) -> types.SignedPayload:
+        receipt = self.planes.executor.receipt(self.session_id)
+        assert receipt is not None
+        return receipt
+
+    def close(self) -> None:
+        self.session_id = 0
+
+
+@dataclass
+class Engine:
+    """An engine core over ``planes``."""
+
+    folder: Path
+    num_device_blocks: int = 64
+    num_host_blocks: int = 16
+    max_batch_tokens: int = 64
+    max_sequences: int = 16
+    block_size_tokens: int = 8
+    outputs: dict[str, RequestOutput] = field(default_factory=dict)
+    deltas: list[Delta] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        layout = layout_from_hf(self.folder, block_size_tokens=self.block_size_tokens)
+        self.planes = Planes(layout, self.num_device_blocks, self.num_host_blocks)
+        self.link = Link(self.planes)
+        self.backend = Backend(self.planes)
+        self.scheduler = Scheduler(
+            block_size_tokens=layout.block_size_tokens,
+            max_batch_tokens=self.max_batch_tokens,
+            max_sequences=self.max_sequences,
+        )
+        self.backend.open(self.link.open(layout))
+        self.core = EngineCore(
+            loader.load(self.folder, "float32"),
+            layout,
+            self.link,  # type: ignore[arg-type]
+            self.backend,  # type: ignore[arg-type]
+            self.scheduler,
+            recovery_timeout_s=1.0,
+        )
+
+    def add(self, prompt: list[int], **params: Any) -> str:
+        return self.core.add_request("", prompt, SamplingParams(**params))
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.core.has_work:
+                return
+            self.deltas += self.core.step()
+        raise AssertionError(f"not done after {max_steps} steps")
+
+    def tokens(self, request_id: str) -> list[list[int]]:
+        """The tokens of each continuation of a request that is done."""
+        if request_id not in self.outputs:
+            output = self.core.take_output(request_id)
+            assert output is not None
+            self.outputs[request_id] = output
+        return [each.token_ids for each in self.outputs[request_id].outputs]
+
+    def check_quiet(self) -> None:
+        """Nothing is held, everything adds up."""
+        self.core.settle()
+        self.planes.check_integrity()
+        for tier in self.planes.pool().usage.tiers:
+            assert tier.num_held_blocks == 0, tier
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    """Random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+
+class Reference:
+    """Greedy tokens by transformers itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    @torch.inference_mode()
+    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        out = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return out[0, len(prompt) :].tolist()
