@@ -170,3 +170,8 @@ def test_the_sdk_and_the_control_plane_run_without_torch() -> None:
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program, *modules], cwd=ROOT, check=True, timeout=60)
+
+
+def test_the_core_of_the_control_plane_runs_without_grpc() -> None:
+    program = "import sys, control_plane.core\nsys.exit('grpc' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
