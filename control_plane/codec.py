@@ -282,6 +282,8 @@ def blocks_to_proto(blocks: Sequence[model.BlockRef]) -> tpb.Blocks:
 def hello_from_proto(message: cpb.Hello) -> model.Hello:
     """Raises InvalidRequestError naming the field under ``hello``."""
     require_name(message.pool_id, "hello.pool_id")
+    if not message.address:
+        raise InvalidRequestError("must be host:port", field="hello.address")
     layout = _served_layout(message.layout, "hello.layout")
     shard = message.shard
     return model.Hello(

@@ -66,7 +66,7 @@ class ControlPlaneServer:
         if config.metrics_port >= 0:
             endpoint = serve_metrics(metrics.registry, server.host, config.metrics_port)
         await server.start([SERVICE])
-        ticks = asyncio.create_task(_tick(core, registrar))
+        ticks = asyncio.create_task(_tick(core, registrar, metrics))
         self = cls(core, metrics, config, server, service, endpoint, ticks)
         _LOGGER.info("metrics port=%s incarnation=%d", self.metrics_port, incarnation)
         serving.announce(server, config.port_file)
@@ -100,18 +100,24 @@ class ControlPlaneServer:
         _LOGGER.info("stopped")
 
 
-async def _tick(core: ControlPlane, registrar: Registrar) -> None:
+async def _tick(core: ControlPlane, registrar: Registrar, metrics: ControlPlaneMetrics) -> None:
     """End leases as they run out, and look at the clock often enough to see when the process
     slept.
     """
     while True:
         delay_s = _LONGEST_TICK_S
         try:
+            num_open = _num_sessions(core)
             delay_s = min(core.tick(), _LONGEST_TICK_S)
+            metrics.sessions_expired.inc(num_open - _num_sessions(core))
             registrar.flush()
         except Exception as error:  # a bug, but one pool's must not end every pool's leases
             _LOGGER.error("tick failed error=%s", frames_of(error))
         await asyncio.sleep(max(delay_s, 0.001))
+
+
+def _num_sessions(core: ControlPlane) -> int:
+    return sum(core.describe_pool(pool_id).num_sessions for pool_id in core.list_pools())
 
 
 def _version() -> str:

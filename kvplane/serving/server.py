@@ -103,14 +103,12 @@ def build(
 
 
 def announce(server: Server, port_file: Path | None = None) -> None:
-    """Log the address that ``server`` listens on, and write its port to ``port_file`` for whoever
-    waits for it.
-    """
-    _LOGGER.info("listening address=%s", server.address)
+    """Write the port of ``server`` to ``port_file``, then log its address, for whoever waits."""
     if port_file is not None:
         partial = port_file.with_name(port_file.name + ".partial")
         partial.write_text(f"{server.port}\n")
         partial.replace(port_file)  # so that a reader never sees half of it
+    _LOGGER.info("listening address=%s", server.address)
 
 
 async def run_until_signal(

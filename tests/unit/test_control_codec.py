@@ -276,7 +276,7 @@ def test_a_layout_that_means_nothing_is_refused(message: tpb.Layout, field: str)
         codec.layout_fingerprint(message)
     assert refusal.value.field == field
     with pytest.raises(InvalidRequestError, match=r"^hello\.layout\."):
-        codec.hello_from_proto(cpb.Hello(pool_id="p", layout=message))
+        codec.hello_from_proto(cpb.Hello(pool_id="p", address="h:1", layout=message))
 
 
 def test_a_hello_is_read_as_it_was_said() -> None:

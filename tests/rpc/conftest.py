@@ -1,0 +1,78 @@
+"""A control plane on a free loopback port, and what speaks to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc.aio
+import pytest
+from control_wire import RawSession, RawShard, Stub
+
+from control_plane.config import ControlPlaneConfig
+from control_plane.server import ControlPlaneServer
+from kvplane.v1 import control_pb2_grpc
+
+StartServer = Callable[..., Awaitable[ControlPlaneServer]]
+
+
+@pytest.fixture
+async def start_control_plane() -> AsyncIterator[StartServer]:
+    """Start control planes with the settings given; each ends with its integrity checked."""
+    servers: list[ControlPlaneServer] = []
+
+    async def start(**settings: Any) -> ControlPlaneServer:
+        defaults = {"bind": "127.0.0.1:0", "metrics_port": -1, "grace_s": 2.0}
+        server = await ControlPlaneServer.start(ControlPlaneConfig(**{**defaults, **settings}))
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        await server.stop()
+        server.core.check_integrity()
+
+
+@pytest.fixture
+async def control_server(start_control_plane: StartServer) -> ControlPlaneServer:
+    """A control plane of default settings."""
+    return await start_control_plane()
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Callable[[ControlPlaneServer], Stub]]:
+    """Make raw stubs of servers; their channels close with the test."""
+    channels: list[grpc.aio.Channel] = []
+
+    def make(server: ControlPlaneServer) -> Stub:
+        channel = grpc.aio.insecure_channel(server.address)
+        channels.append(channel)
+        return control_pb2_grpc.ControlPlaneServiceStub(channel)
+
+    yield make
+    for channel in channels:
+        await channel.close()
+
+
+@pytest.fixture
+async def stub(
+    control_server: ControlPlaneServer, connect: Callable[[ControlPlaneServer], Stub]
+) -> Stub:
+    """A raw stub of ``control_server``."""
+    return connect(control_server)
+
+
+@pytest.fixture
+async def shard(stub: Stub) -> AsyncIterator[RawShard]:
+    """A data plane that has registered with ``control_server`` and reported nothing."""
+    shard = RawShard(stub)
+    await shard.register()
+    await shard.report()
+    yield shard
+    shard.hang_up()
+
+
+@pytest.fixture
+async def session(stub: Stub, shard: RawShard) -> RawSession:
+    """A session on ``shard``'s pool."""
+    return await RawSession.open(stub, shard)

@@ -1,0 +1,341 @@
+"""The control plane as a server: health, reflection, limits, metrics, TLS, starting and
+stopping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from control_wire import LAYOUT, PATIENCE_S, RawSession, RawShard, Stub
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from control_plane.server import ControlPlaneServer
+from control_plane.service import SERVICE
+from kvplane import ops, protocol
+from kvplane.errors import InternalError
+from kvplane.serving import server as serving
+from kvplane.status import from_rpc_error
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import control_pb2_grpc
+
+ROOT = Path(__file__).resolve().parents[2]
+DESCRIBE = pb.DescribeControlPlaneRequest()
+
+
+async def scrape(server: ControlPlaneServer) -> dict[str, float]:
+    """Sample to value, as Prometheus would read them."""
+    url = f"http://127.0.0.1:{server.metrics_port}/metrics"
+
+    def get() -> str:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+            return str(answer.read().decode())
+
+    lines = (await asyncio.to_thread(get)).splitlines()
+    samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in samples}
+
+
+async def test_health_is_told_for_each_service(control_server: ControlPlaneServer) -> None:
+    serving = health_pb2.HealthCheckResponse.SERVING
+    async with grpc.aio.insecure_channel(control_server.address) as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        for service in ("", SERVICE):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answer.status == serving
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await health.Check(health_pb2.HealthCheckRequest(service="other"))
+        assert failure.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_reflection_lists_the_services(control_server: ControlPlaneServer) -> None:
+    async with grpc.aio.insecure_channel(control_server.address) as channel:
+        reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = reflection.ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        answer = await call.read()
+        names = {service.name for service in answer.list_services_response.service}
+        await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE))
+        assert (await call.read()).file_descriptor_response.file_descriptor_proto
+        call.cancel()
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+
+async def test_truncated_and_garbage_requests_are_the_callers_error(
+    control_server: ControlPlaneServer,
+) -> None:
+    request = pb.OpenSessionRequest(
+        pool_id="pool", protocol=protocol.supported(), layout=LAYOUT.to_proto()
+    ).SerializeToString()
+    async with grpc.aio.insecure_channel(control_server.address) as channel:
+        for name in ("OpenSession", "Admit", "GetBlockTable", "Resync"):
+            call: Any = channel.unary_unary(f"/{SERVICE}/{name}")
+            for garbage in (b"\xff" * 20, request[:-1], b"\x0a\xff\xff\xff\xff\x7f"):
+                with pytest.raises(grpc.aio.AioRpcError) as failure:
+                    await call(garbage)
+                assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        call = channel.stream_stream(f"/{SERVICE}/Register")()
+        await call.write(b"\xff" * 20)
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        describe: Any = channel.unary_unary(f"/{SERVICE}/DescribeControlPlane")
+        assert pb.DescribeControlPlaneResponse.FromString(await describe(b"")).incarnation
+
+
+async def test_a_message_over_the_limit_is_refused_and_the_next_is_served(
+    start_control_plane: Any, connect: Callable[[ControlPlaneServer], Stub]
+) -> None:
+    stub = connect(await start_control_plane(max_message_bytes=65_536))
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await stub.LookupPrefix(pb.LookupPrefixRequest(session_id=1, token_ids=bytes(70_000)))
+    assert failure.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await stub.LookupPrefix(pb.LookupPrefixRequest(session_id=1, token_ids=bytes(60_000)))
+    assert failure.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_long_prompt_fits_the_default_limit(stub: Stub, session: RawSession) -> None:
+    tokens = ops.pack_tokens(range(2_000_000))  # 8 MB; gRPC's own default is 4 MiB
+    answer = await stub.LookupPrefix(
+        pb.LookupPrefixRequest(session_id=session.id, token_ids=tokens)
+    )
+    assert answer.num_cached_tokens == 0
+
+
+async def test_a_bug_is_internal_and_neither_it_nor_the_log_repeats_the_request(
+    control_server: ControlPlaneServer,
+    stub: Stub,
+    session: RawSession,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(session_id: int, tenant: str, token_ids: bytes) -> None:
+        raise KeyError(f"secret prompt {token_ids!r}")
+
+    monkeypatch.setattr(control_server.core, "lookup_prefix", broken)
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await stub.LookupPrefix(pb.LookupPrefixRequest(session_id=session.id, token_ids=b"abcd"))
+    assert failure.value.code() is grpc.StatusCode.INTERNAL
+    assert isinstance(from_rpc_error(failure.value), InternalError)
+    assert "KeyError at" in caplog.text
+    assert "test_control_server.py" in caplog.text
+    assert "secret" not in caplog.text + str(failure.value)
+
+
+async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
+    start_control_plane: Any, connect: Callable[[ControlPlaneServer], Stub]
+) -> None:
+    control_server = await start_control_plane(metrics_port=0)
+    stub = connect(control_server)
+    shard = RawShard(stub)
+    await shard.register()
+    await shard.report()
+    session = await RawSession.open(stub, shard)
+    prompt = list(range(1, 21))
+    session.ran(await session.admit(1, prompt))
+    await session.submit()
+    forged = session.shard.receipt((await session.admit(2, prompt)).plan)
+    forged.signature = bytes(32)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await session.admit(2, prompt)
+    with pytest.raises(grpc.aio.AioRpcError):
+        request = pb.SubmitReceiptsRequest(session_id=session.id, receipts=[forged])
+        await stub.SubmitReceipts(request)
+    told = await scrape(control_server)
+    states = ("free", "cached", "held", "limbo", "reserved")
+    device = [told[f'kvplane_blocks{{pool="pool",state="{s}",tier="device"}}'] for s in states]
+    assert sum(device) == 16
+    assert device[2] == 4
+    host = [told[f'kvplane_blocks{{pool="pool",state="{s}",tier="host"}}'] for s in states]
+    assert host == [8, 0, 0, 0, 0]
+    assert told['kvplane_sessions{pool="pool"}'] == 1
+    assert told['kvplane_sequences{pool="pool"}'] == 2
+    assert told['kvplane_registered_shards{pool="pool"}'] == 1
+    assert told['kvplane_lookup_tokens_total{pool="pool"}'] == 40
+    assert told['kvplane_hit_tokens_total{pool="pool"}'] == 16
+    assert told['kvplane_publications_total{pool="pool"}'] == 2
+    for name in ("copies_on_write", "evictions"):
+        assert told[f'kvplane_{name}_total{{pool="pool"}}'] == 0
+    for direction in ("in", "out"):
+        assert told[f'kvplane_swapped_blocks_total{{direction="{direction}",pool="pool"}}'] == 0
+    assert told['kvplane_operations_total{operation="admit",status="ok"}'] == 2
+    assert told["kvplane_plans_total"] == 2
+    assert told["kvplane_step_duration_seconds_count"] >= 3
+    assert told["kvplane_sessions_expired_total"] == 0
+    assert told["kvplane_incarnation"] == float(control_server.core.incarnation)
+    assert told['kvplane_rejections_total{reason="SEQUENCE_EXISTS"}'] == 1
+    assert told['kvplane_rejections_total{reason="BAD_SIGNATURE"}'] == 1
+    admits = f"kvplane_rpc_handled_total{{code="
+    method = f',method="/{SERVICE}/Admit"}}'
+    assert told[f'{admits}"OK"{method}'] == 2
+    assert told[f'{admits}"ALREADY_EXISTS"{method}'] == 1
+    assert told[f'kvplane_rpc_duration_seconds_count{{method="/{SERVICE}/Admit"}}'] == 3
+
+
+async def test_metrics_can_be_off(start_control_plane: Any) -> None:
+    assert (await start_control_plane(metrics_port=-1)).metrics_port is None
+
+
+async def test_an_expired_session_is_counted(
+    start_control_plane: Any, connect: Callable[[ControlPlaneServer], Stub]
+) -> None:
+    server = await start_control_plane(lease_s=0.1, metrics_port=0)
+    shard = RawShard(connect(server))
+    await shard.register()
+    await shard.report()
+    await RawSession.open(connect(server), shard)
+    async with asyncio.timeout(PATIENCE_S):
+        while (await scrape(server))["kvplane_sessions_expired_total"] != 1:
+            await asyncio.sleep(0.05)
+    shard.hang_up()
+
+
+async def test_the_port_is_written_for_whoever_waits_for_it(
+    start_control_plane: Any, tmp_path: Path
+) -> None:
+    port_file = tmp_path / "port"
+    server = await start_control_plane(port_file=port_file)
+    assert server.address == f"127.0.0.1:{int(port_file.read_text())}"
+
+
+async def test_stopping_answers_what_is_in_flight_and_ends_idle_streams_at_once(
+    start_control_plane: Any, connect: Callable[[ControlPlaneServer], Stub]
+) -> None:
+    server = await start_control_plane(grace_s=30.0)
+    stub = connect(server)
+    shard = RawShard(stub)
+    await shard.register()
+    await shard.report()
+    session = await RawSession.open(stub, shard)
+    call: Any = stub.Step()
+    fields = {"session_id": session.id, "number": 1, "operations": [ops.admit(1, [1, 2])]}
+    await call.write(pb.StepRequest(**fields))
+    await asyncio.sleep(0)
+    answer = await call.read()
+    assert answer.result.results[0].status == pb.OPERATION_STATUS_OK
+    async with asyncio.timeout(PATIENCE_S):
+        await server.stop()
+    assert await call.code() is grpc.StatusCode.UNAVAILABLE
+    failure = from_rpc_error(await shard.failure())
+    assert (failure.reason, failure.retry_delay_s) == ("PLANE_UNAVAILABLE", 1.0)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.DescribeControlPlane(DESCRIBE)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_call_in_flight_when_the_server_stops_is_answered_and_new_ones_are_refused() -> (
+    None
+):
+    entered, release = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: bytes, context: Any) -> bytes:
+        entered.set()
+        await release.wait()
+        return request
+
+    server = serving.build("127.0.0.1:0", max_message_bytes=4096)
+    handlers = {"Slow": grpc.unary_unary_rpc_method_handler(slow)}
+    server.grpc_server.add_registered_method_handlers("test.Service", handlers)
+    await server.start(["test.Service"])
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        method: Any = channel.unary_unary("/test.Service/Slow")
+        in_flight = asyncio.ensure_future(method(b"hello"))
+        await entered.wait()
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(service="test.Service"))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        stopping = asyncio.create_task(server.stop(PATIENCE_S))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+        async with grpc.aio.insecure_channel(server.address) as late:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await late.unary_unary("/test.Service/Slow")(b"late")
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        release.set()
+        assert await in_flight == b"hello"
+        await asyncio.wait_for(stopping, PATIENCE_S)
+
+
+def run_program(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "control_plane", *argv],
+        cwd=ROOT,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_the_program_refuses_a_bad_setting_in_one_line_with_exit_code_2() -> None:
+    for run in (
+        run_program("--lease-s", "never"),
+        run_program(KVPLANE_CONTROL_PLANE_LEASE_S="-1"),
+        run_program(KVPLANE_CONTROL_PLANE_LEASES="1"),
+    ):
+        assert (run.returncode, run.stdout) == (2, "")
+        assert run.stderr.count("\n") == 1
+        assert "lease" in run.stderr.lower()
+
+
+def test_the_program_says_in_one_line_that_an_address_is_taken_with_exit_code_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        run = run_program("--bind", address, "--metrics-port", "-1", "--log-level", "error")
+    assert run.returncode == 1
+    [line] = [line for line in run.stderr.splitlines() if line.startswith("control_plane: ")]
+    assert address in line
+
+
+def test_the_program_logs_its_settings_serves_and_stops_when_told(tmp_path: Path) -> None:
+    port_file = tmp_path / "port"
+    argv = ["--bind=127.0.0.1:0", "--metrics-port=0", f"--port-file={port_file}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "control_plane", *argv],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        lines: list[str] = []
+        while not any(" listening " in line for line in lines):
+            lines.append(process.stderr.readline())
+            assert lines[-1], lines
+        address = f"127.0.0.1:{int(port_file.read_text())}"
+        with grpc.insecure_channel(address) as channel:
+            stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+            assert stub.DescribeControlPlane(DESCRIBE, timeout=PATIENCE_S).incarnation
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+        lines += process.stderr.read().splitlines()
+    finally:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+    settings = next(line for line in lines if " settings " in line)
+    assert "lease_s=30.0" in settings
+    assert any(f"address={address}" in line for line in lines)
+    assert "stopped" in lines[-1]
+
+
+async def test_a_signal_is_waited_for_and_its_handler_given_back() -> None:
+    waiting = asyncio.create_task(serving.wait_for_signal())
+    await asyncio.sleep(0.01)
+    before = signal.getsignal(signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(waiting, PATIENCE_S)
+    assert before is not signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

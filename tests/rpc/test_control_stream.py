@@ -1,0 +1,244 @@
+"""Steps on a stream: answered one by one in order, refused in the stream and never by its end, safe
+to repeat over any stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+import pytest
+from control_wire import PATIENCE_S, RawSession, Stub
+
+from control_plane.server import ControlPlaneServer
+from kvplane import ops
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
+
+OK, LATER = pb.OPERATION_STATUS_OK, pb.OPERATION_STATUS_LATER
+NEVER, FAILED = pb.OPERATION_STATUS_NEVER, pb.OPERATION_STATUS_FAILED
+
+
+class Steps:
+    """A Step stream of a session."""
+
+    def __init__(self, session: RawSession) -> None:
+        self.session = session
+        self.call: Any = session.stub.Step()
+
+    async def send(self, *operations: pb.Operation, **more: Any) -> None:
+        fields = {"session_id": self.session.id, "operations": operations, **more}
+        await self.call.write(pb.StepRequest(**fields))
+
+    async def receive(self) -> pb.StepResponse:
+        answer = await asyncio.wait_for(self.call.read(), PATIENCE_S)
+        assert isinstance(answer, pb.StepResponse), await self.call.details()
+        return answer
+
+    async def step(self, *operations: pb.Operation, **more: Any) -> pb.StepResponse:
+        """The next step, with the receipts that are due; what is answered counts as run."""
+        fields = self.session.next()
+        del fields["session_id"]
+        await self.send(*operations, **{**fields, **more})
+        answer = await self.receive()
+        if answer.HasField("result"):
+            self.session.ran(answer.result)
+        return answer
+
+    async def refusal(self, *operations: pb.Operation, **more: Any) -> tuple[int, str, str]:
+        """Number, reason and field of the error that answers a step."""
+        await self.send(*operations, **more)
+        answer = await self.receive()
+        assert answer.HasField("error")
+        return answer.number, answer.error.reason, answer.error.field
+
+
+@pytest.fixture
+async def steps(session: RawSession) -> Steps:
+    return Steps(session)
+
+
+def statuses(answer: pb.StepResponse) -> list[int]:
+    return [result.status for result in answer.result.results]
+
+
+async def test_a_step_answers_each_operation_and_one_plan(steps: Steps) -> None:
+    answer = await steps.step(ops.admit(1, [1, 2, 3]), ops.admit(2, [4, 5]))
+    assert (answer.number, statuses(answer)) == (1, [OK, OK])
+    plan = tpb.Plan.FromString(answer.result.plan.payload)
+    assert [(row.sequence_id, row.num_tokens) for row in plan.rows] == [(1, 3), (2, 2)]
+    assert answer.result.usage.tiers[0].num_held_blocks == 2
+    answer = await steps.step(ops.append(1, [4], 1), ops.free(2))
+    assert (answer.number, statuses(answer)) == (2, [OK, OK])
+
+
+async def test_a_step_with_nothing_to_carry_out_has_no_plan(steps: Steps) -> None:
+    answer = await steps.step()
+    assert answer.HasField("result")
+    assert not answer.result.HasField("plan")
+
+
+async def test_an_operation_that_fails_leaves_its_neighbours_alone(steps: Steps) -> None:
+    answer = await steps.step(
+        ops.admit(1, [1, 2, 3]),
+        ops.free(99),
+        ops.admit(1, [1]),
+        pb.Operation(admit=pb.Admit(sequence_id=2)),
+        pb.Operation(admit=pb.Admit(sequence_id=2, token_ids=b"abc")),
+        pb.Operation(admit=pb.Admit(sequence_id=2, token_ids=b"\xff\xff\xff\xff")),
+        pb.Operation(admit=pb.Admit(sequence_id=-5, token_ids=b"abcd")),
+        ops.admit(4, [9]),
+    )
+    assert statuses(answer) == [OK, *[FAILED] * 6, OK]
+    errors = [result.error for result in answer.result.results[1:7]]
+    assert [(error.reason, error.field) for error in errors] == [
+        ("SEQUENCE_NOT_FOUND", "operations[1].free.sequence_id"),
+        ("SEQUENCE_EXISTS", "operations[2].admit.sequence_id"),
+        ("INVALID_REQUEST", "operations[3].admit.token_ids"),
+        ("INVALID_REQUEST", "operations[4].admit.token_ids"),
+        ("INVALID_REQUEST", "operations[5].admit.token_ids"),
+        ("INVALID_REQUEST", "operations[6].admit.sequence_id"),
+    ]
+
+
+async def test_no_room_now_and_no_room_ever_are_told_apart(steps: Steps) -> None:
+    answer = await steps.step(
+        ops.admit(1, list(range(100))), ops.admit(2, list(range(40))), ops.admit(3, [1] * 1000)
+    )
+    assert statuses(answer) == [OK, LATER, NEVER]
+    shortage = answer.result.results[1].shortage
+    assert (shortage.tier, shortage.num_blocks_needed) == (tpb.TIER_DEVICE, 5)
+    assert shortage.num_blocks_available < 5
+
+
+async def test_huge_numbers_are_refused_and_hurt_nothing(steps: Steps) -> None:
+    high, low = 2**63 - 1, -(2**63)
+    answer = await steps.step(
+        ops.admit(1, [1], max_total_tokens=2**39),
+        ops.admit(2, [1], max_total_tokens=low),
+        ops.admit(3, [1], num_compute_tokens=high),
+        ops.admit(high, [1]),
+        pb.Operation(append=pb.Append(sequence_id=high, num_slots=high)),
+        pb.Operation(append=pb.Append(sequence_id=high, num_slots=low)),
+        ops.swap_out([low]),
+        ops.fork(low, high - 1),
+        ops.admit(4, [1], max_total_tokens=high),
+    )
+    told = statuses(answer)
+    assert told[0] == NEVER
+    assert told[3] == OK
+    assert told[1] == told[2] == FAILED
+    assert OK not in told[4:]
+    assert (await steps.step(ops.free(high))).result.results[0].status == OK
+
+
+async def test_a_step_that_is_wrong_as_a_whole_is_refused_in_the_stream(steps: Steps) -> None:
+    session_id = steps.session.id
+    refusal = steps.refusal
+    invalid, free = "INVALID_REQUEST", ops.free(1)
+    assert await refusal(free, pb.Operation(), number=1) == (1, invalid, "operations[1]")
+    assert await refusal(free, number=0) == (0, invalid, "operations")
+    assert await refusal(free, number=-1) == (-1, "STEP_OUT_OF_ORDER", "number")
+    assert await refusal(number=2) == (2, "STEP_OUT_OF_ORDER", "number")
+    missing = await refusal(session_id=session_id + 1, number=1)
+    assert missing == (1, "SESSION_NOT_FOUND", "session_id")
+    assert statuses(await steps.step(ops.admit(1, [1, 2]))) == [OK]
+
+
+async def test_bytes_that_are_no_request_are_refused_and_the_stream_goes_on(
+    control_server: ControlPlaneServer, session: RawSession
+) -> None:
+    async with grpc.aio.insecure_channel(control_server.address) as channel:
+        call: Any = channel.stream_stream("/kvplane.v1.ControlPlaneService/Step")()
+        for garbage in (b"\xff\xff\xff", b"\x1a\xff\xff\xff\xff\x0f", b"\x0a"):
+            await call.write(garbage)
+            answer = pb.StepResponse.FromString(await call.read())
+            assert (answer.number, answer.error.reason) == (0, "INVALID_REQUEST")
+        operation = ops.admit(1, [1])
+        request = pb.StepRequest(session_id=session.id, number=1, operations=[operation])
+        await call.write(request.SerializeToString()[:-1])
+        assert pb.StepResponse.FromString(await call.read()).HasField("error")
+        await call.write(request.SerializeToString())
+        assert statuses(pb.StepResponse.FromString(await call.read())) == [OK]
+
+
+async def test_a_number_repeated_over_another_stream_gets_the_same_answer(
+    session: RawSession,
+) -> None:
+    broken = Steps(session)
+    request = {"number": 1}
+    await broken.send(ops.admit(1, [1, 2]), **request)
+    first = await broken.receive()
+    broken.call.cancel()
+    fresh = Steps(session)
+    await fresh.send(ops.admit(1, [1, 2]), **request)
+    assert await fresh.receive() == first
+    receipt = session.shard.receipt(first.result.plan)
+    await fresh.send(ops.admit(1, [1, 2]), receipts=[receipt], **request)
+    assert (await fresh.receive()).result.plan == first.result.plan
+    conflict = await fresh.refusal(ops.admit(1, [1, 3]), **request)
+    assert conflict == (1, "STEP_CONFLICT", "number")
+
+
+async def test_the_stream_and_the_unary_calls_share_their_numbers_and_answers(
+    stub: Stub, session: RawSession
+) -> None:
+    unary = await session.admit(1, [1, 2])
+    steps = Steps(session)
+    await steps.send(ops.admit(1, [1, 2]), number=1)
+    assert (await steps.receive()).result.plan == unary.plan
+    answer = await steps.step(ops.admit(2, list(range(1000))))
+    assert statuses(answer) == [NEVER]
+    operation = ops.admit(2, list(range(1000))).admit
+    again = pb.AdmitRequest(session_id=session.id, number=2, operation=operation)
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await stub.Admit(again)
+    assert failure.value.code() is grpc.StatusCode.OUT_OF_RANGE
+
+
+async def test_late_tokens_may_follow_in_a_later_step_or_without_one(
+    stub: Stub, session: RawSession, steps: Steps
+) -> None:
+    await steps.step(ops.admit(1, [1, 2], max_total_tokens=16))
+    await steps.step(ops.append(1, [], 2))
+    late = pb.LateTokens(sequence_id=1, first_position=2, token_ids=ops.pack_tokens([3]))
+    await steps.step(late_tokens=[late])
+    late.first_position = 3
+    request = pb.SubmitReceiptsRequest(session_id=session.id, late_tokens=[late])
+    await stub.SubmitReceipts(request)
+    name = pb.DescribeSequenceRequest(session_id=session.id, sequence_id=1)
+    assert (await stub.DescribeSequence(name)).sequence.num_tokens == 4
+    late.first_position = 9
+    number, reason, field = await steps.refusal(number=0, late_tokens=[late])
+    assert (number, reason) == (0, "INVALID_REQUEST")
+    assert field.startswith("late_tokens[0]")
+
+
+async def test_no_more_plans_than_agreed_are_in_flight(steps: Steps) -> None:
+    await steps.step(ops.admit(1, [1]))
+    steps.session.receipts.clear()
+    for number in range(2, 5):
+        await steps.send(ops.append(1, [], 1), number=number)
+        assert statuses(await steps.receive()) == [OK]
+    told = await steps.refusal(ops.append(1, [], 1), number=5)
+    assert told[:2] == (5, "TOO_MANY_PLANS_IN_FLIGHT")
+
+
+async def test_two_engines_step_side_by_side_over_streams_of_their_own(
+    stub: Stub, session: RawSession
+) -> None:
+    other = await RawSession.open(stub, session.shard)
+    first, second = Steps(session), Steps(other)
+    for token in range(1, 20):
+        answers = await asyncio.gather(
+            first.step(ops.admit(token, [token]), ops.free(token - 1)),
+            second.step(ops.admit(token, [token]), ops.free(token - 1)),
+        )
+        assert all(statuses(answer)[0] == OK for answer in answers)
+
+
+async def test_a_stream_ends_when_its_client_has_no_more_to_say(steps: Steps) -> None:
+    await steps.step(ops.admit(1, [1]))
+    await steps.call.done_writing()
+    assert await asyncio.wait_for(steps.call.code(), PATIENCE_S) is grpc.StatusCode.OK
