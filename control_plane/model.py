@@ -1,7 +1,8 @@
 """The values that go in and out of the core: operations, their results, plans, registrations.
 
-They mirror the messages of ``protos/kvplane/v1`` of the same names, where every field is explained; here they are plain Python so
-that the core needs neither grpc nor protobuf. Token ids are ``bytes`` of little-endian int32, as on the wire.
+They mirror the messages of ``protos/kvplane/v1`` of the same names, where every field is explained;
+here they are plain Python so that the core needs neither grpc nor protobuf. Token ids are ``bytes``
+of little-endian int32, as on the wire.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class BlockRef:
     generation: int
 
 
-# --- operations -------------------------------------------------------------------------------------------------------------
+# Operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class Receipt:
     incarnation: int
 
 
-# --- results ----------------------------------------------------------------------------------------------------------------
+# Results
 
 
 class Status(Enum):
@@ -212,12 +213,12 @@ class PoolCounters:
     max_held_blocks: int = 0
 
 
-# --- plans ------------------------------------------------------------------------------------------------------------------
+# Plans
 
 
 @dataclass(frozen=True, slots=True)
 class SetBlocks:
-    """Set table entries from ``first_block`` on; ``fresh[i]``: this plan hands ``blocks[i]`` out."""
+    """Set table entries from ``first_block`` on; ``fresh[i]``: handed out by this plan."""
 
     sequence_id: int
     first_block: int
@@ -297,7 +298,7 @@ class StepOutcome:
     usage: tuple[TierUsage, ...]
 
 
-# --- registration -----------------------------------------------------------------------------------------------------------
+# Registration
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +315,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A data plane introduces itself. ``incarnation``: the highest it has registered with, 0 for none."""
+    """A data plane introduces itself. ``incarnation``: the highest registered with, 0 for none."""
 
     pool_id: str
     shard: Shard

@@ -1,0 +1,61 @@
+"""Which cached block is handed out next when free ones run short.
+
+A policy sees only cached blocks: held by no table, touched by no unfinished plan, holding a
+published prefix. Every operation is O(1). Invariant, kept by the allocator's order of calls: a
+block comes out before any cached ancestor of its prefix.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Protocol
+
+
+class EvictionPolicy(Protocol):
+    """The order in which cached blocks are given up."""
+
+    def add(self, block: int) -> None:
+        """``block`` became cached just now. It must not be in the policy."""
+
+    def touch(self, block: int) -> None:
+        """``block``, which is cached, must go after all that are cached now."""
+
+    def remove(self, block: int) -> None:
+        """``block`` is cached no more."""
+
+    def pop(self) -> int:
+        """Take out the block to give up. The policy must not be empty."""
+
+    def __len__(self) -> int:
+        """Cached blocks."""
+
+    def __iter__(self) -> Iterator[int]:
+        """Cached blocks, the next to go first."""
+
+
+class LeastRecentlyUsed:
+    """Gives up the block that became cached, or was touched, longest ago."""
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, block: int) -> None:
+        self._blocks[block] = None
+
+    def touch(self, block: int) -> None:
+        self._blocks.move_to_end(block)
+
+    def remove(self, block: int) -> None:
+        del self._blocks[block]
+
+    def pop(self) -> int:
+        return self._blocks.popitem(last=False)[0]
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._blocks)
