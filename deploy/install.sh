@@ -13,6 +13,7 @@ export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=i
 python -m venv /opt/kvplane
 if [ "${KVPLANE_TORCH:-}" = cpu ]; then
   /opt/kvplane/bin/pip install --retries 1 --no-deps \
-    --extra-index-url https://download.pytorch.org/whl/cpu "$(grep '^torch==' requirements/lock.txt)"
+    --extra-index-url https://download.pytorch.org/whl/cpu \
+    "$(grep '^torch==' requirements/lock.txt)"
 fi
 /opt/kvplane/bin/pip install -c requirements/lock.txt "$@"

@@ -1,14 +1,14 @@
 """Everything that can go wrong, in one tree.
 
     KvplaneError
-    ├── InvalidRequestError         INVALID_ARGUMENT      the request is malformed; ``field`` says where
+    ├── InvalidRequestError         INVALID_ARGUMENT      malformed; ``field`` says where
     ├── NotFoundError
     │   ├── PoolNotFoundError       NOT_FOUND
-    │   ├── SessionNotFoundError    NOT_FOUND             never opened, closed, expired, or not the caller's
+    │   ├── SessionNotFoundError    NOT_FOUND             never opened, over, or another's
     │   └── SequenceNotFoundError   NOT_FOUND
     ├── SequenceExistsError         ALREADY_EXISTS
     ├── CapacityError
-    │   ├── PoolFullError           RESOURCE_EXHAUSTED    LATER: ask again after receipts, frees or swaps
+    │   ├── PoolFullError           RESOURCE_EXHAUSTED    LATER: after receipts, frees or swaps
     │   ├── NeverFitsError          OUT_OF_RANGE          NEVER: larger than the pool
     │   ├── QuotaExceededError      RESOURCE_EXHAUSTED
     │   └── TooManyPlansInFlightError  RESOURCE_EXHAUSTED
@@ -32,7 +32,7 @@
     ├── UnauthenticatedError        UNAUTHENTICATED
     ├── NotPermittedError           PERMISSION_DENIED
     ├── UnavailableError
-    │   ├── PlaneUnavailableError   UNAVAILABLE           the plane can not be reached, or is stopping
+    │   ├── PlaneUnavailableError   UNAVAILABLE           it can not be reached, or is stopping
     │   └── PoolNotReadyError       UNAVAILABLE           a shard is missing or has not reported yet
     ├── DeadlineExceededError       DEADLINE_EXCEEDED
     ├── CancelledError              CANCELLED
@@ -41,8 +41,9 @@
     │   └── ChecksumMismatchError   DATA_LOSS
     └── InternalError               INTERNAL              a bug; the server's log has more
 
-The planes raise these, one interceptor maps them to gRPC statuses by ``CODES``, and the client maps them back by ``REASONS``: what
-the core raises is what the caller catches. This module knows no gRPC.
+The planes raise these, one interceptor maps them to gRPC statuses by ``CODES``, and the client maps
+them back by ``REASONS``: what the core raises is what the caller catches. This module knows no
+gRPC.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ from typing import Final
 
 
 class KvplaneError(Exception):
-    """Base of all. ``message`` is for people; ``field`` names the request field at fault, dotted, or is empty.
+    """Base of all. ``message`` is for people; ``field`` names the request field at fault, dotted,
+    or is empty.
 
     ``retry_delay_s``: seconds to wait before trying again, None when trying again can not help.
     """

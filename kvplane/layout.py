@@ -1,7 +1,8 @@
 """What the bytes of a pool mean, as a frozen value with a fingerprint.
 
-One block holds K and V of ``block_size_tokens`` tokens for every layer of one group. In each layer its page is laid out
-``[2, num_kv_heads, block_size_tokens, head_size]``, K before V (the order that vLLM and FlashInfer call HND).
+One block holds K and V of ``block_size_tokens`` tokens for every layer of one group. In each layer
+its page is laid out ``[2, num_kv_heads, block_size_tokens, head_size]``, K before V (the order that
+vLLM and FlashInfer call HND).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FROM_WIRE: Final = {v: k for k, v in _TO_WIRE.items()}
 
 
 def dtype_to_wire(dtype: str) -> pb.ElementType:
-    """``"bfloat16"`` -> ``ELEMENT_TYPE_BFLOAT16``. Raises InvalidRequestError for an unknown name."""
+    """``"bfloat16"`` -> ``ELEMENT_TYPE_BFLOAT16``. Raises InvalidRequestError for another name."""
     if dtype not in _TO_WIRE:
         raise InvalidRequestError(f"{dtype!r} is none of {', '.join(_TO_WIRE)}", field="dtype")
     return _TO_WIRE[dtype]
@@ -62,7 +63,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         _require(1 <= len(self.model_id) <= 256, "model_id", "1 to 256 characters")
-        _require(self.block_size_tokens in BLOCK_SIZES, "block_size_tokens", f"one of {BLOCK_SIZES}")
+        _require(
+            self.block_size_tokens in BLOCK_SIZES, "block_size_tokens", f"one of {BLOCK_SIZES}"
+        )
         _require(self.dtype in ELEMENT_BYTES, "dtype", f"one of {tuple(ELEMENT_BYTES)}")
         _require(self.kv_dtype in ELEMENT_BYTES, "kv_dtype", f"one of {tuple(ELEMENT_BYTES)}")
         _require(len(self.groups) >= 1, "groups", "at least one")
@@ -129,7 +132,7 @@ class Layout:
 
     @classmethod
     def from_proto(cls, message: pb.Layout) -> Layout:
-        """From a message. Raises InvalidRequestError, also when a fingerprint is sent that is not right."""
+        """From a message. Raises InvalidRequestError, also for a fingerprint that is not right."""
         layout = cls(
             model_id=message.model_id,
             block_size_tokens=message.block_size_tokens,

@@ -1,7 +1,7 @@
 """Signatures of the payloads that the planes write for each other and clients carry.
 
-HMAC-SHA256 (RFC 2104) under a key that only the two planes of a pool share. The type tag is part of what is signed, so that a
-receipt can not pass for a plan.
+HMAC-SHA256 (RFC 2104) under a key that only the two planes of a pool share. The type tag is part of
+what is signed, so that a receipt can not pass for a plan.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def sign(key: bytes, type_tag: str, payload: bytes) -> bytes:
 def verify(
     key: bytes, want_type: str, type_tag: str, payload: bytes, signature: bytes, *, field: str
 ) -> None:
-    """Raise BadSignatureError naming ``field`` unless this is a ``want_type`` signed with ``key``."""
+    """Raise BadSignatureError naming ``field`` unless it is a ``want_type`` signed with ``key``."""
     if type_tag != want_type:
         raise BadSignatureError(f"expected a signed {want_type}", field=f"{field}.type")
     if not hmac.compare_digest(sign(key, type_tag, payload), signature):
