@@ -1,0 +1,57 @@
+"""A data plane with its gRPC server, registered with a control side that the test moves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from plan_author import LAYOUT, POOL_ID, PlanAuthor
+from register_side import RegisterSide
+
+from data_plane.config import DataPlaneConfig
+from data_plane.server import DataPlaneServer
+
+
+def write_layout(folder: Path) -> Path:
+    path = folder / "layout.json"
+    path.write_text(json.dumps(asdict(LAYOUT)))
+    return path
+
+
+def config_of(folder: Path, control_plane: str, **settings: Any) -> DataPlaneConfig:
+    values: dict[str, Any] = {
+        "control_plane": control_plane,
+        "bind": "127.0.0.1:0",
+        "pool_id": POOL_ID,
+        "layout": write_layout(folder),
+        "num_device_blocks": 8,
+        "num_host_blocks": 4,
+        "num_threads": 1,
+        "metrics_port": -1,
+        "grace_s": 1.0,
+    }
+    return DataPlaneConfig(**{**values, **settings})
+
+
+@asynccontextmanager
+async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[DataPlaneServer, Any]]:
+    """A registered data plane and the control side that it is registered with."""
+    side = await RegisterSide().start()
+    server = await DataPlaneServer.start(config_of(folder, side.address, **settings))
+    try:
+        await side.until(server.registered.is_set)
+        server.executor.pools.device_tier.zero_()
+        server.executor.pools.host_tier.zero_()
+        yield server, side
+        server.executor.check_integrity()
+    finally:
+        await server.stop()
+        await side.stop()
+
+
+def author_of(server: DataPlaneServer, side: RegisterSide) -> PlanAuthor:
+    return PlanAuthor(server.executor.epoch, side.incarnation, side.key)

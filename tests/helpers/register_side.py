@@ -1,0 +1,109 @@
+"""The control plane's end of registration streams, over a real socket, moved by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
+
+from kvplane import signing
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import control_pb2_grpc
+
+
+class RegisterSide(control_pb2_grpc.ControlPlaneServiceServicer):
+    """Accepts every Hello, resumes those of its own incarnation, keeps what it is told."""
+
+    def __init__(self, incarnation: int = 1, *, heartbeat_s: float = 0.05) -> None:
+        self.incarnation = incarnation
+        self.key = signing.new_key()
+        self.heartbeat_s = heartbeat_s
+        self.hellos: list[pb.Hello] = []
+        self.reported: list[pb.ReportedBlock] = []
+        self.num_report_parts = 0
+        self.max_session_id = -1
+        self.fences_done: asyncio.Queue[int] = asyncio.Queue()
+        self.heartbeats: asyncio.Queue[None] = asyncio.Queue()
+        self.accepted = asyncio.Event()
+        self._known_epochs: set[int] = set()
+        self._num_streams = 0
+        self._outbox: asyncio.Queue[pb.RegisterResponse | None] = asyncio.Queue()
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(self, self._server)
+        self.port = 0
+
+    async def start(self, port: int = 0) -> RegisterSide:
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        await self._server.start()
+        return self
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        """Wait until ``reached``, for a while."""
+        async with asyncio.timeout(20):
+            while not reached():
+                await asyncio.sleep(0.01)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def say(self, **message: Any) -> None:
+        self._outbox.put_nowait(pb.RegisterResponse(**message))
+
+    def break_streams(self) -> None:
+        """End every registration stream, as a lost network would."""
+        for _ in range(self._num_streams):
+            self._outbox.put_nowait(None)
+
+    async def Register(
+        self, request_iterator: AsyncIterator[pb.RegisterRequest], context: Any
+    ) -> AsyncIterator[pb.RegisterResponse]:
+        self._num_streams += 1
+        self.accepted.clear()
+        hello = (await anext(aiter(request_iterator))).hello
+        self.hellos.append(hello)
+        resumed = hello.epoch in self._known_epochs and hello.incarnation == self.incarnation
+        interval = Duration()
+        interval.FromNanoseconds(int(self.heartbeat_s * 1e9))
+        yield pb.RegisterResponse(
+            welcome=pb.Welcome(
+                protocol_version=1,
+                incarnation=self.incarnation,
+                resumed=resumed,
+                key=self.key,
+                heartbeat_interval=interval,
+            )
+        )
+        self._known_epochs.add(hello.epoch)
+        if resumed:
+            self.accepted.set()
+        reader = asyncio.create_task(self._read(request_iterator))
+        try:
+            while (message := await self._outbox.get()) is not None:
+                yield message
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream is broken")
+        finally:
+            reader.cancel()
+            self._num_streams -= 1
+
+    async def _read(self, requests: AsyncIterator[pb.RegisterRequest]) -> None:
+        async for request in requests:
+            kind = request.WhichOneof("message")
+            if kind == "report":
+                self.num_report_parts += 1
+                self.reported.extend(request.report.blocks)
+                self.max_session_id = request.report.max_session_id
+                if request.report.last:
+                    self.say(report_accepted=pb.ReportAccepted())
+                    self.accepted.set()
+            elif kind == "fence_done":
+                self.fences_done.put_nowait(request.fence_done.session_id)
+            elif kind == "heartbeat":
+                self.heartbeats.put_nowait(None)

@@ -1,0 +1,162 @@
+"""A data plane registers, reports, obeys, and comes back after every break."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from data_server import author_of, config_of, serving
+from plan_author import publication, row, set_blocks, tokens
+from register_side import RegisterSide
+
+from data_plane import EmbeddedDataPlane
+from data_plane.registrar import _BLOCKS_PER_REPORT
+from data_plane.server import DataPlaneServer
+from kvplane.errors import PoolNotReadyError, SessionExpiredError
+from kvplane.execution import DataClient
+from kvplane.health import check
+from kvplane.v1 import control_pb2 as pb
+
+SERVICE = "kvplane.v1.DataPlaneService"
+
+
+async def test_hello_says_who_and_what_registers(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, side):
+        hello = side.hellos[0]
+        assert hello.epoch == server.executor.epoch
+        assert hello.layout.fingerprint == server.executor.layout.fingerprint
+        assert (hello.num_device_blocks, hello.num_host_blocks) == (8, 4)
+        assert hello.address == server.address
+        assert hello.incarnation == 0
+        assert (hello.shard.num_shards, hello.shard.num_layers) == (1, 2)
+
+
+async def test_health_is_not_serving_until_registered(tmp_path: Path) -> None:
+    side = RegisterSide()
+    await side.start()
+    port = side.port
+    await side.stop()
+    server = await DataPlaneServer.start(config_of(tmp_path, f"127.0.0.1:{port}"))
+    try:
+        assert await check(server.address) == "NOT_SERVING"
+        late = await RegisterSide().start(port)
+        await asyncio.wait_for(server.registered.wait(), 20)
+        assert await check(server.address) == "SERVING"
+        assert await check(server.address, service=SERVICE) == "SERVING"
+        await late.stop()
+    finally:
+        await server.stop()
+
+
+async def test_a_broken_stream_is_resumed_and_sessions_live_on(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, side):
+        author = author_of(server, side)
+        server.executor.open(author.grant())
+        plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 2)])
+        server.executor.start(1, plan)
+        side.break_streams()
+        await side.until(lambda: len(side.hellos) == 2)
+        await side.until(side.accepted.is_set)
+        assert side.hellos[1].incarnation == side.incarnation
+        assert side.num_report_parts == 1, "a resumed data plane does not report again"
+        server.executor.layer(1, 0, None, tokens(2), tokens(2))
+
+
+async def test_a_new_control_plane_learns_blocks_and_old_sessions_end(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, side):
+        author = author_of(server, side)
+        server.executor.open(author.grant(7))
+        server.executor.start(7, author.plan(1, 7, changes=[set_blocks(1, [(0, 5), (1, 1)])]))
+        side.say(publish=pb.PublishBlocks(publications=[publication(0, 5)]))
+        await side.until(lambda: server.executor.num_published_blocks == 1)
+        await side.stop()
+        successor = await RegisterSide(incarnation=2).start(side.port)
+        try:
+            await successor.until(successor.accepted.is_set)
+            known = {b.block.index: b for b in successor.reported}
+            assert {i: b.block.generation for i, b in known.items()} == {0: 5, 1: 1}
+            assert known[0].publication == publication(0, 5)
+            assert not known[1].HasField("publication")
+            assert successor.max_session_id == 7
+            assert server.executor.incarnation == 2
+            with pytest.raises(SessionExpiredError):
+                server.executor.receipt(7)
+        finally:
+            await successor.stop()
+
+
+async def test_a_control_plane_of_a_lower_incarnation_gets_nothing(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, side):
+        await side.stop()
+        second = await RegisterSide(incarnation=2).start(side.port)
+        await second.until(second.accepted.is_set)
+        await second.stop()
+        older = await RegisterSide(incarnation=1).start(side.port)
+        await older.until(lambda: bool(older.hellos))
+        await asyncio.sleep(0.1)
+        await older.stop()
+        assert older.num_report_parts == 0
+        assert server.executor.incarnation == 2
+
+
+async def test_large_reports_come_in_parts(tmp_path: Path) -> None:
+    num_blocks = _BLOCKS_PER_REPORT + 3
+    async with serving(tmp_path, num_device_blocks=num_blocks) as (server, side):
+        author = author_of(server, side)
+        server.executor.open(author.grant())
+        change = set_blocks(1, [(i, 1) for i in range(num_blocks)])
+        server.executor.start(1, author.plan(1, changes=[change]))
+        await side.stop()
+        successor = await RegisterSide(incarnation=2).start(side.port)
+        await successor.until(successor.accepted.is_set)
+        await successor.stop()
+        assert successor.num_report_parts == 2
+        assert len(successor.reported) == num_blocks
+
+
+async def test_a_fence_ends_the_session_before_it_is_answered(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, side):
+        author = author_of(server, side)
+        server.executor.open(author.grant(3))
+        side.say(fence=pb.Fence(session_id=3))
+        assert await asyncio.wait_for(side.fences_done.get(), 10) == 3
+        with pytest.raises(SessionExpiredError):
+            server.executor.open(author.grant(3))
+
+
+async def test_heartbeats_come_at_the_interval_asked_for(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_server, side):
+        for _ in range(3):
+            await asyncio.wait_for(side.heartbeats.get(), 10)
+
+
+async def test_a_malformed_publication_does_not_end_the_data_plane(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, side):
+        bad = publication(99)
+        side.say(publish=pb.PublishBlocks(publications=[bad]))
+        await side.until(lambda: len(side.hellos) == 2)
+        await side.until(side.accepted.is_set)
+        async with DataClient(server.address) as client:
+            assert (await client.describe()).epoch == server.executor.epoch
+
+
+async def test_an_embedded_data_plane_registers_and_serves_from_a_thread(tmp_path: Path) -> None:
+    side = await RegisterSide().start()
+    plane = EmbeddedDataPlane(config_of(tmp_path, side.address))
+    executor = await asyncio.to_thread(plane.start)
+    try:
+        assert side.hellos[0].epoch == executor.epoch
+        async with DataClient(plane.address) as client:
+            assert (await client.describe()).epoch == executor.epoch
+    finally:
+        await asyncio.to_thread(plane.stop)
+        await side.stop()
+    assert "data-plane-loop" not in {thread.name for thread in threading.enumerate()}
+
+
+async def test_an_embedded_data_plane_with_no_control_plane_says_so(tmp_path: Path) -> None:
+    plane = EmbeddedDataPlane(config_of(tmp_path, "127.0.0.1:1"))
+    with pytest.raises(PoolNotReadyError):
+        await asyncio.to_thread(plane.start, 0.3)
