@@ -25,13 +25,15 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from control_plane.server import ControlPlaneServer
 from control_plane.service import SERVICE
 from kvplane import ops, protocol
-from kvplane.errors import InternalError
+from kvplane.errors import InternalError, SessionNotFoundError
 from kvplane.serving import server as serving
 from kvplane.status import from_rpc_error
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
+from kvplane.v1 import types_pb2 as tpb
 
 ROOT = Path(__file__).resolve().parents[2]
+TLS = Path(__file__).parent / "tls"
 DESCRIBE = pb.DescribeControlPlaneRequest()
 
 
@@ -176,7 +178,7 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
     assert told["kvplane_incarnation"] == float(control_server.core.incarnation)
     assert told['kvplane_rejections_total{reason="SEQUENCE_EXISTS"}'] == 1
     assert told['kvplane_rejections_total{reason="BAD_SIGNATURE"}'] == 1
-    admits = f"kvplane_rpc_handled_total{{code="
+    admits = "kvplane_rpc_handled_total{code="
     method = f',method="/{SERVICE}/Admit"}}'
     assert told[f'{admits}"OK"{method}'] == 2
     assert told[f'{admits}"ALREADY_EXISTS"{method}'] == 1
@@ -207,6 +209,34 @@ async def test_the_port_is_written_for_whoever_waits_for_it(
     port_file = tmp_path / "port"
     server = await start_control_plane(port_file=port_file)
     assert server.address == f"127.0.0.1:{int(port_file.read_text())}"
+
+
+async def test_a_tenant_is_whom_the_client_certificate_names(start_control_plane: Any) -> None:
+    server = await start_control_plane(
+        tls_certificate=TLS / "server.pem",
+        tls_key=TLS / "server.key",
+        tls_client_ca=TLS / "ca.pem",
+    )
+    files = [(TLS / name).read_bytes() for name in ("ca.pem", "client.key", "client.pem")]
+    options = [("grpc.ssl_target_name_override", "kvplane.test")]
+    known, unknown = grpc.ssl_channel_credentials(*files), grpc.ssl_channel_credentials(files[0])
+    async with grpc.aio.secure_channel(server.address, unknown, options) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await control_pb2_grpc.ControlPlaneServiceStub(channel).DescribeControlPlane(DESCRIBE)
+        assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+    async with grpc.aio.secure_channel(server.address, known, options) as channel:
+        stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+        shard = RawShard(stub)
+        await shard.register()
+        await shard.report()
+        session = await RawSession.open(stub, shard)
+        grant = tpb.SessionGrant.FromString(session.opened.grant.payload)
+        assert grant.tenant == "tenant-a"
+        session.ran(await session.admit(1, list(range(20))))
+        await session.submit()
+        assert (await shard.receive()).publish.publications[0].tenant == "tenant-a"
+        with pytest.raises(SessionNotFoundError):
+            server.core.renew_session(session.id, "tenant-b")
 
 
 async def test_stopping_answers_what_is_in_flight_and_ends_idle_streams_at_once(
@@ -329,6 +359,33 @@ def test_the_program_logs_its_settings_serves_and_stops_when_told(tmp_path: Path
     assert "lease_s=30.0" in settings
     assert any(f"address={address}" in line for line in lines)
     assert "stopped" in lines[-1]
+
+
+async def test_a_control_plane_that_slept_past_a_lease_does_not_end_it(tmp_path: Path) -> None:
+    port_file = tmp_path / "port"
+    argv = ["--bind=127.0.0.1:0", "--metrics-port=-1", f"--port-file={port_file}", "--lease-s=2"]
+    process = subprocess.Popen([sys.executable, "-m", "control_plane", *argv], cwd=ROOT)
+    try:
+        async with asyncio.timeout(60):
+            while not port_file.exists():
+                await asyncio.sleep(0.02)
+        async with grpc.aio.insecure_channel(
+            f"127.0.0.1:{port_file.read_text().strip()}"
+        ) as channel:
+            stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+            shard = RawShard(stub)
+            await shard.register()
+            await shard.report()
+            session = await RawSession.open(stub, shard)
+            process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(2.3)  # longer than the lease, by less than half of it
+            process.send_signal(signal.SIGCONT)
+            await asyncio.sleep(0.5)
+            await session.admit(1, [1, 2, 3])
+            shard.hang_up()
+    finally:
+        process.kill()
+        process.wait()
 
 
 async def test_a_signal_is_waited_for_and_its_handler_given_back() -> None:
