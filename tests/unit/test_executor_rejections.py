@@ -1,0 +1,534 @@
+"""What the executor refuses. Every refusal names its field and leaves bytes and names as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from data_rig import Rig
+from plan_author import (
+    DEVICE,
+    HOST,
+    PlanAuthor,
+    drop,
+    fork,
+    publication,
+    ref,
+    row,
+    set_blocks,
+    tokens,
+    transfer,
+)
+
+from kvplane import signing
+from kvplane.errors import (
+    BadSignatureError,
+    BlockInUseError,
+    BlockPublishedError,
+    InvalidRequestError,
+    KvplaneError,
+    PlanConflictError,
+    PlanOutOfOrderError,
+    SequenceNotFoundError,
+    SequenceSwappedError,
+    SessionExpiredError,
+    StaleEpochError,
+    StaleGenerationError,
+    StaleIncarnationError,
+)
+from kvplane.v1 import types_pb2 as pb
+
+HUGE = 2**63 - 1
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """Sequence 1 holds 12 tokens in device blocks 0 and 1; plan 1 has run. At the end the session
+    must still be able to run a plan.
+    """
+    rig = Rig()
+    rig.admit(1)
+    yield rig
+    latest = rig.executor._sessions.get(1).latest
+    assert latest is not None
+    number = latest.number + 1
+    changes = [set_blocks(50, [(7, 99)])]
+    assert rig.run(number, resync=True, changes=changes, rows=[row(50, 0, 3)]).plan_number == number
+    rig.executor.check_integrity()
+
+
+BAD_PLANS: dict[str, tuple[type[KvplaneError], str, dict[str, Any]]] = {
+    "another pool": (InvalidRequestError, "plan.pool_id", {"pool_id": "other"}),
+    "no epochs": (InvalidRequestError, "plan.shard_epochs", {"shard_epochs": []}),
+    "too many epochs": (InvalidRequestError, "plan.shard_epochs", {"shard_epochs": [1, 2]}),
+    "an older epoch": (StaleEpochError, "plan.shard_epochs[0]", {"shard_epochs": [1]}),
+    "an older incarnation": (StaleIncarnationError, "plan.incarnation", {"incarnation": 0}),
+    "a newer incarnation": (StaleIncarnationError, "plan.incarnation", {"incarnation": 9}),
+    "another session": (InvalidRequestError, "plan.session_id", {"session_id": 2}),
+    "number 0": (InvalidRequestError, "plan.number", {"number": 0}),
+    "a negative number": (InvalidRequestError, "plan.number", {"number": -5}),
+    "the largest number": (InvalidRequestError, "plan.number", {"number": HUGE}),
+    "a skipped plan": (PlanOutOfOrderError, "plan.previous", {"number": 4, "previous": 3}),
+    "an earlier branch": (PlanOutOfOrderError, "plan.previous", {"previous": 0}),
+    "an unknown sequence in a row": (
+        SequenceNotFoundError,
+        "plan.rows[0].sequence_id",
+        {"rows": [row(9, 0, 1)]},
+    ),
+    "a sequence in two rows": (
+        InvalidRequestError,
+        "plan.rows[1].sequence_id",
+        {"rows": [row(1, 12, 1), row(1, 13, 1)]},
+    ),
+    "a row past its table": (
+        InvalidRequestError,
+        "plan.rows[0].num_tokens",
+        {"rows": [row(1, 12, 5)]},
+    ),
+    "a row of no tokens": (
+        InvalidRequestError,
+        "plan.rows[0].num_tokens",
+        {"rows": [row(1, 12, 0)]},
+    ),
+    "a row of negative tokens": (
+        InvalidRequestError,
+        "plan.rows[0].num_tokens",
+        {"rows": [row(1, 12, -1)]},
+    ),
+    "a huge row": (InvalidRequestError, "plan.rows[0].num_tokens", {"rows": [row(1, 0, HUGE)]}),
+    "a negative position": (
+        InvalidRequestError,
+        "plan.rows[0].first_position",
+        {"rows": [row(1, -1, 1)]},
+    ),
+    "a huge position": (
+        InvalidRequestError,
+        "plan.rows[0].first_position",
+        {"rows": [row(1, HUGE, 1)]},
+    ),
+    "a row on the host tier": (
+        SequenceSwappedError,
+        "plan.rows[0].sequence_id",
+        {"changes": [set_blocks(2, [(0, 1)], tier=HOST)], "rows": [row(2, 0, 1)]},
+    ),
+    "no such device block": (
+        InvalidRequestError,
+        "plan.changes[0].set.blocks.indices[1]",
+        {"changes": [set_blocks(2, [(2, 1), (8, 1)])]},
+    ),
+    "a negative block": (
+        InvalidRequestError,
+        "plan.changes[0].set.blocks.indices[0]",
+        {"changes": [set_blocks(2, [(-1, 1)])]},
+    ),
+    "no such host block": (
+        InvalidRequestError,
+        "plan.changes[0].set.blocks.indices[0]",
+        {"changes": [set_blocks(2, [(4, 1)], tier=HOST)]},
+    ),
+    "more blocks than the pool": (
+        InvalidRequestError,
+        "plan.changes[0].set.blocks.indices",
+        {"changes": [set_blocks(2, [(i % 8, 1) for i in range(9)])]},
+    ),
+    "no tier": (
+        InvalidRequestError,
+        "plan.changes[0].set.blocks.tier",
+        {"changes": [set_blocks(2, [(0, 1)], tier=pb.TIER_UNSPECIFIED)]},
+    ),
+    "another tier without replace": (
+        InvalidRequestError,
+        "plan.changes[0].set.blocks.tier",
+        {"changes": [set_blocks(1, [(0, 1)], tier=HOST)]},
+    ),
+    "a gap in a table": (
+        InvalidRequestError,
+        "plan.changes[0].set.first_block",
+        {"changes": [set_blocks(1, [(2, 1)], first_block=3)]},
+    ),
+    "a negative first block": (
+        InvalidRequestError,
+        "plan.changes[0].set.first_block",
+        {"changes": [set_blocks(1, [(2, 1)], first_block=-1)]},
+    ),
+    "fewer generations than blocks": (
+        InvalidRequestError,
+        "plan.changes[0].set.blocks.generations",
+        {
+            "changes": [
+                pb.TableChange(
+                    sequence_id=2,
+                    set=pb.SetBlocks(blocks=pb.Blocks(tier=DEVICE, indices=[2]), fresh=[True]),
+                )
+            ]
+        },
+    ),
+    "fewer flags than blocks": (
+        InvalidRequestError,
+        "plan.changes[0].set.fresh",
+        {"changes": [set_blocks(2, [(2, 1)], fresh=[])]},
+    ),
+    "an old generation": (
+        StaleGenerationError,
+        "plan.changes[0].set.blocks.generations[0]",
+        {"changes": [set_blocks(2, [(0, 2)], fresh=False)]},
+    ),
+    "a block never handed out": (
+        StaleGenerationError,
+        "plan.changes[0].set.blocks.generations[0]",
+        {"changes": [set_blocks(2, [(5, 0)], fresh=False)]},
+    ),
+    "a fresh block of its present generation": (
+        StaleGenerationError,
+        "plan.changes[0].set.blocks.generations[0]",
+        {"changes": [set_blocks(2, [(0, 1)])]},
+    ),
+    "a fresh block of the largest generation": (
+        StaleGenerationError,
+        "plan.changes[0].set.blocks.generations[0]",
+        {"changes": [set_blocks(2, [(5, HUGE)])]},
+    ),
+    "a fresh block that an own table keeps naming": (
+        StaleGenerationError,
+        "plan.changes",
+        {"changes": [set_blocks(2, [(0, 2)])]},
+    ),
+    "a group that is not there": (
+        InvalidRequestError,
+        "plan.changes[0].group",
+        {"changes": [pb.TableChange(sequence_id=1, group=1, drop=pb.DropTable())]},
+    ),
+    "a change of nothing": (
+        InvalidRequestError,
+        "plan.changes[0].change",
+        {"changes": [pb.TableChange(sequence_id=1)]},
+    ),
+    "sequence 0": (InvalidRequestError, "plan.changes[0].sequence_id", {"changes": [drop(0)]}),
+    "a drop of nothing": (
+        SequenceNotFoundError,
+        "plan.changes[0].sequence_id",
+        {"changes": [drop(4)]},
+    ),
+    "a fork of nothing": (
+        SequenceNotFoundError,
+        "plan.changes[0].fork.parent_sequence_id",
+        {"changes": [fork(2, 7, 1)]},
+    ),
+    "a fork of itself": (
+        InvalidRequestError,
+        "plan.changes[0].fork.parent_sequence_id",
+        {"changes": [fork(1, 1, 1)]},
+    ),
+    "a fork of more than there is": (
+        InvalidRequestError,
+        "plan.changes[0].fork.num_blocks",
+        {"changes": [fork(2, 1, 3)]},
+    ),
+    "a write to a shared block": (
+        BlockPublishedError,
+        "plan.rows[0]",
+        {"changes": [fork(2, 1, 2)], "rows": [row(2, 12, 1)]},
+    ),
+    "a transfer into a block not handed out": (
+        StaleGenerationError,
+        "plan.transfers[0].destination.generation",
+        {"transfers": [transfer(ref(0), ref(1))]},
+    ),
+    "a transfer from an old generation": (
+        StaleGenerationError,
+        "plan.transfers[0].source.generation",
+        {"changes": [set_blocks(2, [(2, 1)])], "transfers": [transfer(ref(0, 7), ref(2))]},
+    ),
+    "a transfer from nowhere": (
+        InvalidRequestError,
+        "plan.transfers[0].source.index",
+        {"changes": [set_blocks(2, [(2, 1)])], "transfers": [transfer(ref(HUGE), ref(2))]},
+    ),
+    "a transfer to itself": (
+        InvalidRequestError,
+        "plan.transfers[0].destination.index",
+        {"changes": [set_blocks(2, [(2, 1)])], "transfers": [transfer(ref(2), ref(2))]},
+    ),
+    "a transfer inside the host tier": (
+        InvalidRequestError,
+        "plan.transfers[0].destination.tier",
+        {
+            "changes": [set_blocks(2, [(0, 1), (1, 1)], tier=HOST)],
+            "transfers": [transfer(ref(0, 1, HOST), ref(1, 1, HOST))],
+        },
+    ),
+    "a transfer of another group": (
+        InvalidRequestError,
+        "plan.transfers[0].group",
+        {
+            "changes": [set_blocks(2, [(2, 1)])],
+            "transfers": [pb.Transfer(group=1, source=ref(0), destination=ref(2))],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PLANS)
+def test_a_plan_is_refused_for(rig: Rig, name: str) -> None:
+    error, field, fields = BAD_PLANS[name]
+    plan = rig.author.plan(**{"number": 2, "previous": 1, **fields})
+    with rig.refuses(error, field):
+        rig.executor.start(1, plan)
+    assert rig.executor.counters.num_rejections == {error("").reason: 1}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"changes": [set_blocks(30, [(2, 1), (99, 1)])]},
+        {"transfers": [transfer(ref(99), ref(6, 3))]},
+        {"rows": [row(1, 0, 99)]},
+    ],
+)
+def test_a_refused_plan_undoes_the_changes_that_came_before_the_bad_part(
+    rig: Rig, bad: dict[str, Any]
+) -> None:
+    rig.publish(0)
+    good = [
+        set_blocks(21, [(6, 3), (7, 4)]),
+        fork(22, 21, 1),
+        drop(21),
+        set_blocks(23, [(3, 9)], tier=HOST),
+        drop(1),
+        set_blocks(24, [(0, 2)]),
+        set_blocks(1, [(1, 1)], fresh=False),
+    ]
+    with rig.refuses(InvalidRequestError):
+        rig.start(2, **{**bad, "changes": [*good, *bad.get("changes", [])]})
+    assert rig.executor.num_published_blocks == 1
+    assert rig.run(2, changes=good).plan_number == 2, "the good part alone is a plan"
+
+
+SPOILERS: dict[str, Callable[[pb.SignedPayload], pb.SignedPayload]] = {
+    "a flipped bit": lambda s: pb.SignedPayload(
+        type=s.type,
+        payload=s.payload[:-1] + bytes([s.payload[-1] ^ 1]),
+        signature=s.signature,
+    ),
+    "truncated bytes": lambda s: pb.SignedPayload(
+        type=s.type, payload=s.payload[:-3], signature=s.signature
+    ),
+    "no bytes": lambda s: pb.SignedPayload(type=s.type, signature=s.signature),
+    "no signature": lambda s: pb.SignedPayload(type=s.type, payload=s.payload),
+    "half a signature": lambda s: pb.SignedPayload(
+        type=s.type, payload=s.payload, signature=s.signature[:16]
+    ),
+    "another type": lambda s: pb.SignedPayload(
+        type=signing.RECEIPT, payload=s.payload, signature=s.signature
+    ),
+    "no type": lambda s: pb.SignedPayload(payload=s.payload, signature=s.signature),
+}
+
+
+@pytest.mark.parametrize("name", SPOILERS)
+def test_a_plan_and_a_grant_are_refused_with(rig: Rig, name: str) -> None:
+    plan = rig.author.plan(2, rows=[row(1, 12, 1)])
+    with rig.refuses(BadSignatureError):
+        rig.executor.start(1, SPOILERS[name](plan))
+    with rig.refuses(BadSignatureError):
+        rig.executor.open(SPOILERS[name](rig.author.grant(2)))
+
+
+def test_a_plan_signed_with_another_key_is_refused(rig: Rig) -> None:
+    forger = PlanAuthor(rig.executor.epoch)
+    with rig.refuses(BadSignatureError, "plan.signature"):
+        rig.executor.start(1, forger.plan(2, rows=[row(1, 12, 1)]))
+
+
+def test_a_receipt_does_not_pass_for_a_plan(rig: Rig) -> None:
+    receipt = rig.executor.receipt(1)
+    assert receipt is not None
+    with rig.refuses(BadSignatureError, "plan.type"):
+        rig.executor.start(1, receipt)
+    as_plan = pb.SignedPayload(
+        type=signing.PLAN, payload=receipt.payload, signature=receipt.signature
+    )
+    with rig.refuses(BadSignatureError, "plan.signature"):
+        rig.executor.start(1, as_plan)
+
+
+def test_signed_bytes_that_are_no_plan_are_refused(rig: Rig) -> None:
+    with rig.refuses(InvalidRequestError, "plan.payload"):
+        rig.executor.start(1, rig.author.sign(signing.PLAN, b"\xff\xff\xff"))
+
+
+def test_a_plan_of_an_earlier_life_is_called_stale_and_not_forged(rig: Rig) -> None:
+    former = PlanAuthor(epoch=12345)
+    with rig.refuses(StaleEpochError):
+        rig.executor.start(1, former.plan(2))
+    former = PlanAuthor(rig.executor.epoch, incarnation=0)
+    with rig.refuses(StaleIncarnationError):
+        rig.executor.start(1, former.plan(2))
+
+
+def test_the_same_number_with_another_content_is_a_conflict(rig: Rig) -> None:
+    with rig.refuses(PlanConflictError, "plan.number"):
+        rig.start(1, previous=0)
+    rig.start(2, rows=[row(1, 12, 1)])
+    with rig.refuses(PlanConflictError, "plan.number"):
+        rig.start(2, rows=[row(1, 12, 2)])
+
+
+def test_a_replayed_plan_of_a_closed_session_is_refused(rig: Rig) -> None:
+    rig.open(2)
+    plan = rig.author.plan(1, 2, changes=[set_blocks(1, [(5, 1)])])
+    rig.executor.start(2, plan)
+    rig.executor.fence(2)
+    with rig.refuses(SessionExpiredError):
+        rig.executor.start(2, plan)
+    with rig.refuses(SessionExpiredError):
+        rig.executor.start(rig.author.grant(2), plan)
+
+
+def test_a_plan_is_refused_while_another_runs(rig: Rig) -> None:
+    rig.start(2, rows=[row(1, 12, 1)])
+    with rig.refuses(PlanOutOfOrderError, "plan.previous"):
+        rig.start(3, rows=[row(1, 13, 1)])
+
+
+def test_another_sessions_block_is_not_handed_out(rig: Rig) -> None:
+    rig.open(2)
+    with rig.refuses(BlockInUseError, "plan.changes[0].set.blocks.generations[0]"):
+        rig.start(1, 2, changes=[set_blocks(1, [(0, 2)])])
+
+
+def test_a_write_to_a_block_published_after_the_plan_started_is_refused(rig: Rig) -> None:
+    rig.start(2, rows=[row(1, 12, 1)])
+    rig.publish(1)
+    with rig.refuses(BlockPublishedError):
+        rig.layer(0, 1)
+    with rig.refuses(BlockPublishedError):
+        rig.executor.write_layer(1, 0, tokens(1), tokens(1))
+    with rig.refuses(BlockPublishedError):
+        rig.executor.write_blocks(1, 1, 1, torch.zeros(2, 1, 2, 2, 8, 16))
+
+
+Q, K = tokens(1, 4), tokens(1)
+BAD_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "too many tokens": ("key", {"key": tokens(2)}),
+    "too many heads": ("value", {"value": tokens(1, 3)}),
+    "another rank": ("key", {"key": K[0]}),
+    "another head size": ("key", {"key": K[..., :8]}),
+    "another dtype": ("value", {"value": K.to(torch.float16)}),
+    "a strided last dimension": ("key", {"key": torch.zeros(1, 2, 32)[..., ::2]}),
+    "heads that share unevenly": ("query", {"query": tokens(1, 3)}),
+    "no heads": ("query", {"query": tokens(1, 0)}),
+    "a query of another rank": ("query", {"query": Q[0]}),
+    "a query of another dtype": ("query", {"query": Q.double()}),
+    "another layer": ("layer", {"layer": 2}),
+    "a negative layer": ("layer", {"layer": -1}),
+    "a later layer": ("layer", {"layer": 1}),
+    "an infinite scale": ("options.scale", {"scale": float("inf")}),
+    "no number as scale": ("options.scale", {"scale": float("nan")}),
+    "a negative window": ("options.sliding_window_tokens", {"sliding_window_tokens": -1}),
+    "a huge window": ("options.sliding_window_tokens", {"sliding_window_tokens": 2**31}),
+    "too few slopes": ("options.alibi_slopes", {"alibi_slopes": [1.0]}),
+    "infinite slopes": ("options.alibi_slopes", {"alibi_slopes": [float("inf")] * 4}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LAYERS)
+def test_a_layer_is_refused_for(rig: Rig, name: str) -> None:
+    field, arguments = BAD_LAYERS[name]
+    rig.start(2, rows=[row(1, 12, 1)])
+    values: dict[str, Any] = {"layer": 0, "query": Q, "key": K, "value": K, **arguments}
+    with rig.refuses(InvalidRequestError, field):
+        rig.executor.layer(1, **values)
+    rig.layer(0, 1)
+    rig.layer(1, 1)
+
+
+def test_a_layer_that_was_not_written_is_not_attended(rig: Rig) -> None:
+    rig.start(2, rows=[row(1, 12, 1)])
+    with rig.refuses(InvalidRequestError, "layer"):
+        rig.executor.attend(1, 0, Q)
+
+
+def test_a_finished_plan_takes_no_more_layers(rig: Rig) -> None:
+    with rig.refuses(InvalidRequestError, "layer"):
+        rig.layer(0, 12)
+
+
+def test_a_layer_for_another_plan_than_the_latest_is_refused(rig: Rig) -> None:
+    rig.start(2, rows=[row(1, 12, 1)])
+    with rig.refuses(PlanOutOfOrderError, "plan.number"):
+        rig.executor.layer(1, 0, Q, K, K, plan_number=1)
+
+
+BAD_READS = {
+    "first_block": [(-1, 1), (2, 1), (HUGE, 1)],
+    "num_blocks": [(0, 0), (0, 3), (1, -1), (0, HUGE)],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "first", "num"), [(f, *span) for f, spans in BAD_READS.items() for span in spans]
+)
+def test_a_read_outside_the_table_is_refused(rig: Rig, field: str, first: int, num: int) -> None:
+    with rig.refuses(InvalidRequestError, field):
+        rig.executor.read_blocks(1, 1, first, num)
+
+
+@pytest.mark.parametrize(
+    ("field", "sequence", "first", "shape"),
+    [
+        ("sequence_id", 9, 1, (2, 1, 2, 2, 8, 16)),
+        ("first_block", 1, 0, (2, 1, 2, 2, 8, 16)),
+        ("first_block", 1, -1, (2, 1, 2, 2, 8, 16)),
+        ("first_block", 1, HUGE, (2, 1, 2, 2, 8, 16)),
+        ("blocks", 1, 1, (1, 1, 2, 2, 8, 16)),
+        ("blocks", 1, 1, (2, 1, 2, 2, 16)),
+        ("first_block", 1, 1, (2, 0, 2, 2, 8, 16)),
+    ],
+)
+def test_blocks_that_do_not_cover_the_row_are_refused(
+    rig: Rig, field: str, sequence: int, first: int, shape: tuple[int, ...]
+) -> None:
+    rig.start(2, rows=[row(1, 12, 1)])
+    with rig.refuses(InvalidRequestError, field):
+        rig.executor.write_blocks(1, sequence, first, torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("grant.pool_id", {"pool_id": "other"}),
+        ("grant.session_id", {"session_id": 0}),
+        ("grant.session_id", {"session_id": HUGE}),
+        ("grant.max_plans_in_flight", {"max_plans_in_flight": 0}),
+        ("grant.max_plans_in_flight", {"max_plans_in_flight": 2**31 - 1}),
+        ("grant.shard_epochs", {"shard_epochs": []}),
+    ],
+)
+def test_a_grant_is_refused_for(rig: Rig, field: str, fields: dict[str, Any]) -> None:
+    with rig.refuses(InvalidRequestError, field):
+        rig.executor.open(rig.author.grant(**{"session_id": 2, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("field", "spoil"),
+    [
+        ("block.index", lambda p: setattr(p.block, "index", 8)),
+        ("block.index", lambda p: setattr(p.block, "index", -1)),
+        ("block.tier", lambda p: setattr(p.block, "tier", HOST)),
+        ("block.generation", lambda p: setattr(p.block, "generation", 0)),
+        ("group", lambda p: setattr(p, "group", 1)),
+        ("hash", lambda p: setattr(p, "hash", b"short")),
+        ("parent_hash", lambda p: setattr(p, "parent_hash", b"short")),
+        ("token_ids", lambda p: setattr(p, "token_ids", b"\0" * 4)),
+    ],
+)
+def test_a_publication_is_refused_for(
+    rig: Rig, field: str, spoil: Callable[[pb.Publication], None]
+) -> None:
+    bad = publication(0)
+    spoil(bad)
+    with rig.refuses(InvalidRequestError, f"publications[0].{field}"):
+        rig.executor.publish([bad])
