@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import grpc.aio
 from google.protobuf.message import Message
@@ -14,6 +14,9 @@ from kvplane.errors import CancelledError, PlaneUnavailableError
 from kvplane.retry import Deadline, retry_until
 from kvplane.status import from_rpc_error
 from kvplane.tls import TlsOptions, open_channel
+
+# What gRPC says, as INTERNAL, when a call is used while its connection goes.
+_BROKEN_CALL: Final = "Internal error from Core"
 
 
 class Connection:
@@ -55,6 +58,8 @@ def typed_errors() -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
+        if error.details() == _BROKEN_CALL:
+            raise PlaneUnavailableError("the connection broke") from error
         raise from_rpc_error(error) from error
     except asyncio.InvalidStateError as error:
         raise PlaneUnavailableError("the call had ended") from error

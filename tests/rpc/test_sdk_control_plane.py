@@ -1,0 +1,358 @@
+"""The client against a real control plane, over a network that loses messages."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from control_wire import LAYOUT, RawShard
+from flaky_proxy import FlakyProxy
+
+from control_plane.server import ControlPlaneServer
+from kvplane import ControlClient, Session, ops
+from kvplane.errors import (
+    InvalidRequestError,
+    LayoutMismatchError,
+    NeverFitsError,
+    PoolFullError,
+    PoolNotFoundError,
+    PoolNotReadyError,
+    SequenceExistsError,
+    SequenceNotFoundError,
+    SessionExpiredError,
+    SessionNotFoundError,
+    StaleError,
+    StepConflictError,
+    TooManyPlansInFlightError,
+)
+from kvplane.layout import LayerGroup, Layout
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
+
+StartServer = Callable[..., Awaitable[ControlPlaneServer]]
+POOL = "pool"
+OK = pb.OPERATION_STATUS_OK
+
+
+@pytest.fixture
+async def proxy(control_server: ControlPlaneServer) -> AsyncIterator[FlakyProxy]:
+    async with FlakyProxy(control_server.address) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def client(proxy: FlakyProxy) -> AsyncIterator[ControlClient]:
+    async with ControlClient(proxy.address) as client:
+        yield client
+
+
+@pytest.fixture
+async def session(client: ControlClient, shard: RawShard) -> AsyncIterator[Session]:
+    async with await client.open_session(POOL, LAYOUT, "test") as session:
+        yield session
+
+
+async def lose_the_answer(
+    control_server: ControlPlaneServer,
+    client: ControlClient,
+    proxy: FlakyProxy,
+    call: Awaitable[object],
+) -> object:
+    """Cut the connection when the plane has run ``call`` and its answer is under way."""
+    before = fingerprint(control_server)
+    proxy.hold_answers()
+    task = asyncio.ensure_future(call)
+    while fingerprint(control_server) == before:
+        await asyncio.sleep(0.001)
+    assert not task.done()
+    proxy.cut()
+    return await task
+
+
+def fingerprint(control_server: ControlPlaneServer) -> object:
+    pool = control_server.core.describe_pool(POOL)
+    return pool.num_sequences, pool.usage
+
+
+async def test_the_client_sees_what_the_plane_is(
+    control_server: ControlPlaneServer, client: ControlClient, shard: RawShard
+) -> None:
+    description = await client.describe()
+    assert description.incarnation == control_server.core.incarnation
+    assert await client.list_pools() == [POOL]
+    pool = await client.wait_ready(POOL)
+    assert Layout.from_proto(pool.layout) == LAYOUT
+    assert pool.shards[0].address == shard.hello.address
+
+
+async def test_a_session_knows_its_terms(
+    control_server: ControlPlaneServer, session: Session
+) -> None:
+    grant = tpb.SessionGrant.FromString(session.grant.payload)
+    assert (grant.session_id, grant.pool_id, grant.tenant) == (session.id, POOL, "default")
+    assert session.layout == LAYOUT
+    assert (session.num_device_blocks, session.num_host_blocks) == (16, 8)
+    assert session.max_plans_in_flight == 4
+    assert session.time_to_live_s == pytest.approx(30)
+    assert session.incarnation == control_server.core.incarnation
+    assert [info.shard.index for info in session.shards] == [0]
+
+
+async def test_a_pool_that_is_not_there_is_told_apart_from_one_that_is_not_ready(
+    control_server: ControlPlaneServer, stub: object, client: ControlClient
+) -> None:
+    with pytest.raises(PoolNotFoundError):
+        await client.open_session(POOL, LAYOUT)
+    with pytest.raises(PoolNotReadyError):
+        await client.wait_ready(POOL, 0.3)
+    shard = RawShard(stub)  # type: ignore[arg-type]
+    await shard.register()
+    with pytest.raises(PoolNotReadyError):
+        await client.open_session(POOL, LAYOUT, timeout_s=0.3)
+    opening = asyncio.create_task(client.open_session(POOL, LAYOUT))
+    await asyncio.sleep(0.1)
+    await shard.report()
+    session = await opening
+    await session.close()
+    shard.hang_up()
+
+
+async def test_another_layout_does_not_get_a_session(
+    client: ControlClient, shard: RawShard
+) -> None:
+    other = Layout("other", 8, "float32", "float32", (LayerGroup("full", (0, 1), 2, 8),))
+    with pytest.raises(LayoutMismatchError):
+        await client.open_session(POOL, other)
+
+
+async def test_a_prompt_is_cached_for_others_once_its_receipt_is_in(
+    session: Session, shard: RawShard
+) -> None:
+    prompt = list(range(20))
+    admitted = await session.admit(1, prompt)
+    assert admitted.result.num_scheduled_tokens == 20
+    assert (await session.lookup_prefix(prompt)).num_cached_tokens == 0
+    session.add_receipt(shard.receipt(admitted.plan))
+    again = await session.step([ops.admit(2, prompt)])
+    assert again.results[0].admit.num_cached_tokens == 16
+    assert (await session.describe_sequence(2)).num_cached_tokens == 16
+    tables = [(await session.block_table(i)).tables[0].indices[:2] for i in (1, 2)]
+    assert tables[0] == tables[1]
+
+
+async def test_operations_run_as_unary_calls_too(session: Session, shard: RawShard) -> None:
+    def ran(plan: tpb.SignedPayload) -> None:
+        session.add_receipt(shard.receipt(plan))
+
+    ran((await session.admit(1, [1] * 12, max_total_tokens=24)).plan)
+    appended = await session.append(1, [2], 1)
+    assert appended.result.first_position == 12
+    ran(appended.plan)
+    forked = await session.fork(1, 2)
+    assert forked.result.num_blocks == 2
+    ran(forked.plan)
+    swapped = await session.swap_out([1, 2])
+    assert swapped.result.num_blocks == 2
+    ran(swapped.plan)
+    ran((await session.swap_in([1, 2])).plan)
+    await session.free(1)
+    await session.submit_receipts()
+    with pytest.raises(SequenceNotFoundError):
+        await session.describe_sequence(1)
+
+
+async def test_what_there_is_no_room_for_is_told_apart_from_what_never_fits(
+    session: Session,
+) -> None:
+    await session.admit(1, [1] * 100)
+    with pytest.raises(PoolFullError):
+        await session.admit(2, [2] * 100)
+    with pytest.raises(NeverFitsError):
+        await session.admit(2, [2] * 1000)
+    with pytest.raises(SequenceExistsError):
+        await session.admit(1, [1])
+    with pytest.raises(InvalidRequestError) as caught:
+        await session.admit(3, [])
+    assert caught.value.field == "operation.token_ids"
+    assert session.last_number == 1
+
+
+async def test_plans_in_flight_are_bounded(session: Session, shard: RawShard) -> None:
+    plans = [(await session.admit(i, [i] * 4)).plan for i in range(1, 5)]
+    with pytest.raises(TooManyPlansInFlightError):
+        await session.admit(5, [5])
+    session.add_receipt(shard.receipt(plans[0]))
+    await session.admit(5, [5])
+
+
+async def test_a_step_whose_answer_is_lost_runs_once(
+    control_server: ControlPlaneServer,
+    client: ControlClient,
+    proxy: FlakyProxy,
+    session: Session,
+) -> None:
+    step = session.step([ops.admit(1, [1] * 20)])
+    result = await lose_the_answer(control_server, client, proxy, step)
+    assert isinstance(result, pb.StepResult)
+    assert result.results[0].status == OK
+    assert tpb.Plan.FromString(result.plan.payload).number == session.last_number == 1
+    assert proxy.num_connections == 2
+
+
+async def test_a_unary_call_whose_answer_is_lost_runs_once(
+    control_server: ControlPlaneServer,
+    client: ControlClient,
+    proxy: FlakyProxy,
+    session: Session,
+) -> None:
+    admitted = await lose_the_answer(control_server, client, proxy, session.admit(1, [1] * 20))
+    assert isinstance(admitted, pb.AdmitResponse)
+    assert tpb.Plan.FromString(admitted.plan.payload).number == session.last_number == 1
+
+
+async def test_a_step_that_ran_but_was_cancelled_is_answered_when_it_is_made_again(
+    control_server: ControlPlaneServer, proxy: FlakyProxy, session: Session
+) -> None:
+    await cancel_after_it_ran(control_server, proxy, session)
+    result = await session.step([ops.admit(1, [1] * 20)])
+    assert result.results[0].status == OK
+    assert session.last_number == 1
+
+
+async def test_a_step_that_ran_but_was_cancelled_leaves_its_plan_to_be_claimed(
+    control_server: ControlPlaneServer, proxy: FlakyProxy, session: Session
+) -> None:
+    await cancel_after_it_ran(control_server, proxy, session)
+    result = await session.step([ops.admit(2, [2] * 20)])
+    plan = tpb.Plan.FromString(result.plan.payload)
+    (unclaimed,) = session.take_unclaimed()
+    assert (plan.number, plan.previous) == (2, unclaimed.number)
+    assert tpb.Plan.FromString(unclaimed.answer.plan.payload).number == 1
+
+
+async def cancel_after_it_ran(
+    control_server: ControlPlaneServer, proxy: FlakyProxy, session: Session
+) -> None:
+    before = fingerprint(control_server)
+    proxy.hold_answers()
+    step = asyncio.create_task(session.step([ops.admit(1, [1] * 20)]))
+    while fingerprint(control_server) == before:
+        await asyncio.sleep(0.001)
+    step.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+    proxy.cut()
+
+
+async def test_every_step_runs_once_however_often_the_connection_breaks(
+    proxy: FlakyProxy, session: Session, shard: RawShard
+) -> None:
+    async def break_it() -> None:
+        while True:
+            await asyncio.sleep(random.uniform(0, 0.1))
+            if random.random() < 0.5:
+                proxy.hold_answers()
+                await asyncio.sleep(random.uniform(0, 0.01))
+            proxy.cut()
+
+    result = await session.step([ops.admit(1, [7], max_total_tokens=64)])
+    session.add_receipt(shard.receipt(result.plan))
+    breaking = asyncio.create_task(break_it())
+    for token in range(30):
+        result = await session.step([ops.append(1, [token], 1)])
+        assert result.results[0].append.first_position == token + 1
+        session.add_receipt(shard.receipt(result.plan))
+        await asyncio.sleep(random.uniform(0, 0.02))
+    breaking.cancel()
+    proxy.cut()
+    await session.submit_receipts()
+    state = await session.describe_sequence(1)
+    assert (state.num_tokens, state.num_written_tokens) == (31, 31)
+    assert session.last_number == 31
+    assert proxy.num_connections > 5
+
+
+async def test_a_plan_that_was_given_up_is_cut_back_to_what_was_written(
+    session: Session, shard: RawShard
+) -> None:
+    first = await session.admit(1, [1] * 12, max_total_tokens=24)
+    session.add_receipt(shard.receipt(first.plan))
+    await session.append(1, [2], 1)
+    aborted = await session.abort_plan(session.last_number)
+    assert [state.num_scheduled_tokens for state in aborted.sequences] == [12]
+    resynced = await session.resync()
+    plan = tpb.Plan.FromString(resynced.plan.payload)
+    assert (plan.number, plan.resync) == (session.last_number, True)
+    assert [change.sequence_id for change in plan.changes] == [1]
+
+
+async def test_a_number_used_behind_the_clients_back_does_not_lock_the_session(
+    stub: object, session: Session
+) -> None:
+    operation = ops.admit(9, [9]).admit
+    request = pb.AdmitRequest(session_id=session.id, number=1, operation=operation)
+    await stub.Admit(request)  # type: ignore[attr-defined]
+    with pytest.raises(StepConflictError):
+        await session.admit(1, [1])
+    resynced = await session.resync()
+    assert [state.sequence_id for state in resynced.sequences] == [9]
+
+
+async def test_a_lease_is_kept_by_the_client_and_lost_without_it(
+    start_control_plane: StartServer, connect: Callable[[ControlPlaneServer], object]
+) -> None:
+    server = await start_control_plane(lease_s=0.5)
+    shard = RawShard(connect(server))  # type: ignore[arg-type]
+    await shard.register()
+    await shard.report()
+    async with ControlClient(server.address) as client:
+        session = await client.open_session(POOL, LAYOUT)
+        await session.admit(1, [1])
+        await asyncio.sleep(1.2)
+        assert (await session.describe_sequence(1)).num_tokens == 1
+        await session.detach()
+        await asyncio.sleep(1.2)
+        with pytest.raises((SessionNotFoundError, SessionExpiredError)):
+            await session.step([])
+    shard.hang_up()
+
+
+async def test_a_closed_session_gives_its_blocks_back(
+    client: ControlClient, shard: RawShard
+) -> None:
+    async with await client.open_session(POOL, LAYOUT) as session:
+        await session.admit(1, [1] * 20)
+        assert (await client.describe_pool(POOL)).num_sequences == 1
+    pool = await client.describe_pool(POOL)
+    assert (pool.num_sessions, pool.num_sequences) == (0, 0)
+    await session.close()
+
+
+async def test_a_session_is_opened_again_after_the_control_plane_was_replaced(
+    start_control_plane: StartServer, connect: Callable[[ControlPlaneServer], object]
+) -> None:
+    first = await start_control_plane()
+    shard = RawShard(connect(first))  # type: ignore[arg-type]
+    await shard.register()
+    await shard.report()
+    async with ControlClient(first.address, timeout_s=5) as client:
+        session = await client.open_session(POOL, LAYOUT, "engine")
+        await session.step([ops.admit(1, [1] * 20, max_total_tokens=40)])
+        await first.stop()
+        second = await start_control_plane(bind=first.address)
+        shard = RawShard(connect(second), epoch=12)  # type: ignore[arg-type]
+        await shard.register()
+        await shard.report(max_session_id=session.id)
+        with pytest.raises((SessionNotFoundError, StaleError)):
+            await session.step([ops.append(1, [2], 1)])
+        again = await session.reopen()
+        assert again.id > session.id
+        assert again.incarnation > session.incarnation
+        assert (again.layout, again.client_name) == (session.layout, "engine")
+        readmitted = await again.readmit({1: ([1] * 20, 40), 2: ([2] * 120, 0)})
+        assert readmitted == {1: 0}
+        assert readmitted.plan is not None
+        await again.close()
+    shard.hang_up()
