@@ -1,0 +1,69 @@
+"""What ``make`` says when the machine lacks something: one line, before anything is made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+COREUTILS = ("bash", "cat", "cut", "dirname", "env", "find", "grep", "sha256sum", "sort", "xargs")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """As much of a fresh clone as the script looks at before it installs."""
+    for name in ("scripts", "requirements"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def setup(tree: Path, **environ: str) -> tuple[int, list[str]]:
+    done = subprocess.run(
+        ["scripts/setup.sh"],
+        cwd=tree,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert not (tree / ".venv").exists()
+    return done.returncode, (done.stdout + done.stderr).splitlines()
+
+
+def test_without_a_compiler_it_names_the_package_to_install(tree: Path) -> None:
+    code, lines = setup(tree, CXX="no-such-compiler")
+    assert code == 1
+    assert lines == ["setup: a C++17 compiler is needed (on Debian: apt install g++)"]
+
+
+def test_without_a_new_enough_python_it_names_the_packages_to_install(tree: Path) -> None:
+    needed = "Python 3.11 or newer is needed (on Debian: apt install python3 python3-venv"
+    assert setup(tree, PYTHON="no-such-python") == (1, [f"setup: {needed} python3-dev)"])
+
+    old = tree / "old"
+    old.write_text("#!/bin/sh\nexit 1\n")  # what a Python 3.10 answers to the version check
+    old.chmod(0o755)
+    assert setup(tree, PYTHON=str(old)) == (1, [f"setup: {needed} python3-dev)"])
+
+
+def test_on_a_machine_with_no_python_at_all_it_says_so(tree: Path) -> None:
+    tools = tree / "bin"
+    tools.mkdir()
+    for name in COREUTILS:
+        path = shutil.which(name)
+        assert path is not None
+        (tools / name).symlink_to(path)
+    code, lines = setup(tree, PATH=str(tools))
+    assert code == 1
+    assert len(lines) == 1
+    assert "Python 3.11 or newer is needed" in lines[0]
+
+
+def test_an_unknown_build_of_torch_is_refused(tree: Path) -> None:
+    code, lines = setup(tree, KVPLANE_TORCH="gpu")
+    assert code == 1
+    assert lines == ["setup: KVPLANE_TORCH is 'gpu'; it must be cpu, or not set"]

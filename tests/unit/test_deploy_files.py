@@ -1,0 +1,95 @@
+"""The container files agree with each other and with the programs they run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from control_plane.config import ControlPlaneConfig
+from data_plane.config import DataPlaneConfig
+from engine.config import GenerateConfig
+from kvplane.serving.settings import parse
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, Any] = COMPOSE["services"]
+OURS = [name for name, service in SERVICES.items() if "build" in service]
+DOCKERFILES = sorted((ROOT / "deploy").glob("Dockerfile.*"))
+
+
+def test_the_compose_file_runs_both_planes_an_engine_job_and_prometheus() -> None:
+    assert set(SERVICES) == {"control-plane", "data-plane", "engine", "prometheus"}
+    assert SERVICES["engine"]["profiles"] == ["job"]
+
+
+def test_every_variable_of_the_compose_file_has_a_value_in_the_env_file() -> None:
+    lines = (ROOT / ".env").read_text().splitlines()
+    given = {line.partition("=")[0] for line in lines if line and not line.startswith("#")}
+    named = set(re.findall(r"\$\{(\w+)\}", (ROOT / "docker-compose.yml").read_text()))
+    assert named == given
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_image_of_ours_is_built_from_a_dockerfile_that_is_there(name: str) -> None:
+    assert (ROOT / SERVICES[name]["build"]["dockerfile"]).is_file()
+
+
+@pytest.mark.parametrize("plane", ["control-plane", "data-plane"])
+def test_a_plane_is_healthy_when_grpc_health_says_so(plane: str) -> None:
+    test = SERVICES[plane]["healthcheck"]["test"]
+    assert test[:4] == ["CMD", "python", "-m", "kvplane.health"]
+    port = test[4].rpartition(":")[2]
+    assert f"127.0.0.1:{port}:{port}" in SERVICES[plane]["ports"]
+
+
+@pytest.mark.parametrize("name", ["data-plane", "engine"])
+def test_what_needs_a_plane_waits_until_it_is_healthy(name: str) -> None:
+    waits = SERVICES[name]["depends_on"]
+    assert waits["control-plane"] == {"condition": "service_healthy"}
+    assert name == "data-plane" or waits["data-plane"] == {"condition": "service_healthy"}
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_has_no_root_no_compiler_and_an_authority_that_is_empty_by_default(
+    path: Path,
+) -> None:
+    build, _, final = path.read_text().partition("\nFROM ")[2].partition("\nFROM ")
+    assert 'ARG CA_BUNDLE=""' in build
+    assert "\nUSER kvplane\n" in final
+    assert final.index("USER kvplane") < final.index("ENTRYPOINT")
+    assert "apt-get" not in final
+
+
+def test_the_commands_of_the_compose_file_are_settings_that_the_programs_take(
+    tmp_path: Path,
+) -> None:
+    def command(name: str) -> list[str]:
+        # The model is a volume of the container; here any folder will do.
+        return [word.replace("/models/recall", str(tmp_path)) for word in SERVICES[name]["command"]]
+
+    control = parse(ControlPlaneConfig, "control_plane", command("control-plane"), {})
+    data = parse(DataPlaneConfig, "data_plane", command("data-plane"), {})
+    program, *arguments = command("engine")
+    engine = parse(GenerateConfig, f"engine {program}", arguments, {})
+    assert control.bind == "0.0.0.0:50051"
+    assert data.control_plane == engine.control_plane == "control-plane:50051"
+    assert data.advertise == "data-plane:50052"
+    assert len(engine.prompts()) == 1
+
+
+def test_prometheus_scrapes_both_planes_where_they_serve_metrics() -> None:
+    settings = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
+    targets = {
+        target
+        for job in settings["scrape_configs"]
+        for static in job["static_configs"]
+        for target in static["targets"]
+    }
+    assert targets == {
+        f"control-plane:{ControlPlaneConfig.metrics_port}",
+        f"data-plane:{DataPlaneConfig.metrics_port}",
+    }
