@@ -1,0 +1,310 @@
+"""The client against both planes, over networks that lose messages, and through their restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flaky_proxy import FlakyProxy
+
+from control_plane.server import ControlPlaneServer
+from data_plane.config import DataPlaneConfig
+from data_plane.server import DataPlaneServer
+from kvplane import ControlClient, DataClient, Execution, LayerGroup, Layout, Session, Tensor, ops
+from kvplane.errors import (
+    BadSignatureError,
+    InvalidRequestError,
+    PlanOutOfOrderError,
+    SequenceNotFoundError,
+    SessionNotFoundError,
+    StaleError,
+    UnavailableError,
+)
+from kvplane.v1.types_pb2 import SignedPayload
+
+StartServer = Callable[..., Awaitable[ControlPlaneServer]]
+LAYOUT = Layout("m", 8, "float32", "float32", (LayerGroup("full", (0, 1, 2), 1, 8),))
+POOL = "default"
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
+
+
+class Planes:
+    """Both planes; ``restart_control`` and ``restart_data`` begin a new life of one of them."""
+
+    def __init__(self, start_control: StartServer, folder: Path) -> None:
+        self._start_control = start_control
+        self._layout_file = folder / "layout.json"
+        self._layout_file.write_text(json.dumps(asdict(LAYOUT)))
+        self.control: ControlPlaneServer
+        self.data: DataPlaneServer
+
+    async def start(self) -> None:
+        self.control = await self._start_control()
+        await self._start_data("127.0.0.1:0")
+
+    async def restart_control(self) -> None:
+        await self.control.stop()
+        self.control = await self._start_control(bind=self.control.address)
+
+    async def restart_data(self) -> None:
+        address = self.data.address
+        await self.data.stop()
+        await self._start_data(address)
+
+    async def _start_data(self, bind: str) -> None:
+        config = DataPlaneConfig(
+            control_plane=self.control.address,
+            bind=bind,
+            layout=self._layout_file,
+            num_device_blocks=32,
+            num_host_blocks=8,
+            num_threads=1,
+            metrics_port=-1,
+            grace_s=1.0,
+        )
+        self.data = await DataPlaneServer.start(config)
+        await asyncio.wait_for(self.data.registered.wait(), 10)
+
+
+@pytest.fixture
+async def planes(start_control_plane: StartServer, tmp_path: Path) -> AsyncIterator[Planes]:
+    planes = Planes(start_control_plane, tmp_path)
+    await planes.start()
+    yield planes
+    await planes.data.stop()
+
+
+@pytest.fixture
+async def control(planes: Planes) -> AsyncIterator[ControlClient]:
+    async with ControlClient(planes.control.address) as client:
+        await client.wait_ready(POOL)
+        yield client
+
+
+@pytest.fixture
+async def data(planes: Planes) -> AsyncIterator[DataClient]:
+    async with DataClient(planes.data.address) as client:
+        yield client
+
+
+@pytest.fixture
+async def session(control: ControlClient) -> AsyncIterator[Session]:
+    async with await control.open_session(POOL, LAYOUT) as session:
+        yield session
+
+
+def made_up(num_tokens: int, seed: int) -> Tensor:
+    data = bytes(random.Random(seed).choices(range(64), k=num_tokens * 8 * 4))
+    return Tensor("float32", (num_tokens, 1, 8), data)
+
+
+async def run(execution: Execution, plan: SignedPayload, *, seed: int = 0) -> list[bytes]:
+    """The attention of every layer of ``plan``; leaves its receipt in ``execution.receipt``."""
+    started = await execution.start(plan)
+    if started.receipt is not None:
+        return []
+    return [
+        bytes((await execution.layer(i, *inputs(started.num_tokens, seed + i))).data)
+        for i in execution.layers
+    ]
+
+
+def inputs(num_tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (made_up(num_tokens, 1000 * seed + i) for i in range(3))
+    return query, key, value
+
+
+def receipt_of(execution: Execution) -> SignedPayload:
+    assert execution.receipt is not None
+    return execution.receipt
+
+
+def num_published(data_plane: DataPlaneServer) -> int:
+    blocks = data_plane.executor.report().blocks
+    return sum(block.HasField("publication") for block in blocks)
+
+
+async def test_the_quickstart_finds_its_prompt_cached(planes: Planes, capsys: Any) -> None:
+    spec = importlib.util.spec_from_file_location("quickstart", QUICKSTART)
+    assert spec is not None
+    assert spec.loader is not None
+    quickstart = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(quickstart)
+    await quickstart.main(planes.control.address)
+    printed = capsys.readouterr().out
+    assert "cached before the receipt: 0 tokens" in printed
+    assert "cached after the receipt: 16 of 17 tokens" in printed
+
+
+async def test_the_data_plane_describes_itself(data: DataClient, planes: Planes) -> None:
+    description = await data.describe()
+    assert description.pool_id == POOL
+    assert Layout.from_proto(description.layout) == LAYOUT
+    assert description.incarnation == planes.control.core.incarnation
+
+
+async def test_a_lossy_network_changes_no_bit_of_the_attention(
+    planes: Planes, control: ControlClient, data: DataClient
+) -> None:
+    async def outputs(target: DataClient, between: Callable[[], None]) -> list[bytes]:
+        """A prompt and ten more tokens."""
+        async with (
+            await control.open_session(POOL, LAYOUT) as session,
+            await target.open(session.grant) as execution,
+        ):
+            operation = ops.admit(1, [3] * 12, max_total_tokens=32, skip_prefix_lookup=True)
+            found: list[bytes] = []
+            for step in range(11):
+                plan = (await session.step([operation])).plan
+                between()
+                found += await run(execution, plan, seed=10 * step)
+                session.add_receipt(receipt_of(execution))
+                operation = ops.append(1, [step], 1)
+            return found
+
+    undisturbed = await outputs(data, lambda: None)
+    async with FlakyProxy(planes.data.address) as proxy, DataClient(proxy.address) as disturbed:
+        loop = asyncio.get_running_loop()
+
+        def break_soon() -> None:
+            loop.call_later(random.uniform(0, 0.005), proxy.hold_answers)
+            loop.call_later(random.uniform(0.005, 0.01), proxy.cut)
+
+        assert await outputs(disturbed, break_soon) == undisturbed
+        assert proxy.num_connections > 3
+
+
+async def test_a_last_layers_lost_answer_and_receipt_are_got_again(
+    planes: Planes, session: Session
+) -> None:
+    plan = (await session.admit(1, [5] * 12)).plan
+    async with (
+        FlakyProxy(planes.data.address) as proxy,
+        DataClient(proxy.address) as data,
+        await data.open(session.grant) as execution,
+    ):
+        await execution.start(plan)
+        await execution.layer(0, *inputs(12, 0))
+        expected = await execution.layer(1, *inputs(12, 0))
+        proxy.hold_answers()
+        last = asyncio.create_task(execution.layer(2, *inputs(12, 0)))
+        await asyncio.sleep(0.2)
+        assert not last.done()
+        proxy.cut()
+        # The layers had the same inputs, so they have the same attention.
+        assert await last == expected
+        session.add_receipt(receipt_of(execution))
+        await session.submit_receipts()
+        assert (await session.describe_sequence(1)).num_written_tokens == 12
+
+
+async def test_unary_calls_do_what_an_execution_does(session: Session, data: DataClient) -> None:
+    plan = (await session.admit(1, [5] * 12, max_total_tokens=32)).plan
+    query, key, value = inputs(12, 0)
+    for layer in range(3):
+        written = await data.reshape_and_cache(session.grant, plan, layer, key, value)
+        attended = await data.paged_attention(session.grant, plan, layer, query)
+        assert Tensor.from_proto(attended.output).shape == (12, 1, 8)
+    assert written.HasField("receipt")
+    session.add_receipt(written.receipt)
+
+    forked = (await session.fork(1, 2)).plan
+    receipts = [(await data.copy_blocks(session.grant, forked)).receipt]
+    swapped = (await session.swap_out([1, 2])).plan
+    swap = await data.swap_blocks(session.grant, swapped)
+    assert swap.num_blocks == 2
+    receipts.append(swap.receipt)
+    for receipt in receipts:
+        session.add_receipt(receipt)
+    back = (await session.swap_in([1, 2])).plan
+    session.add_receipt((await data.swap_blocks(session.grant, back)).receipt)
+
+    read = await data.read_blocks(session.grant, 2, num_blocks=2)
+    blocks = Tensor.from_proto(read.blocks)
+    assert blocks.shape == (3, 2, 2, 1, 8, 8)
+    plan = (await session.admit(3, [6] * 12)).plan
+    copied = await data.write_blocks(session.grant, plan, 3, blocks)
+    session.add_receipt(copied.receipt)
+    await session.submit_receipts()
+    assert (await session.describe_sequence(3)).num_written_tokens == 12
+    with pytest.raises(SequenceNotFoundError):
+        await data.read_blocks(session.grant, 99)
+
+
+async def test_what_does_not_fit_is_refused_by_name_and_can_be_sent_right(
+    session: Session, data: DataClient
+) -> None:
+    plan = (await session.admit(1, [5] * 12)).plan
+    async with await data.open(session.grant) as execution:
+        forged = SignedPayload(type=plan.type, payload=plan.payload, signature=bytes(32))
+        with pytest.raises(BadSignatureError):
+            await execution.start(forged)
+        with pytest.raises(PlanOutOfOrderError):
+            await execution.layer(0, *inputs(12, 0))
+        await execution.start(plan)
+        with pytest.raises(InvalidRequestError) as caught:
+            await execution.layer(0, *inputs(11, 0))
+        assert "query" in caught.value.field or "key" in caught.value.field
+        for layer in execution.layers:
+            await execution.layer(layer, *inputs(12, layer))
+        assert execution.receipt is not None
+
+
+async def test_a_session_goes_on_after_the_control_plane_was_restarted(
+    planes: Planes, control: ControlClient, data: DataClient
+) -> None:
+    prompt = list(range(20))
+    session = await control.open_session(POOL, LAYOUT)
+    execution = await data.open(session.grant)
+    await run(execution, (await session.admit(1, prompt, max_total_tokens=32)).plan)
+    session.add_receipt(receipt_of(execution))
+    await session.submit_receipts()
+    while num_published(planes.data) < 2:
+        await asyncio.sleep(0.01)
+    await planes.restart_control()
+    with pytest.raises((SessionNotFoundError, StaleError, UnavailableError)):
+        await session.step([ops.append(1, [9], 1)])
+    await go_on(await session.reopen(), data, prompt, num_cached_tokens=16)
+
+
+async def test_a_session_goes_on_after_the_data_plane_was_restarted(
+    planes: Planes, control: ControlClient, data: DataClient
+) -> None:
+    prompt = list(range(20))
+    session = await control.open_session(POOL, LAYOUT)
+    execution = await data.open(session.grant)
+    await run(execution, (await session.admit(1, prompt, max_total_tokens=32)).plan)
+    session.add_receipt(receipt_of(execution))
+    result = await session.step([ops.append(1, [9], 1)])
+    await planes.restart_data()
+    with pytest.raises((StaleError, SessionNotFoundError)):
+        await execution.start(result.plan)
+    with pytest.raises((StaleError, SessionNotFoundError, UnavailableError)):
+        await session.step([ops.append(1, [9], 1)])
+    await go_on(await session.reopen(), data, prompt, num_cached_tokens=0)
+
+
+async def go_on(
+    session: Session, data: DataClient, prompt: list[int], *, num_cached_tokens: int
+) -> None:
+    """Admit again, compute what is not cached, and one token more."""
+    async with session, await data.open(session.grant) as execution:
+        readmitted = await session.readmit({1: (prompt, 32)})
+        assert readmitted == {1: num_cached_tokens}
+        assert readmitted.plan is not None
+        assert await run(execution, readmitted.plan) == []
+        session.add_receipt(receipt_of(execution))
+        num_missing = len(prompt) - num_cached_tokens
+        for operation in (ops.append(1, [], num_missing), ops.append(1, [9], 1)):
+            result = await session.step([operation])
+            assert len(await run(execution, result.plan)) == 3
+            session.add_receipt(receipt_of(execution))
+        await session.submit_receipts()
+        assert (await session.describe_sequence(1)).num_written_tokens == len(prompt) + 1
