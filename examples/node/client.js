@@ -13,6 +13,7 @@ const protos = fileURLToPath(new URL("../../protos", import.meta.url));
 const definition = protoLoader.loadSync("kvplane/v1/control.proto", {
   includeDirs: [protos],
   keepCase: true,
+  defaults: true, // a field that is 0 is not sent
   longs: String, // ids are 64 bits wide, JavaScript's numbers 53
 });
 const { ControlPlaneService } = grpc.loadPackageDefinition(definition).kvplane.v1;
