@@ -30,9 +30,10 @@ _POLL_S: Final = 0.2
 class ControlClient:
     """Calls a control plane at ``target`` ("host:port").
 
-    ``timeout_s``: default deadline of each call. Errors raised are those of ``kvplane.errors``:
-    PlaneUnavailableError when the plane could not be reached until the deadline,
-    DeadlineExceededError when it did not answer. Closing ends the renewal of all leases.
+    ``timeout_s``: default deadline of each call. Errors raised are those of ``kvplane.errors``. A
+    call that the plane has not answered until then raises PlaneUnavailableError when it was last
+    not reached, and DeadlineExceededError while it is waited for. Closing ends the renewal of all
+    leases.
     """
 
     def __init__(
