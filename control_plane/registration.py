@@ -129,8 +129,6 @@ class Registrar:
                 )
 
     def _report(self, stream: _Stream, report: pb.BlockReport) -> None:
-        if stream.ready:
-            raise InvalidRequestError("is not asked for, or was complete", field="report")
         blocks = codec.reported_blocks_from_proto(report)
         self._core.report(
             *stream.key,

@@ -33,11 +33,11 @@ class ControlPlaneServer:
 
     core: ControlPlane
     metrics: ControlPlaneMetrics
+    ticks: asyncio.Task[None]
     _config: ControlPlaneConfig
     _server: serving.Server
     _service: ControlPlaneService
     _endpoint: MetricsEndpoint | None
-    _ticks: asyncio.Task[None]
 
     @classmethod
     async def start(cls, config: ControlPlaneConfig) -> ControlPlaneServer:
@@ -67,7 +67,7 @@ class ControlPlaneServer:
             endpoint = serve_metrics(metrics.registry, server.host, config.metrics_port)
         await server.start([SERVICE])
         ticks = asyncio.create_task(_tick(core, registrar, metrics, config.lease_s))
-        self = cls(core, metrics, config, server, service, endpoint, ticks)
+        self = cls(core, metrics, ticks, config, server, service, endpoint)
         _LOGGER.info("metrics port=%s incarnation=%d", self.metrics_port, incarnation)
         serving.announce(server, config.port_file)
         return self
@@ -94,7 +94,7 @@ class ControlPlaneServer:
         _LOGGER.info("stopping grace_s=%g", self._config.grace_s)
         self._service.stop()
         await self._server.stop(self._config.grace_s)
-        self._ticks.cancel()
+        self.ticks.cancel()
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.close)
         _LOGGER.info("stopped")

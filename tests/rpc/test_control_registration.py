@@ -144,7 +144,6 @@ async def test_a_report_of_blocks_that_can_not_be_is_refused(
     shard = RawShard(stub)
     await shard.register()
     await shard.report(block, last=False)
-    await shard.send(report=pb.BlockReport(last=True))
     code, reason, field = await shard_failure(shard)
     assert (code, reason) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
     assert field.startswith("report.blocks")
@@ -225,10 +224,21 @@ async def test_a_closed_session_is_fenced_and_its_blocks_return_when_that_is_don
     await until(all_free)
 
 
+async def test_a_data_plane_is_told_at_once_and_not_at_the_next_tick(
+    control_server: ControlPlaneServer, stub: Stub, session: RawSession, shard: RawShard
+) -> None:
+    control_server.ticks.cancel()
+    session.ran(await session.admit(1, PROMPT))
+    await session.submit()
+    assert (await shard.receive()).publish.publications
+    await stub.CloseSession(pb.CloseSessionRequest(session_id=session.id))
+    assert (await shard.receive()).fence.session_id == session.id
+
+
 async def test_a_lease_that_is_not_renewed_ends_and_is_fenced(
     start_control_plane: Any, connect: Connect
 ) -> None:
-    server = await start_control_plane(lease_s=0.3)
+    server = await start_control_plane(lease_s=1.5)
     stub = connect(server)
     shard = RawShard(stub)
     await shard.register()
@@ -236,8 +246,8 @@ async def test_a_lease_that_is_not_renewed_ends_and_is_fenced(
     kept = await RawSession.open(stub, shard)
     lost = await RawSession.open(stub, shard)
     await lost.admit(1, PROMPT)
-    for _ in range(8):
-        await asyncio.sleep(0.1)
+    for _ in range(10):
+        await asyncio.sleep(0.2)
         await stub.RenewSession(pb.RenewSessionRequest(session_id=kept.id))
     assert (await shard.receive()).fence.session_id == lost.id
     await shard.send(fence_done=pb.FenceDone(session_id=lost.id))

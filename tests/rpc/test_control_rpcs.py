@@ -278,6 +278,19 @@ async def test_later_and_never_are_statuses_of_a_unary_call_and_use_up_no_number
     assert (await admit(8)).result.num_blocks == 1
 
 
+async def test_a_unary_call_that_fails_names_its_own_field(stub: Stub, session: RawSession) -> None:
+    missing = pb.FreeRequest(session_id=session.id, number=1)
+    await refused(stub.Free(missing), "INVALID_ARGUMENT", "INVALID_REQUEST", "operation")
+    missing.operation.sequence_id = 9
+    wanted = ("NOT_FOUND", "SEQUENCE_NOT_FOUND", "operation.sequence_id")
+    await refused(stub.Free(missing), *wanted)
+    missing.number = 0
+    await refused(stub.Free(missing), "INVALID_ARGUMENT", "INVALID_REQUEST", "number")
+    empty = pb.AdmitRequest(session_id=session.id, number=1, operation=pb.Admit(sequence_id=1))
+    wanted = ("INVALID_ARGUMENT", "INVALID_REQUEST", "operation.token_ids")
+    await refused(stub.Admit(empty), *wanted)
+
+
 async def test_a_repeated_number_gets_the_same_answer_and_another_content_a_conflict(
     stub: Stub, session: RawSession
 ) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -154,6 +153,10 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
     with pytest.raises(grpc.aio.AioRpcError):
         request = pb.SubmitReceiptsRequest(session_id=session.id, receipts=[forged])
         await stub.SubmitReceipts(request)
+    call: Any = stub.Step()
+    await call.write(pb.StepRequest(session_id=session.id, number=77))
+    assert (await call.read()).error.reason == "STEP_OUT_OF_ORDER"
+    call.cancel()
     told = await scrape(control_server)
     states = ("free", "cached", "held", "limbo", "reserved")
     device = [told[f'kvplane_blocks{{pool="pool",state="{s}",tier="device"}}'] for s in states]
@@ -178,6 +181,7 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
     assert told["kvplane_incarnation"] == float(control_server.core.incarnation)
     assert told['kvplane_rejections_total{reason="SEQUENCE_EXISTS"}'] == 1
     assert told['kvplane_rejections_total{reason="BAD_SIGNATURE"}'] == 1
+    assert told['kvplane_rejections_total{reason="STEP_OUT_OF_ORDER"}'] == 1
     admits = "kvplane_rpc_handled_total{code="
     method = f',method="/{SERVICE}/Admit"}}'
     assert told[f'{admits}"OK"{method}'] == 2
@@ -319,13 +323,14 @@ def test_the_program_refuses_a_bad_setting_in_one_line_with_exit_code_2() -> Non
         assert "lease" in run.stderr.lower()
 
 
-def test_the_program_says_in_one_line_that_an_address_is_taken_with_exit_code_1() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        run = run_program("--bind", address, "--metrics-port", "-1", "--log-level", "error")
+async def test_the_program_says_in_one_line_that_an_address_is_taken_with_exit_code_1(
+    control_server: ControlPlaneServer,
+) -> None:
+    argv = ["--bind", control_server.address, "--metrics-port", "-1", "--log-level", "error"]
+    run = await asyncio.to_thread(run_program, *argv)
     assert run.returncode == 1
     [line] = [line for line in run.stderr.splitlines() if line.startswith("control_plane: ")]
-    assert address in line
+    assert control_server.address in line
 
 
 def test_the_program_logs_its_settings_serves_and_stops_when_told(tmp_path: Path) -> None:
