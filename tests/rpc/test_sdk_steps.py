@@ -152,6 +152,17 @@ async def test_another_step_after_a_cancelled_one_first_learns_what_came_of_it(
     assert session.take_unclaimed() == []
 
 
+async def test_a_step_whose_plane_was_lost_may_have_run_and_is_learnt_of_too(
+    plane, session
+) -> None:
+    plane.script = hang_up
+    with pytest.raises((PlaneUnavailableError, DeadlineExceededError)):
+        await session.step([ops.free(1)], timeout_s=0.3)
+    plane.script = answer_step
+    assert (await session.step([ops.free(2)])).plan == plan_of(2)
+    assert [unclaimed.number for unclaimed in session.take_unclaimed()] == [1]
+
+
 async def test_a_cancelled_step_that_did_not_run_leaves_its_number_free(plane, session) -> None:
     plane.script = once(never)
     await give_up(session, plane, ops.free(1))
