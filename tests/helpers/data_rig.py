@@ -21,8 +21,13 @@ class Rig:
     """Session 1 is open; pools are zeroed so that they can be compared."""
 
     def __init__(self, **settings: Any) -> None:
-        values: dict[str, Any] = {"pool_id": POOL_ID, "num_device_blocks": 8, "num_host_blocks": 4}
-        self.executor = Executor(LAYOUT, num_threads=1, **{**values, **settings})
+        values: dict[str, Any] = {
+            "pool_id": POOL_ID,
+            "num_device_blocks": 8,
+            "num_host_blocks": 4,
+            "num_threads": 1,
+        }
+        self.executor = Executor(LAYOUT, **{**values, **settings})
         self.executor.pools.device_tier.zero_()
         self.executor.pools.host_tier.zero_()
         self.author = PlanAuthor(self.executor.epoch)

@@ -120,9 +120,7 @@ def transfer(source: pb.BlockRef, destination: pb.BlockRef) -> pb.Transfer:
 
 
 def row(sequence_id: int, first_position: int, num_tokens: int) -> pb.Row:
-    return pb.Row(
-        sequence_id=sequence_id, first_position=first_position, num_tokens=num_tokens
-    )
+    return pb.Row(sequence_id=sequence_id, first_position=first_position, num_tokens=num_tokens)
 
 
 def publication(index: int, generation: int = 1) -> pb.Publication:

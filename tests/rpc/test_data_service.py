@@ -38,8 +38,7 @@ from kvplane.execution import DataClient
 from kvplane.status import from_rpc_error, from_wire
 from kvplane.tensor import Tensor
 from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import data_pb2_grpc
-from kvplane.v1 import types_pb2
+from kvplane.v1 import data_pb2_grpc, types_pb2
 
 CPU = torch.device("cpu")
 VERSION_1 = types_pb2.ProtocolRange(oldest=1, newest=1)

@@ -168,7 +168,11 @@ def test_transfers_run_in_order_so_that_later_ones_read_what_earlier_ones_wrote(
     rig.admit(1)
     rig.run(
         2,
-        changes=[set_blocks(2, [(2, 1)]), set_blocks(3, [(3, 1)]), set_blocks(4, [(2, 1)], tier=HOST)],
+        changes=[
+            set_blocks(2, [(2, 1)]),
+            set_blocks(3, [(3, 1)]),
+            set_blocks(4, [(2, 1)], tier=HOST),
+        ],
         transfers=[
             transfer(ref(0), ref(2)),
             transfer(ref(2), ref(3)),

@@ -1,0 +1,158 @@
+"""A pytest plugin that plants one fault in the data plane: the one that $DATA_MUTANT names.
+
+Run with it, the data plane's unit tests must fail.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from data_plane import authority, changes, executor, faults, resident, rows, sessions
+from kvplane.v1 import types_pb2 as pb
+
+_start = executor.Executor._start
+_transfer = executor.Compute.transfer
+_hand_out = resident.ResidentTables.hand_out
+_open = sessions.Sessions.open
+_get = sessions.Sessions.get
+
+
+def _nothing(*_args: Any, **_options: Any) -> None:
+    return None
+
+
+def verification_skipped() -> None:
+    """Whatever is signed with any key passes."""
+    authority.signing.verify = _nothing
+
+
+def epoch_unchecked() -> None:
+    authority.Authority._check_life = _nothing  # type: ignore[method-assign]
+
+
+def generation_unchecked() -> None:
+    changes.check_generation = _nothing
+
+
+def published_write_allowed() -> None:
+    rows.check_writable = _nothing
+    executor.check_writable = _nothing
+
+
+def publication_forgotten_at_the_kernel() -> None:
+    """Writable at the start of a plan counts as writable for ever."""
+    executor.Executor._check_still_writable = _nothing  # type: ignore[method-assign]
+
+
+def publication_survives_hand_out() -> None:
+    def hand_out(self: Any, tier: pb.Tier, index: int, generation: int) -> None:
+        publication = self.publications.get(index)
+        _hand_out(self, tier, index, generation)
+        if publication is not None:
+            self.publications[index] = publication
+
+    resident.ResidentTables.hand_out = hand_out  # type: ignore[method-assign]
+
+
+def other_sessions_blocks_handed_out() -> None:
+    resident.ResidentTables.naming_sessions = lambda *_args: ()  # type: ignore[method-assign]
+
+
+def refused_plans_not_undone() -> None:
+    resident.ResidentTables._undo = _nothing  # type: ignore[method-assign]
+
+
+def receipt_given_early() -> None:
+    """The first layer counts for all."""
+
+    def finish(self: Any, session: Any, run: Any) -> None:
+        if run.receipt is None and (run.written.numel() == 0 or bool(run.written[0].all())):
+            receipt = self._authority.receipt(session.id, run.number, run.digest)
+            session.finish(run, receipt)
+
+    executor.Executor._finish_if_done = finish  # type: ignore[method-assign]
+
+
+def transfers_run_twice() -> None:
+    def start(self: Any, session: Any, plan: pb.Plan, payload: bytes) -> Any:
+        if session.running is not None:
+            session.running.transferred = False
+        return _start(self, session, plan, payload)
+
+    executor.Executor._start = start  # type: ignore[method-assign]
+
+
+def receipted_plan_writes_again() -> None:
+    """A receipt is forgotten at once, and the plan taken as one that runs."""
+
+    def start(self: Any, session: Any, plan: pb.Plan, payload: bytes) -> Any:
+        if session.latest is not None and plan.number == session.latest.number:
+            session.latest.receipt = None
+            session.receipts.clear()
+        return _start(self, session, plan, payload)
+
+    executor.Executor._start = start  # type: ignore[method-assign]
+
+
+def order_unchecked() -> None:
+    def place(self: Any, plan: pb.Plan, digest: bytes) -> Any:
+        known = self.receipts.get(plan.number)
+        if known is not None:
+            return known[1]
+        running = self.running
+        return running if running is not None and running.number == plan.number else None
+
+    sessions.Session.place = place  # type: ignore[method-assign]
+
+
+def fenced_sessions_open_again() -> None:
+    def open_again(self: Any, grant: pb.SessionGrant) -> Any:
+        self._fenced.clear()
+        self._fenced_through = 0
+        return _open(self, grant)
+
+    sessions.Sessions.open = open_again  # type: ignore[method-assign]
+
+
+def transfers_skipped() -> None:
+    executor.Compute.transfer = _nothing  # type: ignore[method-assign]
+
+
+def _fault(name: str) -> Callable[[], None]:
+    """One of the server's own faults, in every executor."""
+
+    def plant() -> None:
+        planted = faults.kernels_with(name)
+        import data_plane.compute
+
+        data_plane.compute.kernels_with = lambda _fault: planted
+
+    return plant
+
+
+MUTANTS: dict[str, Callable[[], None]] = {
+    mutant.__name__: mutant
+    for mutant in (
+        verification_skipped,
+        epoch_unchecked,
+        generation_unchecked,
+        published_write_allowed,
+        publication_forgotten_at_the_kernel,
+        publication_survives_hand_out,
+        other_sessions_blocks_handed_out,
+        refused_plans_not_undone,
+        receipt_given_early,
+        transfers_run_twice,
+        receipted_plan_writes_again,
+        order_unchecked,
+        fenced_sessions_open_again,
+        transfers_skipped,
+    )
+}
+MUTANTS |= {name: _fault(name) for name in faults.FAULTS if name != "none"}
+
+
+def pytest_configure() -> None:
+    MUTANTS[os.environ["DATA_MUTANT"]]()

@@ -1,0 +1,62 @@
+"""The data plane's tests fail when a fault is planted in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
+
+EXECUTOR = "test_executor.py"
+REJECTIONS = "test_executor_rejections.py"
+INVARIANTS = "test_invariants_data.py"
+
+# Fault: the file of tests that must notice it.
+BASIC = {
+    "verification_skipped": REJECTIONS,
+    "generation_unchecked": INVARIANTS,
+    "published_write_allowed": INVARIANTS,
+    "receipt_given_early": INVARIANTS,
+    "transfers_run_twice": EXECUTOR,
+    "zero-attention": EXECUTOR,
+    "swap-two-blocks": EXECUTOR,
+    "skip-newest-slot": EXECUTOR,
+    "shift-table": EXECUTOR,
+}
+MORE = {
+    "epoch_unchecked": INVARIANTS,
+    "publication_forgotten_at_the_kernel": REJECTIONS,
+    "publication_survives_hand_out": INVARIANTS,
+    "other_sessions_blocks_handed_out": INVARIANTS,
+    "refused_plans_not_undone": REJECTIONS,
+    "receipted_plan_writes_again": INVARIANTS,
+    "order_unchecked": INVARIANTS,
+    "fenced_sessions_open_again": EXECUTOR,
+    "transfers_skipped": EXECUTOR,
+}
+
+
+def assert_noticed(mutant: str, tests: str) -> None:
+    paths = (ROOT / "tests" / "mutants" / "data", ROOT)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["-p", "data_mutants", "-m", "not nightly", f"tests/unit/{tests}"]
+    env = os.environ | {"DATA_MUTANT": mutant, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == TESTS_FAILED, result.stdout + result.stderr
+    assert "1 failed" in result.stdout
+
+
+@pytest.mark.parametrize("mutant", BASIC)
+def test_a_fault_planted_in_the_data_plane_is_noticed(mutant: str) -> None:
+    assert_noticed(mutant, BASIC[mutant])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mutant", MORE)
+def test_a_finer_fault_planted_in_the_data_plane_is_noticed(mutant: str) -> None:
+    assert_noticed(mutant, MORE[mutant])

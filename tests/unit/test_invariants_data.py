@@ -1,0 +1,282 @@
+"""The data plane's side of what always holds, by number and name."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from data_rig import LAYERS, Rig
+from plan_author import (
+    HOST,
+    PlanAuthor,
+    fork,
+    publication,
+    ref,
+    row,
+    set_blocks,
+    tokens,
+    transfer,
+)
+
+from kvplane import signing
+from kvplane.errors import (
+    BadSignatureError,
+    BlockInUseError,
+    BlockPublishedError,
+    InvalidRequestError,
+    KvplaneError,
+    PlanConflictError,
+    PlanOutOfOrderError,
+    SessionExpiredError,
+    StaleEpochError,
+    StaleGenerationError,
+    StaleIncarnationError,
+)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.executor.check_integrity()
+
+
+def test_2_nobody_writes_a_published_block(rig: Rig) -> None:
+    rig.admit(1, num_tokens=8)
+    rig.publish(0)
+    with rig.refuses(BlockPublishedError, "plan.rows[0]"):
+        rig.start(2, rows=[row(1, 7, 1)])
+    assert rig.run(2, rows=[row(1, 8, 1)]).plan_number == 2, "the block after it may be written"
+
+
+def test_2_nobody_writes_a_shared_block_and_the_writer_copies_it_first(rig: Rig) -> None:
+    rig.admit(1)
+    forked = [fork(2, 1, 2)]
+    with rig.refuses(BlockPublishedError, "plan.rows[0]"):
+        rig.start(2, changes=forked, rows=[row(2, 12, 1)])
+    own = [*forked, set_blocks(2, [(3, 1)], first_block=1)]
+    copy = [transfer(ref(1), ref(3))]
+    assert rig.run(2, changes=own, transfers=copy, rows=[row(2, 12, 1)]).plan_number == 2
+
+
+def test_2_a_block_shared_between_sessions_is_written_by_neither(rig: Rig) -> None:
+    rig.admit(1)
+    rig.publish(0)
+    rig.open(2)
+    rig.run(1, 2, changes=[set_blocks(1, [(0, 1), (1, 1)], fresh=False)])
+    for session in (1, 2):
+        with rig.refuses(BlockPublishedError, "plan.rows[0]"):
+            rig.start(2, session, rows=[row(1, 12, 1)])
+
+
+def test_8_a_wrong_name_never_reaches_a_kernel(rig: Rig) -> None:
+    rig.admit(1)
+    good: dict[str, Any] = {"number": 2, "rows": [row(1, 12, 1)]}
+    stranger = PlanAuthor(rig.executor.epoch)
+    signed = rig.author.plan(**good)
+    wrong = [
+        (StaleEpochError, rig.author.plan(**good, shard_epochs=[rig.executor.epoch - 1])),
+        (StaleIncarnationError, rig.author.plan(**good, incarnation=7)),
+        (InvalidRequestError, rig.author.plan(**good, session_id=3)),
+        (PlanOutOfOrderError, rig.author.plan(**{**good, "number": 3})),
+        (BadSignatureError, stranger.plan(**good)),
+    ]
+    for error, plan in wrong:
+        with rig.refuses(error):
+            rig.executor.start(1, plan)
+    rig.executor.start(1, signed)
+
+
+def test_8_a_block_whose_generation_moved_is_not_taken_into_a_table(rig: Rig) -> None:
+    rig.admit(1)
+    rig.run(2, changes=[set_blocks(1, [(0, 2), (1, 2)], replace=True)])
+    with rig.refuses(StaleGenerationError, "plan.changes[0].set.blocks.generations[0]"):
+        rig.start(3, changes=[set_blocks(2, [(0, 1)], fresh=False)])
+
+
+def test_8_a_block_that_a_table_names_is_not_handed_to_another_session(rig: Rig) -> None:
+    rig.admit(1)
+    rig.open(2)
+    with rig.refuses(BlockInUseError):
+        rig.start(1, 2, changes=[set_blocks(1, [(1, 2)])])
+    rig.executor.fence(1)
+    assert rig.run(1, 2, changes=[set_blocks(1, [(1, 2)])]).plan_number == 1
+
+
+def test_9_an_unreceipted_plan_may_run_again_from_its_start(rig: Rig) -> None:
+    rig.admit(1)
+    plan = rig.author.plan(
+        2,
+        changes=[fork(2, 1, 2), set_blocks(2, [(4, 1)], first_block=1)],
+        transfers=[transfer(ref(1), ref(4))],
+        rows=[row(2, 12, 2)],
+    )
+    rig.executor.start(1, plan)
+    once = [rig.layer(0, 2, seed=4)]
+    state = rig.snapshot()
+    for _ in range(3):
+        assert rig.executor.start(1, plan).receipt is None
+        assert torch.equal(rig.layer(0, 2, seed=4), once[0])
+        assert rig.snapshot() == state
+    rig.layer(1, 2, seed=4)
+    assert rig.executor.receipt(1) is not None
+
+
+def test_9_a_receipted_plan_returns_its_receipt_and_writes_nothing(rig: Rig) -> None:
+    rig.admit(1)
+    plan = rig.author.plan(
+        2,
+        changes=[fork(2, 1, 2), set_blocks(2, [(4, 1)], first_block=1)],
+        transfers=[transfer(ref(1), ref(4))],
+        rows=[row(2, 12, 2)],
+    )
+    rig.executor.start(1, plan)
+    for layer in LAYERS:
+        rig.layer(layer, 2)
+    receipt = rig.executor.receipt(1)
+    state = rig.snapshot()
+    again = rig.executor.start(1, plan)
+    assert (again.receipt, again.had_run) == (receipt, True)
+    assert rig.executor.write_layer(1, 0, tokens(2, seed=9), tokens(2, seed=9)) == receipt
+    blocks = torch.ones(2, 1, 2, 2, 8, 16)
+    assert rig.executor.write_blocks(1, 2, 1, blocks) == receipt
+    assert rig.snapshot() == state
+
+
+def test_9_no_receipt_comes_before_all_layers_are_written(rig: Rig) -> None:
+    rig.start(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)])
+    assert rig.executor.receipt(1) is None
+    rig.layer(0, 3)
+    assert rig.executor.receipt(1) is None
+    rig.layer(1, 3)
+    assert rig.executor.receipt(1) is not None
+
+
+def test_9_as_many_receipts_are_kept_as_plans_may_be_in_flight(rig: Rig) -> None:
+    plans = [rig.author.plan(n, changes=[set_blocks(n, [(n, 1)])]) for n in range(1, 5)]
+    receipts = [rig.executor.start(1, plan).receipt for plan in plans]
+    assert [rig.executor.start(1, plan).receipt for plan in plans[2:]] == receipts[2:]
+    for plan in plans[:2]:
+        with rig.refuses(PlanOutOfOrderError, "plan.number"):
+            rig.executor.start(1, plan)
+
+
+def test_9_a_number_with_another_content_is_an_error(rig: Rig) -> None:
+    rig.admit(1)
+    with rig.refuses(PlanConflictError, "plan.number"):
+        rig.start(1, changes=[set_blocks(1, [(5, 1)])])
+
+
+def test_10_publications_stay_beside_their_block_until_it_is_handed_out(rig: Rig) -> None:
+    rig.admit(1, num_tokens=16)
+    rig.publish(0)
+    rig.publish(1)
+    rig.executor.install(2, signing.new_key())
+    kept = {b.block.index: b.publication for b in rig.executor.report().blocks}
+    assert kept == {0: publication(0), 1: publication(1)}
+    rig.author = PlanAuthor(rig.executor.epoch, incarnation=3)
+    rig.executor.install(3, rig.author.key)
+    rig.open(2)
+    rig.run(1, 2, changes=[set_blocks(1, [(0, 2)])])
+    fields = [b.HasField("publication") for b in rig.executor.report().blocks]
+    assert fields == [False, True]
+
+
+def test_10_a_new_incarnation_stops_plans_and_drops_every_table(rig: Rig) -> None:
+    rig.start(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 2)])
+    old = rig.author
+    rig.author = PlanAuthor(rig.executor.epoch, incarnation=2)
+    rig.executor.install(2, rig.author.key)
+    with rig.refuses(SessionExpiredError):
+        rig.layer(0, 2)
+    with rig.refuses(StaleIncarnationError):
+        rig.executor.start(1, old.plan(1))
+    with rig.refuses(SessionExpiredError):
+        rig.executor.open(rig.author.grant(1))
+    assert rig.executor.num_sequences == 0
+    assert rig.open(2) == 2
+
+
+def test_11_attention_is_bit_for_bit_the_same_whatever_else_is_in_the_batch(rig: Rig) -> None:
+    """The same bytes and query rows, alone and among others, on one thread and on two."""
+    query, key, value = tokens(1, 4, seed=5), tokens(1, seed=6), tokens(1, seed=7)
+
+    def decode(rig: Rig, neighbours: list[int]) -> torch.Tensor:
+        rig.run(
+            1,
+            changes=[set_blocks(1, [(2, 1), (5, 1)])],
+            rows=[row(1, 0, 11)],
+        )
+        changes = [set_blocks(n, [(n + 4, 1)]) for n in neighbours]
+        rows = [row(n, 0, n) for n in neighbours]
+        rig.start(2, changes=changes, rows=[*rows, row(1, 11, 1)])
+        before = sum(neighbours)
+        other_query, other = tokens(before, 4, seed=8), tokens(before, seed=9)
+        output = rig.executor.layer(
+            1,
+            0,
+            torch.cat([other_query, query]),
+            torch.cat([other, key]),
+            torch.cat([other, value]),
+        )
+        assert output is not None
+        return output[-1]
+
+    alone = decode(rig, [])
+    assert torch.equal(decode(Rig(), [2, 3]), alone)
+    assert torch.equal(decode(Rig(num_threads=2), [3]), alone)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_1_to_9_hold_over_random_plans_good_and_bad(seed: int) -> None:
+    """Whatever is thrown at it, refused plans leave no trace and the names add up."""
+    rig = Rig()
+    rig.open(2)
+    dice = random.Random(seed)
+    numbers = {1: 0, 2: 0}
+    num_run = 0
+    for _ in range(150):
+        session = dice.choice((1, 2))
+        fields = _random_plan(dice)
+        number = numbers[session] + 1
+        before = rig.snapshot()
+        try:
+            rig.run(number, session, resync=dice.random() < 0.1, **fields)
+        except KvplaneError:
+            assert rig.snapshot() == before
+        else:
+            numbers[session] = number
+            num_run += 1
+        rig.executor.check_integrity()
+    assert num_run > 10
+
+
+def _random_plan(dice: random.Random) -> dict[str, Any]:
+    sequences = range(1, 4)
+    changes, transfers, rows = [], [], []
+    for _ in range(dice.randint(1, 2)):
+        sequence = dice.choice(sequences)
+        kind = dice.random()
+        tier = HOST if dice.random() < 0.2 else ref(0).tier
+        if kind < 0.7:
+            index, generation = dice.randrange(4), dice.randint(1, 60)
+            changes.append(
+                set_blocks(
+                    sequence,
+                    [(index, generation)],
+                    tier=tier,
+                    replace=dice.random() < 0.7,
+                    fresh=dice.random() < 0.8,
+                )
+            )
+            if dice.random() < 0.4:
+                source = ref(dice.randrange(4), dice.randint(1, 5))
+                transfers.append(transfer(source, ref(index, generation, tier)))
+        elif kind < 0.9:
+            changes.append(fork(sequence, dice.choice(sequences), dice.randint(0, 1)))
+        if dice.random() < 0.5:
+            rows.append(row(sequence, dice.randrange(6), dice.randint(1, 3)))
+    return {"changes": changes, "transfers": transfers, "rows": rows}
