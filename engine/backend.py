@@ -88,8 +88,10 @@ class RemoteBackend:
                 field="pool_id",
             )
         self.close()
-        self._client = DataClient(session.shards[0].address, timeout_s=self._timeout_s)
-        self._execution = self._loop.run(self._client.open(session.grant))
+        address = session.shards[0].address
+        client = self._loop.call(lambda: DataClient(address, timeout_s=self._timeout_s))
+        self._client = client
+        self._execution = self._loop.run(client.open(session.grant))
 
     def start(self, plan: pb.SignedPayload) -> Started:
         """Show the plan to the data plane."""

@@ -28,7 +28,7 @@ class ControlLink:
     def __init__(self, loop: LoopThread, address: str, pool_id: str, timeout_s: float) -> None:
         self._loop = loop
         self._pool_id = pool_id
-        self._client = ControlClient(address, timeout_s=timeout_s)
+        self._client = loop.call(lambda: ControlClient(address, timeout_s=timeout_s))
         self._session: Session | None = None
 
     @property
@@ -60,7 +60,8 @@ class ControlLink:
 
     def add_receipt(self, receipt: types.SignedPayload) -> None:
         """Hand this in with the next step."""
-        self._loop.run(self._add_receipt(receipt))
+        session = self.session
+        self._loop.call(lambda: session.add_receipt(receipt))
 
     def submit_receipts(self) -> None:
         """Hand receipts in now: there is no next step."""
@@ -82,6 +83,3 @@ class ControlLink:
             # Failing that, what it held ends with its lease, or has ended with its planes.
             with contextlib.suppress(KvplaneError):
                 self._loop.run(session.close(timeout_s=_PARTING_S))
-
-    async def _add_receipt(self, receipt: types.SignedPayload) -> None:
-        self.session.add_receipt(receipt)

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from engine import attention
 from kvplane.errors import InvalidRequestError
@@ -58,6 +59,7 @@ def load(folder: Path, dtype: str) -> LoadedModel:
     """Load ``folder`` in ``dtype`` with attention "kvplane". Raises InvalidRequestError for another
     architecture.
     """
+    transformers_logging.disable_progress_bar()
     attention.register()
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=TORCH_DTYPES[dtype], local_files_only=True

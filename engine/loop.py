@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -28,6 +28,16 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """What ``function`` returns when called on the loop: gRPC binds channels to where they are
+        made.
+        """
+
+        async def called() -> Result:
+            return function()
+
+        return self.run(called())
 
     def close(self) -> None:
         """End what is left running, then the thread. Harmless when called again."""
