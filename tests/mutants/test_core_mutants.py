@@ -1,0 +1,56 @@
+"""Each planted fault of the core is caught by the random walk, or the walk proves nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from core_machine import CoreMachine
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def _load_faults() -> ModuleType:
+    path = Path(__file__).parent / "core" / "faults.py"
+    spec = importlib.util.spec_from_file_location("core_faults", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+FAULTS = _load_faults()
+
+
+@pytest.mark.parametrize("fault", FAULTS.QUICK, ids=lambda f: f.__name__)
+def test_the_walk_catches(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(fault, monkeypatch, max_examples=100)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", FAULTS.SLOW, ids=lambda f: f.__name__)
+def test_a_longer_walk_catches(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(fault, monkeypatch, max_examples=600)
+
+
+def assert_caught(fault: Fault, patch: pytest.MonkeyPatch, *, max_examples: int) -> None:
+    """The walk fails with the fault planted. It need not be shortened for that."""
+    fault(patch)
+    walk = settings(
+        max_examples=max_examples,
+        stateful_step_count=40,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        run_state_machine_as_test(CoreMachine, settings=walk)
