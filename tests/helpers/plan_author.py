@@ -1,4 +1,4 @@
-"""The control plane's side of a data plane, for tests: grants and plans, made and signed by hand."""
+"""The control plane's side of a data plane, for tests: grants and plans, signed by hand."""
 
 from __future__ import annotations
 

@@ -328,10 +328,12 @@ async def test_metrics_tell_what_the_executor_did(peer: Peer) -> None:
 
 
 async def test_stopping_ends_idle_streams_at_once(tmp_path: Path) -> None:
-    async with serving(tmp_path, grace_s=30.0) as (server, side):
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            peer = Peer(server, author_of(server, side), channel)
-            call = await peer.opened()
-            await server.stop()
-            assert await call.code() == grpc.StatusCode.UNAVAILABLE
-            await peer.client.close()
+    async with (
+        serving(tmp_path, grace_s=30.0) as (server, side),
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        peer = Peer(server, author_of(server, side), channel)
+        call = await peer.opened()
+        await server.stop()
+        assert await call.code() == grpc.StatusCode.UNAVAILABLE
+        await peer.client.close()

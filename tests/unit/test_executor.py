@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from plan_author import (
     dense_attention,
     drop,
     fork,
+    publication,
     ref,
     row,
     set_blocks,
@@ -282,8 +284,6 @@ def test_a_shard_holds_its_own_layers_and_heads(rig: Rig) -> None:
 
 
 def test_half_precision_pools_hold_rounded_keys() -> None:
-    from dataclasses import replace
-
     layout = replace(LAYOUT, kv_dtype="bfloat16")
     executor = Executor(layout, pool_id=POOL_ID, num_device_blocks=2)
     author = PlanAuthor(executor.epoch, layout=layout)
@@ -334,8 +334,6 @@ def test_a_report_names_generations_publications_and_the_highest_session(rig: Ri
 
 
 def test_a_publication_of_another_generation_is_ignored(rig: Rig) -> None:
-    from plan_author import publication
-
     rig.admit(1)
     assert rig.executor.publish([publication(0, 2), publication(1, 1)]) == 1
     assert rig.executor.num_published_blocks == 1
