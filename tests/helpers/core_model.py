@@ -248,6 +248,11 @@ class DataPlane:
 
     # Plans
 
+    def started(self, session_id: int) -> int:
+        """The session's latest plan that ran, or began to."""
+        running = self.running[session_id][0] if session_id in self.running else 0
+        return max(running, self.finished.get(session_id, 0))
+
     def run(self, plan: Plan, expected: dict[int, list[int]], *, halfway: bool = False) -> bool:
         """Run a plan from its start; False when it was refused, or stopped ``halfway``.
 
@@ -489,7 +494,7 @@ class Engine:
         if plane.run(made.plan, made.expected, halfway=halfway):
             made.ran_on.add(shard)
             self.receipts.append(self.receipt(made, shard))
-        elif not halfway and made.plan.number <= plane.finished.get(self.id, 0):
+        elif made.plan.number < plane.started(self.id):
             made.ran_on.add(shard)  # passed over by whole tables
 
     def run_all(self) -> None:

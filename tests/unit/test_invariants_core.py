@@ -1,4 +1,4 @@
-"""What always holds, one test for each statement of the design, and a random walk over all of them."""
+"""What always holds: a test for each statement of the design, and a random walk over them all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from core_machine import CoreMachine
-from core_model import BLOCK, World, pack
+from core_model import World, pack
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
