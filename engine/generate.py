@@ -17,7 +17,8 @@ from kvplane.serving.settings import log_settings
 def run(config: GenerateConfig) -> int:
     """Generate and print; 1 when a prompt failed."""
     logs.setup(config.log_level)
-    shown = replace(config, prompt=f"<{len(config.prompt)} characters>")
+    num_characters = len(config.prompt)  # what people ask is nobody's business but theirs
+    shown = replace(config, prompt=f"<{num_characters} characters>") if num_characters else config
     log_settings(shown, logging.getLogger("engine"))
     prompts = config.prompts()
     params = SamplingParams(

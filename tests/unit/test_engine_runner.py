@@ -1,6 +1,7 @@
 """The packed forward, attention routed away, gives what the model gives by itself.
 
-``DenseStep`` stands for the data plane: it keeps every sequence's keys and values and attends by positions.
+``DenseStep`` stands for the data plane: it keeps every sequence's keys and values, and attends by
+positions.
 """
 
 from __future__ import annotations

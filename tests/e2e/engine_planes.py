@@ -1,0 +1,97 @@
+"""Planes as processes that a test can kill and start again, each at an address of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+POOL = "e2e"
+VOCABULARY = 259
+
+
+def save_byte_model(folder: Path) -> Path:
+    """A random byte-level Llama in which attention matters, with its tokenizer."""
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+            tie_word_embeddings=False, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    model.save_pretrained(folder)
+    ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Process:
+    """One program at one address."""
+
+    def __init__(self, program: str, log: Path, *arguments: str) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self._command = [sys.executable, "-m", program, "--bind", self.address]
+        self._command += ["--metrics-port", "-1", *arguments]
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Process:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+            )
+        return self
+
+    def kill(self) -> None:
+        """As a machine that loses power."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(10)
+            self.kill()
+
+
+class Pair:
+    """A control plane and a data plane of one small pool."""
+
+    def __init__(
+        self, model: Path, logs: Path, *, num_device_blocks: int = 64, num_host_blocks: int = 16
+    ) -> None:
+        self.control = Process("control_plane", logs / "control.log", "--lease-s", "10")
+        self.data = Process(
+            "data_plane", logs / "data.log",
+            "--control-plane", self.control.address, "--model", str(model), "--pool-id", POOL,
+            "--num-device-blocks", str(num_device_blocks),
+            "--num-host-blocks", str(num_host_blocks),
+        )  # fmt: skip
+
+    def __enter__(self) -> Pair:
+        self.control.start()
+        self.data.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.data.stop()
+        self.control.stop()

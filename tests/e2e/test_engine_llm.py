@@ -1,0 +1,215 @@
+"""The engine's face over real planes: texts, streams, aborts, bad prompts, and both data planes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_planes import POOL, ROOT, Pair, save_byte_model
+from transformers import AutoModelForCausalLM
+
+from engine import LLM, SamplingParams
+from kvplane.errors import InvalidRequestError, LayoutMismatchError, NeverFitsError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_byte_model(tmp_path_factory.mktemp("byte-model"))
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with Pair(model, tmp_path_factory.mktemp("logs")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path, pair: Pair) -> Iterator[LLM]:
+    with LLM(model, control_plane=pair.control.address, pool_id=POOL, timeout_s=30.0) as opened:
+        yield opened
+
+
+def held_blocks(llm: LLM) -> int:
+    return sum(tier.num_held_blocks for tier in llm.describe_pool().usage.tiers)
+
+
+def test_greedy_tokens_and_logits_are_those_of_transformers(llm: LLM, model: Path) -> None:
+    prompts = ["a short one", "a longer one that takes several blocks of sixteen tokens: " * 2]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=20, record_logits=True))
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.prompt_token_ids == [byte + 3 for byte in prompt.encode()]
+        answer = output.outputs[0]
+        ids = torch.tensor([output.prompt_token_ids])
+        want = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=20,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        assert answer.token_ids == want.sequences[0, ids.shape[1] :].tolist()
+        torch.testing.assert_close(answer.logits, torch.cat(want.logits), atol=1e-4, rtol=0)
+    assert held_blocks(llm) == 0
+
+
+def test_a_stream_gives_the_same_text_in_pieces(llm: LLM) -> None:
+    params = [
+        SamplingParams(max_tokens=16),
+        SamplingParams(max_tokens=9, n=2, temperature=1, seed=4),
+    ]
+    prompts = ["the first", "the second"]
+    whole = llm.generate(prompts, params)
+    pieces: dict[tuple[int, int], str] = {}
+    ids: list[str] = []
+    for delta in llm.stream(prompts, params):
+        if delta.request_id not in ids:
+            ids.append(delta.request_id)
+        name = (ids.index(delta.request_id), delta.index)
+        pieces[name] = pieces.get(name, "") + delta.text
+    want = {(i, o.index): o.text for i, output in enumerate(whole) for o in output.outputs}
+    assert pieces == want
+
+
+def test_a_stop_string_ends_a_text_and_is_left_out(llm: LLM) -> None:
+    prompt = "stop somewhere"
+    (whole,) = llm.generate([prompt], SamplingParams(max_tokens=30))
+    text = whole.outputs[0].text
+    at = next(i for i in range(5, len(text)) if text.find(text[i : i + 2]) == i)
+    stop = text[at : at + 2]
+    (cut,) = llm.generate([prompt], SamplingParams(max_tokens=30, stop=(stop,)))
+    assert cut.outputs[0].text == text[:at]
+    assert cut.outputs[0].finish_reason == "stop"
+
+
+def test_an_abort_from_within_a_stream_ends_that_request_alone(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    counts: dict[str, int] = {}
+    reasons: dict[str, str] = {}
+    for delta in llm.stream(["one", "two"], params):
+        counts[delta.request_id] = counts.get(delta.request_id, 0) + len(delta.token_ids)
+        if delta.finish_reason:
+            reasons[delta.request_id] = delta.finish_reason
+        if counts[delta.request_id] == 5 and "abort" not in reasons.values():
+            llm.abort(min(counts))
+    assert sorted(reasons.values()) == ["abort", "length"]
+    assert sorted(counts.values())[1] == 40
+    assert held_blocks(llm) == 0
+
+
+def test_a_closed_stream_gives_all_blocks_back(llm: LLM) -> None:
+    stream = llm.stream(["one", "two"], SamplingParams(max_tokens=200, ignore_eos=True))
+    next(stream)
+    assert held_blocks(llm) > 0
+    stream.close()  # type: ignore[attr-defined]
+    llm.generate(["another"], SamplingParams(max_tokens=2))
+    assert held_blocks(llm) == 0
+
+
+def test_an_empty_prompt_is_refused_by_its_place_and_nothing_starts(llm: LLM) -> None:
+    before = llm.stats.num_requests
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.generate(["fine", "also fine", ""])
+    assert caught.value.field == "prompts[2]"
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.generate([[5, 6], [5, 300]])
+    assert caught.value.field == "prompts[1][1]"
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.generate("not a list")
+    assert caught.value.field == "prompts"
+    assert llm.stats.num_requests == before
+
+
+def test_a_request_that_can_never_fit_fails_alone(model: Path, tmp_path: Path) -> None:
+    with (
+        Pair(model, tmp_path, num_device_blocks=6) as small,
+        LLM(model, control_plane=small.control.address, pool_id=POOL) as llm,
+    ):
+        fits, never = llm.generate(["x" * 20, "y" * 200], SamplingParams(max_tokens=8))
+        assert fits.error is None
+        assert len(fits.outputs[0].token_ids) == 8
+        assert isinstance(never.error, NeverFitsError)
+        assert never.outputs[0].finish_reason == "error"
+
+
+def test_an_embedded_data_plane_gives_the_same_as_a_remote_one(
+    llm: LLM, model: Path, pair: Pair
+) -> None:
+    params = [
+        SamplingParams(max_tokens=24),
+        SamplingParams(max_tokens=16, n=3, temperature=1, seed=1),
+    ]
+    prompts = ["where attention runs does not matter", "nor for continuations"]
+    with LLM(
+        model,
+        control_plane=pair.control.address,
+        data_plane="embedded",
+        pool_id="embedded",
+        num_device_blocks=20,
+    ) as embedded:
+        got = embedded.generate(prompts, params)
+    want = llm.generate(prompts, params)
+    for a, b in zip(got, want, strict=True):
+        assert [o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs]
+
+
+def test_bfloat16_and_float16_answer(model: Path, pair: Pair) -> None:
+    for dtype in ("bfloat16", "float16"):
+        with LLM(
+            model,
+            control_plane=pair.control.address,
+            data_plane="embedded",
+            pool_id=dtype,
+            dtype=dtype,
+            num_device_blocks=20,
+        ) as llm:
+            (output,) = llm.generate(["half"], SamplingParams(max_tokens=8, ignore_eos=True))
+            assert len(output.outputs[0].token_ids) == 8
+
+
+def test_another_model_than_the_pools_is_refused(pair: Pair, tmp_path: Path) -> None:
+    other = save_byte_model(tmp_path / "other-name")
+    with pytest.raises(LayoutMismatchError):
+        LLM(other, control_plane=pair.control.address, pool_id=POOL)
+
+
+def engine_program(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "engine", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_program_prints_what_the_library_answers(llm: LLM, model: Path, pair: Pair) -> None:
+    (want,) = llm.generate(["from the shell"], SamplingParams(max_tokens=12))
+    done = engine_program(
+        "generate", "--model", str(model), "--control-plane", pair.control.address,
+        "--pool-id", POOL, "--prompt", "from the shell", "--max-tokens", "12",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip("\n") == want.outputs[0].text.rstrip("\n")
+
+
+def test_several_prompts_and_continuations_are_labelled(
+    model: Path, pair: Pair, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("first\nsecond\n")
+    done = engine_program(
+        "generate", "--model", str(model), "--control-plane", pair.control.address,
+        "--pool-id", POOL, "--prompts-file", str(prompts), "--max-tokens", "4",
+        "--n", "2", "--temperature", "1", "--seed", "3",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for label in ("[1.1]", "[1.2]", "[2.1]", "[2.2]"):
+        assert label in done.stdout
