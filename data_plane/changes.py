@@ -61,8 +61,7 @@ class _Changes:
                 self._tables.drop(self._session_id, change.sequence_id)
             else:
                 raise InvalidRequestError("must be set", field=f"{at}.change")
-        for tier, index in self._still_named:
-            self._tables.check_present(self._session_id, tier, index)
+        self._tables.check_present(self._session_id, self._still_named)
         return self._handed_out
 
     def _set_blocks(self, sequence_id: int, change: pb.SetBlocks, at: str) -> None:

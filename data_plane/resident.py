@@ -173,14 +173,17 @@ class ResidentTables:
         """Table entries that name a block."""
         return sum(self._names.get((tier, index), {}).values())
 
-    def check_present(self, session_id: int, tier: pb.Tier, index: int) -> None:
-        """Raise StaleGenerationError if a table of the session names an earlier life of a block."""
-        present = self._generations[tier][index]
+    def check_present(self, session_id: int, blocks: set[Block]) -> None:
+        """Raise StaleGenerationError if a table of the session names an earlier life of one."""
+        if not blocks:
+            return
+        by_tier = {t: {index for tier, index in blocks if tier == t} for t in self.num_blocks}
         for sequence_id, table in self._tables.get(session_id, {}).items():
-            if table.tier != tier:
+            moved = by_tier[table.tier]
+            if moved.isdisjoint(table.blocks):
                 continue
-            for entry, block in enumerate(table.blocks):
-                if block == index and table.generations[entry] != present:
+            for index, generation in zip(table.blocks, table.generations, strict=True):
+                if index in moved and generation != self._generations[table.tier][index]:
                     raise StaleGenerationError(
                         f"block {index} is handed out while sequence {sequence_id} names it",
                         field="plan.changes",
