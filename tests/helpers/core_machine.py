@@ -9,7 +9,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from core_model import BLOCK, Engine, ModelSequence, World, pack
+from core_data_plane import BLOCK, pack
+from core_model import Engine, ModelSequence, World
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,

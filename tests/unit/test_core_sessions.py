@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from core_model import LAYOUT, World
+from core_data_plane import LAYOUT
+from core_model import World
 
 from control_plane.model import Fence, PublishBlocks
 from kvplane.errors import (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from core_model import World, pack
+from core_data_plane import pack
+from core_model import World
 
 from control_plane.model import (
     Admit,

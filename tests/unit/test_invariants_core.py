@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from core_data_plane import pack
 from core_machine import CoreMachine
-from core_model import World, pack
+from core_model import World
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
