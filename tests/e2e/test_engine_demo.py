@@ -1,0 +1,100 @@
+"""The demonstration that ``make run`` shows: it passes, and a planted fault makes it fail."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from engine_planes import ROOT
+
+TIMEOUT_S = 280
+
+
+def demo(run_folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "engine", "demo", "--quick", "--run-folder", run_folder, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+def children_of_run(run_folder: Path) -> list[str]:
+    """Planes that were started with logs in ``run_folder`` and still live."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                target = str((entry / "fd" / "1").readlink())
+            except OSError:
+                continue
+            if target.startswith(str(run_folder)):
+                found.append(entry.name)
+    return found
+
+
+@pytest.mark.timeout(TIMEOUT_S + 20)
+def test_it_passes_and_prints_what_it_counted(tmp_path: Path) -> None:
+    done = demo(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    right = re.search(r"^correct answers: (\d+)/(\d+)$", done.stdout, re.MULTILINE)
+    same = re.search(r"^identical to transformers: (\d+)/(\d+)", done.stdout, re.MULTILINE)
+    assert right is not None and same is not None
+    assert int(right[1]) >= 0.95 * int(right[2]) > 0
+    assert int(same[1]) == int(same[2]) > 0
+    for row in (
+        "requests", "generated tokens/s", "prefix hit tokens", "copies on write",
+        "blocks swapped out", "blocks swapped in", "evictions", "preemptions", "peak blocks",
+        "step latency p50/p99",
+    ):  # fmt: skip
+        assert row in done.stdout
+    assert children_of_run(tmp_path) == []
+
+
+@pytest.mark.timeout(TIMEOUT_S + 20)
+@pytest.mark.parametrize(
+    "fault", ["zero-attention", "swap-two-blocks", "skip-newest-slot", "shift-table"]
+)
+def test_a_planted_fault_makes_it_fail(tmp_path: Path, fault: str) -> None:
+    done = demo(tmp_path, "--fault", fault)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "not all greedy requests are identical to transformers" in done.stdout
+    assert children_of_run(tmp_path) == []
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_however_it_ends_no_plane_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine", "demo", "--quick", "--run-folder", str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len(children_of_run(tmp_path)) < 2:
+            assert time.monotonic() < deadline, "the planes did not start"
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(30) != 0
+    finally:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 15
+    while children_of_run(tmp_path):
+        assert time.monotonic() < deadline, "a plane is left behind"
+        time.sleep(0.05)
+
+
+def test_an_unknown_fault_is_a_plane_that_does_not_start(tmp_path: Path) -> None:
+    done = demo(tmp_path, "--fault", "typing-error")
+    assert done.returncode == 1
+    assert "data_plane did not start" in done.stderr
+    assert children_of_run(tmp_path) == []
