@@ -123,7 +123,7 @@ def test_random_batches_are_right(case: Case) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("case", [random_case(seed, 900) for seed in range(100, 500)], ids=str)
+@pytest.mark.parametrize("case", [random_case(seed, 900) for seed in range(100, 300)], ids=str)
 def test_many_random_batches_are_right(case: Case) -> None:
     assert_as_exact_as_torch(case)
 
