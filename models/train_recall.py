@@ -27,6 +27,7 @@ BYTE_OFFSET = 3  # ByT5's ids: pad, eos, unk, then the 256 bytes
 IGNORE = -100
 CODE = 16  # features of a token's code in the sketched circuit
 NUM_QUERIES = 8  # questions that follow a context
+SMOOTHING = 0.1  # keeps logits small, so that rounding in float32 stays well below 1e-4
 EASY_LOSS = 0.35  # recent loss below which the contexts grow longer
 MAX_FACTS = 60
 
@@ -81,9 +82,10 @@ def train(model: LlamaForCausalLM, rng: random.Random, args: argparse.Namespace)
         ids, labels = batch(rng, rows, num_facts)
         for group in optimiser.param_groups:
             group["lr"] = args.rate * min(1.0, (step + 1) / 200) * min(1.0, 2.5 * (1 - share))
-        loss = model(ids, labels=labels).loss
+        logits, wanted = model(ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits.detach(), wanted)
         optimiser.zero_grad()
-        loss.backward()
+        torch.nn.functional.cross_entropy(logits, wanted, label_smoothing=SMOOTHING).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         recent = 0.9 * recent + 0.1 * loss.item()
