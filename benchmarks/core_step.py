@@ -1,0 +1,271 @@
+"""What a step costs inside the control plane: the core in this process, plans encoded and signed.
+
+    python -m benchmarks.core_step [--quick] [--json OUT]
+
+No socket, no messages but the plan. Every step has content of its own, so nothing is memoised. The
+garbage collector runs as it does by default; with ``--no-gc`` it is off, which shows its share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import gc
+import itertools
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from control_plane import codec
+from control_plane.core import ControlPlane
+from control_plane.model import (
+    Admit,
+    Append,
+    CoreConfig,
+    Free,
+    Hello,
+    Operation,
+    Receipt,
+    SealedPlan,
+    Shard,
+    Status,
+    StepOutcome,
+)
+from kvplane.layout import LayerGroup, Layout
+
+BLOCK_SIZE_TOKENS = 16
+PROMPT_TOKENS = 32_768
+PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE_TOKENS
+NUM_DEVICE_BLOCKS = 100_000
+DECODE_SEQUENCES = 256
+POOL, TENANT, EPOCH = "benchmark", "tenant", 1
+LAYOUT = Layout(
+    model_id="benchmark",
+    block_size_tokens=BLOCK_SIZE_TOKENS,
+    dtype="float32",
+    kv_dtype="float32",
+    groups=(LayerGroup("full", (0,), num_kv_heads=1, head_size=8),),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Latencies of one kind of step, in seconds."""
+
+    name: str
+    seconds: Sequence[float]
+
+
+class Engine:
+    """One session on a pool of its own, whose plans run at once."""
+
+    def __init__(self) -> None:
+        self._core = ControlPlane(
+            incarnation=1,
+            config=CoreConfig(lease_s=3600.0),
+            clock=time.monotonic,
+            seal=codec.seal,
+        )
+        hello = Hello(POOL, Shard(), EPOCH, LAYOUT, NUM_DEVICE_BLOCKS, 0, "localhost:1")
+        self._core.register(hello)
+        self._core.report(POOL, 0, EPOCH, (), last=True, max_session_id=0)
+        opened = self._core.open_session(POOL, LAYOUT.fingerprint, TENANT)
+        self._session_id = opened.session_id
+        self._numbers = itertools.count(1)
+        self._ids = itertools.count(1)
+        self._receipts: list[Receipt] = []
+
+    def new_ids(self, num: int) -> list[int]:
+        """Sequence ids that were not used before."""
+        return list(itertools.islice(self._ids, num))
+
+    def step(self, *operations: Operation) -> float:
+        """Seconds of a step that brings the receipt of the last one."""
+        number = next(self._numbers)
+        content = number.to_bytes(8, "little")
+        receipts, self._receipts = self._receipts, []
+        began = time.perf_counter()
+        outcome = self._core.step(
+            self._session_id, TENANT, number, operations, receipts, content=content
+        )
+        seconds = time.perf_counter() - began
+        self._take(outcome)
+        return seconds
+
+    def settle(self) -> float:
+        """Seconds to apply the receipt of the last step, what it publishes announced."""
+        receipts, self._receipts = self._receipts, []
+        began = time.perf_counter()
+        self._core.step(self._session_id, TENANT, 0, (), receipts, content=b"")
+        seconds = time.perf_counter() - began
+        self._core.take_outgoing(POOL, 0)
+        return seconds
+
+    def num_cached_blocks(self) -> int:
+        """Evictable blocks of the device tier."""
+        return self._core.describe_pool(POOL).usage[0].num_cached_blocks
+
+    def _take(self, outcome: StepOutcome) -> None:
+        if any(result.status is not Status.OK for result in outcome.results):
+            raise RuntimeError(f"the pool is too small for this benchmark: {outcome.results}")
+        self._core.take_outgoing(POOL, 0)
+        if outcome.plan is not None:
+            self._receipts.append(self._receipt(outcome.number, outcome.plan))
+
+    def _receipt(self, number: int, plan: SealedPlan) -> Receipt:
+        return Receipt(self._session_id, number, plan.digest, 0, EPOCH, 1)
+
+
+def prompt(seed: int, num_tokens: int = PROMPT_TOKENS) -> bytes:
+    """Token ids, packed, that differ from those of any other seed in their first block already."""
+    return array.array("i", [seed, *range(1, num_tokens)]).tobytes()
+
+
+def measure_prompts_not_cached(num_steps: int) -> list[Row]:
+    """A new prompt each time: admitted, receipted and so published, freed."""
+    engine = Engine()
+    admit_s, publish_s, free_s = [], [], []
+    for sequence_id in engine.new_ids(num_steps):
+        admit_s.append(engine.step(Admit(sequence_id, prompt(sequence_id))))
+        publish_s.append(engine.settle())
+        free_s.append(engine.step(Free(sequence_id)))
+        engine.settle()
+    return [
+        Row("prompt, nothing cached: admit", admit_s),
+        Row("prompt, nothing cached: receipt, publish", publish_s),
+        Row("prompt: free", free_s),
+    ]
+
+
+def measure_prompt_in_use(num_steps: int) -> list[Row]:
+    """A prompt that another sequence holds all the while."""
+    engine = Engine()
+    holder, *others = engine.new_ids(1 + num_steps)
+    tokens = prompt(0)
+    engine.step(Admit(holder, tokens))
+    engine.settle()
+    admit_s = []
+    for sequence_id in others:
+        admit_s.append(engine.step(Admit(sequence_id, tokens)))
+        engine.settle()
+        engine.step(Free(sequence_id))
+        engine.settle()
+    return [Row("prompt, all cached, in use: admit", admit_s)]
+
+
+def measure_prompt_evictable(num_steps: int) -> list[Row]:
+    """A prompt that no sequence holds, so that all its blocks must leave the cache."""
+    engine = Engine()
+    tokens = prompt(0)
+    admit_s = []
+    for i, sequence_id in enumerate(engine.new_ids(1 + num_steps)):
+        seconds = engine.step(Admit(sequence_id, tokens))
+        engine.settle()
+        engine.step(Free(sequence_id))
+        engine.settle()
+        if engine.num_cached_blocks() != PROMPT_BLOCKS:
+            raise RuntimeError("the prompt is not in the cache")
+        if i:
+            admit_s.append(seconds)
+    return [Row("prompt, all cached, evictable: admit", admit_s)]
+
+
+def measure_decode(num_steps: int) -> list[Row]:
+    """One token for each of many sequences, a sixteenth of which needs a block in each step."""
+    engine = Engine()
+    ids = engine.new_ids(DECODE_SEQUENCES)
+    for i, sequence_id in enumerate(ids):
+        num_tokens = BLOCK_SIZE_TOKENS + i % BLOCK_SIZE_TOKENS
+        engine.step(Admit(sequence_id, prompt(sequence_id, num_tokens)))
+    decode_s = []
+    for token in range(num_steps):
+        packed = token.to_bytes(4, "little")
+        decode_s.append(engine.step(*[Append(i, packed, num_slots=1) for i in ids]))
+    return [Row(f"decode step of {DECODE_SEQUENCES} sequences", decode_s)]
+
+
+MEASUREMENTS: tuple[tuple[Callable[[int], list[Row]], int], ...] = (
+    (measure_prompts_not_cached, 200),
+    (measure_prompt_in_use, 200),
+    (measure_prompt_evictable, 200),
+    (measure_decode, 1000),
+)
+
+
+def quantile_us(seconds: Sequence[float], quantile: float) -> float:
+    """By the nearest rank, in microseconds."""
+    ordered = sorted(seconds)
+    return 1e6 * ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
+
+
+def cpu_name() -> str:
+    """The processor, as it calls itself."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def machine() -> dict[str, object]:
+    """Where this runs."""
+    return {
+        "cpu": cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "gc": "on" if gc.isenabled() else "off",
+    }
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, object]:
+    """What the table says, for programs."""
+    return {
+        "machine": machine(),
+        "rows": [
+            {
+                "name": row.name,
+                "unit": "us",
+                "num_samples": len(row.seconds),
+                "p50": round(quantile_us(row.seconds, 0.5), 1),
+                "p99": round(quantile_us(row.seconds, 0.99), 1),
+            }
+            for row in rows
+        ],
+    }
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """One line a row, microseconds."""
+    print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    print(f"prompt of {PROMPT_TOKENS:,} tokens in blocks of {BLOCK_SIZE_TOKENS}")
+    print(f"{'microseconds':44}{'p50':>10}{'p99':>10}")
+    for row in rows:
+        cells = [quantile_us(row.seconds, q) for q in (0.5, 0.99)]
+        print(f"{row.name:44}" + "".join(f"{cell:>10,.0f}" for cell in cells))
+
+
+def main() -> None:
+    """Run it, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description="Measure the core's steps in process.")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the steps")
+    parser.add_argument("--no-gc", action="store_true", help="the garbage collector off")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/out/core_step.json"))
+    arguments = parser.parse_args()
+    if arguments.no_gc:
+        gc.disable()
+    rows: list[Row] = []
+    for measure, num_steps in MEASUREMENTS:
+        rows += measure(num_steps // 10 if arguments.quick else num_steps)
+        gc.collect()
+    print_table(rows)
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(as_json(rows), indent=2) + "\n")
+    print(f"saved to {arguments.json}")
+
+
+if __name__ == "__main__":
+    main()
