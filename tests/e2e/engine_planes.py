@@ -77,9 +77,15 @@ class Pair:
     """A control plane and a data plane of one small pool."""
 
     def __init__(
-        self, model: Path, logs: Path, *, num_device_blocks: int = 64, num_host_blocks: int = 16
+        self,
+        model: Path,
+        logs: Path,
+        *,
+        num_device_blocks: int = 64,
+        num_host_blocks: int = 16,
+        lease_s: float = 10.0,
     ) -> None:
-        self.control = Process("control_plane", logs / "control.log", "--lease-s", "10")
+        self.control = Process("control_plane", logs / "control.log", "--lease-s", str(lease_s))
         self.data = Process(
             "data_plane", logs / "data.log",
             "--control-plane", self.control.address, "--model", str(model), "--pool-id", POOL,
