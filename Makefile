@@ -48,9 +48,9 @@ protos: setup  ## Generate the stubs in kvplane/v1 anew
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. \
 	  protos/kvplane/v1/types.proto protos/kvplane/v1/control.proto protos/kvplane/v1/data.proto
 
-node_modules: package-lock.json
+node_modules: package.json
 	@command -v npm >/dev/null || { echo "make lint needs npm (on Debian: apt install npm)" >&2; exit 1; }
-	npm ci --no-audit --no-fund
+	npm install --no-audit --no-fund --no-package-lock
 	@touch node_modules
 
 clean:  ## Remove all that these targets made
