@@ -40,7 +40,7 @@ from kvplane.errors import (
 from kvplane.layout import Layout
 from kvplane.v1 import types_pb2 as types
 
-MAX_FAILURES: Final = 5  # failures in a row, with no step between them, before the engine gives up
+MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine gives up
 RETRY_DELAY_S: Final = 0.1
 IDLE_DELAY_S: Final = 0.005
 
@@ -162,7 +162,6 @@ class EngineCore:
             self._has_plan = False
             try:
                 self._step()
-                self._num_failures = 0
             except KvplaneError as error:
                 self._recover(error)
         deltas, self._deltas = self._deltas, []
@@ -192,6 +191,8 @@ class EngineCore:
             return
         self._stalled_since_s = None
         logits = self._execute(result.plan, outcome.rows)
+        if outcome.rows:
+            self._num_failures = 0
         self._sample(outcome.rows, logits)
         num_tokens = sum(row.num_tokens for row in outcome.rows)
         self.stats.note_step(time.monotonic() - started_s, num_tokens)
