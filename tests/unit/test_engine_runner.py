@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,7 +145,9 @@ def test_the_model_keeps_no_cache(folder: Path) -> None:
     shapes = []
     original = step.layer
 
-    def layer(index: int, query: torch.Tensor, key: torch.Tensor, *rest, **options):  # type: ignore[no-untyped-def]
+    def layer(
+        index: int, query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any
+    ) -> torch.Tensor:
         shapes.append((query.shape[0], key.shape[0]))
         return original(index, query, key, *rest, **options)
 
