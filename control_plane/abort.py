@@ -62,4 +62,4 @@ def _cut(
     if sequence.moved_by > session.done:
         sequence.moved_by = 0
     session.share(sequence.tier, sequence.table)
-    session.drop(old_tier, reversed(old_table), next_plan)
+    session.drop(old_tier, old_table[::-1], next_plan)

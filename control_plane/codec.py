@@ -133,12 +133,11 @@ def plan_to_proto(plan: model.Plan) -> tpb.Plan:
             source=block_to_proto(transfer.source), destination=block_to_proto(transfer.destination)
         )
     add_row = message.rows.add
-    for row in plan.rows:
-        add_row(
-            sequence_id=row.sequence_id,
-            first_position=row.first_position,
-            num_tokens=row.num_tokens,
-        )
+    for sequence_id, first_position, num_tokens in plan.rows:
+        row = add_row()
+        row.sequence_id = sequence_id
+        row.first_position = first_position
+        row.num_tokens = num_tokens
     return message
 
 
@@ -339,8 +338,23 @@ def reported_blocks_from_proto(message: cpb.BlockReport) -> list[model.ReportedB
 def outgoing_to_proto(outgoing: model.Outgoing) -> cpb.RegisterResponse:
     if isinstance(outgoing, model.Fence):
         return cpb.RegisterResponse(fence=cpb.Fence(session_id=outgoing.session_id))
-    publish = cpb.PublishBlocks(publications=map(_publication_to_proto, outgoing.publications))
-    return cpb.RegisterResponse(publish=publish)
+    response = cpb.RegisterResponse()
+    response.publish.SetInParent()
+    add = response.publish.publications.add
+    told = outgoing.publications
+    for index, generation, parent_hash, hash_, token_ids in zip(
+        told.blocks.indices,
+        told.blocks.generations,
+        told.parent_hashes,
+        told.hashes,
+        told.token_ids,
+        strict=True,
+    ):
+        message = add(tenant=told.tenant, parent_hash=parent_hash, hash=hash_, token_ids=token_ids)
+        message.block.tier = tpb.TIER_DEVICE
+        message.block.index = index
+        message.block.generation = generation
+    return response
 
 
 def _served_layout(message: tpb.Layout, at: str) -> Layout:
@@ -399,15 +413,14 @@ def _receipt_from_proto(key: bytes, message: tpb.SignedPayload, at: str) -> mode
 
 def _add_change(plan: tpb.Plan, change: model.TableChange) -> None:
     if isinstance(change, model.SetBlocks):
-        plan.changes.add(
-            sequence_id=change.sequence_id,
-            set=tpb.SetBlocks(
-                first_block=change.first_block,
-                blocks=blocks_to_proto(change.blocks),
-                fresh=change.fresh,
-                replace=change.replace,
-            ),
-        )
+        # Filled in place: a message that is given to another is copied.
+        message = plan.changes.add(sequence_id=change.sequence_id).set
+        message.first_block = change.first_block
+        message.blocks.tier = _TIER_TO_WIRE[change.blocks.tier]
+        message.blocks.indices.extend(change.blocks.indices)
+        message.blocks.generations.extend(change.blocks.generations)
+        message.fresh.extend(change.fresh)
+        message.replace = change.replace
     elif isinstance(change, model.ForkTable):
         fork = tpb.ForkTable(
             parent_sequence_id=change.parent_sequence_id, num_blocks=change.num_blocks
@@ -467,14 +480,4 @@ def _publication_from_proto(message: tpb.Publication, at: str) -> model.Publicat
     block = _block_from_proto(message.block, f"{at}.block")
     return model.Publication(
         block, message.tenant, message.parent_hash, message.hash, message.token_ids
-    )
-
-
-def _publication_to_proto(publication: model.Publication) -> tpb.Publication:
-    return tpb.Publication(
-        block=block_to_proto(publication.block),
-        tenant=publication.tenant,
-        parent_hash=publication.parent_hash,
-        hash=publication.hash,
-        token_ids=publication.token_ids,
     )

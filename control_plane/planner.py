@@ -54,6 +54,14 @@ from kvplane.errors import (
     SequenceSwappedError,
 )
 
+_KINDS: Final[dict[type[Operation], str]] = {
+    Admit: "admit",
+    Append: "append",
+    Fork: "fork",
+    Free: "free",
+    SwapOut: "swap_out",
+    SwapIn: "swap_in",
+}
 _OTHER: Final = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
 
 
@@ -74,6 +82,8 @@ class Planner:
         self._session = session
         self._incarnation = incarnation
         self._pool = session.pool
+        self._device = session.pool.device
+        self._block_size = session.pool.block_size
         self._number = number
         self._max_sequences = max_sequences
         self._changes: list[TableChange] = []
@@ -90,13 +100,16 @@ class Planner:
     def run(self, index: int, operation: Operation) -> OperationResult:
         """Do one operation, or nothing. ``index`` is its place in the step, for messages."""
         try:
-            return OperationResult(
-                Status.OK, done=self._dispatch(operation, f"operations[{index}]")
-            )
+            return OperationResult(Status.OK, done=self._dispatch(operation))
         except NoRoom as no_room:
             return no_room.result
         except KvplaneError as error:
-            return OperationResult(Status.FAILED, error=error)
+            # Operations name fields of their own; where they stand is said only when it matters.
+            field = f"operations[{index}].{_KINDS[type(operation)]}.{error.field}"
+            return OperationResult(
+                Status.FAILED,
+                error=type(error)(error.message, field=field, retry_delay_s=error.retry_delay_s),
+            )
 
     def finish(self) -> tuple[Plan, PlanRecord] | None:
         """The plan and what to remember of it, or None when there is nothing to carry out."""
@@ -126,27 +139,27 @@ class Planner:
 
     # Operations
 
-    def _dispatch(self, operation: Operation, at: str) -> Done:
+    def _dispatch(self, operation: Operation) -> Done:
         match operation:
-            case Admit():
-                return self._admit(operation, f"{at}.admit")
             case Append():
-                return self._append(operation, f"{at}.append")
+                return self._append(operation)
+            case Admit():
+                return self._admit(operation)
             case Fork():
-                return self._fork(operation, f"{at}.fork")
+                return self._fork(operation)
             case Free():
-                return self._free(operation, f"{at}.free")
+                return self._free(operation)
             case SwapOut():
-                return self._swap_out(operation, f"{at}.swap_out")
+                return self._swap_out(operation)
             case SwapIn():
-                return self._swap_in(operation, f"{at}.swap_in")
+                return self._swap_in(operation)
 
-    def _admit(self, operation: Admit, at: str) -> AdmitResult:
+    def _admit(self, operation: Admit) -> AdmitResult:
         session, pool = self._session, self._pool
-        self._check_new_sequence(operation.sequence_id, f"{at}.sequence_id")
-        checks.token_ids(operation.token_ids, at_least=1, field=f"{at}.token_ids")
-        checks.count(operation.max_total_tokens, field=f"{at}.max_total_tokens")
-        checks.count(operation.num_compute_tokens or 0, field=f"{at}.num_compute_tokens")
+        self._check_new_sequence(operation.sequence_id, "sequence_id")
+        checks.token_ids(operation.token_ids, at_least=1, field="token_ids")
+        checks.count(operation.max_total_tokens, field="max_total_tokens")
+        checks.count(operation.num_compute_tokens or 0, field="num_compute_tokens")
         num_tokens = len(operation.token_ids) // 4
         num_blocks = checks.div_ceil(num_tokens, pool.block_size)
         need = max(num_blocks, checks.div_ceil(operation.max_total_tokens, pool.block_size))
@@ -182,49 +195,49 @@ class Planner:
             pool.counters.num_hit_tokens += num_cached
         return AdmitResult(num_cached, num_blocks, num_compute)
 
-    def _append(self, operation: Append, at: str) -> AppendResult:
-        session, pool = self._session, self._pool
-        sequence = session.sequence(operation.sequence_id, field=f"{at}.sequence_id")
-        checks.token_ids(operation.token_ids, field=f"{at}.token_ids")
-        checks.count(operation.num_slots, field=f"{at}.num_slots")
+    def _append(self, operation: Append) -> AppendResult:
+        num_slots, token_ids = operation.num_slots, operation.token_ids
+        sequence = self._session.sequence(operation.sequence_id, field="sequence_id")
+        if token_ids:
+            checks.token_ids(token_ids, field="token_ids")
+        checks.count(num_slots, field="num_slots")
         if sequence.tier is not Tier.DEVICE:
             raise SequenceSwappedError(
-                f"sequence {sequence.id} is on the host tier", field=f"{at}.sequence_id"
+                f"sequence {sequence.id} is on the host tier", field="sequence_id"
             )
-        if operation.num_slots and sequence.id in self._rows:
+        if num_slots and sequence.id in self._rows:
             raise InvalidRequestError(
-                f"sequence {sequence.id} computes in this step already", field=f"{at}.num_slots"
+                f"sequence {sequence.id} computes in this step already", field="num_slots"
             )
+        table, block_size = sequence.table, self._block_size
         first = sequence.num_scheduled
-        end = first + operation.num_slots
-        num_known = sequence.num_tokens + len(operation.token_ids) // 4
-        self._require_fits(checks.div_ceil(max(end, num_known), pool.block_size))
-        table = sequence.table
-        begin_block, end_block = first // pool.block_size, checks.div_ceil(end, pool.block_size)
-        unwritable = []
-        if operation.num_slots:
-            unwritable = [
-                i
-                for i in range(begin_block, min(end_block, len(table)))
-                if not pool.device.is_writable(table[i])
-            ]
-        num_grown = max(0, end_block - len(table))
-        self._require_room(Tier.DEVICE, len(unwritable) + num_grown)
+        num_known = sequence.num_tokens + len(token_ids) // 4
+        self._require_fits(checks.div_ceil(max(first + num_slots, num_known), block_size))
+        end_block = checks.div_ceil(first + num_slots, block_size)
+        num_grown = end_block - len(table)
+        unwritable: list[int] = []
+        if num_slots:
+            is_writable = self._device.is_writable
+            for i in range(first // block_size, end_block if num_grown <= 0 else len(table)):
+                if not is_writable(table[i]):
+                    unwritable.append(i)
+        if unwritable or num_grown > 0:
+            self._require_room(Tier.DEVICE, len(unwritable) + max(0, num_grown))
 
-        sequence.tokens += operation.token_ids
+        sequence.tokens += token_ids
         for i in unwritable:
             self._copy_on_write(sequence, i, first)
-        if num_grown:
+        if num_grown > 0:
             table += self._take(Tier.DEVICE, num_grown)
             self._set(sequence, len(table) - num_grown, (True,) * num_grown)
-        self._row(sequence, operation.num_slots)
+        self._row(sequence, num_slots)
         return AppendResult(first, len(table))
 
-    def _fork(self, operation: Fork, at: str) -> ForkResult:
+    def _fork(self, operation: Fork) -> ForkResult:
         session = self._session
-        parent = session.sequence(operation.parent_sequence_id, field=f"{at}.parent_sequence_id")
-        self._check_new_sequence(operation.sequence_id, f"{at}.sequence_id")
-        self._check_idle(parent, f"{at}.parent_sequence_id")
+        parent = session.sequence(operation.parent_sequence_id, field="parent_sequence_id")
+        self._check_new_sequence(operation.sequence_id, "sequence_id")
+        self._check_idle(parent, "parent_sequence_id")
         child = parent.fork(operation.sequence_id)
         session.share(child.tier, child.table)
         session.add(child)
@@ -236,9 +249,9 @@ class Planner:
             record.touched.append(child)
         return ForkResult(len(child.table))
 
-    def _free(self, operation: Free, at: str) -> FreeResult:
-        sequence = self._session.sequence(operation.sequence_id, field=f"{at}.sequence_id")
-        self._check_idle(sequence, f"{at}.sequence_id")
+    def _free(self, operation: Free) -> FreeResult:
+        sequence = self._session.sequence(operation.sequence_id, field="sequence_id")
+        self._check_idle(sequence, "sequence_id")
         num_released = self._drop(sequence.tier, sequence.table)
         sequence.table = []
         self._session.remove(sequence)
@@ -246,29 +259,29 @@ class Planner:
             self._changes.append(DropTable(sequence.id))
         return FreeResult(num_released)
 
-    def _swap_out(self, operation: SwapOut, at: str) -> SwapOutResult:
-        num_blocks = self._swap(operation.sequence_ids, Tier.DEVICE, f"{at}.sequence_ids")
+    def _swap_out(self, operation: SwapOut) -> SwapOutResult:
+        num_blocks = self._swap(operation.sequence_ids, Tier.DEVICE)
         self._pool.counters.num_swapped_out_blocks += num_blocks
         return SwapOutResult(num_blocks)
 
-    def _swap_in(self, operation: SwapIn, at: str) -> SwapInResult:
-        num_blocks = self._swap(operation.sequence_ids, Tier.HOST, f"{at}.sequence_ids")
+    def _swap_in(self, operation: SwapIn) -> SwapInResult:
+        num_blocks = self._swap(operation.sequence_ids, Tier.HOST)
         self._pool.counters.num_swapped_in_blocks += num_blocks
         return SwapInResult(num_blocks)
 
-    def _swap(self, sequence_ids: tuple[int, ...], source: Tier, at: str) -> int:
+    def _swap(self, sequence_ids: tuple[int, ...], source: Tier) -> int:
         """Move sequences out of ``source``; returns how many blocks are copied."""
         session = self._session
         if not sequence_ids or len(set(sequence_ids)) != len(sequence_ids):
-            raise InvalidRequestError("must be at least one, and distinct", field=at)
+            raise InvalidRequestError("must be at least one, and distinct", field="sequence_ids")
         sequences = []
         for i, sequence_id in enumerate(sequence_ids):
-            sequence = session.sequence(sequence_id, field=f"{at}[{i}]")
-            self._check_idle(sequence, f"{at}[{i}]")
+            sequence = session.sequence(sequence_id, field=f"sequence_ids[{i}]")
+            self._check_idle(sequence, f"sequence_ids[{i}]")
             if sequence.tier is not source:
                 raise SequenceSwappedError(
                     f"sequence {sequence_id} is on the {sequence.tier.value} tier",
-                    field=f"{at}[{i}]",
+                    field=f"sequence_ids[{i}]",
                 )
             sequences.append(sequence)
         blocks = list(dict.fromkeys(block for sequence in sequences for block in sequence.table))
@@ -339,7 +352,7 @@ class Planner:
         copies_last = len(hits) * pool.block_size == num_tokens
         while True:
             num_needed = num_blocks - len(hits) + copies_last
-            num_needed += sum(pool.device.is_obtainable(hit.block, session.id) for hit in hits)
+            num_needed += pool.device.num_obtainable_of([hit.block for hit in hits], session.id)
             if num_needed <= num_available:
                 return hits, copies_last
             if not copies_last:
@@ -365,13 +378,13 @@ class Planner:
     def _drop(self, tier: Tier, table: list[int]) -> int:
         """A table of the session goes; returns how many blocks no table names now."""
         blocks = self._pool.tiers[tier]
-        for block in table:
+        for block in table if self._destinations else ():
             if (tier, block) in self._destinations and blocks.tables[block] == 1:
                 # A later operation of this step must not have it: two transfers of one plan
                 # would write two lives of one block.
                 blocks.pin(block)
                 self._kept.append((blocks, block))
-        return self._session.drop(tier, reversed(table), self._number)
+        return self._session.drop(tier, table[::-1], self._number)
 
     def _copy_on_write(self, sequence: Sequence, index: int, first_position: int) -> None:
         """Put a block of its own at ``index``, with what stands before ``first_position``."""
@@ -399,8 +412,8 @@ class Planner:
     ) -> None:
         """Tell the data plane of the table entries from ``first`` on, as many as ``fresh`` has."""
         tier = self._pool.tiers[sequence.tier]
-        refs = tuple(tier.ref(block) for block in sequence.table[first : first + len(fresh)])
-        self._changes.append(SetBlocks(sequence.id, first, refs, fresh, replace))
+        blocks = tier.refs(sequence.table[first : first + len(fresh)])
+        self._changes.append(SetBlocks(sequence.id, first, blocks, fresh, replace))
         sequence.resident = True
 
     def _row(self, sequence: Sequence, num_tokens: int) -> None:
@@ -426,7 +439,7 @@ class Planner:
         named: set[BlockRef] = set()
         for sequence in session.sequences.values():
             tier = self._pool.tiers[sequence.tier]
-            refs = tuple(tier.ref(block) for block in sequence.table)
+            refs = tier.refs(list(sequence.table))
             fresh = tuple(ref.index in self._fresh[ref.tier] and ref not in named for ref in refs)
             named.update(refs)
             sequence.resident = bool(refs)

@@ -21,14 +21,15 @@ from control_plane.model import (
     Outgoing,
     PoolCounters,
     PoolInfo,
-    Publication,
+    Publications,
     PublishBlocks,
     ReportedBlock,
     ShardInfo,
     Tier,
     TierUsage,
 )
-from control_plane.prefix_index import Entry, PrefixIndex
+from control_plane.prefix_index import Entry, PrefixIndex, parent_hash
+from control_plane.publish import Published
 from control_plane.sessions import Session
 
 # Publications in one message: at most 256 tokens of 4 bytes each, far below the message limit.
@@ -80,11 +81,6 @@ class Pool:
         return self.layout.block_size_tokens
 
     @property
-    def device(self) -> BlockTier:
-        """The tier that attention reads."""
-        return self.tiers[Tier.DEVICE]
-
-    @property
     def host(self) -> BlockTier:
         """The tier that sequences are swapped out to."""
         return self.tiers[Tier.HOST]
@@ -106,6 +102,7 @@ class Pool:
         self.tiers = {
             tier: BlockTier(tier, generations[tier], index, self.counters) for tier in Tier
         }
+        self.device = self.tiers[Tier.DEVICE]  # the tier that attention reads
 
     # Room
 
@@ -125,7 +122,7 @@ class Pool:
     def end(self, session: Session) -> None:
         """All the session's tables go. Its blocks stay in limbo until every shard has quit it."""
         for sequence in list(session.sequences.values()):
-            session.drop(sequence.tier, reversed(sequence.table), ENDED)
+            session.drop(sequence.tier, sequence.table[::-1], ENDED)
             sequence.table = []
             session.remove(sequence)
         for record in session.plans.values():
@@ -156,7 +153,7 @@ class Pool:
 
     # Publications
 
-    def announce(self, published: list[tuple[str, Entry]]) -> None:
+    def announce(self, published: list[Published]) -> None:
         """Queue publications for every connected shard; others hear of all on coming back."""
         if not published:
             return
@@ -172,24 +169,28 @@ class Pool:
         for session_id, waiting in self.fenced.items():
             if shard_index in waiting:
                 shard.outgoing.append(Fence(session_id))
-        shard.outgoing.extend(self._publications(list(self.index.published())))
+        by_tenant: dict[str, list[Entry]] = {}
+        for tenant, entry in self.index.published():
+            by_tenant.setdefault(tenant, []).append(entry)
+        shard.outgoing.extend(self._publications(list(by_tenant.items())))
 
-    def _publications(self, published: list[tuple[str, Entry]]) -> list[PublishBlocks]:
-        publications = [self._publication(tenant, entry) for tenant, entry in published]
+    def _publications(self, published: list[Published]) -> list[PublishBlocks]:
+        by_tenant: dict[str, list[Entry]] = {}
+        for tenant, entries in published:
+            by_tenant.setdefault(tenant, []).extend(entries)
         return [
-            PublishBlocks(tuple(publications[i : i + _MAX_PUBLICATIONS]))
-            for i in range(0, len(publications), _MAX_PUBLICATIONS)
+            PublishBlocks(self._columns(tenant, entries[i : i + _MAX_PUBLICATIONS]))
+            for tenant, entries in by_tenant.items()
+            for i in range(0, len(entries), _MAX_PUBLICATIONS)
         ]
 
-    def _publication(self, tenant: str, entry: Entry) -> Publication:
-        parent = entry.parent
-        has_parent = parent is not None and parent.parent is not None
-        return Publication(
-            block=self.device.ref(entry.block),
+    def _columns(self, tenant: str, entries: list[Entry]) -> Publications:
+        return Publications(
             tenant=tenant,
-            parent_hash=parent.hash if parent is not None and has_parent else b"",
-            hash=entry.hash,
-            token_ids=entry.tokens,
+            blocks=self.device.refs([entry.block for entry in entries]),
+            parent_hashes=[parent_hash(entry) for entry in entries],
+            hashes=[entry.hash for entry in entries],
+            token_ids=[entry.tokens for entry in entries],
         )
 
     # What it tells

@@ -7,17 +7,21 @@ block already, the new one stays private.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from control_plane.model import Tier
 from control_plane.prefix_index import NO_BLOCK, Entry
-from control_plane.sequence import Sequence
-from control_plane.sessions import Session
+
+if TYPE_CHECKING:
+    from control_plane.sequence import Sequence
+    from control_plane.sessions import Session
+
+# A tenant and new entries of it, parents before children.
+Published = tuple[str, list[Entry]]
 
 
-def publish(session: Session, sequence: Sequence) -> list[tuple[str, Entry]]:
-    """Enter what has become complete of the sequence into the index.
-
-    Returns the (tenant, entry) pairs that are new, parents before children.
-    """
+def publish(session: Session, sequence: Sequence) -> list[Published]:
+    """Enter what has become complete of the sequence into the index; returns what is new."""
     pool = session.pool
     num_complete = min(sequence.num_written, sequence.num_tokens) // pool.block_size
     if (
@@ -29,17 +33,20 @@ def publish(session: Session, sequence: Sequence) -> list[tuple[str, Entry]]:
     if sequence.chain is None or sequence.chain.block == NO_BLOCK:
         # The last block's entry went since (this sequence's own block was private): begin again.
         sequence.num_published, sequence.chain = 0, None
-    parent = sequence.chain or pool.index.root(session.tenant)
+    index, first = pool.index, sequence.num_published
     block_bytes = pool.block_size * 4
-    published: list[tuple[str, Entry]] = []
-    for i in range(sequence.num_published, num_complete):
-        tokens = bytes(sequence.tokens[i * block_bytes : (i + 1) * block_bytes])
-        entry = pool.index.child(parent, tokens)
-        block = sequence.table[i]
+    chain = index.extend(
+        sequence.chain or index.root(session.tenant),
+        bytes(sequence.tokens[first * block_bytes : num_complete * block_bytes]),
+    )
+    new: list[Entry] = []
+    for entry, block in zip(chain, sequence.table[first:num_complete], strict=True):
         if entry.block == NO_BLOCK:
-            pool.device.publish(block, entry)
-            published.append((session.tenant, entry))
-        parent = entry
-    sequence.num_published, sequence.chain = num_complete, parent
-    pool.counters.num_publications += len(published)
-    return published
+            entry.block = block
+            new.append(entry)
+    sequence.num_published, sequence.chain = num_complete, chain[-1]
+    if not new:
+        return []
+    pool.device.publish(new)
+    pool.counters.num_publications += len(new)
+    return [(session.tenant, new)]

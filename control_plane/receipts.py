@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from control_plane import checks
 from control_plane.model import LateTokens, Receipt
-from control_plane.prefix_index import Entry
-from control_plane.publish import publish
+from control_plane.publish import Published, publish
 from control_plane.sessions import Session
 from kvplane.errors import (
     BadSignatureError,
@@ -56,7 +55,7 @@ def apply_receipts(session: Session, highest: list[int]) -> None:
     if done <= session.done:
         return
     session.done = done
-    published: list[tuple[str, Entry]] = []
+    published: list[Published] = []
     finished = [session.plans.pop(n) for n in list(session.plans) if n <= done]
     for record in finished:
         for sequence in record.touched:
@@ -104,7 +103,7 @@ def validate_late_tokens(session: Session, late_tokens: Sequence[LateTokens]) ->
 
 def apply_late_tokens(session: Session, late_tokens: Sequence[LateTokens]) -> None:
     """Let the tokens be known; those known before are passed over."""
-    published: list[tuple[str, Entry]] = []
+    published: list[Published] = []
     for late in late_tokens:
         sequence = session.sequences[late.sequence_id]
         num_repeated = sequence.num_tokens - late.first_position

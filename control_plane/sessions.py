@@ -7,7 +7,6 @@ is the largest need of its live sequences; a plan is in ``plans`` until it is re
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -127,12 +126,11 @@ class Session:
         self.pool.tiers[tier].share(blocks)
         self._hold(tier, blocks)
 
-    def drop(self, tier: Tier, blocks: Iterable[int], plan: int) -> int:
+    def drop(self, tier: Tier, blocks: list[int], plan: int) -> int:
         """One table less names each block, tails first, once ``plan`` has run.
 
         Returns how many blocks no table names now.
         """
-        blocks = list(blocks)
         if tier is Tier.DEVICE:
             before = self.shortfall
             held = self.held
@@ -149,8 +147,11 @@ class Session:
             return
         before = self.shortfall
         held = self.held
-        for block in blocks:
-            held[block] = held.get(block, 0) + 1
+        if held.keys().isdisjoint(blocks):
+            held.update(dict.fromkeys(blocks, 1))
+        else:
+            for block in blocks:
+                held[block] = held.get(block, 0) + 1
         self.pool.num_promised += self.shortfall - before
 
     def _guarantee(self, num_blocks: int) -> None:

@@ -44,7 +44,9 @@ def make_plan(**changes: object) -> model.Plan:
         "previous": 6,
         "resync": True,
         "changes": (
-            model.SetBlocks(1, 2, (device(3, 4), device(5, 6)), (True, False), replace=True),
+            model.SetBlocks(
+                1, 2, model.Blocks(model.Tier.DEVICE, (3, 5), (4, 6)), (True, False), replace=True
+            ),
             model.ForkTable(8, 1, 3),
             model.DropTable(9),
         ),
@@ -323,7 +325,11 @@ def test_a_report_comes_back_as_the_publications_that_went_out() -> None:
     assert second == model.ReportedBlock(host(1, 0), None)
     assert first.block == device(4, 2)
     assert first.publication is not None
-    message = codec.outgoing_to_proto(model.PublishBlocks((first.publication,)))
+    told = model.Publications(
+        "t", model.Blocks(model.Tier.DEVICE, (4,), (2,)), (b"p" * 16,), (b"h" * 16,), (b"t" * 64,)
+    )
+    assert list(told) == [first.publication]
+    message = codec.outgoing_to_proto(model.PublishBlocks(told))
     assert message.publish.publications[0] == report.blocks[0].publication
 
 
