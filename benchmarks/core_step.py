@@ -97,13 +97,18 @@ class Engine:
         return seconds
 
     def settle(self) -> float:
-        """Seconds to apply the receipt of the last step, what it publishes announced."""
+        """Seconds to apply the receipt of the last step, publications queued for the data plane."""
         receipts, self._receipts = self._receipts, []
         began = time.perf_counter()
         self._core.step(self._session_id, TENANT, 0, (), receipts, content=b"")
-        seconds = time.perf_counter() - began
-        self._core.take_outgoing(POOL, 0)
-        return seconds
+        return time.perf_counter() - began
+
+    def announce(self) -> float:
+        """Seconds to make messages of what is queued for the data plane, and to serialise them."""
+        began = time.perf_counter()
+        for outgoing in self._core.take_outgoing(POOL, 0):
+            codec.outgoing_to_proto(outgoing).SerializeToString()
+        return time.perf_counter() - began
 
     def num_cached_blocks(self) -> int:
         """Evictable blocks of the device tier."""
@@ -128,15 +133,17 @@ def prompt(seed: int, num_tokens: int = PROMPT_TOKENS) -> bytes:
 def measure_prompts_not_cached(num_steps: int) -> list[Row]:
     """A new prompt each time: admitted, receipted and so published, freed."""
     engine = Engine()
-    admit_s, publish_s, free_s = [], [], []
+    admit_s, publish_s, announce_s, free_s = [], [], [], []
     for sequence_id in engine.new_ids(num_steps):
         admit_s.append(engine.step(Admit(sequence_id, prompt(sequence_id))))
         publish_s.append(engine.settle())
+        announce_s.append(engine.announce())
         free_s.append(engine.step(Free(sequence_id)))
         engine.settle()
     return [
         Row("prompt, nothing cached: admit", admit_s),
         Row("prompt, nothing cached: receipt, publish", publish_s),
+        Row("prompt, nothing cached: announce", announce_s),
         Row("prompt: free", free_s),
     ]
 

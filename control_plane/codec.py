@@ -342,6 +342,7 @@ def outgoing_to_proto(outgoing: model.Outgoing) -> cpb.RegisterResponse:
     response.publish.SetInParent()
     add = response.publish.publications.add
     told = outgoing.publications
+    tier = _TIER_TO_WIRE[told.blocks.tier]
     for index, generation, parent_hash, hash_, token_ids in zip(
         told.blocks.indices,
         told.blocks.generations,
@@ -350,10 +351,13 @@ def outgoing_to_proto(outgoing: model.Outgoing) -> cpb.RegisterResponse:
         told.token_ids,
         strict=True,
     ):
-        message = add(tenant=told.tenant, parent_hash=parent_hash, hash=hash_, token_ids=token_ids)
-        message.block.tier = tpb.TIER_DEVICE
-        message.block.index = index
-        message.block.generation = generation
+        message = add()
+        message.tenant = told.tenant
+        message.parent_hash = parent_hash
+        message.hash = hash_
+        message.token_ids = token_ids
+        block = message.block
+        block.tier, block.index, block.generation = tier, index, generation
     return response
 
 

@@ -62,6 +62,9 @@ _KINDS: Final[dict[type[Operation], str]] = {
     SwapOut: "swap_out",
     SwapIn: "swap_in",
 }
+# Looked up once: a member of an enum costs more to get than to use.
+_OK: Final = Status.OK
+_DEVICE: Final = Tier.DEVICE
 _OTHER: Final = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
 
 
@@ -100,7 +103,7 @@ class Planner:
     def run(self, index: int, operation: Operation) -> OperationResult:
         """Do one operation, or nothing. ``index`` is its place in the step, for messages."""
         try:
-            return OperationResult(Status.OK, done=self._dispatch(operation))
+            return OperationResult(_OK, self._dispatch(operation))
         except NoRoom as no_room:
             return no_room.result
         except KvplaneError as error:
@@ -201,7 +204,7 @@ class Planner:
         if token_ids:
             checks.token_ids(token_ids, field="token_ids")
         checks.count(num_slots, field="num_slots")
-        if sequence.tier is not Tier.DEVICE:
+        if sequence.tier is not _DEVICE:
             raise SequenceSwappedError(
                 f"sequence {sequence.id} is on the host tier", field="sequence_id"
             )
@@ -211,9 +214,10 @@ class Planner:
             )
         table, block_size = sequence.table, self._block_size
         first = sequence.num_scheduled
+        end = first + num_slots
         num_known = sequence.num_tokens + len(token_ids) // 4
-        self._require_fits(checks.div_ceil(max(first + num_slots, num_known), block_size))
-        end_block = checks.div_ceil(first + num_slots, block_size)
+        self._require_fits(checks.div_ceil(end if end > num_known else num_known, block_size))
+        end_block = checks.div_ceil(end, block_size)
         num_grown = end_block - len(table)
         unwritable: list[int] = []
         if num_slots:
@@ -326,7 +330,7 @@ class Planner:
         if sequence.id in self._rows:
             raise SequenceBusyError(f"sequence {sequence.id} computes in this step", field=field)
 
-    def _require_fits(self, num_blocks: int, tier: Tier = Tier.DEVICE) -> None:
+    def _require_fits(self, num_blocks: int, tier: Tier = _DEVICE) -> None:
         """NEVER when the tier is smaller than that."""
         if num_blocks > self._pool.tiers[tier].num_blocks:
             raise self._no_room(Status.NEVER, tier, num_blocks)

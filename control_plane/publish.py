@@ -23,7 +23,7 @@ Published = tuple[str, list[Entry]]
 def publish(session: Session, sequence: Sequence) -> list[Published]:
     """Enter what has become complete of the sequence into the index; returns what is new."""
     pool = session.pool
-    num_complete = min(sequence.num_written, sequence.num_tokens) // pool.block_size
+    num_complete = sequence.num_complete(pool.block_size)
     if (
         num_complete <= sequence.num_published
         or sequence.tier is not Tier.DEVICE

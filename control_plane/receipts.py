@@ -57,11 +57,14 @@ def apply_receipts(session: Session, highest: list[int]) -> None:
     session.done = done
     published: list[Published] = []
     finished = [session.plans.pop(n) for n in list(session.plans) if n <= done]
+    live = session.sequences
+    block_size = session.pool.block_size
     for record in finished:
         for sequence in record.touched:
-            if session.sequences.get(sequence.id) is sequence:
+            if live.get(sequence.id) is sequence:
                 sequence.written_up_to(done)
-                published += publish(session, sequence)
+                if sequence.num_complete(block_size) > sequence.num_published:
+                    published += publish(session, sequence)
     session.pool.announce(published)
     for tier in session.pool.tiers.values():
         tier.lift(session.id, done)

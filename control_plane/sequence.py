@@ -56,6 +56,11 @@ class Sequence:
         """Tokens known."""
         return len(self.tokens) // 4
 
+    def num_complete(self, block_size: int) -> int:
+        """Leading blocks that are full, their tokens known and all their slots written."""
+        num_known, num_written = len(self.tokens) // 4, self.num_written
+        return (num_written if num_written < num_known else num_known) // block_size
+
     def state(self) -> SequenceState:
         """As it is told to callers."""
         return SequenceState(
@@ -85,8 +90,11 @@ class Sequence:
 
     def written_up_to(self, plan: int) -> None:
         """Plans up to ``plan`` have run."""
-        while self.pending and self.pending[0][0] <= plan:
-            self.num_written = max(self.num_written, self.pending.pop(0)[1])
+        pending = self.pending
+        while pending and pending[0][0] <= plan:
+            end = pending.pop(0)[1]
+            if end > self.num_written:
+                self.num_written = end
 
     def cut(self) -> None:
         """Forget all but the tokens whose KV is written. The caller cuts the table."""
