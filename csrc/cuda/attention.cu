@@ -1,0 +1,126 @@
+// Paged attention on a device: the plan, then the kernels for short and long sequences, then the
+// splits put together. Which kernels run is decided by types, addresses and sizes alone; which of
+// them a sequence takes, by its own number of rows.
+
+#include <limits>
+#include <string>
+
+#include "attention_kernels.h"
+#include "batch.cuh"
+#include "kvplane/checks.h"
+#include "operations.h"
+
+namespace kvplane::cuda {
+namespace {
+
+constexpr int64_t kSplitUnit = 64;  // tokens; a multiple of every kernel's tile
+constexpr int64_t kWorkspaceUnit = 256;
+constexpr int64_t kMaxPosition = int64_t{1} << 30;
+
+int64_t max_context(const PagedAttentionParams& p) { return p.max_blocks * p.pages.block_size; }
+
+// The most splits that a short sequence of these sizes can have.
+int64_t max_splits(const PagedAttentionParams& p, int64_t split_tokens) {
+  const int64_t splits = div_ceil(max_context(p), split_tokens);
+  if (p.sliding_window_tokens == 0) return max_of<int64_t>(1, splits);
+  const int64_t seen = p.sliding_window_tokens + max_short_tokens(group_of(p));
+  return max_of<int64_t>(1, min_of(splits, seen / split_tokens + 2));
+}
+
+// The parts of the workspace, in bytes from its start.
+struct Parts {
+  int64_t long_ends, partial_starts, partial_states, partial_outs, size;
+};
+
+int64_t rounded_up(int64_t bytes) { return div_ceil(bytes, kWorkspaceUnit) * kWorkspaceUnit; }
+
+Parts parts_of(const PagedAttentionParams& p, int64_t split_tokens) {
+  const int64_t splits = max_splits(p, split_tokens);
+  const int64_t tokens = min_of(p.num_tokens, p.num_sequences * max_short_tokens(group_of(p)));
+  const int64_t rows = splits > 1 ? splits * tokens * p.num_heads : 0;
+  const int64_t float_bytes = sizeof(float);
+  Parts parts;
+  parts.long_ends = rounded_up(p.num_sequences * 4);
+  parts.partial_starts = parts.long_ends + rounded_up(p.num_sequences * 4);
+  parts.partial_states = parts.partial_starts + rounded_up(p.num_sequences * 8);
+  parts.partial_outs = parts.partial_states + rounded_up(rows * 2 * float_bytes);
+  parts.size = parts.partial_outs + rounded_up(rows * p.pages.head_size * float_bytes);
+  return parts;
+}
+
+bool is_aligned(const void* address, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(bytes) == 0;
+}
+
+// The tensor cores' kernels copy 16 bytes at a time, of keys, values and queries of one type.
+bool fits_tensor_cores(const PagedAttentionParams& p) {
+  if (p.query_dtype != p.pages.dtype || p.query_dtype == Dtype::kFloat32) return false;
+  const int64_t strides[] = {p.pages.block_stride, p.pages.kv_stride,    p.pages.head_stride,
+                             p.pages.token_stride, p.query_token_stride, p.query_head_stride};
+  for (const int64_t stride : strides) {
+    if (stride % 8 != 0) return false;
+  }
+  return is_aligned(p.query, 16) && is_aligned(p.pages.data, 16) && is_aligned(p.out, 4);
+}
+
+void check_sizes(const PagedAttentionParams& p, const AttentionOptions& options, int64_t needed) {
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  constexpr int64_t kMaxGroup = 1 << 16;
+  const auto named = [](const char* name) { return [name] { return std::string(name); }; };
+  require_in_range(max_context(p), 0, kMaxPosition, named("block_tables' tokens"));
+  require_in_range(p.num_tokens, 0, kMaxPosition / kMaxGroup, named("query's tokens"));
+  require_in_range(group_of(p), 1, kMaxGroup, named("query's heads for each KV head"));
+  require_in_range(options.max_query_len, 0, kMaxPosition, named("max_query_len"));
+  require_in_range(options.split_tokens, kSplitUnit, kMaxPosition, named("split_tokens"));
+  require_in_range(options.split_tokens % kSplitUnit, 0, 1, named("split_tokens modulo 64"));
+  require_in_range(options.workspace_bytes, needed, kMax, named("workspace_bytes"));
+}
+
+Plan plan_in(void* workspace, const Parts& parts) {
+  char* base = static_cast<char*>(workspace);
+  return {reinterpret_cast<int32_t*>(base), reinterpret_cast<int32_t*>(base + parts.long_ends),
+          reinterpret_cast<int64_t*>(base + parts.partial_starts),
+          reinterpret_cast<float*>(base + parts.partial_states),
+          reinterpret_cast<float*>(base + parts.partial_outs)};
+}
+
+}  // namespace
+
+int64_t attention_workspace_bytes(const PagedAttentionParams& p, int64_t split_tokens) {
+  return parts_of(p, split_tokens).size;
+}
+
+void paged_attention(const PagedAttentionParams& p, const AttentionOptions& options,
+                     const Context& context) {
+  const Parts parts = parts_of(p, options.split_tokens);
+  check_sizes(p, options, parts.size);
+  if (p.num_sequences == 0 || p.num_tokens == 0) return;
+  const bool on_tensor_cores = fits_tensor_cores(p);
+  const int64_t group = group_of(p);
+  const int64_t splits = max_splits(p, options.split_tokens);
+  Work work;
+  work.p = p;
+  work.plan = plan_in(options.workspace, parts);
+  work.faults = context.faults;
+  work.max_query_len = static_cast<int32_t>(options.max_query_len);
+  work.split_tokens = static_cast<int32_t>(options.split_tokens);
+  work.short_tile_rows = on_tensor_cores ? short_tile_rows(group) : kRowsOfFmaTile;
+  work.long_tile_rows = on_tensor_cores ? kRowsOfLongTile : 0;
+
+  // Every token of every sequence in a tile of its own would be the most.
+  const int64_t tiles_of_token = div_ceil<int64_t>(group, work.short_tile_rows) + 1;
+  const int64_t max_items = p.num_tokens * tiles_of_token * p.pages.num_kv_heads * splits;
+  launch_plan(work, context.stream);
+  if (!on_tensor_cores) {
+    launch_fma(work, max_items, context.stream);
+  } else {
+    const bool is_half = p.query_dtype == Dtype::kFloat16;
+    (is_half ? launch_short_half : launch_short_bfloat)(work, max_items, context.stream);
+    if (options.max_query_len == 0 || !is_short(options.max_query_len, group)) {
+      (is_half ? launch_long_half : launch_long_bfloat)(work, max_items, context.stream);
+    }
+  }
+  if (splits > 1) launch_combine(work, context.stream);
+}
+
+}  // namespace kvplane::cuda

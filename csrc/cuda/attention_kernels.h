@@ -1,0 +1,27 @@
+// How the attention kernels are started; attention.cu decides which.
+#pragma once
+
+#include <cstdint>
+
+#include "kvplane/dtype.h"
+
+namespace kvplane::cuda {
+
+struct Work;
+
+constexpr int kRowsOfFmaTile = 16;
+constexpr int kRowsOfLongTile = 64;
+
+// Rows of a short tile: queries are taken eight or sixteen at a time.
+constexpr int short_tile_rows(int64_t group) { return group <= 8 ? 8 : 16; }
+
+void launch_plan(const Work& work, uintptr_t stream);
+// `max_items`: no plan has more; the grid is not larger.
+void launch_short_half(const Work& work, int64_t max_items, uintptr_t stream);
+void launch_short_bfloat(const Work& work, int64_t max_items, uintptr_t stream);
+void launch_long_half(const Work& work, int64_t max_items, uintptr_t stream);
+void launch_long_bfloat(const Work& work, int64_t max_items, uintptr_t stream);
+void launch_fma(const Work& work, int64_t max_items, uintptr_t stream);
+void launch_combine(const Work& work, uintptr_t stream);
+
+}  // namespace kvplane::cuda

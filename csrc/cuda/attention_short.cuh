@@ -1,0 +1,343 @@
+// Attention of few rows over long contexts: decode, and speculative steps of some tokens.
+//
+//        tokens of the split          warp w takes tiles w, w + 4, w + 8, ... of 16 tokens:
+//   ┌────┬────┬────┬────┬────┬───     its own ring of copies in flight, its own maximum,
+//   │ w0 │ w1 │ w2 │ w3 │ w0 │ ...    sum and output; no barrier before the end of the item
+//   └────┴────┴────┴────┴────┴───
+//   scores  S^T [16 tokens, 8 rows]     = K [16 tokens, head_size] x Q^T [head_size, 8 rows]
+//   output  O^T [16 dims, 8 rows] each += V^T [16 dims, 16 tokens] x P^T [16 tokens, 8 rows]
+//
+// Rows are the narrow side of the product, so eight of them waste nothing, and a thread holds
+// the same rows in S^T and in O^T: an output is rescaled without any exchange.
+#pragma once
+
+#include "batch.cuh"
+#include "launch.h"
+#include "tiles.cuh"
+
+namespace kvplane::cuda {
+
+constexpr int kShortWarps = 4;
+
+// The shared memory of a warp: a ring of tiles, K before V. At the end of an item it holds the
+// warp's outputs and states instead.
+template <int kHeadSize, int kColumns>
+struct ShortRing {
+  static constexpr int kStages = kHeadSize <= 64 ? 4 : kHeadSize <= 192 ? 3 : 2;
+  static constexpr int kTile = kTileRows * kPitch<kHeadSize>;
+  static constexpr int kElements = kStages * 2 * kTile;
+  static constexpr int kRows = 8 * kColumns;
+  static constexpr int kOutPitch = kHeadSize + 4;  // floats; no two lanes meet in a bank
+  static constexpr int kSharedBytes = kShortWarps * kElements * 2;
+  static_assert((kRows * kOutPitch + 2 * kRows) * 4 <= kElements * 2);
+};
+
+// The rows whose scores a thread holds: 2t and 2t + 1 of each eight.
+template <int kColumns>
+struct RowsOfThread {
+  int32_t position[kColumns][2];  // -1 for a row that is not there, which sees nothing
+  float slope[kColumns][2];       // in base 2
+  float maximum[kColumns][2];
+  float sum[kColumns][2];  // of this thread's tokens
+};
+
+template <int kColumns>
+__device__ void set_rows(const Work& work, const Item& item, int32_t first_row, int32_t num_rows,
+                         RowsOfThread<kColumns>& rows) {
+  const int32_t group = static_cast<int32_t>(group_of(work.p));
+  const int32_t t = static_cast<int32_t>(threadIdx.x) % 4;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int32_t row = 8 * c + 2 * t + j;
+      const bool there = row < num_rows;
+      const int32_t token = (first_row + row) / group;
+      const int32_t head = item.kv_head * group + (first_row + row) % group;
+      rows.position[c][j] = there ? item.sequence.first_position() + token : -1;
+      rows.slope[c][j] =
+          there && work.p.alibi_slopes != nullptr ? work.p.alibi_slopes[head] * kLog2E : 0.0f;
+      rows.maximum[c][j] = -INFINITY;
+      rows.sum[c][j] = 0.0f;
+    }
+  }
+}
+
+// The queries as factors B, straight from global memory: lane g's row, dims 2t and on.
+template <int kHeadSize, int kColumns>
+__device__ void load_queries(const Work& work, const Item& item, int32_t first_row,
+                             int32_t num_rows, uint32_t (&queries)[kColumns][kHeadSize / 16][2]) {
+  const int32_t group = static_cast<int32_t>(group_of(work.p));
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    const int32_t row = 8 * c + lane / 4;
+    const int64_t token = item.sequence.first_token + (first_row + row) / group;
+    const int64_t head = item.kv_head * group + (first_row + row) % group;
+    const uint16_t* from = static_cast<const uint16_t*>(work.p.query) +
+                           token * work.p.query_token_stride + head * work.p.query_head_stride;
+#pragma unroll
+    for (int k = 0; k < kHeadSize / 16; ++k) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int32_t dim = 16 * k + 8 * j + lane % 4 * 2;
+        const bool there = row < num_rows && dim < work.p.pages.head_size;
+        queries[c][k][j] = there ? *reinterpret_cast<const uint32_t*>(from + dim) : 0u;
+      }
+    }
+  }
+}
+
+// Turns scores into probabilities and takes the tile into the rows' maxima and sums. `first` is
+// the position of the tile's first token. Outputs so far are to be multiplied by `rescale`.
+template <int kColumns>
+__device__ void soften(const Work& work, Span seen, int32_t first, float (&scores)[kColumns][4],
+                       RowsOfThread<kColumns>& rows, float (&rescale)[kColumns][2]) {
+  const int32_t g = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp / 4;
+  const float scale = work.p.scale * kLog2E;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const Span own = visible(work.p, rows.position[c][j]);
+      float maximum = rows.maximum[c][j];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& score = scores[c][2 * half + j];
+        const int32_t position = first + g + 8 * half;
+        const bool is_seen = position >= seen.begin && position < seen.end &&
+                             position >= own.begin && position < own.end;
+        const float bias = rows.slope[c][j] * static_cast<float>(position - rows.position[c][j]);
+        score = is_seen ? score * scale + bias : -INFINITY;
+        maximum = fmaxf(maximum, score);
+      }
+#pragma unroll
+      for (int bits = 4; bits < kLanesOfWarp; bits *= 2) {
+        maximum = fmaxf(maximum, __shfl_xor_sync(kWholeWarp, maximum, bits));
+      }
+      const float base = finite_maximum(maximum);
+      rescale[c][j] = exp2_fast(rows.maximum[c][j] - base);
+      rows.maximum[c][j] = maximum;
+      scores[c][j] = exp2_fast(scores[c][j] - base);
+      scores[c][2 + j] = exp2_fast(scores[c][2 + j] - base);
+      rows.sum[c][j] = rows.sum[c][j] * rescale[c][j] + (scores[c][j] + scores[c][2 + j]);
+    }
+  }
+}
+
+// What a warp found, for the block to put together: [kRows, kOutPitch] outputs, then states.
+template <int kHeadSize, int kColumns>
+__device__ void leave_outputs(const float (&out)[kHeadSize / 16][kColumns][4],
+                              RowsOfThread<kColumns>& rows, float* left) {
+  using Ring = ShortRing<kHeadSize, kColumns>;
+  const int lane = static_cast<int>(threadIdx.x) % kLanesOfWarp;
+  const int g = lane / 4, t = lane % 4;
+  float* states = left + Ring::kRows * Ring::kOutPitch;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int row = 8 * c + 2 * t + j;
+      float sum = rows.sum[c][j];
+#pragma unroll
+      for (int bits = 4; bits < kLanesOfWarp; bits *= 2) {
+        sum += __shfl_xor_sync(kWholeWarp, sum, bits);
+      }
+      if (g == 0) {
+        states[2 * row] = rows.maximum[c][j];
+        states[2 * row + 1] = sum;
+      }
+#pragma unroll
+      for (int k = 0; k < kHeadSize / 16; ++k) {
+        left[row * Ring::kOutPitch + 16 * k + g] = out[k][c][j];
+        left[row * Ring::kOutPitch + 16 * k + 8 + g] = out[k][c][2 + j];
+      }
+    }
+  }
+}
+
+// The whole block: adds up the warps' outputs, in order, and writes rows or partial rows.
+template <int kHeadSize, int kColumns>
+__device__ void write_outputs(const Work& work, const Item& item, int32_t first_row,
+                              int32_t num_rows, const float* left) {
+  using Ring = ShortRing<kHeadSize, kColumns>;
+  constexpr int kFloatsOfWarp = Ring::kElements / 2;
+  const int32_t group = static_cast<int32_t>(group_of(work.p));
+  const int32_t head_size = static_cast<int32_t>(work.p.pages.head_size);
+  const bool is_whole = num_splits(work, item.sequence) == 1;
+  for (int32_t i = 0; i < num_rows; ++i) {
+    const float* states = left + Ring::kRows * Ring::kOutPitch + 2 * i;
+    float maximum = -INFINITY;
+#pragma unroll
+    for (int w = 0; w < kShortWarps; ++w) {
+      maximum = fmaxf(maximum, states[w * kFloatsOfWarp]);
+    }
+    const float base = finite_maximum(maximum);
+    float weights[kShortWarps], sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kShortWarps; ++w) {
+      weights[w] = exp2_fast(states[w * kFloatsOfWarp] - base);
+      sum += weights[w] * states[w * kFloatsOfWarp + 1];
+    }
+    const int32_t token = (first_row + i) / group;
+    const int32_t head = item.kv_head * group + (first_row + i) % group;
+    const int64_t row = (item.sequence.first_token + token) * work.p.num_heads + head;
+    const int64_t partial = partial_row(work, item.sequence, item.split, token, head);
+    for (int32_t d = static_cast<int32_t>(threadIdx.x); d < head_size;
+         d += kShortWarps * kLanesOfWarp) {
+      float value = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kShortWarps; ++w) {
+        value += weights[w] * left[w * kFloatsOfWarp + i * Ring::kOutPitch + d];
+      }
+      if (is_whole) {
+        store_number(work.p, row * head_size + d, value / sum);
+      } else {
+        work.plan.partial_outs[partial * head_size + d] = value;
+      }
+    }
+    if (threadIdx.x != 0) continue;
+    if (!is_whole) {
+      work.plan.partial_states[2 * partial] = maximum;
+      work.plan.partial_states[2 * partial + 1] = sum;
+    } else if (work.p.lse != nullptr) {
+      work.p.lse[row] = log_sum_exp(maximum, sum);
+    }
+  }
+}
+
+// A warp's share of an item: tiles of 16 tokens, kStages - 1 of them on their way at any time.
+template <typename T, int kHeadSize, int kColumns>
+__device__ void attend_tiles(const Work& work, const Item& item, int32_t first_row,
+                             int32_t num_rows, uint16_t* ring) {
+  using Ring = ShortRing<kHeadSize, kColumns>;
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
+  const Span seen = span_of(work, item.sequence, item.split, first_row, num_rows);
+  RowsOfThread<kColumns> rows;
+  set_rows(work, item, first_row, num_rows, rows);
+  uint32_t queries[kColumns][kHeadSize / 16][2];
+  load_queries<kHeadSize, kColumns>(work, item, first_row, num_rows, queries);
+  float out[kHeadSize / 16][kColumns][4] = {};
+
+  const auto find = [&](int32_t tile) {
+    return find_key(work, item.sequence.index, item.kv_head, tile * kTileRows + lane % kTileRows,
+                    seen);
+  };
+  // Tile n of the sequence is warp n % 4's, wherever the span begins.
+  const int32_t begin = seen.begin / kTileRows;
+  const int32_t end = seen.begin < seen.end ? div_ceil(seen.end, kTileRows) : begin;
+  const int32_t first = begin + (warp + kShortWarps - begin % kShortWarps) % kShortWarps;
+  const auto start_copy = [&](int32_t tile, int stage, int64_t key) {
+    if (tile < end) {
+      uint16_t* keys = ring + stage * 2 * Ring::kTile;
+      load_keys_and_values<kHeadSize>(work.p.pages, key, keys, keys + Ring::kTile);
+    }
+    commit_copies();
+  };
+#pragma unroll
+  for (int i = 0; i < Ring::kStages - 1; ++i) {
+    const int32_t tile = first + i * kShortWarps;
+    start_copy(tile, i, find(tile));
+  }
+  // The next tile's addresses are looked up while this one's copies are waited for.
+  int64_t next_key = find(first + (Ring::kStages - 1) * kShortWarps);
+  int stage = 0;
+  for (int32_t tile = first; tile < end; tile += kShortWarps) {
+    wait_for_copies<Ring::kStages - 2>();
+    __syncwarp();  // All lanes' copies have landed, and all have read the stage to be filled.
+    const int32_t ahead = tile + (Ring::kStages - 1) * kShortWarps;
+    start_copy(ahead, (stage + Ring::kStages - 1) % Ring::kStages, next_key);
+    next_key = find(ahead + kShortWarps);
+
+    const uint16_t* keys = ring + stage * 2 * Ring::kTile;
+    const uint16_t* values = keys + Ring::kTile;
+    float scores[kColumns][4] = {};
+#pragma unroll
+    for (int k = 0; k < kHeadSize / 16; ++k) {
+      uint32_t a[4];
+      load_rows<kHeadSize>(a, keys, 16 * k);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) multiply_add<T>(scores[c], a, queries[c][k]);
+    }
+    float rescale[kColumns][2];
+    soften(work, seen, tile * kTileRows, scores, rows, rescale);
+    uint32_t probabilities[kColumns][2];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      probabilities[c][0] = transpose(pack<T>(scores[c][0], scores[c][1]));
+      probabilities[c][1] = transpose(pack<T>(scores[c][2], scores[c][3]));
+    }
+#pragma unroll
+    for (int k = 0; k < kHeadSize / 16; ++k) {
+      uint32_t a[4];
+      load_columns<kHeadSize>(a, values, 16 * k);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[k][c][j] *= rescale[c][j % 2];
+        multiply_add<T>(out[k][c], a, probabilities[c]);
+      }
+    }
+    stage = (stage + 1) % Ring::kStages;
+  }
+  wait_for_copies<0>();
+  __syncwarp();  // The ring is read to its end: its memory may take the outputs.
+  leave_outputs<kHeadSize, kColumns>(out, rows, reinterpret_cast<float*>(ring));
+}
+
+template <typename T, int kHeadSize, int kColumns>
+__global__ void __launch_bounds__(kShortWarps* kLanesOfWarp) attend_short(Work work) {
+  using Ring = ShortRing<kHeadSize, kColumns>;
+  KVPLANE_DYNAMIC_SHARED(uint16_t, shared);
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
+  const int32_t num_items = work.plan.short_ends[work.p.num_sequences - 1];
+  for (int32_t i = static_cast<int32_t>(blockIdx.x); i < num_items;
+       i += static_cast<int32_t>(gridDim.x)) {
+    const Item item = find_item(work, work.plan.short_ends, Ring::kRows, i);
+    const int32_t first_row = item.tile * Ring::kRows;
+    const int32_t all_rows = item.sequence.query_len * static_cast<int32_t>(group_of(work.p));
+    const int32_t num_rows = min_of(Ring::kRows, all_rows - first_row);
+    attend_tiles<T, kHeadSize, kColumns>(work, item, first_row, num_rows,
+                                         shared + warp * Ring::kElements);
+    __syncthreads();
+    write_outputs<kHeadSize, kColumns>(work, item, first_row, num_rows,
+                                       reinterpret_cast<const float*>(shared));
+    __syncthreads();
+  }
+}
+
+template <typename T, int kHeadSize, int kColumns>
+void launch_short_of(const Work& work, int64_t max_items, uintptr_t stream) {
+  constexpr int kThreads = kShortWarps * kLanesOfWarp;
+  constexpr size_t kBytes = ShortRing<kHeadSize, kColumns>::kSharedBytes;
+  const int64_t at_once = resident_blocks<&attend_short<T, kHeadSize, kColumns>>(kThreads, kBytes);
+  launch(&attend_short<T, kHeadSize, kColumns>, {min_of(at_once, max_items)}, kThreads, kBytes,
+         stream, work);
+}
+
+template <typename T, int kHeadSize>
+void launch_short_of(const Work& work, int64_t max_items, uintptr_t stream) {
+  if (work.short_tile_rows == 8) {
+    launch_short_of<T, kHeadSize, 1>(work, max_items, stream);
+  } else {
+    launch_short_of<T, kHeadSize, 2>(work, max_items, stream);
+  }
+}
+
+// Head sizes are rounded up to one of these; what is added is zeros, and is not read.
+template <typename T>
+void launch_short(const Work& work, int64_t max_items, uintptr_t stream) {
+  const int64_t head_size = work.p.pages.head_size;
+  if (head_size <= 64) {
+    launch_short_of<T, 64>(work, max_items, stream);
+  } else if (head_size <= 128) {
+    launch_short_of<T, 128>(work, max_items, stream);
+  } else if (head_size <= 192) {
+    launch_short_of<T, 192>(work, max_items, stream);
+  } else {
+    launch_short_of<T, 256>(work, max_items, stream);
+  }
+}
+
+}  // namespace kvplane::cuda

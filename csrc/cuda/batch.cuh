@@ -1,0 +1,220 @@
+// A batch as the attention kernels see it: its sequences, and how they are cut into items of work.
+//
+//   short sequence  one row, or up to kShortRows rows of a KV head: cut into splits at multiples of
+//                   split_tokens of its positions, and each split into tiles of rows
+//   long sequence   cut into tiles of rows; never split
+//   item            one KV head of one tile of rows of one split
+//
+// A row (of a sequence and KV head) is a query token and a query head of the group: row r is token
+// r / group, head r % group. How a sequence is cut depends on nothing but its own lengths.
+#pragma once
+
+#include <cstdint>
+
+#include "device.h"
+#include "kvplane/params.h"
+#include "operations.h"
+#include "ptx.cuh"
+
+namespace kvplane::cuda {
+
+constexpr int kMaxHeadSize = 256;
+constexpr int kShortRows = 32;
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// Half-open range of positions in a sequence.
+struct Span {
+  int32_t begin;
+  int32_t end;
+};
+
+// What the plan kernel writes and the others read; in the workspace.
+struct Plan {
+  int32_t* short_ends;      // [num_sequences]: items of all short sequences up to this one
+  int32_t* long_ends;       // [num_sequences]
+  int64_t* partial_starts;  // [num_sequences]: its first row in the arrays below
+  // One row for each split, token and query head of a short sequence of more than one split.
+  float* partial_states;  // [rows, 2]: maximum (base 2) and sum of the exponentials
+  float* partial_outs;    // [rows, head_size], not yet divided by the sum
+};
+
+// The parameter of every attention kernel.
+struct Work {
+  PagedAttentionParams p;
+  Plan plan;
+  int32_t* faults;
+  int32_t max_query_len;  // 0: not known
+  int32_t split_tokens;
+  int32_t short_tile_rows;
+  int32_t long_tile_rows;  // 0: long sequences are among the short ones' items, unsplit
+};
+
+struct Sequence {
+  int32_t index;
+  int32_t query_len;  // 0 when there is nothing to do, or its lengths are wrong
+  int32_t context_len;
+  int64_t first_token;  // row of the query tensor
+
+  __device__ int32_t first_position() const { return context_len - query_len; }
+};
+
+struct Item {
+  Sequence sequence;
+  int32_t kv_head;
+  int32_t tile;
+  int32_t split;
+};
+
+__device__ inline void report(int32_t* faults, int32_t fault) {
+  if (faults != nullptr) atomicOr(faults, fault);
+}
+
+__host__ __device__ inline int64_t group_of(const PagedAttentionParams& p) {
+  return p.num_heads / p.pages.num_kv_heads;
+}
+
+__host__ __device__ inline bool is_short(int64_t query_len, int64_t group) {
+  return query_len == 1 || query_len * group <= kShortRows;
+}
+
+// The most tokens of a short sequence.
+__host__ __device__ inline int64_t max_short_tokens(int64_t group) {
+  return max_of<int64_t>(1, kShortRows / group);
+}
+
+__device__ inline int32_t check_sequence(const Work& work, int32_t s) {
+  const PagedAttentionParams& p = work.p;
+  const int64_t begin = p.query_starts[s], end = p.query_starts[s + 1];
+  if (begin < 0 || end < begin || end > p.num_tokens) return kBadQueryStarts;
+  if ((s == 0 && begin != 0) || (s + 1 == p.num_sequences && end != p.num_tokens)) {
+    return kBadQueryStarts;
+  }
+  const int64_t query_len = end - begin;
+  if (work.max_query_len > 0 && query_len > work.max_query_len) return kBadQueryStarts;
+  const int64_t context_len = p.context_lens[s];
+  if (context_len < query_len) return kBadContextLens;
+  if (query_len > 0 && context_len > p.max_blocks * p.pages.block_size) return kBadContextLens;
+  return 0;
+}
+
+__device__ inline Sequence sequence_at(const Work& work, int32_t s) {
+  if (check_sequence(work, s) != 0) return {s, 0, 0, 0};
+  const int64_t begin = work.p.query_starts[s];
+  const int32_t query_len = static_cast<int32_t>(work.p.query_starts[s + 1] - begin);
+  // The context of a sequence without rows may be of any length, and nobody looks at it.
+  const int32_t context_len = query_len == 0 ? 0 : static_cast<int32_t>(work.p.context_lens[s]);
+  return {s, query_len, context_len, begin};
+}
+
+__device__ inline Span visible(const PagedAttentionParams& p, int32_t position) {
+  const int64_t window = p.sliding_window_tokens;
+  const int64_t begin = window > 0 ? position + 1 - window : 0;
+  return {static_cast<int32_t>(max_of<int64_t>(0, begin)), position + 1};
+}
+
+// All that some row of the sequence sees.
+__device__ inline Span visible_to_any(const PagedAttentionParams& p, const Sequence& sequence) {
+  return {visible(p, sequence.first_position()).begin, sequence.context_len};
+}
+
+__device__ inline int32_t num_splits(const Work& work, const Sequence& sequence) {
+  if (sequence.query_len == 0 || !is_short(sequence.query_len, group_of(work.p))) return 1;
+  const Span all = visible_to_any(work.p, sequence);
+  return div_ceil(all.end, work.split_tokens) - all.begin / work.split_tokens;
+}
+
+// What rows [first_row, first_row + num_rows) see of a split.
+__device__ inline Span span_of(const Work& work, const Sequence& sequence, int32_t split,
+                               int32_t first_row, int32_t num_rows) {
+  const int32_t group = static_cast<int32_t>(group_of(work.p));
+  const int32_t first = sequence.first_position() + first_row / group;
+  const int32_t last = sequence.first_position() + (first_row + num_rows - 1) / group;
+  Span seen = {visible(work.p, first).begin, last + 1};
+  if (is_short(sequence.query_len, group)) {
+    const int32_t first_split = visible_to_any(work.p, sequence).begin / work.split_tokens;
+    const int64_t begin = int64_t{first_split + split} * work.split_tokens;
+    seen.begin = static_cast<int32_t>(max_of<int64_t>(seen.begin, begin));
+    seen.end = static_cast<int32_t>(min_of<int64_t>(seen.end, begin + work.split_tokens));
+  }
+  return seen;
+}
+
+// Which sequence holds an item: the first whose end is past it. The lanes of a warp look at 32
+// places at once, so that a thousand sequences take two steps.
+__device__ inline int32_t find_sequence(const int32_t* ends, int32_t num_sequences, int32_t item) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
+  int32_t first = 0, count = num_sequences;
+  while (count > 1) {
+    const int32_t step = div_ceil(count, kLanesOfWarp);
+    const int32_t last = min_of((lane + 1) * step, count) - 1;
+    const unsigned past = __ballot_sync(kWholeWarp, ends[first + last] > item);
+    const int32_t skipped = (__ffs(past) - 1) * step;
+    first += skipped;
+    count = min_of(step, count - skipped);
+  }
+  return first;
+}
+
+__device__ inline Item find_item(const Work& work, const int32_t* ends, int32_t tile_rows,
+                                 int32_t item) {
+  const int32_t num_sequences = static_cast<int32_t>(work.p.num_sequences);
+  const int32_t s = find_sequence(ends, num_sequences, item);
+  const int32_t local = item - (s == 0 ? 0 : ends[s - 1]);
+  const Sequence sequence = sequence_at(work, s);
+  const int32_t num_kv_heads = static_cast<int32_t>(work.p.pages.num_kv_heads);
+  const int32_t rows = sequence.query_len * static_cast<int32_t>(group_of(work.p));
+  const int32_t num_tiles = div_ceil(rows, tile_rows);
+  return {sequence, local % num_kv_heads, local / num_kv_heads % num_tiles,
+          local / num_kv_heads / num_tiles};
+}
+
+// Where the key of a position lies, in elements from the pages' start; negative for a position
+// outside `wanted`, whose table entry is not looked at, and for an entry that names no block.
+__device__ inline int64_t find_key(const Work& work, int32_t sequence, int32_t kv_head,
+                                   int32_t position, Span wanted) {
+  if (position < wanted.begin || position >= wanted.end) return -1;
+  const PagesParams& pages = work.p.pages;
+  const uint32_t block_size = static_cast<uint32_t>(pages.block_size);
+  const uint32_t index = static_cast<uint32_t>(position) / block_size;
+  const uint32_t offset = static_cast<uint32_t>(position) % block_size;
+  const int64_t entry = sequence * work.p.max_blocks + index;
+  const int64_t block = work.p.wide_block_tables
+                            ? static_cast<const int64_t*>(work.p.block_tables)[entry]
+                            : static_cast<const int32_t*>(work.p.block_tables)[entry];
+  if (block < 0 || block >= pages.num_blocks) {
+    report(work.faults, kBadBlockTables);
+    return -1;
+  }
+  return block * pages.block_stride + kv_head * pages.head_stride + offset * pages.token_stride;
+}
+
+// The row of partial_states and partial_outs of a split, token and query head.
+__device__ inline int64_t partial_row(const Work& work, const Sequence& sequence, int32_t split,
+                                      int32_t token, int32_t head) {
+  return work.plan.partial_starts[sequence.index] +
+         (int64_t{split} * sequence.query_len + token) * work.p.num_heads + head;
+}
+
+// Writes a number of the output, in the query's type.
+__device__ inline void store_number(const PagedAttentionParams& p, int64_t index, float value) {
+  if (p.query_dtype == Dtype::kFloat32) {
+    static_cast<float*>(p.out)[index] = value;
+  } else if (p.query_dtype == Dtype::kFloat16) {
+    static_cast<Half*>(p.out)[index] = from_float<Half>(value);
+  } else {
+    static_cast<Bfloat*>(p.out)[index] = from_float<Bfloat>(value);
+  }
+}
+
+// Scores are in base 2, so that a probability takes one instruction. Without a visible position
+// there is no maximum; any finite number makes the probabilities zero.
+__device__ inline float finite_maximum(float maximum) {
+  return maximum == -INFINITY ? 0.0f : maximum;
+}
+
+__device__ inline float log_sum_exp(float maximum, float sum) {
+  return (maximum + log2f(sum)) * kLn2;
+}
+
+}  // namespace kvplane::cuda

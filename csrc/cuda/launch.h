@@ -1,0 +1,140 @@
+// The host's side of the device: launches, copies and errors, in CUDA or in the emulator.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include "device.h"
+
+namespace kvplane::cuda {
+
+// A cudaStream_t as a number, as Python hands it over; 0 is the default stream.
+using Stream = uintptr_t;
+
+struct Grid {
+  int64_t x = 1;
+  int64_t y = 1;
+};
+
+#if defined(KVPLANE_EMULATED)
+
+inline int num_devices() { return 1; }
+
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), Grid grid, int num_threads, size_t shared_bytes, Stream,
+            const Arguments&... arguments) {
+  if (grid.x == 0 || grid.y == 0) return;
+  emulator::launch({static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), 1},
+                   {static_cast<unsigned>(num_threads), 1, 1}, shared_bytes,
+                   [&] { kernel(arguments...); });
+}
+
+// Few, so that a block has several pieces of work to do.
+template <auto kKernel>
+int64_t resident_blocks(int, size_t) {
+  return 2;
+}
+
+inline void copy_rows(void* destination, size_t destination_stride, const void* source,
+                      size_t source_stride, size_t row_bytes, size_t num_rows, Stream) {
+  for (size_t i = 0; i < num_rows; ++i) {
+    std::memmove(static_cast<char*>(destination) + i * destination_stride,
+                 static_cast<const char*>(source) + i * source_stride, row_bytes);
+  }
+}
+
+#else
+
+// Throws std::runtime_error when a call of the CUDA runtime failed.
+inline void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(error) + ", " +
+                           cudaGetErrorString(error));
+}
+
+// 0 where there is no driver, or one too old for this build.
+inline int num_devices() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaErrorInsufficientDriver || error == cudaErrorNoDevice) {
+    cudaGetLastError();
+    return 0;
+  }
+  check(error, "cudaGetDeviceCount");
+  return count;
+}
+
+// More shared memory than this has to be asked for.
+constexpr size_t kSharedBytesForAll = 48 * 1024;
+
+template <typename Kernel>
+void allow_shared(Kernel kernel, size_t shared_bytes) {
+  if (shared_bytes <= kSharedBytesForAll) return;
+  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(shared_bytes)),
+        "cudaFuncSetAttribute");
+}
+
+// Starts a kernel on the current device; does not wait for it. An empty grid is no launch.
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), Grid grid, int num_threads, size_t shared_bytes,
+            Stream stream, const Arguments&... arguments) {
+  if (grid.x == 0 || grid.y == 0) return;
+  allow_shared(kernel, shared_bytes);
+  // As the kernel's own types: the runtime copies bytes and converts nothing.
+  std::tuple<Parameters...> values(arguments...);
+  void* pointers[sizeof...(Parameters)];
+  std::apply(
+      [&](auto&... value) {
+        int i = 0;
+        ((pointers[i++] = &value), ...);
+      },
+      values);
+  const dim3 blocks(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));
+  check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), blocks,
+                         dim3(static_cast<unsigned>(num_threads)), pointers, shared_bytes,
+                         reinterpret_cast<cudaStream_t>(stream)),
+        "cudaLaunchKernel");
+}
+
+// How many blocks of a kernel the current device runs at once; asked for once a device.
+template <auto kKernel>
+int64_t resident_blocks(int num_threads, size_t shared_bytes) {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int64_t> known[kMaxDevices];
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  if (device < kMaxDevices && known[device] > 0) return known[device];
+  allow_shared(kKernel, shared_bytes);
+  int num_multiprocessors = 0, num_blocks = 0;
+  check(cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device),
+        "cudaDeviceGetAttribute");
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&num_blocks, kKernel, num_threads,
+                                                      shared_bytes),
+        "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  const int64_t resident = int64_t{num_multiprocessors} * (num_blocks > 0 ? num_blocks : 1);
+  if (device < kMaxDevices) known[device] = resident;
+  return resident;
+}
+
+// Between any two of device, pinned host and pageable host memory, in the stream's order.
+inline void copy_rows(void* destination, size_t destination_stride, const void* source,
+                      size_t source_stride, size_t row_bytes, size_t num_rows, Stream stream) {
+  const cudaStream_t on = reinterpret_cast<cudaStream_t>(stream);
+  if (num_rows == 1 || (destination_stride == row_bytes && source_stride == row_bytes)) {
+    check(cudaMemcpyAsync(destination, source, row_bytes * num_rows, cudaMemcpyDefault, on),
+          "cudaMemcpyAsync");
+    return;
+  }
+  check(cudaMemcpy2DAsync(destination, destination_stride, source, source_stride, row_bytes,
+                          num_rows, cudaMemcpyDefault, on),
+        "cudaMemcpy2DAsync");
+}
+
+#endif
+
+}  // namespace kvplane::cuda

@@ -1,0 +1,105 @@
+// Scatters new keys and values into the slots of one layer's pages. When two tokens name one slot,
+// which of them stays is not defined here; plans never do that.
+
+#include "batch.cuh"
+#include "launch.h"
+
+namespace kvplane::cuda {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kChunkBytes = 16;
+
+struct alignas(kChunkBytes) Chunk {
+  uint32_t words[4];
+};
+
+// Copies a row by one warp, in chunks where it can.
+template <typename To, typename From>
+__device__ void write_row(const From* from, int32_t head_size, To* to, bool in_chunks) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
+  if (in_chunks) {
+    const int32_t num_chunks = head_size * static_cast<int32_t>(sizeof(To)) / kChunkBytes;
+    for (int32_t i = lane; i < num_chunks; i += kLanesOfWarp) {
+      reinterpret_cast<Chunk*>(to)[i] = reinterpret_cast<const Chunk*>(from)[i];
+    }
+  } else {
+    for (int32_t d = lane; d < head_size; d += kLanesOfWarp) {
+      to[d] = from_float<To>(to_float(from[d]));
+    }
+  }
+}
+
+template <typename To>
+__device__ void write_row_of(const void* base, int64_t row, Dtype from, int32_t head_size, To* to,
+                             bool in_chunks) {
+  switch (from) {
+    case Dtype::kFloat32:
+      return write_row(static_cast<const float*>(base) + row, head_size, to, in_chunks);
+    case Dtype::kFloat16:
+      return write_row(static_cast<const Half*>(base) + row, head_size, to, in_chunks);
+    case Dtype::kBFloat16:
+      return write_row(static_cast<const Bfloat*>(base) + row, head_size, to, in_chunks);
+  }
+}
+
+struct Chunks {
+  bool of_keys;
+  bool of_values;
+};
+
+// A warp for each token and KV head.
+template <typename To>
+__global__ void write_slots(ReshapeAndCacheParams p, Chunks in_chunks, int32_t* faults) {
+  const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / kLanesOfWarp;
+  if (warp >= p.num_tokens * p.pages.num_kv_heads) return;
+  const int64_t token = warp / p.pages.num_kv_heads, head = warp % p.pages.num_kv_heads;
+  const int64_t slot = p.slots[token];
+  if (slot < 0) return;
+  if (slot >= p.pages.num_blocks * p.pages.block_size) {
+    report(faults, kBadSlots);
+    return;
+  }
+  const int64_t at = slot / p.pages.block_size * p.pages.block_stride +
+                     slot % p.pages.block_size * p.pages.token_stride + head * p.pages.head_stride;
+  const int32_t head_size = static_cast<int32_t>(p.pages.head_size);
+  To* to = static_cast<To*>(p.pages.data) + at;
+  write_row_of(p.key, token * p.key_token_stride + head * p.key_head_stride, p.key_dtype, head_size,
+               to, in_chunks.of_keys);
+  write_row_of(p.value, token * p.value_token_stride + head * p.value_head_stride, p.value_dtype,
+               head_size, to + p.pages.kv_stride, in_chunks.of_values);
+}
+
+bool starts_on_a_chunk(const void* data, int64_t stride, int64_t other_stride, Dtype dtype) {
+  const int64_t bytes = dtype_bytes(dtype);
+  return reinterpret_cast<uintptr_t>(data) % kChunkBytes == 0 &&
+         stride * bytes % kChunkBytes == 0 && other_stride * bytes % kChunkBytes == 0;
+}
+
+}  // namespace
+
+void reshape_and_cache(const ReshapeAndCacheParams& p, const Context& context) {
+  const PagesParams& pages = p.pages;
+  const bool pages_fit =
+      starts_on_a_chunk(pages.data, pages.block_stride, pages.kv_stride, pages.dtype) &&
+      starts_on_a_chunk(pages.data, pages.head_stride, pages.token_stride, pages.dtype);
+  const Chunks in_chunks = {
+      pages_fit && p.key_dtype == pages.dtype &&
+          starts_on_a_chunk(p.key, p.key_token_stride, p.key_head_stride, p.key_dtype),
+      pages_fit && p.value_dtype == pages.dtype &&
+          starts_on_a_chunk(p.value, p.value_token_stride, p.value_head_stride, p.value_dtype)};
+  const Grid grid = {div_ceil<int64_t>(p.num_tokens * pages.num_kv_heads, kWarps)};
+  const auto run = [&](auto kernel) {
+    launch(kernel, grid, kWarps * kLanesOfWarp, 0, context.stream, p, in_chunks, context.faults);
+  };
+  switch (pages.dtype) {
+    case Dtype::kFloat32:
+      return run(&write_slots<float>);
+    case Dtype::kFloat16:
+      return run(&write_slots<Half>);
+    case Dtype::kBFloat16:
+      return run(&write_slots<Bfloat>);
+  }
+}
+
+}  // namespace kvplane::cuda

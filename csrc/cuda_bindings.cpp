@@ -1,0 +1,156 @@
+// The CUDA operations as Python functions, for the module that KVPLANE_MODULE names: `_cuda`, built
+// by nvcc, or the emulator's. As in bindings.cpp, shapes are checked by the caller.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+
+#include "cuda/operations.h"
+#include "tensor_view.h"
+
+#if defined(KVPLANE_EMULATED)
+#include "emulator.h"
+#endif
+
+namespace py = pybind11;
+
+namespace kvplane::cuda {
+namespace {
+
+Context context_of(uintptr_t stream, uintptr_t faults) {
+  return {stream, pointer<int32_t>(faults)};
+}
+
+void bind_reshape_and_cache(const TensorView& key, const TensorView& value, const TensorView& pages,
+                            uintptr_t slots, uintptr_t faults, uintptr_t stream) {
+  ReshapeAndCacheParams p = {};
+  p.key = key.data();
+  p.value = value.data();
+  p.slots = pointer<const int64_t>(slots);
+  p.pages = pages_of(pages);
+  p.key_dtype = key.dtype;
+  p.value_dtype = value.dtype;
+  p.num_tokens = key.shape[0];
+  p.key_token_stride = key.strides[0];
+  p.key_head_stride = key.strides[1];
+  p.value_token_stride = value.strides[0];
+  p.value_head_stride = value.strides[1];
+  reshape_and_cache(p, context_of(stream, faults));
+}
+
+PagedAttentionParams sizes_of(const TensorView& query, const TensorView& pages, int64_t max_blocks,
+                              int64_t num_sequences, int64_t sliding_window_tokens) {
+  PagedAttentionParams p = {};
+  p.query = query.data();
+  p.pages = pages_of(pages);
+  p.query_dtype = query.dtype;
+  p.num_tokens = query.shape[0];
+  p.num_heads = query.shape[1];
+  p.num_sequences = num_sequences;
+  p.max_blocks = max_blocks;
+  p.query_token_stride = query.strides[0];
+  p.query_head_stride = query.strides[1];
+  p.sliding_window_tokens = sliding_window_tokens;
+  return p;
+}
+
+int64_t bind_workspace_bytes(const TensorView& query, const TensorView& pages, int64_t max_blocks,
+                             int64_t num_sequences, int64_t sliding_window_tokens,
+                             int64_t split_tokens) {
+  return attention_workspace_bytes(
+      sizes_of(query, pages, max_blocks, num_sequences, sliding_window_tokens), split_tokens);
+}
+
+void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
+                          const TensorView& pages, uintptr_t block_tables, bool wide_block_tables,
+                          int64_t max_blocks, uintptr_t query_starts, uintptr_t context_lens,
+                          int64_t num_sequences, uintptr_t alibi_slopes, float scale,
+                          int64_t sliding_window_tokens, int64_t max_query_len,
+                          int64_t split_tokens, uintptr_t workspace, int64_t workspace_bytes,
+                          uintptr_t faults, uintptr_t stream) {
+  PagedAttentionParams p = sizes_of(query, pages, max_blocks, num_sequences, sliding_window_tokens);
+  p.out = pointer<void>(out);
+  p.lse = pointer<float>(lse);
+  p.block_tables = pointer<const void>(block_tables);
+  p.query_starts = pointer<const int64_t>(query_starts);
+  p.context_lens = pointer<const int64_t>(context_lens);
+  p.alibi_slopes = pointer<const float>(alibi_slopes);
+  p.wide_block_tables = wide_block_tables;
+  p.scale = scale;
+  paged_attention(p, {max_query_len, split_tokens, pointer<void>(workspace), workspace_bytes},
+                  context_of(stream, faults));
+}
+
+template <void (*kCopy)(const CopyBlocksParams&, const Context&)>
+void bind_copy(uintptr_t source, uintptr_t destination, uintptr_t pairs, int64_t num_pairs,
+               int64_t source_num_blocks, int64_t destination_num_blocks,
+               int64_t source_block_bytes, int64_t destination_block_bytes, int64_t copy_bytes,
+               uintptr_t stream) {
+  kCopy({pointer<const char>(source), pointer<char>(destination), pointer<const int64_t>(pairs),
+         num_pairs, source_num_blocks, destination_num_blocks, source_block_bytes,
+         destination_block_bytes, copy_bytes},
+        context_of(stream, 0));
+}
+
+template <void (*kPack)(const PackBlocksParams&, const Context&)>
+void bind_pack(uintptr_t pool, uintptr_t blocks, uintptr_t block_ids, int64_t num_block_ids,
+               int64_t num_blocks, int64_t num_layers, int64_t block_bytes, int64_t page_bytes,
+               uintptr_t stream) {
+  kPack({pointer<char>(pool), pointer<char>(blocks), pointer<const int64_t>(block_ids),
+         num_block_ids, num_blocks, num_layers, block_bytes, page_bytes},
+        context_of(stream, 0));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(KVPLANE_MODULE, m) {
+  using release_gil = py::call_guard<py::gil_scoped_release>;
+  using py::arg;
+
+  // Local to the module, since the CPU's has types of the same names.
+  py::enum_<Dtype>(m, "Dtype", py::module_local())
+      .value("FLOAT32", Dtype::kFloat32)
+      .value("FLOAT16", Dtype::kFloat16)
+      .value("BFLOAT16", Dtype::kBFloat16);
+  py::class_<TensorView>(m, "TensorView", py::module_local())
+      .def(py::init<uintptr_t, Dtype, std::vector<int64_t>, std::vector<int64_t>>(), arg("address"),
+           arg("dtype"), arg("shape"), arg("strides"));
+  m.attr("BAD_BLOCK_TABLES") = kBadBlockTables;
+  m.attr("BAD_QUERY_STARTS") = kBadQueryStarts;
+  m.attr("BAD_CONTEXT_LENS") = kBadContextLens;
+  m.attr("BAD_SLOTS") = kBadSlots;
+
+  m.def("device_count", &device_count);
+#if defined(KVPLANE_EMULATED)
+  m.def("set_seed", &emulator::set_seed, arg("seed"));
+#endif
+  m.def("reshape_and_cache", &bind_reshape_and_cache, release_gil(), py::kw_only(), arg("key"),
+        arg("value"), arg("pages"), arg("slots"), arg("faults"), arg("stream"));
+  m.def("attention_workspace_bytes", &bind_workspace_bytes, py::kw_only(), arg("query"),
+        arg("pages"), arg("max_blocks"), arg("num_sequences"), arg("sliding_window_tokens"),
+        arg("split_tokens"));
+  m.def("paged_attention", &bind_paged_attention, release_gil(), py::kw_only(), arg("query"),
+        arg("out"), arg("lse"), arg("pages"), arg("block_tables"), arg("wide_block_tables"),
+        arg("max_blocks"), arg("query_starts"), arg("context_lens"), arg("num_sequences"),
+        arg("alibi_slopes"), arg("scale"), arg("sliding_window_tokens"), arg("max_query_len"),
+        arg("split_tokens"), arg("workspace"), arg("workspace_bytes"), arg("faults"),
+        arg("stream"));
+  const auto def_copy = [&](const char* name, auto function) {
+    m.def(name, function, release_gil(), py::kw_only(), arg("source"), arg("destination"),
+          arg("pairs"), arg("num_pairs"), arg("source_num_blocks"), arg("destination_num_blocks"),
+          arg("source_block_bytes"), arg("destination_block_bytes"), arg("copy_bytes"),
+          arg("stream"));
+  };
+  def_copy("copy_blocks", &bind_copy<&copy_blocks>);
+  def_copy("swap_blocks", &bind_copy<&swap_blocks>);
+  const auto def_pack = [&](const char* name, auto function) {
+    m.def(name, function, release_gil(), py::kw_only(), arg("pool"), arg("blocks"),
+          arg("block_ids"), arg("num_block_ids"), arg("num_blocks"), arg("num_layers"),
+          arg("block_bytes"), arg("page_bytes"), arg("stream"));
+  };
+  def_pack("gather_blocks", &bind_pack<&gather_blocks>);
+  def_pack("scatter_blocks", &bind_pack<&scatter_blocks>);
+}
+
+}  // namespace kvplane::cuda

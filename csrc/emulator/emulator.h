@@ -1,0 +1,169 @@
+// A CUDA device in software: what a kernel's source needs to compile with a C++ compiler and run.
+//
+//   launch     blocks one after another; each CUDA thread is a fiber
+//   schedule   the runnable warp of the highest priority runs; priorities are random, drawn anew
+//              for each block and at each of its barriers, from the seed
+//   memory     shared memory starts out as NaNs (all bits set); an asynchronous copy spoils its
+//              destination at once and lands when its thread waits for it, not before
+//   collective all lanes named by the mask must come, to the same line; otherwise the launch fails
+//
+// A launch that goes wrong throws EmulationError, which says which thread did what, and where.
+// What is not here: the order of memory inside a warp (ThreadSanitizer sees some of it), time,
+// registers, clusters, and waits of one block for another.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <stdexcept>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+namespace kvplane::emulator {
+
+struct EmulationError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Index {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+// What the built-in variables of the running thread say.
+struct Builtins {
+  Index thread, block, block_size, grid_size;
+};
+extern Builtins builtins;
+
+constexpr int kWarpSize = 32;
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
+// Where in the source a call stands; the default argument is the caller's place.
+struct Site {
+  const char* file;
+  int line;
+
+  static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    return {file, line};
+  }
+};
+
+// What one lane gives to a collective, and what it gets from it.
+struct alignas(8) Slot {
+  unsigned char bytes[32];
+
+  template <typename T>
+  static Slot of(const T& value) {
+    static_assert(sizeof(T) <= sizeof(bytes));
+    Slot slot = {};
+    std::memcpy(slot.bytes, &value, sizeof value);
+    return slot;
+  }
+  template <typename T>
+  T as() const {
+    T value;
+    std::memcpy(&value, bytes, sizeof value);
+    return value;
+  }
+};
+
+// Computes what the lanes of `mask` get from what they gave; called once, by the last to come.
+using Combine = void (*)(const Slot* given, unsigned mask, Slot* got);
+
+// Chooses the order of threads in the launches to come.
+void set_seed(uint64_t seed);
+
+// Runs `thread` as every thread of the grid; block sizes are one-dimensional.
+void launch(Index grid_size, Index block_size, size_t shared_bytes,
+            const std::function<void()>& thread);
+
+// Of the running thread.
+[[noreturn]] void fail(const char* what, Site site = Site::here());
+unsigned char* dynamic_shared();
+void sync_threads(Site site);
+void sync_warp(unsigned mask, Site site);
+Slot collective(const char* name, unsigned mask, const Slot& given, Combine combine, Site site);
+void fence();
+void copy_async(void* destination, const void* source, size_t bytes, size_t source_bytes,
+                Site site);
+void commit_copies();
+void wait_for_copies(int num_groups_left);
+
+template <typename T>
+T shuffle(unsigned mask, T value, int source_lane, Site site) {
+  struct Given {
+    T value;
+    int source_lane;
+  };
+  const Combine combine = [](const Slot* given, unsigned mask, Slot* got) {
+    for (int lane = 0; lane < kWarpSize; ++lane) {
+      if (!(mask >> lane & 1)) continue;
+      const int source = given[lane].as<Given>().source_lane & (kWarpSize - 1);
+      if (!(mask >> source & 1)) fail("a shuffle reads a lane that takes no part in it");
+      got[lane] = Slot::of(given[source].as<Given>().value);
+    }
+  };
+  return collective("__shfl_sync", mask, Slot::of(Given{value, source_lane}), combine, site)
+      .template as<T>();
+}
+
+unsigned ballot(unsigned mask, bool predicate, Site site);
+int lane_index();
+
+}  // namespace kvplane::emulator
+
+#define threadIdx (::kvplane::emulator::builtins.thread)
+#define blockIdx (::kvplane::emulator::builtins.block)
+#define blockDim (::kvplane::emulator::builtins.block_size)
+#define gridDim (::kvplane::emulator::builtins.grid_size)
+
+// The names that CUDA gives them. Each has its caller's place as a last argument.
+using EmulatorSite = kvplane::emulator::Site;
+
+inline void __syncthreads(EmulatorSite site = EmulatorSite::here()) {
+  kvplane::emulator::sync_threads(site);
+}
+inline void __syncwarp(unsigned mask = kvplane::emulator::kAllLanes,
+                       EmulatorSite site = EmulatorSite::here()) {
+  kvplane::emulator::sync_warp(mask, site);
+}
+inline void __threadfence() { kvplane::emulator::fence(); }
+
+template <typename T>
+T __shfl_sync(unsigned mask, T value, int lane, EmulatorSite site = EmulatorSite::here()) {
+  return kvplane::emulator::shuffle(mask, value, lane, site);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int bits, EmulatorSite site = EmulatorSite::here()) {
+  return kvplane::emulator::shuffle(mask, value, kvplane::emulator::lane_index() ^ bits, site);
+}
+// As on the device, a lane with no source keeps its own value.
+template <typename T>
+T __shfl_up_sync(unsigned mask, T value, unsigned by, EmulatorSite site = EmulatorSite::here()) {
+  const int lane = kvplane::emulator::lane_index();
+  const int source = lane >= static_cast<int>(by) ? lane - static_cast<int>(by) : lane;
+  return kvplane::emulator::shuffle(mask, value, source, site);
+}
+inline unsigned __ballot_sync(unsigned mask, bool predicate,
+                              EmulatorSite site = EmulatorSite::here()) {
+  return kvplane::emulator::ballot(mask, predicate, site);
+}
+inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
+
+template <typename T>
+T atomicOr(T* address, T value) {
+  const T old = *address;
+  *address = old | value;
+  return old;
+}
+template <typename T>
+T atomicAdd(T* address, T value) {
+  const T old = *address;
+  *address = old + value;
+  return old;
+}

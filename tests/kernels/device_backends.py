@@ -1,0 +1,114 @@
+"""The backends `emulated` and `cuda`, with the face of ``data_plane.kernels`` for the shared cases.
+
+Tensors come and go on the CPU, as the cases make them; `cuda` moves them there and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import kernel_cases
+import torch
+
+from data_plane.device_kernels import DeviceKernels
+
+
+class DeviceBackend:
+    """``data_plane.kernels`` by a device's kernels: num_threads is ignored, faults are raised."""
+
+    def __init__(self, native: ModuleType, device: str, *, split_tokens: int = 64) -> None:
+        self.native = native
+        self.device = torch.device(device)
+        self.split_tokens = split_tokens
+        self.kernels = DeviceKernels(native, self.device, split_tokens=split_tokens)
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_starts: torch.Tensor,
+        context_lens: torch.Tensor,
+        *,
+        scale: float,
+        sliding_window_tokens: int = 0,
+        alibi_slopes: torch.Tensor | None = None,
+        num_threads: int = 0,
+        return_lse: bool = False,
+        max_query_len: int = 0,
+    ) -> Any:
+        lse = torch.full(query.shape[:2], torch.nan, device=self.device)
+        out = self.kernels.paged_attention(
+            self._there(query),
+            self._there(pages),
+            self._there(block_tables),
+            self._there(query_starts),
+            self._there(context_lens),
+            scale=scale,
+            sliding_window_tokens=sliding_window_tokens,
+            alibi_slopes=None if alibi_slopes is None else self._there(alibi_slopes),
+            lse=lse,
+            max_query_len=max_query_len,
+        )
+        self.kernels.check_faults()
+        return (out.cpu(), lse.cpu()) if return_lse else out.cpu()
+
+    def reshape_and_cache(
+        self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        there = self._there(pages)
+        self.kernels.reshape_and_cache(
+            self._there(key), self._there(value), there, self._there(slots)
+        )
+        self.kernels.check_faults()
+        self._back(there, pages)
+
+    def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
+        there = self._there(pool)
+        self.kernels.copy_blocks(there, pairs)
+        self._back(there, pool)
+
+    def swap_blocks(
+        self, source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor
+    ) -> None:
+        there = self._there(destination)
+        self.kernels.swap_blocks(source, there, pairs)
+        self._back(there, destination)
+
+    def gather_blocks(self, pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        return self.kernels.gather_blocks(self._there(pool), block_ids).cpu()
+
+    def scatter_blocks(
+        self, pool: torch.Tensor, block_ids: torch.Tensor, blocks: torch.Tensor
+    ) -> None:
+        there = self._there(pool)
+        self.kernels.scatter_blocks(there, block_ids, self._there(blocks))
+        self._back(there, pool)
+
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the device, with the same strides."""
+        if self.device.type == "cpu":
+            return tensor
+        if tensor.numel() == 0:
+            return tensor.to(self.device)
+        room = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        whole = tensor.as_strided((room,), (1,)).to(self.device)
+        return whole.as_strided(tensor.shape, tensor.stride())
+
+    def _back(self, there: torch.Tensor, tensor: torch.Tensor) -> None:
+        if self.device.type != "cpu":
+            tensor.copy_(there)
+
+
+@contextmanager
+def in_place_of_the_cpu(backend: DeviceBackend) -> Iterator[DeviceBackend]:
+    """Lets the cases of ``kernel_cases`` run on the backend."""
+    before = kernel_cases.kernels
+    kernel_cases.kernels = backend  # type: ignore[assignment, attr-defined]
+    try:
+        yield backend
+    finally:
+        kernel_cases.kernels = before  # type: ignore[attr-defined]
