@@ -39,6 +39,24 @@ def only(results: tuple[OperationResult, ...]) -> OperationResult:
     return results[0]
 
 
+def test_a_fork_that_was_not_told_its_tokens_shares_what_its_parent_publishes() -> None:
+    world = World()
+    engine = world.engine()
+    engine.admit(1, range(10))
+    engine.step(Append(1, b"", num_slots=6))
+    engine.step(Fork(1, 2))
+    engine.run_all()
+    told = [late for late in engine.late_tokens() if late.sequence_id == 1]
+    engine.submit(engine.receipts, told)
+    assert world.core.describe_pool("pool").counters.num_publications == 2
+    world.core.check_integrity()
+    assert engine.table(2) == engine.table(1)
+    engine.receipts.clear()
+    engine.append(2, num_slots=1)
+    assert engine.table(2)[:2] == engine.table(1)[:2]
+    world.core.check_integrity()
+
+
 def test_an_empty_step_has_no_plan_but_uses_its_number() -> None:
     engine = World().engine()
     assert engine.step().plan is None
