@@ -156,7 +156,8 @@ class DeviceKernels:
         sliding_window_tokens: int = 0,
     ) -> int:
         """Bytes enough for every batch of these shapes, whatever its lengths."""
-        num_bytes: int = self._native.attention_workspace_bytes(
+        num_bytes: int = self._call(
+            "attention_workspace_bytes",
             query=self._view(query),
             pages=self._view(pages),
             max_blocks=block_tables.shape[1],
@@ -246,9 +247,13 @@ class DeviceKernels:
         )
 
     def _run(self, name: str, **arguments: Any) -> None:
-        """Calls a native operation; a bad id or size comes back as "<name> must ..."."""
+        """Puts a native operation on the current stream."""
+        self._call(name, **arguments, stream=self._stream())
+
+    def _call(self, name: str, **arguments: Any) -> Any:
+        """Calls a native function; a bad id or size comes back as "<name> must ..."."""
         try:
-            getattr(self._native, name)(**arguments, stream=self._stream())
+            return getattr(self._native, name)(**arguments)
         except IndexError as error:
             field, _, wanted = str(error).partition(" must ")
             raise InvalidRequestError(f"must {wanted}", field=field) from None

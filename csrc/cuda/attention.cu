@@ -63,16 +63,22 @@ bool fits_tensor_cores(const PagedAttentionParams& p) {
   return is_aligned(p.query, 16) && is_aligned(p.pages.data, 16) && is_aligned(p.out, 4);
 }
 
+auto named(const char* name) {
+  return [name] { return std::string(name); };
+}
+
+void check_split(int64_t split_tokens) {
+  require_in_range(split_tokens, kSplitUnit, kMaxPosition, named("split_tokens"));
+  require_in_range(split_tokens % kSplitUnit, 0, 1, named("split_tokens modulo 64"));
+}
+
 void check_sizes(const PagedAttentionParams& p, const AttentionOptions& options, int64_t needed) {
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
   constexpr int64_t kMaxGroup = 1 << 16;
-  const auto named = [](const char* name) { return [name] { return std::string(name); }; };
   require_in_range(max_context(p), 0, kMaxPosition, named("block_tables' tokens"));
-  require_in_range(p.num_tokens, 0, kMaxPosition / kMaxGroup, named("query's tokens"));
   require_in_range(group_of(p), 1, kMaxGroup, named("query's heads for each KV head"));
+  require_in_range(p.num_tokens, 0, kMaxPosition / group_of(p), named("query's tokens"));
   require_in_range(options.max_query_len, 0, kMaxPosition, named("max_query_len"));
-  require_in_range(options.split_tokens, kSplitUnit, kMaxPosition, named("split_tokens"));
-  require_in_range(options.split_tokens % kSplitUnit, 0, 1, named("split_tokens modulo 64"));
   require_in_range(options.workspace_bytes, needed, kMax, named("workspace_bytes"));
 }
 
@@ -87,11 +93,13 @@ Plan plan_in(void* workspace, const Parts& parts) {
 }  // namespace
 
 int64_t attention_workspace_bytes(const PagedAttentionParams& p, int64_t split_tokens) {
+  check_split(split_tokens);
   return parts_of(p, split_tokens).size;
 }
 
 void paged_attention(const PagedAttentionParams& p, const AttentionOptions& options,
                      const Context& context) {
+  check_split(options.split_tokens);
   const Parts parts = parts_of(p, options.split_tokens);
   check_sizes(p, options, parts.size);
   if (p.num_sequences == 0 || p.num_tokens == 0) return;
@@ -104,7 +112,8 @@ void paged_attention(const PagedAttentionParams& p, const AttentionOptions& opti
   work.faults = context.faults;
   work.max_query_len = static_cast<int32_t>(options.max_query_len);
   work.split_tokens = static_cast<int32_t>(options.split_tokens);
-  work.short_tile_rows = on_tensor_cores ? short_tile_rows(group) : kRowsOfFmaTile;
+  work.short_tile_rows =
+      on_tensor_cores ? short_tile_rows(group, p.pages.head_size) : kRowsOfFmaTile;
   work.long_tile_rows = on_tensor_cores ? kRowsOfLongTile : 0;
 
   // Every token of every sequence in a tile of its own would be the most.

@@ -12,8 +12,11 @@ struct Work;
 constexpr int kRowsOfFmaTile = 16;
 constexpr int kRowsOfLongTile = 64;
 
-// Rows of a short tile: queries are taken eight or sixteen at a time.
-constexpr int short_tile_rows(int64_t group) { return group <= 8 ? 8 : 16; }
+// Rows of a short tile: queries are taken eight or sixteen at a time. Sixteen of the largest heads
+// would not fit a thread's registers.
+constexpr int short_tile_rows(int64_t group, int64_t head_size) {
+  return group <= 8 || head_size > 192 ? 8 : 16;
+}
 
 void launch_plan(const Work& work, uintptr_t stream);
 // `max_items`: no plan has more; the grid is not larger.

@@ -336,7 +336,7 @@ void launch_short(const Work& work, int64_t max_items, uintptr_t stream) {
   } else if (head_size <= 192) {
     launch_short_of<T, 192>(work, max_items, stream);
   } else {
-    launch_short_of<T, 256>(work, max_items, stream);
+    launch_short_of<T, 256, 1>(work, max_items, stream);
   }
 }
 

@@ -1,19 +1,37 @@
 """The backends `emulated` and `cuda`, with the face of ``data_plane.kernels`` for the shared cases.
 
 Tensors come and go on the CPU, as the cases make them; `cuda` moves them there and back.
+KVPLANE_DEVICE_BACKEND chooses: `emulated` (the default) needs a C++ compiler, `cuda` a GPU and a
+build of csrc with KVPLANE_CUDA=ON.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import kernel_cases
 import torch
+from emulated_build import emulated_module
 
 from data_plane.device_kernels import DeviceKernels
+
+
+def chosen_backend(*, split_tokens: int = 64) -> DeviceBackend:
+    """The backend that the environment names, its threads in the order of seed 0."""
+    name = os.environ.get("KVPLANE_DEVICE_BACKEND", "emulated")
+    if name == "cuda":
+        native, device = import_module("kvplane_kernels._cuda"), "cuda"
+    else:
+        assert name == "emulated", name
+        native, device = emulated_module(), "cpu"
+    backend = DeviceBackend(native, device, split_tokens=split_tokens)
+    backend.set_seed(0)
+    return backend
 
 
 class DeviceBackend:
@@ -24,6 +42,11 @@ class DeviceBackend:
         self.device = torch.device(device)
         self.split_tokens = split_tokens
         self.kernels = DeviceKernels(native, self.device, split_tokens=split_tokens)
+
+    def set_seed(self, seed: int) -> None:
+        """Chooses the order of the emulator's threads; a GPU takes its own."""
+        if self.device.type == "cpu":
+            self.native.set_seed(seed)
 
     def paged_attention(
         self,

@@ -5,6 +5,7 @@ What is built lies under build/emulated/<digest of the sources and flags>/.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shutil
@@ -25,6 +26,7 @@ FLAGS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-DKVPLANE_
 KEPT_BUILDS = 4
 
 
+@functools.cache
 def emulated_module() -> ModuleType:
     """The operations of csrc/cuda_bindings.cpp, on the emulator."""
     includes = (sysconfig.get_paths()["include"], pybind11.get_include())

@@ -1,0 +1,129 @@
+"""What a device alone can read is checked there: nothing out of range is followed, and it is told.
+
+Shapes, types and sizes are refused before a launch, naming the tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from device_backends import DeviceBackend, chosen_backend, in_place_of_the_cpu
+from kernel_cases import Batch, Case, build
+
+from kvplane.errors import InvalidRequestError
+
+
+@pytest.fixture
+def backend() -> DeviceBackend:
+    return chosen_backend()
+
+
+def batch_of(backend: DeviceBackend, dtype: torch.dtype) -> Batch:
+    with in_place_of_the_cpu(backend):
+        return build(Case(lens=((1, 20), (40, 41)), head_size=16, dtype=dtype))
+
+
+I64 = torch.int64
+BAD_ON_THE_DEVICE: dict[str, dict[str, torch.Tensor]] = {
+    "block_tables": {"block_tables": torch.full((2, 5), -1)},
+    "block_tables past the pool": {"block_tables": torch.full((2, 5), 2**40)},
+    "query_starts": {"query_starts": torch.tensor([0, 1, 40])},
+    "query_starts that begin late": {"query_starts": torch.tensor([1, 2, 41])},
+    "query_starts that fall": {"query_starts": torch.tensor([0, 50, 41])},
+    "query_starts far below zero": {"query_starts": torch.tensor([0, -(2**62), 41])},
+    "context_lens": {"context_lens": torch.tensor([0, 41])},
+    "context_lens below zero": {"context_lens": torch.tensor([20, -1])},
+    "context_lens past the table": {"context_lens": torch.tensor([2**62, 41])},
+}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("what", BAD_ON_THE_DEVICE)
+def test_the_device_tells_of(backend: DeviceBackend, what: str, dtype: torch.dtype) -> None:
+    batch = replace(batch_of(backend, dtype), **BAD_ON_THE_DEVICE[what])
+    with in_place_of_the_cpu(backend), pytest.raises(InvalidRequestError) as caught:
+        batch.attend()
+    assert caught.value.field == what.partition(" ")[0]
+
+
+def test_the_context_of_a_sequence_without_rows_may_be_anything(backend: DeviceBackend) -> None:
+    with in_place_of_the_cpu(backend):
+        batch = build(Case(lens=((1, 20), (0, 0)), head_size=16))
+        expected, _ = batch.attend()
+        out, _ = replace(batch, context_lens=torch.tensor([20, 2**62])).attend()
+    assert torch.equal(out, expected)
+
+
+def test_more_rows_than_were_announced_are_told(backend: DeviceBackend) -> None:
+    batch = batch_of(backend, torch.float32)
+    with pytest.raises(InvalidRequestError) as caught:
+        attend(backend, batch, max_query_len=39)
+    assert caught.value.field == "query_starts"
+    attend(backend, batch, max_query_len=40)
+
+
+BAD_BEFORE: dict[str, dict[str, Any]] = {
+    "query: must be of": {"query": torch.zeros(41, 4, 16, dtype=torch.float64)},
+    "query: must be [None, None, 16]": {"query": torch.zeros(41, 4, 8)},
+    "query: must group": {"query": torch.zeros(41, 3, 16)},
+    "query: must be contiguous": {"query": torch.zeros(41, 16, 4).transpose(1, 2)},
+    "query: must be dense and on": {"query": torch.zeros(41, 4, 16, device="meta")},
+    "pages: must be [None, 2": {"pages": torch.zeros(9, 3, 2, 16, 16)},
+    "pages: must have a head size": {"pages": torch.zeros(9, 2, 2, 16, 12)},
+    "pages: must hold": {"pages": torch.zeros(9, 2, 0, 16, 16)},
+    "block_tables: must be of": {"block_tables": torch.zeros(2, 3)},
+    "block_tables: must be [2, None]": {"block_tables": torch.zeros(3, 3, dtype=I64)},
+    "query_starts: must be [3]": {"query_starts": torch.tensor([0, 41])},
+    "context_lens: must be of": {"context_lens": torch.tensor([20, 41]).int()},
+    "alibi_slopes: must be [4]": {"alibi_slopes": torch.zeros(2)},
+    "scale: must be finite": {"scale": float("nan")},
+    "sliding_window_tokens: must be from 0": {"sliding_window_tokens": -1},
+    "max_query_len: must be at least 0": {"max_query_len": -1},
+}
+
+
+@pytest.mark.parametrize("message", BAD_BEFORE)
+def test_attention_refuses(backend: DeviceBackend, message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        attend(backend, batch_of(backend, torch.float32), **BAD_BEFORE[message])
+    assert str(caught.value).startswith(message)
+
+
+def test_a_workspace_that_is_too_small_is_refused(backend: DeviceBackend) -> None:
+    batch = batch_of(backend, torch.float32)
+    tensors = (batch.query, batch.pages, batch.block_tables, batch.query_starts, batch.context_lens)
+    there = [tensor.to(backend.device) for tensor in tensors]
+    needed = backend.kernels.attention_workspace_bytes(*there[:3])
+    for num_bytes, fits in ((needed - 1, False), (needed, True)):
+        workspace = torch.empty(num_bytes, dtype=torch.uint8, device=backend.device)
+        if fits:
+            backend.kernels.paged_attention(*there, scale=1.0, workspace=workspace)
+            continue
+        with pytest.raises(InvalidRequestError) as caught:
+            backend.kernels.paged_attention(*there, scale=1.0, workspace=workspace)
+        assert caught.value.field == "workspace_bytes"
+
+
+@pytest.mark.parametrize("split_tokens", (0, 63, 96, -64))
+def test_splits_of_odd_lengths_are_refused(split_tokens: int) -> None:
+    backend = chosen_backend()
+    batch = batch_of(backend, torch.float32)
+    with pytest.raises(InvalidRequestError) as caught:
+        attend(chosen_backend(split_tokens=split_tokens), batch)
+    assert caught.value.field is not None and caught.value.field.startswith("split_tokens")
+
+
+def attend(backend: DeviceBackend, batch: Batch, **changed: Any) -> torch.Tensor:
+    arguments: dict[str, Any] = {
+        "query": batch.query,
+        "pages": batch.pages,
+        "block_tables": batch.block_tables,
+        "query_starts": batch.query_starts,
+        "context_lens": batch.context_lens,
+        "scale": 0.25,
+    } | changed
+    out: torch.Tensor = backend.paged_attention(**arguments)
+    return out
