@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -28,7 +29,17 @@ def main() -> int:
 
 async def _serve(config: ControlPlaneConfig) -> None:
     server = await ControlPlaneServer.start(config)
+    _calm_the_collector()
     await server.run_until_signal()
+
+
+def _calm_the_collector() -> None:
+    """Collect garbage cycles seldom: a full collection visits every entry of every index, and a
+    step waits for it.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 1_000)
 
 
 if __name__ == "__main__":

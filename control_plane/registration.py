@@ -17,6 +17,7 @@ from typing import Final
 
 from control_plane import codec
 from control_plane.core import ControlPlane
+from control_plane.model import Outgoing
 from kvplane import protocol
 from kvplane.errors import (
     CancelledError,
@@ -56,7 +57,7 @@ class Registrar:
         try:
             while stream.failure is None:
                 while stream.outbox:
-                    yield stream.outbox.popleft()
+                    yield _encoded(stream.outbox.popleft())
                 if reader.done():
                     await reader
                     return
@@ -75,7 +76,7 @@ class Registrar:
             if not stream.ready:
                 continue
             outgoing = self._core.take_outgoing(stream.pool_id, stream.shard_index)
-            stream.outbox.extend(map(codec.outgoing_to_proto, outgoing))
+            stream.outbox.extend(outgoing)
             if outgoing:
                 stream.changed.set()
 
@@ -168,7 +169,7 @@ class _Stream:
         self.shard_index = shard_index
         self.epoch = epoch
         self.ready = ready  # resumed, or reported to the end
-        self.outbox: deque[pb.RegisterResponse] = deque()
+        self.outbox: deque[pb.RegisterResponse | Outgoing] = deque()
         self.changed = asyncio.Event()
         self.failure: KvplaneError | None = None
 
@@ -182,6 +183,13 @@ class _Stream:
     def fail(self, error: KvplaneError) -> None:
         self.failure = error
         self.changed.set()
+
+
+def _encoded(message: pb.RegisterResponse | Outgoing) -> pb.RegisterResponse:
+    """Encode what the core says when its turn comes: the step that it came of is answered first."""
+    if isinstance(message, pb.RegisterResponse):
+        return message
+    return codec.outgoing_to_proto(message)
 
 
 def stopping_error() -> KvplaneError:
