@@ -64,6 +64,8 @@ struct Thread {
   Builtins builtins;
   Status status = Status::kFinished;
   int index = 0;
+  unsigned num_barriers = 0;
+  unsigned num_warp_barriers = 0;
   // Of the collective or barrier that it waits for.
   const char* name = "";
   Site site = {};
@@ -78,7 +80,9 @@ struct Thread {
 struct Warp {
   unsigned priority = 0;
   unsigned first_lane = 0;  // lanes run in this order: first_lane, first_lane + 1, ... around
-  char order = 0;           // its address names the warp's barrier to ThreadSanitizer
+  // Names of the warp's barriers: of all lanes, even and odd ones, and of some lanes. Two take
+  // turns, so that who leaves one does not learn of what came before the next.
+  char order[3] = {};
   std::vector<std::unique_ptr<Exchange>> exchanges;
 };
 
@@ -92,7 +96,9 @@ struct Crew {
   std::vector<std::unique_ptr<Thread>> threads;
   std::vector<Warp> warps;
   std::unique_ptr<unsigned char[], void (*)(unsigned char*)> shared{nullptr, &free_shared};
-  char start = 0, barrier = 0, end = 0;  // their addresses name orders to ThreadSanitizer
+  // Their addresses name orders to ThreadSanitizer; of barriers, the even and the odd ones.
+  char start = 0, end = 0;
+  char barriers[2] = {};
 };
 
 std::mutex one_launch;
@@ -203,18 +209,19 @@ void prepare_crew(Index block_size, size_t shared_bytes) {
 }
 
 void run_block(Index block, Index block_size, Index grid_size, size_t shared_bytes) {
+  __tsan_acquire(&crew->end);
   prepare_crew(block_size, shared_bytes);
   for (int i = 0; i < num_threads; ++i) {
     Thread& thread = *crew->threads[static_cast<size_t>(i)];
     thread.builtins = {{static_cast<unsigned>(i), 0, 0}, block, block_size, grid_size};
     thread.status = Status::kRunnable;
     thread.index = i;
+    thread.num_barriers = thread.num_warp_barriers = 0;
     thread.open_group.clear();
     thread.groups.clear();
     thread.fiber.reset(&run_thread);
   }
   draw_priorities();
-  __tsan_acquire(&crew->end);
   __tsan_release(&crew->start);
   for (Thread* thread = choose(); thread != nullptr; thread = choose()) {
     running = thread;
@@ -250,10 +257,14 @@ bool try_to_complete(Combine combine) {
     exchanges.push_back(std::make_unique<Exchange>());
     exchange = exchanges.back().get();
   }
-  if (combine != nullptr) combine(given, mask, exchange->got);
+  // Not into the exchange at once: ThreadSanitizer watches `combine`, and knows of no order between
+  // one use of an exchange and the next.
+  Slot got[kWarpSize] = {};
+  if (combine != nullptr) combine(given, mask, got);
   for (int lane = 0; lane < kWarpSize; ++lane) {
     if (!(mask >> lane & 1)) continue;
     Thread* thread = lane_of(warp, lane);
+    exchange->got[lane] = got[lane];
     thread->exchange = exchange;
     thread->status = Status::kRunnable;
     ++exchange->num_readers;
@@ -326,7 +337,8 @@ void sync_threads(Site site) {
   running->name = "__syncthreads";
   running->site = site;
   running->status = Status::kAtBarrier;
-  __tsan_release(&crew->barrier);
+  char* order = &crew->barriers[running->num_barriers++ % 2];
+  __tsan_release(order);
   bool all_here = true;
   for (int i = 0; i < num_threads; ++i) {
     const Thread& other = *crew->threads[static_cast<size_t>(i)];
@@ -345,11 +357,12 @@ void sync_threads(Site site) {
     draw_priorities();
   }
   running->fiber.yield();
-  __tsan_acquire(&crew->barrier);
+  __tsan_acquire(order);
 }
 
 void sync_warp(unsigned mask, Site site) {
-  char* order = &crew->warps[static_cast<size_t>(running->index / kWarpSize)].order;
+  Warp& warp = crew->warps[static_cast<size_t>(running->index / kWarpSize)];
+  char* order = &warp.order[mask == kAllLanes ? running->num_warp_barriers++ % 2 : 2];
   __tsan_release(order);
   collective("__syncwarp", mask, {}, nullptr, site);
   __tsan_acquire(order);

@@ -9,6 +9,8 @@ import pytest
 import torch
 from kernel_cases import FLOATS, Case, assert_as_exact_as_torch, build
 
+pytestmark = pytest.mark.usefixtures("every_cpu_isa")
+
 EDGES = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 511, 512, 513)
 HEADS = ((32, 8), (40, 40), (64, 8), (28, 4), (9, 3), (5, 1), (6, 1), (16, 1), (71, 1), (1, 1))
 HEAD_SIZES = (8, 32, 56, 64, 72, 80, 96, 112, 120, 128, 192, 256)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,6 +9,8 @@ import torch
 from kernel_cases import FLOATS, Batch, Case, assert_same_bits, build
 
 from data_plane import kernels
+
+pytestmark = pytest.mark.usefixtures("every_cpu_isa")
 
 LENS = ((1, 513), (40, 40), (5, 130), (0, 9), (1, 16), (33, 65), (2, 400))
 
@@ -110,26 +109,16 @@ def test_strides_do_not_matter() -> None:
         assert_same_bits(strided.attend()[0], expected)
 
 
-_PRINT_BITS = """
-import hashlib, torch, kvplane_kernels
-from kernel_cases import Case, build
-digest = hashlib.sha256()
-for dtype in (torch.float32, torch.float16, torch.bfloat16):
-    for head_size in (8, 72, 128):
-        batch = build(Case(lens=((1, 200), (20, 70)), dtype=dtype, head_size=head_size, alibi=True))
-        for part in batch.attend():
-            digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
-print(kvplane_kernels.cpu_isa(), digest.hexdigest())
-"""
-
-
-def test_instruction_sets_do_not_matter() -> None:
-    answers = {}
-    for isa in ("", "avx2", "baseline"):
-        env = os.environ | {"KVPLANE_KERNELS_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-c", _PRINT_BITS]
-        result = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
-        name, digest = result.stdout.split()
-        answers[name] = digest
-    assert "baseline" in answers
-    assert len(set(answers.values())) == 1, answers
+@pytest.mark.parametrize(
+    "lens", [((1, 2000), (1, 511), (1, 513)), ((3, 1100), (70, 1030))], ids=str
+)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_splits_shared_out_to_threads_give_the_bits_of_one_thread(
+    dtype: torch.dtype, lens: tuple[tuple[int, int], ...]
+) -> None:
+    batch = build(Case(lens=lens, heads=(4, 1), head_size=128, dtype=dtype))
+    expected, expected_lse = batch.attend(num_threads=1)
+    for num_threads in (2, 5):
+        out, lse = batch.attend(num_threads=num_threads)
+        assert_same_bits(out, expected)
+        assert_same_bits(lse, expected_lse)
