@@ -1,0 +1,264 @@
+// Runs the CUDA kernels on the emulator without Python, for the sanitizers and for planted faults.
+//
+//   attention_check SEED    exits with 0 when caching and attention give the right answers, else
+//                           with 1, saying what went wrong
+//
+// Every array has exactly the size it needs, unused slots hold NaN, and unused table entries -1.
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <new>
+#include <random>
+#include <vector>
+
+#include "cuda/operations.h"
+#include "emulator.h"
+#include "ptx.cuh"
+
+namespace {
+
+using namespace kvplane;
+using namespace kvplane::cuda;
+
+struct Sizes {
+  Dtype dtype;
+  int64_t num_heads, num_kv_heads, head_size, block_size, window;
+  std::vector<int64_t> query_lens, context_lens;
+};
+
+// Memory as a device gives it: of the size asked for, aligned to 256 bytes.
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(size_t bytes) : data_(static_cast<char*>(operator new(bytes, kAlignment))) {
+    for (size_t i = 0; i < bytes; ++i) data_[i] = static_cast<char>(0xFF);
+  }
+  ~DeviceMemory() { operator delete(data_, kAlignment); }
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  char* data() const { return data_; }
+
+ private:
+  static constexpr std::align_val_t kAlignment{256};
+  char* data_;
+};
+
+double number_at(Dtype dtype, const void* data, int64_t i) {
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return static_cast<const float*>(data)[i];
+    case Dtype::kFloat16:
+      return fp16_to_float(static_cast<const uint16_t*>(data)[i]);
+    default:
+      return bf16_to_float(static_cast<const uint16_t*>(data)[i]);
+  }
+}
+
+class Check {
+ public:
+  Check(const Sizes& sizes, unsigned seed) : s_(sizes), rng_(seed) {
+    lay_out();
+    const int64_t context = static_cast<int64_t>(slots_.size());
+    query_ = numbers(num_tokens_ * s_.num_heads * s_.head_size);
+    key_ = numbers(context * s_.num_kv_heads * s_.head_size);
+    value_ = numbers(context * s_.num_kv_heads * s_.head_size);
+    pages_ = memory(num_blocks_ * 2 * s_.num_kv_heads * s_.block_size * s_.head_size);
+  }
+
+  bool is_right() {
+    int32_t faults = 0;
+    run_caching(&faults);
+    const auto out = memory(num_tokens_ * s_.num_heads * s_.head_size);
+    std::vector<float> lse(static_cast<size_t>(num_tokens_ * s_.num_heads));
+    run_attention(out->data(), lse.data(), &faults);
+    if (faults != 0) {
+      std::printf("faults: %d\n", faults);
+      return false;
+    }
+    return compare(out->data(), lse);
+  }
+
+ private:
+  static constexpr int64_t kSplit = 64;
+
+  void lay_out() {
+    std::vector<int64_t> blocks_of;
+    for (const int64_t length : s_.context_lens) {
+      blocks_of.push_back((length + s_.block_size - 1) / s_.block_size);
+      max_blocks_ = std::max(max_blocks_, blocks_of.back());
+      num_blocks_ += blocks_of.back() + 1;
+    }
+    std::vector<int32_t> ids(static_cast<size_t>(num_blocks_));
+    for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(i);
+    std::shuffle(ids.begin(), ids.end(), rng_);
+    size_t next = 0;
+    for (size_t s = 0; s < s_.context_lens.size(); ++s) {
+      std::vector<int32_t> row(static_cast<size_t>(max_blocks_), -1);
+      for (int64_t b = 0; b < blocks_of[s]; ++b) row[static_cast<size_t>(b)] = ids[next++];
+      for (int64_t i = 0; i < s_.context_lens[s]; ++i) {
+        slots_.push_back(row[static_cast<size_t>(i / s_.block_size)] * s_.block_size +
+                         i % s_.block_size);
+      }
+      tables_.insert(tables_.end(), row.begin(), row.end());
+      num_tokens_ += s_.query_lens[s];
+      query_starts_.push_back(num_tokens_);
+    }
+    // A vector may own more than it holds: AddressSanitizer must see the end.
+    tables_.shrink_to_fit();
+  }
+
+  std::unique_ptr<DeviceMemory> memory(int64_t count) const {
+    return std::make_unique<DeviceMemory>(static_cast<size_t>(count * dtype_bytes(s_.dtype)));
+  }
+
+  std::unique_ptr<DeviceMemory> numbers(int64_t count) {
+    std::normal_distribution<float> normal;
+    auto result = memory(count);
+    for (int64_t i = 0; i < count; ++i) {
+      const float number = normal(rng_);
+      if (s_.dtype == Dtype::kFloat32) {
+        reinterpret_cast<float*>(result->data())[i] = number;
+      } else {
+        reinterpret_cast<uint16_t*>(result->data())[i] =
+            s_.dtype == Dtype::kFloat16 ? float_to_fp16(number) : float_to_bf16(number);
+      }
+    }
+    return result;
+  }
+
+  PagesParams pages() const {
+    const int64_t token = s_.head_size, head = token * s_.block_size, kv = head * s_.num_kv_heads;
+    return {pages_->data(), s_.dtype,     num_blocks_, s_.num_kv_heads,
+            s_.block_size,  s_.head_size, 2 * kv,      kv,
+            head,           token};
+  }
+
+  void run_caching(int32_t* faults) {
+    ReshapeAndCacheParams p = {};
+    p.key = key_->data();
+    p.value = value_->data();
+    p.slots = slots_.data();
+    p.pages = pages();
+    p.key_dtype = p.value_dtype = s_.dtype;
+    p.num_tokens = static_cast<int64_t>(slots_.size());
+    p.key_token_stride = p.value_token_stride = s_.num_kv_heads * s_.head_size;
+    p.key_head_stride = p.value_head_stride = s_.head_size;
+    reshape_and_cache(p, {0, faults});
+  }
+
+  void run_attention(void* out, float* lse, int32_t* faults) {
+    PagedAttentionParams p = {};
+    p.query = query_->data();
+    p.out = out;
+    p.lse = lse;
+    p.block_tables = tables_.data();
+    p.query_starts = query_starts_.data();
+    p.context_lens = s_.context_lens.data();
+    p.pages = pages();
+    p.query_dtype = s_.dtype;
+    p.num_tokens = num_tokens_;
+    p.num_heads = s_.num_heads;
+    p.num_sequences = static_cast<int64_t>(s_.context_lens.size());
+    p.max_blocks = max_blocks_;
+    p.query_token_stride = s_.num_heads * s_.head_size;
+    p.query_head_stride = s_.head_size;
+    p.scale = 1.0f / std::sqrt(static_cast<float>(s_.head_size));
+    p.sliding_window_tokens = s_.window;
+    const int64_t bytes = attention_workspace_bytes(p, kSplit);
+    const DeviceMemory workspace(static_cast<size_t>(bytes));
+    paged_attention(p, {0, kSplit, workspace.data(), bytes}, {0, faults});
+  }
+
+  bool compare(const void* out, const std::vector<float>& lse) const {
+    const double tolerance = s_.dtype == Dtype::kFloat32 ? 1e-5 : 0.02;
+    int64_t first_key = 0;
+    for (size_t s = 0; s < s_.context_lens.size(); ++s) {
+      for (int64_t i = 0; i < s_.query_lens[s]; ++i) {
+        for (int64_t h = 0; h < s_.num_heads; ++h) {
+          const int64_t row = (query_starts_[s] + i) * s_.num_heads + h;
+          const int64_t position = s_.context_lens[s] - s_.query_lens[s] + i;
+          std::vector<double> expected;
+          const double expected_lse = attend(row, h, first_key, position, &expected);
+          for (int64_t d = 0; d < s_.head_size; ++d) {
+            const double actual = number_at(s_.dtype, out, row * s_.head_size + d);
+            if (std::abs(actual - expected[static_cast<size_t>(d)]) <= tolerance) continue;
+            std::printf("sequence %zu token %ld head %ld dim %ld: %g, should be %g\n", s, i, h, d,
+                        actual, expected[static_cast<size_t>(d)]);
+            return false;
+          }
+          const double actual_lse = lse[static_cast<size_t>(row)];
+          if (std::abs(actual_lse - expected_lse) <= 1e-4) continue;
+          std::printf("sequence %zu token %ld head %ld: lse %g, should be %g\n", s, i, h,
+                      actual_lse, expected_lse);
+          return false;
+        }
+      }
+      first_key += s_.context_lens[s];
+    }
+    return true;
+  }
+
+  // In double: the output into `out`, the logarithm of the sum as the result.
+  double attend(int64_t row, int64_t head, int64_t first_key, int64_t position,
+                std::vector<double>* out) const {
+    const int64_t kv_head = head / (s_.num_heads / s_.num_kv_heads);
+    const int64_t begin = s_.window > 0 ? std::max<int64_t>(0, position + 1 - s_.window) : 0;
+    std::vector<double> scores;
+    double largest = -std::numeric_limits<double>::infinity(), sum = 0;
+    const auto key_row = [&](int64_t k) {
+      return ((first_key + k) * s_.num_kv_heads + kv_head) * s_.head_size;
+    };
+    for (int64_t k = begin; k <= position; ++k) {
+      double score = 0;
+      for (int64_t d = 0; d < s_.head_size; ++d) {
+        score += number_at(s_.dtype, query_->data(), row * s_.head_size + d) *
+                 number_at(s_.dtype, key_->data(), key_row(k) + d);
+      }
+      scores.push_back(score / std::sqrt(static_cast<double>(s_.head_size)));
+      largest = std::max(largest, scores.back());
+    }
+    out->assign(static_cast<size_t>(s_.head_size), 0.0);
+    for (int64_t k = begin; k <= position; ++k) {
+      const double weight = std::exp(scores[static_cast<size_t>(k - begin)] - largest);
+      sum += weight;
+      for (int64_t d = 0; d < s_.head_size; ++d) {
+        (*out)[static_cast<size_t>(d)] +=
+            weight * number_at(s_.dtype, value_->data(), key_row(k) + d);
+      }
+    }
+    for (double& number : *out) number /= sum;
+    return largest + std::log(sum);
+  }
+
+  const Sizes s_;
+  std::mt19937 rng_;
+  int64_t num_tokens_ = 0, num_blocks_ = 0, max_blocks_ = 0;
+  std::vector<int32_t> tables_;
+  std::vector<int64_t> slots_, query_starts_ = {0};
+  std::unique_ptr<DeviceMemory> query_, key_, value_, pages_;
+};
+
+const Sizes kSizes[] = {
+    {Dtype::kBFloat16, 4, 1, 40, 16, 0, {1, 3, 1, 40}, {150, 70, 16, 90}},
+    {Dtype::kFloat16, 2, 2, 64, 5, 30, {1, 33}, {200, 65}},
+    {Dtype::kFloat32, 2, 1, 24, 8, 0, {1, 20, 2}, {130, 40, 2}},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 2) return 2;
+  const unsigned seed = static_cast<unsigned>(std::atoi(argv[1]));
+  emulator::set_seed(seed);
+  try {
+    for (const Sizes& sizes : kSizes) {
+      if (!Check(sizes, seed).is_right()) return 1;
+    }
+  } catch (const std::exception& error) {
+    std::puts(error.what());
+    return 1;
+  }
+  return 0;
+}

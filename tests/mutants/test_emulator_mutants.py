@@ -1,0 +1,103 @@
+"""Faults planted in the CUDA kernels are found by the emulator, and sound kernels pass.
+
+One fault is tried on each push; the others, and the sanitizers, nightly.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent / "emulator"
+sys.path[:0] = [str(HERE), str(ROOT / "tests" / "kernels")]
+
+from emulated_build import FLAGS, build, kernel_sources  # noqa: E402
+from emulator_mutants import ASAN, MUTANTS, PLAIN, TSAN  # noqa: E402
+
+SEEDS = range(4)
+BASIC = ("missing_barrier",)
+SANITIZER_FOUND_IT = {ASAN: (1, 99), TSAN: (66,)}
+FOUND = {PLAIN: "", ASAN: "AddressSanitizer", TSAN: "data race"}
+ENVIRONMENT = {
+    "ASAN_OPTIONS": "detect_leaks=0:exitcode=99",
+    "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1",
+}
+BUILDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    PLAIN: ((), ()),
+    # The runtime of UBSan would say nothing of what AddressSanitizer stops at.
+    ASAN: (("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"), ()),
+    TSAN: (("-DKVPLANE_WATCH_RACES",), ("-fsanitize=thread",)),
+}
+
+
+def program(kind: str, csrc: Path, keep: Path) -> Path:
+    """attention_check.cpp with the kernels of ``csrc``, built under ``keep``."""
+    flags, watched = BUILDS[kind]
+    sources = (*kernel_sources(csrc), HERE / "attention_check.cpp")
+    return build(csrc, sources, f"check_{kind}", (*FLAGS, *flags), (), watched, keep)
+
+
+def check(path: Path, seed: int) -> subprocess.CompletedProcess[str]:
+    command = [str(path), str(seed)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=300, env=ENVIRONMENT
+    )
+
+
+def plant(name: str, folder: Path) -> Path:
+    """A copy of csrc with the fault in it."""
+    mutant = MUTANTS[name]
+    csrc = folder / "csrc"
+    shutil.copytree(ROOT / "csrc", csrc, ignore=shutil.ignore_patterns("build", "*.so"))
+    path = csrc / "cuda" / mutant.file
+    text = path.read_text()
+    assert text.count(mutant.old) == 1, f"{mutant.file} holds {text.count(mutant.old)} places"
+    path.write_text(text.replace(mutant.old, mutant.new))
+    return csrc
+
+
+def assert_found(name: str, folder: Path) -> None:
+    kind = MUTANTS[name].found_by
+    path = program(kind, plant(name, folder), folder / "build")
+    results = [check(path, seed) for seed in SEEDS]
+    said = "\n".join(result.stdout + result.stderr for result in results)
+    wanted = SANITIZER_FOUND_IT.get(kind, (1,))
+    assert any(result.returncode in wanted for result in results), said
+    assert FOUND[kind] in said
+
+
+@pytest.mark.timeout(300)
+def test_sound_kernels_pass() -> None:
+    path = program(PLAIN, ROOT / "csrc", ROOT / "build" / "emulated")
+    for seed in SEEDS:
+        result = check(path, seed)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", (ASAN, TSAN))
+def test_the_sanitizers_have_nothing_to_say_of_sound_kernels(kind: str) -> None:
+    path = program(kind, ROOT / "csrc", ROOT / "build" / "emulated")
+    for seed in SEEDS:
+        result = check(path, seed)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", BASIC)
+def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
+    assert_found(name, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [name for name in MUTANTS if name not in BASIC])
+def test_every_planted_fault_is_found(name: str, tmp_path: Path) -> None:
+    assert_found(name, tmp_path)
