@@ -38,7 +38,7 @@ PagesParams pages_of(const TensorView& t) {
 }
 
 void bind_reshape_and_cache(const TensorView& key, const TensorView& value, const TensorView& pages,
-                            uintptr_t slots) {
+                            uintptr_t slots, int num_threads) {
   ReshapeAndCacheParams p = {};
   p.key = key.data();
   p.value = value.data();
@@ -51,6 +51,7 @@ void bind_reshape_and_cache(const TensorView& key, const TensorView& value, cons
   p.key_head_stride = key.strides[1];
   p.value_token_stride = value.strides[0];
   p.value_head_stride = value.strides[1];
+  p.num_threads = num_threads;
   reshape_and_cache(p);
 }
 
@@ -85,10 +86,10 @@ void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
 void bind_copy_blocks(uintptr_t source, uintptr_t destination, uintptr_t pairs, int64_t num_pairs,
                       int64_t source_num_blocks, int64_t destination_num_blocks,
                       int64_t source_block_bytes, int64_t destination_block_bytes,
-                      int64_t copy_bytes) {
+                      int64_t copy_bytes, int num_threads) {
   copy_blocks({pointer<const char>(source), pointer<char>(destination),
                pointer<const int64_t>(pairs), num_pairs, source_num_blocks, destination_num_blocks,
-               source_block_bytes, destination_block_bytes, copy_bytes});
+               source_block_bytes, destination_block_bytes, copy_bytes, num_threads});
 }
 
 void bind_gather_blocks(uintptr_t pool, uintptr_t blocks, uintptr_t block_ids,
@@ -120,8 +121,10 @@ PYBIND11_MODULE(_native, m) {
            arg("dtype"), arg("shape"), arg("strides"));
 
   m.def("cpu_isa", &cpu_isa);
+  m.def("cpu_isas", &cpu_isas);
+  m.def("use_cpu_isa", &use_cpu_isa, arg("isa"));
   m.def("reshape_and_cache", &bind_reshape_and_cache, release_gil(), py::kw_only(), arg("key"),
-        arg("value"), arg("pages"), arg("slots"));
+        arg("value"), arg("pages"), arg("slots"), arg("num_threads"));
   m.def("paged_attention", &bind_paged_attention, release_gil(), py::kw_only(), arg("query"),
         arg("out"), arg("lse"), arg("pages"), arg("block_tables"), arg("wide_block_tables"),
         arg("max_blocks"), arg("query_starts"), arg("context_lens"), arg("num_sequences"),
@@ -129,7 +132,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("copy_blocks", &bind_copy_blocks, release_gil(), py::kw_only(), arg("source"),
         arg("destination"), arg("pairs"), arg("num_pairs"), arg("source_num_blocks"),
         arg("destination_num_blocks"), arg("source_block_bytes"), arg("destination_block_bytes"),
-        arg("copy_bytes"));
+        arg("copy_bytes"), arg("num_threads"));
   m.def("gather_blocks", &bind_gather_blocks, release_gil(), py::kw_only(), arg("pool"),
         arg("blocks"), arg("block_ids"), arg("num_block_ids"), arg("num_blocks"), arg("num_layers"),
         arg("block_bytes"), arg("page_bytes"));

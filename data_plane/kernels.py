@@ -38,12 +38,18 @@ _POOL: Final = "[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]
 
 
 def reshape_and_cache(
-    key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    num_threads: int = 0,
 ) -> None:
     """Writes each token's key and value into its slot, rounded to nearest even.
 
     key, value: [num_tokens, num_kv_heads, head_size]. pages: see the module.
     slots: int64 [num_tokens]; negative = do not write. Of equal slots the last token stays.
+    num_threads: 0 = as many as torch uses.
     """
     num_kv_heads, head_size = _check_pages(pages)
     _check("slots", slots, "[num_tokens]", 1, (torch.int64,))
@@ -51,6 +57,7 @@ def reshape_and_cache(
         _check(name, tensor, "[num_tokens, num_kv_heads, head_size]", 3, _FLOATS)
         _check_last_stride(name, tensor)
         _require_shape(name, tensor, (slots.shape[0], num_kv_heads, head_size))
+    _check_int("num_threads", num_threads, _MAX_THREADS)
     slots = slots.contiguous()
     _run(
         native.reshape_and_cache,
@@ -58,6 +65,7 @@ def reshape_and_cache(
         value=_view(value),
         pages=_view(pages),
         slots=slots.data_ptr(),
+        num_threads=num_threads or torch.get_num_threads(),
     )
 
 
@@ -154,20 +162,24 @@ def paged_attention(
     return out if lse is None else (out, lse)
 
 
-def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
+def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor, *, num_threads: int = 0) -> None:
     """Copies whole blocks inside a pool, in order: a later pair may read what an earlier one wrote.
 
     pool: see the module; pairs: int64 [num_pairs, 2], from and to.
+    num_threads: 0 = as many as torch uses.
     """
     _check_pool("pool", pool)
-    _copy(pool, pool, pairs)
+    _copy(pool, pool, pairs, num_threads)
 
 
-def swap_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
+def swap_blocks(
+    source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor, *, num_threads: int = 0
+) -> None:
     """Copies whole blocks from one pool to another of the same layout, in order.
 
     source, destination: pools, see the module.
     pairs: int64 [num_pairs, 2], a block of source and a block of destination.
+    num_threads: 0 = as many as torch uses.
     """
     _check_pool("source", source)
     _check_pool("destination", destination)
@@ -176,7 +188,7 @@ def swap_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Te
             f"must have source's dtype {source.dtype}, has {destination.dtype}", field="destination"
         )
     _require_shape("destination", destination, (destination.shape[0], *source.shape[1:]))
-    _copy(source, destination, pairs)
+    _copy(source, destination, pairs, num_threads)
 
 
 def gather_blocks(pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
@@ -307,7 +319,10 @@ def _check_int(name: str, value: int, highest: int) -> None:
         raise InvalidRequestError(f"must be from 0 to {highest}, is {value}", field=name)
 
 
-def _copy(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
+def _copy(
+    source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor, num_threads: int
+) -> None:
+    _check_int("num_threads", num_threads, _MAX_THREADS)
     _check("pairs", pairs, "[num_pairs, 2]", 2, (torch.int64,))
     _require_shape("pairs", pairs, (pairs.shape[0], 2))
     pairs = pairs.contiguous()
@@ -322,6 +337,7 @@ def _copy(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) 
         source_block_bytes=source.stride(0) * source.element_size(),
         destination_block_bytes=destination.stride(0) * destination.element_size(),
         copy_bytes=math.prod(source.shape[1:]) * source.element_size(),
+        num_threads=num_threads or torch.get_num_threads(),
     )
 
 

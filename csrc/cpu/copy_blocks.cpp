@@ -1,12 +1,37 @@
 // Copies of whole blocks: inside a pool, between pools, and to and from the canonical order.
 
+#include <algorithm>
 #include <cstring>
 
 #include "kvplane/checks.h"
 #include "kvplane/params.h"
+#include "row_ops.h"
+#include "thread_pool.h"
 
 namespace kvplane {
 namespace {
+
+// Fewer bytes in all may well be read again from the cache, and are not worth a thread.
+constexpr int64_t kStreamBytes = int64_t{4} << 20;
+constexpr int64_t kSliceAlignment = 4096;  // bytes
+
+int64_t align_up(int64_t bytes, int64_t alignment) {
+  return (bytes + alignment - 1) / alignment * alignment;
+}
+
+// Every pair's bytes [begin, end) of a block, in order.
+void copy_slices(const CopyBlocksParams& p, int64_t begin, int64_t end, bool stream) {
+  for (int64_t i = 0; i < p.num_pairs; ++i) {
+    const char* from = p.source + p.pairs[2 * i] * p.source_block_bytes + begin;
+    char* to = p.destination + p.pairs[2 * i + 1] * p.destination_block_bytes + begin;
+    if (from == to) continue;  // A pair may name one block twice.
+    if (stream) {
+      row_ops().stream(to, from, end - begin);
+    } else {
+      std::memcpy(to, from, static_cast<size_t>(end - begin));
+    }
+  }
+}
 
 void check_ids(const PackBlocksParams& p) {
   for (int64_t i = 0; i < p.num_block_ids; ++i) {
@@ -22,11 +47,14 @@ void copy_blocks(const CopyBlocksParams& p) {
     require_in_range(pair[0], 0, p.source_num_blocks, [&] { return at("pairs", i, 0); });
     require_in_range(pair[1], 0, p.destination_num_blocks, [&] { return at("pairs", i, 1); });
   }
-  for (int64_t i = 0; i < p.num_pairs; ++i) {
-    const char* from = p.source + p.pairs[2 * i] * p.source_block_bytes;
-    char* to = p.destination + p.pairs[2 * i + 1] * p.destination_block_bytes;
-    std::memmove(to, from, static_cast<size_t>(p.copy_bytes));  // A pair may name one block twice.
-  }
+  // Threads share out the bytes of a block, not the pairs, whose order matters.
+  const bool stream = p.num_pairs * p.copy_bytes >= kStreamBytes;
+  const int64_t wanted = stream ? p.num_threads : 1;
+  const int64_t slice = align_up((p.copy_bytes + wanted - 1) / wanted, kSliceAlignment);
+  const int64_t num_slices = (p.copy_bytes + slice - 1) / slice;
+  parallel_for(num_slices, static_cast<int>(std::min(wanted, num_slices)), [&](int, int64_t i) {
+    copy_slices(p, i * slice, std::min((i + 1) * slice, p.copy_bytes), stream);
+  });
 }
 
 void gather_blocks(const PackBlocksParams& p) {

@@ -1,12 +1,18 @@
 // Attention of ragged query rows over paged keys and values: decode, prefill and append alike.
 //
-//   item  = up to kItemRows query rows: some tokens of one sequence, all query heads of one KV head
-//   tile  = kTileTokens KV tokens, cut at multiples of kTileTokens of the sequence's positions
+//   item   up to kAttendRows query rows: some tokens of one sequence, all query heads of one KV
+//   head split  kSplitTokens positions of the sequence, from a multiple of kSplitTokens on tile
+//   kTileTokens positions, from a multiple of kTileTokens on
 //
-// An item converts each tile to fp32 once, and every row of it takes the tile into its own online
-// softmax. What a row computes depends on its position, its query and the keys and values it sees:
-// not on the item it is in, the batch, or the threads. Slots past the item's last position are
-// not read, and table entries that no row needs are not looked at.
+//   positions   |tile|tile|...|tile|tile|tile|...|tile|tile|...
+//               |----- split ------|----- split ------|--...     state of a row: merged in order
+//
+// Every row of an item takes each tile into the online softmax of its split, and each split's state
+// into that of the splits before. So what a row computes depends on its position, its query and the
+// keys and values it sees: not on the item it is in, the batch, or the threads. A call of few items
+// may therefore give the splits of an item to different threads, which leave their states for a
+// second pass that merges them. Slots past the item's last position are not read, and table
+// entries that no row needs are not looked at.
 
 #include <algorithm>
 #include <cmath>
@@ -15,14 +21,18 @@
 
 #include "kvplane/checks.h"
 #include "kvplane/params.h"
-#include "parallel.h"
 #include "row_ops.h"
+#include "thread_pool.h"
 
 namespace kvplane {
 namespace {
 
-constexpr int64_t kItemRows = 64;
-constexpr int64_t kThreadWork = int64_t{1} << 20;  // products that are worth a thread of their own
+constexpr int64_t kSplitTokens = 512;
+constexpr int64_t kThreadWork = int64_t{1} << 19;  // products that are worth waking a thread for
+constexpr int64_t kItemsOfThread = 4;              // fewer, and the items' splits are shared out
+constexpr int64_t kLineBytes = 64;
+
+alignas(kLineBytes) const char kZeros[kMaxRowSize * sizeof(float)] = {};
 
 struct Item {
   int64_t sequence;
@@ -32,16 +42,16 @@ struct Item {
   int64_t kv_head;
 };
 
-// Half-open range of the positions that a row sees.
+// Half-open range of positions, or of splits.
 struct Span {
   int64_t begin;
   int64_t end;
 };
 
-struct Workspace {
-  std::vector<float> key, value;  // [kTileTokens, row_size]
-  std::vector<float> query, out;  // [rows, row_size]
-  std::vector<RowState> state;    // [rows]
+// The states of an item's rows.
+struct States {
+  RowState* state;  // [rows]
+  float* out;       // [rows, row_size]
 };
 
 int64_t block_at(const PagedAttentionParams& p, int64_t sequence, int64_t index) {
@@ -99,121 +109,290 @@ std::vector<Item> cut_items(const PagedAttentionParams& p, int64_t item_tokens) 
   return items;
 }
 
+// How rows lie in memory while they are worked on.
+struct Layout {
+  Dtype dtype;  // of queries, keys and values
+  int64_t row_size;
+  bool in_place;  // keys and values are used where they are in the pages
+
+  Layout(const PagedAttentionParams& p, const RowOps& ops) {
+    const bool bf16 = ops.attend_bf16 != nullptr && p.query_dtype == Dtype::kBFloat16 &&
+                      p.pages.dtype == Dtype::kBFloat16;
+    const int64_t unit = bf16 ? 2 * kLanes : kLanes;
+    dtype = bf16 ? Dtype::kBFloat16 : Dtype::kFloat32;
+    row_size = (p.pages.head_size + unit - 1) / unit * unit;
+    in_place = p.pages.dtype == dtype && row_size == p.pages.head_size;
+  }
+
+  int64_t row_bytes() const { return row_size * dtype_bytes(dtype); }
+};
+
+// What one thread works with.
+class Workspace {
+ public:
+  Workspace(const Layout& layout, int64_t num_rows)
+      : rows(static_cast<size_t>(num_rows)),
+        query_(static_cast<size_t>(num_rows * layout.row_bytes() + kLineBytes)),
+        key_(static_cast<size_t>(layout.in_place ? 0 : kTileTokens * layout.row_bytes())),
+        value_(key_.size()),
+        state_(static_cast<size_t>(2 * num_rows)),
+        out_(static_cast<size_t>(2 * num_rows * layout.row_size)) {}
+
+  char* query() { return query_.data(); }
+  char* key() { return key_.data(); }
+  char* value() { return value_.data(); }
+  // Of one split, and of all so far.
+  States split() { return {state_.data(), out_.data()}; }
+  States total() { return {state_.data() + state_.size() / 2, out_.data() + out_.size() / 2}; }
+
+  std::vector<Row> rows;
+  Tile tiles[3];  // two are on their way while one is worked on
+  Tile copies;    // of rows that can not be used in place
+
+ private:
+  std::vector<char> query_, key_, value_;  // zeros at first: the padding of a row stays zero
+  std::vector<RowState> state_;
+  std::vector<float> out_;
+};
+
 class Attention {
  public:
   Attention(const PagedAttentionParams& params, int num_workers, int64_t item_tokens)
       : p_(params),
         ops_(row_ops()),
-        row_size_((params.pages.head_size + kLanes - 1) / kLanes * kLanes),
+        layout_(params, ops_),
         group_(params.num_heads / params.pages.num_kv_heads),
-        workspaces_(static_cast<size_t>(num_workers)) {
-    const size_t rows = static_cast<size_t>(item_tokens * group_);
-    const size_t row_size = static_cast<size_t>(row_size_);
-    for (Workspace& w : workspaces_) {  // Zeros: the padding of a row stays zero.
-      w.key.resize(kTileTokens * row_size);
-      w.value.resize(kTileTokens * row_size);
-      w.query.resize(rows * row_size);
-      w.out.resize(rows * row_size);
-      w.state.resize(rows);
-    }
+        workspaces_(static_cast<size_t>(num_workers), Workspace(layout_, item_tokens * group_)) {}
+
+  int64_t num_rows(const Item& item) const { return item.num_tokens * group_; }
+  int64_t row_size() const { return layout_.row_size; }
+
+  Span splits_of(const Item& item) const {
+    const Span all = positions_of(item);
+    return {all.begin / kSplitTokens, (all.end + kSplitTokens - 1) / kSplitTokens};
   }
 
+  // All of an item.
   void run(int worker, const Item& item) {
     Workspace& w = workspaces_[static_cast<size_t>(worker)];
     load_queries(item, w);
-    const Span all = {visible(p_, item.first_position).begin,
-                      item.first_position + item.num_tokens};
-    for (int64_t tile = all.begin / kTileTokens * kTileTokens; tile < all.end;
-         tile += kTileTokens) {
-      load_tile(item, {std::max(tile, all.begin), std::min(tile + kTileTokens, all.end)}, tile, w);
-      attend_tile(item, tile, w);
+    const Span splits = splits_of(item);
+    clear(item, w.total());
+    for (int64_t split = splits.begin; split < splits.end; ++split) {
+      attend_split(item, split, w.split(), w);
+      merge(item, w.split(), w.total());
     }
-    store_rows(item, w);
+    store_rows(item, w.total());
+  }
+
+  // One split of an item, whose states are left in `states`.
+  void run_split(int worker, const Item& item, int64_t split, const States& states) {
+    Workspace& w = workspaces_[static_cast<size_t>(worker)];
+    load_queries(item, w);
+    attend_split(item, split, states, w);
+  }
+
+  // The splits' states, one after another.
+  void finish_splits(int worker, const Item& item, const std::vector<States>& splits) {
+    const States total = workspaces_[static_cast<size_t>(worker)].total();
+    clear(item, total);
+    for (const States& states : splits) merge(item, states, total);
+    store_rows(item, total);
   }
 
  private:
-  int64_t num_rows(const Item& item) const { return item.num_tokens * group_; }
-
   // Row r of an item: token r / group, query head kv_head * group + r % group.
   int64_t token_of(const Item& item, int64_t r) const { return item.first_token + r / group_; }
   int64_t head_of(const Item& item, int64_t r) const { return item.kv_head * group_ + r % group_; }
 
+  Span positions_of(const Item& item) const {
+    return {visible(p_, item.first_position).begin, item.first_position + item.num_tokens};
+  }
+
   void load_queries(const Item& item, Workspace& w) const {
     const char* query = static_cast<const char*>(p_.query);
+    const int64_t head_size = p_.pages.head_size;
     for (int64_t r = 0; r < num_rows(item); ++r) {
       const int64_t at =
           token_of(item, r) * p_.query_token_stride + head_of(item, r) * p_.query_head_stride;
-      ops_.load(query + at * dtype_bytes(p_.query_dtype), p_.query_dtype, p_.pages.head_size,
-                &w.query[static_cast<size_t>(r * row_size_)]);
-      std::fill_n(&w.out[static_cast<size_t>(r * row_size_)], row_size_, 0.0f);
-      w.state[static_cast<size_t>(r)] = {-std::numeric_limits<float>::infinity(), {}};
+      const char* from = query + at * dtype_bytes(p_.query_dtype);
+      copy_row(from, p_.query_dtype, head_size, w.query() + r * layout_.row_bytes());
     }
   }
 
-  void load_tile(const Item& item, Span positions, int64_t tile, Workspace& w) const {
+  void copy_row(const char* from, Dtype dtype, int64_t head_size, char* to) const {
+    if (dtype == layout_.dtype) {
+      std::copy_n(from, head_size * dtype_bytes(dtype), to);
+    } else {
+      ops_.load(from, dtype, head_size, reinterpret_cast<float*>(to));
+    }
+  }
+
+  void clear(const Item& item, const States& states) const {
+    std::fill_n(states.out, num_rows(item) * row_size(), 0.0f);
+    std::fill_n(states.state, num_rows(item),
+                RowState{-std::numeric_limits<float>::infinity(), {}});
+  }
+
+  void attend_split(const Item& item, int64_t split, const States& states, Workspace& w) const {
+    clear(item, states);
+    const Span seen = positions_of(item);
+    const int64_t first = std::max(seen.begin / kTileTokens * kTileTokens, split * kSplitTokens);
+    const int64_t end = std::min(seen.end, (split + 1) * kSplitTokens);
+    find_tile(item, seen, first, &w.tiles[0]);
+    find_tile(item, seen, first + kTileTokens, &w.tiles[1]);
+    for (int64_t tile = first, i = 0; tile < end; tile += kTileTokens, ++i) {
+      Tile* later = &w.tiles[(i + 2) % 3];
+      find_tile(item, seen, tile + 2 * kTileTokens, later);
+      const Tile* now = &w.tiles[i % 3];
+      if (!layout_.in_place) now = copy_tile(*now, w);
+      attend_tile(item, tile, *now, later, states, w);
+    }
+  }
+
+  // The rows of the positions of `seen` in the tile; zeros stand for others, which are not read.
+  void find_tile(const Item& item, Span seen, int64_t tile, Tile* rows) const {
     const PagesParams& pages = p_.pages;
     const char* data = static_cast<const char*>(pages.data);
     const int64_t bytes = dtype_bytes(pages.dtype);
-    for (int64_t i = positions.begin; i < positions.end; ++i) {
-      const int64_t block = block_at(p_, item.sequence, i / pages.block_size);
-      const int64_t from = block * pages.block_stride + item.kv_head * pages.head_stride +
-                           i % pages.block_size * pages.token_stride;
-      const size_t to = static_cast<size_t>((i - tile) * row_size_);
-      ops_.load(data + from * bytes, pages.dtype, pages.head_size, &w.key[to]);
-      ops_.load(data + (from + pages.kv_stride) * bytes, pages.dtype, pages.head_size,
-                &w.value[to]);
+    const int64_t begin = std::max(seen.begin, tile);
+    const int64_t end = std::max(begin, std::min(seen.end, tile + kTileTokens));
+    std::fill(rows->key, rows->key + kTileTokens, kZeros);
+    std::fill(rows->value, rows->value + kTileTokens, kZeros);
+    int64_t position = begin;
+    while (position < end) {
+      const int64_t index = position / pages.block_size;
+      const int64_t last = std::min(end, (index + 1) * pages.block_size);
+      const int64_t offset = position - index * pages.block_size;
+      const char* key =
+          data + bytes * (block_at(p_, item.sequence, index) * pages.block_stride +
+                          item.kv_head * pages.head_stride + offset * pages.token_stride);
+      for (; position < last; ++position, key += bytes * pages.token_stride) {
+        rows->key[position - tile] = key;
+        rows->value[position - tile] = key + bytes * pages.kv_stride;
+      }
     }
   }
 
-  void attend_tile(const Item& item, int64_t tile, Workspace& w) const {
+  const Tile* copy_tile(const Tile& tile, Workspace& w) const {
+    const PagesParams& pages = p_.pages;
+    for (int64_t t = 0; t < kTileTokens; ++t) {
+      if (tile.key[t] == kZeros) {
+        w.copies.key[t] = w.copies.value[t] = kZeros;
+        continue;
+      }
+      char* key = w.key() + t * layout_.row_bytes();
+      char* value = w.value() + t * layout_.row_bytes();
+      copy_row(tile.key[t], pages.dtype, pages.head_size, key);
+      copy_row(tile.value[t], pages.dtype, pages.head_size, value);
+      w.copies.key[t] = key;
+      w.copies.value[t] = value;
+    }
+    return &w.copies;
+  }
+
+  void attend_tile(const Item& item, int64_t first, const Tile& tile, const Tile* later,
+                   const States& states, Workspace& w) const {
+    int64_t num = 0;
     for (int64_t r = 0; r < num_rows(item); ++r) {
       const int64_t position = item.first_position + r / group_;
       const Span seen = visible(p_, position);
-      const int64_t begin = std::max<int64_t>(0, seen.begin - tile);
-      const int64_t end = std::min(kTileTokens, seen.end - tile);
+      const int64_t begin = std::max<int64_t>(0, seen.begin - first);
+      const int64_t end = std::min(kTileTokens, seen.end - first);
       if (begin >= end) continue;
-      const TileView view = {w.key.data(), w.value.data(), row_size_, begin, end};
       const float slope = p_.alibi_slopes == nullptr ? 0.0f : p_.alibi_slopes[head_of(item, r)];
-      const size_t row = static_cast<size_t>(r * row_size_);
-      ops_.attend(&w.query[row], view, {p_.scale, slope, position - tile},
-                  &w.state[static_cast<size_t>(r)], &w.out[row]);
+      w.rows[static_cast<size_t>(num++)] = {w.query() + r * layout_.row_bytes(),
+                                            states.state + r,
+                                            states.out + r * row_size(),
+                                            begin,
+                                            end,
+                                            position - first,
+                                            slope};
+    }
+    const int64_t page_row = p_.pages.head_size * dtype_bytes(p_.pages.dtype);
+    const auto attend = layout_.dtype == Dtype::kBFloat16 ? ops_.attend_bf16 : ops_.attend;
+    for (int64_t r = 0; r < num; r += kAttendRows) {
+      attend({&tile, later, &w.rows[static_cast<size_t>(r)], std::min(kAttendRows, num - r),
+              row_size(), page_row, p_.scale});
+      later = nullptr;
     }
   }
 
-  void store_rows(const Item& item, Workspace& w) const {
-    const PagesParams& pages = p_.pages;
+  void merge(const Item& item, const States& later, const States& states) const {
+    for (int64_t r = 0; r < num_rows(item); ++r) {
+      ops_.merge(later.state[r], later.out + r * row_size(), row_size(), &states.state[r],
+                 states.out + r * row_size());
+    }
+  }
+
+  void store_rows(const Item& item, const States& states) const {
+    const int64_t head_size = p_.pages.head_size;
     char* out = static_cast<char*>(p_.out);
     for (int64_t r = 0; r < num_rows(item); ++r) {
-      const RowState& state = w.state[static_cast<size_t>(r)];
-      float* row = &w.out[static_cast<size_t>(r * row_size_)];
-      const float sum = ops_.finish(state, row_size_, row);
+      float* row = states.out + r * row_size();
+      const float sum = ops_.finish(states.state[r], row_size(), row);
       const int64_t at = token_of(item, r) * p_.num_heads + head_of(item, r);
-      ops_.store(row, pages.head_size, p_.query_dtype,
-                 out + at * pages.head_size * dtype_bytes(p_.query_dtype));
+      ops_.store(row, head_size, p_.query_dtype,
+                 out + at * head_size * dtype_bytes(p_.query_dtype));
       if (p_.lse != nullptr) {
-        p_.lse[at] = static_cast<float>(state.max + std::log(static_cast<double>(sum)));
+        p_.lse[at] = static_cast<float>(states.state[r].max + std::log(static_cast<double>(sum)));
       }
     }
   }
 
   const PagedAttentionParams& p_;
   const RowOps& ops_;
-  const int64_t row_size_;  // head size, padded to whole lanes
-  const int64_t group_;     // query heads of one KV head
+  const Layout layout_;
+  const int64_t group_;  // query heads of one KV head
   std::vector<Workspace> workspaces_;
 };
 
-// Threads for this much work: starting one takes as long as some thousand products.
-int num_workers(const PagedAttentionParams& p, int64_t num_items) {
-  int64_t work = 0;
-  for (int64_t s = 0; s < p.num_sequences; ++s) {
-    const int64_t rows = (p.query_starts[s + 1] - p.query_starts[s]) * p.num_heads;
-    const int64_t seen = p.sliding_window_tokens > 0
-                             ? std::min(p.context_lens[s], p.sliding_window_tokens)
-                             : p.context_lens[s];
-    work += rows * seen * p.pages.head_size / kThreadWork;
+// Threads for this much work: waking one takes as long as some hundred thousand products.
+int num_workers(const PagedAttentionParams& p, const std::vector<Item>& items) {
+  int64_t work = 0, most = 0;
+  for (const Item& item : items) {
+    const int64_t begin = visible(p, item.first_position).begin;
+    const int64_t seen = item.first_position + item.num_tokens - begin;
+    const int64_t rows = item.num_tokens * p.num_heads / p.pages.num_kv_heads;
+    work += rows * seen * p.pages.head_size;
+    most += 1 + seen / kSplitTokens;
   }
-  return static_cast<int>(std::min({int64_t{p.num_threads}, num_items, 1 + work}));
+  return static_cast<int>(std::min({int64_t{p.num_threads}, most, 1 + work / kThreadWork}));
+}
+
+// Every split of every item for itself, then every item.
+void run_splits(const std::vector<Item>& items, int workers, Attention* attention) {
+  struct Part {
+    size_t item;
+    int64_t split;
+    int64_t first_row;  // of all parts'
+  };
+  std::vector<Part> parts;
+  int64_t num_rows = 0;
+  for (size_t i = 0; i < items.size(); ++i) {
+    const Span splits = attention->splits_of(items[i]);
+    for (int64_t split = splits.begin; split < splits.end; ++split) {
+      parts.push_back({i, split, num_rows});
+      num_rows += attention->num_rows(items[i]);
+    }
+  }
+  std::vector<RowState> state(static_cast<size_t>(num_rows));
+  std::vector<float> out(static_cast<size_t>(num_rows * attention->row_size()));
+  std::vector<std::vector<States>> states(items.size());
+  for (const Part& part : parts) {
+    states[part.item].push_back(
+        {state.data() + part.first_row, out.data() + part.first_row * attention->row_size()});
+  }
+  parallel_for(static_cast<int64_t>(parts.size()), workers, [&](int worker, int64_t i) {
+    const Part& part = parts[static_cast<size_t>(i)];
+    const Item& item = items[part.item];
+    const int64_t index = part.split - attention->splits_of(item).begin;
+    attention->run_split(worker, item, part.split, states[part.item][static_cast<size_t>(index)]);
+  });
+  parallel_for(static_cast<int64_t>(items.size()), workers, [&](int worker, int64_t i) {
+    const size_t item = static_cast<size_t>(i);
+    attention->finish_splits(worker, items[item], states[item]);
+  });
 }
 
 }  // namespace
@@ -221,12 +400,17 @@ int num_workers(const PagedAttentionParams& p, int64_t num_items) {
 void paged_attention(const PagedAttentionParams& p) {
   check_batch(p);
   const int64_t group = p.num_heads / p.pages.num_kv_heads;
-  const int64_t item_tokens = std::max<int64_t>(1, kItemRows / group);
+  const int64_t item_tokens = std::max<int64_t>(1, kAttendRows / group);
   const std::vector<Item> items = cut_items(p, item_tokens);
   if (items.empty()) return;
-  const int workers = num_workers(p, static_cast<int64_t>(items.size()));
+  const int workers = num_workers(p, items);
   Attention attention(p, workers, item_tokens);
-  parallel_for(static_cast<int64_t>(items.size()), workers, [&](int worker, int64_t i) {
+  const int64_t num_items = static_cast<int64_t>(items.size());
+  if (workers > 1 && num_items < kItemsOfThread * workers) {
+    run_splits(items, workers, &attention);
+    return;
+  }
+  parallel_for(num_items, workers, [&](int worker, int64_t i) {
     attention.run(worker, items[static_cast<size_t>(i)]);
   });
 }

@@ -1,14 +1,17 @@
 // Scatters new keys and values into the slots of one layer's pages.
 
+#include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "kvplane/checks.h"
 #include "kvplane/params.h"
 #include "row_ops.h"
+#include "thread_pool.h"
 
 namespace kvplane {
 namespace {
+
+constexpr int64_t kThreadBytes = int64_t{1} << 18;  // that are worth waking a thread for
 
 // One row of a head, converted when the types differ.
 void write_row(const void* source, Dtype from, int64_t head_size, Dtype to, void* destination,
@@ -21,6 +24,31 @@ void write_row(const void* source, Dtype from, int64_t head_size, Dtype to, void
   row_ops().store(scratch, head_size, to, destination);
 }
 
+void write_heads(const ReshapeAndCacheParams& p, int64_t first_head, int64_t end_head) {
+  const PagesParams& pages = p.pages;
+  const char* key = static_cast<const char*>(p.key);
+  const char* value = static_cast<const char*>(p.value);
+  char* data = static_cast<char*>(pages.data);
+  const int64_t key_bytes = dtype_bytes(p.key_dtype);
+  const int64_t value_bytes = dtype_bytes(p.value_dtype);
+  const int64_t page_bytes = dtype_bytes(pages.dtype);
+  float scratch[kMaxRowSize];
+  for (int64_t i = 0; i < p.num_tokens; ++i) {
+    const int64_t slot = p.slots[i];
+    if (slot < 0) continue;
+    const int64_t token =
+        slot / pages.block_size * pages.block_stride + slot % pages.block_size * pages.token_stride;
+    for (int64_t h = first_head; h < end_head; ++h) {
+      const int64_t key_row = i * p.key_token_stride + h * p.key_head_stride;
+      const int64_t value_row = i * p.value_token_stride + h * p.value_head_stride;
+      char* to = data + (token + h * pages.head_stride) * page_bytes;
+      write_row(key + key_row * key_bytes, p.key_dtype, pages.head_size, pages.dtype, to, scratch);
+      write_row(value + value_row * value_bytes, p.value_dtype, pages.head_size, pages.dtype,
+                to + pages.kv_stride * page_bytes, scratch);
+    }
+  }
+}
+
 }  // namespace
 
 void reshape_and_cache(const ReshapeAndCacheParams& p) {
@@ -30,28 +58,13 @@ void reshape_and_cache(const ReshapeAndCacheParams& p) {
     if (p.slots[i] >= 0) require_in_range(p.slots[i], 0, num_slots, [&] { return at("slots", i); });
   }
 
-  const char* key = static_cast<const char*>(p.key);
-  const char* value = static_cast<const char*>(p.value);
-  char* data = static_cast<char*>(pages.data);
-  const int64_t key_bytes = dtype_bytes(p.key_dtype);
-  const int64_t value_bytes = dtype_bytes(p.value_dtype);
-  const int64_t page_bytes = dtype_bytes(pages.dtype);
-  std::vector<float> scratch(static_cast<size_t>(pages.head_size));
-  for (int64_t i = 0; i < p.num_tokens; ++i) {
-    const int64_t slot = p.slots[i];
-    if (slot < 0) continue;
-    const int64_t token =
-        slot / pages.block_size * pages.block_stride + slot % pages.block_size * pages.token_stride;
-    for (int64_t h = 0; h < pages.num_kv_heads; ++h) {
-      const int64_t key_row = i * p.key_token_stride + h * p.key_head_stride;
-      const int64_t value_row = i * p.value_token_stride + h * p.value_head_stride;
-      char* to = data + (token + h * pages.head_stride) * page_bytes;
-      write_row(key + key_row * key_bytes, p.key_dtype, pages.head_size, pages.dtype, to,
-                scratch.data());
-      write_row(value + value_row * value_bytes, p.value_dtype, pages.head_size, pages.dtype,
-                to + pages.kv_stride * page_bytes, scratch.data());
-    }
-  }
+  // Threads share out the heads, not the tokens: of equal slots the last token has to stay.
+  const int64_t row_bytes = pages.head_size * dtype_bytes(pages.dtype);
+  const bool large = p.num_tokens * pages.num_kv_heads * row_bytes >= kThreadBytes;
+  const int64_t wanted = std::min<int64_t>(large ? p.num_threads : 1, pages.num_kv_heads);
+  parallel_for(wanted, static_cast<int>(wanted), [&](int, int64_t i) {
+    write_heads(p, i * pages.num_kv_heads / wanted, (i + 1) * pages.num_kv_heads / wanted);
+  });
 }
 
 }  // namespace kvplane

@@ -1,9 +1,12 @@
-// Picks the instruction set, once.
+// Picks the instruction set.
 
 #include "row_ops.h"
 
+#include <atomic>
 #include <cstdlib>
-#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "kvplane/isa.h"
 
@@ -13,35 +16,61 @@ RowOps row_ops_baseline();
 #ifdef KVPLANE_X86_64
 RowOps row_ops_avx2();
 RowOps row_ops_avx512();
+RowOps row_ops_avx512bf16();
 #endif
 
 namespace {
 
-RowOps pick() {
-  const char* wanted = std::getenv("KVPLANE_KERNELS_ISA");
-  const auto allowed = [wanted](const char* isa) {
-    return wanted == nullptr || *wanted == '\0' || std::strcmp(wanted, isa) == 0;
-  };
+// Those that this machine has, the best one first.
+const std::vector<RowOps>& sets() {
+  static const std::vector<RowOps> sets = [] {
+    std::vector<RowOps> found;
 #ifdef KVPLANE_X86_64
-  if (allowed("avx512") && __builtin_cpu_supports("avx512f") &&
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq")) {
-    return row_ops_avx512();
-  }
-  if (allowed("avx2") && __builtin_cpu_supports("avx2")) return row_ops_avx2();
-#else
-  (void)allowed;
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(row_ops_avx512bf16());
+    if (avx512) found.push_back(row_ops_avx512());
+    if (__builtin_cpu_supports("avx2")) found.push_back(row_ops_avx2());
 #endif
-  return row_ops_baseline();
+    found.push_back(row_ops_baseline());
+    return found;
+  }();
+  return sets;
+}
+
+const RowOps* find(const char* source, const std::string& isa) {
+  std::string names;
+  for (const RowOps& ops : sets()) {
+    if (isa == ops.isa) return &ops;
+    names += (names.empty() ? "" : ", ") + std::string(ops.isa);
+  }
+  throw std::invalid_argument(std::string(source) + " must be one of " + names + ", is " + isa);
+}
+
+const RowOps* wanted() {
+  const char* isa = std::getenv("KVPLANE_KERNELS_ISA");
+  return isa == nullptr || *isa == '\0' ? &sets().front() : find("KVPLANE_KERNELS_ISA", isa);
+}
+
+std::atomic<const RowOps*>& current() {
+  static std::atomic<const RowOps*> ops{wanted()};
+  return ops;
 }
 
 }  // namespace
 
-const RowOps& row_ops() {
-  static const RowOps ops = pick();
-  return ops;
-}
+const RowOps& row_ops() { return *current().load(std::memory_order_acquire); }
 
 const char* cpu_isa() { return row_ops().isa; }
+
+std::vector<std::string> cpu_isas() {
+  std::vector<std::string> names;
+  for (const RowOps& ops : sets()) names.push_back(ops.isa);
+  return names;
+}
+
+void use_cpu_isa(const std::string& isa) {
+  current().store(find("isa", isa), std::memory_order_release);
+}
 
 }  // namespace kvplane

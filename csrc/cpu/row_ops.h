@@ -1,7 +1,8 @@
-// The arithmetic on rows of one head, compiled once for each instruction set.
+// The arithmetic on rows of one head: one file for each instruction set.
 //
-// All sets give the same bits: sums run over kLanes partial sums in a fixed order, and nothing is
-// fused. Rows in fp32 are padded with zeros to a multiple of kLanes.
+// Sums run over kLanes partial sums in one fixed order, so that what a row computes does not depend
+// on how rows are grouped. Except for `attend_bf16`, nothing is fused and all sets give the same
+// bits. Rows in fp32 are padded with zeros to a multiple of kLanes.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +13,7 @@ namespace kvplane {
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kTileTokens = 32;  // KV tokens of one step of the online softmax.
+constexpr int64_t kMaxRowSize = 256;
 
 // The state of one query row between tiles: out = sum over tokens of exp(score - max) * value.
 struct RowState {
@@ -19,35 +21,59 @@ struct RowState {
   float sum[kLanes];  // partial sums of exp(score - max); their total is wanted
 };
 
-// One query row against tokens [begin, end) of a tile.
-struct TileView {
-  const float* key;    // [kTileTokens, row_size]
-  const float* value;  // [kTileTokens, row_size]
-  int64_t row_size;    // head size, padded
+// One query row and the tokens [begin, end) of the tile that it sees; there is at least one.
+// score(token) = scale * (query . key) + slope * (token - position)
+struct Row {
+  const void* query;  // [row_size]
+  RowState* state;
+  float* out;  // [row_size]
   int64_t begin;
   int64_t end;
+  int64_t position;  // of the query row, counted from the tile's first token
+  float slope;
 };
 
-// score(token) = scale * (query . key) + slope * (token - position)
-struct ScoreTerms {
-  float scale;
-  float slope;
-  int64_t position;  // of the query row, counted from the tile's first token
+// The rows of keys and values of one tile, `row_bytes` each and padded with zeros to whole rows.
+// Tokens that no row sees have rows of zeros.
+struct Tile {
+  const char* key[kTileTokens];
+  const char* value[kTileTokens];
 };
+
+struct AttendArgs {
+  const Tile* tile;
+  const Tile* prefetch;    // a later tile, to be on its way to the cache meanwhile; may be null
+  const Row* rows;         // [num_rows]
+  int64_t num_rows;        // at most kAttendRows
+  int64_t row_size;        // elements
+  int64_t prefetch_bytes;  // of one row of `prefetch`
+  float scale;
+};
+
+constexpr int64_t kAttendRows = 64;
 
 struct RowOps {
   const char* isa;
   // Converts `count` elements.
   void (*load)(const void* source, Dtype dtype, int64_t count, float* row);
   void (*store)(const float* row, int64_t count, Dtype dtype, void* destination);
-  // Takes one tile into `state` and `out` ([row_size]).
-  void (*attend)(const float* query, const TileView& tile, const ScoreTerms& terms, RowState* state,
-                 float* out);
+  // Takes one tile into the states and `out`s of rows. Queries, keys and values are fp32.
+  void (*attend)(const AttendArgs& args);
+  // The same for queries, keys and values in bf16, with row_size a multiple of 2 * kLanes. Weights
+  // are rounded to bf16 as well, and products are summed in pairs. Null where there is no
+  // instruction for it.
+  void (*attend_bf16)(const AttendArgs& args);
+  // Takes the state of later tokens into that of earlier ones.
+  void (*merge)(const RowState& later, const float* later_out, int64_t row_size, RowState* state,
+                float* out);
   // out /= the sum of the weights. Returns that sum.
   float (*finish)(const RowState& state, int64_t row_size, float* out);
+  // Copies memory that does not overlap, past the caches where the set can.
+  void (*stream)(char* destination, const char* source, int64_t num_bytes);
 };
 
-// The best set this machine has, or the one that KVPLANE_KERNELS_ISA names when it has that.
+// The set in use: the best one this machine has, or the one that KVPLANE_KERNELS_ISA names. Throws
+// std::invalid_argument when this machine has no such set.
 const RowOps& row_ops();
 
 }  // namespace kvplane

@@ -8,10 +8,12 @@ from kvplane_kernels._native import (
     TensorView,
     copy_blocks,
     cpu_isa,
+    cpu_isas,
     gather_blocks,
     paged_attention,
     reshape_and_cache,
     scatter_blocks,
+    use_cpu_isa,
 )
 
 __all__ = [
@@ -19,8 +21,10 @@ __all__ = [
     "TensorView",
     "copy_blocks",
     "cpu_isa",
+    "cpu_isas",
     "gather_blocks",
     "paged_attention",
     "reshape_and_cache",
     "scatter_blocks",
+    "use_cpu_isa",
 ]

@@ -18,8 +18,10 @@ class TensorView:
     ) -> None: ...
 
 def cpu_isa() -> str: ...
+def cpu_isas() -> list[str]: ...
+def use_cpu_isa(isa: str) -> None: ...
 def reshape_and_cache(
-    *, key: TensorView, value: TensorView, pages: TensorView, slots: int
+    *, key: TensorView, value: TensorView, pages: TensorView, slots: int, num_threads: int
 ) -> None: ...
 def paged_attention(
     *,
@@ -49,6 +51,7 @@ def copy_blocks(
     source_block_bytes: int,
     destination_block_bytes: int,
     copy_bytes: int,
+    num_threads: int,
 ) -> None: ...
 def gather_blocks(
     *,

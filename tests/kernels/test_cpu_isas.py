@@ -46,7 +46,7 @@ def test_a_set_that_the_machine_does_not_have_is_refused() -> None:
     assert result.returncode == 1
     assert "KVPLANE_KERNELS_ISA must be one of" in result.stderr.splitlines()[-1]
     before = native.cpu_isa()
-    with pytest.raises(ValueError, match="isa must be one of .*baseline, is sse9"):
+    with pytest.raises(ValueError, match=r"isa must be one of .*baseline, is sse9"):
         native.use_cpu_isa("sse9")
     assert native.cpu_isa() == before
 

@@ -119,7 +119,7 @@ def random_case(seed: int, longest: int) -> Case:
     )
 
 
-@pytest.mark.parametrize("case", [random_case(seed, 200) for seed in range(16)], ids=str)
+@pytest.mark.parametrize("case", [random_case(seed, 200) for seed in range(6)], ids=str)
 def test_random_batches_are_right(case: Case) -> None:
     assert_as_exact_as_torch(case)
 

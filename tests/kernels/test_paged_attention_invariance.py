@@ -13,6 +13,7 @@ from data_plane import kernels
 pytestmark = pytest.mark.usefixtures("every_cpu_isa")
 
 LENS = ((1, 513), (40, 40), (5, 130), (0, 9), (1, 16), (33, 65), (2, 400))
+LONG = (((1, 2000), (1, 511), (1, 513)), ((3, 1100), (70, 1030)))
 
 
 def rows(batch: Batch, out: torch.Tensor, sequence: int) -> torch.Tensor:

@@ -37,6 +37,7 @@ struct ReshapeAndCacheParams {
   int64_t key_head_stride;
   int64_t value_token_stride;
   int64_t value_head_stride;
+  int num_threads;  // at least 1
 };
 
 struct PagedAttentionParams {
@@ -72,6 +73,7 @@ struct CopyBlocksParams {
   int64_t source_block_bytes;       // from one block to the next
   int64_t destination_block_bytes;  // from one block to the next
   int64_t copy_bytes;               // of one block
+  int num_threads;                  // at least 1
 };
 
 // Between a block-major pool and the canonical order, layer before block.

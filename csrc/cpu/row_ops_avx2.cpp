@@ -1,0 +1,13 @@
+// The row operations for AVX2.
+
+#define KVPLANE_VECTOR_BYTES 32
+#include "row_ops_vector.h"
+#include "stream_vector.h"
+
+namespace kvplane {
+
+RowOps row_ops_avx2();
+
+RowOps row_ops_avx2() { return {"avx2", load, store, attend, nullptr, merge, finish, stream}; }
+
+}  // namespace kvplane

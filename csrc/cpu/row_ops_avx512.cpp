@@ -1,0 +1,13 @@
+// The row operations for AVX-512 (F, BW, DQ, VL).
+
+#define KVPLANE_VECTOR_BYTES 64
+#include "row_ops_vector.h"
+#include "stream_vector.h"
+
+namespace kvplane {
+
+RowOps row_ops_avx512();
+
+RowOps row_ops_avx512() { return {"avx512", load, store, attend, nullptr, merge, finish, stream}; }
+
+}  // namespace kvplane

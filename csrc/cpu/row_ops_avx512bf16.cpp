@@ -1,0 +1,196 @@
+// The row operations for AVX-512 with bf16 dot products: vdpbf16ps takes 32 products of two rows
+// and adds them in pairs to 16 sums in fp32.
+//
+//   scores   16 keys of the tile, each a sum of 16 lanes; a tree of additions turns them into one
+//            vector of 16 scores
+//   values   rows of tokens 2p and 2p+1 are interleaved, so that a pair of products is a pair of
+//            tokens:   |v[2p][0] v[2p+1][0]|v[2p][1] v[2p+1][1]|...   times   |w[2p] w[2p+1]|
+
+#define KVPLANE_VECTOR_BYTES 64
+#include "row_ops_vector.h"
+#include "stream_vector.h"
+
+namespace kvplane {
+namespace {
+
+constexpr int64_t kChunk = 2 * kLanes;  // bf16 elements of one register
+constexpr int64_t kPairs = kTileTokens / 2;
+
+alignas(64) const char kZeros[2 * kMaxRowSize] = {};
+
+struct Workspace {
+  alignas(64) float weights[kAttendRows][kTileTokens];
+  alignas(64) uint32_t pairs[kAttendRows][kPairs];   // the weights in bf16
+  alignas(64) uint32_t values[kPairs][kMaxRowSize];  // interleaved
+  float corrections[kAttendRows];
+};
+
+KVPLANE_INLINE __m512i load_bits(const void* from) { return _mm512_loadu_si512(from); }
+
+KVPLANE_INLINE __m512 add_products(__m512 sum, __m512i a, __m512i b) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
+// kChunks: registers of a row, 0 when known only at run time.
+template <int kChunks>
+KVPLANE_INLINE void bf16_dot_products(const char* query, const Tile& tile, int64_t row_size,
+                                      Prefetch* prefetch, float* dots) {
+  const int64_t num_chunks = kChunks > 0 ? kChunks : row_size / kChunk;
+  for (int64_t first = 0; first < kTileTokens; first += kLanes) {
+    Vector sums[kLanes];
+    KVPLANE_UNROLL for (int i = 0; i < kLanes; ++i) {
+      if (i % 4 == 0) prefetch->step();
+      const char* key = tile.key[first + i];
+      __m512 sum = _mm512_setzero_ps();
+      KVPLANE_UNROLL for (int64_t c = 0; c < num_chunks; ++c) {
+        sum = add_products(sum, load_bits(key + c * 64), load_bits(query + c * 64));
+      }
+      sums[i] = (Vector)sum;
+    }
+    store_vector(totals(sums), dots + first);
+  }
+}
+
+// The values of one pair of tokens in 32 columns: the first 16 of them in `low`.
+KVPLANE_INLINE void interleave(const char* first, const char* second, __m512i* low, __m512i* high) {
+  const __m512i columns =
+      _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                       37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i more = _mm512_add_epi16(columns, _mm512_set1_epi16(16));
+  const __m512i a = load_bits(first), b = load_bits(second);
+  *low = _mm512_permutex2var_epi16(a, columns, b);
+  *high = _mm512_permutex2var_epi16(a, more, b);
+}
+
+void interleave_tile(const Tile& tile, int64_t row_size, Prefetch* prefetch, Workspace* w) {
+  for (int64_t p = 0; p < kPairs; ++p) {
+    if (p % 2 == 0) prefetch->step();
+    for (int64_t d = 0; d < row_size; d += kChunk) {
+      __m512i low, high;
+      interleave(tile.value[2 * p] + 2 * d, tile.value[2 * p + 1] + 2 * d, &low, &high);
+      _mm512_store_si512(w->values[p] + d, low);
+      _mm512_store_si512(w->values[p] + d + kLanes, high);
+    }
+  }
+}
+
+// Adds the tile's weighted values to kChunks * 32 columns of kRows rows. kInterleaved: takes them
+// from the workspace, not from the tile.
+template <int kRows, int kChunks, bool kInterleaved>
+KVPLANE_INLINE void add_bf16_values(const Row* rows, int64_t r0, const Tile& tile, int64_t column,
+                                    Prefetch* prefetch, const Workspace& w) {
+  __m512 sums[kRows][2 * kChunks];
+  KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
+    const __m512 correction = _mm512_set1_ps(w.corrections[r0 + r]);
+    KVPLANE_UNROLL for (int c = 0; c < 2 * kChunks; ++c) {
+      sums[r][c] = _mm512_mul_ps(_mm512_loadu_ps(rows[r].out + column + c * kLanes), correction);
+    }
+  }
+  for (int64_t p = 0; p < kPairs; ++p) {
+    if (p % 2 == 0) prefetch->step();
+    __m512i weights[kRows];
+    KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
+      weights[r] = _mm512_set1_epi32(static_cast<int>(w.pairs[r0 + r][p]));
+    }
+    KVPLANE_UNROLL for (int c = 0; c < kChunks; ++c) {
+      __m512i low, high;
+      if (kInterleaved) {
+        low = load_bits(w.values[p] + column + c * kChunk);
+        high = load_bits(w.values[p] + column + c * kChunk + kLanes);
+      } else {
+        const int64_t at = 2 * (column + c * kChunk);
+        interleave(tile.value[2 * p] + at, tile.value[2 * p + 1] + at, &low, &high);
+      }
+      KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
+        sums[r][2 * c] = add_products(sums[r][2 * c], low, weights[r]);
+        sums[r][2 * c + 1] = add_products(sums[r][2 * c + 1], high, weights[r]);
+      }
+    }
+  }
+  KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
+    KVPLANE_UNROLL for (int c = 0; c < 2 * kChunks; ++c) {
+      _mm512_storeu_ps(rows[r].out + column + c * kLanes, sums[r][c]);
+    }
+  }
+}
+
+template <int kRows, bool kInterleaved>
+KVPLANE_INLINE void add_all_bf16_values(const Row* rows, int64_t r0, const Tile& tile,
+                                        int64_t row_size, Prefetch* prefetch, const Workspace& w) {
+  constexpr int kChunks = 4;
+  int64_t column = 0;
+  for (; column + kChunks * kChunk <= row_size; column += kChunks * kChunk) {
+    add_bf16_values<kRows, kChunks, kInterleaved>(rows, r0, tile, column, prefetch, w);
+  }
+  for (; column < row_size; column += kChunk) {
+    add_bf16_values<kRows, 1, kInterleaved>(rows, r0, tile, column, prefetch, w);
+  }
+}
+
+KVPLANE_INLINE bool sees_all(const Row& row) { return row.begin == 0 && row.end == kTileTokens; }
+
+// A row that sees only some tokens: zeros stand for the others' values, which may be anything.
+void add_visible_values(const Row& row, int64_t r, const Tile& tile, int64_t row_size,
+                        Prefetch* prefetch, const Workspace& w) {
+  Tile visible;
+  for (int64_t t = 0; t < kTileTokens; ++t) {
+    visible.value[t] = t >= row.begin && t < row.end ? tile.value[t] : kZeros;
+  }
+  add_all_bf16_values<1, false>(&row, r, visible, row_size, prefetch, w);
+}
+
+template <int kChunks>
+void attend_bf16_rows(const AttendArgs& args) {
+  Workspace w;
+  const Tile& tile = *args.tile;
+  const bool ahead = args.prefetch != nullptr;
+  Prefetch keys(ahead ? args.prefetch->key : nullptr, args.prefetch_bytes, 8 * args.num_rows);
+  for (int64_t r = 0; r < args.num_rows; ++r) {
+    const Row& row = args.rows[r];
+    const char* query = static_cast<const char*>(row.query);
+    bf16_dot_products<kChunks>(query, tile, args.row_size, &keys, w.weights[r]);
+    w.corrections[r] = weigh(row, args.scale, w.weights[r]);
+    const __m512bh pairs =
+        _mm512_cvtne2ps_pbh(_mm512_load_ps(w.weights[r] + kLanes), _mm512_load_ps(w.weights[r]));
+    _mm512_store_si512(w.pairs[r], (__m512i)pairs);
+  }
+  const bool many = args.num_rows > 2;
+  Prefetch values(ahead ? args.prefetch->value : nullptr, args.prefetch_bytes,
+                  8 * ((args.num_rows + 1) / 2 + (many ? 1 : 0)));
+  if (many) interleave_tile(tile, args.row_size, &values, &w);
+  for (int64_t r = 0; r < args.num_rows;) {
+    const Row* rows = args.rows + r;
+    const bool two = r + 1 < args.num_rows && sees_all(rows[0]) && sees_all(rows[1]);
+    if (!sees_all(rows[0])) {
+      add_visible_values(rows[0], r, tile, args.row_size, &values, w);
+    } else if (many && two) {
+      add_all_bf16_values<2, true>(rows, r, tile, args.row_size, &values, w);
+    } else if (two) {
+      add_all_bf16_values<2, false>(rows, r, tile, args.row_size, &values, w);
+    } else {
+      add_all_bf16_values<1, false>(rows, r, tile, args.row_size, &values, w);
+    }
+    r += two ? 2 : 1;
+  }
+}
+
+void attend_bf16(const AttendArgs& args) {
+  switch (args.row_size) {
+    case 64:
+      return attend_bf16_rows<2>(args);
+    case 128:
+      return attend_bf16_rows<4>(args);
+    default:
+      return attend_bf16_rows<0>(args);
+  }
+}
+
+}  // namespace
+
+RowOps row_ops_avx512bf16();
+
+RowOps row_ops_avx512bf16() {
+  return {"avx512bf16", load, store, attend, attend_bf16, merge, finish, stream};
+}
+
+}  // namespace kvplane

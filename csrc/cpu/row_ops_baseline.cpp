@@ -1,0 +1,21 @@
+// The row operations for what every machine of the architecture has.
+
+#define KVPLANE_VECTOR_BYTES 16
+#include "row_ops_vector.h"
+
+namespace kvplane {
+namespace {
+
+void stream(char* destination, const char* source, int64_t num_bytes) {
+  std::memcpy(destination, source, static_cast<size_t>(num_bytes));
+}
+
+}  // namespace
+
+RowOps row_ops_baseline();
+
+RowOps row_ops_baseline() {
+  return {"baseline", load, store, attend, nullptr, merge, finish, stream};
+}
+
+}  // namespace kvplane

@@ -1,0 +1,350 @@
+// The row operations in terms of vectors of KVPLANE_VECTOR_BYTES. Each file of an instruction set
+// includes this once, with its own width and compiler flags; everything here is of internal
+// linkage, or the linker could keep a copy that other machines can not run. For the same reason
+// only headers without shared inline functions may be included.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "row_ops.h"
+
+#define KVPLANE_INLINE inline __attribute__((always_inline))
+#define KVPLANE_UNROLL _Pragma("GCC unroll 16")
+
+namespace kvplane {
+namespace {
+
+constexpr int kWidth = KVPLANE_VECTOR_BYTES / 4;
+constexpr int kVectors = kLanes / kWidth;
+constexpr float kInfinity = __builtin_inff();
+
+typedef float Vector __attribute__((vector_size(KVPLANE_VECTOR_BYTES)));
+typedef int32_t IntVector __attribute__((vector_size(KVPLANE_VECTOR_BYTES)));
+
+KVPLANE_INLINE Vector load_vector(const float* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+KVPLANE_INLINE void store_vector(Vector vector, float* to) {
+  std::memcpy(to, &vector, sizeof vector);
+}
+
+// kLanes floats, in as many registers as they take.
+struct Lanes {
+  Vector part[kVectors];
+};
+
+KVPLANE_INLINE Lanes load_lanes(const float* from) {
+  Lanes lanes;
+  KVPLANE_UNROLL for (int v = 0; v < kVectors; ++v) lanes.part[v] = load_vector(from + v * kWidth);
+  return lanes;
+}
+
+KVPLANE_INLINE void store_lanes(const Lanes& lanes, float* to) {
+  KVPLANE_UNROLL for (int v = 0; v < kVectors; ++v) store_vector(lanes.part[v], to + v * kWidth);
+}
+
+// Halves are added until one lane is left: the order does not depend on the width. `fold` does it
+// as far as whole vectors go.
+KVPLANE_INLINE Vector fold(Lanes lanes) {
+  KVPLANE_UNROLL for (int half = kVectors / 2; half > 0; half /= 2) {
+    KVPLANE_UNROLL for (int v = 0; v < half; ++v) lanes.part[v] += lanes.part[v + half];
+  }
+  return lanes.part[0];
+}
+
+// Of the vectors a and b, which hold groups of 2 * kHalf lanes: each group's halves added, a's
+// groups before b's.
+//
+//   kHalf = 2:  a = |0 1 2 3|4 5 6 7|   ->   |0+2 1+3|4+6 5+7|  then b's
+template <int kHalf>
+KVPLANE_INLINE Vector add_halves(Vector a, Vector b) {
+  IntVector low, high;
+  KVPLANE_UNROLL for (int i = 0; i < kWidth; ++i) {
+    low[i] = i / kHalf * 2 * kHalf + i % kHalf;
+    high[i] = low[i] + kHalf;
+  }
+  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+}
+
+// The total of each of kWidth vectors: one lane each, in order.
+template <int kHalf = kWidth / 2>
+KVPLANE_INLINE Vector totals(const Vector* vectors) {
+  Vector sums[kHalf];
+  KVPLANE_UNROLL for (int i = 0; i < kHalf; ++i) {
+    sums[i] = add_halves<kHalf>(vectors[2 * i], vectors[2 * i + 1]);
+  }
+  if constexpr (kHalf == 1) {
+    return sums[0];
+  } else {
+    return totals<kHalf / 2>(sums);
+  }
+}
+
+KVPLANE_INLINE float sum_of(const float* lanes) {
+  float half[kLanes / 2];
+  for (int i = 0; i < 8; ++i) half[i] = lanes[i] + lanes[i + 8];
+  for (int i = 0; i < 4; ++i) half[i] = half[i] + half[i + 4];
+  for (int i = 0; i < 2; ++i) half[i] = half[i] + half[i + 2];
+  return half[0] + half[1];
+}
+
+// exp(x) for x <= 0, within 2 units in the last place; 0 below -87, where results turn subnormal;
+// NaN stays NaN. Cody and Waite's reduction by ln 2 in two parts, then a polynomial of degree 6
+// (coefficients of Cephes expf).
+KVPLANE_INLINE Vector exp_of(Vector x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Vector zero = {};
+  const Vector shifted = x * 1.44269504088896341f + kRound;
+  const Vector n = shifted - kRound;
+  const Vector r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Vector poly = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  poly = poly * r + 8.3334519073e-3f;
+  poly = poly * r + 4.1665795894e-2f;
+  poly = poly * r + 1.6666665459e-1f;
+  poly = poly * r + 5.0000001201e-1f;
+  poly = poly * (r * r) + r + 1.0f;
+  const IntVector exponent = ((IntVector)shifted << 23) + 0x3F800000;  // low bits of shifted are n
+  const Vector result = poly * (Vector)exponent;
+  return x < zero - 87.0f ? zero : result;
+}
+
+KVPLANE_INLINE float exp_of(float x) { return exp_of(Vector{} + x)[0]; }
+
+KVPLANE_INLINE float max_of(Vector vector) {
+  float max = vector[0];
+  KVPLANE_UNROLL for (int half = kWidth / 2; half > 0; half /= 2) {
+    IntVector other;
+    KVPLANE_UNROLL for (int i = 0; i < kWidth; ++i) other[i] = (i + half) % kWidth;
+    const Vector moved = __builtin_shuffle(vector, other);
+    vector = moved > vector ? moved : vector;
+    max = vector[0];
+  }
+  return max;
+}
+
+void load(const void* source, Dtype dtype, int64_t count, float* __restrict row) {
+  if (dtype == Dtype::kFloat32) {
+    std::memcpy(row, source, static_cast<size_t>(count) * sizeof(float));
+    return;
+  }
+  const uint16_t* __restrict bits = static_cast<const uint16_t*>(source);
+  if (dtype == Dtype::kFloat16) {
+    for (int64_t i = 0; i < count; ++i) row[i] = fp16_to_float(bits[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) row[i] = bf16_to_float(bits[i]);
+  }
+}
+
+void store(const float* __restrict row, int64_t count, Dtype dtype, void* destination) {
+  if (dtype == Dtype::kFloat32) {
+    std::memcpy(destination, row, static_cast<size_t>(count) * sizeof(float));
+    return;
+  }
+  uint16_t* __restrict bits = static_cast<uint16_t*>(destination);
+  if (dtype == Dtype::kFloat16) {
+    for (int64_t i = 0; i < count; ++i) bits[i] = float_to_fp16(row[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) bits[i] = float_to_bf16(row[i]);
+  }
+}
+
+// Asks for the rows of a later tile a few at a time, between pieces of work: asking for all at once
+// would fill the queue of the memory and stall.
+class Prefetch {
+ public:
+  Prefetch(const char* const* rows, int64_t row_bytes, int64_t num_steps)
+      : rows_(rows), row_bytes_(row_bytes), num_steps_(num_steps) {}
+
+  KVPLANE_INLINE void step() {
+    if (rows_ == nullptr || step_ == num_steps_) return;
+    ++step_;
+    const int64_t end = kTileTokens * step_ / num_steps_;
+    for (; row_ < end; ++row_) {
+      for (int64_t b = 0; b < row_bytes_; b += 64) __builtin_prefetch(rows_[row_] + b, 0, 3);
+    }
+  }
+
+ private:
+  const char* const* rows_;
+  int64_t row_bytes_;
+  int64_t num_steps_;
+  int64_t step_ = 0;
+  int64_t row_ = 0;
+};
+
+// Turns a row's dot products into weights. Returns the factor for what was summed before.
+KVPLANE_INLINE float weigh(const Row& row, float scale, float* weights) {
+  const Vector begin = Vector{} + static_cast<float>(row.begin);
+  const Vector end = Vector{} + static_cast<float>(row.end);
+  Vector token;
+  KVPLANE_UNROLL for (int i = 0; i < kWidth; ++i) token[i] = static_cast<float>(i);
+  const Vector none = Vector{} - kInfinity;
+  Vector scores[kTileTokens / kWidth];
+  Vector best = none + 0.0f;
+  KVPLANE_UNROLL for (int i = 0; i < kTileTokens / kWidth; ++i) {
+    const Vector distance = token - static_cast<float>(row.position);
+    const Vector score = load_vector(weights + i * kWidth) * scale + distance * row.slope;
+    scores[i] = token >= begin ? score : none;
+    scores[i] = token < end ? scores[i] : none;
+    best = scores[i] > best ? scores[i] : best;
+    token += static_cast<float>(kWidth);
+  }
+  RowState& state = *row.state;
+  const float tile_max = max_of(best);
+  const float max = tile_max > state.max ? tile_max : state.max;
+  const float correction = state.max == max ? 1.0f : exp_of(state.max - max);
+  KVPLANE_UNROLL for (int v = 0; v < kVectors; ++v) {
+    Vector sum = load_vector(state.sum + v * kWidth) * correction;
+    KVPLANE_UNROLL for (int i = v; i < kTileTokens / kWidth; i += kVectors) {
+      const Vector weight = exp_of(scores[i] - max);
+      store_vector(weight, weights + i * kWidth);
+      sum += weight;
+    }
+    store_vector(sum, state.sum + v * kWidth);
+  }
+  state.max = max;
+  return correction;
+}
+
+// dots[t] = query . key[t]; kGroups: groups of lanes in a row, 0 when known only at run time.
+template <int kGroups>
+KVPLANE_INLINE void dot_products(const float* query, const Tile& tile, int64_t row_size,
+                                 Prefetch* prefetch, float* dots) {
+  const int64_t num_groups = kGroups > 0 ? kGroups : row_size / kLanes;
+  constexpr int kTokens = kWidth < 8 ? kWidth : 8;  // between two steps of the prefetch
+  for (int64_t first = 0; first < kTileTokens; first += kWidth) {
+    Vector sums[kWidth];
+    KVPLANE_UNROLL for (int i = 0; i < kWidth; ++i) {
+      if (i % kTokens == 0) prefetch->step();
+      const float* key = reinterpret_cast<const float*>(tile.key[first + i]);
+      Lanes sum = {};
+      KVPLANE_UNROLL for (int64_t c = 0; c < num_groups; ++c) {
+        const Lanes q = load_lanes(query + c * kLanes), k = load_lanes(key + c * kLanes);
+        KVPLANE_UNROLL for (int v = 0; v < kVectors; ++v) sum.part[v] += q.part[v] * k.part[v];
+      }
+      sums[i] = fold(sum);
+    }
+    store_vector(totals(sums), dots + first);
+  }
+}
+
+// out = out * correction + sum over t of weights[t] * value[t], for kGroups groups of lanes of
+// kRows rows that see the same tokens.
+template <int kRows, int kGroups>
+KVPLANE_INLINE void add_values(const Row* rows, const float (*weights)[kTileTokens],
+                               const float* corrections, const Tile& tile, int64_t column,
+                               Prefetch* prefetch) {
+  Lanes sums[kRows][kGroups];
+  KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
+    KVPLANE_UNROLL for (int c = 0; c < kGroups; ++c) {
+      sums[r][c] = load_lanes(rows[r].out + column + c * kLanes);
+      KVPLANE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][c].part[v] *= corrections[r];
+    }
+  }
+  for (int64_t t = rows[0].begin; t < rows[0].end; ++t) {
+    if (t % 8 == 0) prefetch->step();
+    const float* value = reinterpret_cast<const float*>(tile.value[t]) + column;
+    KVPLANE_UNROLL for (int c = 0; c < kGroups; ++c) {
+      const Lanes x = load_lanes(value + c * kLanes);
+      KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
+        const float weight = weights[r][t];
+        KVPLANE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][c].part[v] += x.part[v] * weight;
+      }
+    }
+  }
+  KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
+    KVPLANE_UNROLL for (int c = 0; c < kGroups; ++c) {
+      store_lanes(sums[r][c], rows[r].out + column + c * kLanes);
+    }
+  }
+}
+
+template <int kRows>
+KVPLANE_INLINE void add_all_values(const Row* rows, const float (*weights)[kTileTokens],
+                                   const float* corrections, const AttendArgs& args,
+                                   Prefetch* prefetch) {
+  constexpr int kColumns = kWidth == 16 ? 8 : kWidth == 8 ? 4 : 2;  // what the registers hold
+  const Tile& tile = *args.tile;
+  int64_t column = 0;
+  for (; column + kColumns * kLanes <= args.row_size; column += kColumns * kLanes) {
+    add_values<kRows, kColumns>(rows, weights, corrections, tile, column, prefetch);
+  }
+  for (; column < args.row_size; column += kLanes) {
+    add_values<kRows, 1>(rows, weights, corrections, tile, column, prefetch);
+  }
+}
+
+KVPLANE_INLINE bool see_the_same(const Row& a, const Row& b) {
+  return a.begin == b.begin && a.end == b.end;
+}
+
+template <int kGroups>
+void attend_rows(const AttendArgs& args) {
+  float weights[kAttendRows][kTileTokens];
+  float corrections[kAttendRows];
+  const bool ahead = args.prefetch != nullptr;
+  Prefetch keys(ahead ? args.prefetch->key : nullptr, args.prefetch_bytes, 4 * args.num_rows);
+  for (int64_t r = 0; r < args.num_rows; ++r) {
+    const Row& row = args.rows[r];
+    const float* query = static_cast<const float*>(row.query);
+    dot_products<kGroups>(query, *args.tile, args.row_size, &keys, weights[r]);
+    corrections[r] = weigh(row, args.scale, weights[r]);
+  }
+  Prefetch values(ahead ? args.prefetch->value : nullptr, args.prefetch_bytes,
+                  4 * ((args.num_rows + 1) / 2));
+  for (int64_t r = 0; r < args.num_rows;) {
+    const Row* rows = args.rows + r;
+    if (kWidth == 16 && r + 1 < args.num_rows && see_the_same(rows[0], rows[1])) {
+      add_all_values<2>(rows, weights + r, corrections + r, args, &values);
+      r += 2;
+    } else {
+      add_all_values<1>(rows, weights + r, corrections + r, args, &values);
+      r += 1;
+    }
+  }
+}
+
+void attend(const AttendArgs& args) {
+  switch (args.row_size) {
+    case 64:
+      return attend_rows<4>(args);
+    case 128:
+      return attend_rows<8>(args);
+    default:
+      return attend_rows<0>(args);
+  }
+}
+
+void merge(const RowState& later, const float* later_out, int64_t row_size, RowState* state,
+           float* out) {
+  const auto saw_nothing = [](const RowState& s) {
+    return s.max == -kInfinity && s.sum[0] == 0.0f;
+  };
+  if (saw_nothing(later)) return;
+  if (saw_nothing(*state)) {
+    *state = later;
+    std::memcpy(out, later_out, static_cast<size_t>(row_size) * sizeof(float));
+    return;
+  }
+  const float max = later.max > state->max ? later.max : state->max;
+  const float old_factor = state->max == max ? 1.0f : exp_of(state->max - max);
+  const float new_factor = later.max == max ? 1.0f : exp_of(later.max - max);
+  state->max = max;
+  for (int64_t i = 0; i < kLanes; ++i) {
+    state->sum[i] = state->sum[i] * old_factor + later.sum[i] * new_factor;
+  }
+  for (int64_t d = 0; d < row_size; ++d) out[d] = out[d] * old_factor + later_out[d] * new_factor;
+}
+
+float finish(const RowState& state, int64_t row_size, float* out) {
+  const float sum = sum_of(state.sum);
+  for (int64_t d = 0; d < row_size; ++d) out[d] = out[d] / sum;
+  return sum;
+}
+
+}  // namespace
+}  // namespace kvplane
