@@ -11,31 +11,12 @@
 
 #include "kvplane/isa.h"
 #include "kvplane/params.h"
+#include "tensor_view.h"
 
 namespace py = pybind11;
 
 namespace kvplane {
 namespace {
-
-// Strides count elements.
-struct TensorView {
-  uintptr_t address;
-  Dtype dtype;
-  std::vector<int64_t> shape;
-  std::vector<int64_t> strides;
-
-  void* data() const { return reinterpret_cast<void*>(address); }
-};
-
-template <typename T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-PagesParams pages_of(const TensorView& t) {
-  return {t.data(),   t.dtype,      t.shape[0],   t.shape[2],   t.shape[3],
-          t.shape[4], t.strides[0], t.strides[1], t.strides[2], t.strides[3]};
-}
 
 void bind_reshape_and_cache(const TensorView& key, const TensorView& value, const TensorView& pages,
                             uintptr_t slots, int num_threads) {

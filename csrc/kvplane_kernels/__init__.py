@@ -3,6 +3,9 @@
 Shapes and types are not checked here: ``data_plane.kernels`` is the face to call.
 """
 
+from importlib import import_module
+from importlib.util import find_spec
+
 from kvplane_kernels._native import (
     Dtype,
     TensorView,
@@ -22,9 +25,24 @@ __all__ = [
     "copy_blocks",
     "cpu_isa",
     "cpu_isas",
+    "cuda_device_count",
     "gather_blocks",
+    "has_cuda_build",
     "paged_attention",
     "reshape_and_cache",
     "scatter_blocks",
     "use_cpu_isa",
 ]
+
+
+def has_cuda_build() -> bool:
+    """Whether the package was built with the CUDA kernels, the module ``_cuda``."""
+    return find_spec("kvplane_kernels._cuda") is not None
+
+
+def cuda_device_count() -> int:
+    """How many GPUs the CUDA kernels can run on; 0 without their build, or without a driver."""
+    if not has_cuda_build():
+        return 0
+    count: int = import_module("kvplane_kernels._cuda").device_count()
+    return count

@@ -63,9 +63,10 @@ def build(
     watched: flags for all but the emulator's own files, which ThreadSanitizer must not see.
     """
     digest = hashlib.sha256(repr((COMPILER, flags, link_flags, watched, name)).encode())
-    for path in sorted({*sources, *csrc.rglob("*.h"), *csrc.rglob("*.cuh")}):
-        if "build" not in path.relative_to(csrc.parent).parts[:2]:
-            digest.update(path.name.encode() + path.read_bytes())
+    folders = ("cuda", "emulator", "include")
+    headers = {path for part in folders for path in (csrc / part).rglob("*.*h")}
+    for path in sorted({*sources, *headers, *csrc.glob("*.h")}):
+        digest.update(path.name.encode() + path.read_bytes())
     folder = keep / digest.hexdigest()[:16]
     target = folder / name
     if target.exists():
