@@ -70,7 +70,8 @@ class Engine:
             clock=time.monotonic,
             seal=codec.seal,
         )
-        hello = Hello(POOL, Shard(), EPOCH, LAYOUT, NUM_DEVICE_BLOCKS, 0, "localhost:1")
+        shard = Shard(num_layers=1, num_kv_heads=1)
+        hello = Hello(POOL, shard, EPOCH, LAYOUT, NUM_DEVICE_BLOCKS, 0, "localhost:1")
         self._core.register(hello)
         self._core.report(POOL, 0, EPOCH, (), last=True, max_session_id=0)
         opened = self._core.open_session(POOL, LAYOUT.fingerprint, TENANT)

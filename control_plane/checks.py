@@ -9,6 +9,8 @@ from kvplane.errors import InvalidRequestError
 MAX_ID: Final = 2**63 - 1
 # More tokens than any pool has slots; keeps sums of counts far from overflow on the wire.
 MAX_COUNT: Final = 2**40
+# Ids and generations that a data plane reports are counted on from: there must be room above them.
+MAX_REPORTED: Final = 2**62
 
 
 def identifier(value: int, *, field: str) -> None:

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Final
 
 from control_plane.allocator import BlockTier
-from control_plane.checks import MAX_ID
+from control_plane.checks import MAX_REPORTED
 from control_plane.model import Hello, Publication, ReportedBlock, Tier
 from control_plane.pool import Pool, ShardState
 from control_plane.prefix_index import NO_BLOCK, Entry, PrefixIndex, chained_hash
@@ -20,6 +20,7 @@ from kvplane.errors import InvalidRequestError, LayoutMismatchError
 
 MAX_BLOCKS: Final = 2**24
 MAX_SHARDS: Final = 1024
+MAX_ADDRESS_CHARACTERS: Final = 512
 
 
 def validate_hello(hello: Hello) -> None:
@@ -32,6 +33,16 @@ def validate_hello(hello: Hello) -> None:
     _require(len(hello.layout.groups) == 1, "layout.groups", "one group")
     _require(1 <= hello.num_device_blocks <= MAX_BLOCKS, "num_device_blocks", f"1 to {MAX_BLOCKS}")
     _require(0 <= hello.num_host_blocks <= MAX_BLOCKS, "num_host_blocks", f"0 to {MAX_BLOCKS}")
+    longest = MAX_ADDRESS_CHARACTERS
+    _require(1 <= len(hello.address) <= longest, "address", f"1 to {longest} characters")
+    group = hello.layout.groups[0]
+    held = {
+        "layer": (shard.first_layer, shard.num_layers, group.layers[-1] + 1),
+        "kv_head": (shard.first_kv_head, shard.num_kv_heads, group.num_kv_heads),
+    }
+    for name, (first, num, most) in held.items():
+        _require(0 <= first < most, f"shard.first_{name}", f"0 to {most - 1}")
+        _require(1 <= num <= most - first, f"shard.num_{name}s", f"1 to {most - first}")
 
 
 def can_resume(pool: Pool, hello: Hello, incarnation: int) -> bool:
@@ -96,8 +107,8 @@ def accept_report(
         at = f"report.blocks[{i}].block"
         if not 0 <= block.index < sizes[block.tier]:
             raise InvalidRequestError("is not in the tier", field=f"{at}.index")
-        if not 0 < block.generation <= MAX_ID:
-            raise InvalidRequestError("must be above 0", field=f"{at}.generation")
+        if not 0 < block.generation <= MAX_REPORTED:
+            raise InvalidRequestError("must be from 1 to 2^62", field=f"{at}.generation")
     for reported in blocks:
         shard.report[(reported.block.tier, reported.block.index)] = reported
     shard.reported = shard.reported or last

@@ -58,7 +58,7 @@ class DataPlane:
         self, world: World, index: int, num_shards: int, num_device: int, num_host: int
     ) -> None:
         self.world = world
-        self.shard = Shard(index=index, num_shards=num_shards)
+        self.shard = Shard(index, num_shards, num_layers=1, num_kv_heads=1)
         self.sizes = {Tier.DEVICE: num_device, Tier.HOST: num_host}
         self.restart()
 

@@ -20,6 +20,7 @@ from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 
 PROMPT = list(range(1, 21))
+WHOLE = {"num_shards": 1, "num_layers": 2, "num_kv_heads": 2}
 
 Connect = Callable[[ControlPlaneServer], Stub]
 
@@ -90,11 +91,28 @@ async def test_a_data_plane_is_welcomed_reports_and_is_accepted(
         ),
         ({"epoch": 0}, "INVALID_ARGUMENT", "INVALID_REQUEST", "hello.epoch"),
         ({"address": ""}, "INVALID_ARGUMENT", "INVALID_REQUEST", "hello.address"),
+        ({"address": "h" * 513}, "INVALID_ARGUMENT", "INVALID_REQUEST", "hello.address"),
         (
             {"shard": tpb.Shard(index=1, num_shards=1, num_layers=2, num_kv_heads=2)},
             "INVALID_ARGUMENT",
             "INVALID_REQUEST",
             "hello.shard.index",
+        ),
+        *(
+            (
+                {"shard": tpb.Shard(**{**WHOLE, field: value})},
+                "INVALID_ARGUMENT",
+                "INVALID_REQUEST",
+                f"hello.shard.{field}",
+            )
+            for field, value in [
+                ("first_layer", 2),
+                ("first_layer", -1),
+                ("num_layers", 0),
+                ("num_layers", 2**31 - 1),
+                ("first_kv_head", -(2**31)),
+                ("num_kv_heads", 3),
+            ]
         ),
         (
             {"incarnation": 2**64 - 1},
@@ -135,6 +153,7 @@ async def test_messages_out_of_turn_end_the_stream(stub: Stub) -> None:
         pb.ReportedBlock(block=tpb.BlockRef(tier=tpb.TIER_DEVICE, index=-1, generation=1)),
         pb.ReportedBlock(block=tpb.BlockRef(tier=tpb.TIER_HOST, index=2**62, generation=1)),
         pb.ReportedBlock(block=tpb.BlockRef(tier=tpb.TIER_DEVICE, index=1, generation=-1)),
+        pb.ReportedBlock(block=tpb.BlockRef(tier=tpb.TIER_HOST, index=1, generation=2**62 + 1)),
         pb.ReportedBlock(block=tpb.BlockRef(tier=9, index=1, generation=1)),
     ],
 )
@@ -147,6 +166,30 @@ async def test_a_report_of_blocks_that_can_not_be_is_refused(
     code, reason, field = await shard_failure(shard)
     assert (code, reason) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
     assert field.startswith("report.blocks")
+
+
+@pytest.mark.parametrize("max_session_id", [-1, 2**62 + 1, 2**63 - 1])
+async def test_a_report_of_sessions_that_leave_no_ids_to_give_is_refused(
+    stub: Stub, max_session_id: int
+) -> None:
+    shard = RawShard(stub)
+    await shard.register()
+    await shard.send(report=pb.BlockReport(last=True, max_session_id=max_session_id))
+    want = ("INVALID_ARGUMENT", "INVALID_REQUEST", "report.max_session_id")
+    assert await shard_failure(shard) == want
+
+
+async def test_the_highest_names_that_may_be_reported_leave_room_for_more(stub: Stub) -> None:
+    shard = RawShard(stub, num_device_blocks=3)
+    await shard.register()
+    highest = [
+        pb.ReportedBlock(block=tpb.BlockRef(tier=tpb.TIER_DEVICE, index=i, generation=2**62))
+        for i in range(3)
+    ]
+    await shard.report(*highest, max_session_id=2**62)
+    session = await RawSession.open(stub, shard)
+    assert session.id == 2**62 + 1
+    assert (await session.admit(1, PROMPT[:9])).HasField("plan")
 
 
 async def test_another_layout_is_not_let_into_a_pool(stub: Stub) -> None:

@@ -34,6 +34,7 @@ from control_plane.prefix_index import NO_BLOCK, Entry, PrefixIndex
 
 FEW, MANY = 16, 512  # blocks
 BLOCK = LAYOUT.block_size_tokens
+WHOLE = Shard(num_layers=1, num_kv_heads=1)
 
 
 class Engine:
@@ -41,7 +42,7 @@ class Engine:
 
     def __init__(self, seal: Callable[[bytes, Plan], SealedPlan] = codec.seal) -> None:
         self.core = ControlPlane(incarnation=1, config=CoreConfig(), clock=lambda: 0.0, seal=seal)
-        self.core.register(Hello("pool", Shard(), 1, LAYOUT, 4 * MANY, 0, "localhost:1"))
+        self.core.register(Hello("pool", WHOLE, 1, LAYOUT, 4 * MANY, 0, "localhost:1"))
         self.core.report("pool", 0, 1, (), last=True, max_session_id=0)
         self.id = self.core.open_session("pool", LAYOUT.fingerprint, "ann").session_id
         self.number = 0
