@@ -42,7 +42,7 @@ class ControlPlaneServer:
     @classmethod
     async def start(cls, config: ControlPlaneConfig) -> ControlPlaneServer:
         """Serve as ``config`` says, on the running event loop. Raises OSError when an address can
-        not be bound.
+        not be bound or the port file not be written.
         """
         incarnation = config.incarnation or time.time_ns()
         core = ControlPlane(
@@ -69,7 +69,11 @@ class ControlPlaneServer:
         ticks = asyncio.create_task(_tick(core, registrar, metrics, config.lease_s))
         self = cls(core, metrics, ticks, config, server, service, endpoint)
         _LOGGER.info("metrics port=%s incarnation=%d", self.metrics_port, incarnation)
-        serving.announce(server, config.port_file)
+        try:
+            serving.announce(server, config.port_file)
+        except OSError:
+            await self.stop()
+            raise
         return self
 
     @property

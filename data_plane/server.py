@@ -45,7 +45,8 @@ class DataPlaneServer:
     async def start(cls, config: DataPlaneConfig) -> DataPlaneServer:
         """Serve as ``config`` says, on the running event loop, and begin to register.
 
-        Raises OSError when an address can not be bound, and what ``build_executor`` raises.
+        Raises OSError when an address can not be bound or the port file not be written, and what
+        ``build_executor`` raises.
         """
         metrics = DataPlaneMetrics()
         executor = build_executor(config, metrics.observe_command)
@@ -84,7 +85,11 @@ class DataPlaneServer:
             executor.pools.host_tier.shape[0],
             self.metrics_port,
         )
-        serving.announce(server, config.port_file)
+        try:
+            serving.announce(server, config.port_file)
+        except OSError:
+            await self.stop()
+            raise
         return self
 
     @property

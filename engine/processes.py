@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import IO, Final
 
 from engine.config import ROOT
-from kvplane.errors import PlaneUnavailableError
+from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 10.0
@@ -53,7 +53,7 @@ class Planes:
     """A context manager that starts a control plane and a data plane and stops them at its end.
 
     Ports are free ones. Logs go to ``run_folder``. Raises PlaneUnavailableError naming the log when
-    one does not come up.
+    one does not come up, InvalidRequestError when the logs can not be written.
     """
 
     def __init__(self, run_folder: Path, data_arguments: Sequence[str]) -> None:
@@ -63,7 +63,6 @@ class Planes:
 
     def __enter__(self) -> Planes:
         with self._stack:
-            self._run_folder.mkdir(parents=True, exist_ok=True)
             ports = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
             self.control = self._start("control_plane", ports, [])
             arguments = ["--control-plane", self.control.address, *self._data_arguments]
@@ -82,14 +81,22 @@ class Planes:
     def _start(self, name: str, ports: Path, arguments: Sequence[str]) -> Plane:
         port_file, metrics_port = ports / name, _free_port()
         log = self._run_folder / f"{name}.log"
+        output = self._stack.enter_context(self._open_log(log))
         command = [sys.executable, "-m", name, "--bind", "127.0.0.1:0"]
         command += ["--port-file", str(port_file), "--metrics-port", str(metrics_port)]
-        output = self._stack.enter_context(log.open("wb"))
         plane = Plane(name, _spawn([*command, *arguments], output), log)
         self._stack.callback(_stop, plane.process)
         plane.address = f"127.0.0.1:{_wait_for_port(port_file, plane)}"
         plane.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         return plane
+
+    def _open_log(self, log: Path) -> IO[bytes]:
+        try:
+            self._run_folder.mkdir(parents=True, exist_ok=True)
+            return log.open("wb")
+        except OSError as error:
+            reason = f"{log} can not be written: {error.strerror}"
+            raise InvalidRequestError(reason, field="run_folder") from error
 
 
 def _free_port() -> int:

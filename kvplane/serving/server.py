@@ -103,11 +103,17 @@ def build(
 
 
 def announce(server: Server, port_file: Path | None = None) -> None:
-    """Write the port of ``server`` to ``port_file``, then log its address, for whoever waits."""
+    """Write the port of ``server`` to ``port_file``, then log its address, for whoever waits.
+
+    Raises OSError when the file can not be written.
+    """
     if port_file is not None:
         partial = port_file.with_name(port_file.name + ".partial")
-        partial.write_text(f"{server.port}\n")
-        partial.replace(port_file)  # so that a reader never sees half of it
+        try:
+            partial.write_text(f"{server.port}\n")
+            partial.replace(port_file)  # so that a reader never sees half of it
+        except OSError as error:
+            raise OSError(f"can not write port_file {port_file}: {error.strerror}") from error
     _LOGGER.info("listening address=%s", server.address)
 
 
