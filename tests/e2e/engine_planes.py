@@ -59,6 +59,11 @@ class Process:
             )
         return self
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "it was not started"
+        return self._process.pid
+
     def kill(self) -> None:
         """As a machine that loses power."""
         if self._process is not None:

@@ -1,0 +1,213 @@
+"""Processes that sleep, die and come back at bad moments: the same answers, nothing left held."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engine_planes import POOL, ROOT, Pair, save_byte_model
+
+from kvplane import ControlClient
+from kvplane.errors import KvplaneError
+from kvplane.v1 import control_pb2
+
+LEASE_S = 2.0
+PROMPTS = ["a prompt of a few blocks, so that there is something to hold; " * 3, "a short one"]
+MAX_TOKENS = 250
+
+
+def describe(pair: Pair, pool: str = POOL) -> control_pb2.DescribePoolResponse:
+    async def ask() -> control_pb2.DescribePoolResponse:
+        async with ControlClient(pair.control.address) as client:
+            return await client.describe_pool(pool)
+
+    return asyncio.run(ask())
+
+
+def num_held(pool: control_pb2.DescribePoolResponse) -> int:
+    return sum(tier.num_held_blocks for tier in pool.usage.tiers)
+
+
+def num_in_use(pool: control_pb2.DescribePoolResponse) -> int:
+    """Blocks held or in limbo. Every block must be in one state."""
+    for tier in pool.usage.tiers:
+        parts = (
+            tier.num_free_blocks, tier.num_cached_blocks, tier.num_held_blocks,
+            tier.num_limbo_blocks, tier.num_reserved_blocks,
+        )  # fmt: skip
+        assert min(parts) >= 0
+        assert sum(parts) == tier.num_blocks
+    return sum(t.num_held_blocks + t.num_limbo_blocks for t in pool.usage.tiers)
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            if is_so():
+                return
+        except KvplaneError:
+            pass
+        assert time.monotonic() < deadline_s, "it did not come about in time"
+        time.sleep(0.02)
+
+
+class Engine:
+    """``engine generate`` as a process, its answers in a file."""
+
+    def __init__(self, model: Path, pair: Pair, folder: Path, *more: str, pool: str = POOL) -> None:
+        self.out = folder / f"answers-{time.monotonic_ns()}"
+        self.log = self.out.with_suffix(".log")
+        prompts = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
+        with self.out.open("wb") as out, self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "engine", "generate", "--model", str(model)),
+                    *("--control-plane", pair.control.address, "--pool-id", pool),
+                    *(*prompts, "--max-tokens", str(MAX_TOKENS), "--ignore-eos", *more),
+                ],
+                cwd=ROOT,
+                stdout=out,
+                stderr=log,
+            )
+
+    def answers(self) -> str:
+        assert self.process.wait(90) == 0, self.log.read_text()
+        return self.out.read_text()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_byte_model(tmp_path_factory.mktemp("byte-model"))
+
+
+@pytest.fixture
+def pair(model: Path, tmp_path: Path) -> Iterator[Pair]:
+    with Pair(model, tmp_path, lease_s=LEASE_S, num_device_blocks=40) as running:
+        wait_until(lambda: describe(running).ready)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def calm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("calm")
+    with Pair(model, folder, lease_s=LEASE_S) as pair:
+        return Engine(model, pair, folder).answers()
+
+
+def is_busy(pair: Pair, pool: str = POOL) -> bool:
+    return num_held(describe(pair, pool)) > 3
+
+
+EMBEDDED = ("--data-plane", "embedded", "--num-device-blocks", "40")
+
+
+@pytest.mark.parametrize(
+    ("more", "after_s"),
+    [
+        ((), 0.0),
+        pytest.param((), 0.07, marks=pytest.mark.nightly),
+        pytest.param(EMBEDDED, 0.0, marks=pytest.mark.nightly),
+        pytest.param(EMBEDDED, 0.07, marks=pytest.mark.nightly),
+    ],
+)
+def test_an_engine_that_slept_past_its_lease_gives_the_same_answers(
+    model: Path, pair: Pair, tmp_path: Path, calm: str, more: tuple[str, ...], after_s: float
+) -> None:
+    pool = "embedded" if more else POOL
+    engine = Engine(model, pair, tmp_path, *more, pool=pool)
+    wait_until(lambda: is_busy(pair, pool))
+    time.sleep(after_s)
+    engine.process.send_signal(signal.SIGSTOP)
+    time.sleep(LEASE_S * 1.5)
+    if not more:
+        wait_until(lambda: num_in_use(describe(pair)) == 0)
+    engine.process.send_signal(signal.SIGCONT)
+    assert engine.answers() == calm
+    assert "session reopened" in engine.log.read_text()
+    if not more:
+        wait_until(lambda: num_in_use(describe(pair)) == 0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("victims", [("control",), ("data",), ("control", "data")])
+def test_planes_that_slept_past_lease_and_heartbeats_change_no_answer(
+    model: Path, pair: Pair, tmp_path: Path, calm: str, victims: tuple[str, ...]
+) -> None:
+    engine = Engine(model, pair, tmp_path)
+    wait_until(lambda: is_busy(pair))
+    pids = [getattr(pair, victim).pid for victim in victims]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(LEASE_S * 3)
+    assert engine.process.poll() is None, "it must still be at work"
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    assert engine.answers() == calm
+    wait_until(lambda: num_in_use(describe(pair)) == 0)
+
+
+def test_a_control_plane_killed_three_times_in_a_row_changes_no_answer(
+    model: Path, pair: Pair, tmp_path: Path, calm: str
+) -> None:
+    engine = Engine(model, pair, tmp_path)
+    wait_until(lambda: is_busy(pair))
+    for delay_s in (0.0, 0.9, 1.6):
+        time.sleep(delay_s)
+        pair.control.kill()
+        pair.control.start()
+    assert engine.answers() == calm
+    assert "session reopened" in engine.log.read_text()
+    wait_until(lambda: num_in_use(describe(pair)) == 0)
+
+
+@pytest.mark.nightly
+def test_a_data_plane_restarted_while_the_control_plane_is_down_changes_no_answer(
+    model: Path, pair: Pair, tmp_path: Path, calm: str
+) -> None:
+    engine = Engine(model, pair, tmp_path)
+    wait_until(lambda: is_busy(pair))
+    pair.control.kill()
+    pair.data.kill()
+    pair.data.start()
+    time.sleep(3)
+    pair.control.start()
+    assert engine.answers() == calm
+    assert "session reopened" in engine.log.read_text()
+    wait_until(lambda: num_in_use(describe(pair)) == 0)
+
+
+@pytest.mark.nightly
+def test_a_killed_embedded_engine_leaves_nothing_held_and_another_takes_its_pool(
+    model: Path, pair: Pair, tmp_path: Path, calm: str
+) -> None:
+    engine = Engine(model, pair, tmp_path, *EMBEDDED, pool="embedded")
+    wait_until(lambda: is_busy(pair, "embedded"))
+    engine.process.kill()
+    engine.process.wait()
+    # Its data plane died with it, and can not quit its plans: limbo is where the blocks stay.
+    wait_until(lambda: num_held(describe(pair, "embedded")) == 0)
+    assert Engine(model, pair, tmp_path, *EMBEDDED, pool="embedded").answers() == calm
+    assert Engine(model, pair, tmp_path).answers() == calm
+
+
+@pytest.mark.nightly
+def test_two_engines_that_each_want_more_than_half_of_the_pool_both_come_to_an_end(
+    model: Path, tmp_path: Path, calm: str
+) -> None:
+    longest = -(-(len(PROMPTS[0]) + MAX_TOKENS) // 16)
+    blocks = {"num_device_blocks": 2 * longest - 2, "num_host_blocks": 4}
+    with Pair(model, tmp_path, lease_s=LEASE_S, **blocks) as pair:
+        wait_until(lambda: describe(pair).ready)
+        engines = [Engine(model, pair, tmp_path) for _ in range(2)]
+        assert [engine.answers() for engine in engines] == [calm, calm]
+        pool = describe(pair)
+        assert pool.counters.max_held_blocks > longest
+        wait_until(lambda: num_in_use(describe(pair)) == 0)
