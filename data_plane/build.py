@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from data_plane import kernels
 from data_plane.config import DataPlaneConfig
 from data_plane.executor import Executor, Observer
 from data_plane.memory import free_bytes, measure_num_blocks
@@ -24,6 +25,7 @@ def build_executor(config: DataPlaneConfig, observe: Observer | None = None) -> 
     """Raises InvalidRequestError for a model, layout or device that can not be used, and
     NeverFitsError when the machine's memory holds no block.
     """
+    _LOGGER.info("kernels isa=%s", kernels.cpu_isa())
     layout = load_layout(config)
     device = _device(config.device)
     num_device_blocks = config.num_device_blocks

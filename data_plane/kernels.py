@@ -37,6 +37,19 @@ _PAGES: Final = "[num_blocks, 2, num_kv_heads, block_size, head_size]"
 _POOL: Final = "[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]"
 
 
+def cpu_isa() -> str:
+    """The instruction set in use: avx512bf16, avx512, avx2 or baseline.
+
+    It is the best one of the machine, or the one that KVPLANE_KERNELS_ISA names. Raises
+    InvalidRequestError when the machine does not have that one.
+    """
+    try:
+        return native.cpu_isa()
+    except ValueError as error:
+        _, _, wanted = str(error).partition(" must ")
+        raise InvalidRequestError(f"must {wanted}", field="KVPLANE_KERNELS_ISA") from None
+
+
 def reshape_and_cache(
     key: torch.Tensor,
     value: torch.Tensor,

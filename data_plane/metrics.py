@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from data_plane import kernels
 from data_plane.executor import Executor
 from data_plane.pool import TIER_NAMES
 from kvplane.serving.metrics import LATENCY_BUCKETS_S, RpcMetrics
@@ -26,6 +27,12 @@ class DataPlaneMetrics:
             "1 while the registration with a control plane stands.",
             registry=self.registry,
         )
+        Gauge(
+            "kvplane_kernel_isa",
+            "1 for the instruction set that the CPU kernels use.",
+            ["isa"],
+            registry=self.registry,
+        ).labels(kernels.cpu_isa()).set(1)
         self._command_duration = Histogram(
             "kvplane_command_duration_seconds",
             "Time that the executor takes for a command, waiting included.",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from data_plane import huge_pages
 from data_plane.shard import Shard, only_group
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
@@ -50,11 +51,14 @@ class Pools:
             only_group(layout).head_size,
         )
         dtype = TORCH_DTYPES[layout.kv_dtype]
-        self.device_tier = torch.empty((num_device_blocks, *page), dtype=dtype, device=device)
-        # Only pinned memory is copied to and from a GPU without waiting.
-        self.host_tier = torch.empty(
-            (num_host_blocks, *page), dtype=dtype, pin_memory=device.type == "cuda"
-        )
+        device_shape, host_shape = (num_device_blocks, *page), (num_host_blocks, *page)
+        if device.type == "cpu":
+            self.device_tier = huge_pages.empty(device_shape, dtype)
+            self.host_tier = huge_pages.empty(host_shape, dtype)
+        else:
+            self.device_tier = torch.empty(device_shape, dtype=dtype, device=device)
+            # Only pinned memory is copied to and from a GPU without waiting.
+            self.host_tier = torch.empty(host_shape, dtype=dtype, pin_memory=True)
 
     @property
     def num_blocks(self) -> dict[pb.Tier, int]:
