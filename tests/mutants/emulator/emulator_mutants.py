@@ -63,9 +63,9 @@ MUTANTS = {
         found_by=ASAN,
     ),
     "unused_slots_taken_along": Mutant(
-        TILES,
-        "wanted ? from + pages.kv_stride : data,\n                  wanted);",
-        "from + pages.kv_stride, true);",
+        BATCH,
+        "if (position < wanted.begin || position >= wanted.end) return -1;",
+        "if (position < wanted.begin || position >= (wanted.end + 15) / 16 * 16) return -1;",
     ),
     "warp_goes_on_alone": Mutant(
         SHORT,

@@ -1,0 +1,75 @@
+"""What only a GPU can show.
+
+benchmarks/gpu/run.sh names this file to pytest, which does not collect it by itself.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device_backends import chosen_backend, in_place_of_the_cpu
+from kernel_cases import FLOATS, Case, assert_same_bits, build
+
+LENS = ((1, 900), (1, 17), (1, 512), (1, 1))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_graph_captured_at_some_lengths_replays_at_others(dtype: torch.dtype) -> None:
+    backend = chosen_backend()
+    with in_place_of_the_cpu(backend):
+        batch = build(Case(lens=LENS, heads=(14, 2), head_size=128, dtype=dtype))
+        expected, expected_lse = batch.attend()
+    tensors = (batch.query, batch.pages, batch.block_tables, batch.query_starts, batch.context_lens)
+    query, pages, tables, starts, lens = (tensor.to("cuda") for tensor in tensors)
+    out = torch.zeros_like(query)
+    lse = torch.zeros(query.shape[:2], device="cuda")
+    num_bytes = backend.kernels.attention_workspace_bytes(query, pages, tables)
+    workspace = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+
+    def run() -> None:
+        backend.kernels.paged_attention(
+            query,
+            pages,
+            tables,
+            starts,
+            lens,
+            scale=batch.scale,
+            max_query_len=1,
+            out=out,
+            lse=lse,
+            workspace=workspace,
+        )
+
+    right_lens = lens.clone()
+    lens.fill_(1)  # Captured at other lengths than it is replayed at.
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    lens.copy_(right_lens)
+    out.zero_()
+    graph.replay()
+    backend.kernels.check_faults()
+    assert_same_bits(out.cpu(), expected)
+    assert_same_bits(lse.cpu(), expected_lse)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("head_size", (40, 64, 128, 192, 256))
+def test_the_emulator_gives_what_the_hardware_gives(
+    head_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(
+        lens=((1, 300), (3, 130), (70, 200)), heads=(6, 2), head_size=head_size, dtype=dtype
+    )
+    answers = []
+    for name in ("cuda", "emulated"):
+        monkeypatch.setenv("KVPLANE_DEVICE_BACKEND", name)
+        with in_place_of_the_cpu(chosen_backend()):
+            answers.append(build(case).attend())
+    (out, lse), (emulated, emulated_lse) = answers
+    # Sums are added up in another order, so a result may be rounded to the neighbour.
+    tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(out, emulated, rtol=tolerance, atol=tolerance / 8)
+    torch.testing.assert_close(lse, emulated_lse, rtol=2e-6, atol=5e-6)
