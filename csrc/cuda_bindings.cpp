@@ -1,5 +1,5 @@
-// The CUDA operations as Python functions, for the module that KVPLANE_MODULE names: `_cuda`, built
-// by nvcc, or the emulator's. As in bindings.cpp, shapes are checked by the caller.
+// The CUDA operations as Python functions: the module `_cuda`, or the emulator's. As in
+// bindings.cpp, shapes are checked by the caller.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -11,6 +11,9 @@
 
 #if defined(KVPLANE_EMULATED)
 #include "emulator.h"
+#define KVPLANE_MODULE kvplane_emulated
+#else
+#define KVPLANE_MODULE _cuda
 #endif
 
 namespace py = pybind11;

@@ -93,18 +93,7 @@ class DeviceKernels:
         workspace: uint8 of ``attention_workspace_bytes``; made here when not given. A captured
             graph needs all three given.
         """
-        num_kv_heads, head_size = self._check_pages(pages)
-        self._check("query", query, (None, None, head_size), _FLOATS)
-        _check_last_stride("query", query)
-        num_tokens, num_heads, _ = query.shape
-        _require(num_heads >= 1 and num_heads % num_kv_heads == 0, "query", "must group KV heads")
-        num_sequences = context_lens.shape[0]
-        self._check("context_lens", context_lens, (None,), (torch.int64,))
-        self._check("query_starts", query_starts, (num_sequences + 1,), (torch.int64,))
-        wanted = (torch.int32, torch.int64)
-        self._check("block_tables", block_tables, (num_sequences, None), wanted)
-        if alibi_slopes is not None:
-            self._check("alibi_slopes", alibi_slopes, (num_heads,), (torch.float32,))
+        self._check_batch(query, pages, block_tables, query_starts, context_lens, alibi_slopes)
         _require(math.isfinite(scale), "scale", f"must be finite, is {scale}")
         bad_window = f"must be from 0 to 2^31 - 1, is {sliding_window_tokens}"
         _require(0 <= sliding_window_tokens < 2**31, "sliding_window_tokens", bad_window)
@@ -113,7 +102,7 @@ class DeviceKernels:
         self._check("out", out, tuple(query.shape), (query.dtype,))
         _require(out.is_contiguous(), "out", "must be contiguous")
         if lse is not None:
-            self._check("lse", lse, (num_tokens, num_heads), (torch.float32,))
+            self._check("lse", lse, tuple(query.shape[:2]), (torch.float32,))
             _require(lse.is_contiguous(), "lse", "must be contiguous")
         if workspace is None:
             num_bytes = self.attention_workspace_bytes(
@@ -135,7 +124,7 @@ class DeviceKernels:
             max_blocks=block_tables.shape[1],
             query_starts=query_starts.data_ptr(),
             context_lens=context_lens.data_ptr(),
-            num_sequences=num_sequences,
+            num_sequences=context_lens.shape[0],
             alibi_slopes=0 if slopes is None else slopes.data_ptr(),
             scale=scale,
             sliding_window_tokens=sliding_window_tokens,
@@ -268,6 +257,28 @@ class DeviceKernels:
         return self._native.TensorView(
             tensor.data_ptr(), self._dtypes[tensor.dtype], tensor.shape, tensor.stride()
         )
+
+    def _check_batch(
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_starts: torch.Tensor,
+        context_lens: torch.Tensor,
+        alibi_slopes: torch.Tensor | None,
+    ) -> None:
+        num_kv_heads, head_size = self._check_pages(pages)
+        self._check("query", query, (None, None, head_size), _FLOATS)
+        _check_last_stride("query", query)
+        num_heads = query.shape[1]
+        _require(num_heads >= 1 and num_heads % num_kv_heads == 0, "query", "must group KV heads")
+        self._check("context_lens", context_lens, (None,), (torch.int64,))
+        num_sequences = context_lens.shape[0]
+        self._check("query_starts", query_starts, (num_sequences + 1,), (torch.int64,))
+        wanted = (torch.int32, torch.int64)
+        self._check("block_tables", block_tables, (num_sequences, None), wanted)
+        if alibi_slopes is not None:
+            self._check("alibi_slopes", alibi_slopes, (num_heads,), (torch.float32,))
 
     def _check_pages(self, pages: torch.Tensor) -> tuple[int, int]:
         """Returns num_kv_heads and head_size."""

@@ -1,6 +1,6 @@
-"""Compiles the CUDA sources for the emulator with the C++ compiler, once for each state of them.
+"""Compiles the CUDA sources for the emulator with the C++ compiler, each once for what it includes.
 
-What is built lies under build/emulated/<digest of the sources and flags>/.
+What is built lies under build/emulated/, named by the digest of the sources and flags.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import shutil
+import re
 import subprocess
 import sysconfig
 from collections.abc import Sequence
@@ -20,21 +20,20 @@ from types import ModuleType
 import pybind11
 
 ROOT = Path(__file__).parents[2]
-MODULE = "kvplane_emulated"
+KEPT = ROOT / "build" / "emulated"
+MODULE = "kvplane_emulated"  # as csrc/cuda_bindings.cpp calls it
 COMPILER = os.environ.get("CXX", "g++")
 FLAGS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-DKVPLANE_EMULATED")
-KEPT_BUILDS = 4
+NUM_KEPT_FILES = 200
+_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 
 @functools.cache
 def emulated_module() -> ModuleType:
     """The operations of csrc/cuda_bindings.cpp, on the emulator."""
-    includes = (sysconfig.get_paths()["include"], pybind11.get_include())
-    flags = (*FLAGS, f"-DKVPLANE_MODULE={MODULE}", *(f"-I{path}" for path in includes))
     csrc = ROOT / "csrc"
     sources = (*kernel_sources(csrc), csrc / "cuda_bindings.cpp")
-    suffix = machinery.EXTENSION_SUFFIXES[0]
-    path = build(csrc, sources, f"{MODULE}{suffix}", flags, ("-shared",))
+    path = build(csrc, sources, link_flags=("-shared",), suffix=machinery.EXTENSION_SUFFIXES[0])
     spec = util.spec_from_file_location(MODULE, path)
     assert spec is not None and spec.loader is not None
     module = util.module_from_spec(spec)
@@ -52,54 +51,73 @@ def kernel_sources(csrc: Path) -> tuple[Path, ...]:
 def build(
     csrc: Path,
     sources: Sequence[Path],
-    name: str,
-    flags: Sequence[str],
-    link_flags: Sequence[str],
+    *,
+    flags: Sequence[str] = (),
     watched: Sequence[str] = (),
-    keep: Path = ROOT / "build" / "emulated",
+    link_flags: Sequence[str] = (),
+    suffix: str = "",
 ) -> Path:
     """Compiles ``sources`` and links them; returns the file.
 
+    csrc: the tree of the sources' headers. flags: more than FLAGS.
     watched: flags for all but the emulator's own files, which ThreadSanitizer must not see.
     """
-    digest = hashlib.sha256(repr((COMPILER, flags, link_flags, watched, name)).encode())
-    folders = ("cuda", "emulator", "include")
-    headers = {path for part in folders for path in (csrc / part).rglob("*.*h")}
-    for path in sorted({*sources, *headers, *csrc.glob("*.h")}):
-        digest.update(path.name.encode() + path.read_bytes())
-    folder = keep / digest.hexdigest()[:16]
-    target = folder / name
-    if target.exists():
-        return target
-    scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
-    scratch.mkdir(parents=True, exist_ok=True)
-    includes = [f"-I{csrc / part}" for part in (".", "cuda", "emulator", "include")]
+    KEPT.mkdir(parents=True, exist_ok=True)
+    folders = [csrc, csrc / "cuda", csrc / "emulator", csrc / "include"]
+    includes = [f"-I{path}" for path in folders]
+    includes += [f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}"]
 
-    def compile_one(source: Path) -> str:
-        to = scratch / f"{source.stem}.o"
-        extra = () if source.parent == csrc / "emulator" else tuple(watched)
-        language = ("-x", "c++", str(source))
-        run(COMPILER, *flags, *extra, *includes, "-c", *language, "-o", str(to))
-        return str(to)
+    def compiled(source: Path) -> Path:
+        own = () if source.parent.name == "emulator" and csrc in source.parents else watched
+        options = (*FLAGS, *flags, *own)
+        digest = hashlib.sha256(repr((COMPILER, options)).encode())
+        for path in included(source, folders):
+            digest.update(path.name.encode() + path.read_bytes())
+        return made(
+            KEPT / f"{source.stem}-{digest.hexdigest()[:16]}.o",
+            (COMPILER, *options, *includes, "-c", "-x", "c++", str(source)),
+        )
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, sources))
-    run(COMPILER, *flags, *watched, *link_flags, *objects, "-o", str(scratch / name))
-    for each in objects:
-        Path(each).unlink()
-    if not target.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        scratch.rename(folder)
-    forget_old_builds(keep)
-    return target
+        objects = [str(path) for path in pool.map(compiled, sources)]
+    link = (COMPILER, *FLAGS, *flags, *watched, *link_flags, *objects)
+    digest = hashlib.sha256(repr(link).encode()).hexdigest()
+    path = made(KEPT / f"linked-{digest[:16]}{suffix}", link)
+    forget_old_files()
+    return path
 
 
-def run(*command: str) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+def included(source: Path, folders: Sequence[Path]) -> list[Path]:
+    """The file and all of ours that it includes, in order."""
+    found = {source: None}
+    waiting = [source]
+    while waiting:
+        path = waiting.pop()
+        for name in _INCLUDE.findall(path.read_text()):
+            header = next(
+                (place / name for place in (path.parent, *folders) if (place / name).exists()), None
+            )
+            if header is not None and header.resolve() not in found:
+                found[header.resolve()] = None
+                waiting.append(header.resolve())
+    return sorted(found)
+
+
+def made(path: Path, command: Sequence[str]) -> Path:
+    """The file, by the command with -o where there is none; another process may make it too."""
+    if path.exists():
+        path.touch()
+        return path
+    scratch = path.with_name(f"{path.name}.{os.getpid()}")
+    result = subprocess.run(
+        [*command, "-o", str(scratch)], capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr}"
+    scratch.rename(path)
+    return path
 
 
-def forget_old_builds(keep: Path) -> None:
-    builds = sorted(keep.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-    for old in builds[KEPT_BUILDS:]:
-        shutil.rmtree(old, ignore_errors=True)
+def forget_old_files() -> None:
+    newest_first = sorted(KEPT.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    for old in newest_first[NUM_KEPT_FILES:]:
+        old.unlink(missing_ok=True)

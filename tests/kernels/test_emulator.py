@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from emulated_build import FLAGS, ROOT, build
+from emulated_build import ROOT, build
 
 SEEDS = range(4)
 WATCH_RACES = ("-DKVPLANE_WATCH_RACES",)
@@ -37,7 +37,7 @@ def program(flags: tuple[str, ...] = (), watched: tuple[str, ...] = ()) -> Path:
     emulator = csrc / "emulator"
     cases = Path(__file__).parent / "emulator_cases.cpp"
     sources = (cases, emulator / "emulator.cpp", emulator / "fiber.cpp")
-    return build(csrc, sources, "emulator_cases", (*FLAGS, *flags), (), watched)
+    return build(csrc, sources, flags=flags, watched=watched)
 
 
 def run_case(path: Path, case: str, seed: int) -> subprocess.CompletedProcess[str]:

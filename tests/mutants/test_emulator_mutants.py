@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent / "emulator"
 sys.path[:0] = [str(HERE), str(ROOT / "tests" / "kernels")]
 
-from emulated_build import FLAGS, build, kernel_sources  # noqa: E402
+from emulated_build import build, kernel_sources  # noqa: E402
 from emulator_mutants import ASAN, MUTANTS, PLAIN, TSAN  # noqa: E402
 
 SEEDS = range(4)
@@ -36,11 +36,11 @@ BUILDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def program(kind: str, csrc: Path, keep: Path) -> Path:
-    """attention_check.cpp with the kernels of ``csrc``, built under ``keep``."""
+def program(kind: str, csrc: Path) -> Path:
+    """attention_check.cpp with the kernels of ``csrc``."""
     flags, watched = BUILDS[kind]
     sources = (*kernel_sources(csrc), HERE / "attention_check.cpp")
-    return build(csrc, sources, f"check_{kind}", (*FLAGS, *flags), (), watched, keep)
+    return build(csrc, sources, flags=flags, watched=watched)
 
 
 def check(path: Path, seed: int) -> subprocess.CompletedProcess[str]:
@@ -64,7 +64,7 @@ def plant(name: str, folder: Path) -> Path:
 
 def assert_found(name: str, folder: Path) -> None:
     kind = MUTANTS[name].found_by
-    path = program(kind, plant(name, folder), folder / "build")
+    path = program(kind, plant(name, folder))
     results = [check(path, seed) for seed in SEEDS]
     said = "\n".join(result.stdout + result.stderr for result in results)
     wanted = SANITIZER_FOUND_IT.get(kind, (1,))
@@ -74,7 +74,7 @@ def assert_found(name: str, folder: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_sound_kernels_pass() -> None:
-    path = program(PLAIN, ROOT / "csrc", ROOT / "build" / "emulated")
+    path = program(PLAIN, ROOT / "csrc")
     for seed in SEEDS:
         result = check(path, seed)
         assert result.returncode == 0, result.stdout + result.stderr
@@ -84,7 +84,7 @@ def test_sound_kernels_pass() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", (ASAN, TSAN))
 def test_the_sanitizers_have_nothing_to_say_of_sound_kernels(kind: str) -> None:
-    path = program(kind, ROOT / "csrc", ROOT / "build" / "emulated")
+    path = program(kind, ROOT / "csrc")
     for seed in SEEDS:
         result = check(path, seed)
         assert result.returncode == 0, result.stdout + result.stderr
