@@ -38,17 +38,28 @@ struct Ids {
   int64_t index[kIdsOfLaunch];  // of the block in the canonical order
 };
 
-// A block of threads' share of a copy: every gridDim.x-th part.
+// A block of threads' share of a copy. A thread loads several chunks before it stores the first, so
+// that enough bytes are on their way.
 __device__ void copy_part(char* to, const char* from, int64_t bytes, bool in_chunks) {
   const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t step = int64_t{gridDim.x} * kThreads;
-  if (in_chunks) {
-    const Chunk* source = reinterpret_cast<const Chunk*>(from);
-    Chunk* destination = reinterpret_cast<Chunk*>(to);
-#pragma unroll kChunksOfThread
-    for (int64_t i = first; i < bytes / kChunkBytes; i += step) destination[i] = source[i];
-  } else {
+  if (!in_chunks) {
     for (int64_t i = first; i < bytes; i += step) to[i] = from[i];
+    return;
+  }
+  const Chunk* source = reinterpret_cast<const Chunk*>(from);
+  Chunk* destination = reinterpret_cast<Chunk*>(to);
+  const int64_t num_chunks = bytes / kChunkBytes;
+  for (int64_t i = first; i < num_chunks; i += kChunksOfThread * step) {
+    Chunk chunks[kChunksOfThread];
+#pragma unroll
+    for (int j = 0; j < kChunksOfThread; ++j) {
+      if (i + j * step < num_chunks) chunks[j] = source[i + j * step];
+    }
+#pragma unroll
+    for (int j = 0; j < kChunksOfThread; ++j) {
+      if (i + j * step < num_chunks) destination[i + j * step] = chunks[j];
+    }
   }
 }
 

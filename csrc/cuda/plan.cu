@@ -80,6 +80,7 @@ __global__ void combine_splits(Work work) {
     maximum = finite_maximum(maximum);
     float sum = 0.0f;
     float out[kMaxHeadSize / kLanesOfWarp] = {};
+#pragma unroll 4
     for (int32_t i = 0; i < splits; ++i) {
       const int64_t row = partial_row(work, sequence, i, token, head);
       const float weight = exp2_fast(work.plan.partial_states[2 * row] - maximum);

@@ -14,43 +14,45 @@ struct alignas(kChunkBytes) Chunk {
   uint32_t words[4];
 };
 
-// Copies a row by one warp, in chunks where it can.
+// Converts a row by one warp.
 template <typename To, typename From>
-__device__ void write_row(const From* from, int32_t head_size, To* to, bool in_chunks) {
+__device__ void write_row(const From* from, int32_t head_size, To* to) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
-  if (in_chunks) {
-    const int32_t num_chunks = head_size * static_cast<int32_t>(sizeof(To)) / kChunkBytes;
-    for (int32_t i = lane; i < num_chunks; i += kLanesOfWarp) {
-      reinterpret_cast<Chunk*>(to)[i] = reinterpret_cast<const Chunk*>(from)[i];
-    }
-  } else {
-    for (int32_t d = lane; d < head_size; d += kLanesOfWarp) {
-      to[d] = from_float<To>(to_float(from[d]));
-    }
+  for (int32_t d = lane; d < head_size; d += kLanesOfWarp) {
+    to[d] = from_float<To>(to_float(from[d]));
   }
 }
 
 template <typename To>
-__device__ void write_row_of(const void* base, int64_t row, Dtype from, int32_t head_size, To* to,
-                             bool in_chunks) {
+__device__ void write_row_of(const void* base, int64_t row, Dtype from, int32_t head_size, To* to) {
   switch (from) {
     case Dtype::kFloat32:
-      return write_row(static_cast<const float*>(base) + row, head_size, to, in_chunks);
+      return write_row(static_cast<const float*>(base) + row, head_size, to);
     case Dtype::kFloat16:
-      return write_row(static_cast<const Half*>(base) + row, head_size, to, in_chunks);
+      return write_row(static_cast<const Half*>(base) + row, head_size, to);
     case Dtype::kBFloat16:
-      return write_row(static_cast<const Bfloat*>(base) + row, head_size, to, in_chunks);
+      return write_row(static_cast<const Bfloat*>(base) + row, head_size, to);
   }
 }
 
-struct Chunks {
-  bool of_keys;
-  bool of_values;
-};
+// Copies a row of a key and one of a value, both in chunks, by one warp.
+template <typename T>
+__device__ void copy_rows_in_chunks(const T* key, const T* value, int32_t head_size, T* to,
+                                    int64_t kv_stride) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
+  const int32_t num_chunks = head_size * static_cast<int32_t>(sizeof(T)) / kChunkBytes;
+  for (int32_t i = lane; i < 2 * num_chunks; i += kLanesOfWarp) {
+    const bool is_key = i < num_chunks;
+    const T* from = is_key ? key : value;
+    T* row = is_key ? to : to + kv_stride;
+    const int32_t chunk = is_key ? i : i - num_chunks;
+    reinterpret_cast<Chunk*>(row)[chunk] = reinterpret_cast<const Chunk*>(from)[chunk];
+  }
+}
 
 // A warp for each token and KV head.
 template <typename To>
-__global__ void write_slots(ReshapeAndCacheParams p, Chunks in_chunks, int32_t* faults) {
+__global__ void write_slots(ReshapeAndCacheParams p, bool in_chunks, int32_t* faults) {
   const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / kLanesOfWarp;
   if (warp >= p.num_tokens * p.pages.num_kv_heads) return;
   const int64_t token = warp / p.pages.num_kv_heads, head = warp % p.pages.num_kv_heads;
@@ -64,10 +66,15 @@ __global__ void write_slots(ReshapeAndCacheParams p, Chunks in_chunks, int32_t* 
                      slot % p.pages.block_size * p.pages.token_stride + head * p.pages.head_stride;
   const int32_t head_size = static_cast<int32_t>(p.pages.head_size);
   To* to = static_cast<To*>(p.pages.data) + at;
-  write_row_of(p.key, token * p.key_token_stride + head * p.key_head_stride, p.key_dtype, head_size,
-               to, in_chunks.of_keys);
-  write_row_of(p.value, token * p.value_token_stride + head * p.value_head_stride, p.value_dtype,
-               head_size, to + p.pages.kv_stride, in_chunks.of_values);
+  const int64_t key = token * p.key_token_stride + head * p.key_head_stride;
+  const int64_t value = token * p.value_token_stride + head * p.value_head_stride;
+  if (in_chunks) {
+    copy_rows_in_chunks(static_cast<const To*>(p.key) + key,
+                        static_cast<const To*>(p.value) + value, head_size, to, p.pages.kv_stride);
+  } else {
+    write_row_of(p.key, key, p.key_dtype, head_size, to);
+    write_row_of(p.value, value, p.value_dtype, head_size, to + p.pages.kv_stride);
+  }
 }
 
 bool starts_on_a_chunk(const void* data, int64_t stride, int64_t other_stride, Dtype dtype) {
@@ -80,14 +87,12 @@ bool starts_on_a_chunk(const void* data, int64_t stride, int64_t other_stride, D
 
 void reshape_and_cache(const ReshapeAndCacheParams& p, const Context& context) {
   const PagesParams& pages = p.pages;
-  const bool pages_fit =
+  const bool in_chunks =
+      p.key_dtype == pages.dtype && p.value_dtype == pages.dtype &&
       starts_on_a_chunk(pages.data, pages.block_stride, pages.kv_stride, pages.dtype) &&
-      starts_on_a_chunk(pages.data, pages.head_stride, pages.token_stride, pages.dtype);
-  const Chunks in_chunks = {
-      pages_fit && p.key_dtype == pages.dtype &&
-          starts_on_a_chunk(p.key, p.key_token_stride, p.key_head_stride, p.key_dtype),
-      pages_fit && p.value_dtype == pages.dtype &&
-          starts_on_a_chunk(p.value, p.value_token_stride, p.value_head_stride, p.value_dtype)};
+      starts_on_a_chunk(pages.data, pages.head_stride, pages.token_stride, pages.dtype) &&
+      starts_on_a_chunk(p.key, p.key_token_stride, p.key_head_stride, pages.dtype) &&
+      starts_on_a_chunk(p.value, p.value_token_stride, p.value_head_stride, pages.dtype);
   const Grid grid = {div_ceil<int64_t>(p.num_tokens * pages.num_kv_heads, kWarps)};
   const auto run = [&](auto kernel) {
     launch(kernel, grid, kWarps * kLanesOfWarp, 0, context.stream, p, in_chunks, context.faults);
