@@ -28,11 +28,19 @@ build() {
     --config-settings=build-dir=build/gpu/cmake ./csrc
 }
 
-# The project's own pytest settings name plugins that need not be here.
+# $1: words to run pytest under, rest: for pytest. The project's own settings of pytest name plugins
+# that need not be here.
+on_gpu() {
+  local under=$1
+  shift
+  # shellcheck disable=SC2086
+  KVPLANE_DEVICE_BACKEND=cuda $under "$PYTHON" -m pytest -q -x -c /dev/null --rootdir . \
+    -p no:cacheprovider -W ignore -m "not nightly" "$@"
+}
+
 conform() {
   say "running the conformance cases"
-  KVPLANE_DEVICE_BACKEND=cuda "$PYTHON" -m pytest -q -c /dev/null --rootdir . -p no:cacheprovider \
-    -W ignore -x tests/kernels/test_cuda_attention.py tests/kernels/test_cuda_bad_input.py \
+  on_gpu "" tests/kernels/test_cuda_attention.py tests/kernels/test_cuda_bad_input.py \
     tests/kernels/test_cuda_cache_and_blocks.py tests/kernels/on_gpu.py
 }
 
@@ -40,8 +48,7 @@ sanitize() {
   command -v compute-sanitizer >/dev/null || { say "no compute-sanitizer here"; return; }
   for tool in memcheck racecheck synccheck; do
     say "compute-sanitizer $tool"
-    KVPLANE_DEVICE_BACKEND=cuda compute-sanitizer --tool "$tool" --error-exitcode 1 \
-      "$PYTHON" -m pytest -q -c /dev/null --rootdir . -p no:cacheprovider -W ignore \
+    on_gpu "compute-sanitizer --tool $tool --error-exitcode 1" \
       tests/kernels/test_cuda_attention.py -k "any_order_of_warps or append_over"
   done
 }

@@ -30,9 +30,7 @@ MUTANTS = {
         "__syncthreads();\n    write_outputs<",
         "write_outputs<",
     ),
-    "write_after_read": Mutant(
-        FMA, "__syncthreads();  // The tile before has been read.", "", found_by=TSAN
-    ),
+    "write_after_read": Mutant(FMA, "__syncthreads();  // The tile before has been read.", ""),
     "write_after_read_of_the_stages": Mutant(
         LONG, "__syncthreads();  // The tile has landed, and the other stage has been read.", ""
     ),
