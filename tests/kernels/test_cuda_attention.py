@@ -6,6 +6,7 @@ push, spread over the seeds of the emulator's scheduler; the nightly tier runs m
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -100,6 +101,18 @@ def test_a_ragged_mix_is_right() -> None:
 def test_random_batches_are_right(backend: DeviceBackend, case: Case) -> None:
     backend.set_seed(case.seed)
     assert_as_exact_as_torch(case)
+
+
+@pytest.mark.parametrize("num_sequences", (31, 32, 33, 70, 1100))
+def test_batches_of_many_sequences_are_right(num_sequences: int) -> None:
+    rng = random.Random(num_sequences)
+    # Of very many, most have no rows: those are quick, and still in the plan.
+    busy = [rng.random() < 40 / num_sequences for _ in range(num_sequences)]
+    contexts = [rng.choice((1, 5, 70)) for _ in range(num_sequences)]
+    lens = tuple(
+        (min(c, rng.choice((1, 1, 40))) * b, c) for b, c in zip(busy, contexts, strict=True)
+    )
+    assert_as_exact_as_torch(Case(lens=lens, heads=(1, 1), head_size=8, dtype=torch.float16))
 
 
 def test_an_empty_batch_gives_an_empty_answer() -> None:
