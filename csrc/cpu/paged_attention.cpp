@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "kvplane/checks.h"
@@ -146,7 +147,7 @@ class Workspace {
   States total() { return {state_.data() + state_.size() / 2, out_.data() + out_.size() / 2}; }
 
   std::vector<Row> rows;
-  Tile tiles[3];  // two are on their way while one is worked on
+  Tile tiles[2];  // one is on its way while one is worked on
   Tile copies;    // of rows that can not be used in place
 
  private:
@@ -239,14 +240,14 @@ class Attention {
     const Span seen = positions_of(item);
     const int64_t first = std::max(seen.begin / kTileTokens * kTileTokens, split * kSplitTokens);
     const int64_t end = std::min(seen.end, (split + 1) * kSplitTokens);
-    find_tile(item, seen, first, &w.tiles[0]);
-    find_tile(item, seen, first + kTileTokens, &w.tiles[1]);
-    for (int64_t tile = first, i = 0; tile < end; tile += kTileTokens, ++i) {
-      Tile* later = &w.tiles[(i + 2) % 3];
-      find_tile(item, seen, tile + 2 * kTileTokens, later);
-      const Tile* now = &w.tiles[i % 3];
+    Tile *next = &w.tiles[0], *later = &w.tiles[1];
+    find_tile(item, seen, first, later);
+    for (int64_t tile = first; tile < end; tile += kTileTokens) {
+      std::swap(next, later);
+      find_tile(item, seen, tile + kTileTokens, later);
+      const Tile* now = next;
       if (!layout_.in_place) now = copy_tile(*now, w);
-      attend_tile(item, tile, *now, later, states, w);
+      attend_tile(item, tile, *now, *later, states, w);
     }
   }
 
@@ -291,7 +292,7 @@ class Attention {
     return &w.copies;
   }
 
-  void attend_tile(const Item& item, int64_t first, const Tile& tile, const Tile* later,
+  void attend_tile(const Item& item, int64_t first, const Tile& tile, const Tile& next,
                    const States& states, Workspace& w) const {
     int64_t num = 0;
     for (int64_t r = 0; r < num_rows(item); ++r) {
@@ -312,9 +313,8 @@ class Attention {
     const int64_t page_row = p_.pages.head_size * dtype_bytes(p_.pages.dtype);
     const auto attend = layout_.dtype == Dtype::kBFloat16 ? ops_.attend_bf16 : ops_.attend;
     for (int64_t r = 0; r < num; r += kAttendRows) {
-      attend({&tile, later, &w.rows[static_cast<size_t>(r)], std::min(kAttendRows, num - r),
+      attend({&tile, &next, &w.rows[static_cast<size_t>(r)], std::min(kAttendRows, num - r),
               row_size(), page_row, p_.scale});
-      later = nullptr;
     }
   }
 

@@ -42,7 +42,7 @@ struct Tile {
 
 struct AttendArgs {
   const Tile* tile;
-  const Tile* prefetch;    // a later tile, to be on its way to the cache meanwhile; may be null
+  const Tile* prefetch;    // the next tile, to be on its way to the cache meanwhile
   const Row* rows;         // [num_rows]
   int64_t num_rows;        // at most kAttendRows
   int64_t row_size;        // elements

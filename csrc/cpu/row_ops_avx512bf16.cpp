@@ -39,7 +39,7 @@ KVPLANE_INLINE void bf16_dot_products(const char* query, const Tile& tile, int64
   for (int64_t first = 0; first < kTileTokens; first += kLanes) {
     Vector sums[kLanes];
     KVPLANE_UNROLL for (int i = 0; i < kLanes; ++i) {
-      if (i % 4 == 0) prefetch->step();
+      if (i % 2 == 0) prefetch->step();
       const char* key = tile.key[first + i];
       __m512 sum = _mm512_setzero_ps();
       KVPLANE_UNROLL for (int64_t c = 0; c < num_chunks; ++c) {
@@ -143,8 +143,11 @@ template <int kChunks>
 void attend_bf16_rows(const AttendArgs& args) {
   Workspace w;
   const Tile& tile = *args.tile;
-  const bool ahead = args.prefetch != nullptr;
-  Prefetch keys(ahead ? args.prefetch->key : nullptr, args.prefetch_bytes, 8 * args.num_rows);
+  // One or two rows are done too soon for a whole tile to arrive, and what comes early is in the
+  // way: they ask for this tile's values and then for the next one's keys.
+  const bool many = args.num_rows > 2;
+  const Tile& next = *args.prefetch;
+  Prefetch keys(many ? next.key : tile.value, args.prefetch_bytes, 16 * args.num_rows);
   for (int64_t r = 0; r < args.num_rows; ++r) {
     const Row& row = args.rows[r];
     const char* query = static_cast<const char*>(row.query);
@@ -154,8 +157,7 @@ void attend_bf16_rows(const AttendArgs& args) {
         _mm512_cvtne2ps_pbh(_mm512_load_ps(w.weights[r] + kLanes), _mm512_load_ps(w.weights[r]));
     _mm512_store_si512(w.pairs[r], (__m512i)pairs);
   }
-  const bool many = args.num_rows > 2;
-  Prefetch values(ahead ? args.prefetch->value : nullptr, args.prefetch_bytes,
+  Prefetch values(many ? next.value : next.key, args.prefetch_bytes,
                   8 * ((args.num_rows + 1) / 2 + (many ? 1 : 0)));
   if (many) interleave_tile(tile, args.row_size, &values, &w);
   for (int64_t r = 0; r < args.num_rows;) {

@@ -18,6 +18,9 @@ namespace {
 constexpr int kWidth = KVPLANE_VECTOR_BYTES / 4;
 constexpr int kVectors = kLanes / kWidth;
 constexpr float kInfinity = __builtin_inff();
+constexpr float kTokens[kTileTokens] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10,
+                                        11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+                                        22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
 
 typedef float Vector __attribute__((vector_size(KVPLANE_VECTOR_BYTES)));
 typedef int32_t IntVector __attribute__((vector_size(KVPLANE_VECTOR_BYTES)));
@@ -114,16 +117,17 @@ KVPLANE_INLINE Vector exp_of(Vector x) {
 
 KVPLANE_INLINE float exp_of(float x) { return exp_of(Vector{} + x)[0]; }
 
+template <int kHalf = kWidth / 2>
 KVPLANE_INLINE float max_of(Vector vector) {
-  float max = vector[0];
-  KVPLANE_UNROLL for (int half = kWidth / 2; half > 0; half /= 2) {
-    IntVector other;
-    KVPLANE_UNROLL for (int i = 0; i < kWidth; ++i) other[i] = (i + half) % kWidth;
-    const Vector moved = __builtin_shuffle(vector, other);
-    vector = moved > vector ? moved : vector;
-    max = vector[0];
+  IntVector other;
+  KVPLANE_UNROLL for (int i = 0; i < kWidth; ++i) other[i] = (i + kHalf) % kWidth;
+  const Vector moved = __builtin_shuffle(vector, other);
+  vector = moved > vector ? moved : vector;
+  if constexpr (kHalf == 1) {
+    return vector[0];
+  } else {
+    return max_of<kHalf / 2>(vector);
   }
-  return max;
 }
 
 void load(const void* source, Dtype dtype, int64_t count, float* __restrict row) {
@@ -160,7 +164,7 @@ class Prefetch {
       : rows_(rows), row_bytes_(row_bytes), num_steps_(num_steps) {}
 
   KVPLANE_INLINE void step() {
-    if (rows_ == nullptr || step_ == num_steps_) return;
+    if (step_ == num_steps_) return;
     ++step_;
     const int64_t end = kTileTokens * step_ / num_steps_;
     for (; row_ < end; ++row_) {
@@ -180,18 +184,16 @@ class Prefetch {
 KVPLANE_INLINE float weigh(const Row& row, float scale, float* weights) {
   const Vector begin = Vector{} + static_cast<float>(row.begin);
   const Vector end = Vector{} + static_cast<float>(row.end);
-  Vector token;
-  KVPLANE_UNROLL for (int i = 0; i < kWidth; ++i) token[i] = static_cast<float>(i);
   const Vector none = Vector{} - kInfinity;
   Vector scores[kTileTokens / kWidth];
   Vector best = none + 0.0f;
   KVPLANE_UNROLL for (int i = 0; i < kTileTokens / kWidth; ++i) {
+    const Vector token = load_vector(kTokens + i * kWidth);
     const Vector distance = token - static_cast<float>(row.position);
     const Vector score = load_vector(weights + i * kWidth) * scale + distance * row.slope;
     scores[i] = token >= begin ? score : none;
     scores[i] = token < end ? scores[i] : none;
     best = scores[i] > best ? scores[i] : best;
-    token += static_cast<float>(kWidth);
   }
   RowState& state = *row.state;
   const float tile_max = max_of(best);
@@ -215,11 +217,11 @@ template <int kGroups>
 KVPLANE_INLINE void dot_products(const float* query, const Tile& tile, int64_t row_size,
                                  Prefetch* prefetch, float* dots) {
   const int64_t num_groups = kGroups > 0 ? kGroups : row_size / kLanes;
-  constexpr int kTokens = kWidth < 8 ? kWidth : 8;  // between two steps of the prefetch
+  constexpr int kStepTokens = kWidth < 8 ? kWidth : 8;  // between two steps of the prefetch
   for (int64_t first = 0; first < kTileTokens; first += kWidth) {
     Vector sums[kWidth];
     KVPLANE_UNROLL for (int i = 0; i < kWidth; ++i) {
-      if (i % kTokens == 0) prefetch->step();
+      if (i % kStepTokens == 0) prefetch->step();
       const float* key = reinterpret_cast<const float*>(tile.key[first + i]);
       Lanes sum = {};
       KVPLANE_UNROLL for (int64_t c = 0; c < num_groups; ++c) {
@@ -286,16 +288,14 @@ template <int kGroups>
 void attend_rows(const AttendArgs& args) {
   float weights[kAttendRows][kTileTokens];
   float corrections[kAttendRows];
-  const bool ahead = args.prefetch != nullptr;
-  Prefetch keys(ahead ? args.prefetch->key : nullptr, args.prefetch_bytes, 4 * args.num_rows);
+  Prefetch keys(args.prefetch->key, args.prefetch_bytes, 4 * args.num_rows);
   for (int64_t r = 0; r < args.num_rows; ++r) {
     const Row& row = args.rows[r];
     const float* query = static_cast<const float*>(row.query);
     dot_products<kGroups>(query, *args.tile, args.row_size, &keys, weights[r]);
     corrections[r] = weigh(row, args.scale, weights[r]);
   }
-  Prefetch values(ahead ? args.prefetch->value : nullptr, args.prefetch_bytes,
-                  4 * ((args.num_rows + 1) / 2));
+  Prefetch values(args.prefetch->value, args.prefetch_bytes, 4 * ((args.num_rows + 1) / 2));
   for (int64_t r = 0; r < args.num_rows;) {
     const Row* rows = args.rows + r;
     if (kWidth == 16 && r + 1 < args.num_rows && see_the_same(rows[0], rows[1])) {
