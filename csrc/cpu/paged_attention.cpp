@@ -258,8 +258,10 @@ class Attention {
     const int64_t bytes = dtype_bytes(pages.dtype);
     const int64_t begin = std::max(seen.begin, tile);
     const int64_t end = std::max(begin, std::min(seen.end, tile + kTileTokens));
-    std::fill(rows->key, rows->key + kTileTokens, kZeros);
-    std::fill(rows->value, rows->value + kTileTokens, kZeros);
+    if (end - begin < kTileTokens) {
+      std::fill(rows->key, rows->key + kTileTokens, kZeros);
+      std::fill(rows->value, rows->value + kTileTokens, kZeros);
+    }
     int64_t position = begin;
     while (position < end) {
       const int64_t index = position / pages.block_size;

@@ -32,22 +32,28 @@ KVPLANE_INLINE __m512 add_products(__m512 sum, __m512i a, __m512i b) {
 }
 
 // kChunks: registers of a row, 0 when known only at run time.
-template <int kChunks>
-KVPLANE_INLINE void bf16_dot_products(const char* query, const Tile& tile, int64_t row_size,
-                                      Prefetch* prefetch, float* dots) {
+template <int kRows, int kChunks>
+KVPLANE_INLINE void bf16_dot_products(const Row* rows, const Tile& tile, int64_t row_size,
+                                      Prefetch* prefetch, float (*dots)[kTileTokens]) {
   const int64_t num_chunks = kChunks > 0 ? kChunks : row_size / kChunk;
-  for (int64_t first = 0; first < kTileTokens; first += kLanes) {
-    Vector sums[kLanes];
-    KVPLANE_UNROLL for (int i = 0; i < kLanes; ++i) {
-      if (i % 2 == 0) prefetch->step();
-      const char* key = tile.key[first + i];
-      __m512 sum = _mm512_setzero_ps();
-      KVPLANE_UNROLL for (int64_t c = 0; c < num_chunks; ++c) {
-        sum = add_products(sum, load_bits(key + c * 64), load_bits(query + c * 64));
+  const auto dot = [&](int64_t token) __attribute__((always_inline)) {
+    if (token % 2 == 0) prefetch->step();
+    const char* key = tile.key[token];
+    __m512 sums[kRows] = {};
+    KVPLANE_UNROLL for (int64_t c = 0; c < num_chunks; ++c) {
+      const __m512i k = load_bits(key + c * 64);
+      KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
+        const char* query = static_cast<const char*>(rows[r].query);
+        sums[r] = add_products(sums[r], k, load_bits(query + c * 64));
       }
-      sums[i] = (Vector)sum;
     }
-    store_vector(totals(sums), dots + first);
+    PerRow<kRows> vectors;
+    KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) vectors.row[r] = (Vector)sums[r];
+    return vectors;
+  };
+  for (int64_t first = 0; first < kTileTokens; first += kLanes) {
+    const PerRow<kRows> sums = totals<kLanes, kRows>(first, dot);
+    KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) store_vector(sums.row[r], dots[r] + first);
   }
 }
 
@@ -147,15 +153,21 @@ void attend_bf16_rows(const AttendArgs& args) {
   // way: they ask for this tile's values and then for the next one's keys.
   const bool many = args.num_rows > 2;
   const Tile& next = *args.prefetch;
-  Prefetch keys(many ? next.key : tile.value, args.prefetch_bytes, 16 * args.num_rows);
-  for (int64_t r = 0; r < args.num_rows; ++r) {
-    const Row& row = args.rows[r];
-    const char* query = static_cast<const char*>(row.query);
-    bf16_dot_products<kChunks>(query, tile, args.row_size, &keys, w.weights[r]);
-    w.corrections[r] = weigh(row, args.scale, w.weights[r]);
-    const __m512bh pairs =
-        _mm512_cvtne2ps_pbh(_mm512_load_ps(w.weights[r] + kLanes), _mm512_load_ps(w.weights[r]));
-    _mm512_store_si512(w.pairs[r], (__m512i)pairs);
+  Prefetch keys(many ? next.key : tile.value, args.prefetch_bytes, 16 * ((args.num_rows + 1) / 2));
+  for (int64_t r = 0; r < args.num_rows;) {
+    const Row* rows = args.rows + r;
+    const int64_t num = r + 1 < args.num_rows ? 2 : 1;
+    if (num == 2) {
+      bf16_dot_products<2, kChunks>(rows, tile, args.row_size, &keys, w.weights + r);
+    } else {
+      bf16_dot_products<1, kChunks>(rows, tile, args.row_size, &keys, w.weights + r);
+    }
+    for (const int64_t end = r + num; r < end; ++r) {
+      w.corrections[r] = weigh(args.rows[r], args.scale, w.weights[r]);
+      const __m512bh pairs =
+          _mm512_cvtne2ps_pbh(_mm512_load_ps(w.weights[r] + kLanes), _mm512_load_ps(w.weights[r]));
+      _mm512_store_si512(w.pairs[r], (__m512i)pairs);
+    }
   }
   Prefetch values(many ? next.value : next.key, args.prefetch_bytes,
                   8 * ((args.num_rows + 1) / 2 + (many ? 1 : 0)));

@@ -73,17 +73,27 @@ KVPLANE_INLINE Vector add_halves(Vector a, Vector b) {
   return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
 }
 
-// The total of each of kWidth vectors: one lane each, in order.
-template <int kHalf = kWidth / 2>
-KVPLANE_INLINE Vector totals(const Vector* vectors) {
-  Vector sums[kHalf];
-  KVPLANE_UNROLL for (int i = 0; i < kHalf; ++i) {
-    sums[i] = add_halves<kHalf>(vectors[2 * i], vectors[2 * i + 1]);
-  }
-  if constexpr (kHalf == 1) {
-    return sums[0];
+// One vector for each of kRows query rows.
+template <int kRows>
+struct PerRow {
+  Vector row[kRows];
+};
+
+// The totals of the vectors partial(first), ..., partial(first + kCount - 1), kWidth / kCount lanes
+// of partial totals each; with kCount = kWidth, one lane each and in order. Depth first, so that
+// few registers are in use at a time.
+template <int kCount, int kRows, typename Partial>
+KVPLANE_INLINE PerRow<kRows> totals(int64_t first, const Partial& partial) {
+  if constexpr (kCount == 1) {
+    return partial(first);
   } else {
-    return totals<kHalf / 2>(sums);
+    const PerRow<kRows> a = totals<kCount / 2, kRows>(first, partial);
+    const PerRow<kRows> b = totals<kCount / 2, kRows>(first + kCount / 2, partial);
+    PerRow<kRows> sums;
+    KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
+      sums.row[r] = add_halves<kWidth / kCount>(a.row[r], b.row[r]);
+    }
+    return sums;
   }
 }
 
@@ -212,25 +222,30 @@ KVPLANE_INLINE float weigh(const Row& row, float scale, float* weights) {
   return correction;
 }
 
-// dots[t] = query . key[t]; kGroups: groups of lanes in a row, 0 when known only at run time.
-template <int kGroups>
-KVPLANE_INLINE void dot_products(const float* query, const Tile& tile, int64_t row_size,
-                                 Prefetch* prefetch, float* dots) {
+// dots[r][t] = query of row r . key[t]; kGroups: groups of lanes in a row, 0 when known only at run
+// time.
+template <int kRows, int kGroups>
+KVPLANE_INLINE void dot_products(const Row* rows, const Tile& tile, int64_t row_size,
+                                 Prefetch* prefetch, float (*dots)[kTileTokens]) {
   const int64_t num_groups = kGroups > 0 ? kGroups : row_size / kLanes;
-  constexpr int kStepTokens = kWidth < 8 ? kWidth : 8;  // between two steps of the prefetch
-  for (int64_t first = 0; first < kTileTokens; first += kWidth) {
-    Vector sums[kWidth];
-    KVPLANE_UNROLL for (int i = 0; i < kWidth; ++i) {
-      if (i % kStepTokens == 0) prefetch->step();
-      const float* key = reinterpret_cast<const float*>(tile.key[first + i]);
-      Lanes sum = {};
-      KVPLANE_UNROLL for (int64_t c = 0; c < num_groups; ++c) {
-        const Lanes q = load_lanes(query + c * kLanes), k = load_lanes(key + c * kLanes);
-        KVPLANE_UNROLL for (int v = 0; v < kVectors; ++v) sum.part[v] += q.part[v] * k.part[v];
+  const auto dot = [&](int64_t token) __attribute__((always_inline)) {
+    if (token % 4 == 0) prefetch->step();
+    const float* key = reinterpret_cast<const float*>(tile.key[token]);
+    Lanes sums[kRows] = {};
+    KVPLANE_UNROLL for (int64_t c = 0; c < num_groups; ++c) {
+      const Lanes k = load_lanes(key + c * kLanes);
+      KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
+        const Lanes q = load_lanes(static_cast<const float*>(rows[r].query) + c * kLanes);
+        KVPLANE_UNROLL for (int v = 0; v < kVectors; ++v) sums[r].part[v] += q.part[v] * k.part[v];
       }
-      sums[i] = fold(sum);
     }
-    store_vector(totals(sums), dots + first);
+    PerRow<kRows> folded;
+    KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) folded.row[r] = fold(sums[r]);
+    return folded;
+  };
+  for (int64_t first = 0; first < kTileTokens; first += kWidth) {
+    const PerRow<kRows> sums = totals<kWidth, kRows>(first, dot);
+    KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) store_vector(sums.row[r], dots[r] + first);
   }
 }
 
@@ -288,12 +303,18 @@ template <int kGroups>
 void attend_rows(const AttendArgs& args) {
   float weights[kAttendRows][kTileTokens];
   float corrections[kAttendRows];
-  Prefetch keys(args.prefetch->key, args.prefetch_bytes, 4 * args.num_rows);
-  for (int64_t r = 0; r < args.num_rows; ++r) {
-    const Row& row = args.rows[r];
-    const float* query = static_cast<const float*>(row.query);
-    dot_products<kGroups>(query, *args.tile, args.row_size, &keys, weights[r]);
-    corrections[r] = weigh(row, args.scale, weights[r]);
+  Prefetch keys(args.prefetch->key, args.prefetch_bytes, 8 * ((args.num_rows + 1) / 2));
+  for (int64_t r = 0; r < args.num_rows;) {
+    const Row* rows = args.rows + r;
+    const int64_t num = kWidth == 16 && r + 1 < args.num_rows ? 2 : 1;
+    if (num == 2) {
+      dot_products<2, kGroups>(rows, *args.tile, args.row_size, &keys, weights + r);
+    } else {
+      dot_products<1, kGroups>(rows, *args.tile, args.row_size, &keys, weights + r);
+    }
+    for (const int64_t end = r + num; r < end; ++r) {
+      corrections[r] = weigh(args.rows[r], args.scale, weights[r]);
+    }
   }
   Prefetch values(args.prefetch->value, args.prefetch_bytes, 4 * ((args.num_rows + 1) / 2));
   for (int64_t r = 0; r < args.num_rows;) {
