@@ -22,7 +22,7 @@ from engine.workload import Question, questions
 from kvplane.serving import logs
 
 BLOCK_SIZE_TOKENS = 16
-POOL_BLOCKS = {False: (96, 28), True: (70, 16)}  # device and host blocks, by ``quick``
+POOL_BLOCKS = {False: (96, 28), True: (60, 24)}  # device and host blocks, by ``quick``
 POOL_ID = "demo"
 MAX_BATCH_TOKENS = 512
 TIMEOUT_S = 30.0
