@@ -141,8 +141,8 @@ class ControlPlane:
         pool, shard = self._shard(pool_id, shard_index, epoch)
         if shard.reported:
             raise InvalidRequestError("is complete", field="report")
-        if not 0 <= max_session_id < checks.MAX_ID:
-            raise InvalidRequestError("must be an id", field="report.max_session_id")
+        if not 0 <= max_session_id <= checks.MAX_REPORTED:
+            raise InvalidRequestError("must be from 0 to 2^62", field="report.max_session_id")
         recovery.accept_report(pool, shard, blocks, last=last)
         self._last_session_id = max(self._last_session_id, max_session_id)
         recovery.build_if_complete(pool)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Final
 
-from control_plane import checks, codec
+from control_plane import codec
 from control_plane.core import ControlPlane
 from control_plane.model import Outgoing
 from kvplane import protocol
@@ -130,8 +130,6 @@ class Registrar:
                 )
 
     def _report(self, stream: _Stream, report: pb.BlockReport) -> None:
-        if not 0 <= report.max_session_id <= checks.MAX_REPORTED:
-            raise InvalidRequestError("must be from 0 to 2^62", field="report.max_session_id")
         blocks = codec.reported_blocks_from_proto(report)
         self._core.report(
             *stream.key,

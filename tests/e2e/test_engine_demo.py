@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -15,10 +16,13 @@ from engine_planes import ROOT
 TIMEOUT_S = 280
 
 
-def demo(run_folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def demo(
+    run_folder: Path, *arguments: str, python_path: str = ""
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "engine", "demo", "--quick", "--run-folder", run_folder, *arguments],
         cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": python_path},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -98,3 +102,14 @@ def test_an_unknown_fault_is_a_plane_that_does_not_start(tmp_path: Path) -> None
     assert done.returncode == 1
     assert "data_plane did not start" in done.stderr
     assert children_of_run(tmp_path) == []
+
+
+def test_without_the_native_kernels_it_fails(tmp_path: Path) -> None:
+    package = tmp_path / "packages" / "kvplane_kernels"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('there are no kernels here')\n")
+    done = demo(tmp_path / "run", python_path=str(package.parent))
+    assert done.returncode != 0
+    assert "data_plane did not start" in done.stderr
+    assert "kernels" in (tmp_path / "run" / "data_plane.log").read_text()
+    assert children_of_run(tmp_path / "run") == []
