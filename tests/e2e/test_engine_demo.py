@@ -80,6 +80,8 @@ def test_however_it_ends_no_plane_is_left_behind(tmp_path: Path, number: signal.
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        # What a shell starts in the background has Ctrl-C ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         deadline = time.monotonic() + 60
