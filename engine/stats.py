@@ -1,8 +1,7 @@
-"""What an engine has done, for people and for Prometheus. Counts never fall."""
+"""What an engine has done. Counts never fall."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -11,7 +10,7 @@ MAX_LATENCIES = 100_000
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals since the engine was made. ``busy_s``: time spent in steps."""
+    """Totals since the engine was made."""
 
     num_requests: int = 0
     num_failed_requests: int = 0
@@ -24,8 +23,6 @@ class EngineStats:
     num_recompute_preemptions: int = 0
     num_aborted_plans: int = 0
     num_reopened_sessions: int = 0
-    busy_s: float = 0.0
-    started_at_s: float = field(default_factory=time.monotonic)
     step_latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_LATENCIES))
 
     @property
@@ -33,16 +30,10 @@ class EngineStats:
         """Sequences whose device blocks were taken, either way."""
         return self.num_swap_preemptions + self.num_recompute_preemptions
 
-    @property
-    def generated_tokens_per_s(self) -> float:
-        """Generated tokens by time spent in steps."""
-        return self.num_generated_tokens / self.busy_s if self.busy_s else 0.0
-
     def note_step(self, seconds: float, num_tokens: int) -> None:
         """One step computed ``num_tokens`` tokens in ``seconds``."""
         self.num_steps += 1
         self.num_computed_tokens += num_tokens
-        self.busy_s += seconds
         self.step_latencies_s.append(seconds)
 
     def step_latency_s(self, quantile: float) -> float:
