@@ -19,12 +19,12 @@ namespace kvplane {
 namespace {
 
 void bind_reshape_and_cache(const TensorView& key, const TensorView& value, const TensorView& pages,
-                            uintptr_t slots, int num_threads) {
+                            const ScalesView& scales, uintptr_t slots, int num_threads) {
   ReshapeAndCacheParams p = {};
   p.key = key.data();
   p.value = value.data();
   p.slots = pointer<const int64_t>(slots);
-  p.pages = pages_of(pages);
+  p.pages = pages_of(pages, scales);
   p.key_dtype = key.dtype;
   p.value_dtype = value.dtype;
   p.num_tokens = key.shape[0];
@@ -37,10 +37,10 @@ void bind_reshape_and_cache(const TensorView& key, const TensorView& value, cons
 }
 
 void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
-                          const TensorView& pages, uintptr_t block_tables, bool wide_block_tables,
-                          int64_t max_blocks, uintptr_t query_starts, uintptr_t context_lens,
-                          int64_t num_sequences, uintptr_t alibi_slopes, float scale,
-                          int64_t sliding_window_tokens, int num_threads) {
+                          const TensorView& pages, const ScalesView& scales, uintptr_t block_tables,
+                          bool wide_block_tables, int64_t max_blocks, uintptr_t query_starts,
+                          uintptr_t context_lens, int64_t num_sequences, uintptr_t alibi_slopes,
+                          float scale, int64_t sliding_window_tokens, int num_threads) {
   PagedAttentionParams p = {};
   p.query = query.data();
   p.out = pointer<void>(out);
@@ -49,7 +49,7 @@ void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
   p.query_starts = pointer<const int64_t>(query_starts);
   p.context_lens = pointer<const int64_t>(context_lens);
   p.alibi_slopes = pointer<const float>(alibi_slopes);
-  p.pages = pages_of(pages);
+  p.pages = pages_of(pages, scales);
   p.query_dtype = query.dtype;
   p.wide_block_tables = wide_block_tables;
   p.num_tokens = query.shape[0];
@@ -96,24 +96,33 @@ PYBIND11_MODULE(_native, m) {
   py::enum_<Dtype>(m, "Dtype")
       .value("FLOAT32", Dtype::kFloat32)
       .value("FLOAT16", Dtype::kFloat16)
-      .value("BFLOAT16", Dtype::kBFloat16);
+      .value("BFLOAT16", Dtype::kBFloat16)
+      .value("FLOAT8_E4M3", Dtype::kFloat8E4M3)
+      .value("FLOAT8_E5M2", Dtype::kFloat8E5M2);
   py::class_<TensorView>(m, "TensorView")
       .def(py::init<uintptr_t, Dtype, std::vector<int64_t>, std::vector<int64_t>>(), arg("address"),
            arg("dtype"), arg("shape"), arg("strides"));
+  py::class_<ScalesView>(m, "ScalesView")
+      .def(py::init<uintptr_t, uintptr_t, int64_t, int64_t>(), arg("key"), arg("value"),
+           arg("key_stride"), arg("value_stride"));
 
   m.def("cpu_isa", &cpu_isa);
   m.def("cpu_isas", &cpu_isas);
   m.def("use_cpu_isa", &use_cpu_isa, arg("isa"));
   m.def("reshape_and_cache", &bind_reshape_and_cache, release_gil(), py::kw_only(), arg("key"),
-        arg("value"), arg("pages"), arg("slots"), arg("num_threads"));
+        arg("value"), arg("pages"), arg("scales"), arg("slots"), arg("num_threads"));
   m.def("paged_attention", &bind_paged_attention, release_gil(), py::kw_only(), arg("query"),
-        arg("out"), arg("lse"), arg("pages"), arg("block_tables"), arg("wide_block_tables"),
-        arg("max_blocks"), arg("query_starts"), arg("context_lens"), arg("num_sequences"),
-        arg("alibi_slopes"), arg("scale"), arg("sliding_window_tokens"), arg("num_threads"));
-  m.def("copy_blocks", &bind_copy_blocks, release_gil(), py::kw_only(), arg("source"),
-        arg("destination"), arg("pairs"), arg("num_pairs"), arg("source_num_blocks"),
-        arg("destination_num_blocks"), arg("source_block_bytes"), arg("destination_block_bytes"),
-        arg("copy_bytes"), arg("num_threads"));
+        arg("out"), arg("lse"), arg("pages"), arg("scales"), arg("block_tables"),
+        arg("wide_block_tables"), arg("max_blocks"), arg("query_starts"), arg("context_lens"),
+        arg("num_sequences"), arg("alibi_slopes"), arg("scale"), arg("sliding_window_tokens"),
+        arg("num_threads"));
+  // Between two pools or inside one: on the CPU that is one function.
+  for (const char* name : {"copy_blocks", "swap_blocks"}) {
+    m.def(name, &bind_copy_blocks, release_gil(), py::kw_only(), arg("source"), arg("destination"),
+          arg("pairs"), arg("num_pairs"), arg("source_num_blocks"), arg("destination_num_blocks"),
+          arg("source_block_bytes"), arg("destination_block_bytes"), arg("copy_bytes"),
+          arg("num_threads"));
+  }
   m.def("gather_blocks", &bind_gather_blocks, release_gil(), py::kw_only(), arg("pool"),
         arg("blocks"), arg("block_ids"), arg("num_block_ids"), arg("num_blocks"), arg("num_layers"),
         arg("block_bytes"), arg("page_bytes"));

@@ -26,12 +26,13 @@ Context context_of(uintptr_t stream, uintptr_t faults) {
 }
 
 void bind_reshape_and_cache(const TensorView& key, const TensorView& value, const TensorView& pages,
-                            uintptr_t slots, uintptr_t faults, uintptr_t stream) {
+                            const ScalesView& scales, uintptr_t slots, uintptr_t faults,
+                            uintptr_t stream) {
   ReshapeAndCacheParams p = {};
   p.key = key.data();
   p.value = value.data();
   p.slots = pointer<const int64_t>(slots);
-  p.pages = pages_of(pages);
+  p.pages = pages_of(pages, scales);
   p.key_dtype = key.dtype;
   p.value_dtype = value.dtype;
   p.num_tokens = key.shape[0];
@@ -42,11 +43,12 @@ void bind_reshape_and_cache(const TensorView& key, const TensorView& value, cons
   reshape_and_cache(p, context_of(stream, faults));
 }
 
-PagedAttentionParams sizes_of(const TensorView& query, const TensorView& pages, int64_t max_blocks,
-                              int64_t num_sequences, int64_t sliding_window_tokens) {
+PagedAttentionParams sizes_of(const TensorView& query, const TensorView& pages,
+                              const ScalesView& scales, int64_t max_blocks, int64_t num_sequences,
+                              int64_t sliding_window_tokens) {
   PagedAttentionParams p = {};
   p.query = query.data();
-  p.pages = pages_of(pages);
+  p.pages = pages_of(pages, scales);
   p.query_dtype = query.dtype;
   p.num_tokens = query.shape[0];
   p.num_heads = query.shape[1];
@@ -62,17 +64,18 @@ int64_t bind_workspace_bytes(const TensorView& query, const TensorView& pages, i
                              int64_t num_sequences, int64_t sliding_window_tokens,
                              int64_t split_tokens) {
   return attention_workspace_bytes(
-      sizes_of(query, pages, max_blocks, num_sequences, sliding_window_tokens), split_tokens);
+      sizes_of(query, pages, {}, max_blocks, num_sequences, sliding_window_tokens), split_tokens);
 }
 
 void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
-                          const TensorView& pages, uintptr_t block_tables, bool wide_block_tables,
-                          int64_t max_blocks, uintptr_t query_starts, uintptr_t context_lens,
-                          int64_t num_sequences, uintptr_t alibi_slopes, float scale,
-                          int64_t sliding_window_tokens, int64_t max_query_len,
+                          const TensorView& pages, const ScalesView& scales, uintptr_t block_tables,
+                          bool wide_block_tables, int64_t max_blocks, uintptr_t query_starts,
+                          uintptr_t context_lens, int64_t num_sequences, uintptr_t alibi_slopes,
+                          float scale, int64_t sliding_window_tokens, int64_t max_query_len,
                           int64_t split_tokens, uintptr_t workspace, int64_t workspace_bytes,
                           uintptr_t faults, uintptr_t stream) {
-  PagedAttentionParams p = sizes_of(query, pages, max_blocks, num_sequences, sliding_window_tokens);
+  PagedAttentionParams p =
+      sizes_of(query, pages, scales, max_blocks, num_sequences, sliding_window_tokens);
   p.out = pointer<void>(out);
   p.lse = pointer<float>(lse);
   p.block_tables = pointer<const void>(block_tables);
@@ -115,10 +118,15 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
   py::enum_<Dtype>(m, "Dtype", py::module_local())
       .value("FLOAT32", Dtype::kFloat32)
       .value("FLOAT16", Dtype::kFloat16)
-      .value("BFLOAT16", Dtype::kBFloat16);
+      .value("BFLOAT16", Dtype::kBFloat16)
+      .value("FLOAT8_E4M3", Dtype::kFloat8E4M3)
+      .value("FLOAT8_E5M2", Dtype::kFloat8E5M2);
   py::class_<TensorView>(m, "TensorView", py::module_local())
       .def(py::init<uintptr_t, Dtype, std::vector<int64_t>, std::vector<int64_t>>(), arg("address"),
            arg("dtype"), arg("shape"), arg("strides"));
+  py::class_<ScalesView>(m, "ScalesView", py::module_local())
+      .def(py::init<uintptr_t, uintptr_t, int64_t, int64_t>(), arg("key"), arg("value"),
+           arg("key_stride"), arg("value_stride"));
   m.attr("BAD_BLOCK_TABLES") = kBadBlockTables;
   m.attr("BAD_QUERY_STARTS") = kBadQueryStarts;
   m.attr("BAD_CONTEXT_LENS") = kBadContextLens;
@@ -129,16 +137,16 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
   m.def("set_seed", &emulator::set_seed, arg("seed"));
 #endif
   m.def("reshape_and_cache", &bind_reshape_and_cache, release_gil(), py::kw_only(), arg("key"),
-        arg("value"), arg("pages"), arg("slots"), arg("faults"), arg("stream"));
+        arg("value"), arg("pages"), arg("scales"), arg("slots"), arg("faults"), arg("stream"));
   m.def("attention_workspace_bytes", &bind_workspace_bytes, py::kw_only(), arg("query"),
         arg("pages"), arg("max_blocks"), arg("num_sequences"), arg("sliding_window_tokens"),
         arg("split_tokens"));
   m.def("paged_attention", &bind_paged_attention, release_gil(), py::kw_only(), arg("query"),
-        arg("out"), arg("lse"), arg("pages"), arg("block_tables"), arg("wide_block_tables"),
-        arg("max_blocks"), arg("query_starts"), arg("context_lens"), arg("num_sequences"),
-        arg("alibi_slopes"), arg("scale"), arg("sliding_window_tokens"), arg("max_query_len"),
-        arg("split_tokens"), arg("workspace"), arg("workspace_bytes"), arg("faults"),
-        arg("stream"));
+        arg("out"), arg("lse"), arg("pages"), arg("scales"), arg("block_tables"),
+        arg("wide_block_tables"), arg("max_blocks"), arg("query_starts"), arg("context_lens"),
+        arg("num_sequences"), arg("alibi_slopes"), arg("scale"), arg("sliding_window_tokens"),
+        arg("max_query_len"), arg("split_tokens"), arg("workspace"), arg("workspace_bytes"),
+        arg("faults"), arg("stream"));
   const auto def_copy = [&](const char* name, auto function) {
     m.def(name, function, release_gil(), py::kw_only(), arg("source"), arg("destination"),
           arg("pairs"), arg("num_pairs"), arg("source_num_blocks"), arg("destination_num_blocks"),

@@ -23,9 +23,29 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-inline PagesParams pages_of(const TensorView& t) {
-  return {t.data(),   t.dtype,      t.shape[0],   t.shape[2],   t.shape[3],
-          t.shape[4], t.strides[0], t.strides[1], t.strides[2], t.strides[3]};
+// How 8-bit pages are scaled: addresses of fp32, or 0, and strides of 0 or 1.
+struct ScalesView {
+  uintptr_t key;
+  uintptr_t value;
+  int64_t key_stride;
+  int64_t value_stride;
+};
+
+inline PagesParams pages_of(const TensorView& t, const ScalesView& scales) {
+  return {t.data(),
+          t.dtype,
+          t.shape[0],
+          t.shape[2],
+          t.shape[3],
+          t.shape[4],
+          t.strides[0],
+          t.strides[1],
+          t.strides[2],
+          t.strides[3],
+          pointer<const float>(scales.key),
+          pointer<const float>(scales.value),
+          scales.key_stride,
+          scales.value_stride};
 }
 
 }  // namespace kvplane

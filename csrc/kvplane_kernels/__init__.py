@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from kvplane_kernels._native import (
     Dtype,
+    ScalesView,
     TensorView,
     copy_blocks,
     cpu_isa,
@@ -16,11 +17,13 @@ from kvplane_kernels._native import (
     paged_attention,
     reshape_and_cache,
     scatter_blocks,
+    swap_blocks,
     use_cpu_isa,
 )
 
 __all__ = [
     "Dtype",
+    "ScalesView",
     "TensorView",
     "copy_blocks",
     "cpu_isa",
@@ -31,6 +34,7 @@ __all__ = [
     "paged_attention",
     "reshape_and_cache",
     "scatter_blocks",
+    "swap_blocks",
     "use_cpu_isa",
 ]
 

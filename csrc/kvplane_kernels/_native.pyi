@@ -11,17 +11,28 @@ class Dtype(Enum):
     FLOAT32 = 0
     FLOAT16 = 1
     BFLOAT16 = 2
+    FLOAT8_E4M3 = 3
+    FLOAT8_E5M2 = 4
 
 class TensorView:
     def __init__(
         self, address: int, dtype: Dtype, shape: Sequence[int], strides: Sequence[int]
     ) -> None: ...
 
+class ScalesView:
+    def __init__(self, key: int, value: int, key_stride: int, value_stride: int) -> None: ...
+
 def cpu_isa() -> str: ...
 def cpu_isas() -> list[str]: ...
 def use_cpu_isa(isa: str) -> None: ...
 def reshape_and_cache(
-    *, key: TensorView, value: TensorView, pages: TensorView, slots: int, num_threads: int
+    *,
+    key: TensorView,
+    value: TensorView,
+    pages: TensorView,
+    scales: ScalesView,
+    slots: int,
+    num_threads: int,
 ) -> None: ...
 def paged_attention(
     *,
@@ -29,6 +40,7 @@ def paged_attention(
     out: int,
     lse: int,
     pages: TensorView,
+    scales: ScalesView,
     block_tables: int,
     wide_block_tables: bool,
     max_blocks: int,
@@ -41,6 +53,19 @@ def paged_attention(
     num_threads: int,
 ) -> None: ...
 def copy_blocks(
+    *,
+    source: int,
+    destination: int,
+    pairs: int,
+    num_pairs: int,
+    source_num_blocks: int,
+    destination_num_blocks: int,
+    source_block_bytes: int,
+    destination_block_bytes: int,
+    copy_bytes: int,
+    num_threads: int,
+) -> None: ...
+def swap_blocks(
     *,
     source: int,
     destination: int,

@@ -10,9 +10,22 @@
 
 namespace kvplane {
 
-enum class Dtype : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+// The 8-bit types are of keys and values as stored, and of nothing else.
+enum class Dtype : int {
+  kFloat32 = 0,
+  kFloat16 = 1,
+  kBFloat16 = 2,
+  kFloat8E4M3 = 3,  // no infinity; NaN is 0x7F; up to 448
+  kFloat8E5M2 = 4,  // the upper half of an fp16; up to 57344
+};
 
-static inline int64_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+static inline bool is_8_bit(Dtype dtype) {
+  return dtype == Dtype::kFloat8E4M3 || dtype == Dtype::kFloat8E5M2;
+}
+
+static inline int64_t dtype_bytes(Dtype dtype) {
+  return dtype == Dtype::kFloat32 ? 4 : is_8_bit(dtype) ? 1 : 2;
+}
 
 static inline float from_bits(uint32_t bits) {
   float value;
