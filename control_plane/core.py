@@ -230,21 +230,23 @@ class ControlPlane:
         return self._session(session_id, tenant).pool.key
 
     def tick(self) -> float:
-        """End the sessions whose leases ran out; returns the seconds until it should come again.
+        """End the sessions whose leases ran out; returns the seconds until it should come again, at
+        most a quarter of a lease.
 
-        When the clock has gone much further than was asked for, this process slept, and messages
-        that would have renewed leases may wait unread: then all leases are extended instead.
+        When it comes later than that by another quarter, this process slept, and messages that
+        would have renewed leases may wait unread, or their senders slept too: then every lease
+        runs anew from now instead.
         """
         now = self._clock()
         lease_s = self._config.lease_s
-        if self._next_tick_s is not None and now > self._next_tick_s + lease_s / 2:
+        if self._next_tick_s is not None and now > self._next_tick_s + lease_s / 4:
             for session in self._sessions.values():
                 session.expires_at_s = now + lease_s
         for session in [s for s in self._sessions.values() if s.expires_at_s <= now]:
             self._end(session, SessionExpiredError)
-        next_s = min((s.expires_at_s for s in self._sessions.values()), default=now + lease_s)
-        self._next_tick_s = next_s
-        return next_s - now
+        first_s = min((s.expires_at_s for s in self._sessions.values()), default=now + lease_s)
+        self._next_tick_s = min(first_s, now + lease_s / 4)
+        return self._next_tick_s - now
 
     # Steps
 

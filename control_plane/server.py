@@ -66,7 +66,7 @@ class ControlPlaneServer:
         if config.metrics_port >= 0:
             endpoint = serve_metrics(metrics.registry, server.host, config.metrics_port)
         await server.start([SERVICE])
-        ticks = asyncio.create_task(_tick(core, registrar, metrics, config.lease_s))
+        ticks = asyncio.create_task(_tick(core, registrar, metrics))
         self = cls(core, metrics, ticks, config, server, service, endpoint)
         _LOGGER.info("metrics port=%s incarnation=%d", self.metrics_port, incarnation)
         try:
@@ -104,13 +104,10 @@ class ControlPlaneServer:
         _LOGGER.info("stopped")
 
 
-async def _tick(
-    core: ControlPlane, registrar: Registrar, metrics: ControlPlaneMetrics, lease_s: float
-) -> None:
-    """End leases as they run out. A process that slept first gives every engine a whole lease."""
-    loop = asyncio.get_running_loop()
+async def _tick(core: ControlPlane, registrar: Registrar, metrics: ControlPlaneMetrics) -> None:
+    """End leases as they run out."""
     while True:
-        delay_s = min(_LONGEST_TICK_S, lease_s / 4)
+        delay_s = _LONGEST_TICK_S
         try:
             num_open = _num_sessions(core)
             delay_s = min(core.tick(), delay_s)
@@ -118,12 +115,7 @@ async def _tick(
             registrar.flush()
         except Exception as error:  # a bug, but one pool's must not end every pool's leases
             _LOGGER.error("tick failed error=%s", frames_of(error))
-        due_s = loop.time() + max(delay_s, 0.001)
-        await asyncio.sleep(due_s - loop.time())
-        overslept_s = loop.time() - due_s
-        if overslept_s > lease_s / 4:  # renewals may lie unread, or their senders have slept too
-            _LOGGER.warning("this process slept overslept_s=%.3f", overslept_s)
-            await asyncio.sleep(lease_s)
+        await asyncio.sleep(max(delay_s, 0.001))
 
 
 def _num_sessions(core: ControlPlane) -> int:

@@ -216,9 +216,12 @@ def test_statement_12_a_lease_is_renewed_by_messages() -> None:
     assert world.usage()["limbo"] == 1, "until the data plane has quit it"
     world.pump()
     assert world.usage()["held"] == world.usage()["limbo"] == 0
-    world.clock.now += 1000
-    world.core.tick()
-    loud.renew()  # the process slept: all leases go on
+    for slept_s in (16, 31, 1000):  # more than half a lease between two ticks, and more than all
+        world.clock.now += slept_s
+        world.core.tick()
+        world.clock.now += 14.9
+        world.core.tick()
+        loud.renew()  # all leases ran anew from the tick after the sleep
     assert world.engine().id > loud.id
 
 
