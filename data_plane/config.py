@@ -8,7 +8,7 @@ from typing import Final
 
 from data_plane.faults import FAULTS
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import BLOCK_SIZES, ELEMENT_BYTES
+from kvplane.layout import BLOCK_SIZES, ELEMENT_BYTES, FLOAT_BYTES
 from kvplane.protocol import MAX_MESSAGE_BYTES
 from kvplane.serving.logs import LEVELS
 from kvplane.serving.server import ServerTls
@@ -16,7 +16,6 @@ from kvplane.serving.settings import setting
 from kvplane.tls import TlsOptions
 
 PROGRAM: Final = "data_plane"
-_ELEMENT_TYPES: Final = tuple(ELEMENT_BYTES)
 _ANY_HOST: Final = ("", "0.0.0.0", "[::]", "::")
 
 
@@ -44,12 +43,12 @@ class DataPlaneConfig:
         16, help=f"Token slots in a block: one of {BLOCK_SIZES}. For --model.", unit="tokens"
     )
     dtype: str = setting(
-        "float32", help="Type of queries, keys and values. For --model.", choices=_ELEMENT_TYPES
+        "float32", help="Type of queries, keys and values. For --model.", choices=tuple(FLOAT_BYTES)
     )
     kv_dtype: str = setting(
         "",
         help="Type of keys and values as stored; empty means as --dtype. For --model.",
-        choices=("", *_ELEMENT_TYPES),
+        choices=("", *ELEMENT_BYTES),
     )
     num_device_blocks: int = setting(
         0,

@@ -22,6 +22,8 @@ TORCH_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
 }
 TIER_NAMES = {pb.TIER_DEVICE: "device", pb.TIER_HOST: "host"}
 

@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import struct
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Any, Final
 
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import types_pb2 as pb
 
 BLOCK_SIZES: Final = (8, 16, 32, 64, 128, 256)
 MAX_HEAD_SIZE: Final = 256
-ELEMENT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+FLOAT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Types of queries, keys and values, with the bytes of an element."""
+FP8_BYTES: Final = {"float8_e4m3fn": 1, "float8_e5m2": 1}
+"""Types of keys and values as stored, and of nothing else. They alone have scales."""
+ELEMENT_BYTES: Final = FLOAT_BYTES | FP8_BYTES
 _TO_WIRE: Final = {
     "float32": pb.ELEMENT_TYPE_FLOAT32,
     "float16": pb.ELEMENT_TYPE_FLOAT16,
     "bfloat16": pb.ELEMENT_TYPE_BFLOAT16,
+    "float8_e4m3fn": pb.ELEMENT_TYPE_FLOAT8_E4M3FN,
+    "float8_e5m2": pb.ELEMENT_TYPE_FLOAT8_E5M2,
 }
 _FROM_WIRE: Final = {v: k for k, v in _TO_WIRE.items()}
+_SCALES: Final = ("key_scales", "value_scales")
 
 
 def dtype_to_wire(dtype: str) -> pb.ElementType:
@@ -42,13 +51,34 @@ def dtype_from_wire(value: pb.ElementType, *, field: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share a block table; see the message of the same name."""
+    """Layers that share a block table; see the message of the same name.
+
+    Scales are rounded to float32, as which they travel. No scales means that all are 1.
+    """
 
     name: str
     layers: tuple[int, ...]
     num_kv_heads: int
     head_size: int
     sliding_window_tokens: int = 0
+    key_scales: tuple[float, ...] = ()
+    value_scales: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in _SCALES:
+            object.__setattr__(self, name, tuple(_float32(x) for x in getattr(self, name)))
+
+    def canonical(self) -> dict[str, Any]:
+        """The fields as they enter the fingerprint: scales as the bits of their float32, because
+        languages print floats in different ways, and not at all when there are none.
+        """
+        fields = asdict(self)
+        for name in _SCALES:
+            scales = fields.pop(name)
+            if scales:
+                count = len(scales)
+                fields[name] = struct.unpack(f"<{count}I", struct.pack(f"<{count}f", *scales))
+        return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +96,7 @@ class Layout:
         _require(
             self.block_size_tokens in BLOCK_SIZES, "block_size_tokens", f"one of {BLOCK_SIZES}"
         )
-        _require(self.dtype in ELEMENT_BYTES, "dtype", f"one of {tuple(ELEMENT_BYTES)}")
+        _require(self.dtype in FLOAT_BYTES, "dtype", f"one of {tuple(FLOAT_BYTES)}")
         _require(self.kv_dtype in ELEMENT_BYTES, "kv_dtype", f"one of {tuple(ELEMENT_BYTES)}")
         _require(len(self.groups) >= 1, "groups", "at least one")
         seen: set[int] = set()
@@ -92,11 +122,37 @@ class Layout:
                 f"{at}.sliding_window_tokens",
                 "0 or a positive int32",
             )
+            self._check_scales(group, at)
+
+    def _check_scales(self, group: LayerGroup, at: str) -> None:
+        num_layers = len(group.layers)
+        for name in _SCALES:
+            scales = getattr(group, name)
+            _require(
+                not scales or self.kv_dtype in FP8_BYTES,
+                f"{at}.{name}",
+                f"empty unless kv_dtype is one of {tuple(FP8_BYTES)}",
+            )
+            _require(
+                len(scales) in (0, num_layers, num_layers * group.num_kv_heads),
+                f"{at}.{name}",
+                "none, one a layer, or one a layer and KV head",
+            )
+            _require(
+                all(0 < scale < math.inf for scale in scales),
+                f"{at}.{name}",
+                "finite and above 0 as float32",
+            )
 
     @property
     def fingerprint(self) -> bytes:
-        """SHA-256 of the fields as JSON with sorted keys and no spaces, in UTF-8."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """SHA-256 of the fields as JSON with sorted keys and no spaces, in UTF-8.
+
+        A group's scales are the bits of their float32 as unsigned integers; a list of none is left
+        out. Layouts that differ only in scales have different fingerprints.
+        """
+        fields = asdict(self) | {"groups": [group.canonical() for group in self.groups]}
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).digest()
 
     @property
@@ -124,6 +180,8 @@ class Layout:
                     num_kv_heads=g.num_kv_heads,
                     head_size=g.head_size,
                     sliding_window_tokens=g.sliding_window_tokens,
+                    key_scales=g.key_scales,
+                    value_scales=g.value_scales,
                 )
                 for g in self.groups
             ],
@@ -140,7 +198,13 @@ class Layout:
             kv_dtype=dtype_from_wire(message.kv_dtype, field="layout.kv_dtype"),
             groups=tuple(
                 LayerGroup(
-                    g.name, tuple(g.layers), g.num_kv_heads, g.head_size, g.sliding_window_tokens
+                    g.name,
+                    tuple(g.layers),
+                    g.num_kv_heads,
+                    g.head_size,
+                    g.sliding_window_tokens,
+                    tuple(g.key_scales),
+                    tuple(g.value_scales),
                 )
                 for g in message.groups
             ),
@@ -153,3 +217,12 @@ class Layout:
 def _require(ok: bool, field: str, wanted: str) -> None:
     if not ok:
         raise InvalidRequestError(f"must be {wanted}", field=f"layout.{field}")
+
+
+def _float32(number: Any) -> float:
+    """The nearest float32; NaN, which no scale may be, for what has none."""
+    try:
+        (rounded,) = struct.unpack("<f", struct.pack("<f", number))
+    except (OverflowError, struct.error):
+        return math.nan
+    return float(rounded)

@@ -22,6 +22,8 @@ class ElementType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ELEMENT_TYPE_FLOAT32: _ClassVar[ElementType]
     ELEMENT_TYPE_FLOAT16: _ClassVar[ElementType]
     ELEMENT_TYPE_BFLOAT16: _ClassVar[ElementType]
+    ELEMENT_TYPE_FLOAT8_E4M3FN: _ClassVar[ElementType]
+    ELEMENT_TYPE_FLOAT8_E5M2: _ClassVar[ElementType]
 TIER_UNSPECIFIED: Tier
 TIER_DEVICE: Tier
 TIER_HOST: Tier
@@ -29,6 +31,8 @@ ELEMENT_TYPE_UNSPECIFIED: ElementType
 ELEMENT_TYPE_FLOAT32: ElementType
 ELEMENT_TYPE_FLOAT16: ElementType
 ELEMENT_TYPE_BFLOAT16: ElementType
+ELEMENT_TYPE_FLOAT8_E4M3FN: ElementType
+ELEMENT_TYPE_FLOAT8_E5M2: ElementType
 
 class ProtocolRange(_message.Message):
     __slots__ = ("oldest", "newest")
@@ -39,18 +43,22 @@ class ProtocolRange(_message.Message):
     def __init__(self, oldest: _Optional[int] = ..., newest: _Optional[int] = ...) -> None: ...
 
 class LayerGroup(_message.Message):
-    __slots__ = ("name", "layers", "num_kv_heads", "head_size", "sliding_window_tokens")
+    __slots__ = ("name", "layers", "num_kv_heads", "head_size", "sliding_window_tokens", "key_scales", "value_scales")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_SIZE_FIELD_NUMBER: _ClassVar[int]
     SLIDING_WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEY_SCALES_FIELD_NUMBER: _ClassVar[int]
+    VALUE_SCALES_FIELD_NUMBER: _ClassVar[int]
     name: str
     layers: _containers.RepeatedScalarFieldContainer[int]
     num_kv_heads: int
     head_size: int
     sliding_window_tokens: int
-    def __init__(self, name: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., sliding_window_tokens: _Optional[int] = ...) -> None: ...
+    key_scales: _containers.RepeatedScalarFieldContainer[float]
+    value_scales: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, name: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., sliding_window_tokens: _Optional[int] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Layout(_message.Message):
     __slots__ = ("model_id", "block_size_tokens", "dtype", "kv_dtype", "groups", "fingerprint")

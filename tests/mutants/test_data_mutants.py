@@ -15,6 +15,8 @@ TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
 EXECUTOR = "test_executor.py"
 REJECTIONS = "test_executor_rejections.py"
 INVARIANTS = "test_invariants_data.py"
+LAYOUT = "test_layout.py"
+SCALES = "test_kv_scales.py"
 
 # Fault: the file of tests that must notice it.
 BASIC = {
@@ -38,6 +40,8 @@ MORE = {
     "order_unchecked": INVARIANTS,
     "fenced_sessions_open_again": EXECUTOR,
     "transfers_skipped": EXECUTOR,
+    "scales_of_the_wrong_heads": SCALES,
+    "fingerprint_without_scales": LAYOUT,
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from kvplane.v1 import types_pb2 as pb
 
 FULL = LayerGroup("full", (0, 1), 2, 64)
 LAYOUT = Layout("model-a", 16, "float32", "bfloat16", (FULL,))
+SCALED = replace(FULL, key_scales=(0.5, 0.25), value_scales=(1.0, 2.0, 3.0, 4.0))
+FP8 = Layout("model-a", 16, "bfloat16", "float8_e4m3fn", (SCALED,))
 
 LLAMA = {
     "model_type": "llama",
@@ -60,6 +64,66 @@ def test_every_field_counts_in_the_fingerprint(change: dict[str, Any]) -> None:
     assert replace(LAYOUT, **change).fingerprint != LAYOUT.fingerprint
 
 
+def test_a_fingerprint_with_scales_is_that_of_their_float32_bits() -> None:
+    text = (
+        '{"block_size_tokens":16,"dtype":"bfloat16","groups":[{"head_size":64,'
+        '"key_scales":[1056964608,1048576000],"layers":[0,1],"name":"full","num_kv_heads":2,'
+        '"sliding_window_tokens":0,"value_scales":[1065353216,1073741824,1077936128,1082130432]}],'
+        '"kv_dtype":"float8_e4m3fn","model_id":"model-a"}'
+    )
+    assert FP8.fingerprint == hashlib.sha256(text.encode()).digest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key_scales": ()},
+        {"value_scales": ()},
+        {"key_scales": (0.25, 0.5)},
+        {"key_scales": SCALED.value_scales, "value_scales": SCALED.key_scales},
+        {"value_scales": (1.0, 2.0, 4.0, 3.0)},
+        {"key_scales": (0.5, 0.25000003)},
+    ],
+)
+def test_layouts_that_differ_only_in_scales_do_not_meet(change: dict[str, Any]) -> None:
+    assert replace(FP8, groups=(replace(SCALED, **change),)).fingerprint != FP8.fingerprint
+
+
+def test_scales_are_float32_as_they_travel() -> None:
+    group = LayerGroup("full", (0, 1), 2, 64, key_scales=(0.1, 1 / 3))
+    assert group.key_scales == (0.10000000149011612, 0.3333333432674408)
+    layout = replace(FP8, groups=(group,))
+    back = Layout.from_proto(pb.Layout.FromString(layout.to_proto().SerializeToString()))
+    assert back == layout
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_an_8_bit_type_is_for_stored_keys_and_values_only(kv_dtype: str) -> None:
+    assert replace(LAYOUT, kv_dtype=kv_dtype).block_bytes() == LAYOUT.block_bytes() // 2
+    with pytest.raises(InvalidRequestError) as caught:
+        replace(FP8, dtype=kv_dtype)
+    assert caught.value.field == "layout.dtype"
+
+
+@pytest.mark.parametrize("name", ["key_scales", "value_scales"])
+@pytest.mark.parametrize(
+    "scales",
+    [(1.0,), (1.0,) * 3, (1.0,) * 8]
+    + [(1.0, bad) for bad in (0.0, -1.0, 1e-50, 1e39, math.inf, math.nan, "1", None)],
+)
+def test_scales_that_are_wrong_are_named(name: str, scales: tuple[Any, ...]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        replace(FP8, groups=(replace(SCALED, **{name: scales}),))
+    assert caught.value.field == f"layout.groups[0].{name}"
+
+
+@pytest.mark.parametrize("name", ["key_scales", "value_scales"])
+def test_wider_types_have_no_scales(name: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        replace(LAYOUT, groups=(replace(FULL, **{name: (1.0, 1.0)}),))
+    assert caught.value.field == f"layout.groups[0].{name}"
+
+
 @pytest.mark.parametrize(
     ("field", "change"),
     [
@@ -92,7 +156,7 @@ def test_an_invalid_field_is_named(field: str, change: dict[str, Any]) -> None:
 
 
 def test_a_layout_comes_back_from_its_message() -> None:
-    layout = replace(LAYOUT, groups=(FULL, LayerGroup("sliding", (2,), 4, 128, 512)))
+    layout = replace(FP8, groups=(SCALED, LayerGroup("sliding", (2,), 4, 128, 512)))
     message = layout.to_proto()
     assert message.fingerprint == layout.fingerprint
     assert Layout.from_proto(pb.Layout.FromString(message.SerializeToString())) == layout

@@ -50,6 +50,7 @@ def test_a_tensor_comes_back_from_its_message() -> None:
     back = Tensor.from_proto(pb.Tensor.FromString(tensor.to_proto().SerializeToString()))
     assert (back.dtype, back.shape, back.data) == ("bfloat16", (2, 2, 3), data)
     assert Tensor("float32", (0, 4), b"").num_bytes == 0
+    assert Tensor.from_proto(Tensor("float8_e5m2", (3, 8), data).to_proto()).data == data
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from data_plane import authority, changes, executor, faults, resident, rows, sessions
+from data_plane import authority, changes, executor, faults, resident, rows, scales, sessions
+from kvplane.layout import LayerGroup
 from kvplane.v1 import types_pb2 as pb
 
 _start = executor.Executor._start
@@ -17,6 +19,8 @@ _transfer = executor.Compute.transfer
 _hand_out = resident.ResidentTables.hand_out
 _open = sessions.Sessions.open
 _get = sessions.Sessions.get
+_layer_scales = scales.layer_scales
+_canonical = LayerGroup.canonical
 
 
 def _nothing(*_args: Any, **_options: Any) -> None:
@@ -120,6 +124,22 @@ def transfers_skipped() -> None:
     executor.Compute.transfer = _nothing  # type: ignore[method-assign]
 
 
+def scales_of_the_wrong_heads() -> None:
+    """Every shard takes the first heads' scales."""
+
+    def of_first_heads(layout: Any, shard: Any, device: Any) -> Any:
+        return _layer_scales(layout, replace(shard, first_kv_head=0), device)
+
+    scales.layer_scales = of_first_heads
+
+
+def fingerprint_without_scales() -> None:
+    def canonical(self: Any) -> Any:
+        return _canonical(replace(self, key_scales=(), value_scales=()))
+
+    LayerGroup.canonical = canonical  # type: ignore[method-assign]
+
+
 def _fault(name: str) -> Callable[[], None]:
     """One of the server's own faults, in every executor."""
 
@@ -149,6 +169,8 @@ MUTANTS: dict[str, Callable[[], None]] = {
         order_unchecked,
         fenced_sessions_open_again,
         transfers_skipped,
+        scales_of_the_wrong_heads,
+        fingerprint_without_scales,
     )
 }
 MUTANTS |= {name: _fault(name) for name in faults.FAULTS if name != "none"}

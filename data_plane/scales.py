@@ -1,0 +1,32 @@
+"""The scales of 8-bit keys and values, as the kernels of one shard take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from data_plane.shard import Shard, only_group
+from kvplane.layout import Layout
+
+LayerScales = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Of one layer's keys and values."""
+
+
+def layer_scales(layout: Layout, shard: Shard, device: torch.device) -> list[LayerScales]:
+    """One pair for each layer that ``shard`` holds, ascending: float32 [num_kv_heads of the shard]
+    on ``device``, or None where the layout has no scales, which means that all are 1.
+    """
+    group = only_group(layout)
+    held = [group.layers.index(layer) for layer in shard.layers(layout)]
+    first, end = shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads
+
+    def of_held(scales: Sequence[float]) -> list[torch.Tensor | None]:
+        if not scales:
+            return [None] * len(held)
+        # One scale a layer holds for all its heads.
+        of_all = torch.tensor(scales, dtype=torch.float32).view(len(group.layers), -1)
+        of_heads = of_all.expand(-1, group.num_kv_heads)[held, first:end].contiguous()
+        return list(of_heads.to(device))
+
+    return list(zip(of_held(group.key_scales), of_held(group.value_scales), strict=True))
