@@ -1,4 +1,5 @@
-"""A pool's layout from a Hugging Face model folder: its config.json alone, read as JSON.
+"""A pool's layout from a Hugging Face model folder: its config.json, read as JSON, and the
+checkpoint's scales of keys and values where these are stored in 8 bits.
 
 The engine and the data plane both call this on the same folder, so that their fingerprints meet.
 The default model id hashes the weights: other weights, other id.
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import LayerGroup, Layout
+from kvplane.hf_scales import scales_from_hf
+from kvplane.layout import FP8_BYTES, LayerGroup, Layout
 
 MODEL_TYPES: Final = ("llama", "opt")
 
@@ -27,7 +29,8 @@ def layout_from_hf(
 ) -> Layout:
     """The layout of the model in ``folder``, one layer group named "full".
 
-    ``kv_dtype`` is ``dtype`` unless given. ``model_id`` is, unless given, the folder's name and 16
+    ``kv_dtype`` is ``dtype`` unless given; an 8-bit one has the checkpoint's scales, and if it has
+    none, all are 1. ``model_id`` is, unless given, the folder's name and 16
     hex digits of the SHA-256 over config.json and the safetensors files, in name order. Raises
     InvalidRequestError naming what is missing or wrong.
     """
@@ -35,11 +38,16 @@ def layout_from_hf(
     config = _read_config(folder)
     num_heads = _positive(config, "num_attention_heads")
     num_layers = _positive(config, "num_hidden_layers")
+    kv_dtype = dtype if kv_dtype is None else kv_dtype
+    has_scales = kv_dtype in FP8_BYTES
+    key_scales, value_scales = scales_from_hf(folder, num_layers) if has_scales else ((), ())
     group = LayerGroup(
         name="full",
         layers=tuple(range(num_layers)),
         num_kv_heads=_positive(config, "num_key_value_heads", default=num_heads),
         head_size=_positive(config, "head_dim", default=_derived_head_size(config, num_heads)),
+        key_scales=key_scales,
+        value_scales=value_scales,
     )
     if num_heads % group.num_kv_heads:
         raise InvalidRequestError(
@@ -50,7 +58,7 @@ def layout_from_hf(
         model_id=_default_model_id(folder) if model_id is None else model_id,
         block_size_tokens=block_size_tokens,
         dtype=dtype,
-        kv_dtype=dtype if kv_dtype is None else kv_dtype,
+        kv_dtype=kv_dtype,
         groups=(group,),
     )
 

@@ -1,0 +1,139 @@
+"""The scales of 8-bit keys and values are read from a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvplane.errors import InvalidRequestError
+from kvplane.hf import layout_from_hf
+from kvplane.hf_scales import scales_from_hf
+
+NAME = "model.layers.{}.self_attn.{}_scale"
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def write(
+    folder: Path,
+    *values: object,
+    name: str = NAME,
+    dtype: torch.dtype = torch.float32,
+    file: str = "model.safetensors",
+) -> Path:
+    """A checkpoint whose layers have these scales, those of the values ten times as large."""
+    tensors = {"model.embed_tokens.weight": torch.zeros(3, 5)}
+    for layer, value in enumerate(values):
+        for kind, factor in (("k", 1), ("v", 10)):
+            tensors[name.format(layer, kind)] = torch.tensor(value, dtype=dtype) * factor
+    save_file(tensors, folder / file)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_scales_of_each_type_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    assert scales_from_hf(write(tmp_path, 0.5, 0.25, dtype=dtype), 2) == ((0.5, 0.25), (5.0, 2.5))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        NAME,
+        "model.layers.{}.self_attn.attn.{}_scale",
+        "model.layers.{0}.self_attn.{1}_proj.{1}_scale",
+        "model.decoder.layers.{}.self_attn.{}_scale",
+    ],
+)
+def test_scales_are_found_by_each_of_their_names(tmp_path: Path, name: str) -> None:
+    assert scales_from_hf(write(tmp_path, 0.5, [2.0], name=name), 2) == ((0.5, 2.0), (5.0, 20.0))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.{0}.self_attn.{1}_proj.weight_scale",
+        "model.layers.{}.mlp.{}_scale",
+        "model.layers.{}.self_attn.{}_scale_inv",
+    ],
+)
+def test_other_scales_are_left_alone(tmp_path: Path, name: str) -> None:
+    assert scales_from_hf(write(tmp_path, 0.5, 0.25, name=name), 2) == ((), ())
+
+
+def test_scales_of_each_head_stay_in_order(tmp_path: Path) -> None:
+    folder = write(tmp_path, [0.5, 1.0], [2.0, 4.0])
+    layout = layout_from_hf(folder, kv_dtype="float8_e4m3fn")
+    assert layout.groups[0].key_scales == (0.5, 1.0, 2.0, 4.0)
+    assert layout.groups[0].value_scales == (5.0, 10.0, 20.0, 40.0)
+
+
+def test_scales_may_lie_in_a_file_beside_the_weights(tmp_path: Path) -> None:
+    write(tmp_path)
+    write(tmp_path, 0.5, 0.25, file="scales.safetensors")
+    assert scales_from_hf(tmp_path, 2) == ((0.5, 0.25), (5.0, 2.5))
+
+
+def test_only_a_layout_of_8_bits_has_them(tmp_path: Path) -> None:
+    folder = write(tmp_path, 0.5, 0.25)
+    assert layout_from_hf(folder).groups[0].key_scales == ()
+    assert layout_from_hf(folder, kv_dtype="float8_e5m2").groups[0].key_scales == (0.5, 0.25)
+
+
+def test_a_checkpoint_without_scales_means_1(tmp_path: Path) -> None:
+    group = layout_from_hf(write(tmp_path), kv_dtype="float8_e4m3fn").groups[0]
+    assert (group.key_scales, group.value_scales) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ((0.5,), "checkpoint.k_scale"),
+        ((0.5, [1.0, 2.0]), "checkpoint.k_scale"),
+        (([1.0] * 3, [1.0] * 3), "layout.groups[0].key_scales"),
+        ((0.5, -1.0), "layout.groups[0].key_scales"),
+    ],
+)
+def test_scales_that_do_not_fit_are_named(
+    tmp_path: Path, values: tuple[object, ...], field: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        layout_from_hf(write(tmp_path, *values), kv_dtype="float8_e4m3fn")
+    assert caught.value.field == field
+
+
+def with_header(tensor: object) -> bytes:
+    header = json.dumps({NAME.format(0, "k"): tensor}).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 16,
+        (4).to_bytes(8, "little") + b"oops",
+        (2).to_bytes(8, "little") + b"[]",
+        with_header({"dtype": "F32", "data_offsets": [0, 4]}),
+        with_header({"dtype": "F32", "data_offsets": [0, 2**40]}),
+        with_header({"dtype": "F32", "data_offsets": [4, 0]}),
+        with_header({"dtype": "F32"}),
+        with_header(7),
+        with_header({"dtype": "F8_E8M0", "data_offsets": [0, 4]}) + bytes(4),
+        with_header({"dtype": "F32", "data_offsets": [0, 3]}) + bytes(3),
+    ],
+)
+def test_a_file_that_is_malformed_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(InvalidRequestError, match=r"model\.safetensors is no safetensors file"):
+        scales_from_hf(tmp_path, 2)
