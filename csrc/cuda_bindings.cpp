@@ -10,6 +10,7 @@
 #include "tensor_view.h"
 
 #if defined(KVPLANE_EMULATED)
+#include "cuda/launch.h"
 #include "emulator.h"
 #define KVPLANE_MODULE kvplane_emulated
 #else
@@ -135,6 +136,10 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
   m.def("device_count", &device_count);
 #if defined(KVPLANE_EMULATED)
   m.def("set_seed", &emulator::set_seed, arg("seed"));
+  m.def("num_launches", [] { return num_launches; });
+  m.def(
+      "set_host_memory_is_mapped", [](bool mapped) { host_memory_is_mapped = mapped; },
+      arg("mapped"));
 #endif
   m.def("reshape_and_cache", &bind_reshape_and_cache, release_gil(), py::kw_only(), arg("key"),
         arg("value"), arg("pages"), arg("scales"), arg("slots"), arg("faults"), arg("stream"));

@@ -2,6 +2,8 @@
 // device for them, nothing has to stay alive, and a graph may hold the launch.
 
 #include <algorithm>
+#include <initializer_list>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -15,14 +17,26 @@ namespace kvplane::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kChunkBytes = 16;
 constexpr int kChunksOfThread = 4;
-constexpr int64_t kBytesOfBlock = int64_t{kThreads} * kChunksOfThread * kChunkBytes;
+constexpr int64_t kBytesOfBlock = int64_t{kThreads} * kChunksOfThread * 16;
 constexpr int64_t kMaxParts = 1024;  // that the bytes of one copy are cut into
 constexpr int kIdsOfLaunch = 224;    // parameters are limited to 4 KiB
 
-struct alignas(kChunkBytes) Chunk {
+// A copy by the copy engine costs the host about 2 us, in which a link of 64 GB/s (PCIe 5.0, 16
+// lanes) moves 128 KiB. Smaller pieces leave the link idle between them, so that a kernel moves
+// those. To be tuned on hardware.
+constexpr int64_t kMinBytesOfEngine = 128 << 10;
+// Blocks of threads that keep the link busy: 2 us of 64 GB/s are 8 times what one has on its way.
+// No more, since attention runs beside a swap.
+constexpr int64_t kBlocksOfLink = 32;
+
+// What a thread moves at once: 16 bytes where addresses and sizes allow it, which the blocks of a
+// pool do; else 8, else 1.
+struct alignas(16) Chunk16 {
   uint32_t words[4];
+};
+struct alignas(8) Chunk8 {
+  uint32_t words[2];
 };
 
 struct Pair {
@@ -30,6 +44,7 @@ struct Pair {
 };
 
 struct Pairs {
+  int32_t count;
   Pair pair[kIdsOfLaunch];
 };
 
@@ -40,16 +55,13 @@ struct Ids {
 
 // A block of threads' share of a copy. A thread loads several chunks before it stores the first, so
 // that enough bytes are on their way.
-__device__ void copy_part(char* to, const char* from, int64_t bytes, bool in_chunks) {
+template <typename Chunk>
+__device__ void copy_part(char* to, const char* from, int64_t bytes) {
   const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t step = int64_t{gridDim.x} * kThreads;
-  if (!in_chunks) {
-    for (int64_t i = first; i < bytes; i += step) to[i] = from[i];
-    return;
-  }
   const Chunk* source = reinterpret_cast<const Chunk*>(from);
   Chunk* destination = reinterpret_cast<Chunk*>(to);
-  const int64_t num_chunks = bytes / kChunkBytes;
+  const int64_t num_chunks = bytes / static_cast<int64_t>(sizeof(Chunk));
   for (int64_t i = first; i < num_chunks; i += kChunksOfThread * step) {
     Chunk chunks[kChunksOfThread];
 #pragma unroll
@@ -63,29 +75,39 @@ __device__ void copy_part(char* to, const char* from, int64_t bytes, bool in_chu
   }
 }
 
-__global__ void copy_pairs(CopyBlocksParams p, Pairs pairs, bool in_chunks) {
-  const Pair pair = pairs.pair[blockIdx.y];
-  copy_part(p.destination + pair.to * p.destination_block_bytes,
-            p.source + pair.from * p.source_block_bytes, p.copy_bytes, in_chunks);
+template <typename Chunk>
+__global__ void copy_pairs(CopyBlocksParams p, Pairs pairs) {
+  for (int32_t i = static_cast<int32_t>(blockIdx.y); i < pairs.count;
+       i += static_cast<int32_t>(gridDim.y)) {
+    copy_part<Chunk>(p.destination + pairs.pair[i].to * p.destination_block_bytes,
+                     p.source + pairs.pair[i].from * p.source_block_bytes, p.copy_bytes);
+  }
 }
 
-template <bool kIntoPool>
-__global__ void copy_pages(PackBlocksParams p, Ids ids, bool in_chunks) {
+template <bool kIntoPool, typename Chunk>
+__global__ void copy_pages(PackBlocksParams p, Ids ids) {
   char* pool = p.pool + ids.block[blockIdx.y] * p.block_bytes;
   for (int64_t layer = 0; layer < p.num_layers; ++layer) {
     char* page = pool + layer * p.page_bytes;
     char* canonical = p.blocks + (layer * p.num_block_ids + ids.index[blockIdx.y]) * p.page_bytes;
-    copy_part(kIntoPool ? page : canonical, kIntoPool ? canonical : page, p.page_bytes, in_chunks);
+    copy_part<Chunk>(kIntoPool ? page : canonical, kIntoPool ? canonical : page, p.page_bytes);
   }
 }
 
 int64_t parts_of(int64_t bytes) { return std::min(div_ceil(bytes, kBytesOfBlock), kMaxParts); }
 
-bool in_chunks(const void* a, const void* b, int64_t x, int64_t y, int64_t z) {
-  return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) |
-          static_cast<uintptr_t>(x | y | z)) %
-             kChunkBytes ==
-         0;
+// Calls `run` with a chunk that all these addresses, strides and sizes are multiples of.
+template <typename Run>
+void with_chunk(std::initializer_list<int64_t> numbers, const Run& run) {
+  int64_t bits = 0;
+  for (const int64_t number : numbers) bits |= number;
+  if (bits % 16 == 0) return run(Chunk16{});
+  if (bits % 8 == 0) return run(Chunk8{});
+  return run(char{});
+}
+
+int64_t number_of(const void* address) {
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(address));
 }
 
 void check_pairs(const CopyBlocksParams& p) {
@@ -119,6 +141,67 @@ std::vector<std::vector<Pair>> waves_of(const CopyBlocksParams& p) {
   return waves;
 }
 
+// Copies pairs of which none writes what another reads or writes, in as many launches as they need.
+// max_blocks: of threads, at once; 0: as many as there is work for.
+void launch_pairs(const CopyBlocksParams& p, const std::vector<Pair>& all, int64_t max_blocks,
+                  const Context& context) {
+  const auto run = [&](auto chunk) {
+    for (size_t first = 0; first < all.size(); first += kIdsOfLaunch) {
+      Pairs pairs = {};
+      pairs.count = static_cast<int32_t>(std::min<size_t>(kIdsOfLaunch, all.size() - first));
+      std::copy_n(all.begin() + static_cast<std::ptrdiff_t>(first), pairs.count, pairs.pair);
+      Grid grid = {parts_of(p.copy_bytes), pairs.count};
+      if (max_blocks > 0) {
+        grid.x = std::min(grid.x, max_blocks);
+        grid.y = std::min(grid.y, div_ceil(max_blocks, grid.x));
+      }
+      launch(&copy_pairs<decltype(chunk)>, grid, kThreads, 0, context.stream, p, pairs);
+    }
+  };
+  with_chunk({number_of(p.source), number_of(p.destination), p.source_block_bytes,
+              p.destination_block_bytes, p.copy_bytes},
+             run);
+}
+
+// Of pairs between pools that share no byte, only the last one into a block counts: these, by where
+// they go. So neighbours stand side by side.
+std::vector<Pair> last_pairs_of(const CopyBlocksParams& p) {
+  std::vector<Pair> pairs;
+  pairs.reserve(static_cast<size_t>(p.num_pairs));
+  for (int64_t i = 0; i < p.num_pairs; ++i) pairs.push_back({p.pairs[2 * i], p.pairs[2 * i + 1]});
+  const auto before = [](const Pair& a, const Pair& b) { return a.to < b.to; };
+  if (!std::is_sorted(pairs.begin(), pairs.end(), before)) {
+    std::stable_sort(pairs.begin(), pairs.end(), before);
+  }
+  size_t count = 0;
+  for (const Pair& pair : pairs) {
+    if (count > 0 && pairs[count - 1].to == pair.to) --count;
+    pairs[count++] = pair;
+  }
+  pairs.resize(count);
+  return pairs;
+}
+
+bool overlap(const CopyBlocksParams& p) {
+  const auto end = [&](const char* data, int64_t num_blocks, int64_t block_bytes) {
+    return data + (num_blocks - 1) * block_bytes + p.copy_bytes;
+  };
+  return p.source < end(p.destination, p.destination_num_blocks, p.destination_block_bytes) &&
+         p.destination < end(p.source, p.source_num_blocks, p.source_block_bytes);
+}
+
+// The same copies with addresses that a kernel can use; none when there are no such.
+std::optional<CopyBlocksParams> on_device(CopyBlocksParams p) {
+  const auto mapped = [&](const char* data, int64_t num_blocks, int64_t block_bytes) {
+    return static_cast<char*>(
+        device_address(data, static_cast<size_t>((num_blocks - 1) * block_bytes + p.copy_bytes)));
+  };
+  p.source = mapped(p.source, p.source_num_blocks, p.source_block_bytes);
+  p.destination = mapped(p.destination, p.destination_num_blocks, p.destination_block_bytes);
+  if (p.source == nullptr || p.destination == nullptr) return std::nullopt;
+  return p;
+}
+
 template <bool kIntoPool>
 void pack(const PackBlocksParams& p, const Context& context) {
   for (int64_t i = 0; i < p.num_block_ids; ++i) {
@@ -131,17 +214,19 @@ void pack(const PackBlocksParams& p, const Context& context) {
   for (int64_t i = p.num_block_ids - 1; i >= 0; --i) {
     if (!kIntoPool || written.insert(p.block_ids[i]).second) indices.push_back(i);
   }
-  const bool chunks = in_chunks(p.pool, p.blocks, p.block_bytes, p.page_bytes, 0);
-  for (size_t first = 0; first < indices.size(); first += kIdsOfLaunch) {
-    const size_t count = std::min<size_t>(kIdsOfLaunch, indices.size() - first);
-    Ids ids = {};
-    for (size_t i = 0; i < count; ++i) {
-      ids.index[i] = indices[first + i];
-      ids.block[i] = p.block_ids[ids.index[i]];
+  const auto run = [&](auto chunk) {
+    for (size_t first = 0; first < indices.size(); first += kIdsOfLaunch) {
+      const size_t count = std::min<size_t>(kIdsOfLaunch, indices.size() - first);
+      Ids ids = {};
+      for (size_t i = 0; i < count; ++i) {
+        ids.index[i] = indices[first + i];
+        ids.block[i] = p.block_ids[ids.index[i]];
+      }
+      const Grid grid = {parts_of(p.page_bytes), static_cast<int64_t>(count)};
+      launch(&copy_pages<kIntoPool, decltype(chunk)>, grid, kThreads, 0, context.stream, p, ids);
     }
-    const Grid grid = {parts_of(p.page_bytes), static_cast<int64_t>(count)};
-    launch(&copy_pages<kIntoPool>, grid, kThreads, 0, context.stream, p, ids, chunks);
-  }
+  };
+  with_chunk({number_of(p.pool), number_of(p.blocks), p.block_bytes, p.page_bytes}, run);
 }
 
 }  // namespace
@@ -149,35 +234,50 @@ void pack(const PackBlocksParams& p, const Context& context) {
 void copy_blocks(const CopyBlocksParams& p, const Context& context) {
   check_pairs(p);
   if (p.copy_bytes == 0) return;
-  const bool chunks = in_chunks(p.source, p.destination, p.source_block_bytes,
-                                p.destination_block_bytes, p.copy_bytes);
-  for (const std::vector<Pair>& wave : waves_of(p)) {
-    for (size_t first = 0; first < wave.size(); first += kIdsOfLaunch) {
-      const size_t count = std::min<size_t>(kIdsOfLaunch, wave.size() - first);
-      Pairs pairs = {};
-      std::copy_n(wave.begin() + static_cast<std::ptrdiff_t>(first), count, pairs.pair);
-      const Grid grid = {parts_of(p.copy_bytes), static_cast<int64_t>(count)};
-      launch(&copy_pairs, grid, kThreads, 0, context.stream, p, pairs, chunks);
-    }
-  }
+  for (const std::vector<Pair>& wave : waves_of(p)) launch_pairs(p, wave, 0, context);
 }
 
 void swap_blocks(const CopyBlocksParams& p, const Context& context) {
   check_pairs(p);
-  if (p.copy_bytes == 0) return;
-  for (int64_t i = 0, end; i < p.num_pairs; i = end) {
-    const int64_t* pairs = p.pairs;
+  if (p.copy_bytes == 0 || p.num_pairs == 0) return;
+  const auto by_engine = [&](const Pair& first, int64_t num_blocks) {
+    copy_rows(p.destination + first.to * p.destination_block_bytes,
+              static_cast<size_t>(p.destination_block_bytes),
+              p.source + first.from * p.source_block_bytes,
+              static_cast<size_t>(p.source_block_bytes), static_cast<size_t>(p.copy_bytes),
+              static_cast<size_t>(num_blocks), context.stream);
+  };
+  if (overlap(p)) {
+    for (int64_t i = 0; i < p.num_pairs; ++i) by_engine({p.pairs[2 * i], p.pairs[2 * i + 1]}, 1);
+    return;
+  }
+  // Small runs wait for the kernel; whether it can have them is asked when there is one.
+  const bool runs_are_whole =
+      p.copy_bytes == p.source_block_bytes && p.copy_bytes == p.destination_block_bytes;
+  const std::vector<Pair> pairs = last_pairs_of(p);
+  std::vector<Pair> small;
+  std::optional<CopyBlocksParams> reachable;
+  bool asked = false;
+  for (size_t i = 0, end; i < pairs.size(); i = end) {
     end = i + 1;
-    while (end < p.num_pairs && pairs[2 * end] == pairs[2 * end - 2] + 1 &&
-           pairs[2 * end + 1] == pairs[2 * end - 1] + 1) {
+    while (end < pairs.size() && pairs[end].to == pairs[end - 1].to + 1 &&
+           pairs[end].from == pairs[end - 1].from + 1) {
       ++end;
     }
-    copy_rows(p.destination + pairs[2 * i + 1] * p.destination_block_bytes,
-              static_cast<size_t>(p.destination_block_bytes),
-              p.source + pairs[2 * i] * p.source_block_bytes,
-              static_cast<size_t>(p.source_block_bytes), static_cast<size_t>(p.copy_bytes),
-              static_cast<size_t>(end - i), context.stream);
+    const int64_t num_blocks = static_cast<int64_t>(end - i);
+    const bool is_small = p.copy_bytes * (runs_are_whole ? num_blocks : 1) < kMinBytesOfEngine;
+    if (is_small && !asked) {
+      reachable = on_device(p);
+      asked = true;
+    }
+    if (is_small && reachable) {
+      small.insert(small.end(), pairs.begin() + static_cast<std::ptrdiff_t>(i),
+                   pairs.begin() + static_cast<std::ptrdiff_t>(end));
+    } else {
+      by_engine(pairs[i], num_blocks);
+    }
   }
+  if (!small.empty()) launch_pairs(*reachable, small, kBlocksOfLink, context);
 }
 
 void gather_blocks(const PackBlocksParams& p, const Context& context) { pack<false>(p, context); }

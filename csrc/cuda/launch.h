@@ -23,10 +23,16 @@ struct Grid {
 
 inline int num_devices() { return 1; }
 
+// What tests ask and tell: how many launches there were, and whether a kernel can reach memory of
+// the host, as it can pinned memory and no other.
+inline int64_t num_launches = 0;
+inline bool host_memory_is_mapped = true;
+
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), Grid grid, int num_threads, size_t shared_bytes, Stream,
             const Arguments&... arguments) {
   if (grid.x == 0 || grid.y == 0) return;
+  ++num_launches;
   emulator::launch({static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), 1},
                    {static_cast<unsigned>(num_threads), 1, 1}, shared_bytes,
                    [&] { kernel(arguments...); });
@@ -44,6 +50,10 @@ inline void copy_rows(void* destination, size_t destination_stride, const void* 
     std::memmove(static_cast<char*>(destination) + i * destination_stride,
                  static_cast<const char*>(source) + i * source_stride, row_bytes);
   }
+}
+
+inline void* device_address(const void* data, size_t) {
+  return host_memory_is_mapped ? const_cast<void*>(data) : nullptr;
 }
 
 #else
@@ -119,6 +129,27 @@ int64_t resident_blocks(int num_threads, size_t shared_bytes) {
   const int64_t resident = int64_t{num_multiprocessors} * (num_blocks > 0 ? num_blocks : 1);
   if (device < kMaxDevices) known[device] = resident;
   return resident;
+}
+
+// The address by which a kernel of the current device reaches all of [data, data + bytes): the
+// device's own memory, and pinned memory of the host. Null for any other.
+inline void* device_address(const void* data, size_t bytes) {
+  const auto address_of = [](const void* address) -> char* {
+    cudaPointerAttributes attributes = {};
+    check(cudaPointerGetAttributes(&attributes, address), "cudaPointerGetAttributes");
+    // Where the system lets a GPU read any memory, page by page, that is not meant.
+    if (attributes.type == cudaMemoryTypeUnregistered) return nullptr;
+    if (attributes.type == cudaMemoryTypeDevice) {
+      int device = 0;
+      check(cudaGetDevice(&device), "cudaGetDevice");
+      if (attributes.device != device) return nullptr;
+    }
+    return static_cast<char*>(attributes.devicePointer);
+  };
+  char* first = address_of(data);
+  if (first == nullptr || bytes == 0) return first;
+  const char* last = address_of(static_cast<const char*>(data) + bytes - 1);
+  return last == first + bytes - 1 ? first : nullptr;
 }
 
 // Between any two of device, pinned host and pageable host memory, in the stream's order.

@@ -39,7 +39,7 @@ void paged_attention(const PagedAttentionParams& params, const AttentionOptions&
                      const Context& context);
 // Inside one device: a kernel. In order: a later pair sees what an earlier one wrote.
 void copy_blocks(const CopyBlocksParams& params, const Context& context);
-// Between device and host: runs of neighbours are one copy. In order.
+// Between device and host: what is large by the copy engines, the rest by a kernel. In order.
 void swap_blocks(const CopyBlocksParams& params, const Context& context);
 void gather_blocks(const PackBlocksParams& params, const Context& context);
 void scatter_blocks(const PackBlocksParams& params, const Context& context);

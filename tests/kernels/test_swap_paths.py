@@ -1,0 +1,188 @@
+"""Swaps by the copy engine and by the kernel that reaches pinned memory give the same blocks.
+
+The emulator says how many kernels were launched, and can be told that host memory is not mapped.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from emulated_build import emulated_module
+
+from data_plane.device_kernels import DeviceKernels
+from kvplane.errors import InvalidRequestError
+
+ENGINE_BYTES = 128 << 10  # kMinBytesOfEngine of csrc/cuda/blocks.cu
+MAPPED = (True, False)
+
+
+@pytest.fixture
+def native() -> Iterator[ModuleType]:
+    module = emulated_module()
+    module.set_seed(0)
+    yield module
+    module.set_host_memory_is_mapped(True)
+
+
+class Pool:
+    """Blocks of any number of bytes, with room between them and before the first."""
+
+    def __init__(self, num_blocks: int, block_bytes: int, room: int = 0, shift: int = 0) -> None:
+        self.stride = block_bytes + room
+        self.whole = torch.randint(256, (shift + num_blocks * self.stride,), dtype=torch.uint8)
+        self.blocks = self.whole[shift:].view(num_blocks, self.stride)
+        self.block_bytes = block_bytes
+
+    def copy(self, start: int, num_blocks: int) -> torch.Tensor:
+        return self.blocks[start : start + num_blocks, : self.block_bytes].clone()
+
+
+def swap(native: ModuleType, source: Pool, destination: Pool, pairs: torch.Tensor) -> int:
+    """Returns how many kernels it took."""
+    before = native.num_launches()
+    native.swap_blocks(
+        source=source.blocks.data_ptr(),
+        destination=destination.blocks.data_ptr(),
+        pairs=pairs.data_ptr(),
+        num_pairs=len(pairs),
+        source_num_blocks=len(source.blocks),
+        destination_num_blocks=len(destination.blocks),
+        source_block_bytes=source.stride,
+        destination_block_bytes=destination.stride,
+        copy_bytes=source.block_bytes,
+        stream=0,
+    )
+    return int(native.num_launches() - before)
+
+
+def swap_one_by_one(source: Pool, destination: Pool, pairs: torch.Tensor) -> torch.Tensor:
+    """What the destination's memory must hold afterwards, done on a copy."""
+    before = destination.whole.clone()
+    for from_block, to_block in pairs.tolist():
+        destination.blocks[to_block, : destination.block_bytes] = source.copy(from_block, 1)[0]
+    expected = destination.whole.clone()
+    destination.whole.copy_(before)
+    return expected
+
+
+def random_pairs(rng: random.Random, num_from: int, num_to: int) -> torch.Tensor:
+    """Runs of neighbours among scattered pairs; blocks are read and written more than once."""
+    pairs: list[tuple[int, int]] = []
+    for _ in range(rng.randrange(1, 9)):
+        length = rng.choice((1, 1, 2, 5))
+        start, to = rng.randrange(num_from - length), rng.randrange(num_to - length)
+        pairs += [(start + i, to + i) for i in range(length)]
+    rng.shuffle(pairs)
+    return torch.tensor(pairs)
+
+
+@pytest.mark.parametrize("mapped", MAPPED)
+@pytest.mark.parametrize("seed", range(24))
+def test_random_swaps_give_what_one_by_one_gives(
+    native: ModuleType, seed: int, mapped: bool
+) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    native.set_host_memory_is_mapped(mapped)
+    # 40 KiB: a run of four or more is the copy engine's, the others are the kernel's.
+    block_bytes = rng.choice((1, 7, 8, 24, 16, 256, 4096 + 8, 40 << 10))
+    num_from, num_to = rng.randrange(6, 30), rng.randrange(6, 30)
+    source = Pool(num_from, block_bytes, rng.choice((0, 0, 8, 3)), rng.choice((0, 0, 8, 1)))
+    destination = Pool(num_to, block_bytes, rng.choice((0, 0, 16)), rng.choice((0, 0, 8)))
+    pairs = random_pairs(rng, num_from, num_to)
+    expected = swap_one_by_one(source, destination, pairs)
+    source_before = source.whole.clone()
+    num_launches = swap(native, source, destination, pairs)
+    assert torch.equal(destination.whole, expected)
+    assert torch.equal(source.whole, source_before)
+    if not mapped:
+        assert num_launches == 0
+    elif block_bytes < ENGINE_BYTES // len(pairs):
+        assert num_launches == 1
+
+
+def test_the_path_depends_on_the_bytes_of_a_run(native: ModuleType) -> None:
+    block_bytes = ENGINE_BYTES // 4
+    scattered = torch.tensor([[0, 1], [2, 3], [4, 5]])
+    for pairs, num_kernels in (
+        (scattered, 1),
+        (torch.tensor([[0, 1], [1, 2], [2, 3]]), 1),
+        (torch.tensor([[3, 4], [1, 2], [0, 1], [2, 3]]), 0),  # Neighbours, once put in order.
+        (torch.tensor([[0, 1], [1, 2], [2, 3], [3, 4], [9, 9]]), 1),
+    ):
+        source, destination = Pool(10, block_bytes), Pool(10, block_bytes)
+        expected = swap_one_by_one(source, destination, pairs)
+        assert swap(native, source, destination, pairs) == num_kernels
+        assert torch.equal(destination.whole, expected)
+    one_large = Pool(10, ENGINE_BYTES), Pool(10, ENGINE_BYTES)
+    assert swap(native, *one_large, scattered) == 0
+    # With room between the blocks a run is no single piece.
+    apart = Pool(10, block_bytes, 16), Pool(10, block_bytes)
+    assert swap(native, *apart, torch.tensor([[0, 0], [1, 1], [2, 2], [3, 3]])) == 1
+
+
+def test_many_small_blocks_take_few_launches(native: ModuleType) -> None:
+    source, destination = Pool(700, 48), Pool(700, 48)
+    pairs = torch.stack((torch.randperm(700), torch.randperm(700)), dim=1)
+    expected = swap_one_by_one(source, destination, pairs)
+    assert swap(native, source, destination, pairs) == -(-700 // 224)
+    assert torch.equal(destination.whole, expected)
+
+
+@pytest.mark.parametrize("mapped", MAPPED)
+def test_the_last_of_several_pairs_into_a_block_stays(native: ModuleType, mapped: bool) -> None:
+    native.set_host_memory_is_mapped(mapped)
+    source, destination = Pool(4, 64), Pool(4, 64)
+    swap(native, source, destination, torch.tensor([[0, 2], [3, 2], [1, 2], [0, 1]]))
+    assert torch.equal(destination.blocks[2], source.blocks[1])
+    assert torch.equal(destination.blocks[1], source.blocks[0])
+
+
+@pytest.mark.parametrize("mapped", MAPPED)
+def test_inside_one_pool_a_later_pair_reads_what_an_earlier_one_wrote(
+    native: ModuleType, mapped: bool
+) -> None:
+    native.set_host_memory_is_mapped(mapped)
+    pool = Pool(5, 64)
+    first = pool.copy(0, 1)[0]
+    assert swap(native, pool, pool, torch.tensor([[0, 1], [1, 2], [2, 4]])) == 0
+    assert torch.equal(pool.blocks[4], first)
+
+
+@pytest.mark.parametrize("mapped", MAPPED)
+@pytest.mark.parametrize("bad", ([5, 0], [0, 5], [-1, 0], [0, -1]), ids=str)
+def test_a_bad_id_is_refused_before_anything_is_written(
+    native: ModuleType, bad: list[int], mapped: bool
+) -> None:
+    native.set_host_memory_is_mapped(mapped)
+    source, destination = torch.randn(2, 5, 1, 2, 1, 4, 8).unbind()
+    before = destination.clone()
+    kernels = DeviceKernels(native, torch.device("cpu"))
+    with pytest.raises(InvalidRequestError) as caught:
+        kernels.swap_blocks(source, destination, torch.tensor([[0, 1], [2, 3], bad]))
+    assert caught.value.field is not None and caught.value.field.startswith("pairs[2, ")
+    assert torch.equal(destination, before)
+
+
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2), ids=str)
+def test_fp8_blocks_with_room_of_8_bytes_between_them_are_copied(
+    native: ModuleType, dtype: torch.dtype
+) -> None:
+    shape = (2, 2, 1, 3, 8)  # 96 bytes; the next block begins 104 bytes on
+    room = torch.randint(120, (7, 104), dtype=torch.uint8)
+    pool = room[:, :96].view(dtype).unflatten(1, shape)
+    kernels = DeviceKernels(native, torch.device("cpu"))
+    expected = room.clone()
+    expected[[5, 6], :96] = room[[1, 2], :96]
+    kernels.copy_blocks(pool, torch.tensor([[1, 5], [2, 6]]))
+    assert torch.equal(room, expected)
+    ids = torch.tensor([6, 0, 3])
+    blocks = kernels.gather_blocks(pool, ids)
+    other = torch.zeros_like(room)
+    kernels.scatter_blocks(other[:, :96].view(dtype).unflatten(1, shape), ids, blocks)
+    assert torch.equal(other[ids, :96], room[ids, :96])
+    assert not other[[1, 2, 4, 5]].any() and not other[:, 96:].any()
