@@ -5,7 +5,11 @@ Arguments and results are those of ``data_plane.kernels``.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
+
+FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def paged_attention(
@@ -18,6 +22,8 @@ def paged_attention(
     scale: float,
     sliding_window_tokens: int = 0,
     alibi_slopes: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output and the logarithms of the sums of exponentials, both of ``dtype``."""
@@ -30,8 +36,8 @@ def paged_attention(
             pages, block_tables[s], context_len, sliding_window_tokens, rows.shape[0]
         )
         num_groups = rows.shape[1] // pages.shape[2]
-        key = key.to(dtype).repeat_interleave(num_groups, dim=0)
-        value = value.to(dtype).repeat_interleave(num_groups, dim=0)
+        key = scaled(key, key_scales).to(dtype).repeat_interleave(num_groups, dim=0)
+        value = scaled(value, value_scales).to(dtype).repeat_interleave(num_groups, dim=0)
         scores = torch.einsum("qhd,hkd->hqk", rows.to(dtype), key) * scale
         last = torch.arange(context_len - rows.shape[0], context_len)[:, None]
         distance = torch.arange(context_len)[None, :] - last
@@ -63,12 +69,38 @@ def gather(
     return key, value
 
 
+def scaled(stored: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """What stored numbers, [num_kv_heads, ...], stand for."""
+    if scales is None:
+        return stored
+    return stored.double() * scales.double().view(-1, 1, 1)
+
+
 def reshape_and_cache(
-    key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> None:
     """Writes each token's key and value into its slot."""
+    key = rounded(key, key_scales, pages.dtype)
+    value = rounded(value, value_scales, pages.dtype)
     for i, slot in enumerate(slots.tolist()):
         if slot >= 0:
             block, offset = divmod(slot, pages.shape[3])
-            pages[block, 0, :, offset] = key[i].to(pages.dtype)
-            pages[block, 1, :, offset] = value[i].to(pages.dtype)
+            pages[block, 0, :, offset] = key[i]
+            pages[block, 1, :, offset] = value[i]
+
+
+def rounded(numbers: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """[num_tokens, num_kv_heads, head_size] as pages hold it. fp8 saturates; its NaN is 0x7F."""
+    if dtype not in FP8:
+        return numbers.to(dtype)
+    numbers = numbers.float()
+    if scales is not None:
+        numbers = numbers / scales.view(-1, 1)
+    largest = torch.finfo(dtype).max
+    numbers = torch.where(numbers.isnan(), torch.nan, numbers.clamp(-largest, largest))
+    return numbers.to(dtype)

@@ -59,6 +59,8 @@ class DeviceBackend:
         scale: float,
         sliding_window_tokens: int = 0,
         alibi_slopes: torch.Tensor | None = None,
+        key_scales: torch.Tensor | None = None,
+        value_scales: torch.Tensor | None = None,
         num_threads: int = 0,
         return_lse: bool = False,
         max_query_len: int = 0,
@@ -72,7 +74,9 @@ class DeviceBackend:
             self._there(context_lens),
             scale=scale,
             sliding_window_tokens=sliding_window_tokens,
-            alibi_slopes=None if alibi_slopes is None else self._there(alibi_slopes),
+            alibi_slopes=self._there_or_none(alibi_slopes),
+            key_scales=self._there_or_none(key_scales),
+            value_scales=self._there_or_none(value_scales),
             lse=lse,
             max_query_len=max_query_len,
         )
@@ -80,11 +84,23 @@ class DeviceBackend:
         return (out.cpu(), lse.cpu()) if return_lse else out.cpu()
 
     def reshape_and_cache(
-        self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        key_scales: torch.Tensor | None = None,
+        value_scales: torch.Tensor | None = None,
     ) -> None:
         there = self._there(pages)
         self.kernels.reshape_and_cache(
-            self._there(key), self._there(value), there, self._there(slots)
+            self._there(key),
+            self._there(value),
+            there,
+            self._there(slots),
+            key_scales=self._there_or_none(key_scales),
+            value_scales=self._there_or_none(value_scales),
         )
         self.kernels.check_faults()
         self._back(there, pages)
@@ -120,6 +136,9 @@ class DeviceBackend:
         room = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         whole = tensor.as_strided((room,), (1,)).to(self.device)
         return whole.as_strided(tensor.shape, tensor.stride())
+
+    def _there_or_none(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else self._there(tensor)
 
     def _back(self, there: torch.Tensor, tensor: torch.Tensor) -> None:
         if self.device.type != "cpu":

@@ -1,20 +1,23 @@
 """Batches to run the kernels on, and what a right answer is.
 
 Every slot that a kernel must not read holds NaN and every unused table entry is -1: to read one
-spoils the answer or is refused.
+spoils the answer or is refused. Scales of fp8 pages differ much between heads, and between keys and
+values, so that a wrong one shows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
 from data_plane import kernels, reference
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_INTEGERS = {4: torch.int32, 2: torch.int16}
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # of pages only
+_INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,11 @@ class Case:
     alibi: bool = False
     table_dtype: torch.dtype = torch.int64
     seed: int = 0
+    scales: Literal[None, "tensor", "head"] = None  # of fp8 pages only
 
     def __str__(self) -> str:
         dtypes = f"{self.dtype}-{self.pages_dtype or self.dtype}".replace("torch.", "")
+        dtypes += f"-{self.scales}" if self.scales else ""
         lens = "+".join(f"{q}/{c}" for q, c in self.lens[:6])
         shape = f"h{self.heads[0]}/{self.heads[1]}-d{self.head_size}-b{self.block_size}"
         options = f"-w{self.window}" * (self.window > 0) + "-alibi" * self.alibi
@@ -55,6 +60,19 @@ class Batch:
     key: torch.Tensor  # [num_context_tokens, num_kv_heads, head_size], all sequences'
     value: torch.Tensor
     slots: torch.Tensor  # [num_context_tokens]
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+
+    def write(self) -> None:
+        """Puts the keys and values into the pages, by the kernel."""
+        kernels.reshape_and_cache(
+            self.key,
+            self.value,
+            self.pages,
+            self.slots,
+            key_scales=self.key_scales,
+            value_scales=self.value_scales,
+        )
 
     def attend(self, *, num_threads: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """The kernel's output and lse."""
@@ -67,6 +85,8 @@ class Batch:
             scale=self.scale,
             sliding_window_tokens=self.window,
             alibi_slopes=self.alibi_slopes,
+            key_scales=self.key_scales,
+            value_scales=self.value_scales,
             num_threads=num_threads,
             return_lse=True,
         )
@@ -74,7 +94,8 @@ class Batch:
     def oracle(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """The same, computed by torch in ``dtype`` on pages that the oracle wrote."""
         pages = torch.full_like(self.pages, torch.nan)
-        reference.reshape_and_cache(self.key, self.value, pages, self.slots)
+        scales = (self.key_scales, self.value_scales)
+        reference.reshape_and_cache(self.key, self.value, pages, self.slots, *scales)
         return reference.paged_attention(
             self.query,
             pages,
@@ -84,8 +105,16 @@ class Batch:
             scale=self.scale,
             sliding_window_tokens=self.window,
             alibi_slopes=self.alibi_slopes,
+            key_scales=self.key_scales,
+            value_scales=self.value_scales,
             dtype=dtype,
         )
+
+    def unquantised(self) -> torch.Tensor:
+        """The output in float64, of keys and values that were never rounded to fp8."""
+        pages = self.pages.to(self.query.dtype)
+        exact = replace(self, pages=pages, key_scales=None, value_scales=None)
+        return exact.oracle(torch.float64)[0]
 
     def only(self, sequences: list[int]) -> Batch:
         """The batch of just these sequences, in this order, on the same pages."""
@@ -121,6 +150,11 @@ def build(case: Case) -> Batch:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=rng).to(case.dtype)
 
+    def scales() -> torch.Tensor | None:
+        """Of numbers near 1, so that e4m3 is used up to its largest; None = 1."""
+        count = {None: 0, "tensor": 1, "head": num_kv_heads}[case.scales]
+        return 0.008 * 4 ** torch.rand(count, generator=rng) if count else None
+
     batch = Batch(
         query=normal(sum(q for q, _ in case.lens), num_heads, case.head_size),
         pages=torch.full(
@@ -137,8 +171,10 @@ def build(case: Case) -> Batch:
         key=normal(tokens, num_kv_heads, case.head_size),
         value=normal(tokens, num_kv_heads, case.head_size),
         slots=torch.cat(slots),
+        key_scales=scales(),
+        value_scales=scales(),
     )
-    kernels.reshape_and_cache(batch.key, batch.value, batch.pages, batch.slots)
+    batch.write()
     return batch
 
 
@@ -176,3 +212,14 @@ def assert_as_exact_as_torch(case: Case) -> None:
         f"torch is off by at most {torch_error}"
     )
     torch.testing.assert_close(lse.double(), exact_lse, rtol=2e-6, atol=5e-6)
+
+
+def assert_as_exact_as_8_bits(case: Case) -> None:
+    """Against numbers that were never rounded to fp8: at most four times torch's error with fp8."""
+    batch = build(case)
+    exact = batch.unquantised()
+    rounded, _ = batch.oracle(case.dtype)
+    torch_error = (rounded.double() - exact).abs().max()
+    out, _ = batch.attend()
+    assert not out.isnan().any()
+    assert (out.double() - exact).abs().max() <= 4 * torch_error
