@@ -1,0 +1,124 @@
+"""Types of the CUDA module, which is there where the package was built with KVPLANE_CUDA.
+
+As in ``_native``: addresses are integers (0: null), strides count elements, and IndexError is raised
+before anything is written. ``stream`` is a cudaStream_t as a number; nothing is waited for. Tensors
+are on the current device, but ``pairs`` and ``block_ids``, which the host reads before the call
+returns. ``faults`` is an int32 on the device, in which a kernel sets the bits BAD_...
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+
+BAD_BLOCK_TABLES: int
+BAD_QUERY_STARTS: int
+BAD_CONTEXT_LENS: int
+BAD_SLOTS: int
+
+class Dtype(Enum):
+    FLOAT32 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
+    FLOAT8_E4M3 = 3
+    FLOAT8_E5M2 = 4
+
+class TensorView:
+    def __init__(
+        self, address: int, dtype: Dtype, shape: Sequence[int], strides: Sequence[int]
+    ) -> None: ...
+
+class ScalesView:
+    def __init__(self, key: int, value: int, key_stride: int, value_stride: int) -> None: ...
+
+def device_count() -> int: ...
+def reshape_and_cache(
+    *,
+    key: TensorView,
+    value: TensorView,
+    pages: TensorView,
+    scales: ScalesView,
+    slots: int,
+    faults: int,
+    stream: int,
+) -> None: ...
+def attention_workspace_bytes(
+    *,
+    query: TensorView,
+    pages: TensorView,
+    max_blocks: int,
+    num_sequences: int,
+    sliding_window_tokens: int,
+    split_tokens: int,
+) -> int: ...
+def paged_attention(
+    *,
+    query: TensorView,
+    out: int,
+    lse: int,
+    pages: TensorView,
+    scales: ScalesView,
+    block_tables: int,
+    wide_block_tables: bool,
+    max_blocks: int,
+    query_starts: int,
+    context_lens: int,
+    num_sequences: int,
+    alibi_slopes: int,
+    scale: float,
+    sliding_window_tokens: int,
+    max_query_len: int,
+    split_tokens: int,
+    workspace: int,
+    workspace_bytes: int,
+    faults: int,
+    stream: int,
+) -> None: ...
+def copy_blocks(
+    *,
+    source: int,
+    destination: int,
+    pairs: int,
+    num_pairs: int,
+    source_num_blocks: int,
+    destination_num_blocks: int,
+    source_block_bytes: int,
+    destination_block_bytes: int,
+    copy_bytes: int,
+    stream: int,
+) -> None: ...
+def swap_blocks(
+    *,
+    source: int,
+    destination: int,
+    pairs: int,
+    num_pairs: int,
+    source_num_blocks: int,
+    destination_num_blocks: int,
+    source_block_bytes: int,
+    destination_block_bytes: int,
+    copy_bytes: int,
+    stream: int,
+) -> None: ...
+def gather_blocks(
+    *,
+    pool: int,
+    blocks: int,
+    block_ids: int,
+    num_block_ids: int,
+    num_blocks: int,
+    num_layers: int,
+    block_bytes: int,
+    page_bytes: int,
+    stream: int,
+) -> None: ...
+def scatter_blocks(
+    *,
+    pool: int,
+    blocks: int,
+    block_ids: int,
+    num_block_ids: int,
+    num_blocks: int,
+    num_layers: int,
+    block_bytes: int,
+    page_bytes: int,
+    stream: int,
+) -> None: ...
