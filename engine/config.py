@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Final
 
 from kvplane.errors import InvalidRequestError
+from kvplane.layout import FP8_BYTES
 from kvplane.serving.logs import LEVELS
 from kvplane.serving.settings import setting
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 DTYPES: Final = ("float32", "bfloat16", "float16")
+KV_DTYPES: Final = (*DTYPES, *FP8_BYTES)
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,12 @@ class EngineConfig:
         "auto",
         choices=("auto", *DTYPES),
         help="Type of weights, queries, keys and values; auto takes the pool's.",
+    )
+    kv_dtype: str = setting(
+        "auto",
+        choices=("auto", *KV_DTYPES),
+        help="Type of keys and values as stored; auto takes the pool's, and where that is embedded"
+        " the type of the others.",
     )
     max_batch_tokens: int = setting(
         512, unit="tokens", minimum=1, help="Most tokens computed in one step."

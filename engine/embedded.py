@@ -32,6 +32,7 @@ class EmbeddedBackend:
                 model=config.model,
                 block_size_tokens=config.block_size_tokens,
                 dtype=dtype,
+                kv_dtype="" if config.kv_dtype == "auto" else config.kv_dtype,
                 num_device_blocks=config.num_device_blocks,
                 num_host_blocks=config.num_host_blocks,
                 num_threads=config.num_threads,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -203,14 +204,23 @@ def _core(
 
 
 def _layout(config: EngineConfig, pool: Layout) -> Layout:
-    """The model's layout, in the pool's block size and types where nothing else is asked for."""
-    dtype = pool.dtype if config.dtype == "auto" else config.dtype
-    return layout_from_hf(
+    """The model's layout, in the pool's block size and types where nothing else is asked for, with
+    the pool's scales: what is stored is the pool's affair.
+    """
+    layout = layout_from_hf(
         config.model,
         block_size_tokens=pool.block_size_tokens,
-        dtype=dtype,
-        kv_dtype=pool.kv_dtype,
+        dtype=pool.dtype if config.dtype == "auto" else config.dtype,
+        kv_dtype=pool.kv_dtype if config.kv_dtype == "auto" else config.kv_dtype,
     )
+    scaled = replace(layout, groups=pool.groups) if layout.kv_dtype == pool.kv_dtype else layout
+    # Where anything but scales differs, the control plane is asked, and refuses.
+    return scaled if _unscaled(scaled) == _unscaled(layout) else layout
+
+
+def _unscaled(layout: Layout) -> Layout:
+    groups = (replace(group, key_scales=(), value_scales=()) for group in layout.groups)
+    return replace(layout, groups=tuple(groups))
 
 
 def _params_of_each(
