@@ -7,12 +7,11 @@ import logging
 from pathlib import Path
 from typing import Final
 
-import torch
-
-from data_plane import kernels
 from data_plane.config import DataPlaneConfig
+from data_plane.device import choose_device, this_machine
 from data_plane.executor import Executor, Observer
-from data_plane.memory import free_bytes, measure_num_blocks
+from data_plane.kernel_set import kernels_of
+from data_plane.memory import GPU_SCRATCH_BYTES, free_bytes, measure_num_blocks
 from data_plane.shard import Shard
 from kvplane.errors import InvalidRequestError
 from kvplane.hf import layout_from_hf
@@ -23,11 +22,12 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 def build_executor(config: DataPlaneConfig, observe: Observer | None = None) -> Executor:
     """Raises InvalidRequestError for a model, layout or device that can not be used, and
-    NeverFitsError when the machine's memory holds no block.
+    NeverFitsError when the machine's memory holds no block, or not those asked for.
     """
-    _LOGGER.info("kernels isa=%s", kernels.cpu_isa())
+    device = choose_device(config.device, this_machine())
+    kernels = kernels_of(device, config.num_threads)
+    _LOGGER.info("kernels backend=%s %s", kernels.backend, kernels.detail)
     layout = load_layout(config)
-    device = _device(config.device)
     num_device_blocks = config.num_device_blocks
     if num_device_blocks == 0:
         block_bytes = Shard.whole(layout).block_bytes(layout)
@@ -39,6 +39,7 @@ def build_executor(config: DataPlaneConfig, observe: Observer | None = None) -> 
             block_bytes,
             utilization=config.memory_utilization,
             reserve_bytes=config.reserve_bytes + host_tier_bytes,
+            scratch_bytes=0 if on_cpu else GPU_SCRATCH_BYTES,
         )
         _LOGGER.info("measured free_bytes=%d num_device_blocks=%d", free, num_device_blocks)
     return Executor(
@@ -47,7 +48,7 @@ def build_executor(config: DataPlaneConfig, observe: Observer | None = None) -> 
         num_device_blocks=num_device_blocks,
         num_host_blocks=config.num_host_blocks,
         device=device,
-        num_threads=config.num_threads,
+        kernels=kernels,
         fault=config.fault,
         observe=observe,
     )
@@ -80,16 +81,3 @@ def layout_from_json(path: Path) -> Layout:
         raise InvalidRequestError(f"{path} can not be read: {error}", field="layout") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidRequestError(f"{path} is no layout: {error}", field="layout") from error
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InvalidRequestError(f"{name!r} is no device", field="device") from error
-    if device.type != "cpu":
-        raise InvalidRequestError(
-            "only the CPU has kernels; a GPU's pool would hold bytes that nothing computes on",
-            field="device",
-        )
-    return device

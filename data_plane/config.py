@@ -62,7 +62,11 @@ class DataPlaneConfig:
         unit="blocks",
         minimum=0,
     )
-    device: str = setting("cpu", help='Where the device tier is: "cpu" or "cuda:N".')
+    device: str = setting(
+        "auto",
+        help='Where the device tier is and computes: "cpu", "cuda", "cuda:N", or "auto": the first'
+        " GPU that the kernels can run on, else the CPU.",
+    )
     memory_utilization: float = setting(
         0.5,
         help="Share of the free memory that a measured pool takes.",

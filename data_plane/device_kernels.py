@@ -172,9 +172,12 @@ class DeviceKernels:
         self._calls.scatter_blocks(pool, block_ids, blocks, stream=self._stream())
 
     def check_faults(self) -> None:
-        """Waits for the device. Raises InvalidRequestError for the first bad tensor since last."""
+        """Waits for the caller's stream. Raises InvalidRequestError for the first bad tensor since
+        last.
+        """
         faults = int(self._faults.item())
-        self._faults.zero_()
+        if faults:
+            self._faults.zero_()
         for name, (field, wanted) in _FAULTS.items():
             if faults & int(getattr(self._native, name)):
                 raise InvalidRequestError(wanted, field=field)

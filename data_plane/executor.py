@@ -23,6 +23,9 @@ from data_plane.changes import apply_changes
 from data_plane.checks import require
 from data_plane.compute import Attention, Compute
 from data_plane.counters import ExecutorCounters
+from data_plane.device import with_index
+from data_plane.faults import with_fault
+from data_plane.kernel_set import KernelSet, kernels_of
 from data_plane.pool import Pools
 from data_plane.resident import ResidentTables
 from data_plane.rows import check_writable, prepare_rows
@@ -31,6 +34,7 @@ from data_plane.shard import Shard
 from data_plane.transfers import check_transfers, cut_into_batches
 from kvplane import signing
 from kvplane.errors import (
+    InternalError,
     InvalidRequestError,
     KvplaneError,
     LayoutMismatchError,
@@ -69,7 +73,8 @@ class Executor:
     """One shard's pools and the plans that run on them. Thread-safe.
 
     Tensors are on the executor's device, [num_tokens, heads of this shard, head_size], of the
-    layout's dtype, with any strides but a last one of 1.
+    layout's dtype, with any strides but a last one of 1. On a GPU what they hold is computed on the
+    caller's stream, and only who asks for a receipt, or starts the next plan, waits for it.
     """
 
     def __init__(
@@ -82,19 +87,24 @@ class Executor:
         shard: Shard | None = None,
         device: str | torch.device = "cpu",
         num_threads: int = 0,
+        kernels: KernelSet | None = None,
         fault: str = "none",
         observe: Observer | None = None,
     ) -> None:
         """Allocate the pools. ``num_threads``: of the CPU kernels, 0 for as many as torch uses.
+        ``kernels``: those to run on; None for those of ``device``.
 
-        Raises InvalidRequestError for a setting out of range.
+        Raises InvalidRequestError for a setting out of range, and NeverFitsError for pools that a
+        GPU or the host beside it has no room for.
         """
         require(1 <= len(pool_id) <= 128, "must be 1 to 128 characters", "pool_id")
         require(num_threads >= 0, "must be at least 0", "num_threads")
         self.layout = layout
         self.shard = shard if shard is not None else Shard.whole(layout)
         self.layers = self.shard.layers(layout)
-        self.device = torch.device(device)
+        self.device = with_index(torch.device(device))
+        kernels = kernels if kernels is not None else kernels_of(self.device, num_threads)
+        self.kernels = with_fault(kernels, fault)
         self.counters = ExecutorCounters()
         self.pools = Pools(
             layout,
@@ -112,8 +122,7 @@ class Executor:
             self.pools,
             self.counters,
             device=self.device,
-            num_threads=num_threads,
-            fault=fault,
+            kernels=self.kernels,
         )
         self._observe = observe
         self._lock = threading.RLock()
@@ -149,6 +158,10 @@ class Executor:
         """Device blocks that hold something published."""
         return len(self._tables.publications)
 
+    def use_own_stream(self) -> None:
+        """Let the calling thread's commands compute beside what others have put on the device."""
+        self.kernels.streams.use_own_stream()
+
     def install(self, incarnation: int, key: bytes) -> None:
         """Begin to serve a control plane: running plans stop, every table goes, the key is taken.
 
@@ -157,6 +170,7 @@ class Executor:
         """
         with self._command("install"):
             self._authority.install(incarnation, key)
+            self._quiesce()
             self._sessions.close_all()
             self._tables.drop_all()
 
@@ -181,6 +195,7 @@ class Executor:
         """End a session: when this returns none of its commands runs and none ever will again."""
         with self._command("fence"):
             require(session_id >= 1, "must be above 0", "session_id")
+            self._quiesce()
             self._sessions.fence(session_id)
             self._tables.drop_session(session_id)
 
@@ -228,10 +243,9 @@ class Executor:
             session, run = self._latest(session_id, plan_number)
             index = self._layer_index(layer)
             self._compute.check_input(run.rows, key, value, "")
-            if run.receipt is None:
+            if not run.is_complete:
                 self._write(run, index, key, value)
-                self._finish_if_done(session, run)
-            return run.receipt
+            return self._receipt(session, run)
 
     def attend(
         self,
@@ -276,8 +290,8 @@ class Executor:
         order, and again from any that was written. ``field`` prefixes the fields that errors name.
         """
         with self._command("layer"):
-            session, run = self._latest(session_id, plan_number)
-            require(run.receipt is None, "its plan has run", f"{field}layer")
+            _session, run = self._latest(session_id, plan_number)
+            require(not run.is_complete, "its plan has run", f"{field}layer")
             index = self._layer_index(layer, field)
             in_order = index == 0 or bool(run.written[index - 1].all())
             require(in_order, "comes before an earlier one", f"{field}layer")
@@ -289,13 +303,15 @@ class Executor:
             output = None
             if query is not None:
                 output = self._compute.attend(run.rows, index, query, options)
-            self._finish_if_done(session, run)
             return output
 
     def receipt(self, session_id: int) -> pb.SignedPayload | None:
-        """The latest plan's receipt; None while it runs."""
+        """The latest plan's receipt, once all of it is done, which on a GPU is waited for; None
+        while layers are missing. Raises InternalError when the device failed: such a plan gets
+        none.
+        """
         with self._command("receipt"):
-            return self._latest(session_id, None)[1].receipt
+            return self._receipt(*self._latest(session_id, None))
 
     def start_transfers(
         self, session: int | pb.SignedPayload, plan: pb.SignedPayload, *, swaps: bool
@@ -319,7 +335,8 @@ class Executor:
         """Whole blocks of a resident table, of either tier, and their names.
 
         The tensor is [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the
-        layout's kv_dtype. Raises SequenceNotFoundError, InvalidRequestError, SessionExpiredError.
+        layout's kv_dtype, on the device or, of the host tier, on the CPU. Raises
+        SequenceNotFoundError, InvalidRequestError, SessionExpiredError.
         """
         with self._command("read_blocks"):
             self._sessions.get(session_id)
@@ -355,12 +372,11 @@ class Executor:
             require(sequence_id in run.rows.sequence_ids, "is in no row", "sequence_id")
             row = run.rows.sequence_ids.index(sequence_id)
             self._compute.check_blocks(run.rows, row, first_block, blocks)
-            if run.receipt is None:
+            if not run.is_complete:
                 self._check_still_writable(run)
                 self._compute.write_row(run.rows, row, first_block, blocks)
                 run.written[:, row] = True
-                self._finish_if_done(session, run)
-            return run.receipt
+            return self._receipt(session, run)
 
     def check_integrity(self) -> None:
         """Raise InternalError unless tables, counts, generations and publications agree."""
@@ -372,6 +388,7 @@ class Executor:
     def _start(self, session: Session, plan: pb.Plan, payload: bytes) -> StartedPlan:
         digest = signing.digest(payload)
         num_rows = len(plan.rows)
+        self._settle(session, voided=plan.resync)
         known = session.place(plan, digest)
         if isinstance(known, pb.SignedPayload):
             num_tokens = sum(row.num_tokens for row in plan.rows)
@@ -385,7 +402,7 @@ class Executor:
             run = Run(
                 number=plan.number,
                 digest=digest,
-                rows=rows.to(self.device),
+                rows=self._compute.prepare(rows),
                 batches=cut_into_batches(plan.transfers),
                 written=torch.zeros((len(self.layers), num_rows), dtype=torch.bool),
                 checked_version=self._tables.publication_version,
@@ -395,20 +412,42 @@ class Executor:
         if not run.transferred:
             self._compute.transfer(run.batches)
             run.transferred = True
-        self._finish_if_done(session, run)
-        return StartedPlan(run.number, run.rows.num_tokens, num_rows, run.receipt)
+        receipt = self._receipt(session, run)
+        return StartedPlan(run.number, run.rows.num_tokens, num_rows, receipt)
 
     def _write(self, run: Run, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self._check_still_writable(run)
         self._compute.write(run.rows, index, key, value)
         run.written[index] = True
 
-    def _finish_if_done(self, session: Session, run: Run) -> None:
-        """Give the receipt once all layers of all rows are written."""
-        if run.receipt is None and bool(run.written.all()):
-            receipt = self._authority.receipt(session.id, run.number, run.digest)
-            session.finish(run, receipt)
+    def _receipt(self, session: Session, run: Run) -> pb.SignedPayload | None:
+        """Sign that a run has ended, once all of it is done and nothing went wrong."""
+        if run.receipt is None and run.is_complete:
+            if not run.failure:
+                self._quiesce()
+            if run.failure:
+                raise InternalError(run.failure)
+            session.finish(run, self._authority.receipt(session.id, run.number, run.digest))
             self.counters.num_plans_run += 1
+        return run.receipt
+
+    def _settle(self, session: Session, *, voided: bool) -> None:
+        """Before another plan: the one that runs is done, or ``voided`` and at least quiet."""
+        run = session.running
+        if run is None:
+            return
+        if voided:
+            self._quiesce()
+        if not (voided and run.failure):
+            self._receipt(session, run)
+
+    def _quiesce(self) -> None:
+        """Wait for the device. Where it failed, no plan that runs can be said to have done so."""
+        try:
+            self._compute.finish()
+        except InternalError as error:
+            for run in self._sessions.running():
+                run.failure = error.message
 
     def _latest(self, session_id: int, plan_number: int | None) -> tuple[Session, Run]:
         session = self._sessions.get(session_id)

@@ -1,4 +1,4 @@
-"""The kernels that an executor calls, and ways to plant a fault in them.
+"""Ways to plant a fault in the kernels that an executor calls, whichever set it is.
 
 Faults are for tests only: they show that what checks the output would notice. ``--fault`` of the
 server chooses one.
@@ -7,40 +7,30 @@ server chooses one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 
-from data_plane import kernels
+from data_plane.kernel_set import KernelSet, PagedAttention, ReshapeAndCache
 from kvplane.errors import InvalidRequestError
 
 FAULTS: Final = ("none", "zero-attention", "swap-two-blocks", "skip-newest-slot", "shift-table")
 
 
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """The operations of ``data_plane.kernels``, each replaceable."""
-
-    reshape_and_cache: Callable[..., None] = kernels.reshape_and_cache
-    paged_attention: Callable[..., Any] = kernels.paged_attention
-    copy_blocks: Callable[..., None] = kernels.copy_blocks
-    swap_blocks: Callable[..., None] = kernels.swap_blocks
-    gather_blocks: Callable[..., torch.Tensor] = kernels.gather_blocks
-
-
-def kernels_with(fault: str) -> Kernels:
+def with_fault(kernels: KernelSet, fault: str) -> KernelSet:
     """The kernels with one fault of ``FAULTS``. Raises InvalidRequestError for another name."""
+    attention = kernels.paged_attention
     if fault == "none":
-        return Kernels()
+        return kernels
     if fault == "zero-attention":
-        return replace(Kernels(), paged_attention=_zero_attention)
+        return replace(kernels, paged_attention=_zero_attention)
     if fault == "swap-two-blocks":
-        return replace(Kernels(), paged_attention=_with_tables(_swap_two_blocks))
+        return replace(kernels, paged_attention=_with_tables(attention, _swap_two_blocks))
     if fault == "skip-newest-slot":
-        return replace(Kernels(), reshape_and_cache=_skip_newest_slot)
+        return replace(kernels, reshape_and_cache=_skip_newest_slot(kernels.reshape_and_cache))
     if fault == "shift-table":
-        return replace(Kernels(), paged_attention=_with_tables(_shift))
+        return replace(kernels, paged_attention=_with_tables(attention, _shift))
     raise InvalidRequestError(f"must be one of {', '.join(FAULTS)}", field="fault")
 
 
@@ -49,16 +39,16 @@ def _zero_attention(query: torch.Tensor, *_args: Any, **_options: Any) -> torch.
 
 
 def _with_tables(
-    change: Callable[[torch.Tensor], torch.Tensor],
-) -> Callable[..., Any]:
+    attention: PagedAttention, change: Callable[[torch.Tensor], torch.Tensor]
+) -> PagedAttention:
     def paged_attention(
         query: torch.Tensor,
         pages: torch.Tensor,
         block_tables: torch.Tensor,
         *args: Any,
         **options: Any,
-    ) -> Any:
-        return kernels.paged_attention(query, pages, change(block_tables), *args, **options)
+    ) -> torch.Tensor:
+        return attention(query, pages, change(block_tables), *args, **options)
 
     return paged_attention
 
@@ -75,10 +65,18 @@ def _shift(block_tables: torch.Tensor) -> torch.Tensor:
     return block_tables.roll(-1, dims=1)
 
 
-def _skip_newest_slot(
-    key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
-) -> None:
+def _skip_newest_slot(write: ReshapeAndCache) -> ReshapeAndCache:
     """The last slot of every run of slots, which a row's newest token is in, is not written."""
-    ends_run = torch.ones_like(slots, dtype=torch.bool)
-    ends_run[:-1] = slots[1:] != slots[:-1] + 1
-    kernels.reshape_and_cache(key, value, pages, torch.where(ends_run, -1, slots))
+
+    def reshape_and_cache(
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: torch.Tensor,
+        slots: torch.Tensor,
+        **scales: Any,
+    ) -> None:
+        ends_run = torch.ones_like(slots, dtype=torch.bool)
+        ends_run[:-1] = slots[1:] != slots[:-1] + 1
+        write(key, value, pages, torch.where(ends_run, -1, slots), **scales)
+
+    return reshape_and_cache

@@ -13,8 +13,11 @@ T = TypeVar("T")
 class Lane:
     """Commands run one after the other, in the order in which they were given."""
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data-plane")
+    def __init__(self, begin: Callable[[], None] | None = None) -> None:
+        """``begin`` is called first, on the lane's thread."""
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="data-plane", initializer=begin
+        )
 
     async def run(self, command: Callable[[], T]) -> T:
         """What ``command`` returns or raises. A command that was given runs, also when the caller

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from kvplane.errors import NeverFitsError
+
+GPU_SCRATCH_BYTES: Final = 1 << 30
+"""What a measured pool leaves of a GPU: for queries, outputs, and the splits of attention, which
+take ``num_heads * (head_size + 2) * 4`` bytes for each 512 tokens of the batch's longest table.
+"""
 
 _MEMINFO = Path("/proc/meminfo")
 # (limit, use) of control groups, version 2 and then 1. A container's limit is often below the
@@ -34,17 +40,19 @@ def free_bytes(device: torch.device) -> int:
 
 
 def measure_num_blocks(
-    free: int, block_bytes: int, *, utilization: float, reserve_bytes: int
+    free: int, block_bytes: int, *, utilization: float, reserve_bytes: int, scratch_bytes: int = 0
 ) -> int:
-    """Blocks that fit in ``free`` bytes x ``utilization`` less ``reserve_bytes``.
+    """Blocks that fit in ``free`` bytes x ``utilization`` less ``reserve_bytes``, and leave at
+    least ``scratch_bytes`` of all that is free.
 
     Raises NeverFitsError when none does.
     """
-    num_blocks = (int(free * utilization) - reserve_bytes) // block_bytes
+    usable = min(int(free * utilization), free - scratch_bytes)
+    num_blocks = (usable - reserve_bytes) // block_bytes
     if num_blocks < 1:
         raise NeverFitsError(
-            f"{free} free bytes x {utilization} - {reserve_bytes} bytes hold no block of "
-            f"{block_bytes} bytes",
+            f"{free} free bytes x {utilization} - {reserve_bytes} bytes, with {scratch_bytes} left "
+            f"over, hold no block of {block_bytes} bytes",
             field="num_device_blocks",
         )
     return num_blocks

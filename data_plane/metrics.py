@@ -55,8 +55,18 @@ class _ExecutorCollector(Collector):
         self._executor = executor
 
     def collect(self) -> Iterator[Metric]:
+        yield self._backend()
         yield from self._gauges()
         yield from self._counters()
+
+    def _backend(self) -> Metric:
+        backend = GaugeMetricFamily(
+            "kvplane_kernel_backend",
+            "1 for the kernels that plans run on, and their device.",
+            labels=("backend", "device"),
+        )
+        backend.add_metric((self._executor.kernels.backend, str(self._executor.device)), 1)
+        return backend
 
     def _gauges(self) -> Iterator[Metric]:
         executor = self._executor

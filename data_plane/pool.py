@@ -10,11 +10,13 @@ that was never written holds what the memory held.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
-from data_plane import huge_pages
+from data_plane import huge_pages, pinned
 from data_plane.shard import Shard, only_group
-from kvplane.errors import InvalidRequestError
+from kvplane.errors import InvalidRequestError, NeverFitsError
 from kvplane.layout import Layout
 from kvplane.v1 import types_pb2 as pb
 
@@ -40,7 +42,9 @@ class Pools:
         num_host_blocks: int,
         device: torch.device,
     ) -> None:
-        """Allocate both tiers. Raises InvalidRequestError for counts out of range."""
+        """Allocate both tiers. Raises InvalidRequestError for counts out of range, and
+        NeverFitsError for a tier that the GPU, or the host beside it, has no room for.
+        """
         if num_device_blocks < 1:
             raise InvalidRequestError("must be at least 1", field="num_device_blocks")
         if num_host_blocks < 0:
@@ -58,9 +62,9 @@ class Pools:
             self.device_tier = huge_pages.empty(device_shape, dtype)
             self.host_tier = huge_pages.empty(host_shape, dtype)
         else:
-            self.device_tier = torch.empty(device_shape, dtype=dtype, device=device)
-            # Only pinned memory is copied to and from a GPU without waiting.
-            self.host_tier = torch.empty(host_shape, dtype=dtype, pin_memory=True)
+            self.host_tier, unpin = pinned.empty(host_shape, dtype, "num_host_blocks")
+            weakref.finalize(self, unpin).atexit = False
+            self.device_tier = _on_gpu(device_shape, dtype, device)
 
     @property
     def num_blocks(self) -> dict[pb.Tier, int]:
@@ -81,3 +85,10 @@ class Pools:
         view.
         """
         return self.device_tier[:, layer_index]
+
+
+def _on_gpu(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except torch.OutOfMemoryError as error:
+        raise NeverFitsError(f"not on {device}: {error}", field="num_device_blocks") from error

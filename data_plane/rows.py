@@ -6,12 +6,14 @@ Token i of a row stands at position p = first_position + i of its sequence and i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from data_plane.resident import ResidentTables, Table
+from data_plane.upload import upload
 from kvplane.errors import BlockPublishedError, InvalidRequestError, SequenceSwappedError
 from kvplane.v1 import types_pb2 as pb
 
@@ -23,29 +25,33 @@ class Rows:
     sequence_ids: tuple[int, ...]
     first_positions: tuple[int, ...]
     num_tokens: int
+    spans: tuple[tuple[int, int], ...]
+    """Row s has the tokens [begin, end)."""
+    max_tokens: int
+    """The most tokens that a row has; 0 without rows."""
     slots: torch.Tensor
     """[T] int64: where each token is written."""
     block_tables: torch.Tensor
     """[S, max_blocks] int32: each row's table as far as it attends, padded with 0."""
     query_starts: torch.Tensor
-    """[S + 1] int64: row s has the tokens [query_starts[s], query_starts[s + 1])."""
+    """[S + 1] int64: the rows' spans once more."""
     context_lens: torch.Tensor
     """[S] int64: positions that the row's last token attends to, itself included."""
     written_blocks: tuple[tuple[int, str], ...]
     """Device blocks written, each with the field to blame."""
 
-    def span(self, row: int) -> tuple[int, int]:
-        """The tokens [begin, end) of a row."""
-        return int(self.query_starts[row]), int(self.query_starts[row + 1])
-
     def to(self, device: torch.device) -> Rows:
-        """The same with the tensors on ``device``."""
+        """The same with the tensors on ``device``, which is not waited for."""
+        if device.type == "cpu":
+            return self
+        here = [self.slots, self.block_tables, self.query_starts, self.context_lens]
+        slots, block_tables, query_starts, context_lens = upload(here, device)
         return replace(
             self,
-            slots=self.slots.to(device),
-            block_tables=self.block_tables.to(device),
-            query_starts=self.query_starts.to(device),
-            context_lens=self.context_lens.to(device),
+            slots=slots,
+            block_tables=block_tables,
+            query_starts=query_starts,
+            context_lens=context_lens,
         )
 
 
@@ -110,13 +116,16 @@ def _rows(
     query_starts = torch.zeros(num_rows + 1, dtype=torch.int64)
     query_starts[1:] = counts.cumsum(0)
     row_of_token = torch.repeat_interleave(torch.arange(num_rows), counts)
-    num_tokens = int(query_starts[-1])
+    starts = query_starts.tolist()
+    num_tokens = starts[-1]
     positions = torch.arange(num_tokens) - query_starts[row_of_token] + first[row_of_token]
     blocks = block_tables[row_of_token, positions // block_size].to(torch.int64)
     return Rows(
         sequence_ids=tuple(row.sequence_id for row in plan.rows),
         first_positions=tuple(row.first_position for row in plan.rows),
         num_tokens=num_tokens,
+        spans=tuple(itertools.pairwise(starts)),
+        max_tokens=max((row.num_tokens for row in plan.rows), default=0),
         slots=blocks * block_size + positions % block_size,
         block_tables=block_tables,
         query_starts=query_starts,

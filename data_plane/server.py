@@ -51,7 +51,7 @@ class DataPlaneServer:
         metrics = DataPlaneMetrics()
         executor = build_executor(config, metrics.observe_command)
         metrics.watch(executor)
-        lane = Lane()
+        lane = Lane(executor.use_own_stream)
         service = DataPlaneService(
             executor, lane, version=_version(), max_message_bytes=config.max_message_bytes
         )

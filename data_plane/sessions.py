@@ -42,6 +42,13 @@ class Run:
     """The tables' publication version when the written blocks were last found writable."""
     transferred: bool = False
     receipt: pb.SignedPayload | None = None
+    failure: str = ""
+    """Why there will be no receipt; empty while there may be one."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that it asks for was given to the kernels."""
+        return self.transferred and bool(self.written.all())
 
 
 @dataclass(slots=True)
@@ -113,6 +120,10 @@ class Sessions:
     def ids(self) -> list[int]:
         """The open sessions."""
         return list(self._open)
+
+    def running(self) -> list[Run]:
+        """The plans that have started and not finished."""
+        return [run for session in self._open.values() if (run := session.running) is not None]
 
     def open(self, grant: pb.SessionGrant) -> Session:
         """The session of a verified grant; made when it is new.

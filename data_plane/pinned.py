@@ -1,0 +1,42 @@
+"""Host memory that a GPU copies to and from by itself, while nobody waits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from data_plane import huge_pages
+from data_plane.memory import free_bytes
+from kvplane.errors import NeverFitsError
+
+
+def empty(
+    shape: tuple[int, ...], dtype: torch.dtype, field: str
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """A tensor like ``torch.empty`` on the CPU, and what gives its pinning up again.
+
+    Torch's own pinned memory comes in powers of two, which for a large tier can be twice what was
+    asked for; so memory is taken as for the CPU and then made known to the driver. Raises
+    NeverFitsError naming ``field`` when the machine does not have it.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    check_fits(num_bytes, field)
+    tensor = huge_pages.empty(shape, dtype)
+    if num_bytes == 0:
+        return tensor, lambda: None
+    address = tensor.data_ptr()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(address, num_bytes, 0)) != 0:
+        raise NeverFitsError(f"{num_bytes} bytes of host memory can not be pinned", field=field)
+    return tensor, lambda: runtime.cudaHostUnregister(address)
+
+
+def check_fits(num_bytes: int, field: str) -> None:
+    """Pinning takes the memory at once: more than there is would end the process."""
+    free = free_bytes(torch.device("cpu"))
+    if num_bytes > free:
+        raise NeverFitsError(
+            f"{num_bytes} bytes do not fit in the {free} that are free", field=field
+        )

@@ -1,0 +1,30 @@
+"""Small tensors to a device without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+_ALIGNMENT_BYTES: Final = 16
+
+
+def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copies of contiguous tensors of the CPU on ``device``, by one copy on the caller's stream.
+
+    A copy from memory that is not pinned would wait for all that the stream was given before.
+    """
+    offsets, end = [], 0
+    for tensor in tensors:
+        offsets.append(end)
+        end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    packed = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for offset, tensor in zip(offsets, tensors, strict=True):
+        _part(packed, offset, tensor).copy_(tensor)
+    there = packed.to(device, non_blocking=True, copy=True)
+    return [_part(there, offset, t) for offset, t in zip(offsets, tensors, strict=True)]
+
+
+def _part(packed: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    return packed[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
