@@ -4,6 +4,7 @@
 
 #include <limits>
 #include <string>
+#include <type_traits>
 
 #include "attention_kernels.h"
 #include "batch.cuh"
@@ -52,15 +53,61 @@ bool is_aligned(const void* address, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(bytes) == 0;
 }
 
-// The tensor cores' kernels copy 16 bytes at a time, of keys, values and queries of one type.
+// The tensor cores' kernels copy 16 bytes at a time, and take pages of 8 bits or of the query's own
+// 16 bits.
 bool fits_tensor_cores(const PagedAttentionParams& p) {
-  if (p.query_dtype != p.pages.dtype || p.query_dtype == Dtype::kFloat32) return false;
-  const int64_t strides[] = {p.pages.block_stride, p.pages.kv_stride,    p.pages.head_stride,
-                             p.pages.token_stride, p.query_token_stride, p.query_head_stride};
-  for (const int64_t stride : strides) {
-    if (stride % 8 != 0) return false;
+  constexpr int64_t kBytes = 16;
+  const PagesParams& pages = p.pages;
+  if (p.query_dtype == Dtype::kFloat32) return false;
+  if (p.query_dtype != pages.dtype && !is_8_bit(pages.dtype)) return false;
+  const int64_t of_pages[] = {pages.block_stride, pages.kv_stride, pages.head_stride,
+                              pages.token_stride, pages.head_size};
+  for (const int64_t stride : of_pages) {
+    if (stride * dtype_bytes(pages.dtype) % kBytes != 0) return false;
   }
-  return is_aligned(p.query, 16) && is_aligned(p.pages.data, 16) && is_aligned(p.out, 4);
+  for (const int64_t stride : {p.query_token_stride, p.query_head_stride}) {
+    if (stride * dtype_bytes(p.query_dtype) % kBytes != 0) return false;
+  }
+  return is_aligned(p.query, kBytes) && is_aligned(pages.data, kBytes) && is_aligned(p.out, 4);
+}
+
+using Launch = void (*)(const Work& work, int64_t max_items, uintptr_t stream);
+
+// The kernels for one pair of types; null where the tensor cores do not take it.
+struct Kernels {
+  Launch run_short, run_long, run_fma;
+};
+
+template <typename Query, typename Kv>
+Kernels kernels_for() {
+  constexpr bool kIs8Bits = std::is_same_v<Kv, E4m3> || std::is_same_v<Kv, E5m2>;
+  if constexpr (!std::is_same_v<Query, float> && (kIs8Bits || std::is_same_v<Query, Kv>)) {
+    return {&launch_short<Query, Kv>, &launch_long<Query, Kv>, &launch_fma<Query, Kv>};
+  } else {
+    return {nullptr, nullptr, &launch_fma<Query, Kv>};
+  }
+}
+
+template <typename Query>
+Kernels kernels_for(Dtype pages) {
+  switch (pages) {
+    case Dtype::kFloat32:
+      return kernels_for<Query, float>();
+    case Dtype::kFloat16:
+      return kernels_for<Query, Half>();
+    case Dtype::kBFloat16:
+      return kernels_for<Query, Bfloat>();
+    case Dtype::kFloat8E4M3:
+      return kernels_for<Query, E4m3>();
+    case Dtype::kFloat8E5M2:
+      return kernels_for<Query, E5m2>();
+  }
+  return {};
+}
+
+Kernels kernels_for(Dtype query, Dtype pages) {
+  if (query == Dtype::kFloat32) return kernels_for<float>(pages);
+  return query == Dtype::kFloat16 ? kernels_for<Half>(pages) : kernels_for<Bfloat>(pages);
 }
 
 auto named(const char* name) {
@@ -119,14 +166,14 @@ void paged_attention(const PagedAttentionParams& p, const AttentionOptions& opti
   // Every token of every sequence in a tile of its own would be the most.
   const int64_t tiles_of_token = div_ceil<int64_t>(group, work.short_tile_rows) + 1;
   const int64_t max_items = p.num_tokens * tiles_of_token * p.pages.num_kv_heads * splits;
+  const Kernels kernels = kernels_for(p.query_dtype, p.pages.dtype);
   launch_plan(work, context.stream);
   if (!on_tensor_cores) {
-    launch_fma(work, max_items, context.stream);
+    kernels.run_fma(work, max_items, context.stream);
   } else {
-    const bool is_half = p.query_dtype == Dtype::kFloat16;
-    (is_half ? launch_short_half : launch_short_bfloat)(work, max_items, context.stream);
+    kernels.run_short(work, max_items, context.stream);
     if (options.max_query_len == 0 || !is_short(options.max_query_len, group)) {
-      (is_half ? launch_long_half : launch_long_bfloat)(work, max_items, context.stream);
+      kernels.run_long(work, max_items, context.stream);
     }
   }
   if (splits > 1) launch_combine(work, context.stream);

@@ -19,11 +19,12 @@ constexpr int short_tile_rows(int64_t group, int64_t head_size) {
 }
 
 void launch_plan(const Work& work, uintptr_t stream);
-// `max_items`: no plan has more; the grid is not larger.
-void launch_short_half(const Work& work, int64_t max_items, uintptr_t stream);
-void launch_short_bfloat(const Work& work, int64_t max_items, uintptr_t stream);
-void launch_long_half(const Work& work, int64_t max_items, uintptr_t stream);
-void launch_long_bfloat(const Work& work, int64_t max_items, uintptr_t stream);
+// Each in a file of the types' own. `max_items`: no plan has more; the grid is not larger.
+template <typename Query, typename Kv>
+void launch_short(const Work& work, int64_t max_items, uintptr_t stream);
+template <typename Query, typename Kv>
+void launch_long(const Work& work, int64_t max_items, uintptr_t stream);
+template <typename Query, typename Kv>
 void launch_fma(const Work& work, int64_t max_items, uintptr_t stream);
 void launch_combine(const Work& work, uintptr_t stream);
 

@@ -10,24 +10,28 @@
 #include "attention_kernels.h"
 #include "batch.cuh"
 #include "launch.h"
+#include "queries.cuh"
 #include "tiles.cuh"
 
 namespace kvplane::cuda {
 
 constexpr int kLongWarps = 4;
 
-template <int kHeadSize>
+// Parts of the shared memory, in bytes.
+template <typename Kv, int kHeadSize>
 struct LongTile {
   static constexpr int kTokens = kHeadSize <= 128 ? 64 : 32;
-  static constexpr int kQueries = kRowsOfLongTile * kPitch<kHeadSize>;
-  static constexpr int kKeys = kTokens * kPitch<kHeadSize>;  // and as many values
+  static constexpr int kQueryPitch = kPitch<FactorOf<Kv>, kHeadSize>;
+  static constexpr int kQueries = kRowsOfLongTile * kQueryPitch;
+  static constexpr int kKeys = kTokens * kPitch<Kv, kHeadSize>;  // and as many values
   static constexpr int kStages = 2;
-  static constexpr int kSharedBytes = (kQueries + kStages * 2 * kKeys) * 2;
+  static constexpr int kSharedBytes = kQueries + kStages * 2 * kKeys;
 };
 
 // A thread's rows: g and g + 8 of its warp's sixteen.
 struct LongRows {
   int32_t position[2];  // -1 for a row that is not there
+  float scale[2];       // of products, to scores in base 2
   float slope[2];       // in base 2
   float maximum[2];
   float sum[2];  // of this thread's tokens
@@ -38,6 +42,7 @@ __device__ inline LongRows long_rows(const Work& work, const Item& item, int32_t
   const int32_t group = static_cast<int32_t>(group_of(work.p));
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t g = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp / 4;
+  const float scale = work.p.scale * kLog2E * key_scale(work.p.pages, item.kv_head);
   LongRows rows;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
@@ -46,6 +51,7 @@ __device__ inline LongRows long_rows(const Work& work, const Item& item, int32_t
     const int32_t token = (first_row + row) / group;
     const int32_t head = item.kv_head * group + (first_row + row) % group;
     rows.position[j] = there ? item.sequence.first_position() + token : -1;
+    rows.scale[j] = scale;
     rows.slope[j] =
         there && work.p.alibi_slopes != nullptr ? work.p.alibi_slopes[head] * kLog2E : 0.0f;
     rows.maximum[j] = -INFINITY;
@@ -54,38 +60,90 @@ __device__ inline LongRows long_rows(const Work& work, const Item& item, int32_t
   return rows;
 }
 
-// Starts the copies of the block's queries; rows that are not there are zeros.
-template <int kHeadSize>
-__device__ void copy_queries(const Work& work, const Item& item, int32_t first_row,
-                             int32_t num_rows, uint16_t* queries) {
-  constexpr int kChunks = kHeadSize / kElementsOfChunk;
+// Where a row's query lies; null for a row that is not there.
+template <typename Query>
+__device__ const Query* query_of(const Work& work, const Item& item, int32_t first_row,
+                                 int32_t num_rows, int32_t row) {
+  if (row >= num_rows) return nullptr;
   const int32_t group = static_cast<int32_t>(group_of(work.p));
-  const uint16_t* data = static_cast<const uint16_t*>(work.p.query);
+  const int64_t token = item.sequence.first_token + (first_row + row) / group;
+  const int64_t head = item.kv_head * group + (first_row + row) % group;
+  return static_cast<const Query*>(work.p.query) + token * work.p.query_token_stride +
+         head * work.p.query_head_stride;
+}
+
+// Starts the copies of the block's queries; rows that are not there are zeros.
+template <typename Query, int kHeadSize>
+__device__ void copy_queries(const Work& work, const Item& item, int32_t first_row,
+                             int32_t num_rows, unsigned char* queries) {
+  constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(Query));
+  constexpr int kChunks = kHeadSize / kElements;
   for (int32_t i = static_cast<int32_t>(threadIdx.x); i < kRowsOfLongTile * kChunks;
        i += kLongWarps * kLanesOfWarp) {
-    const int32_t row = i / kChunks;
-    const int32_t column = i % kChunks * kElementsOfChunk;
-    const bool wanted = row < num_rows && column < work.p.pages.head_size;
-    const int64_t token = item.sequence.first_token + (first_row + row) / group;
-    const int64_t head = item.kv_head * group + (first_row + row) % group;
-    const int64_t from = token * work.p.query_token_stride + head * work.p.query_head_stride;
-    copy_async_16(queries + row * kPitch<kHeadSize> + column, wanted ? data + from + column : data,
-                  wanted);
+    const int32_t row = i / kChunks, chunk = i % kChunks;
+    const Query* from = query_of<Query>(work, item, first_row, num_rows, row);
+    const bool wanted = from != nullptr && chunk * kElements < work.p.pages.head_size;
+    copy_async_16(queries + row * kPitch<Query, kHeadSize> + chunk * kChunkBytes,
+                  wanted ? from + chunk * kElements : work.p.query, wanted);
+  }
+}
+
+// For 8-bit keys: a warp's 16 rows as fp16, and the columns of each 16 in the order in which the
+// keys' columns come. A pair of columns a lane, in turns of 64; a row at a time.
+template <typename Query, typename Kv, int kHeadSize>
+__device__ void convert_queries(const Work& work, const Item& item, int32_t first_row,
+                                int32_t num_rows, LongRows& rows, unsigned char* queries) {
+  using Tile = LongTile<Kv, kHeadSize>;
+  constexpr int kPairs = kHeadSize / (2 * kLanesOfWarp);  // of a lane
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
+#pragma unroll 2
+  for (int32_t i = 0; i < 16; ++i) {
+    const Query* from = query_of<Query>(work, item, first_row, num_rows, 16 * warp + i);
+    uint32_t pairs[kPairs];
+    float largest = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+      const int32_t dim = 2 * (n * kLanesOfWarp + lane);
+      const bool there = from != nullptr && dim < work.p.pages.head_size;
+      pairs[n] = there ? *reinterpret_cast<const uint32_t*>(from + dim) : 0u;
+      if constexpr (kScalesRows<Query, Half>) largest = larger_of(largest, pairs[n]);
+    }
+    if constexpr (kScalesRows<Query, Half>) {
+#pragma unroll
+      for (int bits = 1; bits < kLanesOfWarp; bits *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(kWholeWarp, largest, bits));
+      }
+      const RowScale scale = row_scale(largest);
+#pragma unroll
+      for (int n = 0; n < kPairs; ++n) pairs[n] = bfloats_to_halves(pairs[n], scale);
+      rows.scale[0] *= i == lane / 4 ? scale.back : 1.0f;
+      rows.scale[1] *= i == lane / 4 + 8 ? scale.back : 1.0f;
+    }
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+      // Columns 4t + 2j and the next of 16 come to 2t + 8j.
+      const int32_t pair = (n * kLanesOfWarp + lane) % 8;
+      const int32_t factor = (n * kLanesOfWarp + lane) / 8;
+      const int32_t column = 16 * factor + 2 * (pair / 2) + 8 * (pair % 2);
+      unsigned char* to = queries + (16 * warp + i) * Tile::kQueryPitch + 2 * column;
+      *reinterpret_cast<uint32_t*>(to) = pairs[n];
+    }
   }
 }
 
 // Starts the copies of a tile of keys and values: warps take 16 rows each, in turns.
-template <int kHeadSize>
+template <typename Kv, int kHeadSize>
 __device__ void copy_tile(const Work& work, const Item& item, Span seen, int32_t tile,
-                          uint16_t* keys) {
-  using Tile = LongTile<kHeadSize>;
+                          unsigned char* keys) {
+  using Tile = LongTile<Kv, kHeadSize>;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
   for (int32_t part = warp; part < Tile::kTokens / kTileRows; part += kLongWarps) {
     const int32_t position = tile * Tile::kTokens + part * kTileRows + lane % kTileRows;
     const int64_t key = find_key(work, item.sequence.index, item.kv_head, position, seen);
-    uint16_t* to = keys + part * kTileRows * kPitch<kHeadSize>;
-    load_keys_and_values<kHeadSize>(work.p.pages, key, to, to + Tile::kKeys);
+    unsigned char* to = keys + part * kTileRows * kPitch<Kv, kHeadSize>;
+    load_keys_and_values<Kv, kHeadSize>(work.p.pages, key, to, to + Tile::kKeys);
   }
 }
 
@@ -94,7 +152,6 @@ template <int kTokens>
 __device__ void soften_rows(const Work& work, Span seen, int32_t first,
                             float (&scores)[kTokens / 8][4], LongRows& rows, float (&rescale)[2]) {
   const int32_t t = static_cast<int32_t>(threadIdx.x) % 4;
-  const float scale = work.p.scale * kLog2E;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const Span own = visible(work.p, rows.position[j]);
@@ -108,7 +165,7 @@ __device__ void soften_rows(const Work& work, Span seen, int32_t first,
         float& score = scores[n][2 * j + i];
         const int32_t position = first + 8 * n + 2 * t + i;
         const float bias = rows.slope[j] * static_cast<float>(position - rows.position[j]);
-        score = position >= begin && position < end ? score * scale + bias : -INFINITY;
+        score = position >= begin && position < end ? score * rows.scale[j] + bias : -INFINITY;
         maximum = fmaxf(maximum, score);
       }
     }
@@ -131,21 +188,31 @@ __device__ void soften_rows(const Work& work, Span seen, int32_t first,
   }
 }
 
-template <typename T, int kHeadSize>
-__device__ void take_tile(const Work& work, Span seen, int32_t tile, const uint16_t* queries,
-                          const uint16_t* keys, LongRows& rows, float (&out)[kHeadSize / 8][4]) {
-  using Tile = LongTile<kHeadSize>;
+template <typename Kv, int kHeadSize>
+__device__ void take_tile(const Work& work, Span seen, int32_t tile, const unsigned char* queries,
+                          const unsigned char* keys, LongRows& rows,
+                          float (&out)[kHeadSize / 8][4]) {
+  using Tile = LongTile<Kv, kHeadSize>;
+  using Factor = FactorOf<Kv>;
+  constexpr int kReads = kHeadSize * static_cast<int>(sizeof(Kv)) / kReadBytes;
+  constexpr int kRowsBytes = 16 * kPitch<Kv, kHeadSize>;
   float scores[Tile::kTokens / 8][4] = {};
 #pragma unroll
-  for (int k = 0; k < kHeadSize / 16; ++k) {
-    uint32_t a[4];
-    load_rows<kHeadSize>(a, queries, 16 * k);
+  for (int i = 0; i < kReads; ++i) {
+    uint32_t a[kFactors<Kv>][1][4];
+#pragma unroll
+    for (int f = 0; f < kFactors<Kv>; ++f) {
+      load_rows<Factor, kHeadSize>(a[f], queries, (kFactors<Kv> * i + f) * kReadBytes);
+    }
 #pragma unroll
     for (int n = 0; n < Tile::kTokens / 16; ++n) {
-      uint32_t low[2], high[2];
-      load_rows_as_b<kHeadSize>(low, high, keys + 16 * n * kPitch<kHeadSize>, 16 * k);
-      multiply_add<T>(scores[2 * n], a, low);
-      multiply_add<T>(scores[2 * n + 1], a, high);
+      uint32_t low[kFactors<Kv>][2], high[kFactors<Kv>][2];
+      load_rows_as_b<Kv, kHeadSize>(low, high, keys + n * kRowsBytes, i * kReadBytes);
+#pragma unroll
+      for (int f = 0; f < kFactors<Kv>; ++f) {
+        multiply_add<Factor>(scores[2 * n], a[f][0], low[f]);
+        multiply_add<Factor>(scores[2 * n + 1], a[f][0], high[f]);
+      }
     }
   }
   float rescale[2];
@@ -155,30 +222,50 @@ __device__ void take_tile(const Work& work, Span seen, int32_t tile, const uint1
 #pragma unroll
     for (int i = 0; i < 4; ++i) out[d][i] *= rescale[i / 2];
   }
-  const uint16_t* values = keys + Tile::kKeys;
+  const unsigned char* values = keys + Tile::kKeys;
 #pragma unroll
   for (int n = 0; n < Tile::kTokens / 16; ++n) {
-    const uint32_t a[4] = {pack<T>(scores[2 * n][0], scores[2 * n][1]),
-                           pack<T>(scores[2 * n][2], scores[2 * n][3]),
-                           pack<T>(scores[2 * n + 1][0], scores[2 * n + 1][1]),
-                           pack<T>(scores[2 * n + 1][2], scores[2 * n + 1][3])};
+    const uint32_t a[4] = {pack<Factor>(scores[2 * n][0], scores[2 * n][1]),
+                           pack<Factor>(scores[2 * n][2], scores[2 * n][3]),
+                           pack<Factor>(scores[2 * n + 1][0], scores[2 * n + 1][1]),
+                           pack<Factor>(scores[2 * n + 1][2], scores[2 * n + 1][3])};
 #pragma unroll
-    for (int d = 0; d < kHeadSize / 16; ++d) {
-      uint32_t left[2], right[2];
-      load_columns_as_b<kHeadSize>(left, right, values + 16 * n * kPitch<kHeadSize>, 16 * d);
-      multiply_add<T>(out[2 * d], a, left);
-      multiply_add<T>(out[2 * d + 1], a, right);
+    for (int i = 0; i < kReads; ++i) {
+      uint32_t left[kFactors<Kv>][2], right[kFactors<Kv>][2];
+      load_columns_as_b<Kv, kHeadSize>(left, right, values + n * kRowsBytes, i * kReadBytes);
+#pragma unroll
+      for (int f = 0; f < kFactors<Kv>; ++f) {
+        const int d = 2 * (kFactors<Kv> * i + f);
+        multiply_add<Factor>(out[d], a, left[f]);
+        multiply_add<Factor>(out[d + 1], a, right[f]);
+      }
     }
   }
 }
 
-template <typename T, int kHeadSize>
+// A row's outputs of 16 dims, of which four lanes hold four each: the pair of the lower dims, or of
+// the upper ones. `left` and `right` are the two parts of the factor's columns (tiles.cuh).
+template <typename Query, typename Kv>
+__device__ void store_four(Query* to, int32_t head_size, int t, const float* left,
+                           const float* right, float sum, float scale) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int32_t dim = column_of<Kv>(t, j);
+    const float low = kIs8Bits<Kv> ? left[j] : (j == 0 ? left : right)[0];
+    const float high = kIs8Bits<Kv> ? right[j] : (j == 0 ? left : right)[1];
+    if (dim >= head_size) continue;
+    *reinterpret_cast<uint32_t*>(to + dim) = pack<Query>(low / sum * scale, high / sum * scale);
+  }
+}
+
+template <typename Query, typename Kv, int kHeadSize>
 __device__ void write_rows(const Work& work, const Item& item, int32_t first_row, int32_t num_rows,
                            const LongRows& rows, const float (&out)[kHeadSize / 8][4]) {
   const int32_t group = static_cast<int32_t>(group_of(work.p));
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
-  const int64_t head_size = work.p.pages.head_size;
+  const int32_t head_size = static_cast<int32_t>(work.p.pages.head_size);
+  const float scale = value_scale(work.p.pages, item.kv_head);
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     float sum = rows.sum[j];
@@ -189,13 +276,11 @@ __device__ void write_rows(const Work& work, const Item& item, int32_t first_row
     const int64_t token = item.sequence.first_token + (first_row + i) / group;
     const int64_t head = item.kv_head * group + (first_row + i) % group;
     const int64_t row = token * work.p.num_heads + head;
-    T* to = static_cast<T*>(work.p.out) + row * head_size;
+    Query* to = static_cast<Query*>(work.p.out) + row * head_size;
 #pragma unroll
-    for (int d = 0; d < kHeadSize / 8; ++d) {
-      const int32_t dim = 8 * d + 2 * (lane % 4);
-      if (dim >= head_size) continue;
-      *reinterpret_cast<uint32_t*>(to + dim) =
-          pack<T>(out[d][2 * j] / sum, out[d][2 * j + 1] / sum);
+    for (int d = 0; d < kHeadSize / 16; ++d) {
+      store_four<Query, Kv>(to + 16 * d, head_size - 16 * d, lane % 4, &out[2 * d][2 * j],
+                            &out[2 * d + 1][2 * j], sum, scale);
     }
     if (work.p.lse != nullptr && lane % 4 == 0) {
       work.p.lse[row] = log_sum_exp(rows.maximum[j], sum);
@@ -203,12 +288,12 @@ __device__ void write_rows(const Work& work, const Item& item, int32_t first_row
   }
 }
 
-template <typename T, int kHeadSize>
+template <typename Query, typename Kv, int kHeadSize>
 __global__ void __launch_bounds__(kLongWarps* kLanesOfWarp) attend_long(Work work) {
-  using Tile = LongTile<kHeadSize>;
-  KVPLANE_DYNAMIC_SHARED(uint16_t, shared);
-  uint16_t* const queries = shared;
-  uint16_t* const ring = shared + Tile::kQueries;
+  using Tile = LongTile<Kv, kHeadSize>;
+  KVPLANE_DYNAMIC_SHARED(unsigned char, shared);
+  unsigned char* const queries = shared;
+  unsigned char* const ring = shared + Tile::kQueries;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t num_items = work.plan.long_ends[work.p.num_sequences - 1];
   for (int32_t i = static_cast<int32_t>(blockIdx.x); i < num_items;
@@ -222,43 +307,49 @@ __global__ void __launch_bounds__(kLongWarps* kLanesOfWarp) attend_long(Work wor
     float out[kHeadSize / 8][4] = {};
     const int32_t end = div_ceil(seen.end, Tile::kTokens);
     int32_t tile = seen.begin / Tile::kTokens;
-    copy_queries<kHeadSize>(work, item, first_row, num_rows, queries);
-    copy_tile<kHeadSize>(work, item, seen, tile, ring);
+    if constexpr (!kIs8Bits<Kv>) {
+      copy_queries<Query, kHeadSize>(work, item, first_row, num_rows, queries);
+    }
+    copy_tile<Kv, kHeadSize>(work, item, seen, tile, ring);
     commit_copies();
+    if constexpr (kIs8Bits<Kv>) {
+      convert_queries<Query, Kv, kHeadSize>(work, item, first_row, num_rows, rows, queries);
+    }
     for (int stage = 0; tile < end; ++tile, stage = 1 - stage) {
       wait_for_copies<0>();
       __syncthreads();  // The tile has landed, and the other stage has been read.
       if (tile + 1 < end) {
-        copy_tile<kHeadSize>(work, item, seen, tile + 1, ring + (1 - stage) * 2 * Tile::kKeys);
+        copy_tile<Kv, kHeadSize>(work, item, seen, tile + 1, ring + (1 - stage) * 2 * Tile::kKeys);
       }
       commit_copies();
-      take_tile<T, kHeadSize>(work, seen, tile, queries + 16 * warp * kPitch<kHeadSize>,
-                              ring + stage * 2 * Tile::kKeys, rows, out);
+      take_tile<Kv, kHeadSize>(work, seen, tile, queries + 16 * warp * Tile::kQueryPitch,
+                               ring + stage * 2 * Tile::kKeys, rows, out);
     }
-    write_rows<T, kHeadSize>(work, item, first_row, num_rows, rows, out);
+    write_rows<Query, Kv, kHeadSize>(work, item, first_row, num_rows, rows, out);
     __syncthreads();  // The next item's copies take the place of this one's tiles.
   }
 }
 
-template <typename T, int kHeadSize>
+template <typename Query, typename Kv, int kHeadSize>
 void launch_long_of(const Work& work, int64_t max_items, uintptr_t stream) {
   constexpr int kThreads = kLongWarps * kLanesOfWarp;
-  constexpr size_t kBytes = LongTile<kHeadSize>::kSharedBytes;
-  const int64_t at_once = resident_blocks<&attend_long<T, kHeadSize>>(kThreads, kBytes);
-  launch(&attend_long<T, kHeadSize>, {min_of(at_once, max_items)}, kThreads, kBytes, stream, work);
+  constexpr size_t kBytes = LongTile<Kv, kHeadSize>::kSharedBytes;
+  constexpr auto kKernel = &attend_long<Query, Kv, kHeadSize>;
+  const int64_t at_once = resident_blocks<kKernel>(kThreads, kBytes);
+  launch(kKernel, {min_of(at_once, max_items)}, kThreads, kBytes, stream, work);
 }
 
-template <typename T>
+template <typename Query, typename Kv>
 void launch_long(const Work& work, int64_t max_items, uintptr_t stream) {
   const int64_t head_size = work.p.pages.head_size;
   if (head_size <= 64) {
-    launch_long_of<T, 64>(work, max_items, stream);
+    launch_long_of<Query, Kv, 64>(work, max_items, stream);
   } else if (head_size <= 128) {
-    launch_long_of<T, 128>(work, max_items, stream);
+    launch_long_of<Query, Kv, 128>(work, max_items, stream);
   } else if (head_size <= 192) {
-    launch_long_of<T, 192>(work, max_items, stream);
+    launch_long_of<Query, Kv, 192>(work, max_items, stream);
   } else {
-    launch_long_of<T, 256>(work, max_items, stream);
+    launch_long_of<Query, Kv, 256>(work, max_items, stream);
   }
 }
 

@@ -1,10 +1,7 @@
-#include "attention_kernels.h"
 #include "attention_long.cuh"
 
 namespace kvplane::cuda {
 
-void launch_long_bfloat(const Work& work, int64_t max_items, uintptr_t stream) {
-  launch_long<Bfloat>(work, max_items, stream);
-}
+template void launch_long<Bfloat, Bfloat>(const Work&, int64_t, uintptr_t);
 
 }  // namespace kvplane::cuda

@@ -11,8 +11,10 @@
 // the same rows in S^T and in O^T: an output is rescaled without any exchange.
 #pragma once
 
+#include "attention_kernels.h"
 #include "batch.cuh"
 #include "launch.h"
+#include "queries.cuh"
 #include "tiles.cuh"
 
 namespace kvplane::cuda {
@@ -21,21 +23,23 @@ constexpr int kShortWarps = 4;
 
 // The shared memory of a warp: a ring of tiles, K before V. At the end of an item it holds the
 // warp's outputs and states instead.
-template <int kHeadSize, int kColumns>
+template <typename Kv, int kHeadSize, int kColumns>
 struct ShortRing {
-  static constexpr int kStages = kHeadSize <= 64 ? 4 : kHeadSize <= 192 ? 3 : 2;
-  static constexpr int kTile = kTileRows * kPitch<kHeadSize>;
-  static constexpr int kElements = kStages * 2 * kTile;
+  static constexpr int kRowBytes = kHeadSize * static_cast<int>(sizeof(Kv));
+  static constexpr int kStages = kRowBytes <= 128 ? 4 : kRowBytes <= 384 ? 3 : 2;
+  static constexpr int kTile = kTileRows * kPitch<Kv, kHeadSize>;
+  static constexpr int kBytes = kStages * 2 * kTile;
   static constexpr int kRows = 8 * kColumns;
   static constexpr int kOutPitch = kHeadSize + 4;  // floats; no two lanes meet in a bank
-  static constexpr int kSharedBytes = kShortWarps * kElements * 2;
-  static_assert((kRows * kOutPitch + 2 * kRows) * 4 <= kElements * 2);
+  static constexpr int kSharedBytes = kShortWarps * kBytes;
+  static_assert((kRows * kOutPitch + 2 * kRows) * 4 <= kBytes);
 };
 
 // The rows whose scores a thread holds: 2t and 2t + 1 of each eight.
 template <int kColumns>
 struct RowsOfThread {
   int32_t position[kColumns][2];  // -1 for a row that is not there, which sees nothing
+  float scale[kColumns][2];       // of products, to scores in base 2
   float slope[kColumns][2];       // in base 2
   float maximum[kColumns][2];
   float sum[kColumns][2];  // of this thread's tokens
@@ -46,6 +50,7 @@ __device__ void set_rows(const Work& work, const Item& item, int32_t first_row, 
                          RowsOfThread<kColumns>& rows) {
   const int32_t group = static_cast<int32_t>(group_of(work.p));
   const int32_t t = static_cast<int32_t>(threadIdx.x) % 4;
+  const float scale = work.p.scale * kLog2E * key_scale(work.p.pages, item.kv_head);
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
@@ -55,6 +60,7 @@ __device__ void set_rows(const Work& work, const Item& item, int32_t first_row, 
       const int32_t token = (first_row + row) / group;
       const int32_t head = item.kv_head * group + (first_row + row) % group;
       rows.position[c][j] = there ? item.sequence.first_position() + token : -1;
+      rows.scale[c][j] = scale;
       rows.slope[c][j] =
           there && work.p.alibi_slopes != nullptr ? work.p.alibi_slopes[head] * kLog2E : 0.0f;
       rows.maximum[c][j] = -INFINITY;
@@ -63,10 +69,31 @@ __device__ void set_rows(const Work& work, const Item& item, int32_t first_row, 
   }
 }
 
-// The queries as factors B, straight from global memory: lane g's row, dims 2t and on.
-template <int kHeadSize, int kColumns>
+// Makes fp16 of a row of bf16 that four lanes share; returns what its scores are to be multiplied
+// by.
+template <int kNumFactors>
+__device__ float scale_row(uint32_t (&row)[kNumFactors][2]) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kNumFactors; ++k) {
+    largest = larger_of(larger_of(largest, row[k][0]), row[k][1]);
+  }
+  largest = fmaxf(largest, __shfl_xor_sync(kWholeWarp, largest, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(kWholeWarp, largest, 2));
+  const RowScale scale = row_scale(largest);
+#pragma unroll
+  for (int k = 0; k < kNumFactors; ++k) {
+    row[k][0] = bfloats_to_halves(row[k][0], scale);
+    row[k][1] = bfloats_to_halves(row[k][1], scale);
+  }
+  return scale.back;
+}
+
+// The queries as factors B, straight from global memory: lane g's row, the dims of k = 2t and on.
+template <typename Query, typename Kv, int kHeadSize, int kColumns>
 __device__ void load_queries(const Work& work, const Item& item, int32_t first_row,
-                             int32_t num_rows, uint32_t (&queries)[kColumns][kHeadSize / 16][2]) {
+                             int32_t num_rows, uint32_t (&queries)[kColumns][kHeadSize / 16][2],
+                             RowsOfThread<kColumns>& rows) {
   const int32_t group = static_cast<int32_t>(group_of(work.p));
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
 #pragma unroll
@@ -80,9 +107,16 @@ __device__ void load_queries(const Work& work, const Item& item, int32_t first_r
     for (int k = 0; k < kHeadSize / 16; ++k) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int32_t dim = 16 * k + 8 * j + lane % 4 * 2;
+        const int32_t dim = 16 * k + column_of<Kv>(lane % 4, j);
         const bool there = row < num_rows && dim < work.p.pages.head_size;
         queries[c][k][j] = there ? *reinterpret_cast<const uint32_t*>(from + dim) : 0u;
+      }
+    }
+    if constexpr (kScalesRows<Query, FactorOf<Kv>>) {
+      const float back = scale_row(queries[c]);  // of row g; wanted are those of 2t and 2t + 1
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        rows.scale[c][j] *= __shfl_sync(kWholeWarp, back, (2 * (lane % 4) + j) * 4);
       }
     }
   }
@@ -94,7 +128,6 @@ template <int kColumns>
 __device__ void soften(const Work& work, Span seen, int32_t first, float (&scores)[kColumns][4],
                        RowsOfThread<kColumns>& rows, float (&rescale)[kColumns][2]) {
   const int32_t g = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp / 4;
-  const float scale = work.p.scale * kLog2E;
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
@@ -108,7 +141,7 @@ __device__ void soften(const Work& work, Span seen, int32_t first, float (&score
         const bool is_seen = position >= seen.begin && position < seen.end &&
                              position >= own.begin && position < own.end;
         const float bias = rows.slope[c][j] * static_cast<float>(position - rows.position[c][j]);
-        score = is_seen ? score * scale + bias : -INFINITY;
+        score = is_seen ? score * rows.scale[c][j] + bias : -INFINITY;
         maximum = fmaxf(maximum, score);
       }
 #pragma unroll
@@ -126,10 +159,12 @@ __device__ void soften(const Work& work, Span seen, int32_t first, float (&score
 }
 
 // What a warp found, for the block to put together: [kRows, kOutPitch] outputs, then states.
-template <int kHeadSize, int kColumns>
+template <typename Kv, int kHeadSize, int kColumns>
 __device__ void leave_outputs(const float (&out)[kHeadSize / 16][kColumns][4],
                               RowsOfThread<kColumns>& rows, float* left) {
-  using Ring = ShortRing<kHeadSize, kColumns>;
+  using Ring = ShortRing<Kv, kHeadSize, kColumns>;
+  constexpr int kDimsApart = kIs8Bits<Kv> ? 2 : 1;  // of rows g and g + 1 of a factor
+  constexpr int kHalf = kIs8Bits<Kv> ? 1 : 8;       // of rows g and g + 8
   const int lane = static_cast<int>(threadIdx.x) % kLanesOfWarp;
   const int g = lane / 4, t = lane % 4;
   float* states = left + Ring::kRows * Ring::kOutPitch;
@@ -149,22 +184,24 @@ __device__ void leave_outputs(const float (&out)[kHeadSize / 16][kColumns][4],
       }
 #pragma unroll
       for (int k = 0; k < kHeadSize / 16; ++k) {
-        left[row * Ring::kOutPitch + 16 * k + g] = out[k][c][j];
-        left[row * Ring::kOutPitch + 16 * k + 8 + g] = out[k][c][2 + j];
+        float* dims = left + row * Ring::kOutPitch + 16 * k + kDimsApart * g;
+        dims[0] = out[k][c][j];
+        dims[kHalf] = out[k][c][2 + j];
       }
     }
   }
 }
 
 // The whole block: adds up the warps' outputs, in order, and writes rows or partial rows.
-template <int kHeadSize, int kColumns>
+template <typename Kv, int kHeadSize, int kColumns>
 __device__ void write_outputs(const Work& work, const Item& item, int32_t first_row,
                               int32_t num_rows, const float* left) {
-  using Ring = ShortRing<kHeadSize, kColumns>;
-  constexpr int kFloatsOfWarp = Ring::kElements / 2;
+  using Ring = ShortRing<Kv, kHeadSize, kColumns>;
+  constexpr int kFloatsOfWarp = Ring::kBytes / 4;
   const int32_t group = static_cast<int32_t>(group_of(work.p));
   const int32_t head_size = static_cast<int32_t>(work.p.pages.head_size);
   const bool is_whole = num_splits(work, item.sequence) == 1;
+  const float scale = value_scale(work.p.pages, item.kv_head);
   for (int32_t i = 0; i < num_rows; ++i) {
     const float* states = left + Ring::kRows * Ring::kOutPitch + 2 * i;
     float maximum = -INFINITY;
@@ -191,7 +228,7 @@ __device__ void write_outputs(const Work& work, const Item& item, int32_t first_
         value += weights[w] * left[w * kFloatsOfWarp + i * Ring::kOutPitch + d];
       }
       if (is_whole) {
-        store_number(work.p, row * head_size + d, value / sum);
+        store_number(work.p, row * head_size + d, value / sum * scale);
       } else {
         work.plan.partial_outs[partial * head_size + d] = value;
       }
@@ -207,17 +244,19 @@ __device__ void write_outputs(const Work& work, const Item& item, int32_t first_
 }
 
 // A warp's share of an item: tiles of 16 tokens, kStages - 1 of them on their way at any time.
-template <typename T, int kHeadSize, int kColumns>
+template <typename Query, typename Kv, int kHeadSize, int kColumns>
 __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_row,
-                             int32_t num_rows, uint16_t* ring) {
-  using Ring = ShortRing<kHeadSize, kColumns>;
+                             int32_t num_rows, unsigned char* ring) {
+  using Ring = ShortRing<Kv, kHeadSize, kColumns>;
+  using Factor = FactorOf<Kv>;
+  constexpr int kReads = Ring::kRowBytes / kReadBytes;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
   const Span seen = span_of(work, item.sequence, item.split, first_row, num_rows);
   RowsOfThread<kColumns> rows;
   set_rows(work, item, first_row, num_rows, rows);
   uint32_t queries[kColumns][kHeadSize / 16][2];
-  load_queries<kHeadSize, kColumns>(work, item, first_row, num_rows, queries);
+  load_queries<Query, Kv, kHeadSize, kColumns>(work, item, first_row, num_rows, queries, rows);
   float out[kHeadSize / 16][kColumns][4] = {};
 
   const auto find = [&](int32_t tile) {
@@ -230,8 +269,8 @@ __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_r
   const int32_t first = begin + (warp + kShortWarps - begin % kShortWarps) % kShortWarps;
   const auto start_copy = [&](int32_t tile, int stage, int64_t key) {
     if (tile < end) {
-      uint16_t* keys = ring + stage * 2 * Ring::kTile;
-      load_keys_and_values<kHeadSize>(work.p.pages, key, keys, keys + Ring::kTile);
+      unsigned char* keys = ring + stage * 2 * Ring::kTile;
+      load_keys_and_values<Kv, kHeadSize>(work.p.pages, key, keys, keys + Ring::kTile);
     }
     commit_copies();
   };
@@ -250,46 +289,54 @@ __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_r
     start_copy(ahead, (stage + Ring::kStages - 1) % Ring::kStages, next_key);
     next_key = find(ahead + kShortWarps);
 
-    const uint16_t* keys = ring + stage * 2 * Ring::kTile;
-    const uint16_t* values = keys + Ring::kTile;
+    const unsigned char* keys = ring + stage * 2 * Ring::kTile;
+    const unsigned char* values = keys + Ring::kTile;
     float scores[kColumns][4] = {};
 #pragma unroll
-    for (int k = 0; k < kHeadSize / 16; ++k) {
-      uint32_t a[4];
-      load_rows<kHeadSize>(a, keys, 16 * k);
+    for (int i = 0; i < kReads; ++i) {
+      uint32_t a[kFactors<Kv>][4];
+      load_rows<Kv, kHeadSize>(a, keys, i * kReadBytes);
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) multiply_add<T>(scores[c], a, queries[c][k]);
+      for (int f = 0; f < kFactors<Kv>; ++f) {
+        const int k = kFactors<Kv> * i + f;
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) multiply_add<Factor>(scores[c], a[f], queries[c][k]);
+      }
     }
     float rescale[kColumns][2];
     soften(work, seen, tile * kTileRows, scores, rows, rescale);
     uint32_t probabilities[kColumns][2];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      probabilities[c][0] = transpose(pack<T>(scores[c][0], scores[c][1]));
-      probabilities[c][1] = transpose(pack<T>(scores[c][2], scores[c][3]));
+      probabilities[c][0] = transpose(pack<Factor>(scores[c][0], scores[c][1]));
+      probabilities[c][1] = transpose(pack<Factor>(scores[c][2], scores[c][3]));
     }
 #pragma unroll
-    for (int k = 0; k < kHeadSize / 16; ++k) {
-      uint32_t a[4];
-      load_columns<kHeadSize>(a, values, 16 * k);
+    for (int i = 0; i < kReads; ++i) {
+      uint32_t a[kFactors<Kv>][4];
+      load_columns<Kv, kHeadSize>(a, values, i * kReadBytes);
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
+      for (int f = 0; f < kFactors<Kv>; ++f) {
+        const int k = kFactors<Kv> * i + f;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) out[k][c][j] *= rescale[c][j % 2];
-        multiply_add<T>(out[k][c], a, probabilities[c]);
+        for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) out[k][c][j] *= rescale[c][j % 2];
+          multiply_add<Factor>(out[k][c], a[f], probabilities[c]);
+        }
       }
     }
     stage = (stage + 1) % Ring::kStages;
   }
   wait_for_copies<0>();
   __syncwarp();  // The ring is read to its end: its memory may take the outputs.
-  leave_outputs<kHeadSize, kColumns>(out, rows, reinterpret_cast<float*>(ring));
+  leave_outputs<Kv, kHeadSize, kColumns>(out, rows, reinterpret_cast<float*>(ring));
 }
 
-template <typename T, int kHeadSize, int kColumns>
+template <typename Query, typename Kv, int kHeadSize, int kColumns>
 __global__ void __launch_bounds__(kShortWarps* kLanesOfWarp) attend_short(Work work) {
-  using Ring = ShortRing<kHeadSize, kColumns>;
-  KVPLANE_DYNAMIC_SHARED(uint16_t, shared);
+  using Ring = ShortRing<Kv, kHeadSize, kColumns>;
+  KVPLANE_DYNAMIC_SHARED(unsigned char, shared);
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t num_items = work.plan.short_ends[work.p.num_sequences - 1];
   for (int32_t i = static_cast<int32_t>(blockIdx.x); i < num_items;
@@ -298,45 +345,45 @@ __global__ void __launch_bounds__(kShortWarps* kLanesOfWarp) attend_short(Work w
     const int32_t first_row = item.tile * Ring::kRows;
     const int32_t all_rows = item.sequence.query_len * static_cast<int32_t>(group_of(work.p));
     const int32_t num_rows = min_of(Ring::kRows, all_rows - first_row);
-    attend_tiles<T, kHeadSize, kColumns>(work, item, first_row, num_rows,
-                                         shared + warp * Ring::kElements);
+    attend_tiles<Query, Kv, kHeadSize, kColumns>(work, item, first_row, num_rows,
+                                                 shared + warp * Ring::kBytes);
     __syncthreads();
-    write_outputs<kHeadSize, kColumns>(work, item, first_row, num_rows,
-                                       reinterpret_cast<const float*>(shared));
+    write_outputs<Kv, kHeadSize, kColumns>(work, item, first_row, num_rows,
+                                           reinterpret_cast<const float*>(shared));
     __syncthreads();
   }
 }
 
-template <typename T, int kHeadSize, int kColumns>
+template <typename Query, typename Kv, int kHeadSize, int kColumns>
 void launch_short_of(const Work& work, int64_t max_items, uintptr_t stream) {
   constexpr int kThreads = kShortWarps * kLanesOfWarp;
-  constexpr size_t kBytes = ShortRing<kHeadSize, kColumns>::kSharedBytes;
-  const int64_t at_once = resident_blocks<&attend_short<T, kHeadSize, kColumns>>(kThreads, kBytes);
-  launch(&attend_short<T, kHeadSize, kColumns>, {min_of(at_once, max_items)}, kThreads, kBytes,
-         stream, work);
+  constexpr size_t kBytes = ShortRing<Kv, kHeadSize, kColumns>::kSharedBytes;
+  constexpr auto kKernel = &attend_short<Query, Kv, kHeadSize, kColumns>;
+  const int64_t at_once = resident_blocks<kKernel>(kThreads, kBytes);
+  launch(kKernel, {min_of(at_once, max_items)}, kThreads, kBytes, stream, work);
 }
 
-template <typename T, int kHeadSize>
+template <typename Query, typename Kv, int kHeadSize>
 void launch_short_of(const Work& work, int64_t max_items, uintptr_t stream) {
   if (work.short_tile_rows == 8) {
-    launch_short_of<T, kHeadSize, 1>(work, max_items, stream);
+    launch_short_of<Query, Kv, kHeadSize, 1>(work, max_items, stream);
   } else {
-    launch_short_of<T, kHeadSize, 2>(work, max_items, stream);
+    launch_short_of<Query, Kv, kHeadSize, 2>(work, max_items, stream);
   }
 }
 
 // Head sizes are rounded up to one of these; what is added is zeros, and is not read.
-template <typename T>
+template <typename Query, typename Kv>
 void launch_short(const Work& work, int64_t max_items, uintptr_t stream) {
   const int64_t head_size = work.p.pages.head_size;
   if (head_size <= 64) {
-    launch_short_of<T, 64>(work, max_items, stream);
+    launch_short_of<Query, Kv, 64>(work, max_items, stream);
   } else if (head_size <= 128) {
-    launch_short_of<T, 128>(work, max_items, stream);
+    launch_short_of<Query, Kv, 128>(work, max_items, stream);
   } else if (head_size <= 192) {
-    launch_short_of<T, 192>(work, max_items, stream);
+    launch_short_of<Query, Kv, 192>(work, max_items, stream);
   } else {
-    launch_short_of<T, 256, 1>(work, max_items, stream);
+    launch_short_of<Query, Kv, 256, 1>(work, max_items, stream);
   }
 }
 

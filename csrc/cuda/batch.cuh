@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "device.h"
+#include "eight_bits.cuh"
 #include "kvplane/params.h"
 #include "operations.h"
 #include "ptx.cuh"
@@ -36,7 +37,7 @@ struct Plan {
   int64_t* partial_starts;  // [num_sequences]: its first row in the arrays below
   // One row for each split, token and query head of a short sequence of more than one split.
   float* partial_states;  // [rows, 2]: maximum (base 2) and sum of the exponentials
-  float* partial_outs;    // [rows, head_size], not yet divided by the sum
+  float* partial_outs;    // [rows, head_size], not yet divided by the sum, nor scaled
 };
 
 // The parameter of every attention kernel.
@@ -187,6 +188,16 @@ __device__ inline int64_t find_key(const Work& work, int32_t sequence, int32_t k
     return -1;
   }
   return block * pages.block_stride + kv_head * pages.head_stride + offset * pages.token_stride;
+}
+
+// What the stored keys and values of a head stand for: times these. 1 where pages are not scaled.
+__device__ inline float key_scale(const PagesParams& pages, int64_t kv_head) {
+  return pages.key_scales == nullptr ? 1.0f : pages.key_scales[kv_head * pages.key_scale_stride];
+}
+
+__device__ inline float value_scale(const PagesParams& pages, int64_t kv_head) {
+  if (pages.value_scales == nullptr) return 1.0f;
+  return pages.value_scales[kv_head * pages.value_scale_stride];
 }
 
 // The row of partial_states and partial_outs of a split, token and query head.

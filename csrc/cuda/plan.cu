@@ -92,10 +92,11 @@ __global__ void combine_splits(Work work) {
       }
     }
     const int64_t row = (sequence.first_token + token) * work.p.num_heads + head;
+    const float scale = value_scale(work.p.pages, head / group_of(work.p));
 #pragma unroll
     for (int32_t d = 0; d < kMaxHeadSize / kLanesOfWarp; ++d) {
       const int32_t dim = d * kLanesOfWarp + lane;
-      if (dim < head_size) store_number(work.p, row * head_size + dim, out[d] / sum);
+      if (dim < head_size) store_number(work.p, row * head_size + dim, out[d] / sum * scale);
     }
     if (work.p.lse != nullptr && lane == 0) work.p.lse[row] = log_sum_exp(maximum, sum);
   }

@@ -22,8 +22,18 @@ struct Half {
 struct Bfloat {
   uint16_t bits;
 };
+// Of keys and values as stored. Every one of them is an fp16 number; eight_bits.cuh converts them.
+struct E4m3 {
+  uint8_t bits;
+};
+struct E5m2 {
+  uint8_t bits;
+};
 
 #if defined(KVPLANE_EMULATED)
+
+__device__ inline uint32_t bits_of(float value) { return to_bits(value); }
+__device__ inline float float_of(uint32_t bits) { return from_bits(bits); }
 
 __device__ inline float to_float(float value) { return value; }
 __device__ inline float to_float(Half value) { return fp16_to_float(value.bits); }
@@ -51,6 +61,24 @@ __device__ uint32_t pack(float low, float high) {
 }
 
 __device__ inline float exp2_fast(float x) { return std::exp2(x); }
+
+// Four bytes, lowest first by the selector's lowest digit: 0 to 3 name bytes of `bytes`, 4 is zero.
+__device__ inline uint32_t permute_bytes(uint32_t bytes, uint32_t selector) {
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t from = selector >> 4 * i & 7;
+    result |= (from < 4 ? bytes >> 8 * from & 0xFFu : 0u) << 8 * i;
+  }
+  return result;
+}
+
+// Two fp16 numbers, each times 256.
+__device__ inline uint32_t halves_times_256(uint32_t halves) {
+  const auto times_256 = [](uint32_t half) {
+    return uint32_t{float_to_fp16(256.0f * fp16_to_float(static_cast<uint16_t>(half)))};
+  };
+  return times_256(halves & 0xFFFFu) | times_256(halves >> 16) << 16;
+}
 
 // 16 bytes from global to shared memory; zeros unless `wanted`. Both addresses are multiples of 16.
 __device__ inline void copy_async_16(void* shared, const void* global, bool wanted,
@@ -166,6 +194,9 @@ __device__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32
 
 #else
 
+__device__ inline uint32_t bits_of(float value) { return __float_as_uint(value); }
+__device__ inline float float_of(uint32_t bits) { return __uint_as_float(bits); }
+
 __device__ inline float to_float(float value) { return value; }
 __device__ inline float to_float(Half value) {
   float result;
@@ -215,6 +246,36 @@ __device__ inline float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
+
+__device__ inline uint32_t permute_bytes(uint32_t bytes, uint32_t selector) {
+  return __byte_perm(bytes, 0, selector);
+}
+
+__device__ inline uint32_t halves_times_256(uint32_t halves) {
+  uint32_t result;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(halves), "r"(0x5C005C00u));
+  return result;
+}
+
+// Two 8-bit numbers, in the low half, as two fp16 numbers. The emulator and sm_80 have arithmetic
+// in its place (eight_bits.cuh), which gives the same bits but for those of a NaN.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#define KVPLANE_CONVERTS_8_BITS
+template <typename T>
+__device__ uint32_t convert_to_halves(uint32_t pair);
+template <>
+__device__ inline uint32_t convert_to_halves<E4m3>(uint32_t pair) {
+  uint32_t result;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(result) : "h"(static_cast<uint16_t>(pair)));
+  return result;
+}
+template <>
+__device__ inline uint32_t convert_to_halves<E5m2>(uint32_t pair) {
+  uint32_t result;
+  asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(result) : "h"(static_cast<uint16_t>(pair)));
+  return result;
+}
+#endif
 
 __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));

@@ -14,24 +14,25 @@ struct alignas(kChunkBytes) Chunk {
   uint32_t words[4];
 };
 
-// Converts a row by one warp.
+// Converts a row by one warp. Only 8-bit numbers are scaled.
 template <typename To, typename From>
-__device__ void write_row(const From* from, int32_t head_size, To* to) {
+__device__ void write_row(const From* from, float scale, int32_t head_size, To* to) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
   for (int32_t d = lane; d < head_size; d += kLanesOfWarp) {
-    to[d] = from_float<To>(to_float(from[d]));
+    const float number = to_float(from[d]);
+    to[d] = from_float<To>(sizeof(To) == 1 ? number / scale : number);
   }
 }
 
 template <typename To>
-__device__ void write_row_of(const void* base, int64_t row, Dtype from, int32_t head_size, To* to) {
-  switch (from) {
-    case Dtype::kFloat32:
-      return write_row(static_cast<const float*>(base) + row, head_size, to);
-    case Dtype::kFloat16:
-      return write_row(static_cast<const Half*>(base) + row, head_size, to);
-    case Dtype::kBFloat16:
-      return write_row(static_cast<const Bfloat*>(base) + row, head_size, to);
+__device__ void write_row_of(const void* base, int64_t row, Dtype from, float scale,
+                             int32_t head_size, To* to) {
+  if (from == Dtype::kFloat32) {
+    write_row(static_cast<const float*>(base) + row, scale, head_size, to);
+  } else if (from == Dtype::kFloat16) {
+    write_row(static_cast<const Half*>(base) + row, scale, head_size, to);
+  } else {
+    write_row(static_cast<const Bfloat*>(base) + row, scale, head_size, to);
   }
 }
 
@@ -72,8 +73,9 @@ __global__ void write_slots(ReshapeAndCacheParams p, bool in_chunks, int32_t* fa
     copy_rows_in_chunks(static_cast<const To*>(p.key) + key,
                         static_cast<const To*>(p.value) + value, head_size, to, p.pages.kv_stride);
   } else {
-    write_row_of(p.key, key, p.key_dtype, head_size, to);
-    write_row_of(p.value, value, p.value_dtype, head_size, to + p.pages.kv_stride);
+    write_row_of(p.key, key, p.key_dtype, key_scale(p.pages, head), head_size, to);
+    write_row_of(p.value, value, p.value_dtype, value_scale(p.pages, head), head_size,
+                 to + p.pages.kv_stride);
   }
 }
 
@@ -104,6 +106,10 @@ void reshape_and_cache(const ReshapeAndCacheParams& p, const Context& context) {
       return run(&write_slots<Half>);
     case Dtype::kBFloat16:
       return run(&write_slots<Bfloat>);
+    case Dtype::kFloat8E4M3:
+      return run(&write_slots<E4m3>);
+    case Dtype::kFloat8E5M2:
+      return run(&write_slots<E5m2>);
   }
 }
 

@@ -1,79 +1,167 @@
 // Tiles of rows in shared memory, as the tensor cores read them.
 //
 // A row takes an odd number of 16-byte chunks, so that the eight rows of an 8 x 8 matrix lie in
-// different banks for every head size. Columns past the head size are zeros.
+// different banks for every head size. Columns past the head size are zeros. 8-bit numbers lie in
+// a tile as they do in the pages: what ldmatrix takes for one number of 16 bits is two of them, and
+// a lane makes fp16 numbers of its own when it has read them. 32 bytes of a row, which one
+// instruction reads for 16 rows, are so one 16 x 16 factor or two:
+//
+//                              16-bit numbers       8-bit numbers
+//   a lane's part of 8 rows    columns 2t, 2t + 1   columns 4t to 4t + 3:
+//   read by rows: column of    2t, 2t + 1           4t, 4t + 1
+//       k = 2t and on, 2t + 8  2t + 8, 2t + 9       4t + 2, 4t + 3
+//   read by columns: those of  g                    2g
+//       the factor's two parts g + 8                2g + 1
+//
+// A sum over columns may take them in any order, if both factors have the same; and where columns
+// are outputs, each is written where it belongs.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "batch.cuh"
+#include "eight_bits.cuh"
 #include "ptx.cuh"
 
 namespace kvplane::cuda {
 
 constexpr int kTileRows = 16;
-constexpr int kElementsOfChunk = 8;  // of 16 bits
+constexpr int kChunkBytes = 16;
+constexpr int kReadBytes = 32;  // of each row, by one instruction
 
-template <int kHeadSize>
-constexpr int kPitch = (kHeadSize / kElementsOfChunk | 1) * kElementsOfChunk;
+template <typename Kv>
+constexpr bool kIs8Bits = sizeof(Kv) == 1;
+
+// What keys and values are multiplied as.
+template <typename Kv>
+using FactorOf = std::conditional_t<kIs8Bits<Kv>, Half, Kv>;
+
+// 16 x 16 factors in 16 rows of kReadBytes.
+template <typename Kv>
+constexpr int kFactors = kReadBytes / (16 * static_cast<int>(sizeof(Kv)));
+
+// From one row of a tile to the next, in bytes.
+template <typename T, int kHeadSize>
+constexpr int kPitch = (kHeadSize * static_cast<int>(sizeof(T)) / kChunkBytes | 1) * kChunkBytes;
+
+// The column of a factor's 16 that stands for k = 2t + 8j, read by rows; the next one for k + 1.
+template <typename Kv>
+__device__ constexpr int column_of(int t, int j) {
+  return kIs8Bits<Kv> ? 4 * t + 2 * j : 2 * t + 8 * j;
+}
 
 // Starts the copies of 16 rows of keys and of values by one warp. Lane r % 16 knows where row r's
 // key lies, or that it is not wanted (negative): then the row is zeros, since what an unused slot
 // holds may be NaN, and zero times NaN is not zero.
-template <int kHeadSize>
-__device__ void load_keys_and_values(const PagesParams& pages, int64_t key_of_lane, uint16_t* keys,
-                                     uint16_t* values) {
-  constexpr int kChunks = kHeadSize / kElementsOfChunk;
-  const uint16_t* data = static_cast<const uint16_t*>(pages.data);
+template <typename Kv, int kHeadSize>
+__device__ void load_keys_and_values(const PagesParams& pages, int64_t key_of_lane,
+                                     unsigned char* keys, unsigned char* values) {
+  constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(Kv));
+  constexpr int kChunks = kHeadSize / kElements;
+  const Kv* data = static_cast<const Kv*>(pages.data);
   const int lane = static_cast<int>(threadIdx.x) % kLanesOfWarp;
   // Unrolled no further, since the addresses of every copy would take registers of their own.
-#pragma unroll(kHeadSize > 192 ? 2 : 4)
+#pragma unroll(kChunks > 24 ? 2 : 4)
   for (int i = 0; i < kTileRows * kChunks / kLanesOfWarp; ++i) {
     const int row = (i * kLanesOfWarp + lane) / kChunks;
-    const int column = (i * kLanesOfWarp + lane) % kChunks * kElementsOfChunk;
+    const int chunk = (i * kLanesOfWarp + lane) % kChunks;
     const int64_t key = __shfl_sync(kWholeWarp, key_of_lane, row);
-    const bool wanted = key >= 0 && column < pages.head_size;
-    const uint16_t* from = wanted ? data + key + column : data;
-    copy_async_16(keys + row * kPitch<kHeadSize> + column, from, wanted);
-    copy_async_16(values + row * kPitch<kHeadSize> + column, wanted ? from + pages.kv_stride : data,
-                  wanted);
+    const bool wanted = key >= 0 && chunk * kElements < pages.head_size;
+    const Kv* from = wanted ? data + key + chunk * kElements : data;
+    const int to = row * kPitch<Kv, kHeadSize> + chunk * kChunkBytes;
+    copy_async_16(keys + to, from, wanted);
+    copy_async_16(values + to, wanted ? from + pages.kv_stride : data, wanted);
   }
 }
 
-// A 16 x 16 piece of a tile as the factor A: rows as they are.
-template <int kHeadSize>
-__device__ void load_rows(uint32_t (&a)[4], const uint16_t* tile, int column) {
-  const int lane = static_cast<int>(threadIdx.x) % kLanesOfWarp;
-  load_matrices(a, tile + lane % 16 * kPitch<kHeadSize> + column + lane / 16 * 8);
+// The numbers of four that lie in one row, as two registers of a factor; of those read by columns,
+// which are two of each of two columns, each column's.
+template <typename Kv>
+__device__ void widen_row(uint32_t four, uint32_t& low, uint32_t& high) {
+  low = to_halves<Kv, 0, 1>(four), high = to_halves<Kv, 2, 3>(four);
+}
+template <typename Kv>
+__device__ void widen_columns(uint32_t four, uint32_t& even, uint32_t& odd) {
+  even = to_halves<Kv, 0, 2>(four), odd = to_halves<Kv, 1, 3>(four);
 }
 
-// A 16 x 16 piece of a tile as the factor A, transposed: columns become rows.
-template <int kHeadSize>
-__device__ void load_columns(uint32_t (&a)[4], const uint16_t* tile, int column) {
+// kReadBytes of 16 rows of a tile as factors A: rows as they are.
+template <typename Kv, int kHeadSize>
+__device__ void load_rows(uint32_t (&a)[kFactors<Kv>][4], const unsigned char* tile, int byte) {
   const int lane = static_cast<int>(threadIdx.x) % kLanesOfWarp;
-  const int row = lane / 16 * 8 + lane % 8;
-  load_matrices_transposed(a, tile + row * kPitch<kHeadSize> + column + lane / 8 % 2 * 8);
+  const unsigned char* row =
+      tile + lane % 16 * kPitch<Kv, kHeadSize> + byte + lane / 16 * kChunkBytes;
+  if constexpr (!kIs8Bits<Kv>) {
+    load_matrices(a[0], row);
+  } else {
+    uint32_t read[4];  // rows 0-7 and 8-15 of one factor, then of the other
+    load_matrices(read, row);
+#pragma unroll
+    for (int f = 0; f < 2; ++f) {
+      widen_row<Kv>(read[2 * f], a[f][0], a[f][2]);
+      widen_row<Kv>(read[2 * f + 1], a[f][1], a[f][3]);
+    }
+  }
 }
 
-// A 16 x 16 piece of a tile as two factors B, eight rows each: B's columns are the tile's rows.
-template <int kHeadSize>
-__device__ void load_rows_as_b(uint32_t (&low)[2], uint32_t (&high)[2], const uint16_t* tile,
-                               int column) {
+// The same, transposed: columns become rows.
+template <typename Kv, int kHeadSize>
+__device__ void load_columns(uint32_t (&a)[kFactors<Kv>][4], const unsigned char* tile, int byte) {
   const int lane = static_cast<int>(threadIdx.x) % kLanesOfWarp;
-  const int row = lane / 16 * 8 + lane % 8;
-  uint32_t both[4];
-  load_matrices(both, tile + row * kPitch<kHeadSize> + column + lane / 8 % 2 * 8);
-  low[0] = both[0], low[1] = both[1], high[0] = both[2], high[1] = both[3];
+  const unsigned char* row =
+      tile + (lane / 16 * 8 + lane % 8) * kPitch<Kv, kHeadSize> + byte + lane / 8 % 2 * kChunkBytes;
+  if constexpr (!kIs8Bits<Kv>) {
+    load_matrices_transposed(a[0], row);
+  } else {
+    uint32_t read[4];  // rows 0-7 of both factors, then rows 8-15
+    load_matrices_transposed(read, row);
+#pragma unroll
+    for (int f = 0; f < 2; ++f) {
+      widen_columns<Kv>(read[f], a[f][0], a[f][1]);
+      widen_columns<Kv>(read[f + 2], a[f][2], a[f][3]);
+    }
+  }
 }
 
-// A 16 x 16 piece of a tile as two factors B, eight columns each: B's rows are the tile's rows.
-template <int kHeadSize>
-__device__ void load_columns_as_b(uint32_t (&left)[2], uint32_t (&right)[2], const uint16_t* tile,
-                                  int column) {
+// kReadBytes of 16 rows of a tile as factors B, eight rows each: B's columns are the tile's rows.
+template <typename Kv, int kHeadSize>
+__device__ void load_rows_as_b(uint32_t (&low)[kFactors<Kv>][2], uint32_t (&high)[kFactors<Kv>][2],
+                               const unsigned char* tile, int byte) {
   const int lane = static_cast<int>(threadIdx.x) % kLanesOfWarp;
-  uint32_t both[4];
-  load_matrices_transposed(both, tile + lane % 16 * kPitch<kHeadSize> + column + lane / 16 * 8);
-  left[0] = both[0], left[1] = both[1], right[0] = both[2], right[1] = both[3];
+  uint32_t read[4];  // rows 0-7, two chunks; then rows 8-15
+  load_matrices(read, tile + (lane / 16 * 8 + lane % 8) * kPitch<Kv, kHeadSize> + byte +
+                          lane / 8 % 2 * kChunkBytes);
+  if constexpr (!kIs8Bits<Kv>) {
+    low[0][0] = read[0], low[0][1] = read[1], high[0][0] = read[2], high[0][1] = read[3];
+  } else {
+#pragma unroll
+    for (int f = 0; f < 2; ++f) {
+      widen_row<Kv>(read[f], low[f][0], low[f][1]);
+      widen_row<Kv>(read[f + 2], high[f][0], high[f][1]);
+    }
+  }
+}
+
+// kReadBytes of 16 rows of a tile as factors B, eight columns each: B's rows are the tile's rows.
+// `left` and `right` are the two parts of a factor's columns.
+template <typename Kv, int kHeadSize>
+__device__ void load_columns_as_b(uint32_t (&left)[kFactors<Kv>][2],
+                                  uint32_t (&right)[kFactors<Kv>][2], const unsigned char* tile,
+                                  int byte) {
+  const int lane = static_cast<int>(threadIdx.x) % kLanesOfWarp;
+  uint32_t read[4];  // rows 0-7 and 8-15 of one chunk, then of the other
+  load_matrices_transposed(
+      read, tile + lane % 16 * kPitch<Kv, kHeadSize> + byte + lane / 16 * kChunkBytes);
+  if constexpr (!kIs8Bits<Kv>) {
+    left[0][0] = read[0], left[0][1] = read[1], right[0][0] = read[2], right[0][1] = read[3];
+  } else {
+#pragma unroll
+    for (int f = 0; f < 2; ++f) {
+      widen_columns<Kv>(read[2 * f], left[f][0], right[f][0]);
+      widen_columns<Kv>(read[2 * f + 1], left[f][1], right[f][1]);
+    }
+  }
 }
 
 }  // namespace kvplane::cuda

@@ -21,7 +21,7 @@ class Mutant:
     found_by: str = PLAIN
 
 
-SHORT, LONG, FMA = "attention_short.cuh", "attention_long.cuh", "attention_fma.cu"
+SHORT, LONG, FMA = "attention_short.cuh", "attention_long.cuh", "attention_fma.cuh"
 BATCH, TILES, PLAN = "batch.cuh", "tiles.cuh", "plan.cu"
 
 MUTANTS = {

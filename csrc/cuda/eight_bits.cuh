@@ -1,0 +1,77 @@
+// 8-bit numbers to and from the types that are computed with.
+//
+// To fp16, which holds every one of them: one instruction from sm_89 on, and before that arithmetic
+// on two numbers at once. The emulator runs the arithmetic. From fp32: arithmetic everywhere.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx.cuh"
+
+namespace kvplane::cuda {
+
+// Each number stands in the upper byte of its half, the lower one is zero.
+template <typename T>
+__device__ uint32_t compute_halves(uint32_t upper_bytes);
+// An E5M2 number is the upper half of an fp16 number.
+template <>
+__device__ inline uint32_t compute_halves<E5m2>(uint32_t upper_bytes) {
+  return upper_bytes;
+}
+// E4M3 has one bit of exponent less than fp16 and a bias smaller by 8:
+//
+//   s eeee mmm        shifted by one, times 2^8; subnormals come out right, too
+//   s 0eeee mmm0...   of NaN (s 1111 111) this makes 480, whose exponent is all ones but for 0x2000
+template <>
+__device__ inline uint32_t compute_halves<E4m3>(uint32_t upper_bytes) {
+  const uint32_t magnitudes = upper_bytes & 0x7F007F00u;
+  const uint32_t shifted = (upper_bytes & 0x80008000u) | magnitudes >> 1;
+  return halves_times_256(shifted) | ((magnitudes + 0x01000100u) >> 2 & 0x20002000u);
+}
+
+// Bytes kLow and kHigh of four 8-bit numbers, as two fp16 numbers.
+template <typename T, int kLow, int kHigh>
+__device__ uint32_t to_halves(uint32_t four) {
+#if defined(KVPLANE_CONVERTS_8_BITS)
+  return convert_to_halves<T>(permute_bytes(four, 0x4400 | kHigh << 4 | kLow));
+#else
+  return compute_halves<T>(permute_bytes(four, 0x0404 | kHigh << 12 | kLow << 4));
+#endif
+}
+
+__device__ inline float to_float(E4m3 value) {
+  return to_float(Half{static_cast<uint16_t>(to_halves<E4m3, 0, 0>(value.bits))});
+}
+__device__ inline float to_float(E5m2 value) {
+  return to_float(Half{static_cast<uint16_t>(to_halves<E5m2, 0, 0>(value.bits))});
+}
+
+// Rounds to nearest even; what is larger than `largest`, infinity too, becomes that. NaN is 0x7F.
+template <int kMantissaBits, int kBias>
+__device__ uint8_t round_to_8_bits(float value, float largest) {
+  constexpr int kDropped = 23 - kMantissaBits;
+  constexpr uint32_t kSmallestNormal = static_cast<uint32_t>(128 - kBias) << 23;
+  const uint32_t bits = bits_of(value);
+  const uint32_t sign = bits >> 24 & 0x80u;
+  const uint32_t magnitude = min_of(bits & 0x7FFFFFFFu, bits_of(largest));
+  // One bit of this number's mantissa is worth as much as one of a subnormal result.
+  const float shift = float_of(kSmallestNormal + (static_cast<uint32_t>(kDropped) << 23));
+  const uint32_t subnormal = bits_of(float_of(magnitude) + shift) - bits_of(shift);
+  const uint32_t tie_to_even = (1u << (kDropped - 1)) - 1 + (magnitude >> kDropped & 1u);
+  const uint32_t normal =
+      (magnitude + tie_to_even >> kDropped) - (static_cast<uint32_t>(127 - kBias) << kMantissaBits);
+  const uint32_t rounded = magnitude < kSmallestNormal ? subnormal : normal;
+  const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+  return static_cast<uint8_t>(is_nan ? 0x7Fu : sign | rounded);
+}
+
+template <>
+__device__ inline E4m3 from_float<E4m3>(float value) {
+  return {round_to_8_bits<3, 7>(value, 448.0f)};
+}
+template <>
+__device__ inline E5m2 from_float<E5m2>(float value) {
+  return {round_to_8_bits<2, 15>(value, 57344.0f)};
+}
+
+}  // namespace kvplane::cuda
