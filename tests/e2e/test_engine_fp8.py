@@ -1,0 +1,152 @@
+"""Keys and values in 8 bits, end to end: the model that ships still recalls its facts, and blocks
+that are shared, copied, swapped and evicted change nothing of what it says.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dense_kv import DenseKv, LayerScales, calibrated
+from engine_planes import ROOT, Process
+
+from engine import LLM
+from engine.request import RequestOutput
+from engine.workload import Question, questions
+from kvplane.errors import LayoutMismatchError
+from kvplane.hf import layout_from_hf
+
+RECALL = ROOT / "models" / "recall"
+ASKED = questions(0, quick=True)
+SMALL, ROOMY = (60, 24), (1024, 0)  # device and host blocks
+# Logits, which reach 8 here, differ from those of torch with the same stored numbers where a key
+# lies so near the middle of two numbers of 8 bits that it is rounded to the other one, and from
+# those of keys and values in float32 by what 3 bits of mantissa cost.
+NEAR, FAR = 0.01, 0.5
+
+
+@pytest.fixture(scope="module")
+def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    process = Process("control_plane", tmp_path_factory.mktemp("logs") / "control.log").start()
+    yield process.address
+    process.stop()
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LayerScales]:
+    return calibrated(RECALL, tmp_path_factory.mktemp("models") / "scaled", [ASKED[0].prompt])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Steps are so small that threads would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def embedded(control: str, model: Path, blocks: tuple[int, int], **settings: Any) -> LLM:
+    values: dict[str, Any] = {
+        "control_plane": control,
+        "data_plane": "embedded",
+        "kv_dtype": "float8_e4m3fn",
+        "num_device_blocks": blocks[0],
+        "num_host_blocks": blocks[1],
+        "timeout_s": 30.0,
+    }
+    return LLM(model, **{**values, **settings})
+
+
+def answer(llm: LLM, asked: list[Question]) -> list[RequestOutput]:
+    return llm.generate([each.prompt for each in asked], [each.params for each in asked])
+
+
+def distance(dense: DenseKv, output: RequestOutput) -> float:
+    """Largest difference of a logit, each after the same tokens."""
+    (got,) = output.outputs
+    assert got.logits is not None
+    token_ids = [*output.prompt_token_ids, *got.token_ids[:-1]]
+    want = dense.logits(token_ids, len(output.prompt_token_ids) - 1)
+    return float((got.logits - want).abs().max())
+
+
+@pytest.mark.parametrize("has_scales", [False, True], ids=["scales of 1", "scales of its own"])
+def test_a_short_pool_of_8_bits_answers_as_torch_does_with_the_same_numbers(
+    control: str, scaled: tuple[Path, LayerScales], has_scales: bool
+) -> None:
+    model, scales = scaled if has_scales else (RECALL, {})
+    with embedded(control, model, SMALL, pool_id=f"small-{has_scales}") as llm:
+        outputs = answer(llm, ASKED)
+        counters = llm.describe_pool().counters
+    assert counters.num_hit_tokens
+    assert counters.num_copies_on_write
+    assert counters.num_swapped_out_blocks and counters.num_swapped_in_blocks
+    assert counters.num_evictions
+    same, exact = DenseKv(model, torch.float8_e4m3fn, scales), DenseKv(model)
+    greedy = [(q, o) for q, o in zip(ASKED, outputs, strict=True) if q.is_greedy]
+    assert all(question.is_right(output.outputs[0].text) for question, output in greedy)
+    assert max(distance(same, output) for _, output in greedy) <= NEAR
+    assert NEAR < max(distance(exact, output) for _, output in greedy) <= FAR
+
+
+def test_hits_forks_and_swaps_leave_every_token_as_it_is_without_them(
+    control: str, scaled: tuple[Path, LayerScales]
+) -> None:
+    model, _ = scaled
+    tokens = []
+    for blocks in (SMALL, ROOMY):
+        with embedded(control, model, blocks, pool_id=f"pool-{blocks[0]}") as llm:
+            outputs = answer(llm, ASKED)
+        tokens.append([[o.token_ids for o in output.outputs] for output in outputs])
+    assert tokens[0] == tokens[1]
+
+
+def test_an_engine_takes_type_and_scales_from_a_pool_in_another_process(
+    control: str, scaled: tuple[Path, LayerScales], tmp_path: Path
+) -> None:
+    folder, scales = scaled
+    layout = layout_from_hf(
+        folder, kv_dtype="float8_e5m2", model_id=layout_from_hf(RECALL).model_id
+    )
+    path = tmp_path / "layout.json"
+    path.write_text(json.dumps(asdict(layout)))
+    data = Process(
+        "data_plane", tmp_path / "data.log", "--control-plane", control, "--layout", str(path),
+        "--pool-id", "remote", "--num-device-blocks", "128",
+    ).start()  # fmt: skip
+    settings = {"control_plane": control, "pool_id": "remote", "timeout_s": 30.0}
+    try:
+        with LLM(RECALL, **settings) as llm:
+            outputs = answer(llm, [question for question in ASKED if question.is_greedy][:3])
+        with pytest.raises(LayoutMismatchError):
+            LLM(RECALL, kv_dtype="float8_e4m3fn", **settings)
+        with pytest.raises(LayoutMismatchError):  # other weights, though of the same scales
+            LLM(folder, kv_dtype="float8_e5m2", **settings)
+    finally:
+        data.stop()
+    same = DenseKv(RECALL, torch.float8_e5m2, scales)
+    assert max(distance(same, output) for output in outputs) <= NEAR
+
+
+@pytest.mark.nightly
+def test_the_program_answers_from_8_bits(control: str) -> None:
+    question = ASKED[0]
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "engine", "generate", "--model", RECALL,
+            "--control-plane", control, "--data-plane", "embedded", "--pool-id", "program",
+            "--kv-dtype", "float8_e4m3fn", "--num-device-blocks", "64",
+            "--prompt", question.prompt, "--max-tokens", "8",
+        ],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert question.is_right(done.stdout)
