@@ -7,6 +7,8 @@ only the device can read is checked there, and ``check_faults`` says what it fou
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Final
 
@@ -54,16 +56,17 @@ class DeviceKernels:
         value_scales: torch.Tensor | None = None,
     ) -> None:
         """Writes each token's key and value into its slot; of equal slots, either may stay."""
-        self._calls.reshape_and_cache(
-            key,
-            value,
-            pages,
-            slots,
-            key_scales,
-            value_scales,
-            faults=self._faults.data_ptr(),
-            stream=self._stream(),
-        )
+        with self._stream() as stream:
+            self._calls.reshape_and_cache(
+                key,
+                value,
+                pages,
+                slots,
+                key_scales,
+                value_scales,
+                faults=self._faults.data_ptr(),
+                stream=stream,
+            )
 
     def paged_attention(
         self,
@@ -109,26 +112,27 @@ class DeviceKernels:
             )
             workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         self._calls.check_result("workspace", workspace, (None,), torch.uint8)
-        self._calls.paged_attention(
-            query,
-            pages,
-            block_tables,
-            query_starts,
-            context_lens,
-            scale,
-            sliding_window_tokens,
-            alibi_slopes,
-            key_scales,
-            value_scales,
-            out,
-            lse,
-            max_query_len=max_query_len,
-            split_tokens=self._split_tokens,
-            workspace=workspace.data_ptr(),
-            workspace_bytes=workspace.numel(),
-            faults=self._faults.data_ptr(),
-            stream=self._stream(),
-        )
+        with self._stream() as stream:
+            self._calls.paged_attention(
+                query,
+                pages,
+                block_tables,
+                query_starts,
+                context_lens,
+                scale,
+                sliding_window_tokens,
+                alibi_slopes,
+                key_scales,
+                value_scales,
+                out,
+                lse,
+                max_query_len=max_query_len,
+                split_tokens=self._split_tokens,
+                workspace=workspace.data_ptr(),
+                workspace_bytes=workspace.numel(),
+                faults=self._faults.data_ptr(),
+                stream=stream,
+            )
         return out
 
     def attention_workspace_bytes(
@@ -150,7 +154,8 @@ class DeviceKernels:
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
         """Copies whole blocks inside a pool, in order. pairs: int64 [num_pairs, 2] on the host."""
-        self._calls.copy_blocks(pool, pairs, stream=self._stream())
+        with self._stream() as stream:
+            self._calls.copy_blocks(pool, pairs, stream=stream)
 
     def swap_blocks(
         self, source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor
@@ -159,17 +164,20 @@ class DeviceKernels:
 
         pairs: int64 [num_pairs, 2] on the host.
         """
-        self._calls.swap_blocks(source, destination, pairs, stream=self._stream())
+        with self._stream() as stream:
+            self._calls.swap_blocks(source, destination, pairs, stream=stream)
 
     def gather_blocks(self, pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """Copies blocks out of a pool, layer before block. block_ids: int64 on the host."""
-        return self._calls.gather_blocks(pool, block_ids, stream=self._stream())
+        with self._stream() as stream:
+            return self._calls.gather_blocks(pool, block_ids, stream=stream)
 
     def scatter_blocks(
         self, pool: torch.Tensor, block_ids: torch.Tensor, blocks: torch.Tensor
     ) -> None:
         """Copies blocks in: the inverse of ``gather_blocks``. Of equal ids the last one stays."""
-        self._calls.scatter_blocks(pool, block_ids, blocks, stream=self._stream())
+        with self._stream() as stream:
+            self._calls.scatter_blocks(pool, block_ids, blocks, stream=stream)
 
     def check_faults(self) -> None:
         """Waits for the caller's stream. Raises InvalidRequestError for the first bad tensor since
@@ -182,8 +190,11 @@ class DeviceKernels:
             if faults & int(getattr(self._native, name)):
                 raise InvalidRequestError(wanted, field=field)
 
-    def _stream(self) -> int:
+    @contextmanager
+    def _stream(self) -> Iterator[int]:
+        """The caller's stream of the device, which is the current one inside."""
         if self._device.type != "cuda":
-            return 0
-        stream: int = torch.cuda.current_stream(self._device).cuda_stream
-        return stream
+            yield 0
+            return
+        with torch.cuda.device(self._device):
+            yield torch.cuda.current_stream(self._device).cuda_stream

@@ -61,19 +61,20 @@ class EmbeddedBackend:
         scale: float,
         sliding_window_tokens: int,
     ) -> torch.Tensor:
-        """Write and attend, in this thread."""
+        """Write and attend, in this thread, where the pool is."""
+        there = self._executor.device
         out = self._executor.layer(
             self._open_session(),
             index,
-            query,
-            key,
-            value,
+            query.to(there),
+            key.to(there),
+            value.to(there),
             scale=scale,
             sliding_window_tokens=sliding_window_tokens,
         )
         if out is None:
             raise InternalError("a layer with queries has no output")
-        return out
+        return out.to(query.device)
 
     def finish(self) -> pb.SignedPayload:
         """The receipt, after the last layer."""
