@@ -1,74 +1,167 @@
-"""The same work by what is installed: torch's SDPA on contiguous KV, FlashInfer on our pages."""
+"""The same attention by what is installed: torch's own, and FlashInfer where its wheel is given.
+
+Each peer is a function of a problem that makes its memory and returns a call, whose answer has the
+rows of ours. What is not possible here raises.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any, Final
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-FLASHINFER_WORKSPACE_BYTES = 512 << 20
+from benchmarks.gpu.problem import Problem
+
+Call = Callable[[], torch.Tensor]
+
+FLASHINFER_WORKSPACE_BYTES: Final = 512 << 20
+FLASH_ATTENTION_PAGE: Final = 256  # tokens; FlashAttention 2 takes multiples of it alone
 
 
-def sdpa_decode(
-    query: torch.Tensor, num_sequences: int, num_kv_heads: int, context: int, backend: str
-) -> Callable[[], object]:
-    """A step with GQA packed: the query heads of a KV head are its rows, as fast as SDPA can.
-
-    query: [num_sequences, num_heads, head_size].
-    """
-    head_size = query.shape[-1]
-    shape = (num_sequences, num_kv_heads, context, head_size)
-    key, value = (torch.randn(shape, dtype=query.dtype, device=query.device) for _ in range(2))
-    packed = query.view(num_sequences, num_kv_heads, -1, head_size)
-
-    def run() -> object:
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            return scaled_dot_product_attention(packed, key, value)
-
-    return run
-
-
-def sdpa_prefill(
-    batch: int, num_tokens: int, num_heads: int, num_kv_heads: int, head_size: int
-) -> Callable[[], object]:
-    """Causal attention of whole prompts."""
-
-    def random(heads: int) -> torch.Tensor:
-        shape = (batch, heads, num_tokens, head_size)
-        return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-
-    query, key, value = random(num_heads), random(num_kv_heads), random(num_kv_heads)
-
-    def run() -> object:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-
-    return run
+def peers_of(problem: Problem) -> dict[str, Callable[[], Call]]:
+    """Those that can do the problem at all, each to be made when its turn comes."""
+    flashinfer = {"flashinfer": lambda: _flashinfer(problem)}
+    if problem.is_fp8:  # Torch's attention takes no fp8 keys.
+        return flashinfer
+    varlen: dict[str, Callable[[], Call]] = {
+        "varlen": lambda: _varlen(problem),
+        "varlen_paged": lambda: _varlen_paged(problem, problem.shape.block),
+        "varlen_paged_256": lambda: _varlen_paged(problem, FLASH_ATTENTION_PAGE),
+    }
+    # SDPA's causal mask begins at the top left: it is right where nothing was cached before.
+    if problem.shape.new not in (1, problem.shape.context):
+        return varlen | flashinfer
+    return {
+        "sdpa_flash": lambda: _sdpa(problem, SDPBackend.FLASH_ATTENTION),
+        "sdpa_cudnn": lambda: _sdpa(problem, SDPBackend.CUDNN_ATTENTION),
+        **varlen,
+        **flashinfer,
+    }
 
 
-def flashinfer_decode(
-    query: torch.Tensor, pages: torch.Tensor, tables: torch.Tensor
-) -> Callable[[], object]:
-    """FlashInfer's tensor-core decode on the same pages (its HND layout is ours)."""
-    flashinfer = import_module("flashinfer")
-    num_sequences, num_blocks = tables.shape
-    _, _, num_kv_heads, block_size, head_size = pages.shape
-    workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=query.device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
-    counts = torch.arange(num_sequences + 1, dtype=torch.int32, device=query.device) * num_blocks
-    full = torch.full((num_sequences,), block_size, dtype=torch.int32, device=query.device)
-    wrapper.plan(
-        counts,
-        tables.flatten(),
-        full,
-        query.shape[1],
-        num_kv_heads,
-        head_size,
-        block_size,
-        q_data_type=query.dtype,
-        kv_data_type=pages.dtype,
+def contiguous_kv(problem: Problem, *, tokens_first: bool) -> torch.Tensor:
+    """[2, batch, kv_heads, context, head], or context before kv_heads."""
+    shape = problem.shape
+    sizes = (shape.context, shape.kv_heads) if tokens_first else (shape.kv_heads, shape.context)
+    kv = torch.empty(
+        (2, shape.batch, *sizes, shape.head), dtype=torch.bfloat16, device=problem.device
     )
-    return lambda: wrapper.run(query, pages)
+    for sequence in range(shape.batch):
+        own = problem.kv_of(sequence, torch.bfloat16)
+        kv[:, sequence] = own.transpose(1, 2) if tokens_first else own
+    return kv
+
+
+def _sdpa(problem: Problem, backend: SDPBackend) -> Call:
+    """Of a step, the query heads of a KV head are packed as its rows: as fast as SDPA can."""
+    shape = problem.shape
+    key, value = contiguous_kv(problem, tokens_first=False).unbind()
+    if shape.new == 1:
+        query = problem.query.view(shape.batch, shape.kv_heads, -1, shape.head)
+        how: dict[str, Any] = {}
+    else:
+        query = problem.query.view(shape.batch, shape.new, shape.heads, shape.head).transpose(1, 2)
+        how = {"is_causal": True, "enable_gqa": shape.heads != shape.kv_heads}
+
+    def run() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            out = scaled_dot_product_attention(query, key, value, scale=problem.scale, **how)
+        if shape.new == 1:
+            return out.view(problem.query.shape)
+        return out.transpose(1, 2).reshape(problem.query.shape)
+
+    return run
+
+
+def _varlen_function() -> tuple[Callable[..., Any], set[str]]:
+    """torch.nn.attention.varlen's, and the names of what it takes, which differ by version."""
+    function = import_module("torch.nn.attention.varlen").varlen_attn
+    return function, set(inspect.signature(function).parameters)
+
+
+def _varlen_how(problem: Problem, names: set[str]) -> dict[str, Any]:
+    """How to ask this version for causal attention with groups of heads."""
+    shape = problem.shape
+    how: dict[str, Any] = {}
+    if shape.new > 1:
+        how = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+    if "enable_gqa" in names and shape.heads != shape.kv_heads:
+        how["enable_gqa"] = True
+    if "scale" in names:  # Without it the scale is the same: one over the root of the head size.
+        how["scale"] = problem.scale
+    return how
+
+
+def _counts(problem: Problem, step: int) -> torch.Tensor:
+    counts = torch.arange(problem.shape.batch + 1, device=problem.device) * step
+    return counts.to(torch.int32)
+
+
+def _varlen(problem: Problem) -> Call:
+    """Contiguous keys and values; the causal mask ends at the bottom right."""
+    shape = problem.shape
+    function, names = _varlen_function()
+    key, value = contiguous_kv(problem, tokens_first=True).flatten(1, 2).unbind()
+    lens = (_counts(problem, shape.new), _counts(problem, shape.context), shape.new, shape.context)
+    how = _varlen_how(problem, names)
+    return lambda: function(problem.query, key, value, *lens, **how)
+
+
+def _varlen_paged(problem: Problem, page: int) -> Call:
+    """Pages by torch's own call: ours where they are of that size, else some made for it."""
+    shape = problem.shape
+    function, names = _varlen_function()
+    if not {"block_table", "seqused_k"} <= names:
+        raise NotImplementedError("this torch's varlen_attn has no block_table")
+    if page == shape.block:
+        key, value = (problem.pages[:, kv].transpose(1, 2) for kv in range(2))
+        tables = problem.tables
+    else:
+        if shape.context % page != 0:
+            raise NotImplementedError(f"the context is no multiple of {page}")
+        tables = torch.randperm(shape.batch * (shape.context // page), device=problem.device)
+        kv = contiguous_kv(problem, tokens_first=True)
+        pages = torch.empty_like(kv).view(2, -1, page, shape.kv_heads, shape.head)
+        pages[:, tables] = kv.view_as(pages)
+        key, value = pages.unbind()
+        tables = tables.int().view(shape.batch, -1)
+    how = _varlen_how(problem, names)
+    how |= {"block_table": tables, "seqused_k": problem.lens.int()}
+    starts = _counts(problem, shape.new)
+    lens = (starts, None, shape.new, shape.context)
+    return lambda: function(problem.query, key, value, *lens, **how)
+
+
+def _flashinfer(problem: Problem) -> Call:
+    """On the same pages: its HND layout is ours."""
+    flashinfer = import_module("flashinfer")
+    shape = problem.shape
+    workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=problem.device)
+    blocks = _counts(problem, problem.tables.shape[1])
+    in_last = (shape.context - 1) % shape.block + 1
+    last = torch.full((shape.batch,), in_last, dtype=torch.int32, device=problem.device)
+    types = {"q_data_type": problem.query.dtype, "kv_data_type": problem.pages.dtype}
+    sizes = (shape.heads, shape.kv_heads, shape.head, shape.block)
+    scales: dict[str, Any] = {}
+    if problem.key_scales is not None and problem.value_scales is not None:
+        scales = {"k_scale": problem.key_scales.item(), "v_scale": problem.value_scales.item()}
+    if shape.new == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "HND", use_tensor_cores=True
+        )
+        wrapper.plan(blocks, problem.tables.flatten(), last, *sizes, **types)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        rows = _counts(problem, shape.new)
+        wrapper.plan(rows, blocks, problem.tables.flatten(), last, *sizes, causal=True, **types)
+
+    def run() -> torch.Tensor:
+        out: torch.Tensor = wrapper.run(problem.query, problem.pages, **scales)
+        return out
+
+    return run

@@ -1,26 +1,41 @@
-"""How long work takes on the GPU: medians of replayed graphs, the cache cold."""
+"""How long work takes: on a GPU medians of replayed graphs, the cache cold."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 import torch
 
-FLUSH_BYTES: Final = 256 << 20  # several times the L2 cache
+FLUSH_BYTES: Final = 512 << 20  # several times the L2 cache
 WARM_UP: Final = 3
 
 
-class Stopwatch:
-    """Times calls. Between two of them the L2 cache is filled with other bytes."""
+class Watch(Protocol):
+    """Times calls."""
 
-    def __init__(self, num_runs: int) -> None:
-        self._num_runs = num_runs
-        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    def seconds(self, work: Callable[[], object], *, in_graph: bool = True) -> float: ...
+
+
+@dataclass
+class Stopwatch:
+    """The GPU's. Between two runs other bytes are read, so that the L2 cache holds nothing of use.
+
+    They are read and not written, or the run that is timed would have to write them back.
+    """
+
+    min_runs: int = 5
+    max_runs: int = 30
+    budget_s: float = 0.1  # of timed runs, once there are min_runs
+    _flush: torch.Tensor | None = field(default=None, init=False)
 
     def seconds(self, work: Callable[[], object], *, in_graph: bool = True) -> float:
         """The median time of ``work``, captured in a graph so that the host's share is left out."""
+        if self._flush is None:
+            self._flush = torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
         for _ in range(WARM_UP):
             work()
         torch.cuda.synchronize()
@@ -30,13 +45,25 @@ class Stopwatch:
             with torch.cuda.graph(graph):
                 work()
             run = graph.replay
-        times = []
-        for _ in range(self._num_runs):
-            self._flush.zero_()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        times: list[float] = []
+        while len(times) < self.max_runs:
+            if len(times) >= self.min_runs and sum(times) > self.budget_s:
+                break
+            self._flush.amax()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             run()
             end.record()
             torch.cuda.synchronize()
             times.append(float(begin.elapsed_time(end)) / 1000)
         return statistics.median(times)
+
+
+class Once:
+    """Runs the work one time, by the host's clock: to see that it runs at all."""
+
+    def seconds(self, work: Callable[[], object], *, in_graph: bool = True) -> float:
+        del in_graph
+        began = time.perf_counter()
+        work()
+        return max(time.perf_counter() - began, 1e-9)

@@ -1,6 +1,6 @@
 """Types of the CUDA module, which is there where the package was built with KVPLANE_CUDA.
 
-As in ``_native``: addresses are integers (0: null), strides count elements, and IndexError is raised
+As in ``_native``: addresses are integers (0: null), strides count elements, IndexError is raised
 before anything is written. ``stream`` is a cudaStream_t as a number; nothing is waited for. Tensors
 are on the current device, but ``pairs`` and ``block_ids``, which the host reads before the call
 returns. ``faults`` is an int32 on the device, in which a kernel sets the bits BAD_...

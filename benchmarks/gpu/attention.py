@@ -1,0 +1,89 @@
+"""Decode, prefill and append: ours at several splits, then the peers, each checked before timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from benchmarks.gpu.machine import DEFAULT_SPLIT
+from benchmarks.gpu.measurement import Measurement
+from benchmarks.gpu.peers import Call, peers_of
+from benchmarks.gpu.problem import MAX_ERROR, Problem
+from benchmarks.gpu.shapes import SPLITS, Shape
+
+MEMORY_SHARE = 0.3  # of what is free, for one problem's pages; the peers need twice as much again
+SETUP_S = 0.4  # of a shape: its numbers, the right answer
+PEERS = 3  # that can be expected
+BYTES_OF_A_SECOND = 3e12
+
+
+def estimated_seconds(shapes: Sequence[Shape], budget_s: float, num_runs: int) -> float:
+    """How long ``measure_attention`` takes on a GPU like the one that targets are for."""
+    total = 0.0
+    for shape in shapes:
+        calls = (len(SPLITS) if shape.new == 1 else 1) + PEERS
+        one = max(shape.kv_bytes / BYTES_OF_A_SECOND, shape.flops / 3e14)
+        total += SETUP_S + calls * max(budget_s, num_runs * one)
+    return total
+
+
+def measure_attention(m: Measurement, shapes: Sequence[Shape], *, with_peers: bool = True) -> None:
+    """A row for each shape and split that fits, ``decode`` or ``append``, and one for each peer."""
+    for shape in shapes:
+        name = f"attention {shape}"
+        if not m.has_time_for(name):
+            continue
+        as_bf16 = replace(shape, kv_dtype="bfloat16").kv_bytes
+        if as_bf16 > MEMORY_SHARE * m.machine.free_bytes():
+            m.leave_out(name, f"its keys and values take {shape.kv_bytes >> 30} GiB")
+            continue
+        _measure(m, shape, with_peers)
+        m.machine.tidy()
+
+
+def _measure(m: Measurement, shape: Shape, with_peers: bool) -> None:
+    problem = Problem(shape, m.machine.device)
+    right = problem.right_rows()
+    kind = "decode" if shape.new == 1 else "append"
+    # Of longer rows only those of short sequences are split.
+    for split in SPLITS if shape.new == 1 else (DEFAULT_SPLIT,):
+        kernels = m.machine.kernels(split)
+        run = problem.attention(kernels)
+        name = f"{kind} split={split} {shape}"
+        answer = run()
+        kernels.check_faults()
+        if _is_right(m, name, problem, answer, right):
+            _time(m, kind, shape, run, split=split)
+    if not with_peers:
+        return
+    for peer, make in peers_of(problem).items():
+
+        def try_peer(peer: str = peer, make: Callable[[], Call] = make) -> None:
+            run = make()
+            error = problem.error(run(), right)
+            if not error <= MAX_ERROR:
+                raise ValueError(f"its answer is off by {error:.3g}")
+            _time(m, f"{kind}/{peer}", shape, run)
+
+        m.attempt(f"{kind}/{peer} {shape}", try_peer)
+
+
+def _is_right(
+    m: Measurement, name: str, problem: Problem, answer: torch.Tensor, right: torch.Tensor
+) -> bool:
+    whole = bool(answer.isfinite().all())
+    error = problem.error(answer, right)
+    return m.is_right(name, whole and error <= MAX_ERROR, f"is off by {error:.3g}, whole: {whole}")
+
+
+def _time(m: Measurement, name: str, shape: Shape, run: Callable[[], object], **about: int) -> None:
+    """Steps in GB/s of keys and values, longer rows in tokens/s."""
+    seconds = m.machine.watch.seconds(run)
+    about_all = {**shape.named(), **about, "us": float(f"{seconds * 1e6:.5g}")}
+    if shape.new == 1:
+        m.add(name, "GB/s", shape.kv_bytes / seconds / 1e9, **about_all)
+    else:
+        tflops = float(f"{shape.flops / seconds / 1e12:.4g}")
+        m.add(name, "tokens/s", shape.batch * shape.new / seconds, tflops=tflops, **about_all)

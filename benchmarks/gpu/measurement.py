@@ -1,0 +1,67 @@
+"""The rows so far, what was left out and why, and answers that were wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.gpu.machine import Machine
+
+
+class Measurement:
+    """One run on one machine. ``seconds``: nothing is begun later than that after the start."""
+
+    def __init__(self, machine: Machine, seconds: float) -> None:
+        self.machine = machine
+        self.rows: list[dict[str, Any]] = []
+        self.left_out: list[str] = []
+        self.wrong: list[str] = []
+        self._began = time.monotonic()
+        self._seconds = seconds
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def add(self, name: str, unit: str, value: float, **about: Any) -> None:
+        """Prints and keeps a row."""
+        row = {"name": name, "unit": unit, "p50": float(f"{value:.6g}"), **about}
+        print(json.dumps(row), flush=True)
+        self.rows.append(row)
+
+    def leave_out(self, name: str, why: str) -> None:
+        lines = why.strip().splitlines() or ["no reason given"]
+        self.left_out.append(f"{name}: {lines[0][:200]}")
+        print(f"left out: {self.left_out[-1]}", flush=True)
+
+    def is_right(self, name: str, right: bool, said: str = "") -> bool:
+        """Keeps what was wrong: it is not timed, and the run fails."""
+        if not right:
+            self.wrong.append(f"{name} {said}".strip())
+            print(f"WRONG: {self.wrong[-1]}", flush=True)
+        return right
+
+    def has_time_for(self, name: str) -> bool:
+        if self.elapsed_s < self._seconds:
+            return True
+        self.leave_out(name, f"no time left after {self._seconds:.0f} s")
+        return False
+
+    def attempt(self, name: str, work: Callable[[], None]) -> None:
+        """Runs what need not be possible here; keeps why it is not."""
+        try:
+            work()
+        except Exception as error:
+            self.leave_out(name, f"{type(error).__name__}: {error}")
+        self.machine.tidy()
+
+    def result(self) -> dict[str, Any]:
+        """What is saved."""
+        return {
+            "machine": self.machine.describe() | {"seconds": round(self.elapsed_s, 1)},
+            "rows": self.rows,
+            "left_out": self.left_out,
+            "wrong": self.wrong,
+        }

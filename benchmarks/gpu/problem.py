@@ -1,0 +1,112 @@
+"""A batch to attend over, and what a right answer is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from benchmarks.gpu.shapes import KV_DTYPES, Shape
+from data_plane.device_kernels import DeviceKernels
+
+MAX_ERROR: Final = 0.01
+"""Of an answer against float64 over the stored keys and values: ‖answer - right‖ / ‖right‖. An
+answer in bf16 has some 0.003."""
+FP8_KEY_SCALE: Final = 1 / 16
+FP8_VALUE_SCALE: Final = 1 / 32
+_PART_BYTES: Final = 1 << 30
+
+
+class Problem:
+    """Random queries, and keys and values in blocks in random order."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.shape = shape
+        self.device = device
+        self.is_fp8 = shape.kv_dtype != "bfloat16"
+        self.pages = torch.empty(
+            (shape.num_blocks, 2, shape.kv_heads, shape.block, shape.head),
+            dtype=KV_DTYPES[shape.kv_dtype],
+            device=device,
+        )
+        blocks_of_part = max(1, _PART_BYTES // (2 * self.pages[0].numel()))
+        for first in range(0, shape.num_blocks, blocks_of_part):
+            part = self.pages[first : first + blocks_of_part]
+            numbers = torch.randn(part.shape, dtype=torch.bfloat16, device=device)
+            if self.is_fp8:
+                numbers[:, 0] /= FP8_KEY_SCALE
+                numbers[:, 1] /= FP8_VALUE_SCALE
+            part.copy_(numbers)
+        self.tables = torch.randperm(shape.num_blocks, device=device).int().view(shape.batch, -1)
+        rows = (shape.batch * shape.new, shape.heads, shape.head)
+        self.query = torch.randn(rows, dtype=torch.bfloat16, device=device)
+        self.starts = torch.arange(shape.batch + 1, device=device) * shape.new
+        self.lens = torch.full((shape.batch,), shape.context, device=device)
+        self.scale = shape.head**-0.5
+        self.key_scales, self.value_scales = (
+            torch.tensor([scale], device=device) if self.is_fp8 else None
+            for scale in (FP8_KEY_SCALE, FP8_VALUE_SCALE)
+        )
+
+    def attention(self, kernels: DeviceKernels) -> Callable[[], torch.Tensor]:
+        """Our answer, with all memory made beforehand."""
+        out = torch.full_like(self.query, torch.nan)
+        num_bytes = kernels.attention_workspace_bytes(self.query, self.pages, self.tables)
+        workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+        def run() -> torch.Tensor:
+            return kernels.paged_attention(
+                self.query,
+                self.pages,
+                self.tables,
+                self.starts,
+                self.lens,
+                scale=self.scale,
+                key_scales=self.key_scales,
+                value_scales=self.value_scales,
+                max_query_len=self.shape.new,
+                out=out,
+                workspace=workspace,
+            )
+
+        return run
+
+    def kv_of(self, sequence: int, dtype: torch.dtype) -> torch.Tensor:
+        """Keys and values as they stand, [2, kv_heads, context, head]."""
+        # Not every device indexes fp8: bytes are taken instead.
+        integers = torch.uint8 if self.is_fp8 else torch.int16
+        taken = self.pages.view(integers)[self.tables[sequence].long()].view(self.pages.dtype)
+        kv = taken.to(torch.float32 if self.is_fp8 else dtype).to(dtype)
+        kv = kv.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : self.shape.context]
+        if self.key_scales is not None and self.value_scales is not None:
+            scales = torch.stack((self.key_scales, self.value_scales)).to(dtype)
+            kv = kv * scales.view(2, 1, 1, 1)
+        return kv
+
+    def rows_to_check(self) -> list[tuple[int, int]]:
+        """Sequences, and rows of them: the first, the last and some between."""
+        shape = self.shape
+        sequences = sorted({0, shape.batch // 2, shape.batch - 1})
+        rows = sorted({0, shape.new // 2, shape.new - 1})
+        return [(sequence, row) for sequence in sequences for row in rows]
+
+    def right_rows(self) -> torch.Tensor:
+        """Those rows in float64, [num_rows, heads, head]."""
+        shape, answers = self.shape, []
+        kv, kv_is_of = torch.empty(0), -1
+        for sequence, row in self.rows_to_check():
+            if sequence != kv_is_of:
+                kv, kv_is_of = self.kv_of(sequence, torch.float64), sequence
+            key, value = kv[:, :, : shape.context - shape.new + row + 1]
+            query = self.query[sequence * shape.new + row].double()
+            query = query.view(shape.kv_heads, -1, shape.head)
+            weights = torch.softmax(self.scale * (query @ key.transpose(1, 2)), dim=-1)
+            answers.append((weights @ value).view(shape.heads, shape.head))
+        return torch.stack(answers)
+
+    def error(self, answer: torch.Tensor, right: torch.Tensor) -> float:
+        """The largest error of the rows to check; NaN where the answer holds one."""
+        taken = [sequence * self.shape.new + row for sequence, row in self.rows_to_check()]
+        off = (answer[taken].double() - right).flatten(1).norm(dim=1)
+        return float((off / right.flatten(1).norm(dim=1)).max())

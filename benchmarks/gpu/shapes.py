@@ -1,0 +1,102 @@
+"""What is measured: batches of attention, and how many bytes and operations they need at least."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import torch
+
+KV_DTYPES: Final = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
+SPLITS: Final = (256, 512, 1024, 2048)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``new`` rows of each of ``batch`` sequences over ``context`` tokens, themselves included."""
+
+    batch: int
+    context: int
+    heads: int = 32
+    kv_heads: int = 8
+    head: int = 128
+    block: int = 16
+    kv_dtype: str = "bfloat16"
+    new: int = 1
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of keys and values: what has to be read once."""
+        size = KV_DTYPES[self.kv_dtype].itemsize
+        return 2 * size * self.batch * self.context * self.kv_heads * self.head
+
+    @property
+    def num_blocks(self) -> int:
+        return self.batch * (-(-self.context // self.block))
+
+    @property
+    def flops(self) -> int:
+        """Of the two products, over what each row sees."""
+        seen = self.new * (self.context - self.new) + self.new * (self.new + 1) // 2
+        return 4 * self.batch * self.heads * self.head * seen
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """The same for all types of KV."""
+        return tuple(n for n in asdict(self).values() if isinstance(n, int))
+
+    def named(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _with_fp8(shapes: Iterator[Shape]) -> Iterator[Shape]:
+    """Each as bf16 and, right after it, as fp8."""
+    for shape in shapes:
+        for name in KV_DTYPES:
+            yield replace(shape, kv_dtype=name)
+
+
+def _decodes() -> Iterator[Shape]:
+    # What targets are held against comes first: where time runs out the others are left out.
+    for batch in (16, 64, 256):
+        for context in (4096, 8192, 32768):
+            yield Shape(batch, context)
+    for batch, context in ((16, 8192), (64, 4096)):
+        for heads, kv_heads in ((64, 8), (28, 4), (32, 32)):
+            yield Shape(batch, context, heads, kv_heads)
+        for head in (64, 256):
+            yield Shape(batch, context, head=head)
+        yield Shape(batch, context, block=64)
+    yield Shape(16, 32768, 64, 8, head=64, block=64)
+    yield Shape(64, 4096, 28, 4, head=256, block=64)
+    for batch in (16, 64):
+        yield Shape(batch, 131072)
+    for batch in (1, 4):
+        for context in (512, 2048, 8192, 32768, 131072):
+            yield Shape(batch, context)
+    for batch in (16, 64, 256):
+        for context in (512, 2048):
+            yield Shape(batch, context)
+
+
+def _appends() -> Iterator[Shape]:
+    yield Shape(1, 4096, new=4096)
+    yield Shape(8, 1024, new=1024)
+    yield Shape(8, 256 + 8192, new=256)
+    yield Shape(4, 512 + 32768, new=512)
+    yield Shape(64, 16 + 4096, new=16)
+    yield Shape(64, 4 + 4096, new=4)
+    yield Shape(4, 2048, head=64, new=2048)
+    yield Shape(4, 2048, head=256, new=2048)
+
+
+DECODES: Final = tuple(_with_fp8(_decodes()))
+APPENDS: Final = tuple(_with_fp8(_appends()))
+QUICK_DECODES: Final = tuple(
+    _with_fp8(iter((Shape(64, 8192), Shape(16, 32768), Shape(1, 8192), Shape(64, 4096, 28, 4))))
+)
+QUICK_APPENDS: Final = APPENDS[:2]
+# To try the code: a group of five, two splits, a last block that is not full.
+TINY_DECODES: Final = tuple(_with_fp8(iter((Shape(3, 300, 10, 2, 64), Shape(2, 40, 4, 4, 32, 8)))))
+TINY_APPENDS: Final = tuple(_with_fp8(iter((Shape(2, 90, 4, 2, 32, new=70),))))

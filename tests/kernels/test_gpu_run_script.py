@@ -1,0 +1,105 @@
+"""benchmarks/gpu/run.sh names what is missing before it builds, and needs nothing else.
+
+That it builds is seen nightly, by --build-only, where there is nvcc.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import preflight
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu" / "run.sh"
+# Imported after torch and pytest, what the kernels, their cases and the measurements bring.
+_IMPORTS = """
+import sys, pybind11, pytest, torch
+before = {name.split(".")[0] for name in sys.modules}
+import benchmarks.gpu.measure, benchmarks.gpu.table
+import data_plane.device_kernels
+import device_backends, emulated_build, kernel_cases
+after = {name.split(".")[0] for name in sys.modules} - before - set(sys.stdlib_module_names)
+print(*sorted(name for name in after if not name.startswith("_")))
+"""
+
+
+def run_script(tmp_path: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {
+        "PYTHON": sys.executable,
+        "BUILD": str(tmp_path / "build"),
+        "OUT": str(tmp_path / "out"),
+        "CUDA_VISIBLE_DEVICES": "",  # Where there is a GPU, it is not to be seen.
+    }
+    return subprocess.run(
+        [str(SCRIPT), *words], env=env | more, capture_output=True, text=True, check=False
+    )
+
+
+def test_without_a_gpu_the_run_says_so_and_builds_nothing(tmp_path: Path) -> None:
+    done = run_script(tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "gpu: missing: a GPU that torch can use" in done.stderr
+    assert "building" not in done.stderr
+    assert not list((tmp_path / "build" / "site").iterdir()) and not (tmp_path / "out").exists()
+
+
+def test_an_unknown_word_gets_the_usage_and_nothing_else(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "--fast")
+    assert done.returncode == 2
+    assert "--quick" in done.stdout and "KVPLANE_WHEELS" in done.stdout
+    assert not (tmp_path / "build").exists()
+
+
+def test_missing_programs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    named = list(preflight.missing_for_build())
+    assert "nvcc on the PATH" in named and "g++ on the PATH" in named
+
+
+def test_packages_that_are_missing_or_too_old_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "7.4.1")
+    assert "the package protobuf>=7.35.1: here is 7.4.1" in preflight.missing_for_run()
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    assert "the package torch" in preflight.missing_for_run()
+    assert "the package pybind11>=2.13" in preflight.missing_for_build()
+
+
+def test_versions_are_compared_by_their_numbers() -> None:
+    assert preflight.numbers("2.11.0+cu130") == (2, 11, 0) > preflight.numbers("2.9")
+    assert preflight.numbers("") == ()
+
+
+def test_the_run_imports_nothing_that_is_not_asked_for() -> None:
+    path = os.pathsep.join(str(p) for p in (ROOT, ROOT / "tests" / "kernels"))
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORTS],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ours = {"benchmarks", "data_plane", "device_backends", "emulated_build", "kernel_cases"}
+    assert set(done.stdout.split()) <= ours | {"kvplane", "kvplane_kernels", "google"}
+    asked_for = {name.split(".")[0] for name in preflight.RUN_PACKAGES | preflight.BUILD_PACKAGES}
+    assert {"google", "pybind11", "pytest"} <= asked_for
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_the_module_builds_with_no_index_where_there_is_nvcc(tmp_path: Path) -> None:
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    done = run_script(tmp_path, "--build-only", PATH=path)
+    if shutil.which("nvcc") is None:
+        assert done.returncode == 2 and "missing: nvcc" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    assert "gpu: built" in done.stderr and "GPUs: 0" in done.stderr
+    assert list((tmp_path / "build" / "site" / "kvplane_kernels").glob("_cuda*.so"))
