@@ -1,0 +1,228 @@
+"""The code of the GPU's measurements runs, on the emulator and on a few tokens, and tells a wrong
+answer; its verdicts and tables say what the rows say.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated_build import emulated_module
+
+from benchmarks.gpu import measure, shapes
+from benchmarks.gpu.attention import estimated_seconds, measure_attention
+from benchmarks.gpu.copies import INSIDE, SWAPPED, Blocks
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.measurement import Measurement
+from benchmarks.gpu.problem import MAX_ERROR, Problem
+from benchmarks.gpu.shapes import Shape
+from benchmarks.gpu.table import tables
+from benchmarks.gpu.timing import Once, Watch
+from benchmarks.gpu.verdict import summary, verdicts
+
+CPU = torch.device("cpu")
+
+
+def emulated(watch: Watch | None = None) -> Machine:
+    native = emulated_module()
+    native.set_seed(0)
+    return Machine(CPU, native, watch or Once(), large_bytes=1 << 16)
+
+
+@pytest.mark.timeout(300)
+def test_every_measurement_runs_and_finds_right_answers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made: list[Machine] = []
+
+    def machine_of(watch: Watch) -> Machine:
+        made.append(emulated(watch))
+        return made[0]
+
+    assert measure.main(["--tiny"], machine_of) == 0
+    said = capsys.readouterr().out
+    assert "wrong answers: 0; left out: 0" in said
+    names = {json.loads(line)["name"] for line in said.splitlines() if line.startswith("{")}
+    assert names >= {
+        *("copy_bandwidth", "read_bandwidth", "link_in", "link_out"),
+        *("decode", "append", "reshape_and_cache"),
+        *("copy_blocks", "gather_blocks", "scatter_blocks", "swap_out", "swap_in"),
+    }
+
+
+def test_peers_are_checked_and_those_that_can_not_run_are_named() -> None:
+    m = Measurement(emulated(), seconds=60)
+    measure_attention(m, (Shape(2, 40, 4, 2, 32),))
+    assert not m.wrong
+    # Torch has its flash attention for CPUs too; the others need a GPU, or are not installed.
+    assert {row["name"] for row in m.rows} == {"decode", "decode/sdpa_flash"}
+    for name in ("sdpa_cudnn", "varlen", "varlen_paged", "flashinfer"):
+        assert any(line.startswith(f"decode/{name} ") for line in m.left_out)
+
+
+@pytest.mark.parametrize("new", (1, 20))
+@pytest.mark.parametrize("kv_dtype", shapes.KV_DTYPES)
+def test_a_wrong_answer_is_told(kv_dtype: str, new: int) -> None:
+    torch.manual_seed(0)
+    shape = Shape(3, 100, 4, 2, 32, kv_dtype=kv_dtype, new=new)
+    problem = Problem(shape, CPU)
+    right = problem.right_rows()
+    answer = torch.zeros(problem.query.shape)
+    taken = [sequence * new + row for sequence, row in problem.rows_to_check()]
+    answer[taken] = right.float()
+    assert problem.error(answer, right) < 1e-6
+    answer[taken[-1], -1] *= 1.1
+    assert problem.error(answer, right) > MAX_ERROR
+    answer[taken[-1], 0, 0] = torch.nan
+    assert not problem.error(answer, right) <= MAX_ERROR
+
+
+def test_right_rows_see_their_past_and_no_more() -> None:
+    shape = Shape(2, 33, 2, 2, 8, new=3)
+    problem = Problem(shape, CPU)
+    before = problem.right_rows()
+    last = problem.tables[1, 2]
+    problem.pages[last, :, :, 0] = 0  # Position 32, which only the last row of the last sees.
+    changed = (problem.right_rows() != before).flatten(1).any(dim=1)
+    assert changed.tolist() == [False] * 5 + [True]
+
+
+def test_what_is_too_late_or_too_large_is_left_out() -> None:
+    m = Measurement(emulated(), seconds=0)
+    measure_attention(m, (Shape(1, 16),))
+    m.machine.free_bytes = lambda: 1000  # type: ignore[method-assign]
+    m._seconds = 60
+    measure_attention(m, (Shape(1, 16),))
+    assert not m.rows
+    assert ["no time left" in line or "GiB" in line for line in m.left_out] == [True, True]
+
+
+def test_the_shapes_are_those_that_targets_speak_of() -> None:
+    decodes = shapes.DECODES
+    assert {s.kv_dtype for s in decodes} == set(shapes.KV_DTYPES)
+    assert {1, 256} <= {s.batch for s in decodes} and {512, 131072} <= {s.context for s in decodes}
+    assert {(s.heads, s.kv_heads) for s in decodes} == {(32, 8), (64, 8), (28, 4), (32, 32)}
+    assert {s.head for s in decodes} == {64, 128, 256} and {s.block for s in decodes} == {16, 64}
+    assert len(set(decodes)) == len(decodes)
+    assert all(s.new > 1 for s in shapes.APPENDS)
+    expected = estimated_seconds((*decodes, *shapes.APPENDS), 0.1, 5)
+    assert 30 < expected < measure.SECONDS
+
+
+def test_bytes_and_operations_are_those_needed_at_least() -> None:
+    shape = Shape(2, 100, 8, 4, 16)
+    assert shape.kv_bytes == 2 * 2 * 100 * 4 * 16 * 2  # K and V, bf16
+    assert Shape(2, 100, 8, 4, 16, kv_dtype="float8_e4m3fn").kv_bytes == shape.kv_bytes // 2
+    assert shape.num_blocks == 2 * 7
+    assert shape.flops == 4 * 2 * 8 * 16 * 100
+    assert Shape(1, 3, 1, 1, 8, new=3).flops == 4 * 8 * (1 + 2 + 3)
+    assert Blocks(32, 1).block_bytes == 2 << 20 and Blocks(1, 8).copied_bytes == 8 * 64 << 10
+    sizes = {b.block_bytes for b in (*INSIDE, *SWAPPED)}
+    assert min(sizes) == 8 << 10 and max(sizes) == 2 << 20
+
+
+def decode_row(name: str = "decode", rate: float = 3900.0, us: float = 100.0, **more: Any) -> Any:
+    shape = Shape(64, 8192, kv_dtype=more.pop("kv_dtype", "bfloat16"))
+    row = {"name": name, "unit": "GB/s", "p50": rate, "us": us, **shape.named(), **more}
+    return row if "/" in name else {"split": 512, **row}
+
+
+def result_of(*rows: Any) -> dict[str, Any]:
+    bandwidths = {"copy_bandwidth": 4000, "read_bandwidth": 4400, "link_out": 50, "link_in": 55}
+    first = [{"name": n, "unit": "GB/s", "p50": v, "by": "x"} for n, v in bandwidths.items()]
+    machine = {"gpu": "NVIDIA X", "torch": "2.11.0", "cuda": "13.0", "python": "3.12.3"}
+    machine |= {"date": "2026-11-20", "split_tokens": 512, "method": "median"}
+    return {"machine": machine, "rows": [*first, *rows], "left_out": ["a: b"], "wrong": []}
+
+
+def copy_row(name: str, rate: float) -> Any:
+    about = {"block_bytes": 65536, "num_blocks": 9, "order": "runs", "kv_dtype": "bfloat16"}
+    return {"name": name, "unit": "GB/s", "p50": rate, "us": 5.0, **about}
+
+
+def met(*rows: Any) -> list[bool]:
+    return [v.met for v in verdicts(result_of(*rows))]
+
+
+def test_decode_is_held_against_copy_and_read_bandwidth_and_the_best_peer() -> None:
+    assert met(decode_row(rate=4100)) == [True, True]  # 93 % of read are 4092.
+    assert met(decode_row(rate=4091)) == [True, False]
+    assert met(decode_row(rate=3599)) == [False, False]
+    peer, better_peer = decode_row("decode/sdpa_flash", 3000), decode_row("decode/varlen", 3500)
+    assert met(decode_row(rate=3600), peer) == [True, True]
+    assert met(decode_row(rate=3600), peer, better_peer) == [True, False]
+    # A peer of another batch, or over fp8, is none.
+    assert met(decode_row(rate=3600), {**peer, "batch": 16}) == [True, False]
+    assert met(decode_row(rate=3600), {**peer, "kv_dtype": "float8_e4m3fn"}) == [True, False]
+
+
+def test_only_large_batches_at_the_usual_split_are_held_to_targets() -> None:
+    assert met(decode_row(rate=1) | {"batch": 15}) == []
+    assert met(decode_row(rate=1) | {"context": 4095}) == []
+    assert met(decode_row(rate=1) | {"split": 1024}) == []
+
+
+def test_fp8_is_held_against_the_time_of_bf16() -> None:
+    for us, right in ((58.8, True), (58.9, False)):
+        found = verdicts(result_of(decode_row(us=100), decode_row(us=us, kv_dtype="float8_e4m3fn")))
+        assert [v.met for v in found if v.target.startswith("fp8")] == [right]
+    assert met(decode_row(kv_dtype="float8_e4m3fn")) == []
+
+
+def test_copies_are_held_against_copy_bandwidth_and_swaps_against_their_link() -> None:
+    assert met(copy_row("copy_blocks", 3600), copy_row("gather_blocks", 3599)) == [True, False]
+    assert met(copy_row("swap_out", 45), copy_row("swap_in", 45)) == [True, False]
+
+
+def test_the_summary_tells_met_from_missed_and_not_measured() -> None:
+    lines = summary(verdicts(result_of(decode_row(rate=3700), copy_row("copy_blocks", 3999))))
+    assert [line.split(":")[0] for line in lines] == [
+        *("met", "missed", "not measured", "met", "not measured")
+    ]
+
+
+def test_tables_name_the_machine_and_round_the_figures() -> None:
+    rows = [
+        decode_row(rate=3800.4),
+        decode_row(rate=4200.0, split=1024),
+        decode_row(rate=3500.0, us=55.0, kv_dtype="float8_e4m3fn"),
+        decode_row("decode/varlen", 3000.0),
+        decode_row("append", 12345.6, new=4, context=4100) | {"tflops": 321.4},
+        copy_row("swap_in", 54.96),
+        {**copy_row("reshape_and_cache", 100.0), "tokens": 256},
+    ]
+    text = tables(result_of(*rows))
+    assert text.startswith("NVIDIA X, torch 2.11.0 with CUDA 13.0, Python 3.12.3, 2026-11-20")
+    case = "batch 64 × 8192, heads 32/8 of 128, blocks of 16"
+    assert f"| {case} | 100 | 3800 | 95% | 86% | 1.27 (varlen) | 3500 | 1.82 |" in text
+    assert "| 4 after 4096 | " in text and "| 12.3 | 321 | - |" in text
+    assert "| swap_in | 9 blocks of 64 KiB, runs | 55.0 | 100% |" in text
+    assert f"| {case} | 1024 | 1.11 |" in text
+    assert "- left out: a: b" in text
+
+
+def test_a_result_is_saved_under_the_name_of_the_gpu_and_the_day(tmp_path: Path) -> None:
+    m = Measurement(emulated(), seconds=1)
+    m.add("x", "GB/s", 1.23456789, batch=2)
+    path = measure.save(m, tmp_path / "deep")
+    assert path.name.startswith("emulated-2") and path.suffix == ".json"
+    saved = json.loads(path.read_text())
+    assert saved["rows"] == [{"name": "x", "unit": "GB/s", "p50": 1.23457, "batch": 2}]
+    assert saved["machine"]["split_tokens"] == 512
+
+
+def test_without_a_gpu_the_measurement_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert measure.main(["--quick"]) == 2
+    assert "no GPU" in capsys.readouterr().out
+
+
+def test_sizes_exclude_each_other() -> None:
+    assert measure.arguments_of(["--quick", "--seconds", "5"]).seconds == 5
+    with pytest.raises(SystemExit):
+        measure.arguments_of(["--quick", "--tiny"])
