@@ -23,6 +23,7 @@
 #include "kvplane/checks.h"
 #include "kvplane/params.h"
 #include "row_ops.h"
+#include "scales.h"
 #include "thread_pool.h"
 
 namespace kvplane {
@@ -117,8 +118,9 @@ struct Layout {
   bool in_place;  // keys and values are used where they are in the pages
 
   Layout(const PagedAttentionParams& p, const RowOps& ops) {
+    // An 8-bit number is one of bf16, too.
     const bool bf16 = ops.attend_bf16 != nullptr && p.query_dtype == Dtype::kBFloat16 &&
-                      p.pages.dtype == Dtype::kBFloat16;
+                      (p.pages.dtype == Dtype::kBFloat16 || is_8_bit(p.pages.dtype));
     const int64_t unit = bf16 ? 2 * kLanes : kLanes;
     dtype = bf16 ? Dtype::kBFloat16 : Dtype::kFloat32;
     row_size = (p.pages.head_size + unit - 1) / unit * unit;
@@ -140,6 +142,7 @@ class Workspace {
         out_(static_cast<size_t>(2 * num_rows * layout.row_size)) {}
 
   char* query() { return query_.data(); }
+  // Rows of a tile that can not be used in place.
   char* key() { return key_.data(); }
   char* value() { return value_.data(); }
   // Of one split, and of all so far.
@@ -148,7 +151,6 @@ class Workspace {
 
   std::vector<Row> rows;
   Tile tiles[2];  // one is on its way while one is worked on
-  Tile copies;    // of rows that can not be used in place
 
  private:
   std::vector<char> query_, key_, value_;  // zeros at first: the padding of a row stays zero
@@ -221,6 +223,8 @@ class Attention {
     }
   }
 
+  int64_t page_row_bytes() const { return p_.pages.head_size * dtype_bytes(p_.pages.dtype); }
+
   void copy_row(const char* from, Dtype dtype, int64_t head_size, char* to) const {
     if (dtype == layout_.dtype) {
       std::copy_n(from, head_size * dtype_bytes(dtype), to);
@@ -245,9 +249,11 @@ class Attention {
     for (int64_t tile = first; tile < end; tile += kTileTokens) {
       std::swap(next, later);
       find_tile(item, seen, tile + kTileTokens, later);
-      const Tile* now = next;
-      if (!layout_.in_place) now = copy_tile(*now, w);
-      attend_tile(item, tile, *now, *later, states, w);
+      if (layout_.in_place) {
+        attend_tile(item, tile, *next, *later, page_row_bytes(), states, w);
+      } else {
+        attend_tile(item, tile, load_tile(*next, *later, w), *later, 0, states, w);
+      }
     }
   }
 
@@ -277,25 +283,24 @@ class Attention {
     }
   }
 
-  const Tile* copy_tile(const Tile& tile, Workspace& w) const {
+  // The tile's rows in the type that they are worked on in.
+  Tile load_tile(const Tile& tile, const Tile& next, Workspace& w) const {
     const PagesParams& pages = p_.pages;
+    const auto load = layout_.dtype == Dtype::kBFloat16 ? ops_.load_tile_bf16 : ops_.load_tile;
+    const int64_t bytes = layout_.row_bytes();
+    load({tile.key, next.key, page_row_bytes(), pages.dtype, pages.head_size, w.key(), bytes});
+    load(
+        {tile.value, next.value, page_row_bytes(), pages.dtype, pages.head_size, w.value(), bytes});
+    Tile loaded;
     for (int64_t t = 0; t < kTileTokens; ++t) {
-      if (tile.key[t] == kZeros) {
-        w.copies.key[t] = w.copies.value[t] = kZeros;
-        continue;
-      }
-      char* key = w.key() + t * layout_.row_bytes();
-      char* value = w.value() + t * layout_.row_bytes();
-      copy_row(tile.key[t], pages.dtype, pages.head_size, key);
-      copy_row(tile.value[t], pages.dtype, pages.head_size, value);
-      w.copies.key[t] = key;
-      w.copies.value[t] = value;
+      loaded.key[t] = w.key() + t * bytes;
+      loaded.value[t] = w.value() + t * bytes;
     }
-    return &w.copies;
+    return loaded;
   }
 
   void attend_tile(const Item& item, int64_t first, const Tile& tile, const Tile& next,
-                   const States& states, Workspace& w) const {
+                   int64_t prefetch_bytes, const States& states, Workspace& w) const {
     int64_t num = 0;
     for (int64_t r = 0; r < num_rows(item); ++r) {
       const int64_t position = item.first_position + r / group_;
@@ -312,11 +317,11 @@ class Attention {
                                             position - first,
                                             slope};
     }
-    const int64_t page_row = p_.pages.head_size * dtype_bytes(p_.pages.dtype);
+    const float scale = p_.scale * key_scale(p_.pages, item.kv_head);
     const auto attend = layout_.dtype == Dtype::kBFloat16 ? ops_.attend_bf16 : ops_.attend;
     for (int64_t r = 0; r < num; r += kAttendRows) {
       attend({&tile, &next, &w.rows[static_cast<size_t>(r)], std::min(kAttendRows, num - r),
-              row_size(), page_row, p_.scale});
+              row_size(), prefetch_bytes, scale});
     }
   }
 
@@ -329,10 +334,11 @@ class Attention {
 
   void store_rows(const Item& item, const States& states) const {
     const int64_t head_size = p_.pages.head_size;
+    const float scale = value_scale(p_.pages, item.kv_head);
     char* out = static_cast<char*>(p_.out);
     for (int64_t r = 0; r < num_rows(item); ++r) {
       float* row = states.out + r * row_size();
-      const float sum = ops_.finish(states.state[r], row_size(), row);
+      const float sum = ops_.finish(states.state[r], row_size(), scale, row);
       const int64_t at = token_of(item, r) * p_.num_heads + head_of(item, r);
       ops_.store(row, head_size, p_.query_dtype,
                  out + at * head_size * dtype_bytes(p_.query_dtype));

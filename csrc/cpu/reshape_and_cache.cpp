@@ -6,6 +6,7 @@
 #include "kvplane/checks.h"
 #include "kvplane/params.h"
 #include "row_ops.h"
+#include "scales.h"
 #include "thread_pool.h"
 
 namespace kvplane {
@@ -14,14 +15,18 @@ namespace {
 constexpr int64_t kThreadBytes = int64_t{1} << 18;  // that are worth waking a thread for
 
 // One row of a head, converted when the types differ.
-void write_row(const void* source, Dtype from, int64_t head_size, Dtype to, void* destination,
-               float* scratch) {
+void write_row(const void* source, Dtype from, int64_t head_size, float scale, Dtype to,
+               void* destination) {
   if (from == to) {
     std::memcpy(destination, source, static_cast<size_t>(head_size * dtype_bytes(to)));
     return;
   }
-  row_ops().load(source, from, head_size, scratch);
-  row_ops().store(scratch, head_size, to, destination);
+  float row[kMaxRowSize];
+  row_ops().load(source, from, head_size, row);
+  if (scale != 1.0f) {
+    for (int64_t d = 0; d < head_size; ++d) row[d] = row[d] / scale;
+  }
+  row_ops().store(row, head_size, to, destination);
 }
 
 void write_heads(const ReshapeAndCacheParams& p, int64_t first_head, int64_t end_head) {
@@ -32,7 +37,6 @@ void write_heads(const ReshapeAndCacheParams& p, int64_t first_head, int64_t end
   const int64_t key_bytes = dtype_bytes(p.key_dtype);
   const int64_t value_bytes = dtype_bytes(p.value_dtype);
   const int64_t page_bytes = dtype_bytes(pages.dtype);
-  float scratch[kMaxRowSize];
   for (int64_t i = 0; i < p.num_tokens; ++i) {
     const int64_t slot = p.slots[i];
     if (slot < 0) continue;
@@ -42,9 +46,10 @@ void write_heads(const ReshapeAndCacheParams& p, int64_t first_head, int64_t end
       const int64_t key_row = i * p.key_token_stride + h * p.key_head_stride;
       const int64_t value_row = i * p.value_token_stride + h * p.value_head_stride;
       char* to = data + (token + h * pages.head_stride) * page_bytes;
-      write_row(key + key_row * key_bytes, p.key_dtype, pages.head_size, pages.dtype, to, scratch);
-      write_row(value + value_row * value_bytes, p.value_dtype, pages.head_size, pages.dtype,
-                to + pages.kv_stride * page_bytes, scratch);
+      write_row(key + key_row * key_bytes, p.key_dtype, pages.head_size, key_scale(pages, h),
+                pages.dtype, to);
+      write_row(value + value_row * value_bytes, p.value_dtype, pages.head_size,
+                value_scale(pages, h), pages.dtype, to + pages.kv_stride * page_bytes);
     }
   }
 }

@@ -28,7 +28,8 @@ const std::vector<RowOps>& sets() {
 #ifdef KVPLANE_X86_64
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(row_ops_avx512bf16());
+    const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+    if (avx512 && bf16) found.push_back(row_ops_avx512bf16());
     if (avx512) found.push_back(row_ops_avx512());
     if (__builtin_cpu_supports("avx2")) found.push_back(row_ops_avx2());
 #endif

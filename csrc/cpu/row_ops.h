@@ -52,11 +52,26 @@ struct AttendArgs {
 
 constexpr int64_t kAttendRows = 64;
 
+// Rows of a tile that can not be worked on where they are.
+struct LoadArgs {
+  const char* const* rows;      // [kTileTokens]
+  const char* const* prefetch;  // [kTileTokens], rows to be on their way to the cache meanwhile
+  int64_t prefetch_bytes;       // of one row of `prefetch`
+  Dtype dtype;
+  int64_t count;      // elements of a row
+  char* to;           // [kTileTokens] rows
+  int64_t row_bytes;  // of one row of `to`
+};
+
 struct RowOps {
   const char* isa;
   // Converts `count` elements.
   void (*load)(const void* source, Dtype dtype, int64_t count, float* row);
   void (*store)(const float* row, int64_t count, Dtype dtype, void* destination);
+  // Converts a tile's rows to fp32.
+  void (*load_tile)(const LoadArgs& args);
+  // The same to bf16, of 8-bit types and of bf16 itself. Null where `attend_bf16` is.
+  void (*load_tile_bf16)(const LoadArgs& args);
   // Takes one tile into the states and `out`s of rows. Queries, keys and values are fp32.
   void (*attend)(const AttendArgs& args);
   // The same for queries, keys and values in bf16, with row_size a multiple of 2 * kLanes. Weights
@@ -66,8 +81,8 @@ struct RowOps {
   // Takes the state of later tokens into that of earlier ones.
   void (*merge)(const RowState& later, const float* later_out, int64_t row_size, RowState* state,
                 float* out);
-  // out /= the sum of the weights. Returns that sum.
-  float (*finish)(const RowState& state, int64_t row_size, float* out);
+  // out = out / the sum of the weights * scale. Returns that sum.
+  float (*finish)(const RowState& state, int64_t row_size, float scale, float* out);
   // Copies memory that does not overlap, past the caches where the set can.
   void (*stream)(char* destination, const char* source, int64_t num_bytes);
 };

@@ -8,6 +8,8 @@ namespace kvplane {
 
 RowOps row_ops_avx2();
 
-RowOps row_ops_avx2() { return {"avx2", load, store, attend, nullptr, merge, finish, stream}; }
+RowOps row_ops_avx2() {
+  return {"avx2", load, store, load_tile, nullptr, attend, nullptr, merge, finish, stream};
+}
 
 }  // namespace kvplane

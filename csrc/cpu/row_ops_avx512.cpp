@@ -8,6 +8,8 @@ namespace kvplane {
 
 RowOps row_ops_avx512();
 
-RowOps row_ops_avx512() { return {"avx512", load, store, attend, nullptr, merge, finish, stream}; }
+RowOps row_ops_avx512() {
+  return {"avx512", load, store, load_tile, nullptr, attend, nullptr, merge, finish, stream};
+}
 
 }  // namespace kvplane

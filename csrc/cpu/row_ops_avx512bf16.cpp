@@ -5,6 +5,8 @@
 //            vector of 16 scores
 //   values   rows of tokens 2p and 2p+1 are interleaved, so that a pair of products is a pair of
 //            tokens:   |v[2p][0] v[2p+1][0]|v[2p][1] v[2p+1][1]|...   times   |w[2p] w[2p+1]|
+//   8 bits   are looked up in two tables of 128 bytes, by AVX-512 VBMI: one has the upper bytes of
+//            the bf16 numbers, one the lower bytes; the sign is put in afterwards
 
 #define KVPLANE_VECTOR_BYTES 64
 #include "row_ops_vector.h"
@@ -29,6 +31,78 @@ KVPLANE_INLINE __m512i load_bits(const void* from) { return _mm512_loadu_si512(f
 
 KVPLANE_INLINE __m512 add_products(__m512 sum, __m512i a, __m512i b) {
   return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
+// The bf16 numbers that the 8-bit numbers without a sign stand for.
+struct Table {
+  alignas(64) uint8_t high[128];
+  alignas(64) uint8_t low[128];
+
+  explicit Table(float (*to_float)(uint8_t)) {
+    for (int code = 0; code < 128; ++code) {
+      const uint16_t bits = float_to_bf16(to_float(static_cast<uint8_t>(code)));
+      high[code] = static_cast<uint8_t>(bits >> 8);
+      low[code] = static_cast<uint8_t>(bits);
+    }
+  }
+};
+
+// Made when first wanted: before that this file's instructions must not run.
+const Table& table_of(Dtype dtype) {
+  static const Table e4m3(e4m3_to_float), e5m2(e5m2_to_float);
+  return dtype == Dtype::kFloat8E4M3 ? e4m3 : e5m2;
+}
+
+// Converts 64 numbers of 8 bits.
+struct Lookup {
+  const __m512i low0, low1, high0, high1;
+
+  explicit Lookup(const Table& table)
+      : low0(load_bits(table.low)),
+        low1(load_bits(table.low + 64)),
+        high0(load_bits(table.high)),
+        high1(load_bits(table.high + 64)) {}
+
+  KVPLANE_INLINE void convert(__m512i codes, __m512i* first, __m512i* second) const {
+    // Unpacking takes the lower half of each 16 bytes to `first`, the upper half to `second`.
+    codes = _mm512_permutexvar_epi64(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), codes);
+    const __m512i signs = _mm512_set1_epi8(static_cast<char>(0x80));
+    const __m512i low = _mm512_permutex2var_epi8(low0, codes, low1);
+    const __m512i magnitude = _mm512_permutex2var_epi8(high0, codes, high1);
+    const __m512i high = _mm512_ternarylogic_epi64(magnitude, codes, signs, 0xF8);  // a | (b & c)
+    *first = _mm512_unpacklo_epi8(low, high);
+    *second = _mm512_unpackhi_epi8(low, high);
+  }
+};
+
+void load_tile_bf16(const LoadArgs& args) {
+  Prefetch prefetch(args.prefetch, args.prefetch_bytes, kTileTokens);
+  if (args.dtype == Dtype::kBFloat16) {
+    for (int64_t t = 0; t < kTileTokens; ++t) {
+      prefetch.step();
+      std::memcpy(args.to + t * args.row_bytes, args.rows[t], static_cast<size_t>(2 * args.count));
+    }
+    return;
+  }
+  const Lookup lookup(table_of(args.dtype));
+  const int64_t whole = args.count / 64 * 64;
+  const __mmask64 mask = (__mmask64{1} << (args.count - whole)) - 1;
+  for (int64_t t = 0; t < kTileTokens; ++t) {
+    prefetch.step();
+    const char* from = args.rows[t];
+    char* to = args.to + t * args.row_bytes;
+    __m512i first, second;
+    for (int64_t i = 0; i < whole; i += 64) {
+      lookup.convert(load_bits(from + i), &first, &second);
+      _mm512_storeu_si512(to + 2 * i, first);
+      _mm512_storeu_si512(to + 2 * i + 64, second);
+    }
+    if (mask == 0) continue;
+    lookup.convert(_mm512_maskz_loadu_epi8(mask, from + whole), &first, &second);
+    to += 2 * whole;
+    _mm512_mask_storeu_epi16(to, static_cast<__mmask32>(mask), first);
+    _mm512_mask_storeu_epi16(to + 64, static_cast<__mmask32>(mask >> 32), second);
+  }
 }
 
 // kChunks: registers of a row, 0 when known only at run time.
@@ -204,7 +278,8 @@ void attend_bf16(const AttendArgs& args) {
 RowOps row_ops_avx512bf16();
 
 RowOps row_ops_avx512bf16() {
-  return {"avx512bf16", load, store, attend, attend_bf16, merge, finish, stream};
+  return {"avx512bf16", load,        store, load_tile, load_tile_bf16,
+          attend,       attend_bf16, merge, finish,    stream};
 }
 
 }  // namespace kvplane

@@ -15,7 +15,7 @@ void stream(char* destination, const char* source, int64_t num_bytes) {
 RowOps row_ops_baseline();
 
 RowOps row_ops_baseline() {
-  return {"baseline", load, store, attend, nullptr, merge, finish, stream};
+  return {"baseline", load, store, load_tile, nullptr, attend, nullptr, merge, finish, stream};
 }
 
 }  // namespace kvplane

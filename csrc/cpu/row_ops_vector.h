@@ -140,29 +140,57 @@ KVPLANE_INLINE float max_of(Vector vector) {
   }
 }
 
-void load(const void* source, Dtype dtype, int64_t count, float* __restrict row) {
-  if (dtype == Dtype::kFloat32) {
-    std::memcpy(row, source, static_cast<size_t>(count) * sizeof(float));
-    return;
-  }
-  const uint16_t* __restrict bits = static_cast<const uint16_t*>(source);
-  if (dtype == Dtype::kFloat16) {
-    for (int64_t i = 0; i < count; ++i) row[i] = fp16_to_float(bits[i]);
-  } else {
-    for (int64_t i = 0; i < count; ++i) row[i] = bf16_to_float(bits[i]);
+template <typename Bits, typename Convert>
+KVPLANE_INLINE void convert_from(const void* source, int64_t count, float* __restrict row,
+                                 Convert convert) {
+  const Bits* __restrict bits = static_cast<const Bits*>(source);
+  for (int64_t i = 0; i < count; ++i) row[i] = convert(bits[i]);
+}
+
+void load(const void* source, Dtype dtype, int64_t count, float* row) {
+  switch (dtype) {
+    case Dtype::kFloat32:
+      std::memcpy(row, source, static_cast<size_t>(count) * sizeof(float));
+      break;
+    case Dtype::kFloat16:
+      convert_from<uint16_t>(source, count, row, fp16_to_float);
+      break;
+    case Dtype::kBFloat16:
+      convert_from<uint16_t>(source, count, row, bf16_to_float);
+      break;
+    case Dtype::kFloat8E4M3:
+      convert_from<uint8_t>(source, count, row, e4m3_to_float);
+      break;
+    case Dtype::kFloat8E5M2:
+      convert_from<uint8_t>(source, count, row, e5m2_to_float);
+      break;
   }
 }
 
-void store(const float* __restrict row, int64_t count, Dtype dtype, void* destination) {
-  if (dtype == Dtype::kFloat32) {
-    std::memcpy(destination, row, static_cast<size_t>(count) * sizeof(float));
-    return;
-  }
-  uint16_t* __restrict bits = static_cast<uint16_t*>(destination);
-  if (dtype == Dtype::kFloat16) {
-    for (int64_t i = 0; i < count; ++i) bits[i] = float_to_fp16(row[i]);
-  } else {
-    for (int64_t i = 0; i < count; ++i) bits[i] = float_to_bf16(row[i]);
+template <typename Bits, typename Convert>
+KVPLANE_INLINE void convert_to(const float* __restrict row, int64_t count, void* destination,
+                               Convert convert) {
+  Bits* __restrict bits = static_cast<Bits*>(destination);
+  for (int64_t i = 0; i < count; ++i) bits[i] = convert(row[i]);
+}
+
+void store(const float* row, int64_t count, Dtype dtype, void* destination) {
+  switch (dtype) {
+    case Dtype::kFloat32:
+      std::memcpy(destination, row, static_cast<size_t>(count) * sizeof(float));
+      break;
+    case Dtype::kFloat16:
+      convert_to<uint16_t>(row, count, destination, float_to_fp16);
+      break;
+    case Dtype::kBFloat16:
+      convert_to<uint16_t>(row, count, destination, float_to_bf16);
+      break;
+    case Dtype::kFloat8E4M3:
+      convert_to<uint8_t>(row, count, destination, float_to_e4m3);
+      break;
+    case Dtype::kFloat8E5M2:
+      convert_to<uint8_t>(row, count, destination, float_to_e5m2);
+      break;
   }
 }
 
@@ -189,6 +217,15 @@ class Prefetch {
   int64_t step_ = 0;
   int64_t row_ = 0;
 };
+
+void load_tile(const LoadArgs& args) {
+  Prefetch prefetch(args.prefetch, args.prefetch_bytes, kTileTokens);
+  for (int64_t t = 0; t < kTileTokens; ++t) {
+    prefetch.step();
+    float* to = reinterpret_cast<float*>(args.to + t * args.row_bytes);
+    load(args.rows[t], args.dtype, args.count, to);
+  }
+}
 
 // Turns a row's dot products into weights. Returns the factor for what was summed before.
 KVPLANE_INLINE float weigh(const Row& row, float scale, float* weights) {
@@ -361,9 +398,9 @@ void merge(const RowState& later, const float* later_out, int64_t row_size, RowS
   for (int64_t d = 0; d < row_size; ++d) out[d] = out[d] * old_factor + later_out[d] * new_factor;
 }
 
-float finish(const RowState& state, int64_t row_size, float* out) {
+float finish(const RowState& state, int64_t row_size, float scale, float* out) {
   const float sum = sum_of(state.sum);
-  for (int64_t d = 0; d < row_size; ++d) out[d] = out[d] / sum;
+  for (int64_t d = 0; d < row_size; ++d) out[d] = out[d] / sum * scale;
   return sum;
 }
 

@@ -76,4 +76,36 @@ static inline uint16_t float_to_fp16(float value) {
   return static_cast<uint16_t>((sign >> 16) | (two_w > 0xFF000000u ? 0x7E00u : magnitude_bits));
 }
 
+// Of a type of 8 bits. Its exponent is `bias` below that of an fp32; `nan` is where its NaNs begin,
+// or its infinity, from whose exponent all ones are made.
+static inline float from_8_bits(uint8_t code, int mantissa_bits, uint32_t bias, uint32_t nan) {
+  const uint32_t sign = (code & 0x80u) << 24;
+  const uint32_t w = (code & 0x7Fu) << (23 - mantissa_bits);
+  const uint32_t smallest = (bias + 1) << 23;  // normal number
+  const float subnormal = from_bits(w + smallest) - from_bits(smallest);
+  const uint32_t finite = w < (1u << 23) ? to_bits(subnormal) : w + (bias << 23);
+  return from_bits(sign | ((code & 0x7Fu) < nan ? finite : w | 0x7F800000u));
+}
+
+// Saturates at `largest`, also of infinities; every NaN becomes 0x7F.
+static inline uint8_t to_8_bits(float value, int mantissa_bits, uint32_t bias, float largest) {
+  const uint32_t bits = to_bits(value);
+  const uint32_t magnitude = bits & 0x7FFFFFFFu;
+  const uint32_t w = magnitude < to_bits(largest) ? magnitude : to_bits(largest);
+  const int shift = 23 - mantissa_bits;
+  const uint32_t rounded = (w + (1u << (shift - 1)) - 1u + ((w >> shift) & 1u)) >> shift;
+  // The last bit of this number is the smallest subnormal: adding it rounds to that.
+  const uint32_t large = (bias + 1 + static_cast<uint32_t>(shift)) << 23;
+  const uint32_t subnormal = to_bits(from_bits(w) + from_bits(large)) - large;
+  const bool is_normal = w >= (bias + 1) << 23;
+  const uint32_t code = is_normal ? rounded - (bias << mantissa_bits) : subnormal;
+  const bool is_nan = magnitude > 0x7F800000u;
+  return static_cast<uint8_t>(is_nan ? 0x7Fu : ((bits >> 24) & 0x80u) | code);
+}
+
+static inline float e4m3_to_float(uint8_t code) { return from_8_bits(code, 3, 120, 0x7F); }
+static inline uint8_t float_to_e4m3(float value) { return to_8_bits(value, 3, 120, 448.0f); }
+static inline float e5m2_to_float(uint8_t code) { return from_8_bits(code, 2, 112, 0x7C); }
+static inline uint8_t float_to_e5m2(float value) { return to_8_bits(value, 2, 112, 57344.0f); }
+
 }  // namespace kvplane
