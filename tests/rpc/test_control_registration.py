@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -21,6 +22,9 @@ from kvplane.v1 import types_pb2 as tpb
 
 PROMPT = list(range(1, 21))
 WHOLE = {"num_shards": 1, "num_layers": 2, "num_kv_heads": 2}
+SCALED = Layout(
+    "m", 8, "float32", "float8_e4m3fn", (LayerGroup("full", (0, 1), 2, 8, key_scales=(0.5, 0.25)),)
+)
 
 Connect = Callable[[ControlPlaneServer], Stub]
 
@@ -192,10 +196,18 @@ async def test_the_highest_names_that_may_be_reported_leave_room_for_more(stub: 
     assert (await session.admit(1, PROMPT[:9])).HasField("plan")
 
 
-async def test_another_layout_is_not_let_into_a_pool(stub: Stub) -> None:
-    other = Layout("other", 8, "float32", "float32", (LayerGroup("full", (0, 1), 2, 8),))
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(SCALED, model_id="other"),
+        replace(SCALED, kv_dtype="float8_e5m2"),
+        replace(SCALED, groups=(replace(SCALED.groups[0], key_scales=(0.5, 0.125)),)),
+    ],
+    ids=["model", "type", "scales"],
+)
+async def test_another_layout_is_not_let_into_a_pool(stub: Stub, other: Layout) -> None:
     parts = [tpb.Shard(index=i, num_shards=2, num_layers=2, num_kv_heads=1) for i in range(2)]
-    first = RawShard(stub, shard=parts[0])
+    first = RawShard(stub, shard=parts[0], layout=SCALED.to_proto())
     await first.register()
     intruder = RawShard(stub, epoch=99, shard=parts[1], layout=other.to_proto())
     await intruder.send(hello=intruder.hello)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from data_plane.build import load_layout
+from data_plane.config import DataPlaneConfig
 from kvplane.errors import InvalidRequestError
 from kvplane.hf import layout_from_hf
 from kvplane.hf_scales import scales_from_hf
@@ -88,6 +90,13 @@ def test_only_a_layout_of_8_bits_has_them(tmp_path: Path) -> None:
     folder = write(tmp_path, 0.5, 0.25)
     assert layout_from_hf(folder).groups[0].key_scales == ()
     assert layout_from_hf(folder, kv_dtype="float8_e5m2").groups[0].key_scales == (0.5, 0.25)
+
+
+def test_a_data_plane_that_stores_8_bits_takes_them(tmp_path: Path) -> None:
+    config = DataPlaneConfig(model=write(tmp_path, 0.5, 0.25), kv_dtype="float8_e4m3fn")
+    layout = load_layout(config)
+    assert (layout.dtype, layout.kv_dtype) == ("float32", "float8_e4m3fn")
+    assert layout.groups[0].value_scales == (5.0, 2.5)
 
 
 def test_a_checkpoint_without_scales_means_1(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plan_author import LAYOUT, POOL_ID, PlanAuthor, row, set_blocks, tokens
 
+from data_plane import Executor
 from data_plane.scales import layer_scales
 from data_plane.shard import Shard
 from kvplane.layout import LayerGroup, Layout
@@ -62,3 +64,33 @@ def test_a_shard_has_the_scales_of_its_own_layers() -> None:
 def test_without_scales_there_are_none() -> None:
     bare = layout()
     assert layer_scales(bare, Shard.whole(bare), CPU) == [(None, None)] * 3
+
+
+def run(layout: Layout, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over 12 tokens in the last layer, and the blocks that hold them; of a shard's own
+    heads.
+    """
+    executor = Executor(layout, pool_id=POOL_ID, num_device_blocks=2, shard=shard)
+    executor.pools.device_tier.zero_()
+    author = PlanAuthor(executor.epoch, layout=layout)
+    executor.install(author.incarnation, author.key)
+    epochs = {"shard_epochs": [executor.epoch] * shard.num_shards}
+    executor.open(author.grant(**epochs))
+    changes = [set_blocks(1, [(0, 1), (1, 1)])]
+    executor.start(1, author.plan(1, changes=changes, rows=[row(1, 0, 12)], **epochs))
+    first, end = shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads
+    query = tokens(12, 4)[:, 2 * first : 2 * end]
+    key, value = (tokens(12, seed=seed)[:, first:end] for seed in (1, 2))
+    for layer in executor.layers:
+        output = executor.layer(1, layer, query, key, value)
+    assert output is not None
+    return output, executor.read_blocks(1, 1, 0, 2)[0].view(torch.uint8)
+
+
+def test_shards_compute_together_what_a_whole_pool_does() -> None:
+    group = replace(LAYOUT.groups[0], key_scales=(0.5, 0.01, 0.02, 3.0), value_scales=(0.25, 0.1))
+    scaled = replace(LAYOUT, kv_dtype="float8_e4m3fn", groups=(group,))
+    output, blocks = run(scaled, Shard.whole(scaled))
+    parts = [run(scaled, Shard(i, 2, 0, 2, first_kv_head=i, num_kv_heads=1)) for i in range(2)]
+    assert torch.equal(torch.cat([part for part, _ in parts], dim=1), output)
+    assert torch.equal(torch.cat([part for _, part in parts], dim=3), blocks)
