@@ -15,6 +15,7 @@ TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
 EXECUTOR = "test_executor.py"
 REJECTIONS = "test_executor_rejections.py"
 INVARIANTS = "test_invariants_data.py"
+STREAMS = "test_streams.py"
 LAYOUT = "test_layout.py"
 SCALES = "test_kv_scales.py"
 
@@ -25,6 +26,8 @@ BASIC = {
     "published_write_allowed": INVARIANTS,
     "receipt_given_early": INVARIANTS,
     "transfers_run_twice": EXECUTOR,
+    "compute_ahead_of_swaps": STREAMS,
+    "receipts_before_the_end": STREAMS,
     "zero-attention": EXECUTOR,
     "swap-two-blocks": EXECUTOR,
     "skip-newest-slot": EXECUTOR,
@@ -40,6 +43,12 @@ MORE = {
     "order_unchecked": INVARIANTS,
     "fenced_sessions_open_again": EXECUTOR,
     "transfers_skipped": EXECUTOR,
+    "swaps_ahead_of_compute": STREAMS,
+    "threads_in_no_order": STREAMS,
+    "host_reads_early": STREAMS,
+    "fences_before_the_end": STREAMS,
+    "voided_plans_not_waited_for": STREAMS,
+    "failures_forgotten": STREAMS,
     "scales_of_the_wrong_heads": SCALES,
     "fingerprint_without_scales": LAYOUT,
 }

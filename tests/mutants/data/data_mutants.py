@@ -6,11 +6,24 @@ Run with it, the data plane's unit tests must fail.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from data_plane import authority, changes, executor, faults, resident, rows, scales, sessions
+from data_plane import (
+    authority,
+    changes,
+    compute,
+    executor,
+    faults,
+    resident,
+    rows,
+    scales,
+    sessions,
+    streams,
+)
+from kvplane.errors import InternalError
 from kvplane.layout import LayerGroup
 from kvplane.v1 import types_pb2 as pb
 
@@ -121,6 +134,77 @@ def transfers_skipped() -> None:
     executor.Compute.transfer = _nothing  # type: ignore[method-assign]
 
 
+def compute_ahead_of_swaps() -> None:
+    """Layers do not wait for the blocks that are swapped in."""
+    flag = property(lambda _self: False, _nothing)
+    streams.DeviceStreams._swaps_are_ahead = flag  # type: ignore[assignment]
+
+
+def swaps_ahead_of_compute() -> None:
+    @contextmanager
+    def swapping(self: Any) -> Iterator[None]:
+        self._swaps_are_ahead = True
+        with self._runtime.on(self._swaps):
+            yield
+
+    streams.DeviceStreams.swapping = swapping  # type: ignore[method-assign]
+
+
+def threads_in_no_order() -> None:
+    """Each thread's stream goes its own way."""
+    init = streams.DeviceStreams.__init__
+
+    def forgetful(self: Any, runtime: Any) -> None:
+        init(self, runtime)
+        order = runtime.order
+        runtime.order = lambda before, after: (
+            order(before, after) if self._swaps in (before, after) else None
+        )
+
+    streams.DeviceStreams.__init__ = forgetful  # type: ignore[method-assign]
+
+
+def host_reads_early() -> None:
+    streams.DeviceStreams.finish_swaps = _nothing  # type: ignore[method-assign]
+
+
+def receipts_before_the_end() -> None:
+    executor.Compute.finish = _nothing  # type: ignore[method-assign]
+
+
+def fences_before_the_end() -> None:
+    """Only receipts are waited for."""
+    executor.Executor.fence = _without_quiet(executor.Executor.fence)  # type: ignore[method-assign]
+
+
+def voided_plans_not_waited_for() -> None:
+    executor.Executor._settle = _without_quiet(  # type: ignore[method-assign]
+        executor.Executor._settle
+    )
+
+
+def failures_forgotten() -> None:
+    """A plan on a device that failed is one that ran."""
+    finish = executor.Compute.finish
+
+    def forgiving(self: Any) -> None:
+        with suppress(InternalError):
+            finish(self)
+
+    executor.Compute.finish = forgiving  # type: ignore[method-assign]
+
+
+def _without_quiet(method: Any) -> Any:
+    def hasty(self: Any, *args: Any, **options: Any) -> None:
+        self._quiesce = _nothing
+        try:
+            method(self, *args, **options)
+        finally:
+            del self._quiesce
+
+    return hasty
+
+
 def scales_of_the_wrong_heads() -> None:
     """Every shard takes the first heads' scales."""
 
@@ -128,6 +212,7 @@ def scales_of_the_wrong_heads() -> None:
         return _layer_scales(layout, replace(shard, first_kv_head=0), device)
 
     scales.layer_scales = of_first_heads
+    compute.layer_scales = of_first_heads
 
 
 def fingerprint_without_scales() -> None:
@@ -164,6 +249,14 @@ MUTANTS: dict[str, Callable[[], None]] = {
         order_unchecked,
         fenced_sessions_open_again,
         transfers_skipped,
+        compute_ahead_of_swaps,
+        swaps_ahead_of_compute,
+        threads_in_no_order,
+        host_reads_early,
+        receipts_before_the_end,
+        fences_before_the_end,
+        voided_plans_not_waited_for,
+        failures_forgotten,
         scales_of_the_wrong_heads,
         fingerprint_without_scales,
     )

@@ -1,0 +1,305 @@
+"""Work on a device is done as if in the order in which it was given, on however many streams."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from data_rig import Rig
+from executor_twins import run_twins
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_sets import LateRuntime, late_kernels
+from plan_author import HOST, fork, ref, row, set_blocks, tokens, transfer
+
+from data_plane.kernel_set import cpu_kernels
+from data_plane.streams import DeviceStreams
+from data_plane.upload import upload
+from kvplane.errors import InternalError
+
+NUM_PLACES = 4
+
+
+class Recorder:
+    """Streams that know, of each piece of work, which others are done before it begins."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.num_streams = 1
+        self.done_before: list[set[int]] = []
+        self.seen_by_host: set[int] = set()
+        self._seen: defaultdict[int, set[int]] = defaultdict(set)
+
+    def current_stream(self) -> int:
+        return self.current
+
+    def new_stream(self) -> int:
+        self.num_streams += 1
+        return self.num_streams - 1
+
+    def set_stream(self, stream: int) -> None:
+        self.current = stream
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def order(self, before: int, after: int) -> None:
+        self._seen[after] |= self._seen[before]
+
+    def wait(self, stream: int) -> None:
+        self.seen_by_host |= self._seen[stream]
+
+    def work(self) -> int:
+        """Put a piece of work on the current stream."""
+        seen = self._seen[self.current]
+        self.done_before.append(self.seen_by_host | seen)
+        number = len(self.done_before) - 1
+        self._seen[self.current] = {*self.done_before[number], number}
+        return number
+
+
+PLACES = st.frozensets(st.integers(0, NUM_PLACES - 1), min_size=1)
+WORK = st.tuples(st.sampled_from(["compute", "swap"]), PLACES, PLACES)
+WAITS = st.tuples(st.sampled_from(["finish", "finish_swaps"]), st.just(frozenset()), PLACES)
+SWITCH = st.tuples(st.just("switch"), PLACES, PLACES)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(WORK | WAITS | SWITCH, max_size=25))
+def test_whatever_touches_the_same_place_is_done_in_the_order_given(
+    events: list[tuple[str, frozenset[int], frozenset[int]]],
+) -> None:
+    recorder = Recorder()
+    streams = DeviceStreams(recorder)
+    given: list[tuple[str, frozenset[int], frozenset[int]]] = []
+    for kind, written, read in events:
+        if kind == "switch":  # another thread, which has a stream of its own
+            recorder.current = {0: 0, 1: 7, 2: 8, 3: 9}[min(written)]
+            continue
+        if kind == "finish":
+            streams.finish()
+            assert recorder.seen_by_host == set(range(len(given)))
+            continue
+        if kind == "finish_swaps":
+            streams.finish_swaps()
+            assert {i for i, (k, *_) in enumerate(given) if k == "swap"} <= recorder.seen_by_host
+            continue
+        with streams.computing() if kind == "compute" else streams.swapping():
+            number = recorder.work()
+        for earlier, (_, its_written, its_read) in enumerate(given):
+            if its_written & (written | read) or its_read & written:
+                assert earlier in recorder.done_before[number]
+        given.append((kind, written, read))
+
+
+def test_the_callers_own_work_goes_on_beside_swaps_until_the_next_command() -> None:
+    recorder = Recorder()
+    streams = DeviceStreams(recorder)
+    with streams.swapping():
+        swap = recorder.work()
+    own = recorder.work()
+    assert swap not in recorder.done_before[own]
+    with streams.computing():
+        layer = recorder.work()
+    assert swap in recorder.done_before[layer]
+
+
+def test_a_failing_device_is_an_internal_error_and_swaps_are_still_waited_for() -> None:
+    recorder = Recorder()
+    streams = DeviceStreams(recorder)
+    with pytest.raises(InternalError, match="the device failed: no such place"), streams.swapping():
+        swap = recorder.work()
+        raise RuntimeError("no such place")
+    recorder.current = 0
+    with streams.computing():
+        assert swap in recorder.done_before[recorder.work()]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_of_two_sessions_do_on_late_streams_what_they_do_at_once(seed: int) -> None:
+    kernels, runtime = late_kernels(cpu_kernels(1), seed)
+    threads = [runtime.current_stream(), runtime.new_stream(), runtime.new_stream()]
+
+    def other_thread(chance: Any) -> None:
+        runtime.set_stream(chance.choice(threads))
+
+    run_twins(seed, 80, kernels=kernels, before_turn=other_thread)
+    assert runtime.num_given > 50
+
+
+class LateRig(Rig):
+    """Its kernels do nothing until somebody waits, but for what chance lets go earlier."""
+
+    runtime: LateRuntime
+
+    def __init__(self, seed: int = 0) -> None:
+        kernels, self.runtime = late_kernels(cpu_kernels(1), seed)
+        super().__init__(kernels=kernels)
+
+
+SEEDS = range(5)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_receipt_is_given_only_for_what_is_done(seed: int) -> None:
+    rig = LateRig(seed)
+    rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], rows=[row(1, 0, 12)])
+    outputs = [rig.layer(layer, 12) for layer in (0, 1)]
+    assert rig.executor.counters.num_plans_run == 0, "nobody has asked yet"
+    assert rig.executor.receipt(1) is not None
+    assert rig.runtime.num_waiting == 0
+    assert not any(bool(output.isnan().any()) for output in outputs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_plan_of_swaps_alone_is_receipted_when_they_are_done(seed: int) -> None:
+    rig = LateRig(seed)
+    rig.admit(1)
+    started = rig.start(
+        2,
+        changes=[set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True)],
+        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
+    )
+    assert started.receipt is not None
+    assert rig.runtime.num_waiting == 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_copies_and_swaps_of_a_plan_follow_each_other_across_streams(seed: int) -> None:
+    rig = LateRig(seed)
+    rig.admit(1)
+    rig.run(
+        2,
+        changes=[
+            set_blocks(2, [(2, 1)]),
+            set_blocks(3, [(3, 1)], tier=HOST),
+            set_blocks(4, [(4, 1)]),
+            set_blocks(5, [(5, 1)]),
+        ],
+        transfers=[
+            transfer(ref(0), ref(2)),
+            transfer(ref(2), ref(3, 1, HOST)),
+            transfer(ref(3, 1, HOST), ref(4)),
+            transfer(ref(4), ref(5)),
+        ],
+    )
+    device = rig.executor.pools.device_tier
+    assert torch.equal(device[5], device[0])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_blocks_read_on_the_host_have_been_swapped_out(seed: int) -> None:
+    rig = LateRig(seed)
+    rig.admit(1)
+    before = rig.executor.pools.device_tier[:2].clone()
+    rig.start(
+        2,
+        changes=[
+            set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True),
+            set_blocks(2, [(4, 1)]),
+        ],
+        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
+        rows=[row(2, 0, 2)],
+    )
+    blocks, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    assert torch.equal(blocks.transpose(0, 1), before)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_next_plan_a_fence_and_a_new_control_plane_wait_for_what_runs(seed: int) -> None:
+    rig = LateRig(seed)
+    rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], rows=[row(1, 0, 12)])
+    for layer in (0, 1):
+        rig.layer(layer, 12)
+    rig.start(2, rows=[row(1, 12, 1)])
+    assert rig.runtime.num_waiting == 0
+    assert rig.executor.counters.num_plans_run == 1
+    rig.layer(0, 1)
+    rig.start(4, resync=True, changes=[set_blocks(1, [(0, 1), (1, 1)], fresh=False)],
+              rows=[row(1, 12, 1)])  # fmt: skip
+    assert rig.runtime.num_waiting == 0
+    rig.layer(0, 1)
+    rig.executor.fence(1)
+    assert rig.runtime.num_waiting == 0
+    rig.open(2)
+    rig.start(1, 2, changes=[set_blocks(7, [(4, 1)])], rows=[row(7, 0, 2)])
+    rig.layer(0, 2, session_id=2)
+    rig.executor.install(2, rig.author.key)
+    assert rig.runtime.num_waiting == 0
+
+
+def test_a_plan_whose_kernels_failed_gets_no_receipt_and_the_session_resyncs() -> None:
+    kernels, runtime = late_kernels(cpu_kernels(1), 0)
+    rig = Rig(kernels=kernels)
+    rig.admit(1)
+    plan = rig.author.plan(2, rows=[row(1, 12, 1)])
+    rig.executor.start(1, plan)
+    rig.layer(0, 1)
+    runtime.give(fail)
+    rig.layer(1, 1)
+    for ask in (
+        lambda: rig.executor.receipt(1),
+        lambda: rig.executor.receipt(1),
+        lambda: rig.executor.start(1, plan),
+        lambda: rig.start(3, rows=[row(1, 13, 1)]),
+    ):
+        with pytest.raises(InternalError, match="the device failed: no such place"):
+            ask()
+    assert rig.executor.counters.num_plans_run == 1
+    whole = set_blocks(1, [(0, 1), (1, 1)], fresh=False)
+    again = rig.run(5, previous=0, resync=True, changes=[whole], rows=[row(1, 12, 1)])
+    assert again.plan_number == 5
+
+
+def test_a_failure_takes_the_receipt_of_every_plan_that_runs() -> None:
+    kernels, runtime = late_kernels(cpu_kernels(1), 0)
+    rig = Rig(kernels=kernels)
+    rig.open(2)
+    for session_id in (1, 2):
+        changes = [set_blocks(session_id, [(session_id, 1)])]
+        rig.start(1, session_id, changes=changes, rows=[row(session_id, 0, 2)])
+        rig.layer(0, 2, session_id=session_id)
+    runtime.give(fail)
+    for session_id in (1, 2):
+        rig.layer(1, 2, session_id=session_id)
+        with pytest.raises(InternalError):
+            rig.executor.receipt(session_id)
+
+
+def fail() -> None:
+    raise RuntimeError("no such place")
+
+
+def test_a_fork_of_a_running_plan_is_shown_again_and_goes_on() -> None:
+    rig = LateRig()
+    rig.admit(1)
+    plan = rig.author.plan(
+        2,
+        changes=[fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)],
+        transfers=[transfer(ref(1), ref(2))],
+        rows=[row(2, 12, 1)],
+    )
+    rig.executor.start(1, plan)
+    rig.layer(0, 1)
+    rig.executor.start(1, plan)
+    rig.layer(1, 1)
+    again = rig.executor.start(1, plan)
+    assert again.had_run
+    assert rig.author.read_receipt(again.receipt).plan_number == 2
+    assert rig.executor.counters.num_transferred_blocks == {"copy": 1}
+
+
+def test_tensors_are_uploaded_as_they_are() -> None:
+    here = [tokens(3), torch.arange(5), torch.zeros((2, 0), dtype=torch.int32), torch.ones(())]
+    there = upload(here, torch.device("cpu"))
+    for expected, actual in zip(here, there, strict=True):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
+        assert actual.numel() == 0 or actual.data_ptr() != expected.data_ptr()
