@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu.machine import DEFAULT_SPLIT
 from benchmarks.gpu.measurement import Measurement
-from benchmarks.gpu.peers import Call, peers_of
+from benchmarks.gpu.peers import Make, peers_of
 from benchmarks.gpu.problem import MAX_ERROR, Problem
 from benchmarks.gpu.shapes import SPLITS, Shape
 
@@ -60,12 +60,12 @@ def _measure(m: Measurement, shape: Shape, with_peers: bool) -> None:
         return
     for peer, make in peers_of(problem).items():
 
-        def try_peer(peer: str = peer, make: Callable[[], Call] = make) -> None:
-            run = make()
-            error = problem.error(run(), right)
+        def try_peer(peer: str = peer, make: Make = make) -> None:
+            call = make()
+            error = problem.error(call.rows(call.run()), right)
             if not error <= MAX_ERROR:
                 raise ValueError(f"its answer is off by {error:.3g}")
-            _time(m, f"{kind}/{peer}", shape, run)
+            _time(m, f"{kind}/{peer}", shape, call.run)
 
         m.attempt(f"{kind}/{peer} {shape}", try_peer)
 

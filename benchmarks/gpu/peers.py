@@ -1,13 +1,14 @@
 """The same attention by what is installed: torch's own, and FlashInfer where its wheel is given.
 
-Each peer is a function of a problem that makes its memory and returns a call, whose answer has the
-rows of ours. What is not possible here raises.
+Each peer is a function of a problem that makes its memory and returns the call to time. What is not
+possible here raises.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
 
@@ -17,18 +18,26 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.problem import Problem
 
-Call = Callable[[], torch.Tensor]
+Make = Callable[[], "Call"]
 
 FLASHINFER_WORKSPACE_BYTES: Final = 512 << 20
 FLASH_ATTENTION_PAGE: Final = 256  # tokens; FlashAttention 2 takes multiples of it alone
 
 
-def peers_of(problem: Problem) -> dict[str, Callable[[], Call]]:
+@dataclass(frozen=True)
+class Call:
+    """``run`` is timed; ``rows`` makes rows like ours of its answer, and is not."""
+
+    run: Callable[[], torch.Tensor]
+    rows: Callable[[torch.Tensor], torch.Tensor] = lambda answer: answer
+
+
+def peers_of(problem: Problem) -> dict[str, Make]:
     """Those that can do the problem at all, each to be made when its turn comes."""
-    flashinfer = {"flashinfer": lambda: _flashinfer(problem)}
+    flashinfer: dict[str, Make] = {"flashinfer": lambda: _flashinfer(problem)}
     if problem.is_fp8:  # Torch's attention takes no fp8 keys.
         return flashinfer
-    varlen: dict[str, Callable[[], Call]] = {
+    varlen: dict[str, Make] = {
         "varlen": lambda: _varlen(problem),
         "varlen_paged": lambda: _varlen_paged(problem, problem.shape.block),
         "varlen_paged_256": lambda: _varlen_paged(problem, FLASH_ATTENTION_PAGE),
@@ -70,12 +79,13 @@ def _sdpa(problem: Problem, backend: SDPBackend) -> Call:
 
     def run() -> torch.Tensor:
         with sdpa_kernel(backend):
-            out = scaled_dot_product_attention(query, key, value, scale=problem.scale, **how)
-        if shape.new == 1:
-            return out.view(problem.query.shape)
-        return out.transpose(1, 2).reshape(problem.query.shape)
+            return scaled_dot_product_attention(query, key, value, scale=problem.scale, **how)
 
-    return run
+    def rows(answer: torch.Tensor) -> torch.Tensor:
+        in_order = answer if shape.new == 1 else answer.transpose(1, 2)
+        return in_order.reshape(problem.query.shape)
+
+    return Call(run, rows)
 
 
 def _varlen_function() -> tuple[Callable[..., Any], set[str]]:
@@ -109,7 +119,7 @@ def _varlen(problem: Problem) -> Call:
     key, value = contiguous_kv(problem, tokens_first=True).flatten(1, 2).unbind()
     lens = (_counts(problem, shape.new), _counts(problem, shape.context), shape.new, shape.context)
     how = _varlen_how(problem, names)
-    return lambda: function(problem.query, key, value, *lens, **how)
+    return Call(lambda: function(problem.query, key, value, *lens, **how))
 
 
 def _varlen_paged(problem: Problem, page: int) -> Call:
@@ -134,7 +144,7 @@ def _varlen_paged(problem: Problem, page: int) -> Call:
     how |= {"block_table": tables, "seqused_k": problem.lens.int()}
     starts = _counts(problem, shape.new)
     lens = (starts, None, shape.new, shape.context)
-    return lambda: function(problem.query, key, value, *lens, **how)
+    return Call(lambda: function(problem.query, key, value, *lens, **how))
 
 
 def _flashinfer(problem: Problem) -> Call:
@@ -160,8 +170,4 @@ def _flashinfer(problem: Problem) -> Call:
         rows = _counts(problem, shape.new)
         wrapper.plan(rows, blocks, problem.tables.flatten(), last, *sizes, causal=True, **types)
 
-    def run() -> torch.Tensor:
-        out: torch.Tensor = wrapper.run(problem.query, problem.pages, **scales)
-        return out
-
-    return run
+    return Call(lambda: wrapper.run(problem.query, problem.pages, **scales))

@@ -28,6 +28,19 @@ import device_backends, emulated_build, kernel_cases
 after = {name.split(".")[0] for name in sys.modules} - before - set(sys.stdlib_module_names)
 print(*sorted(name for name in after if not name.startswith("_")))
 """
+# In place of a GPU's machine: an interpreter whose tests fail, and a sanitizer that finds a race.
+_PYTHON = """#!/bin/sh
+echo "python $*" >>"$CALLS"
+case "$*" in *"-m pytest"*) echo "3 failed"; exit 1 ;; *gpu.measure*) echo "measured" ;; esac
+"""
+_SANITIZER = """#!/bin/sh
+echo "sanitizer $*" >>"$CALLS"
+case "$*" in
+  *racecheck*) echo "========= Error: Race reported in kvplane::cuda"; exit 86 ;;
+  *synccheck*) echo "========= Error: Barrier error in at::native"; exit 86 ;;
+  *initcheck*) echo "Device not supported"; exit 1 ;;
+esac
+"""
 
 
 def run_script(tmp_path: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -55,6 +68,43 @@ def test_an_unknown_word_gets_the_usage_and_nothing_else(tmp_path: Path) -> None
     assert done.returncode == 2
     assert "--quick" in done.stdout and "KVPLANE_WHEELS" in done.stdout
     assert not (tmp_path / "build").exists()
+
+
+def pretend(path: Path, text: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def test_a_part_that_fails_does_not_stop_the_others_and_the_run_fails(tmp_path: Path) -> None:
+    python = pretend(tmp_path / "bin" / "python", _PYTHON)
+    pretend(tmp_path / "bin" / "compute-sanitizer", _SANITIZER)
+    path = os.pathsep.join((str(python.parent), os.environ["PATH"]))
+    calls = tmp_path / "calls"
+    done = run_script(tmp_path, PYTHON=str(python), PATH=path, CALLS=str(calls))
+    assert done.returncode == 1
+    assert done.stdout == "measured\n"
+    said = done.stderr
+    assert "3 failed" in said
+    assert "memcheck found nothing" in said and "racecheck found errors" in said
+    assert "synccheck says nothing of our kernels" in said and "can not use this GPU" in said
+    assert "FAILED: conformance cases; compute-sanitizer;" in said
+    called = calls.read_text()
+    assert "tests/kernels/test_cuda_attention.py" in called
+    assert "test_cuda_build.py" not in called and "tests/kernels/on_gpu.py" in called
+    assert "--seconds 280" in called and "CMAKE_CUDA_ARCHITECTURES=native" in called
+    for tool, is_limited in (("memcheck", True), ("initcheck", False)):
+        line = next(line for line in called.splitlines() if f"--tool {tool}" in line)
+        assert ("--kernel-name kns=kvplane" in line) == is_limited and line.endswith("--tiny")
+
+
+def test_a_quick_run_is_without_sanitizers(tmp_path: Path) -> None:
+    python = pretend(tmp_path / "bin" / "python", _PYTHON.replace("exit 1", "exit 0"))
+    done = run_script(tmp_path, "--quick", PYTHON=str(python), CALLS=str(tmp_path / "calls"))
+    assert done.returncode == 0, done.stderr
+    assert "all passed" in done.stderr and "sanitizer" not in done.stderr
+    assert "--quick" in (tmp_path / "calls").read_text()
 
 
 def test_missing_programs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
