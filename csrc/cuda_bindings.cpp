@@ -5,8 +5,10 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <string>
 
 #include "cuda/operations.h"
+#include "cuda/probe.h"
 #include "tensor_view.h"
 
 #if defined(KVPLANE_EMULATED)
@@ -109,6 +111,11 @@ void bind_pack(uintptr_t pool, uintptr_t blocks, uintptr_t block_ids, int64_t nu
         context_of(stream, 0));
 }
 
+void bind_probe(const std::string& name, uintptr_t inputs, uintptr_t outputs, int64_t count,
+                uintptr_t stream) {
+  probe(name.c_str(), pointer<const void>(inputs), pointer<void>(outputs), count, stream);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(KVPLANE_MODULE, m) {
@@ -167,6 +174,9 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
   };
   def_pack("gather_blocks", &bind_pack<&gather_blocks>);
   def_pack("scatter_blocks", &bind_pack<&scatter_blocks>);
+  // For tests of the emulator against the hardware.
+  m.def("probe", &bind_probe, release_gil(), py::kw_only(), arg("name"), arg("inputs"),
+        arg("outputs"), arg("count"), arg("stream"));
 }
 
 }  // namespace kvplane::cuda

@@ -1,0 +1,12 @@
+// Single steps of the kernels, for tests: what an instruction gives, in the emulator and in a GPU.
+#pragma once
+
+#include <cstdint>
+
+namespace kvplane::cuda {
+
+// Runs the step of this name on `count` inputs; probe.cu lists names, inputs and outputs. Throws
+// std::out_of_range for a name that is not there.
+void probe(const char* name, const void* inputs, void* outputs, int64_t count, uintptr_t stream);
+
+}  // namespace kvplane::cuda
