@@ -1,0 +1,117 @@
+"""The data plane on the CUDA kernels, emulated: what it does on the CPU's, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from data_rig import Rig
+from executor_twins import run_twins
+from kernel_sets import emulated_kernels, late_kernels
+from plan_author import BLOCK_SIZE, LAYOUT, PlanAuthor, row, set_blocks, tokens
+
+from data_plane import Executor
+from data_plane.faults import FAULTS
+from data_plane.kernel_set import KernelSet, cpu_kernels
+from kvplane.errors import InternalError
+from kvplane.layout import Layout
+
+BACKENDS = {"cpu": lambda: cpu_kernels(1), "emulated": emulated_kernels}
+
+
+@pytest.fixture(params=BACKENDS)
+def kernels(request: pytest.FixtureRequest) -> KernelSet:
+    make: Callable[[], KernelSet] = BACKENDS[request.param]
+    return make()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "tolerance"),
+    [
+        ("float32", "float32", 1e-5),
+        ("bfloat16", "bfloat16", 4e-2),
+        ("float16", "float16", 5e-3),
+        ("float32", "bfloat16", 1e-5),
+    ],
+)
+def test_random_plans_leave_the_same_bytes_and_the_same_answers(
+    dtype: str, kv_dtype: str, tolerance: float
+) -> None:
+    kernels = emulated_kernels()
+    run_twins(3, 40, dtype=dtype, kv_dtype=kv_dtype, tolerance=tolerance, kernels=kernels)
+
+
+def test_random_plans_do_the_same_on_emulated_kernels_that_run_late() -> None:
+    kernels, _ = late_kernels(emulated_kernels(), 1)
+    run_twins(4, 40, kernels=kernels)
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "none"])
+def test_a_fault_can_be_planted_in_any_kernels(kernels: KernelSet, fault: str) -> None:
+    with pytest.raises(AssertionError):
+        run_twins(3, 40, kernels=kernels, fault=fault)
+
+
+def test_what_a_kernel_could_not_follow_takes_the_receipt() -> None:
+    rig = Rig(kernels=emulated_kernels())
+    rig.admit(1)
+    rig.start(2, rows=[row(1, 12, 1)])
+    rig.layer(0, 1)
+    run = rig.executor._sessions.get(1).latest
+    assert run is not None
+    run.rows.slots.fill_(10**6)  # as a stray write on the device would
+    rig.layer(1, 1)
+    for _ in range(2):
+        with pytest.raises(InternalError, match="a kernel stopped: slots: must be slots"):
+            rig.executor.receipt(1)
+    whole = set_blocks(1, [(0, 1), (1, 1)], fresh=False)
+    again = rig.run(5, previous=0, resync=True, changes=[whole], rows=[row(1, 12, 1)])
+    assert again.plan_number == 5
+
+
+def layout_of(kv_dtype: str) -> Layout:
+    scales = {"key_scales": (0.5, 2.0), "value_scales": (0.25, 4.0)} if "8" in kv_dtype else {}
+    return replace(LAYOUT, kv_dtype=kv_dtype, groups=(replace(LAYOUT.groups[0], **scales),))
+
+
+@pytest.mark.parametrize(
+    "kv_dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+)
+def test_blocks_written_whole_keep_their_bits(kernels: KernelSet, kv_dtype: str) -> None:
+    layout = layout_of(kv_dtype)
+    executor = Executor(layout, pool_id="pool", num_device_blocks=4, kernels=kernels)
+    executor.pools.device_tier.view(torch.uint8).fill_(0x33)
+    author = PlanAuthor(executor.epoch, layout=layout)
+    executor.install(1, author.key)
+    executor.open(author.grant())
+    whole = set_blocks(1, [(2, 1), (1, 1)])
+    executor.start(1, author.plan(1, changes=[whole], rows=[row(1, 3, BLOCK_SIZE)]))
+    shape = (2, 2, 2, 2, BLOCK_SIZE, 16)
+    blocks = torch.empty(shape, dtype=executor.pools.device_tier.dtype)
+    bits = blocks.view(torch.uint8)
+    # All bytes that there are, so every fp8 number, NaN too, and many NaNs of the wider types.
+    bits.copy_(torch.arange(bits.numel()).view_as(bits))
+    assert executor.write_blocks(1, 1, 0, blocks) is not None
+    expected = torch.full_like(bits, 0x33)
+    expected[:, 0, :, :, 3:] = bits[:, 0, :, :, 3:]
+    expected[:, 1, :, :, :3] = bits[:, 1, :, :, :3]
+    assert torch.equal(executor.read_blocks(1, 1, 0, 2)[0].view(torch.uint8), expected)
+
+
+def test_scales_reach_the_kernels_that_write_and_those_that_attend(kernels: KernelSet) -> None:
+    layout = layout_of("float8_e4m3fn")
+    executor = Executor(layout, pool_id="pool", num_device_blocks=4, kernels=kernels)
+    author = PlanAuthor(executor.epoch, layout=layout)
+    executor.install(1, author.key)
+    executor.open(author.grant())
+    plan = author.plan(1, changes=[set_blocks(1, [(2, 1)])], rows=[row(1, 0, 1)])
+    executor.start(1, plan)
+    key, value = tokens(1, seed=1) * 100, tokens(1, seed=2) * 300
+    # One token alone attends to itself, so that the answer is its value as it was rounded.
+    for layer, scale in ((0, 0.25), (1, 4.0)):
+        output = executor.layer(1, layer, tokens(1, 4), key, value)
+        assert output is not None
+        rounded = (value / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+        torch.testing.assert_close(output, rounded.repeat_interleave(2, dim=1))

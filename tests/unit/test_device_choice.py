@@ -1,0 +1,123 @@
+"""Where a data plane runs: what is asked for, what is there, what is said of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from plan_author import LAYOUT
+from prometheus_client import generate_latest
+
+from data_plane import kernels, memory, pinned
+from data_plane.build import build_executor
+from data_plane.config import DataPlaneConfig
+from data_plane.device import Machine, choose_device, this_machine, with_index
+from data_plane.metrics import DataPlaneMetrics
+from kvplane.errors import InvalidRequestError, NeverFitsError
+
+NO_KERNELS = Machine(has_cuda_kernels=False, torch_has_cuda=True, num_gpus=0)
+NO_TORCH = Machine(has_cuda_kernels=True, torch_has_cuda=False, num_gpus=0)
+NO_GPU = Machine(has_cuda_kernels=True, torch_has_cuda=True, num_gpus=0)
+TWO_GPUS = Machine(has_cuda_kernels=True, torch_has_cuda=True, num_gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "device"),
+    [
+        ("auto", TWO_GPUS, "cuda:0"),
+        ("auto", NO_GPU, "cpu"),
+        ("auto", NO_KERNELS, "cpu"),
+        ("auto", NO_TORCH, "cpu"),
+        ("cpu", TWO_GPUS, "cpu"),
+        ("cuda", TWO_GPUS, "cuda:0"),
+        ("cuda:0", TWO_GPUS, "cuda:0"),
+        ("cuda:1", TWO_GPUS, "cuda:1"),
+    ],
+)
+def test_a_name_stands_for_a_device(name: str, machine: Machine, device: str) -> None:
+    assert str(choose_device(name, machine)) == device
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "complaint"),
+    [
+        ("cuda", NO_KERNELS, "the kernels were built without CUDA"),
+        ("cuda:0", NO_KERNELS, "the kernels were built without CUDA"),
+        ("cuda", NO_TORCH, "torch was built without CUDA"),
+        ("cuda", NO_GPU, "there is no GPU 0: 0 can be used here"),
+        ("cuda:2", TWO_GPUS, "there is no GPU 2: 2 can be used here"),
+        ("gpu", TWO_GPUS, "must be"),
+        ("mps", TWO_GPUS, "must be"),
+        ("cuda:", TWO_GPUS, "must be"),
+        ("cuda:-1", TWO_GPUS, "must be"),
+        ("cuda:01", TWO_GPUS, "must be"),
+        ("", TWO_GPUS, "must be"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_with_what_is_missing(
+    name: str, machine: Machine, complaint: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=complaint) as caught:
+        choose_device(name, machine)
+    assert caught.value.field == "device"
+
+
+def test_the_first_gpu_is_named_by_its_number() -> None:
+    assert str(with_index(torch.device("cuda"))) == "cuda:0"
+    assert str(with_index(torch.device("cuda:1"))) == "cuda:1"
+    assert str(with_index(torch.device("cpu"))) == "cpu"
+
+
+@pytest.fixture
+def layout_file(tmp_path: Path) -> Path:
+    path = tmp_path / "layout.json"
+    path.write_text(json.dumps(asdict(LAYOUT)))
+    return path
+
+
+def test_by_default_the_log_and_a_metric_say_what_this_machine_has(
+    layout_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = DataPlaneMetrics()
+    with caplog.at_level(logging.INFO, logger="data_plane"):
+        executor = build_executor(DataPlaneConfig(layout=layout_file, num_device_blocks=1))
+    metrics.watch(executor)
+    text = generate_latest(metrics.registry).decode()
+    on_gpu = this_machine().num_gpus > 0
+    backend, device = ("cuda", "cuda:0") if on_gpu else ("cpu", "cpu")
+    assert str(executor.device) == device
+    assert f'kvplane_kernel_backend{{backend="{backend}",device="{device}"}} 1.0' in text
+    said = "kernels backend=cuda" if on_gpu else f"kernels backend=cpu isa={kernels.cpu_isa()}"
+    assert any(message.startswith(said) for message in caplog.messages)
+
+
+def test_a_measured_pool_leaves_room_beside_it() -> None:
+    def num_blocks(utilization: float, scratch_bytes: int) -> int:
+        return memory.measure_num_blocks(
+            1000, 10, utilization=utilization, reserve_bytes=50, scratch_bytes=scratch_bytes
+        )
+
+    assert num_blocks(1.0, 0) == 95
+    assert num_blocks(1.0, 300) == 65
+    assert num_blocks(0.5, 300) == 45
+    with pytest.raises(NeverFitsError):
+        num_blocks(1.0, 945)
+
+
+def test_a_host_tier_larger_than_the_machine_is_refused_before_it_is_pinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pinned, "free_bytes", lambda device: 4095)
+    with pytest.raises(NeverFitsError, match="4096 bytes do not fit in the 4095") as caught:
+        pinned.empty((4, 256), torch.float32, "num_host_blocks")
+    assert caught.value.field == "num_host_blocks"
+
+
+def test_a_tier_of_nothing_is_not_pinned() -> None:
+    tensor, unpin = pinned.empty((0, 256), torch.float32, "num_host_blocks")
+    unpin()
+    assert tensor.shape == (0, 256)
