@@ -124,7 +124,8 @@ struct Layout {
     const int64_t unit = bf16 ? 2 * kLanes : kLanes;
     dtype = bf16 ? Dtype::kBFloat16 : Dtype::kFloat32;
     row_size = (p.pages.head_size + unit - 1) / unit * unit;
-    in_place = p.pages.dtype == dtype && row_size == p.pages.head_size;
+    const bool as_it_is = p.pages.dtype == dtype || (bf16 && p.pages.head_size % (4 * kLanes) == 0);
+    in_place = as_it_is && row_size == p.pages.head_size;
   }
 
   int64_t row_bytes() const { return row_size * dtype_bytes(dtype); }
@@ -321,7 +322,8 @@ class Attention {
     const auto attend = layout_.dtype == Dtype::kBFloat16 ? ops_.attend_bf16 : ops_.attend;
     for (int64_t r = 0; r < num; r += kAttendRows) {
       attend({&tile, &next, &w.rows[static_cast<size_t>(r)], std::min(kAttendRows, num - r),
-              row_size(), prefetch_bytes, scale});
+              row_size(), layout_.in_place ? p_.pages.dtype : layout_.dtype, prefetch_bytes,
+              scale});
     }
   }
 

@@ -46,6 +46,7 @@ struct AttendArgs {
   const Row* rows;         // [num_rows]
   int64_t num_rows;        // at most kAttendRows
   int64_t row_size;        // elements
+  Dtype dtype;             // of the tile's rows
   int64_t prefetch_bytes;  // of one row of `prefetch`
   float scale;
 };
@@ -74,9 +75,9 @@ struct RowOps {
   void (*load_tile_bf16)(const LoadArgs& args);
   // Takes one tile into the states and `out`s of rows. Queries, keys and values are fp32.
   void (*attend)(const AttendArgs& args);
-  // The same for queries, keys and values in bf16, with row_size a multiple of 2 * kLanes. Weights
-  // are rounded to bf16 as well, and products are summed in pairs. Null where there is no
-  // instruction for it.
+  // The same for queries, keys and values in bf16, with row_size a multiple of 2 * kLanes, or for
+  // keys and values of 8 bits, with row_size a multiple of 4 * kLanes. Weights are rounded to bf16
+  // as well, and products are summed in pairs. Null where there is no instruction for it.
   void (*attend_bf16)(const AttendArgs& args);
   // Takes the state of later tokens into that of earlier ones.
   void (*merge)(const RowState& later, const float* later_out, int64_t row_size, RowState* state,
