@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import FLOATS, assert_same_bits
+from kernel_cases import FLOATS, FP8, assert_same_bits
 
 from data_plane import kernels
 
@@ -21,7 +21,7 @@ def random_pairs(num_pairs: int, num_from: int, num_to: int) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS + FP8, ids=str)
 def test_copies_inside_a_pool_are_done_in_order(dtype: torch.dtype) -> None:
     pool = new_pool(10, dtype)
     expected = pool.clone()
@@ -46,8 +46,9 @@ def test_a_block_copied_to_itself_stays() -> None:
     assert_same_bits(pool, expected)
 
 
-def test_swaps_move_blocks_between_pools_of_other_sizes() -> None:
-    device, host = new_pool(6), new_pool(20)
+@pytest.mark.parametrize("dtype", (torch.float32, *FP8), ids=str)
+def test_swaps_move_blocks_between_pools_of_other_sizes(dtype: torch.dtype) -> None:
+    device, host = new_pool(6, dtype), new_pool(20, dtype)
     expected = host.clone()
     pairs = torch.tensor([[0, 19], [5, 0], [3, 7], [3, 8]])
     for source, destination in pairs.tolist():
@@ -68,8 +69,9 @@ def test_a_swap_there_and_back_gives_the_same_bits() -> None:
     assert_same_bits(device, before)
 
 
-def test_gather_is_layer_major_and_scatter_its_inverse() -> None:
-    pool = new_pool(9)
+@pytest.mark.parametrize("dtype", FLOATS + FP8, ids=str)
+def test_gather_is_layer_major_and_scatter_its_inverse(dtype: torch.dtype) -> None:
+    pool = new_pool(9, dtype)
     ids = torch.tensor([7, 0, 3, 7])
     blocks = kernels.gather_blocks(pool, ids)
     assert_same_bits(blocks, pool[ids].transpose(0, 1))

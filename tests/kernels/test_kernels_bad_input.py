@@ -76,6 +76,64 @@ BAD_ATTENTION: dict[str, dict[str, Any]] = {
 }
 
 
+E4M3 = torch.float8_e4m3fn
+BAD_SCALES: dict[str, torch.Tensor] = {
+    "must be [2], is [3]": torch.ones(3),
+    "must be [2], is [0]": torch.ones(0),
+    "must be [1] or [num_kv_heads]": torch.ones(2, 1),
+    "must be of float32": torch.ones(2, dtype=torch.float64),
+    "must be a tensor": [1.0],  # type: ignore[dict-item]
+    "must be a dense tensor on the CPU": torch.ones(2, device="meta"),
+    "must be finite and above 0": torch.tensor([1.0, 0.0]),
+    "must be finite and above": torch.tensor([-1.0, 1.0]),
+    "must be finite and": torch.tensor([torch.nan]),
+    "must be finite": torch.tensor([torch.inf]),
+}
+
+
+@pytest.mark.parametrize("field", ("key_scales", "value_scales"))
+@pytest.mark.parametrize("message", BAD_SCALES)
+def test_bad_scales_are_refused_before_anything_is_written(message: str, field: str) -> None:
+    attended = attention(pages=torch.zeros(9, 2, 2, 16, 16, dtype=E4M3))
+    cached = caching(pages=torch.ones(4, 2, 2, 8, 16).to(E4M3))
+    run: Callable[..., Any]
+    for run, arguments in (
+        (kernels.paged_attention, attended),
+        (kernels.reshape_and_cache, cached),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            run(**arguments, **{field: BAD_SCALES[message]})
+        assert str(caught.value).startswith(f"{field}: {message}")
+        assert caught.value.field == field
+    assert (cached["pages"].float() == 1).all()
+
+
+@pytest.mark.parametrize("field", ("key_scales", "value_scales"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+def test_only_fp8_pages_have_scales(dtype: torch.dtype, field: str) -> None:
+    attended = attention(pages=torch.zeros(9, 2, 2, 16, 16, dtype=dtype))
+    cached = caching(pages=torch.ones(4, 2, 2, 8, 16, dtype=dtype))
+    run: Callable[..., Any]
+    for run, arguments in (
+        (kernels.paged_attention, attended),
+        (kernels.reshape_and_cache, cached),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            run(**arguments, **{field: torch.ones(1)})
+        assert str(caught.value) == f"{field}: only fp8 pages have scales"
+
+
+def test_queries_keys_and_values_are_never_fp8() -> None:
+    for arguments in (attention(), attention(pages=torch.zeros(9, 2, 2, 16, 16, dtype=E4M3))):
+        arguments["query"] = arguments["query"].to(E4M3)
+        with pytest.raises(InvalidRequestError, match="query: must be of float32"):
+            kernels.paged_attention(**arguments)
+    for name in ("key", "value"):
+        narrow = torch.zeros(3, 2, 16, dtype=E4M3)
+        with pytest.raises(InvalidRequestError, match=f"{name}: must be of float32"):
+            kernels.reshape_and_cache(**caching(**{name: narrow}))
+
+
 @pytest.mark.parametrize("message", BAD_ATTENTION)
 def test_attention_refuses(message: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:

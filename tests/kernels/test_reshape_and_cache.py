@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import FLOATS, assert_same_bits
+from kernel_cases import FLOATS, FP8, assert_same_bits
 
 from data_plane import kernels, reference
 
@@ -15,10 +15,19 @@ def new_pages(num_blocks: int, block_size: int, head_size: int, dtype: torch.dty
     return torch.full((num_blocks, 2, NUM_HEADS, block_size, head_size), torch.nan, dtype=dtype)
 
 
-def check(key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
+def check(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+) -> None:
     expected = pages.clone()
-    reference.reshape_and_cache(key, value, expected, slots)
-    kernels.reshape_and_cache(key, value, pages, slots)
+    reference.reshape_and_cache(key, value, expected, slots, key_scales, value_scales)
+    kernels.reshape_and_cache(
+        key, value, pages, slots, key_scales=key_scales, value_scales=value_scales
+    )
     assert_same_bits(pages, expected)
 
 
@@ -88,6 +97,32 @@ def test_strided_tensors_are_read_and_written_in_place() -> None:
     check(key, value, tokens_first, slots)
     heads_first = torch.randn(2, NUM_HEADS, NUM_TOKENS, 64).transpose(1, 2)
     check(heads_first[0], heads_first[1], pool[:, 2], slots.repeat_interleave(2)[::2])
+
+
+@pytest.mark.parametrize("to", FP8, ids=str)
+@pytest.mark.parametrize("source", FLOATS, ids=str)
+def test_each_head_of_fp8_pages_has_scales_of_its_own(source: torch.dtype, to: torch.dtype) -> None:
+    per_head = torch.tensor([0.01, 3.0, 700.0])
+    for scales in (
+        (None, None),
+        (torch.tensor([0.3]), None),
+        (None, per_head),
+        (per_head, per_head.flip(0)),
+        (torch.tensor([0.3]), per_head.repeat_interleave(3)[::3]),
+    ):
+        for head_size, block_size in ((8, 1), (72, 5), (256, 16)):
+            key, value = torch.randn(2, NUM_TOKENS, NUM_HEADS, head_size).to(source).unbind()
+            slots = torch.randperm(64)[:NUM_TOKENS]
+            check(key, value, new_pages(64, block_size, head_size, to), slots, *scales)
+
+
+def test_fp8_pages_inside_a_pool_are_written_from_strided_keys_on_every_thread() -> None:
+    qkv = torch.randn(700, 4, NUM_HEADS, 256)
+    pool = torch.full((44, 2, 2, NUM_HEADS, 16, 256), torch.nan).to(torch.float8_e4m3fn)
+    slots = torch.randperm(44 * 16)[:700]
+    slots[5::50] = -1
+    check(qkv[:, 1], qkv[:, 3], pool[:, 1], slots, torch.tensor([0.02]), torch.tensor([0.05]))
+    assert pool[:, 0].isnan().all()
 
 
 def test_no_tokens_write_nothing() -> None:
