@@ -8,22 +8,20 @@ from typing import Final
 
 import torch
 
-_HUGE_PAGE_BYTES: Final = 2 << 20
+HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor on the CPU like ``torch.empty``; memory is taken as it is first touched."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if num_bytes < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
     # Private: shared memory has a setting of its own, which is mostly off.
-    memory = mmap.mmap(
-        -1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )
+    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:  # a kernel without them
         return torch.empty(shape, dtype=dtype)
     octets = torch.frombuffer(memory, dtype=torch.uint8)
-    begin = -octets.data_ptr() % _HUGE_PAGE_BYTES
+    begin = -octets.data_ptr() % HUGE_PAGE_BYTES
     return octets[begin : begin + num_bytes].view(dtype).view(shape)

@@ -18,14 +18,14 @@ def empty(
     """A tensor like ``torch.empty`` on the CPU, and what gives its pinning up again.
 
     Torch's own pinned memory comes in powers of two, which for a large tier can be twice what was
-    asked for; so memory is taken as for the CPU and then made known to the driver. Raises
+    asked for; a large one is thus taken as for the CPU and then made known to the driver. Raises
     NeverFitsError naming ``field`` when the machine does not have it.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     check_fits(num_bytes, field)
+    if num_bytes < huge_pages.HUGE_PAGE_BYTES:
+        return torch.empty(shape, dtype=dtype, pin_memory=num_bytes > 0), lambda: None
     tensor = huge_pages.empty(shape, dtype)
-    if num_bytes == 0:
-        return tensor, lambda: None
     address = tensor.data_ptr()
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if int(runtime.cudaHostRegister(address, num_bytes, 0)) != 0:

@@ -120,7 +120,7 @@ sanitize_all() {
 }
 
 case $MODE in "" | --quick | --build-only) ;; *) sed -n '2,/^set/{/^#/p}' "$0"; exit 2 ;; esac
-export PYTHONPATH="$SITE:$PWD:$PWD/tests/kernels${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$SITE:$PWD:$PWD/tests/kernels:$PWD/tests/helpers${PYTHONPATH:+:$PYTHONPATH}"
 rm -rf "$SITE" "$BUILD/cmake"
 mkdir -p "$SITE"
 take_wheels

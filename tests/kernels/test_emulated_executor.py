@@ -34,6 +34,8 @@ def kernels(request: pytest.FixtureRequest) -> KernelSet:
         ("bfloat16", "bfloat16", 4e-2),
         ("float16", "float16", 5e-3),
         ("float32", "bfloat16", 1e-5),
+        ("bfloat16", "float8_e4m3fn", 4e-2),
+        ("float32", "float8_e5m2", 1e-5),
     ],
 )
 def test_random_plans_leave_the_same_bytes_and_the_same_answers(
