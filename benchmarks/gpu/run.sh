@@ -23,7 +23,7 @@ MODE=${1:-}
 LIMIT_S=580        # of the whole run; the sanitizers take what is left, a while each
 CONFORM_S=200      # of the conformance cases
 MEASURE_S=280      # when the measurements begin nothing more
-SANITIZE_S=45      # of each sanitizer
+SANITIZE_S=60      # of each sanitizer
 ERRORS_FOUND=86    # a sanitizer's exit code, which nothing else uses
 
 say() { printf 'gpu: %s (%d s)\n' "$*" "$SECONDS" >&2; }

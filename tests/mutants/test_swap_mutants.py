@@ -1,0 +1,72 @@
+"""Faults planted in the swaps of csrc/cuda/blocks.cu are found by the tests of both paths."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS = "tests/kernels/test_swap_paths.py"
+SOURCE = "csrc/cuda/blocks.cu"
+
+# What is replaced, and by what; it stands in the source once.
+MUTANTS = {
+    "neighbours_on_one_side_are_a_run": ("pairs[end].from == pairs[end - 1].from + 1", "true"),
+    "every_pair_into_a_block_is_copied": (
+        "if (count > 0 && pairs[count - 1].to == pair.to) --count;",
+        "",
+    ),
+    "the_first_pair_into_a_block_stays": (
+        "std::stable_sort(pairs.begin(), pairs.end(), before);",
+        "std::reverse(pairs.begin(), pairs.end());\n"
+        "    std::stable_sort(pairs.begin(), pairs.end(), before);",
+    ),
+    "order_inside_one_pool_is_lost": ("if (overlap(p)) {", "if (false) {"),
+    "room_between_blocks_is_forgotten": ("runs_are_whole ? num_blocks : 1", "num_blocks"),
+    "memory_that_is_not_mapped_is_used": ("reachable = on_device(p);", "reachable = p;"),
+    "a_launch_copies_as_many_pairs_as_it_has_rows": (
+        "i += static_cast<int32_t>(gridDim.y)",
+        "i += pairs.count",
+    ),
+    "chunks_of_8_bytes_are_taken_for_16": (
+        "if (bits % 16 == 0) return run(Chunk16{});",
+        "if (bits % 8 == 0) return run(Chunk16{});",
+    ),
+    "ids_of_swaps_are_not_checked": (
+        "  check_pairs(p);\n  if (p.copy_bytes == 0 || p.num_pairs == 0) return;",
+        "  if (p.copy_bytes == 0 || p.num_pairs == 0) return;",
+    ),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_fault_in_the_swaps_is_found(name: str, tmp_path: Path) -> None:
+    for part in ("csrc", "data_plane", "kvplane", "tests/kernels"):
+        ignored = shutil.ignore_patterns("build", "*.so", "__pycache__")
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=ignored)
+    built = ROOT / "build" / "emulated"
+    built.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "emulated").symlink_to(built)
+    old, new = MUTANTS[name]
+    text = (tmp_path / SOURCE).read_text()
+    assert text.count(old) == 1, f"{SOURCE} holds {text.count(old)} places"
+    (tmp_path / SOURCE).write_text(text.replace(old, new))
+    path = os.pathsep.join(str(p) for p in (tmp_path, tmp_path / "tests" / "kernels"))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-c", os.devnull, "--rootdir", "."]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "-W", "ignore", TESTS],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout + done.stderr
