@@ -17,6 +17,8 @@ ATTENTION = "test_paged_attention.py"
 INVARIANCE = "test_paged_attention_invariance.py"
 CACHING = "test_reshape_and_cache.py"
 COPIES = "test_block_copies.py"
+FP8_ATTENTION = "test_fp8_attention.py"
+FP8_CONVERSIONS = "test_fp8_conversions.py"
 
 # Fault: the file of tests that must notice it.
 BASIC = {
@@ -42,6 +44,15 @@ MORE = {
     "copies_read_the_pool_as_it_was": COPIES,
     "swaps_the_other_way_round": COPIES,
     "gathers_in_order_of_ids": COPIES,
+    "key_scales_forgotten": FP8_ATTENTION,
+    "value_scales_forgotten": FP8_ATTENTION,
+    "scales_of_the_next_head": FP8_ATTENTION,
+    "scales_of_keys_and_values_exchanged": FP8_ATTENTION,
+    "fp8_cut_off_instead_of_rounded": FP8_CONVERSIONS,
+    "fp8_not_saturated": FP8_CONVERSIONS,
+    "fp8_subnormals_become_zero": FP8_CONVERSIONS,
+    "fp8_nan_becomes_zero": FP8_CONVERSIONS,
+    "keys_times_the_inverse_of_their_scales": FP8_CONVERSIONS,
 }
 
 

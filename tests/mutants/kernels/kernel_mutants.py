@@ -102,20 +102,85 @@ def bad_table_entries_taken_as_zero(a: dict[str, Any]) -> None:
     a["block_tables"] = a["block_tables"].clamp(min=0)
 
 
-def newest_slot_not_written(key: Any, value: Any, pages: Any, slots: Any) -> None:
+def key_scales_forgotten(a: dict[str, Any]) -> None:
+    a["key_scales"] = None
+
+
+def value_scales_forgotten(a: dict[str, Any]) -> None:
+    a["value_scales"] = None
+
+
+def scales_of_the_next_head(a: dict[str, Any]) -> None:
+    for name in ("key_scales", "value_scales"):
+        if a[name] is not None:
+            a[name] = a[name].roll(1)
+
+
+def scales_of_keys_and_values_exchanged(a: dict[str, Any]) -> None:
+    a["key_scales"], a["value_scales"] = a["value_scales"], a["key_scales"]
+
+
+def newest_slot_not_written(key: Any, value: Any, pages: Any, slots: Any, **scales: Any) -> None:
     slots = slots.clone()
     slots[-1:] = -1
-    _reshape_and_cache(key, value, pages, slots)
+    _reshape_and_cache(key, value, pages, slots, **scales)
 
 
-def negative_slots_written(key: Any, value: Any, pages: Any, slots: Any) -> None:
-    _reshape_and_cache(key, value, pages, slots.clamp(min=0))
+def negative_slots_written(key: Any, value: Any, pages: Any, slots: Any, **scales: Any) -> None:
+    _reshape_and_cache(key, value, pages, slots.clamp(min=0), **scales)
 
 
-def keys_cut_off_instead_of_rounded(key: Any, value: Any, pages: Any, slots: Any) -> None:
+def keys_cut_off_instead_of_rounded(
+    key: Any, value: Any, pages: Any, slots: Any, **scales: Any
+) -> None:
     if pages.dtype == torch.bfloat16 and key.dtype == torch.float32:
         key = (key.contiguous().view(torch.int32) & -65536).view(torch.float32)
-    _reshape_and_cache(key, value, pages, slots)
+    _reshape_and_cache(key, value, pages, slots, **scales)
+
+
+def _with_keys_of_fp8_pages(change: Callable[[torch.Tensor, float], torch.Tensor]) -> Attend:
+    """Caching whose keys, divided by their scales, are changed before they become fp8.
+
+    ``change`` gets them and the largest number of the type.
+    """
+
+    def caching(key: Any, value: Any, pages: Any, slots: Any, **scales: Any) -> None:
+        key_scales = scales.get("key_scales")
+        if pages.element_size() == 1:
+            divided = key.float() / (1 if key_scales is None else key_scales.view(-1, 1))
+            key = change(divided, torch.finfo(pages.dtype).max)
+            scales["key_scales"] = None
+        _reshape_and_cache(key, value, pages, slots, **scales)
+
+    return caching
+
+
+def fp8_cut_off_instead_of_rounded(quotients: torch.Tensor, largest: float) -> torch.Tensor:
+    bits = 20 if largest < 1000 else 21  # of an fp32's that the type does not have
+    return (quotients.view(torch.int32) & -(1 << bits)).view(torch.float32)
+
+
+def fp8_not_saturated(quotients: torch.Tensor, largest: float) -> torch.Tensor:
+    return torch.where(quotients.abs() > largest, torch.nan, quotients)
+
+
+def fp8_subnormals_become_zero(quotients: torch.Tensor, largest: float) -> torch.Tensor:
+    smallest = 2**-6 if largest < 1000 else 2**-14
+    return torch.where(quotients.abs() < smallest, 0.0, quotients)
+
+
+def fp8_nan_becomes_zero(quotients: torch.Tensor, largest: float) -> torch.Tensor:
+    return quotients.nan_to_num(nan=0.0, posinf=largest, neginf=-largest)
+
+
+def keys_times_the_inverse_of_their_scales(
+    key: Any, value: Any, pages: Any, slots: Any, **scales: Any
+) -> None:
+    key_scales = scales.get("key_scales")
+    if key_scales is not None:
+        key = key.float() * (1 / key_scales.view(-1, 1))
+        scales["key_scales"] = None
+    _reshape_and_cache(key, value, pages, slots, **scales)
 
 
 def copies_read_the_pool_as_it_was(pool: torch.Tensor, pairs: torch.Tensor) -> None:
@@ -141,6 +206,16 @@ _CHANGES = (
     alibi_dropped,
     pages_rounded_to_bf16,
     bad_table_entries_taken_as_zero,
+    key_scales_forgotten,
+    value_scales_forgotten,
+    scales_of_the_next_head,
+    scales_of_keys_and_values_exchanged,
+)
+_KEYS_OF_FP8_PAGES = (
+    fp8_cut_off_instead_of_rounded,
+    fp8_not_saturated,
+    fp8_subnormals_become_zero,
+    fp8_nan_becomes_zero,
 )
 _ATTENTIONS = (
     attention_returns_zeros,
@@ -153,6 +228,7 @@ _OTHERS: dict[str, tuple[Callable[..., Any], ...]] = {
         newest_slot_not_written,
         negative_slots_written,
         keys_cut_off_instead_of_rounded,
+        keys_times_the_inverse_of_their_scales,
     ),
     "copy_blocks": (copies_read_the_pool_as_it_was,),
     "swap_blocks": (swaps_the_other_way_round,),
@@ -162,6 +238,10 @@ _OTHERS: dict[str, tuple[Callable[..., Any], ...]] = {
 # Name of the fault: the function it replaces, and by what.
 MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = (
     {change.__name__: ("paged_attention", _with_arguments(change)) for change in _CHANGES}
+    | {
+        change.__name__: ("reshape_and_cache", _with_keys_of_fp8_pages(change))
+        for change in _KEYS_OF_FP8_PAGES
+    }
     | {mutant.__name__: ("paged_attention", mutant) for mutant in _ATTENTIONS}
     | {mutant.__name__: (name, mutant) for name, mutants in _OTHERS.items() for mutant in mutants}
 )
