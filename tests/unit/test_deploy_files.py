@@ -16,6 +16,7 @@ from kvplane.serving.settings import parse
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+ON_A_GPU: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
 OURS = [name for name, service in SERVICES.items() if "build" in service]
 DOCKERFILES = sorted((ROOT / "deploy").glob("Dockerfile.*"))
@@ -57,7 +58,7 @@ def test_what_needs_a_plane_waits_until_it_is_healthy(name: str) -> None:
 def test_an_image_has_no_root_no_compiler_and_an_authority_that_is_empty_by_default(
     path: Path,
 ) -> None:
-    build, _, final = path.read_text().partition("\nFROM ")[2].partition("\nFROM ")
+    *_, build, final = path.read_text().split("\nFROM ")
     assert 'ARG CA_BUNDLE=""' in build
     assert "\nUSER kvplane\n" in final
     assert final.index("USER kvplane") < final.index("ENTRYPOINT")
@@ -79,6 +80,22 @@ def test_the_commands_of_the_compose_file_are_settings_that_the_programs_take(
     assert data.control_plane == engine.control_plane == "control-plane:50051"
     assert data.advertise == "data-plane:50052"
     assert len(engine.prompts()) == 1
+
+
+def test_on_a_gpu_the_data_plane_is_built_with_cuda_given_a_gpu_and_told_to_use_it() -> None:
+    assert set(ON_A_GPU["services"]) == {"data-plane"}
+    service = ON_A_GPU["services"]["data-plane"]
+    dockerfile = (ROOT / SERVICES["data-plane"]["build"]["dockerfile"]).read_text()
+    for argument in service["build"]["args"]:
+        assert f"\nARG {argument}=" in dockerfile
+    assert service["build"]["args"]["KVPLANE_CUDA"] == "ON"
+    assert service["build"]["args"]["KVPLANE_TORCH"] == "", "torch's CPU build finds no GPU"
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+    command = [word for word in SERVICES["data-plane"]["command"] if "model" not in word]
+    config = parse(DataPlaneConfig, "data_plane", [*command, "--model=."], service["environment"])
+    assert config.device == "cuda", "no GPU is then an error and not a slow data plane"
+    assert service["image"] != SERVICES["data-plane"]["image"]
 
 
 def test_prometheus_scrapes_both_planes_where_they_serve_metrics() -> None:
