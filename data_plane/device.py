@@ -13,6 +13,10 @@ from kvplane.errors import InvalidRequestError
 
 AUTO: Final = "auto"
 _CUDA: Final = re.compile(r"cuda(?::(0|[1-9]\d*))?")
+_OLDEST: Final = (8, 0)
+
+Capability = tuple[int, int]
+"""What a GPU's architecture is called: (9, 0) is sm_90."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +25,8 @@ class Machine:
 
     has_cuda_kernels: bool
     torch_has_cuda: bool
-    num_gpus: int
-    """Those that both can use."""
+    gpus: tuple[Capability, ...]
+    """Those that both can reach."""
 
 
 def this_machine() -> Machine:
@@ -32,7 +36,8 @@ def this_machine() -> Machine:
     num_gpus = 0
     if has_kernels and torch_has_cuda and torch.cuda.is_available():
         num_gpus = min(kvplane_kernels.cuda_device_count(), torch.cuda.device_count())
-    return Machine(has_kernels, torch_has_cuda, num_gpus)
+    gpus = tuple(torch.cuda.get_device_capability(i) for i in range(num_gpus))
+    return Machine(has_kernels, torch_has_cuda, gpus)
 
 
 def choose_device(name: str, machine: Machine) -> torch.device:
@@ -41,27 +46,31 @@ def choose_device(name: str, machine: Machine) -> torch.device:
     Raises InvalidRequestError that says what is missing.
     """
     if name == AUTO:
-        return torch.device("cuda", 0) if machine.num_gpus > 0 else torch.device("cpu")
+        new_enough = (i for i, gpu in enumerate(machine.gpus) if gpu >= _OLDEST)
+        index = next(new_enough, None)
+        return torch.device("cpu") if index is None else torch.device("cuda", index)
     if name == "cpu":
         return torch.device("cpu")
     asked = _CUDA.fullmatch(name)
     if asked is None:
-        raise InvalidRequestError(
-            f'must be "auto", "cpu", "cuda" or "cuda:N", is {name!r}', field="device"
-        )
+        raise _refused(f'must be "auto", "cpu", "cuda" or "cuda:N", is {name!r}')
     if not machine.has_cuda_kernels:
-        raise InvalidRequestError(
-            "the kernels were built without CUDA: KVPLANE_CUDA=ON pip install ./csrc builds them",
-            field="device",
+        raise _refused(
+            "the kernels were built without CUDA: KVPLANE_CUDA=ON pip install ./csrc builds them"
         )
     if not machine.torch_has_cuda:
-        raise InvalidRequestError("torch was built without CUDA", field="device")
+        raise _refused("torch was built without CUDA")
     index = int(asked[1] or 0)
-    if index >= machine.num_gpus:
-        raise InvalidRequestError(
-            f"there is no GPU {index}: {machine.num_gpus} can be used here", field="device"
-        )
+    if index >= len(machine.gpus):
+        raise _refused(f"there is no GPU {index}: {len(machine.gpus)} can be used here")
+    if machine.gpus[index] < _OLDEST:
+        major, minor = machine.gpus[index]
+        raise _refused(f"GPU {index} is sm_{major}{minor}: the kernels need sm_80 or later")
     return torch.device("cuda", index)
+
+
+def _refused(why: str) -> InvalidRequestError:
+    return InvalidRequestError(why, field="device")
 
 
 def with_index(device: torch.device) -> torch.device:

@@ -16,19 +16,22 @@ from data_plane import kernels, memory, pinned
 from data_plane.build import build_executor
 from data_plane.config import DataPlaneConfig
 from data_plane.device import Machine, choose_device, this_machine, with_index
+from data_plane.kernel_set import cpu_kernels
 from data_plane.metrics import DataPlaneMetrics
 from kvplane.errors import InvalidRequestError, NeverFitsError
 
-NO_KERNELS = Machine(has_cuda_kernels=False, torch_has_cuda=True, num_gpus=0)
-NO_TORCH = Machine(has_cuda_kernels=True, torch_has_cuda=False, num_gpus=0)
-NO_GPU = Machine(has_cuda_kernels=True, torch_has_cuda=True, num_gpus=0)
-TWO_GPUS = Machine(has_cuda_kernels=True, torch_has_cuda=True, num_gpus=2)
+NO_KERNELS = Machine(has_cuda_kernels=False, torch_has_cuda=True, gpus=())
+NO_TORCH = Machine(has_cuda_kernels=True, torch_has_cuda=False, gpus=())
+NO_GPU = Machine(has_cuda_kernels=True, torch_has_cuda=True, gpus=())
+TWO_GPUS = Machine(has_cuda_kernels=True, torch_has_cuda=True, gpus=((9, 0), (8, 0)))
+OLD_AND_NEW = Machine(has_cuda_kernels=True, torch_has_cuda=True, gpus=((7, 5), (12, 0)))
 
 
 @pytest.mark.parametrize(
     ("name", "machine", "device"),
     [
         ("auto", TWO_GPUS, "cuda:0"),
+        ("auto", OLD_AND_NEW, "cuda:1"),
         ("auto", NO_GPU, "cpu"),
         ("auto", NO_KERNELS, "cpu"),
         ("auto", NO_TORCH, "cpu"),
@@ -50,6 +53,7 @@ def test_a_name_stands_for_a_device(name: str, machine: Machine, device: str) ->
         ("cuda", NO_TORCH, "torch was built without CUDA"),
         ("cuda", NO_GPU, "there is no GPU 0: 0 can be used here"),
         ("cuda:2", TWO_GPUS, "there is no GPU 2: 2 can be used here"),
+        ("cuda", OLD_AND_NEW, "GPU 0 is sm_75: the kernels need sm_80 or later"),
         ("gpu", TWO_GPUS, "must be"),
         ("mps", TWO_GPUS, "must be"),
         ("cuda:", TWO_GPUS, "must be"),
@@ -87,12 +91,40 @@ def test_by_default_the_log_and_a_metric_say_what_this_machine_has(
         executor = build_executor(DataPlaneConfig(layout=layout_file, num_device_blocks=1))
     metrics.watch(executor)
     text = generate_latest(metrics.registry).decode()
-    on_gpu = this_machine().num_gpus > 0
-    backend, device = ("cuda", "cuda:0") if on_gpu else ("cpu", "cpu")
+    device = str(choose_device("auto", this_machine()))
+    on_gpu = device != "cpu"
+    backend = "cuda" if on_gpu else "cpu"
     assert str(executor.device) == device
     assert f'kvplane_kernel_backend{{backend="{backend}",device="{device}"}} 1.0' in text
     said = "kernels backend=cuda" if on_gpu else f"kernels backend=cpu isa={kernels.cpu_isa()}"
     assert any(message.startswith(said) for message in caplog.messages)
+
+
+def test_every_kernel_of_the_cpu_is_told_how_many_threads_to_run_on() -> None:
+    too_many = cpu_kernels(num_threads=2000)
+    pool = torch.zeros(2, 1, 2, 1, 8, 8)
+    heads, none = torch.zeros(0, 1, 8), torch.zeros(0, dtype=torch.int64)
+    pairs, scales = none.view(0, 2), {"key_scales": None, "value_scales": None}
+    for call in (
+        lambda: too_many.copy_blocks(pool, pairs),
+        lambda: too_many.swap_blocks(pool, pool, pairs),
+        lambda: too_many.reshape_and_cache(heads, heads, pool[:, 0], none, **scales),
+        lambda: too_many.paged_attention(
+            heads,
+            pool[:, 0],
+            none.view(0, 0),
+            torch.zeros(1, dtype=torch.int64),
+            none,
+            scale=1.0,
+            sliding_window_tokens=0,
+            alibi_slopes=None,
+            max_query_len=0,
+            **scales,
+        ),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            call()
+        assert caught.value.field == "num_threads"
 
 
 def test_a_measured_pool_leaves_room_beside_it() -> None:
