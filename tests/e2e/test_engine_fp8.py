@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -26,10 +27,11 @@ from kvplane.hf import layout_from_hf
 RECALL = ROOT / "models" / "recall"
 ASKED = questions(0, quick=True)
 SMALL, ROOMY = (60, 24), (1024, 0)  # device and host blocks
-# Logits, which reach 8 here, differ from those of torch with the same stored numbers where a key
-# lies so near the middle of two numbers of 8 bits that it is rounded to the other one, and from
-# those of keys and values in float32 by what 3 bits of mantissa cost.
-NEAR, FAR = 0.01, 0.5
+# How far logits, which reach 8 here, may be from those of torch with the same stored numbers: most
+# answers' by no more than sums in another order cost, and some by what a key costs that lies so near
+# the middle of two numbers of 8 bits that it is rounded to the other one.
+MOST, SOME = 1e-4, 0.05
+FAR = 2.0  # from those of keys and values in float32, which have 20 bits of mantissa more
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +95,10 @@ def test_a_short_pool_of_8_bits_answers_as_torch_does_with_the_same_numbers(
     same, exact = DenseKv(model, torch.float8_e4m3fn, scales), DenseKv(model)
     greedy = [(q, o) for q, o in zip(ASKED, outputs, strict=True) if q.is_greedy]
     assert all(question.is_right(output.outputs[0].text) for question, output in greedy)
-    assert max(distance(same, output) for _, output in greedy) <= NEAR
-    assert NEAR < max(distance(exact, output) for _, output in greedy) <= FAR
+    distances = [distance(same, output) for _, output in greedy]
+    assert median(distances) <= MOST
+    assert max(distances) <= SOME
+    assert SOME < max(distance(exact, output) for _, output in greedy) <= FAR
 
 
 def test_hits_forks_and_swaps_leave_every_token_as_it_is_without_them(
@@ -133,7 +137,7 @@ def test_an_engine_takes_type_and_scales_from_a_pool_in_another_process(
     finally:
         data.stop()
     same = DenseKv(RECALL, torch.float8_e5m2, scales)
-    assert max(distance(same, output) for output in outputs) <= NEAR
+    assert max(distance(same, output) for output in outputs) <= SOME
 
 
 @pytest.mark.nightly
