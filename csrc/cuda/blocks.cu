@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <initializer_list>
 #include <optional>
+#include <type_traits>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -20,7 +21,9 @@ constexpr int kThreads = 256;
 constexpr int kChunksOfThread = 4;
 constexpr int64_t kBytesOfBlock = int64_t{kThreads} * kChunksOfThread * 16;
 constexpr int64_t kMaxParts = 1024;  // that the bytes of one copy are cut into
-constexpr int kIdsOfLaunch = 224;    // parameters are limited to 4 KiB
+// Ids travel with a launch: in 4 KiB of parameters, or in the 32764 bytes that newer drivers allow.
+constexpr int kIdsOfLaunch = 224;
+constexpr int kIdsOfLargeLaunch = 2016;
 
 // A copy by the copy engine costs the host about 2 us, in which a link of 64 GB/s (PCIe 5.0, 16
 // lanes) moves 128 KiB. Smaller pieces leave the link idle between them, so that a kernel moves
@@ -43,14 +46,16 @@ struct Pair {
   int64_t from, to;
 };
 
+template <int kIds>
 struct Pairs {
   int32_t count;
-  Pair pair[kIdsOfLaunch];
+  Pair pair[kIds];
 };
 
+template <int kIds>
 struct Ids {
-  int64_t block[kIdsOfLaunch];
-  int64_t index[kIdsOfLaunch];  // of the block in the canonical order
+  int64_t block[kIds];
+  int64_t index[kIds];  // of the block in the canonical order
 };
 
 // A block of threads' share of a copy. A thread loads several chunks before it stores the first, so
@@ -75,8 +80,8 @@ __device__ void copy_part(char* to, const char* from, int64_t bytes) {
   }
 }
 
-template <typename Chunk>
-__global__ void copy_pairs(CopyBlocksParams p, Pairs pairs) {
+template <typename Chunk, int kIds>
+__global__ void copy_pairs(CopyBlocksParams p, Pairs<kIds> pairs) {
   for (int32_t i = static_cast<int32_t>(blockIdx.y); i < pairs.count;
        i += static_cast<int32_t>(gridDim.y)) {
     copy_part<Chunk>(p.destination + pairs.pair[i].to * p.destination_block_bytes,
@@ -84,8 +89,8 @@ __global__ void copy_pairs(CopyBlocksParams p, Pairs pairs) {
   }
 }
 
-template <bool kIntoPool, typename Chunk>
-__global__ void copy_pages(PackBlocksParams p, Ids ids) {
+template <bool kIntoPool, typename Chunk, int kIds>
+__global__ void copy_pages(PackBlocksParams p, Ids<kIds> ids) {
   char* pool = p.pool + ids.block[blockIdx.y] * p.block_bytes;
   for (int64_t layer = 0; layer < p.num_layers; ++layer) {
     char* page = pool + layer * p.page_bytes;
@@ -104,6 +109,21 @@ void with_chunk(std::initializer_list<int64_t> numbers, const Run& run) {
   if (bits % 16 == 0) return run(Chunk16{});
   if (bits % 8 == 0) return run(Chunk8{});
   return run(char{});
+}
+
+// Calls `run` for parts of `num_ids` ids, with the size of the parameters for each: the large one
+// where it saves launches.
+template <typename Run>
+void in_launches(size_t num_ids, const Run& run) {
+  size_t first = 0;
+  while (num_ids - first > kIdsOfLaunch) {
+    const size_t count = std::min<size_t>(kIdsOfLargeLaunch, num_ids - first);
+    run(std::integral_constant<int, kIdsOfLargeLaunch>{}, first, count);
+    first += count;
+  }
+  if (first < num_ids) {
+    run(std::integral_constant<int, kIdsOfLaunch>{}, first, num_ids - first);
+  }
 }
 
 int64_t number_of(const void* address) {
@@ -146,17 +166,17 @@ std::vector<std::vector<Pair>> waves_of(const CopyBlocksParams& p) {
 void launch_pairs(const CopyBlocksParams& p, const std::vector<Pair>& all, int64_t max_blocks,
                   const Context& context) {
   const auto run = [&](auto chunk) {
-    for (size_t first = 0; first < all.size(); first += kIdsOfLaunch) {
-      Pairs pairs = {};
-      pairs.count = static_cast<int32_t>(std::min<size_t>(kIdsOfLaunch, all.size() - first));
-      std::copy_n(all.begin() + static_cast<std::ptrdiff_t>(first), pairs.count, pairs.pair);
+    in_launches(all.size(), [&](auto num_ids, size_t first, size_t count) {
+      Pairs<num_ids> pairs;
+      pairs.count = static_cast<int32_t>(count);
+      std::copy_n(all.begin() + static_cast<std::ptrdiff_t>(first), count, pairs.pair);
       Grid grid = {parts_of(p.copy_bytes), pairs.count};
       if (max_blocks > 0) {
         grid.x = std::min(grid.x, max_blocks);
         grid.y = std::min(grid.y, div_ceil(max_blocks, grid.x));
       }
-      launch(&copy_pairs<decltype(chunk)>, grid, kThreads, 0, context.stream, p, pairs);
-    }
+      launch(&copy_pairs<decltype(chunk), num_ids>, grid, kThreads, 0, context.stream, p, pairs);
+    });
   };
   with_chunk({number_of(p.source), number_of(p.destination), p.source_block_bytes,
               p.destination_block_bytes, p.copy_bytes},
@@ -215,16 +235,16 @@ void pack(const PackBlocksParams& p, const Context& context) {
     if (!kIntoPool || written.insert(p.block_ids[i]).second) indices.push_back(i);
   }
   const auto run = [&](auto chunk) {
-    for (size_t first = 0; first < indices.size(); first += kIdsOfLaunch) {
-      const size_t count = std::min<size_t>(kIdsOfLaunch, indices.size() - first);
-      Ids ids = {};
+    in_launches(indices.size(), [&](auto num_ids, size_t first, size_t count) {
+      Ids<num_ids> ids;
       for (size_t i = 0; i < count; ++i) {
         ids.index[i] = indices[first + i];
         ids.block[i] = p.block_ids[ids.index[i]];
       }
       const Grid grid = {parts_of(p.page_bytes), static_cast<int64_t>(count)};
-      launch(&copy_pages<kIntoPool, decltype(chunk)>, grid, kThreads, 0, context.stream, p, ids);
-    }
+      launch(&copy_pages<kIntoPool, decltype(chunk), num_ids>, grid, kThreads, 0, context.stream, p,
+             ids);
+    });
   };
   with_chunk({number_of(p.pool), number_of(p.blocks), p.block_bytes, p.page_bytes}, run);
 }

@@ -125,12 +125,29 @@ def test_the_path_depends_on_the_bytes_of_a_run(native: ModuleType) -> None:
     assert swap(native, *apart, torch.tensor([[0, 0], [1, 1], [2, 2], [3, 3]])) == 1
 
 
-def test_many_small_blocks_take_few_launches(native: ModuleType) -> None:
-    source, destination = Pool(700, 48), Pool(700, 48)
-    pairs = torch.stack((torch.randperm(700), torch.randperm(700)), dim=1)
-    expected = swap_one_by_one(source, destination, pairs)
-    assert swap(native, source, destination, pairs) == -(-700 // 224)
-    assert torch.equal(destination.whole, expected)
+@pytest.mark.parametrize(
+    ("num_pairs", "num_launches"), ((224, 1), (225, 1), (2016, 1), (2240, 2), (2241, 2), (4100, 3))
+)
+def test_many_small_blocks_take_few_launches(
+    native: ModuleType, num_pairs: int, num_launches: int
+) -> None:
+    source, destination = Pool(num_pairs, 48), Pool(num_pairs, 48)
+    pairs = torch.stack((torch.randperm(num_pairs), torch.randperm(num_pairs)), dim=1)
+    assert swap(native, source, destination, pairs) == num_launches
+    assert torch.equal(destination.blocks[pairs[:, 1]], source.blocks[pairs[:, 0]])
+
+
+def test_many_pages_are_gathered_and_scattered(native: ModuleType) -> None:
+    kernels = DeviceKernels(native, torch.device("cpu"))
+    pool = torch.randn(2300, 2, 2, 1, 1, 8)
+    ids = torch.randperm(2300)
+    before = native.num_launches()
+    blocks = kernels.gather_blocks(pool, ids)
+    assert native.num_launches() == before + 2
+    assert torch.equal(blocks, pool[ids].transpose(0, 1))
+    other = torch.zeros_like(pool)
+    kernels.scatter_blocks(other, ids, blocks)
+    assert torch.equal(other, pool)
 
 
 @pytest.mark.parametrize("mapped", MAPPED)
