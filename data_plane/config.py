@@ -47,7 +47,8 @@ class DataPlaneConfig:
     )
     kv_dtype: str = setting(
         "",
-        help="Type of keys and values as stored; empty means as --dtype. For --model.",
+        help="Type of keys and values as stored; empty means as --dtype. For --model, whose"
+        " checkpoint may have scales for one of 8 bits.",
         choices=("", *ELEMENT_BYTES),
     )
     num_device_blocks: int = setting(

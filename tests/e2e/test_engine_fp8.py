@@ -28,8 +28,8 @@ RECALL = ROOT / "models" / "recall"
 ASKED = questions(0, quick=True)
 SMALL, ROOMY = (60, 24), (1024, 0)  # device and host blocks
 # How far logits, which reach 8 here, may be from those of torch with the same stored numbers: most
-# answers' by no more than sums in another order cost, and some by what a key costs that lies so near
-# the middle of two numbers of 8 bits that it is rounded to the other one.
+# answers' by no more than sums in another order cost, and some by what a key costs that lies so
+# near the middle of two numbers of 8 bits that it is rounded to the other one.
 MOST, SOME = 1e-4, 0.05
 FAR = 2.0  # from those of keys and values in float32, which have 20 bits of mantissa more
 
