@@ -24,7 +24,7 @@ using namespace kvplane;
 using namespace kvplane::cuda;
 
 struct Sizes {
-  Dtype dtype;
+  Dtype dtype, pages_dtype;  // 8-bit pages have a scale for each head
   int64_t num_heads, num_kv_heads, head_size, block_size, window;
   std::vector<int64_t> query_lens, context_lens;
 };
@@ -45,6 +45,12 @@ class DeviceMemory {
   char* data_;
 };
 
+// What is stored of a number, in pages of 8 bits.
+double rounded(Dtype dtype, float number) {
+  return dtype == Dtype::kFloat8E4M3 ? e4m3_to_float(float_to_e4m3(number))
+                                     : e5m2_to_float(float_to_e5m2(number));
+}
+
 double number_at(Dtype dtype, const void* data, int64_t i) {
   switch (dtype) {
     case Dtype::kFloat32:
@@ -61,16 +67,21 @@ class Check {
   Check(const Sizes& sizes, unsigned seed) : s_(sizes), rng_(seed) {
     lay_out();
     const int64_t context = static_cast<int64_t>(slots_.size());
+    for (int64_t h = 0; h < s_.num_kv_heads; ++h) {
+      key_scales_.push_back(0.01f * static_cast<float>(h + 1));
+      value_scales_.push_back(0.05f / static_cast<float>(h + 1));
+    }
     query_ = numbers(num_tokens_ * s_.num_heads * s_.head_size);
     key_ = numbers(context * s_.num_kv_heads * s_.head_size);
     value_ = numbers(context * s_.num_kv_heads * s_.head_size);
-    pages_ = memory(num_blocks_ * 2 * s_.num_kv_heads * s_.block_size * s_.head_size);
+    pages_ =
+        memory(s_.pages_dtype, num_blocks_ * 2 * s_.num_kv_heads * s_.block_size * s_.head_size);
   }
 
   bool is_right() {
     int32_t faults = 0;
     run_caching(&faults);
-    const auto out = memory(num_tokens_ * s_.num_heads * s_.head_size);
+    const auto out = memory(s_.dtype, num_tokens_ * s_.num_heads * s_.head_size);
     std::vector<float> lse(static_cast<size_t>(num_tokens_ * s_.num_heads));
     run_attention(out->data(), lse.data(), &faults);
     if (faults != 0) {
@@ -109,13 +120,13 @@ class Check {
     tables_.shrink_to_fit();
   }
 
-  std::unique_ptr<DeviceMemory> memory(int64_t count) const {
-    return std::make_unique<DeviceMemory>(static_cast<size_t>(count * dtype_bytes(s_.dtype)));
+  static std::unique_ptr<DeviceMemory> memory(Dtype dtype, int64_t count) {
+    return std::make_unique<DeviceMemory>(static_cast<size_t>(count * dtype_bytes(dtype)));
   }
 
   std::unique_ptr<DeviceMemory> numbers(int64_t count) {
     std::normal_distribution<float> normal;
-    auto result = memory(count);
+    auto result = memory(s_.dtype, count);
     for (int64_t i = 0; i < count; ++i) {
       const float number = normal(rng_);
       if (s_.dtype == Dtype::kFloat32) {
@@ -130,9 +141,23 @@ class Check {
 
   PagesParams pages() const {
     const int64_t token = s_.head_size, head = token * s_.block_size, kv = head * s_.num_kv_heads;
-    return {pages_->data(), s_.dtype,     num_blocks_, s_.num_kv_heads,
-            s_.block_size,  s_.head_size, 2 * kv,      kv,
-            head,           token};
+    PagesParams p = {};
+    p.data = pages_->data();
+    p.dtype = s_.pages_dtype;
+    p.num_blocks = num_blocks_;
+    p.num_kv_heads = s_.num_kv_heads;
+    p.block_size = s_.block_size;
+    p.head_size = s_.head_size;
+    p.block_stride = 2 * kv;
+    p.kv_stride = kv;
+    p.head_stride = head;
+    p.token_stride = token;
+    if (is_8_bit(s_.pages_dtype)) {
+      p.key_scales = key_scales_.data();
+      p.value_scales = value_scales_.data();
+      p.key_scale_stride = p.value_scale_stride = 1;
+    }
+    return p;
   }
 
   void run_caching(int32_t* faults) {
@@ -200,6 +225,13 @@ class Check {
     return true;
   }
 
+  // A number of a key or a value, as the pages hold it.
+  double cached(const DeviceMemory& numbers, int64_t i, float scale) const {
+    const double number = number_at(s_.dtype, numbers.data(), i);
+    if (!is_8_bit(s_.pages_dtype)) return number;
+    return rounded(s_.pages_dtype, static_cast<float>(number) / scale) * scale;
+  }
+
   // In double: the output into `out`, the logarithm of the sum as the result.
   double attend(int64_t row, int64_t head, int64_t first_key, int64_t position,
                 std::vector<double>* out) const {
@@ -214,7 +246,7 @@ class Check {
       double score = 0;
       for (int64_t d = 0; d < s_.head_size; ++d) {
         score += number_at(s_.dtype, query_->data(), row * s_.head_size + d) *
-                 number_at(s_.dtype, key_->data(), key_row(k) + d);
+                 cached(*key_, key_row(k) + d, key_scales_[static_cast<size_t>(kv_head)]);
       }
       scores.push_back(score / std::sqrt(static_cast<double>(s_.head_size)));
       largest = std::max(largest, scores.back());
@@ -224,8 +256,8 @@ class Check {
       const double weight = std::exp(scores[static_cast<size_t>(k - begin)] - largest);
       sum += weight;
       for (int64_t d = 0; d < s_.head_size; ++d) {
-        (*out)[static_cast<size_t>(d)] +=
-            weight * number_at(s_.dtype, value_->data(), key_row(k) + d);
+        const float scale = value_scales_[static_cast<size_t>(kv_head)];
+        (*out)[static_cast<size_t>(d)] += weight * cached(*value_, key_row(k) + d, scale);
       }
     }
     for (double& number : *out) number /= sum;
@@ -236,14 +268,20 @@ class Check {
   std::mt19937 rng_;
   int64_t num_tokens_ = 0, num_blocks_ = 0, max_blocks_ = 0;
   std::vector<int32_t> tables_;
+  std::vector<float> key_scales_, value_scales_;
   std::vector<int64_t> slots_, query_starts_ = {0};
   std::unique_ptr<DeviceMemory> query_, key_, value_, pages_;
 };
 
+constexpr Dtype kBf16 = Dtype::kBFloat16, kFp16 = Dtype::kFloat16, kFp32 = Dtype::kFloat32;
+constexpr Dtype kE4m3 = Dtype::kFloat8E4M3, kE5m2 = Dtype::kFloat8E5M2;
 const Sizes kSizes[] = {
-    {Dtype::kBFloat16, 4, 1, 40, 16, 0, {40, 3, 1, 1}, {90, 70, 16, 150}},
-    {Dtype::kFloat16, 2, 2, 64, 5, 30, {1, 33}, {200, 65}},
-    {Dtype::kFloat32, 2, 1, 24, 8, 0, {1, 20, 2}, {130, 40, 2}},
+    {kBf16, kBf16, 4, 1, 40, 16, 0, {40, 3, 1, 1}, {90, 70, 16, 150}},
+    {kFp16, kFp16, 2, 2, 64, 5, 30, {1, 33}, {200, 65}},
+    {kFp32, kFp32, 2, 1, 24, 8, 0, {1, 20, 2}, {130, 40, 2}},
+    {kBf16, kE4m3, 4, 2, 48, 16, 0, {20, 1, 2}, {40, 130, 19}},
+    {kFp16, kE5m2, 2, 2, 64, 5, 0, {33, 1}, {35, 20}},
+    {kFp16, kE4m3, 2, 2, 24, 8, 0, {1, 3}, {70, 9}},
 };
 
 }  // namespace

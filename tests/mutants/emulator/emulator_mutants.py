@@ -23,6 +23,7 @@ class Mutant:
 
 SHORT, LONG, FMA = "attention_short.cuh", "attention_long.cuh", "attention_fma.cuh"
 BATCH, TILES, PLAN = "batch.cuh", "tiles.cuh", "plan.cu"
+CACHE = "reshape_and_cache.cu"
 
 MUTANTS = {
     "missing_barrier": Mutant(
@@ -77,4 +78,46 @@ MUTANTS = {
         BATCH, "(int64_t{split} * sequence.query_len + token)", "(int64_t{0} * split + token)"
     ),
     "tiles_not_rescaled": Mutant(LONG, "out[d][i] *= rescale[i / 2];", "out[d][i] *= 1.0f;"),
+    "query_columns_in_another_order_than_keys": Mutant(
+        TILES, "kIs8Bits<Kv> ? 4 * t + 2 * j : 2 * t + 8 * j", "2 * t + 8 * j"
+    ),
+    "long_query_columns_in_another_order_than_keys": Mutant(
+        LONG, "2 * (pair / 2) + 8 * (pair % 2)", "2 * pair"
+    ),
+    "bytes_of_two_columns_swapped": Mutant(
+        TILES,
+        "even = to_halves<Kv, 0, 2>(four), odd = to_halves<Kv, 1, 3>(four)",
+        "even = to_halves<Kv, 1, 3>(four), odd = to_halves<Kv, 0, 2>(four)",
+    ),
+    "bytes_of_two_tokens_taken_for_two_columns": Mutant(
+        TILES, "low = to_halves<Kv, 0, 1>(four)", "low = to_halves<Kv, 0, 2>(four)"
+    ),
+    "output_dims_in_the_order_of_16_bit_pages": Mutant(
+        SHORT, "kDimsApart = kIs8Bits<Kv> ? 2 : 1", "kDimsApart = 1"
+    ),
+    "key_scale_forgotten": Mutant(
+        SHORT, "kLog2E * key_scale(work.p.pages, item.kv_head)", "kLog2E"
+    ),
+    "key_scale_of_the_first_head": Mutant(
+        LONG, "key_scale(work.p.pages, item.kv_head)", "key_scale(work.p.pages, 0)"
+    ),
+    "value_scale_of_a_neighbour": Mutant(
+        LONG,
+        "value_scale(work.p.pages, item.kv_head)",
+        "value_scale(work.p.pages, item.kv_head == 0 ? 1 : 0)",
+    ),
+    "value_scale_lost_between_splits": Mutant(
+        PLAN, "value_scale(work.p.pages, head / group_of(work.p))", "1.0f"
+    ),
+    "value_stored_by_the_scale_of_keys": Mutant(
+        CACHE, "value_scale(p.pages, head)", "key_scale(p.pages, head)"
+    ),
+    "row_scale_of_another_row": Mutant(
+        SHORT, "back, (2 * (lane % 4) + j) * 4)", "back, 2 * (lane % 4) * 4)"
+    ),
+    "long_row_scale_of_another_row": Mutant(
+        LONG,
+        "rows.scale[1] *= i == lane / 4 + 8 ? scale.back : 1.0f;",
+        "rows.scale[1] *= i == lane / 4 ? scale.back : 1.0f;",
+    ),
 }
