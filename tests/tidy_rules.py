@@ -141,6 +141,7 @@ TOP = "|".join(re.escape(folder) for folder in (*FOLDERS, "docs", "requirements"
 NAMED_PATH = re.compile(
     rf"(?<![\w./*{{<-])((?:{TOP})/[\w./*-]*|(?:\.{{0,2}}/)?[\w.*/-]+\.(?:{SUFFIXES}))(?![\w*{{<])"
 )
+NAMED_LIKE_A_FILE = {"llama.cpp"}  # a project
 
 
 def documents(root: Path) -> list[Path]:
@@ -157,7 +158,7 @@ def named_files_exist(root: Path) -> list[str]:
                 found = (
                     any(root.glob(path.rstrip("/")))
                     or (document.parent / path).exists()
-                    or ("/" not in path and path in names)
+                    or ("/" not in path and path in names | NAMED_LIKE_A_FILE)
                 )
                 if not found:
                     faults.append(says(root, document, number, f"names {path}"))
