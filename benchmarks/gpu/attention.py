@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -35,15 +36,13 @@ def measure_attention(m: Measurement, shapes: Sequence[Shape], *, with_peers: bo
         name = f"attention {shape}"
         if not m.has_time_for(name):
             continue
-        as_bf16 = replace(shape, kv_dtype="bfloat16").kv_bytes
-        if as_bf16 > MEMORY_SHARE * m.machine.free_bytes():
-            m.leave_out(name, f"its keys and values take {shape.kv_bytes >> 30} GiB")
-            continue
-        _measure(m, shape, with_peers)
-        m.machine.tidy()
+        m.attempt(name, partial(_measure, m, shape, with_peers), is_ours=True)
 
 
 def _measure(m: Measurement, shape: Shape, with_peers: bool) -> None:
+    if replace(shape, kv_dtype="bfloat16").kv_bytes > MEMORY_SHARE * m.machine.free_bytes():
+        m.leave_out(f"attention {shape}", f"its pages take {shape.kv_bytes >> 30} GiB")
+        return
     problem = Problem(shape, m.machine.device)
     right = problem.right_rows()
     kind = "decode" if shape.new == 1 else "append"

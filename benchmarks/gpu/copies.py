@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -66,14 +67,13 @@ def measure_copies(m: Measurement, *, tiny: bool = False) -> None:
     """Rows of each operation, with the bytes of a block."""
     for num_tokens in TINY_CACHED_TOKENS if tiny else CACHED_TOKENS:
         for kv_dtype in KV_DTYPES:
-            _reshape_and_cache(m, num_tokens, kv_dtype)
+            name = f"reshape_and_cache {num_tokens} {kv_dtype}"
+            m.attempt(name, partial(_reshape_and_cache, m, num_tokens, kv_dtype), is_ours=True)
     for blocks in TINY_INSIDE if tiny else INSIDE:
-        _inside(m, blocks)
-        m.machine.tidy()
+        m.attempt(f"copies of {blocks}", partial(_inside, m, blocks), is_ours=True)
     for blocks in TINY_SWAPPED if tiny else SWAPPED:
         for order in ("scattered", "runs"):
-            _swaps(m, blocks, order)
-            m.machine.tidy()
+            m.attempt(f"swaps of {blocks}", partial(_swaps, m, blocks, order), is_ours=True)
 
 
 def _reshape_and_cache(m: Measurement, num_tokens: int, kv_dtype: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import platform
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
@@ -50,8 +51,10 @@ class Machine:
 
     def tidy(self) -> None:
         """Gives back memory that nothing uses."""
-        if self.is_gpu:
-            torch.cuda.empty_cache()
+        # After a fault on the device every call fails; what was measured before is kept.
+        with suppress(RuntimeError):
+            if self.is_gpu:
+                torch.cuda.empty_cache()
 
     def wait(self) -> None:
         if self.is_gpu:

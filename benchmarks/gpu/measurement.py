@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from benchmarks.gpu.machine import Machine
 
 
@@ -49,12 +51,19 @@ class Measurement:
         self.leave_out(name, f"no time left after {self._seconds:.0f} s")
         return False
 
-    def attempt(self, name: str, work: Callable[[], None]) -> None:
-        """Runs what need not be possible here; keeps why it is not."""
+    def attempt(self, name: str, work: Callable[[], None], *, is_ours: bool = False) -> None:
+        """Runs what need not be possible here, and keeps why it is not; goes on in any case.
+
+        is_ours: it has to be possible where there is memory for it: what it raises is wrong.
+        """
         try:
             work()
         except Exception as error:
-            self.leave_out(name, f"{type(error).__name__}: {error}")
+            said = f"{type(error).__name__}: {error}"
+            if is_ours and not isinstance(error, torch.OutOfMemoryError):
+                self.is_right(name, False, said)
+            else:
+                self.leave_out(name, said)
         self.machine.tidy()
 
     def result(self) -> dict[str, Any]:

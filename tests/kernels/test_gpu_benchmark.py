@@ -100,6 +100,25 @@ def test_what_is_too_late_or_too_large_is_left_out() -> None:
     assert ["no time left" in line or "GiB" in line for line in m.left_out] == [True, True]
 
 
+def test_what_goes_wrong_is_kept_and_the_run_goes_on() -> None:
+    m = Measurement(emulated(), seconds=60)
+
+    def fail() -> None:
+        raise RuntimeError("no such launch\nand more")
+
+    def need_memory() -> None:
+        raise torch.OutOfMemoryError("more than there is")
+
+    m.attempt("theirs", fail)
+    m.attempt("ours, too large", need_memory, is_ours=True)
+    m.attempt("ours", fail, is_ours=True)
+    assert m.left_out == [
+        "theirs: RuntimeError: no such launch",
+        "ours, too large: OutOfMemoryError: more than there is",
+    ]
+    assert m.wrong == ["ours RuntimeError: no such launch\nand more"]
+
+
 def test_the_shapes_are_those_that_targets_speak_of() -> None:
     decodes = shapes.DECODES
     assert {s.kv_dtype for s in decodes} == set(shapes.KV_DTYPES)
