@@ -14,25 +14,43 @@ struct alignas(kChunkBytes) Chunk {
   uint32_t words[4];
 };
 
+// How a warp writes rows, by what their addresses allow.
+enum class Pace {
+  kChunks,  // copies: types are equal
+  kFours,   // converts four numbers a lane at once
+  kOnes,
+};
+
+template <typename T, int kCount>
+struct alignas(kCount * sizeof(T)) Numbers {
+  T number[kCount];
+};
+
 // Converts a row by one warp. Only 8-bit numbers are scaled.
-template <typename To, typename From>
+template <int kAtOnce, typename To, typename From>
 __device__ void write_row(const From* from, float scale, int32_t head_size, To* to) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
-  for (int32_t d = lane; d < head_size; d += kLanesOfWarp) {
-    const float number = to_float(from[d]);
-    to[d] = from_float<To>(sizeof(To) == 1 ? number / scale : number);
+  for (int32_t d = kAtOnce * lane; d < head_size; d += kAtOnce * kLanesOfWarp) {
+    const auto given = *reinterpret_cast<const Numbers<From, kAtOnce>*>(from + d);
+    Numbers<To, kAtOnce> rounded;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float number = to_float(given.number[i]);
+      rounded.number[i] = from_float<To>(sizeof(To) == 1 ? number / scale : number);
+    }
+    *reinterpret_cast<Numbers<To, kAtOnce>*>(to + d) = rounded;
   }
 }
 
-template <typename To>
+template <int kAtOnce, typename To>
 __device__ void write_row_of(const void* base, int64_t row, Dtype from, float scale,
                              int32_t head_size, To* to) {
   if (from == Dtype::kFloat32) {
-    write_row(static_cast<const float*>(base) + row, scale, head_size, to);
+    write_row<kAtOnce>(static_cast<const float*>(base) + row, scale, head_size, to);
   } else if (from == Dtype::kFloat16) {
-    write_row(static_cast<const Half*>(base) + row, scale, head_size, to);
+    write_row<kAtOnce>(static_cast<const Half*>(base) + row, scale, head_size, to);
   } else {
-    write_row(static_cast<const Bfloat*>(base) + row, scale, head_size, to);
+    write_row<kAtOnce>(static_cast<const Bfloat*>(base) + row, scale, head_size, to);
   }
 }
 
@@ -53,7 +71,7 @@ __device__ void copy_rows_in_chunks(const T* key, const T* value, int32_t head_s
 
 // A warp for each token and KV head.
 template <typename To>
-__global__ void write_slots(ReshapeAndCacheParams p, bool in_chunks, int32_t* faults) {
+__global__ void write_slots(ReshapeAndCacheParams p, Pace pace, int32_t* faults) {
   const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / kLanesOfWarp;
   if (warp >= p.num_tokens * p.pages.num_kv_heads) return;
   const int64_t token = warp / p.pages.num_kv_heads, head = warp % p.pages.num_kv_heads;
@@ -69,37 +87,51 @@ __global__ void write_slots(ReshapeAndCacheParams p, bool in_chunks, int32_t* fa
   To* to = static_cast<To*>(p.pages.data) + at;
   const int64_t key = token * p.key_token_stride + head * p.key_head_stride;
   const int64_t value = token * p.value_token_stride + head * p.value_head_stride;
-  if (in_chunks) {
+  if (pace == Pace::kChunks) {
     copy_rows_in_chunks(static_cast<const To*>(p.key) + key,
                         static_cast<const To*>(p.value) + value, head_size, to, p.pages.kv_stride);
+    return;
+  }
+  const float by_key = key_scale(p.pages, head), by_value = value_scale(p.pages, head);
+  if (pace == Pace::kFours) {
+    write_row_of<4>(p.key, key, p.key_dtype, by_key, head_size, to);
+    write_row_of<4>(p.value, value, p.value_dtype, by_value, head_size, to + p.pages.kv_stride);
   } else {
-    write_row_of(p.key, key, p.key_dtype, key_scale(p.pages, head), head_size, to);
-    write_row_of(p.value, value, p.value_dtype, value_scale(p.pages, head), head_size,
-                 to + p.pages.kv_stride);
+    write_row_of<1>(p.key, key, p.key_dtype, by_key, head_size, to);
+    write_row_of<1>(p.value, value, p.value_dtype, by_value, head_size, to + p.pages.kv_stride);
   }
 }
 
-bool starts_on_a_chunk(const void* data, int64_t stride, int64_t other_stride, Dtype dtype) {
-  const int64_t bytes = dtype_bytes(dtype);
-  return reinterpret_cast<uintptr_t>(data) % kChunkBytes == 0 &&
-         stride * bytes % kChunkBytes == 0 && other_stride * bytes % kChunkBytes == 0;
+// Whether all rows of keys, of values and of the pages start at multiples of `unit` bytes, or of
+// as many bytes as `unit` numbers have.
+bool rows_start_at(const ReshapeAndCacheParams& p, int64_t unit, bool of_numbers) {
+  const PagesParams& pages = p.pages;
+  const auto fits = [&](const void* data, Dtype dtype, int64_t stride, int64_t other_stride) {
+    const int64_t bytes = dtype_bytes(dtype), wanted = of_numbers ? unit * bytes : unit;
+    return reinterpret_cast<intptr_t>(data) % wanted == 0 && stride * bytes % wanted == 0 &&
+           other_stride * bytes % wanted == 0;
+  };
+  return fits(pages.data, pages.dtype, pages.block_stride, pages.kv_stride) &&
+         fits(pages.data, pages.dtype, pages.head_stride, pages.token_stride) &&
+         fits(p.key, p.key_dtype, p.key_token_stride, p.key_head_stride) &&
+         fits(p.value, p.value_dtype, p.value_token_stride, p.value_head_stride);
+}
+
+Pace pace_of(const ReshapeAndCacheParams& p) {
+  const bool is_copy = p.key_dtype == p.pages.dtype && p.value_dtype == p.pages.dtype;
+  if (is_copy && rows_start_at(p, kChunkBytes, false)) return Pace::kChunks;
+  return rows_start_at(p, 4, true) ? Pace::kFours : Pace::kOnes;
 }
 
 }  // namespace
 
 void reshape_and_cache(const ReshapeAndCacheParams& p, const Context& context) {
-  const PagesParams& pages = p.pages;
-  const bool in_chunks =
-      p.key_dtype == pages.dtype && p.value_dtype == pages.dtype &&
-      starts_on_a_chunk(pages.data, pages.block_stride, pages.kv_stride, pages.dtype) &&
-      starts_on_a_chunk(pages.data, pages.head_stride, pages.token_stride, pages.dtype) &&
-      starts_on_a_chunk(p.key, p.key_token_stride, p.key_head_stride, pages.dtype) &&
-      starts_on_a_chunk(p.value, p.value_token_stride, p.value_head_stride, pages.dtype);
-  const Grid grid = {div_ceil<int64_t>(p.num_tokens * pages.num_kv_heads, kWarps)};
+  const Pace pace = pace_of(p);
+  const Grid grid = {div_ceil<int64_t>(p.num_tokens * p.pages.num_kv_heads, kWarps)};
   const auto run = [&](auto kernel) {
-    launch(kernel, grid, kWarps * kLanesOfWarp, 0, context.stream, p, in_chunks, context.faults);
+    launch(kernel, grid, kWarps * kLanesOfWarp, 0, context.stream, p, pace, context.faults);
   };
-  switch (pages.dtype) {
+  switch (p.pages.dtype) {
     case Dtype::kFloat32:
       return run(&write_slots<float>);
     case Dtype::kFloat16:

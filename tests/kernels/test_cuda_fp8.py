@@ -100,6 +100,28 @@ def test_pages_hold_the_bits_that_the_cpu_writes(
         assert_same_bits(batch.pages, cpu)
 
 
+@pytest.mark.parametrize("offset", (1, 2, 4), ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rows_that_start_anywhere_are_written_as_others(
+    backend: DeviceBackend, dtype: torch.dtype, offset: int
+) -> None:
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        room = torch.zeros(tensor.numel() + offset, dtype=tensor.dtype)
+        there = room[offset:].view(tensor.shape)
+        there.copy_(tensor)
+        return there
+
+    for pages_dtype in (E4M3, torch.float32):
+        batch = build(Case(dtype=dtype, pages_dtype=pages_dtype, head_size=24))
+        for pages, key in (
+            (moved(torch.zeros_like(batch.pages)), batch.key),
+            (torch.zeros_like(batch.pages), moved(batch.key)),
+        ):
+            pages.fill_(torch.nan)
+            backend.reshape_and_cache(key, batch.value, pages, batch.slots)
+            assert_same_bits(pages, batch.pages)
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("pages_dtype", FP8, ids=str)
 def test_a_sequence_alone_gives_the_bits_of_the_batch(
