@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -151,8 +152,13 @@ def _splits(results: Results) -> list[str]:
 
 
 def _left_out(result: dict[str, Any]) -> list[str]:
+    """What was wrong, and how often what was left out for which reason."""
+    reasons: Counter[str] = Counter()
+    for line in result["left_out"]:
+        name, _, reason = line.partition(": ")
+        reasons[f"{name.split(' ')[0]}: {reason}"] += 1
     said = [f"- wrong: {line}" for line in result["wrong"]]
-    return [*said, *(f"- left out: {line}" for line in result["left_out"])]
+    return [*said, *(f"- left out, {count} times: {why}" for why, count in reasons.items())]
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from benchmarks.gpu.timing import Once, Watch
 from benchmarks.gpu.verdict import summary, verdicts
 
 CPU = torch.device("cpu")
+LEFT_OUT = [f"decode/x {Shape(batch, 512)}: b: c" for batch in (1, 2)]
 
 
 def emulated(watch: Watch | None = None) -> Machine:
@@ -154,7 +155,7 @@ def result_of(*rows: Any) -> dict[str, Any]:
     first = [{"name": n, "unit": "GB/s", "p50": v, "by": "x"} for n, v in bandwidths.items()]
     machine = {"gpu": "NVIDIA X", "torch": "2.11.0", "cuda": "13.0", "python": "3.12.3"}
     machine |= {"date": "2026-11-20", "split_tokens": 512, "method": "median"}
-    return {"machine": machine, "rows": [*first, *rows], "left_out": ["a: b"], "wrong": []}
+    return {"machine": machine, "rows": [*first, *rows], "left_out": LEFT_OUT, "wrong": []}
 
 
 def copy_row(name: str, rate: float) -> Any:
@@ -220,7 +221,7 @@ def test_tables_name_the_machine_and_round_the_figures() -> None:
     assert "| 4 after 4096 | " in text and "| 12.3 | 321 | - |" in text
     assert "| swap_in | 9 blocks of 64 KiB, runs | 55.0 | 100% |" in text
     assert f"| {case} | 1024 | 1.11 |" in text
-    assert "- left out: a: b" in text
+    assert "- left out, 2 times: decode/x: b: c" in text
 
 
 def test_a_result_is_saved_under_the_name_of_the_gpu_and_the_day(tmp_path: Path) -> None:
