@@ -17,6 +17,7 @@ from kernel_sets import LateRuntime, late_kernels
 from plan_author import HOST, fork, ref, row, set_blocks, tokens, transfer
 
 from data_plane.kernel_set import cpu_kernels
+from data_plane.lane import Lane
 from data_plane.streams import DeviceStreams
 from data_plane.upload import upload
 from kvplane.errors import InternalError
@@ -71,7 +72,7 @@ WAITS = st.tuples(st.sampled_from(["finish", "finish_swaps"]), st.just(frozenset
 SWITCH = st.tuples(st.just("switch"), PLACES, PLACES)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(WORK | WAITS | SWITCH, max_size=25))
 def test_whatever_touches_the_same_place_is_done_in_the_order_given(
     events: list[tuple[str, frozenset[int], frozenset[int]]],
@@ -294,6 +295,16 @@ def test_a_fork_of_a_running_plan_is_shown_again_and_goes_on() -> None:
     assert again.had_run
     assert rig.author.read_receipt(again.receipt).plan_number == 2
     assert rig.executor.counters.num_transferred_blocks == {"copy": 1}
+
+
+async def test_the_servers_thread_computes_on_a_stream_of_its_own() -> None:
+    rig = LateRig()
+    lane = Lane(rig.executor.use_own_stream)
+    assert rig.runtime.current_stream() == 0
+    report = await lane.run(rig.executor.report)
+    lane.close()
+    assert report.max_session_id == 1
+    assert rig.runtime.current_stream() != 0
 
 
 def test_tensors_are_uploaded_as_they_are() -> None:
