@@ -245,6 +245,7 @@ class Executor:
             self._compute.check_input(run.rows, key, value, "")
             if not run.is_complete:
                 self._write(run, index, key, value)
+                run.written[index] = True
             return self._receipt(session, run)
 
     def attend(
@@ -303,6 +304,7 @@ class Executor:
             output = None
             if query is not None:
                 output = self._compute.attend(run.rows, index, query, options)
+            run.written[index] = True
             return output
 
     def receipt(self, session_id: int) -> pb.SignedPayload | None:
@@ -418,17 +420,16 @@ class Executor:
     def _write(self, run: Run, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self._check_still_writable(run)
         self._compute.write(run.rows, index, key, value)
-        run.written[index] = True
 
     def _receipt(self, session: Session, run: Run) -> pb.SignedPayload | None:
         """Sign that a run has ended, once all of it is done and nothing went wrong."""
-        if run.receipt is None and run.is_complete:
+        if run.receipt is None and run.is_complete and not run.failure:
+            self._quiesce()
             if not run.failure:
-                self._quiesce()
-            if run.failure:
-                raise InternalError(run.failure)
-            session.finish(run, self._authority.receipt(session.id, run.number, run.digest))
-            self.counters.num_plans_run += 1
+                session.finish(run, self._authority.receipt(session.id, run.number, run.digest))
+                self.counters.num_plans_run += 1
+        if run.failure:
+            raise InternalError(run.failure)
         return run.receipt
 
     def _settle(self, session: Session, *, voided: bool) -> None:
@@ -454,6 +455,8 @@ class Executor:
         run = session.latest
         if run is None or (plan_number is not None and run.number != plan_number):
             raise PlanOutOfOrderError("the plan is not the session's latest", field="plan.number")
+        if run.failure:
+            raise InternalError(run.failure)
         return session, run
 
     def _check_still_writable(self, run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -268,10 +269,32 @@ def test_a_failure_takes_the_receipt_of_every_plan_that_runs() -> None:
         rig.start(1, session_id, changes=changes, rows=[row(session_id, 0, 2)])
         rig.layer(0, 2, session_id=session_id)
     runtime.give(fail)
-    for session_id in (1, 2):
-        rig.layer(1, 2, session_id=session_id)
+    rig.layer(1, 2, session_id=1)
+    with pytest.raises(InternalError):
+        rig.executor.receipt(1)
+    for ask in (lambda: rig.layer(1, 2, session_id=2), lambda: rig.executor.receipt(2)):
         with pytest.raises(InternalError):
-            rig.executor.receipt(session_id)
+            ask()
+
+
+def test_a_layer_whose_attention_failed_comes_again_even_if_it_was_the_last() -> None:
+    kernels = cpu_kernels(1)
+    failures = [InternalError("no memory"), None, InternalError("no memory"), None]
+
+    def attention(*args: Any, **options: Any) -> torch.Tensor:
+        failure = failures.pop(0)
+        if failure is not None:
+            raise failure
+        return kernels.paged_attention(*args, **options)
+
+    rig = Rig(kernels=replace(kernels, paged_attention=attention))
+    rig.start(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)])
+    for layer in (0, 1):
+        with pytest.raises(InternalError):
+            rig.layer(layer, 3)
+        assert rig.executor.receipt(1) is None
+        rig.layer(layer, 3)
+    assert rig.executor.receipt(1) is not None
 
 
 def fail() -> None:
