@@ -3,7 +3,8 @@
 // fp16 queries go as they are. A row of bf16 is first multiplied by the power of two that brings
 // its largest number to [2^14, 2^15), and its scores by the inverse. Neither rounds. A number of
 // the row loses bits only below 2^-24, 2^-38 of the largest: far less than bf16 keeps of the
-// largest itself. Products are below 2^15 * 2^16, so that a sum of 256 of them is far from the end
+// largest itself. (Where that power would be above 2^126 this one is taken: bf16 has nothing so
+// small to lose.) Products are below 2^15 * 2^16, so that a sum of 256 of them is far from the end
 // of fp32.
 #pragma once
 

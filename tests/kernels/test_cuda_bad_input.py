@@ -21,9 +21,12 @@ def backend() -> DeviceBackend:
     return chosen_backend()
 
 
-def batch_of(backend: DeviceBackend, dtype: torch.dtype) -> Batch:
+def batch_of(
+    backend: DeviceBackend, dtype: torch.dtype, pages_dtype: torch.dtype | None = None
+) -> Batch:
+    case = Case(lens=((1, 20), (40, 41)), head_size=16, dtype=dtype, pages_dtype=pages_dtype)
     with in_place_of_the_cpu(backend):
-        return build(Case(lens=((1, 20), (40, 41)), head_size=16, dtype=dtype))
+        return build(case)
 
 
 I64 = torch.int64
@@ -40,10 +43,16 @@ BAD_ON_THE_DEVICE: dict[str, dict[str, torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "pages_dtype"),
+    ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float8_e4m3fn)),
+    ids=str,
+)
 @pytest.mark.parametrize("what", BAD_ON_THE_DEVICE)
-def test_the_device_tells_of(backend: DeviceBackend, what: str, dtype: torch.dtype) -> None:
-    batch = replace(batch_of(backend, dtype), **BAD_ON_THE_DEVICE[what])
+def test_the_device_tells_of(
+    backend: DeviceBackend, what: str, dtype: torch.dtype, pages_dtype: torch.dtype | None
+) -> None:
+    batch = replace(batch_of(backend, dtype, pages_dtype), **BAD_ON_THE_DEVICE[what])
     with in_place_of_the_cpu(backend), pytest.raises(InvalidRequestError) as caught:
         batch.attend()
     assert caught.value.field == what.partition(" ")[0]
