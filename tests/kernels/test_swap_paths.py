@@ -155,7 +155,7 @@ def test_the_last_of_several_pairs_into_a_block_stays(native: ModuleType, mapped
     native.set_host_memory_is_mapped(mapped)
     source, destination = Pool(4, 64), Pool(4, 64)
     # Only it is copied: the others would take a second launch, and none says which comes last.
-    pairs = torch.tensor([[0, 2], [3, 2]] * 200 + [[1, 2], [0, 1]])
+    pairs = torch.tensor([[0, 2], [3, 2]] * 1200 + [[1, 2], [0, 1]])
     assert swap(native, source, destination, pairs) == int(mapped)
     assert torch.equal(destination.blocks[2], source.blocks[1])
     assert torch.equal(destination.blocks[1], source.blocks[0])
