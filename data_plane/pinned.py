@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Final
 
 import torch
 
 from data_plane import huge_pages
 from data_plane.memory import free_bytes
 from kvplane.errors import NeverFitsError
+
+_FOR_ALL_GPUS: Final = 1  # cudaHostRegisterPortable
 
 
 def empty(
@@ -28,7 +31,7 @@ def empty(
     tensor = huge_pages.empty(shape, dtype)
     address = tensor.data_ptr()
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(address, num_bytes, 0)) != 0:
+    if int(runtime.cudaHostRegister(address, num_bytes, _FOR_ALL_GPUS)) != 0:
         raise NeverFitsError(f"{num_bytes} bytes of host memory can not be pinned", field=field)
     return tensor, lambda: runtime.cudaHostUnregister(address)
 
