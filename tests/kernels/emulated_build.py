@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,7 +71,7 @@ def build(
     def compiled(source: Path) -> Path:
         own = () if source.parent.name == "emulator" and csrc in source.parents else watched
         options = (*FLAGS, *flags, *own)
-        digest = hashlib.sha256(repr((COMPILER, options)).encode())
+        digest = hashlib.sha256(repr((COMPILER, options, sys.version_info[:2])).encode())
         for path in included(source, folders):
             digest.update(path.name.encode() + path.read_bytes())
         return made(
