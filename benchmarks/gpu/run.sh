@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU, in under ten minutes: builds the CUDA module, runs the conformance
-# cases on it and compares the emulator's instructions with the hardware's, measures, and looks for
-# faults with compute-sanitizer. Nothing comes from outside; what is missing is named at the start.
+# On a machine with an NVIDIA GPU, in under ten minutes: builds the CUDA module, runs the cases of
+# conformance on it, compares the emulator's instructions with the hardware's, measures, and looks
+# for faults with compute-sanitizer. Nothing comes from outside; what is missing is named first.
 #
 #   benchmarks/gpu/run.sh [--quick | --build-only]
 #

@@ -50,7 +50,8 @@ class Stopwatch:
             if len(times) >= self.min_runs and sum(times) > self.budget_s:
                 break
             self._flush.amax()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             begin.record()
             run()
             end.record()

@@ -50,7 +50,7 @@ def signature(function: object) -> tuple[bool, list[str], str]:
 @pytest.mark.parametrize("name", ("_native", "_cuda"))
 def test_a_stub_names_what_its_module_holds(name: str) -> None:
     module = native_module(name)
-    names = {n.target.id for n in stub_of(name) if isinstance(n, ast.AnnAssign)}  # type: ignore[union-attr]
+    names = {ast.unparse(n.target) for n in stub_of(name) if isinstance(n, ast.AnnAssign)}
     names |= {n.name for n in stub_of(name) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
     held = {n for n in vars(module) if not n.startswith("__")}
     assert names == held - (OF_THE_EMULATOR if name == "_cuda" else set())
