@@ -1,4 +1,4 @@
-"""Swaps between a GPU and both kinds of host memory, by the copy engine and by the kernel.
+"""Swaps between a GPU and every kind of host memory, by the copy engine and by the kernel.
 
 benchmarks/gpu/run.sh names this file to pytest, which does not collect it by itself.
 """
@@ -33,16 +33,19 @@ def random_pairs(num_from: int, num_to: int) -> torch.Tensor:
 
 # 4 KiB: a run of nine is small. 64 KiB: two and more are the copy engine's. 256 KiB: all are.
 @pytest.mark.parametrize("layers", (1, 16, 64), ids=("small", "medium", "large"))
-@pytest.mark.parametrize("pinned", (True, False), ids=("pinned", "pageable"))
+@pytest.mark.parametrize("kind", ("pinned", "registered", "pageable"))
 @pytest.mark.parametrize("seed", range(3))
-def test_swaps_give_what_one_by_one_gives(seed: int, pinned: bool, layers: int) -> None:
+def test_swaps_give_what_one_by_one_gives(seed: int, kind: str, layers: int) -> None:
     torch.manual_seed(seed)
     kernels = DeviceKernels(import_module("kvplane_kernels._cuda"), CUDA)
     shape = (layers, 2, 4, 4, 64)
     device, host = torch.randn(60, *shape).bfloat16(), torch.randn(90, *shape).bfloat16()
     there = device.to(CUDA)
-    if pinned:
+    if kind == "pinned":
         host = host.pin_memory()
+    runtime = torch.cuda.cudart()
+    if kind == "registered":  # As the data plane pins its host tier.
+        assert int(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 1)) == 0
     out, back = random_pairs(60, 90), random_pairs(90, 60)
     stream = torch.cuda.Stream() if seed else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -56,6 +59,8 @@ def test_swaps_give_what_one_by_one_gives(seed: int, pinned: bool, layers: int) 
         kernels.swap_blocks(host, there, back)
     stream.synchronize()
     assert torch.equal(there.cpu(), expected)
+    if kind == "registered":
+        assert int(runtime.cudaHostUnregister(host.data_ptr())) == 0
 
 
 def test_a_kernel_that_follows_sees_what_was_swapped_in() -> None:
