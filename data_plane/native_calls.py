@@ -33,7 +33,7 @@ _ANY: Final = None  # in a shape: any extent
 _MAX_FLOAT32: Final = torch.finfo(torch.float32).max
 _PAGES: Final = "[num_blocks, 2, num_kv_heads, block_size, head_size]"
 _POOL: Final = "[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]"
-_DEVICE_NAMES: Final = {"cpu": "CPU", "cuda": "GPU"}
+_HOST: Final = torch.device("cpu")
 
 
 class NativeCalls:
@@ -44,7 +44,7 @@ class NativeCalls:
 
     def __init__(self, native: ModuleType, device: torch.device) -> None:
         self._native = native
-        self._device = device.type
+        self._device = device
         self._dtypes = {dtype: native.Dtype.__members__[n] for dtype, n in STORED.items()}
 
     def reshape_and_cache(
@@ -180,8 +180,8 @@ class NativeCalls:
         self, source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor, **more: Any
     ) -> None:
         """The same from one pool to another, either of which may be on the host."""
-        self._check_pool("source", source, self._device, "cpu")
-        self._check_pool("destination", destination, self._device, "cpu")
+        self._check_pool("source", source, self._device, _HOST)
+        self._check_pool("destination", destination, self._device, _HOST)
         if destination.dtype != source.dtype:
             raise InvalidRequestError(
                 f"must have source's dtype {source.dtype}, has {destination.dtype}",
@@ -217,7 +217,7 @@ class NativeCalls:
         _check_geometry("pages", pages)
         return pages.shape[2], pages.shape[4]
 
-    def _check_pool(self, name: str, pool: torch.Tensor, *devices: str) -> None:
+    def _check_pool(self, name: str, pool: torch.Tensor, *devices: torch.device) -> None:
         _check_tensor(name, pool, _POOL, (_ANY,) * 6, STORED, devices)
         _check_geometry(name, pool)
         if pool.shape[1] < 1:
@@ -253,7 +253,7 @@ class NativeCalls:
             if scales.shape[0] != 1:
                 _require_shape(name, scales, (num_kv_heads,))
             # What a GPU holds is not waited for.
-            if self._device == "cpu" and not bool(((scales > 0) & scales.isfinite()).all()):
+            if self._device == _HOST and not bool(((scales > 0) & scales.isfinite()).all()):
                 raise InvalidRequestError("must be finite and above 0", field=name)
         strides = [0 if t is None or len(t) == 1 else t.stride(0) for t in (key, value)]
         return self._native.ScalesView(_address(key), _address(value), *strides)
@@ -274,7 +274,7 @@ class NativeCalls:
         pairs: torch.Tensor,
         more: dict[str, Any],
     ) -> None:
-        _check_tensor("pairs", pairs, "[num_pairs, 2]", (_ANY, 2), (torch.int64,), ("cpu",))
+        _check_tensor("pairs", pairs, "[num_pairs, 2]", (_ANY, 2), (torch.int64,), (_HOST,))
         pairs = pairs.contiguous()
         self._call(
             name,
@@ -329,7 +329,7 @@ def check_int(name: str, value: int, highest: int) -> None:
 
 def _shape_of_blocks(pool: torch.Tensor, block_ids: torch.Tensor) -> tuple[int, ...]:
     """Of blocks in the canonical order."""
-    _check_tensor("block_ids", block_ids, "[num_block_ids]", (_ANY,), (torch.int64,), ("cpu",))
+    _check_tensor("block_ids", block_ids, "[num_block_ids]", (_ANY,), (torch.int64,), (_HOST,))
     return (pool.shape[1], block_ids.shape[0], *pool.shape[2:])
 
 
@@ -358,17 +358,16 @@ def _check_tensor(
     wanted: str,
     shape: tuple[int | None, ...],
     dtypes: Mapping[torch.dtype, str] | tuple[torch.dtype, ...],
-    devices: tuple[str, ...],
+    devices: tuple[torch.device, ...],
 ) -> None:
     """``wanted``: the shape in words. ``shape``: None where any extent will do."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidRequestError(f"must be a tensor, is {type(tensor).__name__}", field=name)
-    names = dict.fromkeys(_DEVICE_NAMES.get(device, device) for device in devices)
-    if tensor.device.type not in devices or tensor.layout != torch.strided:
+    on_device = any(_is_on(tensor, device) for device in devices)
+    if not on_device or tensor.layout != torch.strided:
+        names = " or ".join(dict.fromkeys(str(device) for device in devices))
         raise InvalidRequestError(
-            f"must be a dense tensor on the {' or the '.join(names)}, "
-            f"is {tensor.layout} on {tensor.device}",
-            field=name,
+            f"must be a dense tensor on {names}, is {tensor.layout} on {tensor.device}", field=name
         )
     if tensor.dim() != len(shape):
         raise InvalidRequestError(f"must be {wanted}, is {list(tensor.shape)}", field=name)
@@ -376,6 +375,14 @@ def _check_tensor(
         listed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise InvalidRequestError(f"must be of {listed}, is of {tensor.dtype}", field=name)
     _require_shape(name, tensor, shape)
+    if tensor.numel() > 0 and tensor.data_ptr() == 0:
+        raise InvalidRequestError("must have memory, has none", field=name)
+
+
+def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """A device without an index stands for every one of its type."""
+    has = tensor.device
+    return has.type == device.type and device.index in (None, has.index)
 
 
 def _check_last_stride(name: str, tensor: torch.Tensor) -> None:

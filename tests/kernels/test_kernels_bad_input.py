@@ -27,6 +27,12 @@ def attention(**changed: Any) -> dict[str, Any]:
     } | changed
 
 
+def without_memory(*shape: int) -> torch.Tensor:
+    tensor = torch.zeros(shape)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 BAD_ATTENTION: dict[str, dict[str, Any]] = {
     "query: must be of float32": {"query": torch.zeros(4, 4, 16, dtype=torch.float64)},
     "query: must be [4, 4, 16]": {"query": torch.zeros(4, 4, 8)},
@@ -34,7 +40,9 @@ BAD_ATTENTION: dict[str, dict[str, Any]] = {
     "query: must have a multiple": {"query": torch.zeros(4, 5, 16)},
     "query: must be a tensor": {"query": [[0.0]]},
     "query: must be contiguous": {"query": torch.zeros(4, 16, 4).transpose(1, 2)},
-    "query: must be a dense tensor on the CPU": {"query": torch.zeros(4, 4, 16, device="meta")},
+    "query: must be a dense tensor on cpu": {"query": torch.zeros(4, 4, 16, device="meta")},
+    "query: must have memory": {"query": without_memory(4, 4, 16)},
+    "pages: must have memory": {"pages": without_memory(9, 2, 2, 16, 16)},
     "query: must be a dense": {"query": torch.zeros(4, 4, 16).to_sparse()},
     "pages: must be [num_blocks": {"pages": torch.zeros(4, 2, 16, 16)},
     "pages: must be of float32": {"pages": torch.zeros(9, 2, 2, 16, 16, dtype=torch.uint8)},
@@ -83,7 +91,7 @@ BAD_SCALES: dict[str, torch.Tensor] = {
     "must be [1] or [num_kv_heads]": torch.ones(2, 1),
     "must be of float32": torch.ones(2, dtype=torch.float64),
     "must be a tensor": [1.0],  # type: ignore[dict-item]
-    "must be a dense tensor on the CPU": torch.ones(2, device="meta"),
+    "must be a dense tensor on cpu": torch.ones(2, device="meta"),
     "must be finite and above 0": torch.tensor([1.0, 0.0]),
     "must be finite and above": torch.tensor([-1.0, 1.0]),
     "must be finite and": torch.tensor([torch.nan]),
