@@ -126,7 +126,7 @@ def test_the_path_depends_on_the_bytes_of_a_run(native: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_pairs", "num_launches"), ((224, 1), (225, 1), (2016, 1), (2240, 2), (2241, 2), (4100, 3))
+    ("num_pairs", "num_launches"), ((224, 1), (225, 1), (2016, 1), (2240, 2), (2241, 2))
 )
 def test_many_small_blocks_take_few_launches(
     native: ModuleType, num_pairs: int, num_launches: int
@@ -139,7 +139,7 @@ def test_many_small_blocks_take_few_launches(
 
 def test_many_pages_are_gathered_and_scattered(native: ModuleType) -> None:
     kernels = DeviceKernels(native, torch.device("cpu"))
-    pool = torch.randn(2300, 2, 2, 1, 1, 8)
+    pool = torch.randn(2300, 1, 2, 1, 1, 8)
     ids = torch.randperm(2300)
     before = native.num_launches()
     blocks = kernels.gather_blocks(pool, ids)
