@@ -4,7 +4,6 @@
 
 #include <limits>
 #include <string>
-#include <type_traits>
 
 #include "attention_kernels.h"
 #include "batch.cuh"
@@ -71,43 +70,28 @@ bool fits_tensor_cores(const PagedAttentionParams& p) {
   return is_aligned(p.query, kBytes) && is_aligned(pages.data, kBytes) && is_aligned(p.out, 4);
 }
 
-using Launch = void (*)(const Work& work, int64_t max_items, uintptr_t stream);
-
-// The kernels for one pair of types; null where the tensor cores do not take it.
-struct Kernels {
-  Launch run_short, run_long, run_fma;
-};
-
-template <typename Query, typename Kv>
-Kernels kernels_for() {
-  constexpr bool kIs8Bits = std::is_same_v<Kv, E4m3> || std::is_same_v<Kv, E5m2>;
-  if constexpr (!std::is_same_v<Query, float> && (kIs8Bits || std::is_same_v<Query, Kv>)) {
-    return {&launch_short<Query, Kv>, &launch_long<Query, Kv>, &launch_fma<Query, Kv>};
-  } else {
-    return {nullptr, nullptr, &launch_fma<Query, Kv>};
-  }
+template <typename Kv>
+void launch_on_tensor_cores(const Work& work, int64_t max_items, bool are_all_short,
+                            uintptr_t stream) {
+  launch_short<Kv>(work, max_items, stream);
+  if (!are_all_short) launch_long<Kv>(work, max_items, stream);
 }
 
-template <typename Query>
-Kernels kernels_for(Dtype pages) {
-  switch (pages) {
-    case Dtype::kFloat32:
-      return kernels_for<Query, float>();
+void launch_on_tensor_cores(const Work& work, int64_t max_items, bool are_all_short,
+                            uintptr_t stream) {
+  const auto run = [&](auto launch) { launch(work, max_items, are_all_short, stream); };
+  switch (work.p.pages.dtype) {
     case Dtype::kFloat16:
-      return kernels_for<Query, Half>();
+      return run(&launch_on_tensor_cores<Half>);
     case Dtype::kBFloat16:
-      return kernels_for<Query, Bfloat>();
+      return run(&launch_on_tensor_cores<Bfloat>);
     case Dtype::kFloat8E4M3:
-      return kernels_for<Query, E4m3>();
+      return run(&launch_on_tensor_cores<E4m3>);
     case Dtype::kFloat8E5M2:
-      return kernels_for<Query, E5m2>();
+      return run(&launch_on_tensor_cores<E5m2>);
+    case Dtype::kFloat32:
+      return;  // not for tensor cores
   }
-  return {};
-}
-
-Kernels kernels_for(Dtype query, Dtype pages) {
-  if (query == Dtype::kFloat32) return kernels_for<float>(pages);
-  return query == Dtype::kFloat16 ? kernels_for<Half>(pages) : kernels_for<Bfloat>(pages);
 }
 
 auto named(const char* name) {
@@ -166,15 +150,12 @@ void paged_attention(const PagedAttentionParams& p, const AttentionOptions& opti
   // Every token of every sequence in a tile of its own would be the most.
   const int64_t tiles_of_token = div_ceil<int64_t>(group, work.short_tile_rows) + 1;
   const int64_t max_items = p.num_tokens * tiles_of_token * p.pages.num_kv_heads * splits;
-  const Kernels kernels = kernels_for(p.query_dtype, p.pages.dtype);
   launch_plan(work, context.stream);
-  if (!on_tensor_cores) {
-    kernels.run_fma(work, max_items, context.stream);
+  if (on_tensor_cores) {
+    const bool are_all_short = options.max_query_len > 0 && is_short(options.max_query_len, group);
+    launch_on_tensor_cores(work, max_items, are_all_short, context.stream);
   } else {
-    kernels.run_short(work, max_items, context.stream);
-    if (options.max_query_len == 0 || !is_short(options.max_query_len, group)) {
-      kernels.run_long(work, max_items, context.stream);
-    }
+    launch_fma(work, max_items, context.stream);
   }
   if (splits > 1) launch_combine(work, context.stream);
 }

@@ -19,12 +19,12 @@ constexpr int short_tile_rows(int64_t group, int64_t head_size) {
 }
 
 void launch_plan(const Work& work, uintptr_t stream);
-// Each in a file of the types' own. `max_items`: no plan has more; the grid is not larger.
-template <typename Query, typename Kv>
+// `max_items`: no plan has more; the grid is not larger. For each type of pages there is a file of
+// instances of the first two.
+template <typename Kv>
 void launch_short(const Work& work, int64_t max_items, uintptr_t stream);
-template <typename Query, typename Kv>
+template <typename Kv>
 void launch_long(const Work& work, int64_t max_items, uintptr_t stream);
-template <typename Query, typename Kv>
 void launch_fma(const Work& work, int64_t max_items, uintptr_t stream);
 void launch_combine(const Work& work, uintptr_t stream);
 

@@ -61,64 +61,54 @@ __device__ inline LongRows long_rows(const Work& work, const Item& item, int32_t
 }
 
 // Where a row's query lies; null for a row that is not there.
-template <typename Query>
-__device__ const Query* query_of(const Work& work, const Item& item, int32_t first_row,
-                                 int32_t num_rows, int32_t row) {
+__device__ inline const uint16_t* query_of(const Work& work, const Item& item, int32_t first_row,
+                                           int32_t num_rows, int32_t row) {
   if (row >= num_rows) return nullptr;
   const int32_t group = static_cast<int32_t>(group_of(work.p));
   const int64_t token = item.sequence.first_token + (first_row + row) / group;
   const int64_t head = item.kv_head * group + (first_row + row) % group;
-  return static_cast<const Query*>(work.p.query) + token * work.p.query_token_stride +
+  return static_cast<const uint16_t*>(work.p.query) + token * work.p.query_token_stride +
          head * work.p.query_head_stride;
 }
 
 // Starts the copies of the block's queries; rows that are not there are zeros.
-template <typename Query, int kHeadSize>
+template <int kHeadSize>
 __device__ void copy_queries(const Work& work, const Item& item, int32_t first_row,
                              int32_t num_rows, unsigned char* queries) {
-  constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(Query));
+  constexpr int kElements = kChunkBytes / 2;
   constexpr int kChunks = kHeadSize / kElements;
   for (int32_t i = static_cast<int32_t>(threadIdx.x); i < kRowsOfLongTile * kChunks;
        i += kLongWarps * kLanesOfWarp) {
     const int32_t row = i / kChunks, chunk = i % kChunks;
-    const Query* from = query_of<Query>(work, item, first_row, num_rows, row);
+    const uint16_t* from = query_of(work, item, first_row, num_rows, row);
     const bool wanted = from != nullptr && chunk * kElements < work.p.pages.head_size;
-    copy_async_16(queries + row * kPitch<Query, kHeadSize> + chunk * kChunkBytes,
+    copy_async_16(queries + row * kPitch<Half, kHeadSize> + chunk * kChunkBytes,
                   wanted ? from + chunk * kElements : work.p.query, wanted);
   }
 }
 
 // For 8-bit keys: a warp's 16 rows as fp16, and the columns of each 16 in the order in which the
 // keys' columns come. A pair of columns a lane, in turns of 64; a row at a time.
-template <typename Query, typename Kv, int kHeadSize>
+template <int kHeadSize>
 __device__ void convert_queries(const Work& work, const Item& item, int32_t first_row,
                                 int32_t num_rows, LongRows& rows, unsigned char* queries) {
-  using Tile = LongTile<Kv, kHeadSize>;
   constexpr int kPairs = kHeadSize / (2 * kLanesOfWarp);  // of a lane
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
 #pragma unroll 2
   for (int32_t i = 0; i < 16; ++i) {
-    const Query* from = query_of<Query>(work, item, first_row, num_rows, 16 * warp + i);
+    const uint16_t* from = query_of(work, item, first_row, num_rows, 16 * warp + i);
     uint32_t pairs[kPairs];
-    float largest = 0.0f;
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) {
       const int32_t dim = 2 * (n * kLanesOfWarp + lane);
       const bool there = from != nullptr && dim < work.p.pages.head_size;
       pairs[n] = there ? *reinterpret_cast<const uint32_t*>(from + dim) : 0u;
-      if constexpr (kScalesRows<Query, Half>) largest = larger_of(largest, pairs[n]);
     }
-    if constexpr (kScalesRows<Query, Half>) {
-#pragma unroll
-      for (int bits = 1; bits < kLanesOfWarp; bits *= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(kWholeWarp, largest, bits));
-      }
-      const RowScale scale = row_scale(largest);
-#pragma unroll
-      for (int n = 0; n < kPairs; ++n) pairs[n] = bfloats_to_halves(pairs[n], scale);
-      rows.scale[0] *= i == lane / 4 ? scale.back : 1.0f;
-      rows.scale[1] *= i == lane / 4 + 8 ? scale.back : 1.0f;
+    if (work.p.query_dtype == Dtype::kBFloat16) {
+      const float back = scale_row<kLanesOfWarp>(pairs);
+      rows.scale[0] *= i == lane / 4 ? back : 1.0f;
+      rows.scale[1] *= i == lane / 4 + 8 ? back : 1.0f;
     }
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) {
@@ -126,7 +116,7 @@ __device__ void convert_queries(const Work& work, const Item& item, int32_t firs
       const int32_t pair = (n * kLanesOfWarp + lane) % 8;
       const int32_t factor = (n * kLanesOfWarp + lane) / 8;
       const int32_t column = 16 * factor + 2 * (pair / 2) + 8 * (pair % 2);
-      unsigned char* to = queries + (16 * warp + i) * Tile::kQueryPitch + 2 * column;
+      unsigned char* to = queries + (16 * warp + i) * kPitch<Half, kHeadSize> + 2 * column;
       *reinterpret_cast<uint32_t*>(to) = pairs[n];
     }
   }
@@ -243,22 +233,24 @@ __device__ void take_tile(const Work& work, Span seen, int32_t tile, const unsig
   }
 }
 
-// A row's outputs of 16 dims, of which four lanes hold four each: the pair of the lower dims, or of
-// the upper ones. `left` and `right` are the two parts of the factor's columns (tiles.cuh).
-template <typename Query, typename Kv>
-__device__ void store_four(Query* to, int32_t head_size, int t, const float* left,
+// A row's outputs of 16 dims, of which four lanes hold four each, in the query's type. `left` and
+// `right` are the two parts of the factor's columns (tiles.cuh).
+template <typename Kv>
+__device__ void store_four(Dtype dtype, uint16_t* to, int32_t head_size, int t, const float* left,
                            const float* right, float sum, float scale) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const int32_t dim = column_of<Kv>(t, j);
-    const float low = kIs8Bits<Kv> ? left[j] : (j == 0 ? left : right)[0];
-    const float high = kIs8Bits<Kv> ? right[j] : (j == 0 ? left : right)[1];
+    const float low = (kIs8Bits<Kv> ? left[j] : (j == 0 ? left : right)[0]) / sum * scale;
+    const float high = (kIs8Bits<Kv> ? right[j] : (j == 0 ? left : right)[1]) / sum * scale;
     if (dim >= head_size) continue;
-    *reinterpret_cast<uint32_t*>(to + dim) = pack<Query>(low / sum * scale, high / sum * scale);
+    *reinterpret_cast<uint32_t*>(to + dim) = kIs8Bits<Kv> && dtype == Dtype::kBFloat16
+                                                 ? pack<Bfloat>(low, high)
+                                                 : pack<FactorOf<Kv>>(low, high);
   }
 }
 
-template <typename Query, typename Kv, int kHeadSize>
+template <typename Kv, int kHeadSize>
 __device__ void write_rows(const Work& work, const Item& item, int32_t first_row, int32_t num_rows,
                            const LongRows& rows, const float (&out)[kHeadSize / 8][4]) {
   const int32_t group = static_cast<int32_t>(group_of(work.p));
@@ -276,11 +268,11 @@ __device__ void write_rows(const Work& work, const Item& item, int32_t first_row
     const int64_t token = item.sequence.first_token + (first_row + i) / group;
     const int64_t head = item.kv_head * group + (first_row + i) % group;
     const int64_t row = token * work.p.num_heads + head;
-    Query* to = static_cast<Query*>(work.p.out) + row * head_size;
+    uint16_t* to = static_cast<uint16_t*>(work.p.out) + row * head_size;
 #pragma unroll
     for (int d = 0; d < kHeadSize / 16; ++d) {
-      store_four<Query, Kv>(to + 16 * d, head_size - 16 * d, lane % 4, &out[2 * d][2 * j],
-                            &out[2 * d + 1][2 * j], sum, scale);
+      store_four<Kv>(work.p.query_dtype, to + 16 * d, head_size - 16 * d, lane % 4,
+                     &out[2 * d][2 * j], &out[2 * d + 1][2 * j], sum, scale);
     }
     if (work.p.lse != nullptr && lane % 4 == 0) {
       work.p.lse[row] = log_sum_exp(rows.maximum[j], sum);
@@ -288,7 +280,7 @@ __device__ void write_rows(const Work& work, const Item& item, int32_t first_row
   }
 }
 
-template <typename Query, typename Kv, int kHeadSize>
+template <typename Kv, int kHeadSize>
 __global__ void __launch_bounds__(kLongWarps* kLanesOfWarp) attend_long(Work work) {
   using Tile = LongTile<Kv, kHeadSize>;
   KVPLANE_DYNAMIC_SHARED(unsigned char, shared);
@@ -308,12 +300,12 @@ __global__ void __launch_bounds__(kLongWarps* kLanesOfWarp) attend_long(Work wor
     const int32_t end = div_ceil(seen.end, Tile::kTokens);
     int32_t tile = seen.begin / Tile::kTokens;
     if constexpr (!kIs8Bits<Kv>) {
-      copy_queries<Query, kHeadSize>(work, item, first_row, num_rows, queries);
+      copy_queries<kHeadSize>(work, item, first_row, num_rows, queries);
     }
     copy_tile<Kv, kHeadSize>(work, item, seen, tile, ring);
     commit_copies();
     if constexpr (kIs8Bits<Kv>) {
-      convert_queries<Query, Kv, kHeadSize>(work, item, first_row, num_rows, rows, queries);
+      convert_queries<kHeadSize>(work, item, first_row, num_rows, rows, queries);
     }
     for (int stage = 0; tile < end; ++tile, stage = 1 - stage) {
       wait_for_copies<0>();
@@ -325,31 +317,31 @@ __global__ void __launch_bounds__(kLongWarps* kLanesOfWarp) attend_long(Work wor
       take_tile<Kv, kHeadSize>(work, seen, tile, queries + 16 * warp * Tile::kQueryPitch,
                                ring + stage * 2 * Tile::kKeys, rows, out);
     }
-    write_rows<Query, Kv, kHeadSize>(work, item, first_row, num_rows, rows, out);
+    write_rows<Kv, kHeadSize>(work, item, first_row, num_rows, rows, out);
     __syncthreads();  // The next item's copies take the place of this one's tiles.
   }
 }
 
-template <typename Query, typename Kv, int kHeadSize>
+template <typename Kv, int kHeadSize>
 void launch_long_of(const Work& work, int64_t max_items, uintptr_t stream) {
   constexpr int kThreads = kLongWarps * kLanesOfWarp;
   constexpr size_t kBytes = LongTile<Kv, kHeadSize>::kSharedBytes;
-  constexpr auto kKernel = &attend_long<Query, Kv, kHeadSize>;
+  constexpr auto kKernel = &attend_long<Kv, kHeadSize>;
   const int64_t at_once = resident_blocks<kKernel>(kThreads, kBytes);
   launch(kKernel, {min_of(at_once, max_items)}, kThreads, kBytes, stream, work);
 }
 
-template <typename Query, typename Kv>
+template <typename Kv>
 void launch_long(const Work& work, int64_t max_items, uintptr_t stream) {
   const int64_t head_size = work.p.pages.head_size;
   if (head_size <= 64) {
-    launch_long_of<Query, Kv, 64>(work, max_items, stream);
+    launch_long_of<Kv, 64>(work, max_items, stream);
   } else if (head_size <= 128) {
-    launch_long_of<Query, Kv, 128>(work, max_items, stream);
+    launch_long_of<Kv, 128>(work, max_items, stream);
   } else if (head_size <= 192) {
-    launch_long_of<Query, Kv, 192>(work, max_items, stream);
+    launch_long_of<Kv, 192>(work, max_items, stream);
   } else {
-    launch_long_of<Query, Kv, 256>(work, max_items, stream);
+    launch_long_of<Kv, 256>(work, max_items, stream);
   }
 }
 

@@ -2,6 +2,6 @@
 
 namespace kvplane::cuda {
 
-template void launch_long<Bfloat, Bfloat>(const Work&, int64_t, uintptr_t);
+template void launch_long<Bfloat>(const Work&, int64_t, uintptr_t);
 
 }  // namespace kvplane::cuda

@@ -69,30 +69,10 @@ __device__ void set_rows(const Work& work, const Item& item, int32_t first_row, 
   }
 }
 
-// Makes fp16 of a row of bf16 that four lanes share; returns what its scores are to be multiplied
-// by.
-template <int kNumFactors>
-__device__ float scale_row(uint32_t (&row)[kNumFactors][2]) {
-  float largest = 0.0f;
-#pragma unroll
-  for (int k = 0; k < kNumFactors; ++k) {
-    largest = larger_of(larger_of(largest, row[k][0]), row[k][1]);
-  }
-  largest = fmaxf(largest, __shfl_xor_sync(kWholeWarp, largest, 1));
-  largest = fmaxf(largest, __shfl_xor_sync(kWholeWarp, largest, 2));
-  const RowScale scale = row_scale(largest);
-#pragma unroll
-  for (int k = 0; k < kNumFactors; ++k) {
-    row[k][0] = bfloats_to_halves(row[k][0], scale);
-    row[k][1] = bfloats_to_halves(row[k][1], scale);
-  }
-  return scale.back;
-}
-
 // The queries as factors B, straight from global memory: lane g's row, the dims of k = 2t and on.
-template <typename Query, typename Kv, int kHeadSize, int kColumns>
+template <typename Kv, int kHeadSize, int kColumns>
 __device__ void load_queries(const Work& work, const Item& item, int32_t first_row,
-                             int32_t num_rows, uint32_t (&queries)[kColumns][kHeadSize / 16][2],
+                             int32_t num_rows, uint32_t (&queries)[kColumns][kHeadSize / 8],
                              RowsOfThread<kColumns>& rows) {
   const int32_t group = static_cast<int32_t>(group_of(work.p));
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
@@ -109,11 +89,11 @@ __device__ void load_queries(const Work& work, const Item& item, int32_t first_r
       for (int j = 0; j < 2; ++j) {
         const int32_t dim = 16 * k + column_of<Kv>(lane % 4, j);
         const bool there = row < num_rows && dim < work.p.pages.head_size;
-        queries[c][k][j] = there ? *reinterpret_cast<const uint32_t*>(from + dim) : 0u;
+        queries[c][2 * k + j] = there ? *reinterpret_cast<const uint32_t*>(from + dim) : 0u;
       }
     }
-    if constexpr (kScalesRows<Query, FactorOf<Kv>>) {
-      const float back = scale_row(queries[c]);  // of row g; wanted are those of 2t and 2t + 1
+    if (kIs8Bits<Kv> && work.p.query_dtype == Dtype::kBFloat16) {
+      const float back = scale_row<4>(queries[c]);  // of row g; wanted are those of 2t and 2t + 1
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         rows.scale[c][j] *= __shfl_sync(kWholeWarp, back, (2 * (lane % 4) + j) * 4);
@@ -244,7 +224,7 @@ __device__ void write_outputs(const Work& work, const Item& item, int32_t first_
 }
 
 // A warp's share of an item: tiles of 16 tokens, kStages - 1 of them on their way at any time.
-template <typename Query, typename Kv, int kHeadSize, int kColumns>
+template <typename Kv, int kHeadSize, int kColumns>
 __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_row,
                              int32_t num_rows, unsigned char* ring) {
   using Ring = ShortRing<Kv, kHeadSize, kColumns>;
@@ -255,8 +235,8 @@ __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_r
   const Span seen = span_of(work, item.sequence, item.split, first_row, num_rows);
   RowsOfThread<kColumns> rows;
   set_rows(work, item, first_row, num_rows, rows);
-  uint32_t queries[kColumns][kHeadSize / 16][2];
-  load_queries<Query, Kv, kHeadSize, kColumns>(work, item, first_row, num_rows, queries, rows);
+  uint32_t queries[kColumns][kHeadSize / 8];
+  load_queries<Kv, kHeadSize, kColumns>(work, item, first_row, num_rows, queries, rows);
   float out[kHeadSize / 16][kColumns][4] = {};
 
   const auto find = [&](int32_t tile) {
@@ -300,7 +280,10 @@ __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_r
       for (int f = 0; f < kFactors<Kv>; ++f) {
         const int k = kFactors<Kv> * i + f;
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) multiply_add<Factor>(scores[c], a[f], queries[c][k]);
+        for (int c = 0; c < kColumns; ++c) {
+          const uint32_t b[2] = {queries[c][2 * k], queries[c][2 * k + 1]};
+          multiply_add<Factor>(scores[c], a[f], b);
+        }
       }
     }
     float rescale[kColumns][2];
@@ -333,7 +316,7 @@ __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_r
   leave_outputs<Kv, kHeadSize, kColumns>(out, rows, reinterpret_cast<float*>(ring));
 }
 
-template <typename Query, typename Kv, int kHeadSize, int kColumns>
+template <typename Kv, int kHeadSize, int kColumns>
 __global__ void __launch_bounds__(kShortWarps* kLanesOfWarp) attend_short(Work work) {
   using Ring = ShortRing<Kv, kHeadSize, kColumns>;
   KVPLANE_DYNAMIC_SHARED(unsigned char, shared);
@@ -345,8 +328,8 @@ __global__ void __launch_bounds__(kShortWarps* kLanesOfWarp) attend_short(Work w
     const int32_t first_row = item.tile * Ring::kRows;
     const int32_t all_rows = item.sequence.query_len * static_cast<int32_t>(group_of(work.p));
     const int32_t num_rows = min_of(Ring::kRows, all_rows - first_row);
-    attend_tiles<Query, Kv, kHeadSize, kColumns>(work, item, first_row, num_rows,
-                                                 shared + warp * Ring::kBytes);
+    attend_tiles<Kv, kHeadSize, kColumns>(work, item, first_row, num_rows,
+                                          shared + warp * Ring::kBytes);
     __syncthreads();
     write_outputs<Kv, kHeadSize, kColumns>(work, item, first_row, num_rows,
                                            reinterpret_cast<const float*>(shared));
@@ -354,36 +337,36 @@ __global__ void __launch_bounds__(kShortWarps* kLanesOfWarp) attend_short(Work w
   }
 }
 
-template <typename Query, typename Kv, int kHeadSize, int kColumns>
+template <typename Kv, int kHeadSize, int kColumns>
 void launch_short_of(const Work& work, int64_t max_items, uintptr_t stream) {
   constexpr int kThreads = kShortWarps * kLanesOfWarp;
   constexpr size_t kBytes = ShortRing<Kv, kHeadSize, kColumns>::kSharedBytes;
-  constexpr auto kKernel = &attend_short<Query, Kv, kHeadSize, kColumns>;
+  constexpr auto kKernel = &attend_short<Kv, kHeadSize, kColumns>;
   const int64_t at_once = resident_blocks<kKernel>(kThreads, kBytes);
   launch(kKernel, {min_of(at_once, max_items)}, kThreads, kBytes, stream, work);
 }
 
-template <typename Query, typename Kv, int kHeadSize>
+template <typename Kv, int kHeadSize>
 void launch_short_of(const Work& work, int64_t max_items, uintptr_t stream) {
   if (work.short_tile_rows == 8) {
-    launch_short_of<Query, Kv, kHeadSize, 1>(work, max_items, stream);
+    launch_short_of<Kv, kHeadSize, 1>(work, max_items, stream);
   } else {
-    launch_short_of<Query, Kv, kHeadSize, 2>(work, max_items, stream);
+    launch_short_of<Kv, kHeadSize, 2>(work, max_items, stream);
   }
 }
 
 // Head sizes are rounded up to one of these; what is added is zeros, and is not read.
-template <typename Query, typename Kv>
+template <typename Kv>
 void launch_short(const Work& work, int64_t max_items, uintptr_t stream) {
   const int64_t head_size = work.p.pages.head_size;
   if (head_size <= 64) {
-    launch_short_of<Query, Kv, 64>(work, max_items, stream);
+    launch_short_of<Kv, 64>(work, max_items, stream);
   } else if (head_size <= 128) {
-    launch_short_of<Query, Kv, 128>(work, max_items, stream);
+    launch_short_of<Kv, 128>(work, max_items, stream);
   } else if (head_size <= 192) {
-    launch_short_of<Query, Kv, 192>(work, max_items, stream);
+    launch_short_of<Kv, 192>(work, max_items, stream);
   } else {
-    launch_short_of<Query, Kv, 256, 1>(work, max_items, stream);
+    launch_short_of<Kv, 256, 1>(work, max_items, stream);
   }
 }
 

@@ -9,16 +9,11 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "eight_bits.cuh"
 #include "ptx.cuh"
 
 namespace kvplane::cuda {
-
-// Whether a row has to be scaled, to be multiplied as numbers of type Factor.
-template <typename Query, typename Factor>
-constexpr bool kScalesRows = !std::is_same_v<Query, Factor>;
 
 // Powers of two, the inverses of each other.
 struct RowScale {
@@ -38,12 +33,27 @@ __device__ inline RowScale row_scale(float largest) {
 __device__ inline float low_bfloat(uint32_t pair) { return float_of(pair << 16); }
 __device__ inline float high_bfloat(uint32_t pair) { return float_of(pair & 0xFFFF0000u); }
 
-__device__ inline float larger_of(float largest, uint32_t pair) {
-  return fmaxf(largest, fmaxf(fabsf(low_bfloat(pair)), fabsf(high_bfloat(pair))));
-}
-
-__device__ inline uint32_t bfloats_to_halves(uint32_t pair, RowScale scale) {
-  return pack<Half>(low_bfloat(pair) * scale.to_halves, high_bfloat(pair) * scale.to_halves);
+// Makes fp16 of a row of bf16 that `kLanes` neighbouring lanes share, two numbers a register;
+// returns what its scores are to be multiplied by.
+template <int kLanes, int kCount>
+__device__ float scale_row(uint32_t (&pairs)[kCount]) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    largest = fmaxf(largest, fabsf(low_bfloat(pairs[i])));
+    largest = fmaxf(largest, fabsf(high_bfloat(pairs[i])));
+  }
+#pragma unroll
+  for (int bits = 1; bits < kLanes; bits *= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(kWholeWarp, largest, bits));
+  }
+  const RowScale scale = row_scale(largest);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    pairs[i] =
+        pack<Half>(low_bfloat(pairs[i]) * scale.to_halves, high_bfloat(pairs[i]) * scale.to_halves);
+  }
+  return scale.back;
 }
 
 }  // namespace kvplane::cuda

@@ -21,7 +21,7 @@ class Mutant:
     found_by: str = PLAIN
 
 
-SHORT, LONG, FMA = "attention_short.cuh", "attention_long.cuh", "attention_fma.cuh"
+SHORT, LONG, FMA = "attention_short.cuh", "attention_long.cuh", "attention_fma.cu"
 BATCH, TILES, PLAN = "batch.cuh", "tiles.cuh", "plan.cu"
 CACHE = "reshape_and_cache.cu"
 
@@ -117,7 +117,7 @@ MUTANTS = {
     ),
     "long_row_scale_of_another_row": Mutant(
         LONG,
-        "rows.scale[1] *= i == lane / 4 + 8 ? scale.back : 1.0f;",
-        "rows.scale[1] *= i == lane / 4 ? scale.back : 1.0f;",
+        "rows.scale[1] *= i == lane / 4 + 8 ? back : 1.0f;",
+        "rows.scale[1] *= i == lane / 4 ? back : 1.0f;",
     ),
 }
