@@ -3,7 +3,7 @@
 .PHONY: help setup run test test-nightly serve bench lint fix protos clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine models tests benchmarks examples scripts
-SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh)
+SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh benchmarks/gpu/*.sh)
 BIN := .venv/bin
 # More for pytest: make test PYTEST_ARGS="-k fork -x"
 PYTEST_ARGS ?=
