@@ -194,17 +194,16 @@ void store(const float* row, int64_t count, Dtype dtype, void* destination) {
   }
 }
 
-// Asks for the rows of a later tile a few at a time, between pieces of work: asking for all at once
-// would fill the queue of the memory and stall.
+// Asks for rows that are wanted later, a few at a time, between pieces of work: asking for all at
+// once would fill the queue of the memory and stall.
 class Prefetch {
  public:
   Prefetch(const char* const* rows, int64_t row_bytes, int64_t num_steps)
-      : rows_(rows), row_bytes_(row_bytes), num_steps_(num_steps) {}
+      : rows_(rows), row_bytes_(row_bytes), rows_a_step_((kTileTokens << 16) / num_steps + 1) {}
 
   KVPLANE_INLINE void step() {
-    if (step_ == num_steps_) return;
-    ++step_;
-    const int64_t end = kTileTokens * step_ / num_steps_;
+    due_ += rows_a_step_;
+    const int64_t end = due_ >> 16 < kTileTokens ? due_ >> 16 : kTileTokens;
     for (; row_ < end; ++row_) {
       for (int64_t b = 0; b < row_bytes_; b += 64) __builtin_prefetch(rows_[row_] + b, 0, 3);
     }
@@ -213,8 +212,8 @@ class Prefetch {
  private:
   const char* const* rows_;
   int64_t row_bytes_;
-  int64_t num_steps_;
-  int64_t step_ = 0;
+  int64_t rows_a_step_;  // in 2^-16
+  int64_t due_ = 0;      // rows, in 2^-16
   int64_t row_ = 0;
 };
 
@@ -260,13 +259,13 @@ KVPLANE_INLINE float weigh(const Row& row, float scale, float* weights) {
 }
 
 // dots[r][t] = query of row r . key[t]; kGroups: groups of lanes in a row, 0 when known only at run
-// time.
-template <int kRows, int kGroups>
+// time; kSteps: of the prefetch.
+template <int kRows, int kGroups, int kSteps>
 KVPLANE_INLINE void dot_products(const Row* rows, const Tile& tile, int64_t row_size,
                                  Prefetch* prefetch, float (*dots)[kTileTokens]) {
   const int64_t num_groups = kGroups > 0 ? kGroups : row_size / kLanes;
   const auto dot = [&](int64_t token) __attribute__((always_inline)) {
-    if (token % 4 == 0) prefetch->step();
+    if (token % (kTileTokens / kSteps) == 0) prefetch->step();
     const float* key = reinterpret_cast<const float*>(tile.key[token]);
     Lanes sums[kRows] = {};
     KVPLANE_UNROLL for (int64_t c = 0; c < num_groups; ++c) {
@@ -288,7 +287,7 @@ KVPLANE_INLINE void dot_products(const Row* rows, const Tile& tile, int64_t row_
 
 // out = out * correction + sum over t of weights[t] * value[t], for kGroups groups of lanes of
 // kRows rows that see the same tokens.
-template <int kRows, int kGroups>
+template <int kRows, int kGroups, int kSteps>
 KVPLANE_INLINE void add_values(const Row* rows, const float (*weights)[kTileTokens],
                                const float* corrections, const Tile& tile, int64_t column,
                                Prefetch* prefetch) {
@@ -300,7 +299,7 @@ KVPLANE_INLINE void add_values(const Row* rows, const float (*weights)[kTileToke
     }
   }
   for (int64_t t = rows[0].begin; t < rows[0].end; ++t) {
-    if (t % 8 == 0) prefetch->step();
+    if (t % (kTileTokens / kSteps) == 0) prefetch->step();
     const float* value = reinterpret_cast<const float*>(tile.value[t]) + column;
     KVPLANE_UNROLL for (int c = 0; c < kGroups; ++c) {
       const Lanes x = load_lanes(value + c * kLanes);
@@ -317,7 +316,7 @@ KVPLANE_INLINE void add_values(const Row* rows, const float (*weights)[kTileToke
   }
 }
 
-template <int kRows>
+template <int kRows, int kSteps>
 KVPLANE_INLINE void add_all_values(const Row* rows, const float (*weights)[kTileTokens],
                                    const float* corrections, const AttendArgs& args,
                                    Prefetch* prefetch) {
@@ -325,10 +324,10 @@ KVPLANE_INLINE void add_all_values(const Row* rows, const float (*weights)[kTile
   const Tile& tile = *args.tile;
   int64_t column = 0;
   for (; column + kColumns * kLanes <= args.row_size; column += kColumns * kLanes) {
-    add_values<kRows, kColumns>(rows, weights, corrections, tile, column, prefetch);
+    add_values<kRows, kColumns, kSteps>(rows, weights, corrections, tile, column, prefetch);
   }
   for (; column < args.row_size; column += kLanes) {
-    add_values<kRows, 1>(rows, weights, corrections, tile, column, prefetch);
+    add_values<kRows, 1, kSteps>(rows, weights, corrections, tile, column, prefetch);
   }
 }
 
@@ -336,44 +335,60 @@ KVPLANE_INLINE bool see_the_same(const Row& a, const Row& b) {
   return a.begin == b.begin && a.end == b.end;
 }
 
-template <int kGroups>
+// kKeySteps, kValueSteps: of the prefetch, for each turn of one or two rows.
+template <int kGroups, int kKeySteps, int kValueSteps>
 void attend_rows(const AttendArgs& args) {
+  constexpr int64_t kTogether = kWidth == 16 ? 2 : 1;
+  const int64_t num_turns = (args.num_rows + kTogether - 1) / kTogether;
   float weights[kAttendRows][kTileTokens];
   float corrections[kAttendRows];
-  Prefetch keys(args.prefetch->key, args.prefetch_bytes, 8 * ((args.num_rows + 1) / 2));
+  // One or two rows are done too soon for a whole tile to arrive: they ask for this tile's values
+  // and then for the next one's keys.
+  const bool few = args.num_rows <= 2;
+  const Tile& next = *args.prefetch;
+  Prefetch first(few ? args.tile->value : next.key, args.prefetch_bytes, kKeySteps * num_turns);
   for (int64_t r = 0; r < args.num_rows;) {
     const Row* rows = args.rows + r;
-    const int64_t num = kWidth == 16 && r + 1 < args.num_rows ? 2 : 1;
+    const int64_t num = r + kTogether <= args.num_rows ? kTogether : 1;
+    float (*dots)[kTileTokens] = weights + r;
     if (num == 2) {
-      dot_products<2, kGroups>(rows, *args.tile, args.row_size, &keys, weights + r);
+      dot_products<2, kGroups, kKeySteps>(rows, *args.tile, args.row_size, &first, dots);
     } else {
-      dot_products<1, kGroups>(rows, *args.tile, args.row_size, &keys, weights + r);
+      dot_products<1, kGroups, kKeySteps>(rows, *args.tile, args.row_size, &first, dots);
     }
     for (const int64_t end = r + num; r < end; ++r) {
       corrections[r] = weigh(args.rows[r], args.scale, weights[r]);
     }
   }
-  Prefetch values(args.prefetch->value, args.prefetch_bytes, 4 * ((args.num_rows + 1) / 2));
+  Prefetch second(few ? next.key : next.value, args.prefetch_bytes, kValueSteps * num_turns);
   for (int64_t r = 0; r < args.num_rows;) {
     const Row* rows = args.rows + r;
     if (kWidth == 16 && r + 1 < args.num_rows && see_the_same(rows[0], rows[1])) {
-      add_all_values<2>(rows, weights + r, corrections + r, args, &values);
+      add_all_values<2, kValueSteps>(rows, weights + r, corrections + r, args, &second);
       r += 2;
     } else {
-      add_all_values<1>(rows, weights + r, corrections + r, args, &values);
+      add_all_values<1, kValueSteps>(rows, weights + r, corrections + r, args, &second);
       r += 1;
     }
   }
 }
 
+// Few rows wait for memory: lines that are asked for one row at a time arrive sooner than in
+// bursts. Many rows have time, and would lose it to asking.
+template <int kGroups>
+void attend_any(const AttendArgs& args) {
+  if (args.num_rows <= 4) return attend_rows<kGroups, 32, 32>(args);
+  attend_rows<kGroups, 8, 4>(args);
+}
+
 void attend(const AttendArgs& args) {
   switch (args.row_size) {
     case 64:
-      return attend_rows<4>(args);
+      return attend_any<4>(args);
     case 128:
-      return attend_rows<8>(args);
+      return attend_any<8>(args);
     default:
-      return attend_rows<0>(args);
+      return attend_any<0>(args);
   }
 }
 
