@@ -1,7 +1,7 @@
 // 8-bit numbers to and from the types that are computed with.
 //
-// To fp16, which holds every one of them: one instruction from sm_89 on, and before that arithmetic
-// on two numbers at once. The emulator runs the arithmetic. From fp32: arithmetic everywhere.
+// To fp16, which holds every one of them: one instruction for two numbers from sm_89 on, and before
+// that arithmetic. Tests run both. From fp32: arithmetic everywhere.
 #pragma once
 
 #include <cstdint>
@@ -29,22 +29,37 @@ __device__ inline uint32_t compute_halves<E4m3>(uint32_t upper_bytes) {
   return halves_times_256(shifted) | ((magnitudes + 0x01000100u) >> 2 & 0x20002000u);
 }
 
-// Bytes kLow and kHigh of four 8-bit numbers, as two fp16 numbers.
-template <typename T, int kLow, int kHigh>
-__device__ uint32_t to_halves(uint32_t four) {
-#if defined(KVPLANE_CONVERTS_8_BITS)
-  return convert_to_halves<T>(permute_bytes(four, 0x4400 | kHigh << 4 | kLow));
-#else
-  return compute_halves<T>(permute_bytes(four, 0x0404 | kHigh << 12 | kLow << 4));
-#endif
+// Bytes 0 and 1 of four 8-bit numbers as two fp16 numbers, and bytes 2 and 3.
+template <typename T, bool kConverts = kConvertsToHalves>
+__device__ void widen_pairs(uint32_t four, uint32_t& low, uint32_t& high) {
+  if constexpr (kConverts) {
+    low = convert_to_halves<T>(four);
+    high = convert_to_halves<T>(four >> 16);
+  } else {
+    low = compute_halves<T>(permute_bytes(four, 0x1404));
+    high = compute_halves<T>(permute_bytes(four, 0x3424));
+  }
 }
 
-__device__ inline float to_float(E4m3 value) {
-  return to_float(Half{static_cast<uint16_t>(to_halves<E4m3, 0, 0>(value.bits))});
+// Bytes 0 and 2 of four 8-bit numbers as two fp16 numbers, and bytes 1 and 3.
+template <typename T, bool kConverts = kConvertsToHalves>
+__device__ void widen_every_second(uint32_t four, uint32_t& even, uint32_t& odd) {
+  if constexpr (kConverts) {
+    widen_pairs<T, true>(permute_bytes(four, 0x3120), even, odd);
+  } else {
+    even = compute_halves<T>(permute_bytes(four, 0x2404));
+    odd = compute_halves<T>(permute_bytes(four, 0x3414));
+  }
 }
-__device__ inline float to_float(E5m2 value) {
-  return to_float(Half{static_cast<uint16_t>(to_halves<E5m2, 0, 0>(value.bits))});
+
+template <typename T>
+__device__ float widen(uint8_t bits) {
+  uint32_t low, high;
+  widen_pairs<T>(bits, low, high);
+  return to_float(Half{static_cast<uint16_t>(low)});
 }
+__device__ inline float to_float(E4m3 value) { return widen<E4m3>(value.bits); }
+__device__ inline float to_float(E5m2 value) { return widen<E5m2>(value.bits); }
 
 // Rounds to nearest even; what is larger than `largest`, infinity too, becomes that. NaN is 0x7F.
 template <int kMantissaBits, int kBias>

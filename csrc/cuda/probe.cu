@@ -58,8 +58,10 @@ struct ToHalves {
   using In = uint32_t;
   using Out = Four;
   static __device__ Out run(In in) {
-    return {{to_halves<T, 0, 1>(in), to_halves<T, 2, 3>(in), to_halves<T, 0, 2>(in),
-             to_halves<T, 1, 3>(in)}};
+    Out out;
+    widen_pairs<T>(in, out.part[0], out.part[1]);
+    widen_every_second<T>(in, out.part[2], out.part[3]);
+    return out;
   }
 };
 
@@ -69,10 +71,10 @@ struct ComputeHalves {
   using In = uint32_t;
   using Out = Four;
   static __device__ Out run(In in) {
-    return {{compute_halves<T>(permute_bytes(in, 0x1404)),
-             compute_halves<T>(permute_bytes(in, 0x3424)),
-             compute_halves<T>(permute_bytes(in, 0x2404)),
-             compute_halves<T>(permute_bytes(in, 0x3414))}};
+    Out out;
+    widen_pairs<T, false>(in, out.part[0], out.part[1]);
+    widen_every_second<T, false>(in, out.part[2], out.part[3]);
+    return out;
   }
 };
 

@@ -30,6 +30,15 @@ struct E5m2 {
   uint8_t bits;
 };
 
+// Two 8-bit numbers, in the low half of `pair`, as two fp16 numbers; where a device can.
+template <typename T>
+__device__ uint32_t convert_to_halves(uint32_t pair);
+#if defined(KVPLANE_EMULATED) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890)
+constexpr bool kConvertsToHalves = true;
+#else
+constexpr bool kConvertsToHalves = false;
+#endif
+
 #if defined(KVPLANE_EMULATED)
 
 __device__ inline uint32_t bits_of(float value) { return to_bits(value); }
@@ -70,6 +79,21 @@ __device__ inline uint32_t permute_bytes(uint32_t bytes, uint32_t selector) {
     result |= (from < 4 ? bytes >> 8 * from & 0xFFu : 0u) << 8 * i;
   }
   return result;
+}
+
+template <>
+inline uint32_t convert_to_halves<E4m3>(uint32_t pair) {
+  const auto half = [](uint32_t code) {
+    return uint32_t{float_to_fp16(e4m3_to_float(static_cast<uint8_t>(code)))};
+  };
+  return half(pair & 0xFFu) | half(pair >> 8 & 0xFFu) << 16;
+}
+template <>
+inline uint32_t convert_to_halves<E5m2>(uint32_t pair) {
+  const auto half = [](uint32_t code) {
+    return uint32_t{float_to_fp16(e5m2_to_float(static_cast<uint8_t>(code)))};
+  };
+  return half(pair & 0xFFu) | half(pair >> 8 & 0xFFu) << 16;
 }
 
 // Two fp16 numbers, each times 256.
@@ -257,12 +281,7 @@ __device__ inline uint32_t halves_times_256(uint32_t halves) {
   return result;
 }
 
-// Two 8-bit numbers, in the low half, as two fp16 numbers. The emulator and sm_80 have arithmetic
-// in its place (eight_bits.cuh), which gives the same bits but for those of a NaN.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-#define KVPLANE_CONVERTS_8_BITS
-template <typename T>
-__device__ uint32_t convert_to_halves(uint32_t pair);
 template <>
 __device__ inline uint32_t convert_to_halves<E4m3>(uint32_t pair) {
   uint32_t result;

@@ -75,17 +75,6 @@ __device__ void load_keys_and_values(const PagesParams& pages, int64_t key_of_la
   }
 }
 
-// The numbers of four that lie in one row, as two registers of a factor; of those read by columns,
-// which are two of each of two columns, each column's.
-template <typename Kv>
-__device__ void widen_row(uint32_t four, uint32_t& low, uint32_t& high) {
-  low = to_halves<Kv, 0, 1>(four), high = to_halves<Kv, 2, 3>(four);
-}
-template <typename Kv>
-__device__ void widen_columns(uint32_t four, uint32_t& even, uint32_t& odd) {
-  even = to_halves<Kv, 0, 2>(four), odd = to_halves<Kv, 1, 3>(four);
-}
-
 // kReadBytes of 16 rows of a tile as factors A: rows as they are.
 template <typename Kv, int kHeadSize>
 __device__ void load_rows(uint32_t (&a)[kFactors<Kv>][4], const unsigned char* tile, int byte) {
@@ -99,8 +88,8 @@ __device__ void load_rows(uint32_t (&a)[kFactors<Kv>][4], const unsigned char* t
     load_matrices(read, row);
 #pragma unroll
     for (int f = 0; f < 2; ++f) {
-      widen_row<Kv>(read[2 * f], a[f][0], a[f][2]);
-      widen_row<Kv>(read[2 * f + 1], a[f][1], a[f][3]);
+      widen_pairs<Kv>(read[2 * f], a[f][0], a[f][2]);
+      widen_pairs<Kv>(read[2 * f + 1], a[f][1], a[f][3]);
     }
   }
 }
@@ -118,8 +107,8 @@ __device__ void load_columns(uint32_t (&a)[kFactors<Kv>][4], const unsigned char
     load_matrices_transposed(read, row);
 #pragma unroll
     for (int f = 0; f < 2; ++f) {
-      widen_columns<Kv>(read[f], a[f][0], a[f][1]);
-      widen_columns<Kv>(read[f + 2], a[f][2], a[f][3]);
+      widen_every_second<Kv>(read[f], a[f][0], a[f][1]);
+      widen_every_second<Kv>(read[f + 2], a[f][2], a[f][3]);
     }
   }
 }
@@ -137,8 +126,8 @@ __device__ void load_rows_as_b(uint32_t (&low)[kFactors<Kv>][2], uint32_t (&high
   } else {
 #pragma unroll
     for (int f = 0; f < 2; ++f) {
-      widen_row<Kv>(read[f], low[f][0], low[f][1]);
-      widen_row<Kv>(read[f + 2], high[f][0], high[f][1]);
+      widen_pairs<Kv>(read[f], low[f][0], low[f][1]);
+      widen_pairs<Kv>(read[f + 2], high[f][0], high[f][1]);
     }
   }
 }
@@ -158,8 +147,8 @@ __device__ void load_columns_as_b(uint32_t (&left)[kFactors<Kv>][2],
   } else {
 #pragma unroll
     for (int f = 0; f < 2; ++f) {
-      widen_columns<Kv>(read[2 * f], left[f][0], right[f][0]);
-      widen_columns<Kv>(read[2 * f + 1], left[f][1], right[f][1]);
+      widen_every_second<Kv>(read[2 * f], left[f][0], right[f][0]);
+      widen_every_second<Kv>(read[2 * f + 1], left[f][1], right[f][1]);
     }
   }
 }

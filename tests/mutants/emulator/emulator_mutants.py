@@ -23,7 +23,7 @@ class Mutant:
 
 SHORT, LONG, FMA = "attention_short.cuh", "attention_long.cuh", "attention_fma.cu"
 BATCH, TILES, PLAN = "batch.cuh", "tiles.cuh", "plan.cu"
-CACHE = "reshape_and_cache.cu"
+CACHE, EIGHT_BITS = "reshape_and_cache.cu", "eight_bits.cuh"
 
 MUTANTS = {
     "missing_barrier": Mutant(
@@ -86,11 +86,11 @@ MUTANTS = {
     ),
     "bytes_of_two_columns_swapped": Mutant(
         TILES,
-        "even = to_halves<Kv, 0, 2>(four), odd = to_halves<Kv, 1, 3>(four)",
-        "even = to_halves<Kv, 1, 3>(four), odd = to_halves<Kv, 0, 2>(four)",
+        "widen_every_second<Kv>(read[f], a[f][0], a[f][1]);",
+        "widen_every_second<Kv>(read[f], a[f][1], a[f][0]);",
     ),
     "bytes_of_two_tokens_taken_for_two_columns": Mutant(
-        TILES, "low = to_halves<Kv, 0, 1>(four)", "low = to_halves<Kv, 0, 2>(four)"
+        EIGHT_BITS, "permute_bytes(four, 0x3120)", "four"
     ),
     "output_dims_in_the_order_of_16_bit_pages": Mutant(
         SHORT, "kDimsApart = kIs8Bits<Kv> ? 2 : 1", "kDimsApart = 1"
