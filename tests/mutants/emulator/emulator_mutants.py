@@ -46,7 +46,7 @@ MUTANTS = {
     "divergent_shuffle": Mutant(
         TILES,
         "const int64_t key = __shfl_sync(kWholeWarp, key_of_lane, row);",
-        "if (column >= pages.head_size) continue;\n"
+        "if (chunk * kElements >= pages.head_size) continue;\n"
         "    const int64_t key = __shfl_sync(kWholeWarp, key_of_lane, row);",
     ),
     "shuffle_as_barrier": Mutant(
