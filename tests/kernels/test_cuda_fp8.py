@@ -11,7 +11,15 @@ import pytest
 import test_fp8_conversions as conversions
 import torch
 from device_backends import DeviceBackend, chosen_backend, in_place_of_the_cpu
-from kernel_cases import FLOATS, FP8, Case, assert_as_exact_as_torch, assert_same_bits, build
+from kernel_cases import (
+    FLOATS,
+    FP8,
+    Case,
+    assert_as_exact_as_8_bits,
+    assert_as_exact_as_torch,
+    assert_same_bits,
+    build,
+)
 
 from data_plane import kernels
 
@@ -69,6 +77,16 @@ def test_any_block_size_is_right_with_a_window_and_slopes(block_size: int) -> No
     assert_as_exact_as_torch(
         replace(case, lens=((1, 130), (36, 50), (2, 65)), heads=(3, 1), window=31, alibi=True)
     )
+
+
+@pytest.mark.parametrize("pages_dtype", FP8, ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_rounding_to_8_bits_costs_no_more_than_it_costs_torch(
+    dtype: torch.dtype, pages_dtype: torch.dtype
+) -> None:
+    lens = ((1, 100), (36, 50))
+    case = Case(lens=lens, dtype=dtype, pages_dtype=pages_dtype, scales="head", head_size=32)
+    assert_as_exact_as_8_bits(case)
 
 
 @pytest.mark.parametrize("seed", range(4))
