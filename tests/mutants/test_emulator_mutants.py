@@ -17,12 +17,12 @@ HERE = Path(__file__).parent / "emulator"
 sys.path[:0] = [str(HERE), str(ROOT / "tests" / "kernels")]
 
 from emulated_build import build, kernel_sources  # noqa: E402
-from emulator_mutants import ASAN, MUTANTS, PLAIN, TSAN  # noqa: E402
+from emulator_mutants import ASAN, MUTANTS, PLAIN, TSAN, UBSAN  # noqa: E402
 
 SEEDS = range(4)
 BASIC = ("missing_barrier",)
-SANITIZER_FOUND_IT = {ASAN: (1, 99), TSAN: (66,)}
-FOUND = {PLAIN: "", ASAN: "AddressSanitizer", TSAN: "data race"}
+SANITIZER_FOUND_IT = {ASAN: (1, 99), UBSAN: (1,), TSAN: (66,)}
+FOUND = {PLAIN: "", ASAN: "AddressSanitizer", UBSAN: "misaligned", TSAN: "data race"}
 ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_leaks=0:exitcode=99",
     "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
@@ -32,6 +32,7 @@ BUILDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     PLAIN: ((), ()),
     # The runtime of UBSan would say nothing of what AddressSanitizer stops at.
     ASAN: (("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"), ()),
+    UBSAN: (("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"), ()),
     TSAN: (("-DKVPLANE_WATCH_RACES",), ("-fsanitize=thread",)),
 }
 

@@ -27,22 +27,26 @@ struct Sizes {
   Dtype dtype, pages_dtype;  // 8-bit pages have a scale for each head
   int64_t num_heads, num_kv_heads, head_size, block_size, window;
   std::vector<int64_t> query_lens, context_lens;
+  int64_t shift = 0;  // elements by which tensors miss the start of what was allocated
 };
 
-// Memory as a device gives it: of the size asked for, aligned to 256 bytes.
+// Memory as a device gives it: aligned to 256 bytes, and of the size asked for behind `shift`
+// bytes.
 class DeviceMemory {
  public:
-  explicit DeviceMemory(size_t bytes) : data_(static_cast<char*>(operator new(bytes, kAlignment))) {
-    for (size_t i = 0; i < bytes; ++i) data_[i] = static_cast<char>(0xFF);
+  explicit DeviceMemory(size_t bytes, size_t shift = 0)
+      : start_(static_cast<char*>(operator new(shift + bytes, kAlignment))), shift_(shift) {
+    for (size_t i = 0; i < shift + bytes; ++i) start_[i] = static_cast<char>(0xFF);
   }
-  ~DeviceMemory() { operator delete(data_, kAlignment); }
+  ~DeviceMemory() { operator delete(start_, kAlignment); }
   DeviceMemory(const DeviceMemory&) = delete;
   DeviceMemory& operator=(const DeviceMemory&) = delete;
-  char* data() const { return data_; }
+  char* data() const { return start_ + shift_; }
 
  private:
   static constexpr std::align_val_t kAlignment{256};
-  char* data_;
+  char* start_;
+  size_t shift_;
 };
 
 // What is stored of a number, in pages of 8 bits.
@@ -120,8 +124,9 @@ class Check {
     tables_.shrink_to_fit();
   }
 
-  static std::unique_ptr<DeviceMemory> memory(Dtype dtype, int64_t count) {
-    return std::make_unique<DeviceMemory>(static_cast<size_t>(count * dtype_bytes(dtype)));
+  std::unique_ptr<DeviceMemory> memory(Dtype dtype, int64_t count) const {
+    return std::make_unique<DeviceMemory>(static_cast<size_t>(count * dtype_bytes(dtype)),
+                                          static_cast<size_t>(s_.shift * dtype_bytes(dtype)));
   }
 
   std::unique_ptr<DeviceMemory> numbers(int64_t count) {
@@ -282,6 +287,9 @@ const Sizes kSizes[] = {
     {kBf16, kE4m3, 4, 2, 48, 16, 0, {20, 1, 2}, {40, 130, 19}},
     {kFp16, kE5m2, 2, 2, 64, 5, 0, {33, 1}, {35, 20}},
     {kFp16, kE4m3, 2, 2, 24, 8, 0, {1, 3}, {70, 9}},
+    {kBf16, kE4m3, 2, 1, 16, 8, 0, {1, 3}, {70, 9}, 1},
+    {kFp16, kFp16, 2, 1, 16, 8, 0, {1, 3}, {70, 9}, 4},
+    {kFp32, kE5m2, 2, 1, 16, 8, 0, {1, 3}, {70, 9}, 2},
 };
 
 }  // namespace

@@ -1,14 +1,15 @@
 """Faults to plant in the sources of the CUDA kernels: what is replaced, by what, and what finds it.
 
-plain: the program of attention_check.cpp, with four seeds. asan, tsan: the same program under
-AddressSanitizer or ThreadSanitizer; faults that only they can see name them.
+plain: the program of attention_check.cpp, with four seeds. asan, ubsan, tsan: the same program
+under AddressSanitizer, UndefinedBehaviorSanitizer or ThreadSanitizer; faults that only they can see
+name them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-PLAIN, ASAN, TSAN = "plain", "asan", "tsan"
+PLAIN, ASAN, UBSAN, TSAN = "plain", "asan", "ubsan", "tsan"
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,9 @@ MUTANTS = {
     ),
     "value_stored_by_the_scale_of_keys": Mutant(
         CACHE, "value_scale(p.pages, head)", "key_scale(p.pages, head)"
+    ),
+    "four_numbers_at_once_wherever_a_row_starts": Mutant(
+        CACHE, "? Pace::kFours : Pace::kOnes", "? Pace::kFours : Pace::kFours", found_by=UBSAN
     ),
     "row_scale_of_another_row": Mutant(
         SHORT, "back, (2 * (lane % 4) + j) * 4)", "back, 2 * (lane % 4) * 4)"
