@@ -4,6 +4,7 @@
 #
 #   KVPLANE_TORCH=cpu   ask for torch's CPU build, a tenth of the download
 #                       (default: the build that the package index gives)
+#   KVPLANE_CUDA=OFF    leave the CUDA kernels out where nvcc is found, which takes a minute or two
 #   PYTHON=python3.12   the interpreter to use
 #                       (default: the first of python3.11 to python3.14 and python3 that will do)
 set -euo pipefail
@@ -66,7 +67,7 @@ install_packages() {
 }
 
 install_kernels() {
-  say "compiling the kernels in csrc/, about a minute"
+  say "compiling the kernels in csrc/, about a minute, and one or two more where nvcc is found"
   PATH="$PWD/$VENV/bin:$PATH" "${PIP[@]}" install --quiet \
     --no-deps --no-build-isolation --force-reinstall ./csrc
 }
@@ -80,12 +81,13 @@ packages_digest() {
   { cat requirements/lock.txt && echo "${KVPLANE_TORCH:-}"; } | digest
 }
 
-# Every source of the kernels, by name and content, and the packages that build them.
+# Every source of the kernels, by name and content, and what builds them.
 kernels_digest() {
   {
     find csrc -type f -not -path 'csrc/build/*' -not -name '*.pyc' -print0 \
       | LC_ALL=C sort -z | xargs -0 sha256sum
     cat requirements/lock.txt
+    echo "${KVPLANE_CUDA:-}" "$(command -v nvcc || true)"
   } | digest
 }
 
