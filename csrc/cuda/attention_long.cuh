@@ -215,10 +215,10 @@ __device__ void take_tile(const Work& work, Span seen, int32_t tile, const unsig
   const unsigned char* values = keys + Tile::kKeys;
 #pragma unroll
   for (int n = 0; n < Tile::kTokens / 16; ++n) {
-    const uint32_t a[4] = {pack<Factor>(scores[2 * n][0], scores[2 * n][1]),
-                           pack<Factor>(scores[2 * n][2], scores[2 * n][3]),
-                           pack<Factor>(scores[2 * n + 1][0], scores[2 * n + 1][1]),
-                           pack<Factor>(scores[2 * n + 1][2], scores[2 * n + 1][3])};
+    const uint32_t a[4] = {pack_probabilities<Factor>(scores[2 * n][0], scores[2 * n][1]),
+                           pack_probabilities<Factor>(scores[2 * n][2], scores[2 * n][3]),
+                           pack_probabilities<Factor>(scores[2 * n + 1][0], scores[2 * n + 1][1]),
+                           pack_probabilities<Factor>(scores[2 * n + 1][2], scores[2 * n + 1][3])};
 #pragma unroll
     for (int i = 0; i < kReads; ++i) {
       uint32_t left[kFactors<Kv>][2], right[kFactors<Kv>][2];
@@ -257,7 +257,7 @@ __device__ void write_rows(const Work& work, const Item& item, int32_t first_row
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
   const int32_t head_size = static_cast<int32_t>(work.p.pages.head_size);
-  const float scale = value_scale(work.p.pages, item.kv_head);
+  const float scale = value_scale(work.p.pages, item.kv_head) / kLift<FactorOf<Kv>>;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     float sum = rows.sum[j];

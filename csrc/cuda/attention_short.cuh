@@ -145,6 +145,7 @@ __device__ void leave_outputs(const float (&out)[kHeadSize / 16][kColumns][4],
   using Ring = ShortRing<Kv, kHeadSize, kColumns>;
   constexpr int kDimsApart = kIs8Bits<Kv> ? 2 : 1;  // of rows g and g + 1 of a factor
   constexpr int kHalf = kIs8Bits<Kv> ? 1 : 8;       // of rows g and g + 8
+  constexpr float kLower = 1.0f / kLift<FactorOf<Kv>>;
   const int lane = static_cast<int>(threadIdx.x) % kLanesOfWarp;
   const int g = lane / 4, t = lane % 4;
   float* states = left + Ring::kRows * Ring::kOutPitch;
@@ -165,8 +166,8 @@ __device__ void leave_outputs(const float (&out)[kHeadSize / 16][kColumns][4],
 #pragma unroll
       for (int k = 0; k < kHeadSize / 16; ++k) {
         float* dims = left + row * Ring::kOutPitch + 16 * k + kDimsApart * g;
-        dims[0] = out[k][c][j];
-        dims[kHalf] = out[k][c][2 + j];
+        dims[0] = out[k][c][j] * kLower;
+        dims[kHalf] = out[k][c][2 + j] * kLower;
       }
     }
   }
@@ -291,8 +292,8 @@ __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_r
     uint32_t probabilities[kColumns][2];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      probabilities[c][0] = transpose(pack<Factor>(scores[c][0], scores[c][1]));
-      probabilities[c][1] = transpose(pack<Factor>(scores[c][2], scores[c][3]));
+      probabilities[c][0] = transpose(pack_probabilities<Factor>(scores[c][0], scores[c][1]));
+      probabilities[c][1] = transpose(pack_probabilities<Factor>(scores[c][2], scores[c][3]));
     }
 #pragma unroll
     for (int i = 0; i < kReads; ++i) {

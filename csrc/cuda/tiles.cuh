@@ -37,6 +37,12 @@ constexpr bool kIs8Bits = sizeof(Kv) == 1;
 template <typename Kv>
 using FactorOf = std::conditional_t<kIs8Bits<Kv>, Half, Kv>;
 
+// Probabilities are multiplied by this to be factors, and the outputs divided by it: a power of
+// two, so that nothing rounds. As they are, fp16 would lose those below 2^-24, which a long context
+// may have many of.
+template <typename Factor>
+constexpr float kLift = std::is_same_v<Factor, Half> ? 32768.0f : 1.0f;
+
 // 16 x 16 factors in 16 rows of kReadBytes.
 template <typename Kv>
 constexpr int kFactors = kReadBytes / (16 * static_cast<int>(sizeof(Kv)));
@@ -44,6 +50,11 @@ constexpr int kFactors = kReadBytes / (16 * static_cast<int>(sizeof(Kv)));
 // From one row of a tile to the next, in bytes.
 template <typename T, int kHeadSize>
 constexpr int kPitch = (kHeadSize * static_cast<int>(sizeof(T)) / kChunkBytes | 1) * kChunkBytes;
+
+template <typename Factor>
+__device__ uint32_t pack_probabilities(float low, float high) {
+  return pack<Factor>(low * kLift<Factor>, high * kLift<Factor>);
+}
 
 // The column of a factor's 16 that stands for k = 2t + 8j, read by rows; the next one for k + 1.
 template <typename Kv>

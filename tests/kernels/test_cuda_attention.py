@@ -151,6 +151,32 @@ def test_scores_far_from_zero_do_not_overflow() -> None:
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "pages_dtype"),
+    (
+        *((dtype, dtype) for dtype in FLOATS),
+        (torch.float16, torch.float8_e4m3fn),
+        (torch.bfloat16, torch.float8_e4m3fn),
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("query_len", (1, 40))
+def test_many_small_weights_are_not_lost(
+    query_len: int, dtype: torch.dtype, pages_dtype: torch.dtype
+) -> None:
+    """One key takes nearly all of the weight: 2^-26 is left for each of the others."""
+    case = Case(lens=((query_len, 200),), heads=(2, 2), dtype=dtype)
+    batch = build(replace(case, pages_dtype=pages_dtype))
+    batch.query.fill_(1)
+    batch.key.zero_()[0] = 2.25  # times 64 dims, over 8: a score of 18
+    batch.value.fill_(448)[0] = 0
+    batch.write()
+    out, _ = batch.attend()
+    exact, _ = batch.oracle(torch.float64)
+    assert (exact > 0.001).all()
+    torch.testing.assert_close(out.double(), exact, rtol=0.01, atol=0)
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_sequence_alone_gives_the_bits_of_the_batch(dtype: torch.dtype) -> None:
     batch = build(Case(lens=LENS, heads=(14, 2), dtype=dtype))
