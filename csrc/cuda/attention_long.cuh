@@ -234,7 +234,7 @@ __device__ void take_tile(const Work& work, Span seen, int32_t tile, const unsig
 }
 
 // A row's outputs of 16 dims, of which four lanes hold four each, in the query's type. `left` and
-// `right` are the two parts of the factor's columns (tiles.cuh).
+// `right` are the two parts of the factor's columns (tiles.cuh); `sum` is lifted as they are.
 template <typename Kv>
 __device__ void store_four(Dtype dtype, uint16_t* to, int32_t head_size, int t, const float* left,
                            const float* right, float sum, float scale) {
@@ -257,7 +257,7 @@ __device__ void write_rows(const Work& work, const Item& item, int32_t first_row
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
   const int32_t head_size = static_cast<int32_t>(work.p.pages.head_size);
-  const float scale = value_scale(work.p.pages, item.kv_head) / kLift<FactorOf<Kv>>;
+  const float scale = value_scale(work.p.pages, item.kv_head);
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     float sum = rows.sum[j];
@@ -272,7 +272,7 @@ __device__ void write_rows(const Work& work, const Item& item, int32_t first_row
 #pragma unroll
     for (int d = 0; d < kHeadSize / 16; ++d) {
       store_four<Kv>(work.p.query_dtype, to + 16 * d, head_size - 16 * d, lane % 4,
-                     &out[2 * d][2 * j], &out[2 * d + 1][2 * j], sum, scale);
+                     &out[2 * d][2 * j], &out[2 * d + 1][2 * j], sum * kLift<FactorOf<Kv>>, scale);
     }
     if (work.p.lse != nullptr && lane % 4 == 0) {
       work.p.lse[row] = log_sum_exp(rows.maximum[j], sum);
