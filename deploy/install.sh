@@ -8,6 +8,8 @@ if [ -n "${CA_BUNDLE:-}" ]; then
   printf '%s' "$CA_BUNDLE" | base64 -d >/tmp/ca.pem
   export PIP_CERT=/tmp/ca.pem
 fi
+# Locked too: what builds the packages, which older pips take from the first and newer from the second.
+export PIP_CONSTRAINT="$PWD/requirements/lock.txt" PIP_BUILD_CONSTRAINT="$PWD/requirements/lock.txt"
 export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 
 python -m venv /opt/kvplane
@@ -16,4 +18,4 @@ if [ "${KVPLANE_TORCH:-}" = cpu ]; then
     --extra-index-url https://download.pytorch.org/whl/cpu \
     "$(grep '^torch==' requirements/lock.txt)"
 fi
-/opt/kvplane/bin/pip install -c requirements/lock.txt "$@"
+/opt/kvplane/bin/pip install "$@"
