@@ -8,7 +8,7 @@ if [ -n "${CA_BUNDLE:-}" ]; then
   printf '%s' "$CA_BUNDLE" | base64 -d >/tmp/ca.pem
   export PIP_CERT=/tmp/ca.pem
 fi
-# Locked too: what builds the packages, which older pips take from the first and newer from the second.
+# What builds the packages is locked too: older pips read the first for that, newer the second.
 export PIP_CONSTRAINT="$PWD/requirements/lock.txt" PIP_BUILD_CONSTRAINT="$PWD/requirements/lock.txt"
 export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 
