@@ -54,6 +54,12 @@ def test_what_needs_a_plane_waits_until_it_is_healthy(name: str) -> None:
     assert name == "data-plane" or waits["data-plane"] == {"condition": "service_healthy"}
 
 
+@pytest.mark.parametrize("name", SERVICES)
+def test_what_serves_is_started_again_when_it_dies_and_a_job_is_not(name: str) -> None:
+    restarts = SERVICES[name].get("restart") == "unless-stopped"
+    assert restarts == ("job" not in SERVICES[name].get("profiles", []))
+
+
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_an_image_has_no_root_no_compiler_and_an_authority_that_is_empty_by_default(
     path: Path,
