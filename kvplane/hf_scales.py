@@ -1,13 +1,16 @@
 """Scales of 8-bit keys and values that a Hugging Face checkpoint carries.
 
-Quantising tools save one number, or one for each KV head, beside each layer's attention weights:
-``model.layers.0.self_attn.k_scale`` and ``v_scale``, as vLLM reads them. A safetensors file is the
-length of its header in 8 bytes, the header as JSON, and raw little-endian numbers.
+Quantising tools save one number, or one for each KV head, beside each layer's attention weights: as
+``k_scale`` and ``v_scale`` of ``self_attn``, of its ``attn`` or of a projection, as
+``output_scale`` of ``k_proj`` and ``v_proj``, or as one ``kv_scale`` for both. vLLM reads the same
+names. A safetensors file is the length of its header in 8 bytes, the header as JSON, and raw
+little-endian numbers.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Iterator
@@ -16,7 +19,11 @@ from typing import Any, BinaryIO, Final
 
 from kvplane.errors import InvalidRequestError
 
-_NAME: Final = re.compile(r"layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale$")
+_NAME: Final = re.compile(
+    r"layers\.(\d+)\.self_attn\."
+    r"(?:(?:attn\.|(?:k|v|qkv)_proj\.)?(k|v|kv)_scale|([kv])_proj\.output_scale)$"
+)
+_FORMATS: Final = {"F32": "f", "F16": "e", "BF16": "H"}  # by safetensors' names
 _MAX_HEADER_BYTES: Final = 100 << 20  # the format's own limit
 _MAX_TENSOR_BYTES: Final = 4 * 65_536  # a float32 for each of the most KV heads
 
@@ -28,7 +35,10 @@ def scales_from_hf(folder: Path, num_layers: int) -> tuple[tuple[float, ...], tu
     found: dict[tuple[str, int], tuple[float, ...]] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         for kind, layer, scales in _scales_of_file(path):
-            found[kind, layer] = scales
+            if found.setdefault((kind, layer), scales) != scales:
+                raise InvalidRequestError(
+                    f"layer {layer} has two that differ", field=f"checkpoint.{kind}_scale"
+                )
     if not found:
         return (), ()
     key_scales, value_scales = (_of_all_layers(found, kind, num_layers) for kind in "kv")
@@ -51,36 +61,37 @@ def _of_all_layers(
 
 def _scales_of_file(path: Path) -> Iterator[tuple[str, int, tuple[float, ...]]]:
     """("k" or "v", layer, scales) of each tensor that holds scales."""
-    with path.open("rb") as file:
-        try:
+    try:
+        with path.open("rb") as file:
             (num_bytes,) = struct.unpack("<Q", file.read(8))
             if num_bytes > _MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {num_bytes} bytes")
             header: dict[str, dict[str, Any]] = json.loads(file.read(num_bytes))
             for name, tensor in header.items():
                 if match := _NAME.search(name):
-                    yield match[2], int(match[1]), _numbers(file, 8 + num_bytes, tensor)
-        except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InvalidRequestError(
-                f"{path} is no safetensors file: {error}", field="checkpoint"
-            ) from error
+                    scales = _numbers(file, 8 + num_bytes, tensor)
+                    for kind in match[2] or match[3]:
+                        yield kind, int(match[1]), scales
+    except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InvalidRequestError(
+            f"{path} is no safetensors file: {error}", field="checkpoint"
+        ) from error
+    except (OSError, RecursionError, OverflowError) as error:
+        raise InvalidRequestError(f"{path} can not be read: {error}", field="checkpoint") from error
 
 
 def _numbers(file: BinaryIO, begin: int, tensor: dict[str, Any]) -> tuple[float, ...]:
+    if tensor["dtype"] not in _FORMATS:
+        raise ValueError(f"scales of type {tensor['dtype']}")
+    numbers = struct.Struct(f"<{math.prod(tensor['shape'])}{_FORMATS[tensor['dtype']]}")
     first, end = tensor["data_offsets"]
-    if not 0 <= first < end <= first + _MAX_TENSOR_BYTES:
-        raise ValueError(f"scales at {first} to {end}")
+    if first < 0 or not 0 < end - first == numbers.size <= _MAX_TENSOR_BYTES:
+        raise ValueError(f"scales of shape {tensor['shape']} at {first} to {end}")
     file.seek(begin + first)
-    data = file.read(end - first)
-    if len(data) < end - first:
+    data = file.read(numbers.size)
+    if len(data) < numbers.size:
         raise ValueError("it ends too early")
-    match tensor["dtype"]:
-        case "F32":
-            return struct.unpack(f"<{len(data) // 4}f", data)
-        case "F16":
-            return struct.unpack(f"<{len(data) // 2}e", data)
-        case "BF16":  # the upper halves of float32
-            halves = struct.unpack(f"<{len(data) // 2}H", data)
-            wide = struct.pack(f"<{len(halves)}I", *(half << 16 for half in halves))
-            return struct.unpack(f"<{len(halves)}f", wide)
-    raise ValueError(f"scales of type {tensor['dtype']}")
+    if tensor["dtype"] == "BF16":  # the upper halves of float32
+        wide = [half << 16 for half in numbers.unpack(data)]
+        return struct.unpack(f"<{len(wide)}f", struct.pack(f"<{len(wide)}I", *wide))
+    return numbers.unpack(data)

@@ -54,11 +54,19 @@ def test_scales_of_each_type_are_read(tmp_path: Path, dtype: torch.dtype) -> Non
         NAME,
         "model.layers.{}.self_attn.attn.{}_scale",
         "model.layers.{0}.self_attn.{1}_proj.{1}_scale",
+        "model.layers.{0}.self_attn.{1}_proj.output_scale",
+        "model.layers.{0}.self_attn.qkv_proj.{1}_scale",
         "model.decoder.layers.{}.self_attn.{}_scale",
     ],
 )
 def test_scales_are_found_by_each_of_their_names(tmp_path: Path, name: str) -> None:
     assert scales_from_hf(write(tmp_path, 0.5, [2.0], name=name), 2) == ((0.5, 2.0), (5.0, 20.0))
+
+
+def test_one_scale_may_be_that_of_keys_and_values(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.kv_scale"
+    save_file({name: torch.tensor(0.5)}, tmp_path / "model.safetensors")
+    assert scales_from_hf(tmp_path, 1) == ((0.5,), (0.5,))
 
 
 @pytest.mark.parametrize(
@@ -121,6 +129,15 @@ def test_scales_that_do_not_fit_are_named(
     assert caught.value.field == field
 
 
+def test_scales_that_two_files_disagree_on_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, 0.5, 0.25)
+    write(tmp_path, 0.5, 0.25, file="again.safetensors")
+    assert scales_from_hf(tmp_path, 2)[0] == (0.5, 0.25)
+    write(tmp_path, 0.5, 0.125, file="other.safetensors")
+    with pytest.raises(InvalidRequestError, match="layer 1 has two that differ"):
+        scales_from_hf(tmp_path, 2)
+
+
 def with_header(tensor: object) -> bytes:
     header = json.dumps({NAME.format(0, "k"): tensor}).encode()
     return len(header).to_bytes(8, "little") + header
@@ -133,16 +150,30 @@ def with_header(tensor: object) -> bytes:
         b"\xff" * 16,
         (4).to_bytes(8, "little") + b"oops",
         (2).to_bytes(8, "little") + b"[]",
-        with_header({"dtype": "F32", "data_offsets": [0, 4]}),
-        with_header({"dtype": "F32", "data_offsets": [0, 2**40]}),
-        with_header({"dtype": "F32", "data_offsets": [4, 0]}),
-        with_header({"dtype": "F32"}),
+        b"[" * 8 + b"[" * 200_000,
+        (200_000).to_bytes(8, "little") + b"[" * 200_000,
+        with_header({"dtype": "F32", "shape": [], "data_offsets": [0, 4]}),
+        with_header({"dtype": "F32", "shape": [], "data_offsets": [2**62, 2**62 + 4]}),
+        with_header({"dtype": "F32", "shape": [], "data_offsets": [2**70, 2**70 + 4]}),
+        with_header({"dtype": "F32", "shape": [2**38], "data_offsets": [0, 2**40]}),
+        with_header({"dtype": "F32", "shape": [], "data_offsets": [4, 0]}),
+        with_header({"dtype": "F32", "shape": []}),
+        with_header({"dtype": "F32", "data_offsets": [0, 4]}) + bytes(4),
+        with_header({"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}) + bytes(8),
+        with_header({"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}) + bytes(4),
+        with_header({"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}),
         with_header(7),
-        with_header({"dtype": "F8_E8M0", "data_offsets": [0, 4]}) + bytes(4),
-        with_header({"dtype": "F32", "data_offsets": [0, 3]}) + bytes(3),
+        with_header({"dtype": "F8_E8M0", "shape": [4], "data_offsets": [0, 4]}) + bytes(4),
+        with_header({"dtype": "F32", "shape": [], "data_offsets": [0, 3]}) + bytes(3),
     ],
 )
 def test_a_file_that_is_malformed_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(InvalidRequestError, match=r"model\.safetensors is no safetensors file"):
+    with pytest.raises(InvalidRequestError, match=r"model\.safetensors (is no|can not be)"):
+        scales_from_hf(tmp_path, 2)
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(InvalidRequestError, match=r"model\.safetensors can not be read"):
         scales_from_hf(tmp_path, 2)
