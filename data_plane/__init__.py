@@ -9,7 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from data_plane.executor import Executor, ExecutorReport, StartedPlan
+from data_plane.answers import ExecutorReport, StartedPlan
+from data_plane.executor import Executor
 from data_plane.shard import Shard
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
+from data_plane.answers import ExecutorReport, StartedPlan
 from data_plane.authority import Authority
 from data_plane.changes import apply_changes
 from data_plane.checks import require
@@ -41,32 +41,10 @@ from kvplane.errors import (
     PlanOutOfOrderError,
 )
 from kvplane.layout import Layout
-from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb
 
 Observer = Callable[[str, float], None]
 """Told each command's name and duration in seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartedPlan:
-    """A plan that was started, now or before. ``receipt`` when there is nothing left to run;
-    ``had_run`` when that was so before it was shown.
-    """
-
-    number: int
-    num_tokens: int
-    num_rows: int
-    receipt: pb.SignedPayload | None = None
-    had_run: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutorReport:
-    """What a control plane must know of the blocks before it plans for them."""
-
-    blocks: list[control_pb2.ReportedBlock]
-    max_session_id: int
 
 
 class Executor:
@@ -400,12 +378,14 @@ class Executor:
             with self._tables.transaction():
                 handed_out = apply_changes(self._tables, session.id, plan)
                 check_transfers(self._tables, plan, handed_out)
-                rows = prepare_rows(self._tables, session.id, plan)
+                # In the transaction too: a device without memory refuses the plan.
+                rows = self._compute.prepare(prepare_rows(self._tables, session.id, plan))
+                batches = cut_into_batches(plan.transfers)
             run = Run(
                 number=plan.number,
                 digest=digest,
-                rows=self._compute.prepare(rows),
-                batches=cut_into_batches(plan.transfers),
+                rows=rows,
+                batches=batches,
                 written=torch.zeros((len(self.layers), num_rows), dtype=torch.bool),
                 checked_version=self._tables.publication_version,
             )

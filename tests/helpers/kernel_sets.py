@@ -48,8 +48,11 @@ class LateRuntime:
         self._passed: set[object] = set()
         self._current = 0
         self.num_given = 0
+        self.failures: deque[Exception] = deque()
+        """What the next calls raise that give work or wait, in order."""
 
     def current_stream(self) -> int:
+        self._raise_failure()
         return self._current
 
     def new_stream(self) -> int:
@@ -71,6 +74,7 @@ class LateRuntime:
         self._queues[after].append(("await", event))
 
     def wait(self, stream: int) -> None:
+        self._raise_failure()
         while self._queues[stream]:
             self._do_one()
 
@@ -85,6 +89,10 @@ class LateRuntime:
     def num_waiting(self) -> int:
         """Pieces of work that were given and not done."""
         return sum(kind == "do" for queue in self._queues for kind, _ in queue)
+
+    def _raise_failure(self) -> None:
+        if self.failures:
+            raise self.failures.popleft()
 
     def _do_one(self) -> None:
         able = [
