@@ -96,21 +96,20 @@ class Compute:
         )
         options.check(num_heads, f"{prefix}options")
 
-    def transfer(self, batches: Sequence[Batch]) -> None:
-        """Start copies and swaps, each to run after the one before it."""
-        for batch in batches:
-            direction = _DIRECTIONS[batch.source_tier, batch.destination_tier]
-            source = self._pools.tier(batch.source_tier)
-            if direction == "copy":
-                with self._streams.computing():
-                    self._kernels.copy_blocks(source, batch.pairs)
-            else:
-                destination = self._pools.tier(batch.destination_tier)
-                with self._streams.swapping():
-                    self._kernels.swap_blocks(source, destination, batch.pairs)
-            num_blocks = len(batch.pairs)
-            self._counters.num_transferred_blocks[direction] += num_blocks
-            self._counters.transfer_bytes[direction] += num_blocks * source[0].nbytes
+    def transfer(self, batch: Batch) -> None:
+        """Start copies or swaps, to run after all that was given before."""
+        direction = _DIRECTIONS[batch.source_tier, batch.destination_tier]
+        source = self._pools.tier(batch.source_tier)
+        if direction == "copy":
+            with self._streams.computing():
+                self._kernels.copy_blocks(source, batch.pairs)
+        else:
+            destination = self._pools.tier(batch.destination_tier)
+            with self._streams.swapping():
+                self._kernels.swap_blocks(source, destination, batch.pairs)
+        num_blocks = len(batch.pairs)
+        self._counters.num_transferred_blocks[direction] += num_blocks
+        self._counters.transfer_bytes[direction] += num_blocks * source[0].nbytes
 
     def prepare(self, rows: Rows) -> Rows:
         """The rows with their tensors where the kernels read them."""

@@ -391,9 +391,9 @@ class Executor:
             )
             session.latest = run
             self.counters.num_plans_started += 1
-        if not run.transferred:
-            self._compute.transfer(run.batches)
-            run.transferred = True
+        while not run.transferred:
+            self._compute.transfer(run.batches[run.num_batches_given])
+            run.num_batches_given += 1
         receipt = self._receipt(session, run)
         return StartedPlan(run.number, run.rows.num_tokens, num_rows, receipt)
 
@@ -437,6 +437,10 @@ class Executor:
             raise PlanOutOfOrderError("the plan is not the session's latest", field="plan.number")
         if run.failure:
             raise InternalError(run.failure)
+        if not run.transferred:
+            raise PlanOutOfOrderError(
+                "its transfers have not all run: start it again", field="plan.number"
+            )
         return session, run
 
     def _check_still_writable(self, run: Run) -> None:

@@ -40,10 +40,16 @@ class Run:
     """[num_layers, num_rows] bool: what has been written."""
     checked_version: int
     """The tables' publication version when the written blocks were last found writable."""
-    transferred: bool = False
+    num_batches_given: int = 0
+    """Of ``batches``; each is given once."""
     receipt: pb.SignedPayload | None = None
     failure: str = ""
     """Why there will be no receipt; empty while there may be one."""
+
+    @property
+    def transferred(self) -> bool:
+        """Whether all transfers were given to the kernels. Layers may only come after them."""
+        return self.num_batches_given == len(self.batches)
 
     @property
     def is_complete(self) -> bool:

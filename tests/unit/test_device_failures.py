@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
 import torch
 from data_rig import Rig
 from kernel_sets import LateRuntime, late_kernels
-from plan_author import row, set_blocks
+from plan_author import HOST, fork, ref, row, set_blocks, tokens, transfer
 
 from data_plane.kernel_set import cpu_kernels
-from kvplane.errors import InternalError
+from kvplane.errors import InternalError, PlanOutOfOrderError
 
 
 class LateRig(Rig):
@@ -33,3 +37,65 @@ def test_a_plan_whose_rows_find_no_memory_changes_nothing_and_can_be_shown_again
     rig.layer(0, 12)
     rig.layer(1, 12)
     assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == 1
+
+
+class FlakyCopies:
+    """The CPU's kernels, whose first copy of blocks fails."""
+
+    def __init__(self) -> None:
+        self.rig = Rig(kernels=replace(cpu_kernels(1), copy_blocks=self._copy))
+        self._num_copies = 0
+
+    def _copy(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
+        self._num_copies += 1
+        if self._num_copies == 1:
+            raise InternalError("the launch failed")
+        cpu_kernels(1).copy_blocks(pool, pairs)
+
+
+def test_no_layer_is_taken_before_all_transfers_of_the_plan_were_given() -> None:
+    rig = FlakyCopies().rig
+    rig.admit(1)
+    plan = rig.author.plan(
+        2,
+        changes=[fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)],
+        transfers=[transfer(ref(1), ref(2))],
+        rows=[row(2, 12, 1)],
+    )
+    with pytest.raises(InternalError):
+        rig.executor.start(1, plan)
+    whole = torch.zeros(2, 1, 2, 2, 8, 16)
+    users: list[Callable[[], object]] = [
+        lambda: rig.layer(0, 1),
+        lambda: rig.executor.write_layer(1, 0, tokens(1), tokens(1)),
+        lambda: rig.executor.attend(1, 0, tokens(1, 4)),
+        lambda: rig.executor.write_blocks(1, 2, 1, whole),
+        lambda: rig.executor.receipt(1),
+    ]
+    for use in users:
+        with rig.refuses(PlanOutOfOrderError, "plan.number"):
+            use()
+    assert rig.executor.start(1, plan).receipt is None
+    parent, _ = rig.executor.read_blocks(1, 1, 1, 1)
+    rig.layer(0, 1)
+    rig.layer(1, 1)
+    child, _ = rig.executor.read_blocks(1, 2, 1, 1)
+    assert torch.equal(child[:, :, :, :, :4], parent[:, :, :, :, :4]), "the tokens before the fork"
+    assert bool(child[:, :, :, :, 4].any()), "the child's own token"
+    assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == 2
+
+
+def test_a_start_that_failed_goes_on_with_the_transfer_that_failed() -> None:
+    rig = FlakyCopies().rig
+    rig.admit(1)
+    plan = rig.author.plan(
+        2,
+        changes=[set_blocks(2, [(3, 1)], tier=HOST), set_blocks(3, [(2, 1)])],
+        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(2))],
+    )
+    with pytest.raises(InternalError):
+        rig.executor.start(1, plan)
+    assert rig.executor.start(1, plan).receipt is not None
+    assert rig.executor.counters.num_transferred_blocks == {"swap_out": 1, "copy": 1}
+    block_bytes = rig.executor.pools.device_tier[0].nbytes
+    assert rig.executor.counters.transfer_bytes == {"swap_out": block_bytes, "copy": block_bytes}

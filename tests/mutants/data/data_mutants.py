@@ -91,7 +91,7 @@ def receipt_given_early() -> None:
 def transfers_run_twice() -> None:
     def start(self: Any, session: Any, plan: pb.Plan, payload: bytes) -> Any:
         if session.running is not None:
-            session.running.transferred = False
+            session.running.num_batches_given = 0
         return _start(self, session, plan, payload)
 
     executor.Executor._start = start  # type: ignore[method-assign]
@@ -103,7 +103,8 @@ def receipted_plan_writes_again() -> None:
     def start(self: Any, session: Any, plan: pb.Plan, payload: bytes) -> Any:
         if session.latest is not None and plan.number == session.latest.number:
             session.latest.receipt = None
-            session.latest.written[:] = session.latest.transferred = False
+            session.latest.written[:] = False
+            session.latest.num_batches_given = 0
             session.receipts.clear()
         return _start(self, session, plan, payload)
 
