@@ -249,6 +249,7 @@ class Executor:
             options = Attention(scale, sliding_window_tokens, alibi_slopes)
             self._compute.check_query(run.rows, query, options, "")
             require(bool(run.written[index].all()), "was not written yet", "layer")
+            run.used_after_receipt |= run.receipt is not None
             return self._compute.attend(run.rows, index, query, options)
 
     def layer(
@@ -368,7 +369,8 @@ class Executor:
     def _start(self, session: Session, plan: pb.Plan, payload: bytes) -> StartedPlan:
         digest = signing.digest(payload)
         num_rows = len(plan.rows)
-        self._settle(session, voided=plan.resync)
+        if plan.number not in session.receipts:
+            self._settle(session, voided=plan.resync)
         known = session.place(plan, digest)
         if isinstance(known, pb.SignedPayload):
             num_tokens = sum(row.num_tokens for row in plan.rows)
@@ -413,7 +415,11 @@ class Executor:
         return run.receipt
 
     def _settle(self, session: Session, *, voided: bool) -> None:
-        """Before another plan: the one that runs is done, or ``voided`` and at least quiet."""
+        """Before another plan: the one that runs is done, or ``voided`` and at least quiet. Then
+        nothing reads its rows any more.
+        """
+        if session.latest is not None and session.latest.used_after_receipt:
+            self._quiesce()
         run = session.running
         if run is None:
             return

@@ -43,6 +43,8 @@ class Run:
     num_batches_given: int = 0
     """Of ``batches``; each is given once."""
     receipt: pb.SignedPayload | None = None
+    used_after_receipt: bool = False
+    """Whether the device may still read its rows though it has its receipt."""
     failure: str = ""
     """Why there will be no receipt; empty while there may be one."""
 

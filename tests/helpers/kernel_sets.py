@@ -48,6 +48,8 @@ class LateRuntime:
         self._passed: set[object] = set()
         self._current = 0
         self.num_given = 0
+        self.let_go = 0.3
+        """The chance that work given lets some other be done."""
         self.failures: deque[Exception] = deque()
         """What the next calls raise that give work or wait, in order."""
 
@@ -82,7 +84,7 @@ class LateRuntime:
         """Put work on the current stream."""
         self.num_given += 1
         self._queues[self._current].append(("do", work))
-        while self._random.random() < 0.3 and any(self._queues):
+        while self._random.random() < self.let_go and any(self._queues):
             self._do_one()
 
     @property

@@ -99,3 +99,42 @@ def test_a_start_that_failed_goes_on_with_the_transfer_that_failed() -> None:
     assert rig.executor.counters.num_transferred_blocks == {"swap_out": 1, "copy": 1}
     block_bytes = rig.executor.pools.device_tier[0].nbytes
     assert rig.executor.counters.transfer_bytes == {"swap_out": block_bytes, "copy": block_bytes}
+
+
+def test_a_plan_that_has_its_receipt_is_answered_with_it_when_a_later_one_failed() -> None:
+    rig = LateRig()
+    changes = [set_blocks(1, [(0, 1), (1, 1)])]
+    first = rig.author.plan(1, changes=changes, rows=[row(1, 0, 12)])
+    rig.executor.start(1, first)
+    rig.layer(0, 12)
+    rig.layer(1, 12)
+    receipt = rig.executor.receipt(1)
+    second = rig.author.plan(2, rows=[row(1, 12, 1)])
+    rig.executor.start(1, second)
+    rig.layer(0, 1)
+    rig.runtime.give(fail)
+    rig.layer(1, 1)
+    again = rig.executor.start(1, first)
+    assert (again.receipt, again.had_run) == (receipt, True)
+    with pytest.raises(InternalError):
+        rig.executor.start(1, second)
+    assert rig.executor.start(1, first).receipt == receipt
+
+
+@pytest.mark.parametrize("resync", [False, True])
+def test_what_attends_after_the_receipt_is_done_before_the_next_plan(resync: bool) -> None:
+    rig = LateRig(3)
+    rig.admit(1)
+    rig.runtime.set_stream(rig.runtime.new_stream())
+    rig.runtime.let_go = 0.0
+    output = rig.executor.attend(1, 0, tokens(12, 4))
+    assert rig.runtime.num_waiting == 1
+    rig.runtime.set_stream(0)
+    whole = set_blocks(1, [(0, 1), (1, 1)], fresh=False)
+    rig.start(2, resync=resync, changes=[whole] if resync else [], rows=[row(1, 12, 1)])
+    assert rig.runtime.num_waiting == 0
+    assert not bool(output.isnan().any())
+
+
+def fail() -> None:
+    raise RuntimeError("no such place")
