@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -33,19 +34,24 @@ def estimated_seconds(shapes: Sequence[Shape], budget_s: float, num_runs: int) -
 def measure_attention(m: Measurement, shapes: Sequence[Shape], *, with_peers: bool = True) -> None:
     """A row for each shape and split that fits, ``decode`` or ``append``, and one for each peer."""
     for shape in shapes:
-        name = f"attention {shape}"
-        if not m.has_time_for(name):
+        name, cases = f"attention {shape}", [_case(shape)]
+        if not m.has_time_for(name, cases):
             continue
-        m.attempt(name, partial(_measure, m, shape, with_peers), is_ours=True)
+        m.attempt(name, partial(_measure, m, shape, with_peers), is_ours=True, cases=cases)
+
+
+def _case(shape: Shape) -> dict[str, Any]:
+    return {"name": "decode" if shape.new == 1 else "append", **shape.named()}
 
 
 def _measure(m: Measurement, shape: Shape, with_peers: bool) -> None:
     if replace(shape, kv_dtype="bfloat16").kv_bytes > MEMORY_SHARE * m.machine.free_bytes():
-        m.leave_out(f"attention {shape}", f"its pages take {shape.kv_bytes >> 30} GiB")
+        size = f"its pages take {shape.kv_bytes >> 30} GiB"
+        m.leave_out(f"attention {shape}", size, [_case(shape)])
         return
     problem = Problem(shape, m.machine.device)
     right = problem.right_rows()
-    kind = "decode" if shape.new == 1 else "append"
+    kind = _case(shape)["name"]
     # Of longer rows only those of short sequences are split.
     for split in SPLITS if shape.new == 1 else (DEFAULT_SPLIT,):
         kernels = m.machine.kernels(split)
@@ -74,7 +80,8 @@ def _is_right(
 ) -> bool:
     whole = bool(answer.isfinite().all())
     error = problem.error(answer, right)
-    return m.is_right(name, whole and error <= MAX_ERROR, f"is off by {error:.3g}, whole: {whole}")
+    said = f"is off by {error:.3g}, whole: {whole}"
+    return m.is_right(name, whole and error <= MAX_ERROR, said, [_case(problem.shape)])
 
 
 def _time(m: Measurement, name: str, shape: Shape, run: Callable[[], object], **about: int) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from benchmarks.gpu.measurement import Measurement
 from benchmarks.gpu.shapes import KV_DTYPES
+from benchmarks.gpu.verdict import COPIES, SWAPS
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,13 @@ def measure_copies(m: Measurement, *, tiny: bool = False) -> None:
             name = f"reshape_and_cache {num_tokens} {kv_dtype}"
             m.attempt(name, partial(_reshape_and_cache, m, num_tokens, kv_dtype), is_ours=True)
     for blocks in TINY_INSIDE if tiny else INSIDE:
-        m.attempt(f"copies of {blocks}", partial(_inside, m, blocks), is_ours=True)
+        cases = [_case(name, blocks, "scattered") for name in COPIES]
+        m.attempt(f"copies of {blocks}", partial(_inside, m, blocks), is_ours=True, cases=cases)
     for blocks in TINY_SWAPPED if tiny else SWAPPED:
         for order in ("scattered", "runs"):
-            m.attempt(f"swaps of {blocks}", partial(_swaps, m, blocks, order), is_ours=True)
+            cases = [_case(name, blocks, order) for name in SWAPS]
+            work = partial(_swaps, m, blocks, order)
+            m.attempt(f"swaps of {blocks}", work, is_ours=True, cases=cases)
 
 
 def _reshape_and_cache(m: Measurement, num_tokens: int, kv_dtype: str) -> None:
@@ -107,10 +111,37 @@ def _reshape_and_cache(m: Measurement, num_tokens: int, kv_dtype: str) -> None:
     m.add("reshape_and_cache", "GB/s", num_bytes / seconds / 1e9, **about)
 
 
-def _add(m: Measurement, name: str, blocks: Blocks, ways: int, seconds: float, order: str) -> None:
+def _case(name: str, blocks: Blocks, order: str) -> dict[str, Any]:
     about = {"block_bytes": blocks.block_bytes, "num_blocks": blocks.num_copied, "order": order}
-    about |= {"kv_dtype": blocks.kv_dtype, "us": float(f"{seconds * 1e6:.5g}")}
-    m.add(name, "GB/s", ways * blocks.copied_bytes / seconds / 1e9, **about)
+    return {"name": name, **about, "kv_dtype": blocks.kv_dtype}
+
+
+def _time(
+    m: Measurement, case: dict[str, Any], num_bytes: int, run: Callable[[], None], in_graph: bool
+) -> None:
+    seconds = m.machine.watch.seconds(run, in_graph=in_graph)
+    about = {**case, "us": float(f"{seconds * 1e6:.5g}")}
+    m.add(about.pop("name"), "GB/s", num_bytes / seconds / 1e9, **about)
+
+
+def _check_and_time(
+    m: Measurement,
+    case: dict[str, Any],
+    num_bytes: int,
+    run: Callable[[], None],
+    is_right: Callable[[], bool],
+    *,
+    in_graph: bool,
+) -> None:
+    """By itself: when it fails, what was timed before stays and what comes after is tried."""
+    said = f"{case['name']} {case['order']} {case['num_blocks']} of {case['block_bytes']} bytes"
+
+    def work() -> None:
+        run()
+        if m.is_right(said, is_right(), cases=[case]):
+            _time(m, case, num_bytes, run, in_graph)
+
+    m.attempt(said, work, is_ours=True, cases=[case])
 
 
 def _inside(m: Measurement, blocks: Blocks) -> None:
@@ -144,11 +175,10 @@ def _inside(m: Measurement, blocks: Blocks) -> None:
     for name, run, is_right in steps:
         if name != "gather_blocks":
             as_bytes(pool)[there[count:]] = 0
-        run()
-        if m.is_right(f"{name} {blocks}", is_right()):
-            # Only what does not make memory of its own is captured.
-            seconds = m.machine.watch.seconds(run, in_graph=name != "gather_blocks")
-            _add(m, name, blocks, 2, seconds, "scattered")
+        # Only what does not make memory of its own is captured.
+        in_graph = name != "gather_blocks"
+        case = _case(name, blocks, "scattered")
+        _check_and_time(m, case, 2 * blocks.copied_bytes, run, is_right, in_graph=in_graph)
 
 
 def _swaps(m: Measurement, blocks: Blocks, order: str) -> None:
@@ -177,7 +207,5 @@ def _swaps(m: Measurement, blocks: Blocks, order: str) -> None:
     for name, run, is_right in steps:
         if name == "swap_in":
             as_bytes(pool)[there] = 0
-        run()
-        if m.is_right(f"{name} {order} {blocks}", is_right()):
-            seconds = m.machine.watch.seconds(run, in_graph=False)
-            _add(m, name, blocks, 1, seconds, order)
+        case = _case(name, blocks, order)
+        _check_and_time(m, case, blocks.copied_bytes, run, is_right, in_graph=False)

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.machine import Machine
 
+Cases = Sequence[dict[str, Any]]
+
 
 class Measurement:
-    """One run on one machine. ``seconds``: nothing is begun later than that after the start."""
+    """One run on one machine. ``seconds``: nothing is begun later than that after the start.
+
+    ``cases``: what rows of ours would say of what they are of, were they there. Those that were not
+    timed are kept, so that nothing seems met because it is missing.
+    """
 
     def __init__(self, machine: Machine, seconds: float) -> None:
         self.machine = machine
         self.rows: list[dict[str, Any]] = []
         self.left_out: list[str] = []
         self.wrong: list[str] = []
+        self.not_timed: list[dict[str, Any]] = []
         self._began = time.monotonic()
         self._seconds = seconds
 
@@ -33,25 +40,29 @@ class Measurement:
         print(json.dumps(row), flush=True)
         self.rows.append(row)
 
-    def leave_out(self, name: str, why: str) -> None:
+    def leave_out(self, name: str, why: str, cases: Cases = ()) -> None:
         lines = why.strip().splitlines() or ["no reason given"]
         self.left_out.append(f"{name}: {lines[0][:200]}")
+        self.not_timed += [{**case, "wrong": False} for case in cases]
         print(f"left out: {self.left_out[-1]}", flush=True)
 
-    def is_right(self, name: str, right: bool, said: str = "") -> bool:
+    def is_right(self, name: str, right: bool, said: str = "", cases: Cases = ()) -> bool:
         """Keeps what was wrong: it is not timed, and the run fails."""
         if not right:
             self.wrong.append(f"{name} {said}".strip())
+            self.not_timed += [{**case, "wrong": True} for case in cases]
             print(f"WRONG: {self.wrong[-1]}", flush=True)
         return right
 
-    def has_time_for(self, name: str) -> bool:
+    def has_time_for(self, name: str, cases: Cases = ()) -> bool:
         if self.elapsed_s < self._seconds:
             return True
-        self.leave_out(name, f"no time left after {self._seconds:.0f} s")
+        self.leave_out(name, f"no time left after {self._seconds:.0f} s", cases)
         return False
 
-    def attempt(self, name: str, work: Callable[[], None], *, is_ours: bool = False) -> None:
+    def attempt(
+        self, name: str, work: Callable[[], None], *, is_ours: bool = False, cases: Cases = ()
+    ) -> None:
         """Runs what need not be possible here, and keeps why it is not; goes on in any case.
 
         is_ours: it has to be possible where there is memory for it: what it raises is wrong.
@@ -61,9 +72,9 @@ class Measurement:
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             if is_ours and not isinstance(error, torch.OutOfMemoryError):
-                self.is_right(name, False, said)
+                self.is_right(name, False, said, cases)
             else:
-                self.leave_out(name, said)
+                self.leave_out(name, said, cases)
         self.machine.tidy()
 
     def result(self) -> dict[str, Any]:
@@ -73,4 +84,5 @@ class Measurement:
             "rows": self.rows,
             "left_out": self.left_out,
             "wrong": self.wrong,
+            "not_timed": self.not_timed,
         }

@@ -1,9 +1,10 @@
-"""What was measured against what is to hold: met, missed, or not measured.
+"""What was measured against what is to hold: met, met so far, missed, or not measured.
 
     python -m benchmarks.gpu.verdict RESULT.json
 
 Decode counts at the split that the data plane takes, in batches of 16 and more over 4096 tokens
-and more.
+and more. A case whose answer was wrong is missed. Where cases were left out, a target is met so far
+at best.
 """
 
 from __future__ import annotations
@@ -30,19 +31,26 @@ COPY_TARGET: Final = f"copies ≥ {OF_COPY:.0%} of copy bandwidth"
 SWAP_TARGET: Final = f"swaps ≥ {OF_LINK:.0%} of the link"
 TARGETS: Final = (BANDWIDTH_TARGET, PEER_TARGET, FP8_TARGET, COPY_TARGET, SWAP_TARGET)
 COPIES: Final = ("copy_blocks", "gather_blocks", "scatter_blocks")
+SWAPS: Final = ("swap_out", "swap_in")
 _SIZES: Final = ("batch", "context", "heads", "kv_heads", "head", "block", "new")
+_ORDER: Final = (False, None, True)
+_OF_CASE: Final = (*_SIZES, "kv_dtype", "block_bytes", "order")
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one case under one target."""
+    """Of one case under one target. ``met``: None where the case was left out."""
 
     target: str
     case: str
-    met: bool
+    met: bool | None
     figures: str
+
+    @property
+    def word(self) -> str:
+        return {True: "met", False: "MISSED", None: "left out"}[self.met]
 
 
 class Results:
@@ -51,6 +59,7 @@ class Results:
     def __init__(self, result: dict[str, Any]) -> None:
         self.machine: Row = result["machine"]
         self.rows: list[Row] = result["rows"]
+        self.not_timed: list[Row] = result["not_timed"]
 
     def bandwidth(self, name: str) -> float | None:
         return next((row["p50"] for row in self.rows if row["name"] == name), None)
@@ -61,6 +70,17 @@ class Results:
     def ours(self, kind: str) -> list[Row]:
         """Of ``decode`` or ``append``: the rows of the split that the data plane takes."""
         return [row for row in self.named(kind) if row["split"] == self.machine["split_tokens"]]
+
+    def judged(self, name: str) -> tuple[list[Row], list[Row], list[Row]]:
+        """Of an operation: rows to judge, then cases that were wrong or left out, each once.
+
+        What was wrong once, if only at another split, is wrong.
+        """
+        rows = self.ours(name) if name == "decode" else self.named(name)
+        lost = [row for row in self.not_timed if row["name"] == name]
+        wrong = _each_once([row for row in lost if row["wrong"]], [])
+        rows = [row for row in rows if not _is_in(row, wrong)]
+        return rows, wrong, _each_once([row for row in lost if not row["wrong"]], [*rows, *wrong])
 
     def best_split(self, row: Row) -> Row:
         """The fastest of the same batch."""
@@ -103,53 +123,95 @@ def verdicts(result: dict[str, Any]) -> list[Verdict]:
     return [*_of_decode(results), *_of_copies(results)]
 
 
+def is_held(row: Row) -> bool:
+    """Whether targets are held against decode of this batch."""
+    return bool(row["batch"] >= MIN_BATCH and row["context"] >= MIN_CONTEXT)
+
+
 def _same(a: Row, b: Row) -> bool:
-    return all(a.get(name) == b.get(name) for name in (*_SIZES, "kv_dtype"))
+    return all(a.get(name) == b.get(name) for name in _OF_CASE)
+
+
+def _is_in(row: Row, rows: list[Row]) -> bool:
+    return any(_same(row, other) for other in rows)
+
+
+def _each_once(rows: list[Row], known: list[Row]) -> list[Row]:
+    found: list[Row] = []
+    for row in rows:
+        if not _is_in(row, [*known, *found]):
+            found.append(row)
+    return found
+
+
+def _lost(target: str, case: str, *, wrong: bool) -> Verdict:
+    return Verdict(target, case, False, "wrong") if wrong else Verdict(target, case, None, "")
 
 
 def _of_decode(results: Results) -> Iterator[Verdict]:
-    copy, read = results.bandwidth("copy_bandwidth"), results.bandwidth("read_bandwidth")
-    for row in results.ours("decode"):
-        if row["batch"] < MIN_BATCH or row["context"] < MIN_CONTEXT:
-            continue
-        case, rate = case_of(row), float(row["p50"])
-        if row["kv_dtype"] != "bfloat16":
-            ratio = times_bf16(results, row)
-            if ratio is not None:
-                yield Verdict(FP8_TARGET, case, ratio >= OVER_BF16, f"{ratio:.2f} ×")
-            continue
-        if copy is not None:
-            yield Verdict(BANDWIDTH_TARGET, case, rate >= OF_COPY * copy, f"{rate / copy:.1%}")
-        if read is not None:
-            ratio, peer = times_peer(results, row), results.best_peer(row)
-            said = f"{rate / read:.1%} of read"
-            if ratio is not None and peer is not None:
-                said = f"{ratio:.2f} × {peer['name'].split('/')[1]}, {said}"
-            met = rate >= OF_READ * read or (ratio is not None and ratio >= OVER_PEER)
-            yield Verdict(PEER_TARGET, case, met, said)
+    rows, *lost = results.judged("decode")
+    for row in filter(is_held, rows):
+        if row["kv_dtype"] == "bfloat16":
+            yield _against_copy(results, row)
+            yield _against_peers(results, row)
+        else:
+            yield _against_bf16(results, row)
+    for row in filter(is_held, (row for some in lost for row in some)):
+        targets = (FP8_TARGET,)
+        if row["kv_dtype"] == "bfloat16":
+            targets = (BANDWIDTH_TARGET, PEER_TARGET)
+        for target in targets:
+            yield _lost(target, case_of(row), wrong=row["wrong"])
+
+
+def _against_copy(results: Results, row: Row) -> Verdict:
+    copy, case, rate = results.bandwidth("copy_bandwidth"), case_of(row), float(row["p50"])
+    if copy is None:
+        return Verdict(BANDWIDTH_TARGET, case, None, "no copy bandwidth")
+    return Verdict(BANDWIDTH_TARGET, case, rate >= OF_COPY * copy, f"{rate / copy:.1%}")
+
+
+def _against_peers(results: Results, row: Row) -> Verdict:
+    read, case, rate = results.bandwidth("read_bandwidth"), case_of(row), float(row["p50"])
+    if read is None:
+        return Verdict(PEER_TARGET, case, None, "no read bandwidth")
+    ratio, peer = times_peer(results, row), results.best_peer(row)
+    said = f"{rate / read:.1%} of read"
+    if ratio is not None and peer is not None:
+        said = f"{ratio:.2f} × {peer['name'].split('/')[1]}, {said}"
+    met = rate >= OF_READ * read or (ratio is not None and ratio >= OVER_PEER)
+    return Verdict(PEER_TARGET, case, met, said)
+
+
+def _against_bf16(results: Results, row: Row) -> Verdict:
+    ratio = times_bf16(results, row)
+    if ratio is None:
+        return Verdict(FP8_TARGET, case_of(row), None, "no bf16 of the same batch")
+    return Verdict(FP8_TARGET, case_of(row), ratio >= OVER_BF16, f"{ratio:.2f} ×")
 
 
 def _of_copies(results: Results) -> Iterator[Verdict]:
     for target, share, names, whole in (
-        (
-            COPY_TARGET,
-            OF_COPY,
-            ("copy_blocks", "gather_blocks", "scatter_blocks"),
-            "copy_bandwidth",
-        ),
-        (SWAP_TARGET, OF_LINK, ("swap_out",), "link_out"),
-        (SWAP_TARGET, OF_LINK, ("swap_in",), "link_in"),
+        (COPY_TARGET, OF_COPY, COPIES, "copy_bandwidth"),
+        (SWAP_TARGET, OF_LINK, SWAPS[:1], "link_out"),
+        (SWAP_TARGET, OF_LINK, SWAPS[1:], "link_in"),
     ):
         bandwidth = results.bandwidth(whole)
-        if bandwidth is not None:
-            for name in names:
-                for row in results.named(name):
-                    yield _of_blocks(target, row, bandwidth, share)
+        for name in names:
+            rows, *lost = results.judged(name)
+            yield from (_of_blocks(target, row, bandwidth, share) for row in rows)
+            for row in (row for some in lost for row in some):
+                yield _lost(target, _blocks_of(row), wrong=row["wrong"])
 
 
-def _of_blocks(target: str, row: Row, bandwidth: float, share: float) -> Verdict:
-    case = f"{row['name']}, {row['order']} blocks of {row['block_bytes'] >> 10} KiB"
-    rate = float(row["p50"])
+def _blocks_of(row: Row) -> str:
+    return f"{row['name']}, {row['order']} blocks of {row['block_bytes'] >> 10} KiB"
+
+
+def _of_blocks(target: str, row: Row, bandwidth: float | None, share: float) -> Verdict:
+    case, rate = _blocks_of(row), float(row["p50"])
+    if bandwidth is None:
+        return Verdict(target, case, None, "no bandwidth to hold it against")
     return Verdict(target, case, rate >= share * bandwidth, f"{rate / bandwidth:.1%}")
 
 
@@ -157,18 +219,20 @@ def summary(found: list[Verdict]) -> list[str]:
     """A line for each target: in how many of its cases it is met."""
     lines = []
     for target in TARGETS:
-        cases = [v for v in found if v.target == target]
-        num_met = sum(v.met for v in cases)
-        word = "not measured" if not cases else "met" if num_met == len(cases) else "missed"
-        lines.append(f"{word}: {target} ({num_met} of {len(cases)} cases)")
+        mets = [v.met for v in found if v.target == target]
+        num_met, num_missed, num_left_out = (mets.count(met) for met in (True, False, None))
+        word = "missed" if num_missed else "met" if num_met else "not measured"
+        if num_left_out:
+            word += f"{' so far' if word == 'met' else ''}, {num_left_out} left out"
+        lines.append(f"{word}: {target} ({num_met} of {num_met + num_missed} cases)")
     return lines
 
 
 def say(found: list[Verdict]) -> str:
     """Every case, what was missed first, and the summary last."""
     lines = [
-        f"{'met' if v.met else 'MISSED':6}  {v.target}: {v.case}: {v.figures}"
-        for v in sorted(found, key=lambda v: (v.met, TARGETS.index(v.target)))
+        f"{v.word:8}  {v.target}: {v.case}{': ' if v.figures else ''}{v.figures}"
+        for v in sorted(found, key=lambda v: (_ORDER.index(v.met), TARGETS.index(v.target)))
     ]
     return "\n".join([*lines, *summary(found)])
 

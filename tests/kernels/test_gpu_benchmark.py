@@ -14,14 +14,14 @@ from emulated_build import emulated_module
 
 from benchmarks.gpu import measure, shapes
 from benchmarks.gpu.attention import estimated_seconds, measure_attention
-from benchmarks.gpu.copies import INSIDE, SWAPPED, Blocks
+from benchmarks.gpu.copies import INSIDE, SWAPPED, Blocks, measure_copies
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.measurement import Measurement
 from benchmarks.gpu.problem import MAX_ERROR, Problem
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.table import tables
 from benchmarks.gpu.timing import Once, Watch
-from benchmarks.gpu.verdict import summary, verdicts
+from benchmarks.gpu.verdict import COPIES, SWAPS, summary, verdicts
 
 CPU = torch.device("cpu")
 LEFT_OUT = [f"decode/x {Shape(batch, 512)}: b: c" for batch in (1, 2)]
@@ -145,7 +145,8 @@ def test_bytes_and_operations_are_those_needed_at_least() -> None:
 
 
 def decode_row(name: str = "decode", rate: float = 3900.0, us: float = 100.0, **more: Any) -> Any:
-    shape = Shape(64, 8192, kv_dtype=more.pop("kv_dtype", "bfloat16"))
+    kv_dtype, batch = more.pop("kv_dtype", "bfloat16"), more.pop("batch", 64)
+    shape = Shape(batch, 8192, kv_dtype=kv_dtype)
     row = {"name": name, "unit": "GB/s", "p50": rate, "us": us, **shape.named(), **more}
     return row if "/" in name else {"split": 512, **row}
 
@@ -155,7 +156,12 @@ def result_of(*rows: Any) -> dict[str, Any]:
     first = [{"name": n, "unit": "GB/s", "p50": v, "by": "x"} for n, v in bandwidths.items()]
     machine = {"gpu": "NVIDIA X", "torch": "2.11.0", "cuda": "13.0", "python": "3.12.3"}
     machine |= {"date": "2026-11-20", "split_tokens": 512, "method": "median"}
-    return {"machine": machine, "rows": [*first, *rows], "left_out": LEFT_OUT, "wrong": []}
+    result: dict[str, Any] = {"machine": machine, "left_out": LEFT_OUT, "wrong": []}
+    return result | {"rows": [*first, *rows], "not_timed": []}
+
+
+def without(name: str, result: dict[str, Any]) -> dict[str, Any]:
+    return result | {"rows": [row for row in result["rows"] if row["name"] != name]}
 
 
 def copy_row(name: str, rate: float) -> Any:
@@ -163,7 +169,7 @@ def copy_row(name: str, rate: float) -> Any:
     return {"name": name, "unit": "GB/s", "p50": rate, "us": 5.0, **about}
 
 
-def met(*rows: Any) -> list[bool]:
+def met(*rows: Any) -> list[bool | None]:
     return [v.met for v in verdicts(result_of(*rows))]
 
 
@@ -189,7 +195,7 @@ def test_fp8_is_held_against_the_time_of_bf16() -> None:
     for us, right in ((58.8, True), (58.9, False)):
         found = verdicts(result_of(decode_row(us=100), decode_row(us=us, kv_dtype="float8_e4m3fn")))
         assert [v.met for v in found if v.target.startswith("fp8")] == [right]
-    assert met(decode_row(kv_dtype="float8_e4m3fn")) == []
+    assert met(decode_row(kv_dtype="float8_e4m3fn")) == [None]
 
 
 def test_copies_are_held_against_copy_bandwidth_and_swaps_against_their_link() -> None:
@@ -202,6 +208,71 @@ def test_the_summary_tells_met_from_missed_and_not_measured() -> None:
     assert [line.split(":")[0] for line in lines] == [
         *("met", "missed", "not measured", "met", "not measured")
     ]
+
+
+def lost(row: Any, *, wrong: bool) -> Any:
+    return {**row, "wrong": wrong}
+
+
+def summary_of(rows: list[Any], not_timed: list[Any]) -> list[str]:
+    return summary(verdicts(result_of(*rows) | {"not_timed": not_timed}))
+
+
+def test_a_case_whose_answer_was_wrong_is_missed() -> None:
+    good, bad = decode_row(rate=4200), decode_row(batch=256)
+    lines = summary_of([good], [lost(bad, wrong=True), lost(bad, wrong=True)])
+    assert lines[0] == "missed: decode ≥ 90% of copy bandwidth (1 of 2 cases)"
+    assert lines[1].startswith("missed: ") and lines[2].startswith("not measured: ")
+    # Also where it was wrong at another split only, or the row was timed before.
+    assert summary_of([good], [lost(good, wrong=True)])[0].endswith("(0 of 1 cases)")
+    fp8 = decode_row(kv_dtype="float8_e4m3fn", batch=256)
+    assert summary_of([good], [lost(fp8, wrong=True)])[2].startswith("missed: fp8")
+    copied, swapped = copy_row("gather_blocks", 1), copy_row("swap_in", 1)
+    lines = summary_of([copy_row("copy_blocks", 4000)], [lost(copied, wrong=True)])
+    assert lines[3].startswith("missed: ") and lines[3].endswith("(1 of 2 cases)")
+    assert summary_of([], [lost(swapped, wrong=True)])[4].startswith("missed: swaps")
+
+
+def test_where_cases_were_left_out_a_target_is_met_so_far() -> None:
+    good, late = decode_row(rate=4200), decode_row(batch=256)
+    lines = summary_of([good], [lost(late, wrong=False), lost(late, wrong=False)])
+    assert lines[0] == "met so far, 1 left out: decode ≥ 90% of copy bandwidth (1 of 1 cases)"
+    assert lines[1].startswith("met so far, 1 left out: ")
+    assert summary_of([decode_row(rate=1)], [lost(late, wrong=False)])[0].startswith("missed, 1 ")
+    assert summary_of([], [lost(late, wrong=False)])[0].startswith("not measured, 1 left out: ")
+    # What has a row, and what no target speaks of, is not missing.
+    small = lost(decode_row(batch=1), wrong=False)
+    assert summary_of([good], [lost(good, wrong=False), small])[0].startswith("met: ")
+    # Nor can anything be met without what it is held against.
+    rows = [copy_row("swap_out", 50), copy_row("swap_in", 55)]
+    found = verdicts(without("link_in", result_of(*rows)))
+    assert summary(found)[4].startswith("met so far, 1 left out: swaps")
+    assert not any(v.met for v in verdicts(without("copy_bandwidth", result_of(good)))[:1])
+
+
+def test_what_is_not_timed_is_kept_by_its_case() -> None:
+    m = Measurement(emulated(), seconds=0)
+    shape = Shape(16, 4096, new=1)
+    measure_attention(m, (shape,))
+    m._seconds = 60
+    m.machine.free_bytes = lambda: 1000  # type: ignore[method-assign]
+    measure_attention(m, (shape,))
+    assert m.not_timed == 2 * [{"name": "decode", **shape.named(), "wrong": False}]
+    del m.machine.free_bytes
+    m.machine.kernels = lambda split=0: 1 / 0  # type: ignore[method-assign, assignment]
+    measure_attention(m, (Shape(1, 16),))
+    measure_copies(m, tiny=True)
+    names = {case["name"] for case in m.not_timed if case["wrong"]}
+    assert names == {"decode", *COPIES, *SWAPS}
+
+
+def test_each_operation_on_blocks_is_wrong_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = Measurement(emulated(), seconds=60)
+    monkeypatch.setattr(type(m.machine.kernels()), "gather_blocks", lambda *_: torch.zeros(1))
+    measure_copies(m, tiny=True)
+    timed = {row["name"] for row in m.rows}
+    assert {"copy_blocks", "swap_out", "swap_in"} <= timed and "gather_blocks" not in timed
+    assert {c["name"] for c in m.not_timed if c["wrong"]} == {"gather_blocks", "scatter_blocks"}
 
 
 def test_tables_name_the_machine_and_round_the_figures() -> None:
