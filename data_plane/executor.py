@@ -90,6 +90,7 @@ class Executor:
             num_device_blocks=num_device_blocks,
             num_host_blocks=num_host_blocks,
             device=self.device,
+            drain=self.kernels.streams.drain,
         )
         self._authority = Authority(pool_id, self.shard.index, self.shard.num_shards)
         self._tables = ResidentTables(self.pools.num_blocks, layout.block_size_tokens)
@@ -139,6 +140,11 @@ class Executor:
     def use_own_stream(self) -> None:
         """Let the calling thread's commands compute beside what others have put on the device."""
         self.kernels.streams.use_own_stream()
+
+    def finish(self) -> None:
+        """Wait until the device has done all that it was given."""
+        with self._command("finish"):
+            self._quiesce()
 
     def install(self, incarnation: int, key: bytes) -> None:
         """Begin to serve a control plane: running plans stop, every table goes, the key is taken.

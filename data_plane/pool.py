@@ -11,12 +11,14 @@ that was never written holds what the memory held.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
 from data_plane import huge_pages, pinned
 from data_plane.shard import Shard, only_group
-from kvplane.errors import InvalidRequestError, NeverFitsError
+from kvplane.errors import InternalError, InvalidRequestError, NeverFitsError
 from kvplane.layout import Layout
 from kvplane.v1 import types_pb2 as pb
 
@@ -41,8 +43,9 @@ class Pools:
         num_device_blocks: int,
         num_host_blocks: int,
         device: torch.device,
+        drain: Callable[[], None],
     ) -> None:
-        """Allocate both tiers. Raises InvalidRequestError for counts out of range, and
+        """Allocate both tiers, which live until ``drain`` has waited for the device. Raises InvalidRequestError for counts out of range, and
         NeverFitsError for a tier that the GPU, or the host beside it, has no room for.
         """
         if num_device_blocks < 1:
@@ -59,11 +62,14 @@ class Pools:
         dtype = TORCH_DTYPES[layout.kv_dtype]
         device_shape, host_shape = (num_device_blocks, *page), (num_host_blocks, *page)
         if device.type == "cpu":
-            self.device_tier = huge_pages.empty(device_shape, dtype)
-            self.host_tier = huge_pages.empty(host_shape, dtype)
+            self.host_tier, unpin = huge_pages.empty(host_shape, dtype), _nothing
         else:
             self.host_tier, unpin = pinned.empty(host_shape, dtype, "num_host_blocks")
-            weakref.finalize(self, unpin).atexit = False
+        # Runs while the tiers are still there: an object's members go after it.
+        weakref.finalize(self, _let_go, drain, unpin).atexit = False
+        if device.type == "cpu":
+            self.device_tier = huge_pages.empty(device_shape, dtype)
+        else:
             self.device_tier = _on_gpu(device_shape, dtype, device)
 
     @property
@@ -85,6 +91,17 @@ class Pools:
         view.
         """
         return self.device_tier[:, layer_index]
+
+
+def _let_go(drain: Callable[[], None], unpin: Callable[[], None]) -> None:
+    """What the device still does with the tiers comes first. One that failed does nothing."""
+    with suppress(InternalError):
+        drain()
+    unpin()
+
+
+def _nothing() -> None:
+    return None
 
 
 def _on_gpu(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -117,6 +117,7 @@ class DataPlaneServer:
             await asyncio.gather(self._registration, return_exceptions=True)
         self._service.stop()
         await self._server.stop(self._config.grace_s)
+        await self._lane.run(self.executor.finish)
         await asyncio.to_thread(self._lane.close)
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.close)

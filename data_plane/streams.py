@@ -41,6 +41,12 @@ class Streams(Protocol):
         """
         ...
 
+    def drain(self) -> None:
+        """Wait until nothing of any stream touches memory, whichever thread asks. Raises
+        InternalError when the device failed.
+        """
+        ...
+
     def use_own_stream(self) -> None:
         """Let what the calling thread gives from now on run beside what others give."""
         ...
@@ -61,6 +67,9 @@ class HostStreams:
         """Nothing is left."""
 
     def finish_swaps(self) -> None:
+        """Nothing is left."""
+
+    def drain(self) -> None:
         """Nothing is left."""
 
     def use_own_stream(self) -> None:
@@ -90,6 +99,10 @@ class Runtime(Protocol):
 
     def wait(self, stream: Any) -> None:
         """Return when all that ``stream`` was given is done."""
+        ...
+
+    def wait_for_all(self) -> None:
+        """Return when all that any stream of the device was given is done."""
         ...
 
 
@@ -132,6 +145,10 @@ class DeviceStreams:
         with _device_errors():
             self._runtime.wait(self._swaps)
 
+    def drain(self) -> None:
+        with _device_errors():
+            self._runtime.wait_for_all()
+
     def use_own_stream(self) -> None:
         self._runtime.set_stream(self._runtime.new_stream())
 
@@ -160,6 +177,9 @@ class CudaRuntime:
 
     def wait(self, stream: torch.cuda.Stream) -> None:
         stream.synchronize()
+
+    def wait_for_all(self) -> None:
+        torch.cuda.synchronize(self._device)
 
 
 @contextmanager

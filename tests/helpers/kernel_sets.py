@@ -80,6 +80,11 @@ class LateRuntime:
         while self._queues[stream]:
             self._do_one()
 
+    def wait_for_all(self) -> None:
+        self._raise_failure()
+        while any(self._queues):
+            self._do_one()
+
     def give(self, work: Callable[[], None]) -> None:
         """Put work on the current stream."""
         self.num_given += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -134,6 +136,45 @@ def test_what_attends_after_the_receipt_is_done_before_the_next_plan(resync: boo
     rig.start(2, resync=resync, changes=[whole] if resync else [], rows=[row(1, 12, 1)])
     assert rig.runtime.num_waiting == 0
     assert not bool(output.isnan().any())
+
+
+def test_pools_go_when_the_device_has_done_with_them() -> None:
+    rig, runtime = rig_with_work_waiting()
+    pools = weakref.ref(rig.executor.pools)
+    del rig
+    gc.collect()
+    assert pools() is None
+    assert runtime.num_waiting == 0
+
+
+def test_pools_of_a_device_that_failed_go_too() -> None:
+    rig, runtime = rig_with_work_waiting()
+    runtime.failures.append(RuntimeError("unspecified launch failure"))
+    pools = weakref.ref(rig.executor.pools)
+    del rig
+    gc.collect()
+    assert pools() is None
+    assert not runtime.failures, "the device was asked"
+
+
+def rig_with_work_waiting() -> tuple[LateRig, LateRuntime]:
+    rig = LateRig()
+    rig.admit(1)
+    rig.runtime.let_go = 0.0
+    rig.start(
+        2,
+        changes=[set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True), set_blocks(2, [(4, 1)])],
+        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
+        rows=[row(2, 0, 2)],
+    )
+    assert rig.runtime.num_waiting == 1
+    return rig, rig.runtime
+
+
+def test_finish_waits_for_the_device() -> None:
+    rig, runtime = rig_with_work_waiting()
+    rig.executor.finish()
+    assert runtime.num_waiting == 0
 
 
 def fail() -> None:
