@@ -20,6 +20,15 @@ import torch
 from kvplane.errors import InternalError
 
 
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """A failed call of the device, or memory that it does not have, as an InternalError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise InternalError(f"the device failed: {error}") from error
+
+
 class Streams(Protocol):
     """Where calls of kernels go. Used by one thread at a time."""
 
@@ -118,7 +127,7 @@ class DeviceStreams:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        with _device_errors():
+        with device_errors():
             stream = self._runtime.current_stream()
             if stream != self._compute:
                 self._runtime.order(self._compute, stream)
@@ -130,7 +139,7 @@ class DeviceStreams:
 
     @contextmanager
     def swapping(self) -> Iterator[None]:
-        with _device_errors():
+        with device_errors():
             self._runtime.order(self._compute, self._swaps)
             self._swaps_are_ahead = True
             with self._runtime.on(self._swaps):
@@ -142,11 +151,11 @@ class DeviceStreams:
             self._runtime.wait(self._compute)
 
     def finish_swaps(self) -> None:
-        with _device_errors():
+        with device_errors():
             self._runtime.wait(self._swaps)
 
     def drain(self) -> None:
-        with _device_errors():
+        with device_errors():
             self._runtime.wait_for_all()
 
     def use_own_stream(self) -> None:
@@ -180,12 +189,3 @@ class CudaRuntime:
 
     def wait_for_all(self) -> None:
         torch.cuda.synchronize(self._device)
-
-
-@contextmanager
-def _device_errors() -> Iterator[None]:
-    """A failed call of the device, or memory that it does not have, as an InternalError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise InternalError(f"the device failed: {error}") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from data_plane.pool import TORCH_DTYPES
+from data_plane.streams import device_errors
 from data_plane.upload import upload
 from kvplane.errors import InvalidRequestError
 from kvplane.tensor import Tensor
@@ -18,20 +19,28 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 def tensor_from_message(message: pb.Tensor, device: torch.device, *, field: str) -> torch.Tensor:
     """A contiguous tensor of the message's shape, on ``device``.
 
-    Raises InvalidRequestError naming the part of ``field`` that is malformed.
+    Raises InvalidRequestError naming the part of ``field`` that is malformed, and InternalError
+    when the device failed.
     """
     tensor = Tensor.from_proto(message, field=field)
     dtype = TORCH_DTYPES[tensor.dtype]
     if tensor.num_elements == 0:
         if any(extent >= 2**31 for extent in tensor.shape):
             raise InvalidRequestError("has a huge extent", field=f"{field}.shape")
-        return torch.empty(tensor.shape, dtype=dtype, device=device)
+        with device_errors():
+            return torch.empty(tensor.shape, dtype=dtype, device=device)
     here = torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
-    return here if device.type == "cpu" else upload([here], device)[0]
+    if device.type == "cpu":
+        return here
+    with device_errors():
+        return upload([here], device)[0]
 
 
 def tensor_to_message(tensor: torch.Tensor) -> pb.Tensor:
-    """The inverse of ``tensor_from_message``."""
-    dense = tensor.detach().cpu().contiguous()
+    """The inverse of ``tensor_from_message``. Waits for what computes the tensor, so raises
+    InternalError when that failed.
+    """
+    with device_errors():
+        dense = tensor.detach().cpu().contiguous()
     data = dense.view(torch.uint8).numpy().data if dense.numel() else b""
     return Tensor(_NAMES[tensor.dtype], tuple(tensor.shape), data).to_proto()

@@ -10,6 +10,7 @@ import torch
 
 from data_plane.config import DataPlaneConfig
 from data_plane.embedded import EmbeddedDataPlane
+from data_plane.streams import device_errors
 from engine.backend import Started
 from engine.config import EngineConfig
 from kvplane.errors import InternalError
@@ -62,19 +63,16 @@ class EmbeddedBackend:
         sliding_window_tokens: int,
     ) -> torch.Tensor:
         """Write and attend, in this thread, where the pool is."""
-        there = self._executor.device
-        out = self._executor.layer(
-            self._open_session(),
-            index,
-            query.to(there),
-            key.to(there),
-            value.to(there),
-            scale=scale,
-            sliding_window_tokens=sliding_window_tokens,
+        executor, session_id = self._executor, self._open_session()
+        with device_errors():
+            there = [tensor.to(executor.device) for tensor in (query, key, value)]
+        out = executor.layer(
+            session_id, index, *there, scale=scale, sliding_window_tokens=sliding_window_tokens
         )
         if out is None:
             raise InternalError("a layer with queries has no output")
-        return out.to(query.device)
+        with device_errors():
+            return out.to(query.device)
 
     def finish(self) -> pb.SignedPayload:
         """The receipt, after the last layer."""

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from kernel_sets import LateRuntime, late_kernels
 from plan_author import HOST, fork, ref, row, set_blocks, tokens, transfer
 
 from data_plane.kernel_set import cpu_kernels
+from data_plane.wire import tensor_from_message, tensor_to_message
+from engine.embedded import EmbeddedBackend
 from kvplane.errors import InternalError, PlanOutOfOrderError
 
 
@@ -175,6 +178,33 @@ def test_finish_waits_for_the_device() -> None:
     rig, runtime = rig_with_work_waiting()
     rig.executor.finish()
     assert runtime.num_waiting == 0
+
+
+def lost(query: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
+    """An answer whose bytes never come: to copy it raises what a failed device raises."""
+    return torch.empty_like(query, device="meta")
+
+
+def test_an_answer_that_the_device_lost_is_an_internal_error_on_its_way_to_a_message() -> None:
+    with pytest.raises(InternalError, match="the device failed"):
+        tensor_to_message(lost(tokens(1)))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_a_message_whose_tensor_finds_no_device_is_an_internal_error(num_tokens: int) -> None:
+    nowhere = torch.device("vulkan")  # which torch can name, and is not linked with
+    with pytest.raises(InternalError, match="the device failed"):
+        tensor_from_message(tensor_to_message(tokens(num_tokens)), nowhere, field="query")
+
+
+def test_an_answer_that_the_device_lost_is_an_internal_error_in_the_engine() -> None:
+    rig = Rig(kernels=replace(cpu_kernels(1), paged_attention=lost))
+    rig.start(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)])
+    backend = EmbeddedBackend.__new__(EmbeddedBackend)  # its data plane would want a control plane
+    backend._executor, backend._session_id = rig.executor, 1
+    parts = tokens(3, 4), tokens(3), tokens(3)
+    with pytest.raises(InternalError, match="the device failed"):
+        backend.layer(0, *parts, scale=0.25, sliding_window_tokens=0)
 
 
 def fail() -> None:
