@@ -4,18 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
 import torch
 
+from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.measurement import Measurement
+
+MEMORY_SHARE: Final = 0.25  # of what is free, for one buffer; copies need two
+LINK_SHARE: Final = 0.25  # of what bandwidths inside the GPU are measured on
+_ROW: Final = 4096  # numbers; buffers hold an even number of rows
 
 
 def measure_bandwidths(m: Measurement) -> None:
-    """Copy (both sides counted), read, and the link to the host each way."""
-    _copies(m)
-    _reads(m)
-    _links(m)
-    m.machine.tidy()
+    """Copy (both sides counted), read, and the link to the host each way.
+
+    What is not possible is left out, and the run goes on.
+    """
+    for name, measure in (
+        ("copy_bandwidth", _copies),
+        ("read_bandwidth", _reads),
+        ("link_out", partial(_link, name="link_out")),
+        ("link_in", partial(_link, name="link_in")),
+    ):
+        m.attempt(name, partial(measure, m))
+
+
+def _num_floats(m: Machine, share: float = 1.0) -> int:
+    """Of a buffer, as large as the machine asks for or else has room for."""
+    wanted = min(share * m.large_bytes, MEMORY_SHARE * m.free_bytes())
+    num_rows = int(wanted) // (4 * _ROW) // 2 * 2
+    if num_rows == 0:
+        raise MemoryError(f"{m.free_bytes()} bytes are free, which is too little")
+    return num_rows * _ROW
 
 
 def _best(m: Measurement, name: str, num_bytes: int, ways: dict[str, Callable[[], object]]) -> None:
@@ -28,12 +49,15 @@ def _best(m: Measurement, name: str, num_bytes: int, ways: dict[str, Callable[[]
 
     for way in ways:
         m.attempt(f"{name}/{way}", partial(measure, way))
+    if not rates:
+        m.leave_out(name, "no way to measure it worked")
+        return
     best = max(rates, key=lambda way: rates[way])
     m.add(name, "GB/s", rates[best], by=best)
 
 
 def _copies(m: Measurement) -> None:
-    source = torch.randn(m.machine.large_bytes // 4, device=m.machine.device)
+    source = torch.randn(_num_floats(m.machine), device=m.machine.device)
     destination = torch.empty_like(source)
     ways: dict[str, Callable[[], object]] = {
         "copy_": lambda: destination.copy_(source),
@@ -44,10 +68,10 @@ def _copies(m: Measurement) -> None:
 
 
 def _reads(m: Measurement) -> None:
-    source = torch.randn(m.machine.large_bytes // 4, device=m.machine.device)
+    source = torch.randn(_num_floats(m.machine), device=m.machine.device)
     half, other_half = source.chunk(2)
-    matrix = source.view(-1, 4096)
-    row = torch.randn(4096, device=m.machine.device)
+    matrix = source.view(-1, _ROW)
+    row = torch.randn(_ROW, device=m.machine.device)
     ways: dict[str, Callable[[], object]] = {
         "sum": source.sum,
         "amax": source.amax,
@@ -60,14 +84,13 @@ def _reads(m: Measurement) -> None:
     _best(m, "read_bandwidth", source.numel() * 4, ways)
 
 
-def _links(m: Measurement) -> None:
-    num_elements = m.machine.large_bytes // 16
-    there = torch.randn(num_elements, device=m.machine.device)
-    host = m.machine.host_empty((num_elements,), torch.float32)
-    ways: dict[str, Callable[[], object]] = {
-        "link_out": lambda: host.copy_(there, non_blocking=True),
-        "link_in": lambda: there.copy_(host, non_blocking=True),
-    }
-    for name, run in ways.items():
-        seconds = m.machine.watch.seconds(run, in_graph=False)
-        m.add(name, "GB/s", num_elements * 4 / seconds / 1e9)
+def _link(m: Measurement, name: str) -> None:
+    there = torch.randn(_num_floats(m.machine, LINK_SHARE), device=m.machine.device)
+    host = m.machine.host_empty(tuple(there.shape), there.dtype)
+    target, source = (host, there) if name == "link_out" else (there, host)
+
+    def run() -> None:
+        target.copy_(source, non_blocking=True)
+
+    seconds = m.machine.watch.seconds(run, in_graph=False)
+    m.add(name, "GB/s", there.nbytes / seconds / 1e9)
