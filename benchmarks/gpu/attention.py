@@ -17,7 +17,7 @@ from benchmarks.gpu.shapes import SPLITS, Shape
 
 MEMORY_SHARE = 0.3  # of what is free, for one problem's pages; the peers need twice as much again
 SETUP_S = 0.4  # of a shape: its numbers, the right answer
-PEERS = 3  # that can be expected
+PEERS = 4  # that can be expected
 BYTES_OF_A_SECOND = 3e12
 
 

@@ -35,6 +35,9 @@ class Call:
 def peers_of(problem: Problem) -> dict[str, Make]:
     """Those that can do the problem at all, each to be made when its turn comes."""
     flashinfer: dict[str, Make] = {"flashinfer": lambda: _flashinfer(problem)}
+    if problem.shape.new == 1:
+        # Of decode it has two kernels; the one without tensor cores lacks some groups of heads.
+        flashinfer["flashinfer_tensor_cores"] = lambda: _flashinfer(problem, tensor_cores=True)
     if problem.is_fp8:  # Torch's attention takes no fp8 keys.
         return flashinfer
     varlen: dict[str, Make] = {
@@ -147,8 +150,8 @@ def _varlen_paged(problem: Problem, page: int) -> Call:
     return Call(lambda: function(problem.query, key, value, *lens, **how))
 
 
-def _flashinfer(problem: Problem) -> Call:
-    """On the same pages: its HND layout is ours."""
+def _flashinfer(problem: Problem, *, tensor_cores: bool = False) -> Call:
+    """On the same pages: its HND layout is ours. ``tensor_cores``: of decode alone."""
     flashinfer = import_module("flashinfer")
     shape = problem.shape
     workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=problem.device)
@@ -162,7 +165,7 @@ def _flashinfer(problem: Problem) -> Call:
         scales = {"k_scale": problem.key_scales.item(), "v_scale": problem.value_scales.item()}
     if shape.new == 1:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "HND", use_tensor_cores=True
+            workspace, "HND", use_tensor_cores=tensor_cores
         )
         wrapper.plan(blocks, problem.tables.flatten(), last, *sizes, **types)
     else:
