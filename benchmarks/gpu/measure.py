@@ -69,9 +69,9 @@ def measure_all(machine: Machine, watch: Stopwatch, quick: bool, seconds: float)
     print(f"bandwidths: {m.elapsed_s:.0f} s", flush=True)
     measure_copies(m)
     print(f"copies: {m.elapsed_s:.0f} s", flush=True)
-    measure_attention(m, decodes[: len(decodes) // 2])
-    measure_attention(m, appends)
-    measure_attention(m, decodes[len(decodes) // 2 :])
+    held, others = shapes.by_target(decodes)
+    for some in (held, appends, others):
+        measure_attention(m, some)
     print(f"attention: {m.elapsed_s:.0f} s", flush=True)
     return m
 

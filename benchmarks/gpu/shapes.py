@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import torch
+
+from benchmarks.gpu.verdict import is_held
 
 KV_DTYPES: Final = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
 SPLITS: Final = (256, 512, 1024, 2048)
@@ -41,13 +43,14 @@ class Shape:
         seen = self.new * (self.context - self.new) + self.new * (self.new + 1) // 2
         return 4 * self.batch * self.heads * self.head * seen
 
-    @property
-    def key(self) -> tuple[int, ...]:
-        """The same for all types of KV."""
-        return tuple(n for n in asdict(self).values() if isinstance(n, int))
-
     def named(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def by_target(decodes: Sequence[Shape]) -> tuple[list[Shape], list[Shape]]:
+    """What targets are held against, each bf16 with its fp8; and the others."""
+    held = [shape for shape in decodes if is_held(shape.named())]
+    return held, [shape for shape in decodes if shape not in held]
 
 
 def _with_fp8(shapes: Iterator[Shape]) -> Iterator[Shape]:
@@ -58,7 +61,6 @@ def _with_fp8(shapes: Iterator[Shape]) -> Iterator[Shape]:
 
 
 def _decodes() -> Iterator[Shape]:
-    # What targets are held against comes first: where time runs out the others are left out.
     for batch in (16, 64, 256):
         for context in (4096, 8192, 32768):
             yield Shape(batch, context)

@@ -157,7 +157,7 @@ def _of_decode(results: Results) -> Iterator[Verdict]:
         else:
             yield _against_bf16(results, row)
     for row in filter(is_held, (row for some in lost for row in some)):
-        targets = (FP8_TARGET,)
+        targets: tuple[str, ...] = (FP8_TARGET,)
         if row["kv_dtype"] == "bfloat16":
             targets = (BANDWIDTH_TARGET, PEER_TARGET)
         for target in targets:

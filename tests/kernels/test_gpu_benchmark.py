@@ -5,22 +5,26 @@ answer; its verdicts and tables say what the rows say.
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from emulated_build import emulated_module
 
-from benchmarks.gpu import measure, shapes
+from benchmarks.gpu import measure, peers, shapes
 from benchmarks.gpu.attention import estimated_seconds, measure_attention
+from benchmarks.gpu.bandwidth import measure_bandwidths
 from benchmarks.gpu.copies import INSIDE, SWAPPED, Blocks, measure_copies
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.measurement import Measurement
 from benchmarks.gpu.problem import MAX_ERROR, Problem
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.table import tables
-from benchmarks.gpu.timing import Once, Watch
+from benchmarks.gpu.timing import Once, Stopwatch, Watch
 from benchmarks.gpu.verdict import COPIES, SWAPS, summary, verdicts
 
 CPU = torch.device("cpu")
@@ -60,8 +64,38 @@ def test_peers_are_checked_and_those_that_can_not_run_are_named() -> None:
     assert not m.wrong
     # Torch has its flash attention for CPUs too; the others need a GPU, or are not installed.
     assert {row["name"] for row in m.rows} == {"decode", "decode/sdpa_flash"}
-    for name in ("sdpa_cudnn", "varlen", "varlen_paged", "flashinfer"):
+    theirs = ("sdpa_cudnn", "varlen", "varlen_paged", "flashinfer", "flashinfer_tensor_cores")
+    for name in theirs:
         assert any(line.startswith(f"decode/{name} ") for line in m.left_out)
+
+
+@pytest.mark.parametrize("kv_dtype", shapes.KV_DTYPES)
+def test_both_of_flashinfers_decode_kernels_are_peers(
+    kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    class Wrapper:
+        """The wheel is not here: takes what the real one is given."""
+
+        def __init__(self, workspace: torch.Tensor, layout: str, use_tensor_cores: bool) -> None:
+            assert layout == "HND"
+            asked.append(use_tensor_cores)
+
+        def plan(self, *_: Any, **__: Any) -> None:
+            pass
+
+    module = ModuleType("flashinfer")
+    module.BatchDecodeWithPagedKVCacheWrapper = Wrapper  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr(peers, "FLASHINFER_WORKSPACE_BYTES", 16)
+    made = peers.peers_of(Problem(Shape(2, 40, 4, 2, 32, kv_dtype=kv_dtype), CPU))
+    for name in ("flashinfer", "flashinfer_tensor_cores"):
+        made[name]()
+    assert asked == [False, True]
+    # Of longer rows there is one kernel.
+    made = peers.peers_of(Problem(Shape(2, 40, 4, 2, 32, kv_dtype=kv_dtype, new=3), CPU))
+    assert "flashinfer" in made and "flashinfer_tensor_cores" not in made
 
 
 @pytest.mark.parametrize("new", (1, 20))
@@ -130,6 +164,64 @@ def test_the_shapes_are_those_that_targets_speak_of() -> None:
     assert all(s.new > 1 for s in shapes.APPENDS)
     expected = estimated_seconds((*decodes, *shapes.APPENDS), 0.1, 5)
     assert 30 < expected < measure.SECONDS
+
+
+@pytest.mark.parametrize("decodes", (shapes.DECODES, shapes.QUICK_DECODES))
+def test_what_targets_are_held_against_comes_first_and_with_its_twin(
+    decodes: tuple[Shape, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, others = shapes.by_target(decodes)
+    assert sorted(map(str, (*held, *others))) == sorted(map(str, decodes))
+    assert all(s.batch >= 16 and s.context >= 4096 for s in held)
+    assert not any(s.batch >= 16 and s.context >= 4096 for s in others)
+    for part in (held, others):
+        assert part[1::2] == [replace(s, kv_dtype="float8_e4m3fn") for s in part[::2]]
+    order: list[Shape] = []
+    monkeypatch.setattr(measure, "measure_bandwidths", lambda m: None)
+    monkeypatch.setattr(measure, "measure_copies", lambda m: None)
+    monkeypatch.setattr(measure, "measure_attention", lambda m, some: order.extend(some))
+    is_quick = decodes == shapes.QUICK_DECODES
+    measure.measure_all(emulated(), Stopwatch(), is_quick, 1)
+    assert order[: len(held)] == held and order[len(order) - len(others) :] == others
+
+
+def test_a_bandwidth_that_can_not_be_measured_ends_nothing() -> None:
+    m = Measurement(emulated(), seconds=60)
+    m.machine.host_empty = lambda *_: torch.empty(1 << 60)  # type: ignore[method-assign]
+    measure_bandwidths(m)
+    assert {"copy_bandwidth", "read_bandwidth"} <= {row["name"] for row in m.rows}
+    assert [line.partition(":")[0] for line in m.left_out] == ["link_out", "link_in"]
+
+    class Broken:
+        def seconds(self, work: Any, *, in_graph: bool = True) -> float:
+            raise RuntimeError("no such launch")
+
+    m = Measurement(emulated(Broken()), seconds=60)
+    measure_bandwidths(m)
+    assert not m.rows and not m.wrong
+    names = [line.partition(":")[0] for line in m.left_out]
+    assert {"copy_bandwidth", "read_bandwidth", "link_out", "link_in"} <= set(names)
+
+
+def test_bandwidth_is_measured_on_what_memory_is_free() -> None:
+    class OneSecond:
+        def seconds(self, work: Any, *, in_graph: bool = True) -> float:
+            return 1.0
+
+    machine = emulated(OneSecond())
+    machine.large_bytes = 1 << 40
+    machine.free_bytes = lambda: 1 << 20  # type: ignore[method-assign]
+    m = Measurement(machine, seconds=60)
+    measure_bandwidths(m)
+    assert not m.left_out
+    rates = {row["name"]: row["p50"] * 1e9 for row in m.rows}
+    assert rates["read_bandwidth"] == rates["link_out"] == 1 << 18
+    assert rates["copy_bandwidth"] == 1 << 19
+    machine.free_bytes = lambda: 1 << 10  # type: ignore[method-assign]
+    m = Measurement(machine, seconds=60)
+    measure_bandwidths(m)
+    assert not m.rows and len(m.left_out) == 4
+    assert all("too little" in line for line in m.left_out)
 
 
 def test_bytes_and_operations_are_those_needed_at_least() -> None:
