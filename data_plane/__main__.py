@@ -1,4 +1,7 @@
-"""``python -m data_plane``. Exit codes: 0 told to stop, 1 can not serve, 2 bad settings."""
+"""``python -m data_plane``. Exit codes: 0 told to stop, 1 can not serve, 2 bad settings.
+
+A device that has failed for good is 1: whoever started the process starts another.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sys
 
 from data_plane.config import PROGRAM, DataPlaneConfig
 from data_plane.server import DataPlaneServer
-from kvplane.errors import KvplaneError
+from kvplane.errors import InternalError, KvplaneError
 from kvplane.serving import logs
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
 
@@ -21,6 +24,9 @@ def main() -> int:
     log_settings(config, logging.getLogger(PROGRAM))
     try:
         asyncio.run(_serve(config))
+    except InternalError as error:  # a device that failed
+        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
+        return 1
     except KvplaneError as error:  # a model, layout or device that can not be used
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
         return EXIT_BAD_SETTINGS

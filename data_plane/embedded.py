@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
 from types import TracebackType
 
 from data_plane.config import DataPlaneConfig
@@ -20,6 +21,7 @@ class EmbeddedDataPlane:
     """``with EmbeddedDataPlane(config) as plane: plane.executor.start(...)``.
 
     Executor calls may come from any thread. One that is in flight when the plane stops is finished.
+    When the device fails for good the plane leaves its control plane, and every call fails.
     """
 
     def __init__(self, config: DataPlaneConfig) -> None:
@@ -75,7 +77,8 @@ class EmbeddedDataPlane:
     def stop(self) -> None:
         """Leave the control plane and stop serving. Harmless when called again."""
         if self._loop is not None and self._stop is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+            with suppress(RuntimeError):  # it has just ended by itself
+                self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
 
     def _run(self) -> None:
@@ -93,7 +96,6 @@ class EmbeddedDataPlane:
         registered = asyncio.create_task(self._server.registered.wait())
         registered.add_done_callback(lambda _: self._registered.set())
         try:
-            await self._stop.wait()
+            await self._server.run_until(self._stop.wait())
         finally:
             registered.cancel()
-            await self._server.stop()

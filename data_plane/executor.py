@@ -24,6 +24,7 @@ from data_plane.checks import require
 from data_plane.compute import Attention, Compute
 from data_plane.counters import ExecutorCounters
 from data_plane.device import with_index
+from data_plane.device_watch import DeviceWatch
 from data_plane.faults import with_fault
 from data_plane.kernel_set import KernelSet, kernels_of
 from data_plane.pool import Pools
@@ -83,6 +84,7 @@ class Executor:
         self.device = with_index(torch.device(device))
         kernels = kernels if kernels is not None else kernels_of(self.device, num_threads)
         self.kernels = with_fault(kernels, fault)
+        self.device_watch = DeviceWatch(self.kernels.streams)
         self.counters = ExecutorCounters()
         self.pools = Pools(
             layout,
@@ -441,6 +443,7 @@ class Executor:
         except InternalError as error:
             for run in self._sessions.running():
                 run.failure = error.message
+            self.device_watch.check()
 
     def _latest(self, session_id: int, plan_number: int | None) -> tuple[Session, Run]:
         session = self._sessions.get(session_id)
@@ -477,6 +480,8 @@ class Executor:
             except KvplaneError as error:
                 if self._depth == 1:
                     self.counters.num_rejections[error.reason] += 1
+                    if isinstance(error, InternalError):
+                        self.device_watch.check()
                 raise
             finally:
                 self._depth -= 1

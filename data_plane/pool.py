@@ -45,8 +45,10 @@ class Pools:
         device: torch.device,
         drain: Callable[[], None],
     ) -> None:
-        """Allocate both tiers, which live until ``drain`` has waited for the device. Raises InvalidRequestError for counts out of range, and
-        NeverFitsError for a tier that the GPU, or the host beside it, has no room for.
+        """Allocate both tiers, which live until ``drain`` has waited for the device.
+
+        Raises InvalidRequestError for counts out of range, and NeverFitsError for a tier that the
+        GPU, or the host beside it, has no room for.
         """
         if num_device_blocks < 1:
             raise InvalidRequestError("must be at least 1", field="num_device_blocks")

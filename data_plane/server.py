@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
+from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from data_plane.build import build_executor
 from data_plane.config import DataPlaneConfig
@@ -15,6 +17,7 @@ from data_plane.lane import Lane
 from data_plane.metrics import DataPlaneMetrics
 from data_plane.registrar import Registrar
 from data_plane.service import SERVICE, DataPlaneService
+from kvplane.errors import InternalError
 from kvplane.serving import server as serving
 from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.logs import frames_of
@@ -22,18 +25,22 @@ from kvplane.serving.metrics import MetricsEndpoint, serve_metrics
 from kvplane.v1.data_pb2_grpc import add_DataPlaneServiceServicer_to_server
 
 _LOGGER: Final = logging.getLogger(__name__)
+_LOST: Final = "the device has failed for good: only a new process can use it again"
 
 
 @dataclass
 class DataPlaneServer:
     """A data plane that serves. Made by ``start``, ended by ``run_until_signal`` or ``stop``.
 
-    Health says NOT_SERVING until the process has first registered with a control plane.
+    Health says NOT_SERVING until the process has first registered with a control plane, and again
+    once the device has failed for good.
     """
 
     executor: Executor
     metrics: DataPlaneMetrics
     registered: asyncio.Event
+    lost: asyncio.Event
+    """The device has failed for good: only a new process can use it again."""
     _config: DataPlaneConfig
     _server: serving.Server
     _service: DataPlaneService
@@ -66,7 +73,18 @@ class DataPlaneServer:
         if config.metrics_port >= 0:
             endpoint = serve_metrics(metrics.registry, server.host, config.metrics_port)
         await server.start([SERVICE], serving=False)
-        self = cls(executor, metrics, asyncio.Event(), config, server, service, lane, endpoint)
+        self = cls(
+            executor,
+            metrics,
+            asyncio.Event(),
+            asyncio.Event(),
+            config,
+            server,
+            service,
+            lane,
+            endpoint,
+        )
+        self._watch_device()
         registrar = Registrar(
             executor,
             lane,
@@ -103,9 +121,23 @@ class DataPlaneServer:
         return self._endpoint.port if self._endpoint is not None else None
 
     async def run_until_signal(self) -> None:
-        """Serve until SIGTERM or SIGINT, then stop."""
-        await serving.wait_for_signal()
-        await self.stop()
+        """``run_until`` SIGTERM or SIGINT."""
+        await self.run_until(serving.wait_for_signal())
+
+    async def run_until(self, end: Coroutine[Any, Any, object]) -> None:
+        """Serve until ``end`` returns, then stop. Raises InternalError when it was the device that
+        ended it: health has said so then, and the server has stopped too.
+        """
+        ends = [asyncio.create_task(end), asyncio.create_task(self._until_lost())]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in ends:
+                task.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+            await self.stop()
+        for task in done:
+            task.result()
 
     async def stop(self) -> None:
         """Leave the control plane, refuse new calls, answer those in flight, and return when all
@@ -117,8 +149,8 @@ class DataPlaneServer:
             await asyncio.gather(self._registration, return_exceptions=True)
         self._service.stop()
         await self._server.stop(self._config.grace_s)
-        await self._lane.run(self.executor.finish)
         await asyncio.to_thread(self._lane.close)
+        await asyncio.to_thread(self.executor.finish)
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.close)
         _LOGGER.info("stopped")
@@ -127,8 +159,27 @@ class DataPlaneServer:
         self.metrics.registered.set(registered)
         if registered and not self.registered.is_set():
             self.registered.set()
-            for service in ("", SERVICE):
-                await self._server.set_serving(service, True)
+            await self._set_serving(not self.lost.is_set())
+
+    async def _until_lost(self) -> None:
+        await self.lost.wait()
+        await self._set_serving(False)
+        raise InternalError(_LOST)
+
+    async def _set_serving(self, serving: bool) -> None:
+        for service in ("", SERVICE):
+            await self._server.set_serving(service, serving)
+
+    def _watch_device(self) -> None:
+        """A thread that runs a command learns that the device is lost; the event loop acts."""
+        loop = asyncio.get_running_loop()
+
+        def lose() -> None:
+            _LOGGER.error(_LOST)
+            with suppress(RuntimeError):  # the loop has ended before
+                loop.call_soon_threadsafe(self.lost.set)
+
+        self.executor.device_watch.when_lost(lose)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

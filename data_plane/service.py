@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc.aio
 
@@ -18,7 +18,7 @@ from data_plane.executor import Executor
 from data_plane.lane import Lane
 from data_plane.wire import tensor_from_message, tensor_to_message
 from kvplane import protocol
-from kvplane.errors import InvalidRequestError, KvplaneError, PlaneUnavailableError
+from kvplane.errors import InternalError, InvalidRequestError, KvplaneError, PlaneUnavailableError
 from kvplane.status import to_wire
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
@@ -29,6 +29,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _OVERHEAD_BYTES: Final = 1024
 _BLOCK_NAME_BYTES: Final = 20
 
+T = TypeVar("T")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -77,7 +78,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
                 request = await self._next(request_iterator)
                 if request is None:
                     return
-                answers = await self._lane.run(partial(stream.answer, request))
+                answers = await self._run(partial(stream.answer, request))
             except PlaneUnavailableError:
                 raise
             except KvplaneError as error:
@@ -97,7 +98,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
             )
             return pb.ReshapeAndCacheResponse(receipt=receipt)
 
-        return await self._lane.run(command)
+        return await self._run(command)
 
     async def PagedAttention(
         self, request: pb.PagedAttentionRequest, context: _Context
@@ -110,12 +111,12 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
             )
             return pb.PagedAttentionResponse(output=tensor_to_message(output))
 
-        return await self._lane.run(command)
+        return await self._run(command)
 
     async def CopyBlocks(
         self, request: pb.CopyBlocksRequest, context: _Context
     ) -> pb.CopyBlocksResponse:
-        num_blocks, receipt = await self._lane.run(
+        num_blocks, receipt = await self._run(
             lambda: self._executor.start_transfers(request.grant, request.plan, swaps=False)
         )
         return pb.CopyBlocksResponse(num_blocks=num_blocks, receipt=receipt)
@@ -123,7 +124,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     async def SwapBlocks(
         self, request: pb.SwapBlocksRequest, context: _Context
     ) -> pb.SwapBlocksResponse:
-        num_blocks, receipt = await self._lane.run(
+        num_blocks, receipt = await self._run(
             lambda: self._executor.start_transfers(request.grant, request.plan, swaps=True)
         )
         return pb.SwapBlocksResponse(num_blocks=num_blocks, receipt=receipt)
@@ -141,7 +142,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
             )
             return pb.ReadBlocksResponse(blocks=tensor_to_message(blocks), table=table)
 
-        return await self._lane.run(command)
+        return await self._run(command)
 
     async def WriteBlocks(
         self, request: pb.WriteBlocksRequest, context: _Context
@@ -156,7 +157,17 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
             )
             return pb.WriteBlocksResponse(receipt=receipt)
 
-        return await self._lane.run(command)
+        return await self._run(command)
+
+    async def _run(self, command: Callable[[], T]) -> T:
+        """What ``command`` returns on the lane. Tensors go to and from a device outside of the
+        executor's commands, so what fails is looked into here.
+        """
+        try:
+            return await self._lane.run(command)
+        except InternalError:
+            await self._lane.run(self._executor.device_watch.check)
+            raise
 
     async def _next(self, requests: AsyncIterator[pb.ExecuteRequest]) -> pb.ExecuteRequest | None:
         """The next request, None at the stream's end. Raises PlaneUnavailableError on stopping."""

@@ -52,6 +52,8 @@ class LateRuntime:
         """The chance that work given lets some other be done."""
         self.failures: deque[Exception] = deque()
         """What the next calls raise that give work or wait, in order."""
+        self.is_lost = False
+        """Whether every such call fails."""
 
     def current_stream(self) -> int:
         self._raise_failure()
@@ -98,6 +100,8 @@ class LateRuntime:
         return sum(kind == "do" for queue in self._queues for kind, _ in queue)
 
     def _raise_failure(self) -> None:
+        if self.is_lost:
+            raise RuntimeError("unspecified launch failure")
         if self.failures:
             raise self.failures.popleft()
 

@@ -1,0 +1,157 @@
+"""A served data plane whose device fails: once, for good, or while the server stops."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_server import author_of, config_of, serving
+from kernel_sets import LateRuntime, late_kernels
+from plan_author import row, set_blocks, tokens
+from register_side import RegisterSide
+
+from data_plane import EmbeddedDataPlane, build
+from data_plane.kernel_set import KernelSet, cpu_kernels
+from data_plane.wire import tensor_to_message
+from kvplane.errors import InternalError
+from kvplane.execution import DataClient
+from kvplane.health import check
+from kvplane.tensor import Tensor
+
+ROOT = Path(__file__).parents[2]
+HOST = "127.0.0.1"
+SERVICE = "kvplane.v1.DataPlaneService"
+
+
+def use(monkeypatch: pytest.MonkeyPatch, kernels: KernelSet) -> None:
+    """Servers that start from now on run on ``kernels``."""
+    monkeypatch.setattr(build, "kernels_of", lambda _device, _num_threads: kernels)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> LateRuntime:
+    kernels, runtime = late_kernels(cpu_kernels(1), 0)
+    use(monkeypatch, kernels)
+    return runtime
+
+
+@pytest.fixture
+async def side() -> AsyncIterator[RegisterSide]:
+    side = await RegisterSide().start()
+    yield side
+    await side.stop()
+
+
+async def test_an_answer_lost_on_its_way_is_an_error_in_a_stream_that_stays_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_lost = 0
+
+    def attention(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        nonlocal num_lost
+        output = cpu_kernels(1).paged_attention(query, *args, **options)
+        num_lost += 1
+        # What is on no device can not be copied, as what a failed device should have computed.
+        return output.to("meta") if num_lost == 1 else output
+
+    use(monkeypatch, replace(cpu_kernels(1), paged_attention=attention))
+    async with serving(tmp_path) as (server, side):
+        author, client = author_of(server, side), DataClient(server.address)
+        parts = [Tensor.from_proto(tensor_to_message(tokens(3, n))) for n in (4, 2, 2)]
+        async with await client.open(author.grant()) as execution:
+            plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)])
+            await execution.start(plan)
+            with pytest.raises(InternalError, match="the device failed"):
+                await execution.layer(0, *parts)
+            for layer in execution.layers:
+                await execution.layer(layer, *parts)
+            assert author.read_receipt(execution.receipt).plan_number == 1
+        assert await check(server.address) == "SERVING"
+        await client.close()
+
+
+async def test_a_server_that_stops_waits_for_the_device(
+    tmp_path: Path, runtime: LateRuntime
+) -> None:
+    async with serving(tmp_path) as (server, side):
+        author, executor = author_of(server, side), server.executor
+        executor.open(author.grant())
+        executor.start(1, author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)]))
+        runtime.let_go = 0.0
+        executor.layer(1, 0, tokens(3, 4), tokens(3), tokens(3))
+        assert runtime.num_waiting == 2
+    assert runtime.num_waiting == 0
+
+
+async def test_a_device_that_fails_once_is_served_on(tmp_path: Path, runtime: LateRuntime) -> None:
+    async with serving(tmp_path) as (server, _):
+        runtime.failures.append(RuntimeError("out of resources"))
+        await asyncio.to_thread(server.executor.finish)
+        assert not runtime.failures
+        await asyncio.sleep(0.05)
+        assert not server.lost.is_set()
+        assert await check(server.address, service=SERVICE) == "SERVING"
+
+
+async def test_a_device_that_is_lost_ends_the_server_with_an_error(
+    tmp_path: Path, runtime: LateRuntime
+) -> None:
+    async with serving(tmp_path) as (server, _):
+        assert await check(server.address) == "SERVING"
+        forever = asyncio.create_task(server._until_lost())
+        runtime.is_lost = True
+        await asyncio.to_thread(server.executor.finish)
+        with pytest.raises(InternalError, match="failed for good"):
+            await asyncio.wait_for(forever, 10)
+        for service in ("", SERVICE):
+            assert await check(server.address, service=service) == "NOT_SERVING"
+
+
+async def test_an_embedded_plane_whose_device_is_lost_leaves_its_control_plane(
+    tmp_path: Path, runtime: LateRuntime, side: RegisterSide
+) -> None:
+    plane = EmbeddedDataPlane(config_of(tmp_path, side.address))
+    executor = await asyncio.to_thread(plane.start)
+    runtime.is_lost = True
+    await asyncio.to_thread(executor.finish)
+    await asyncio.to_thread(plane._thread.join, 20)
+    assert not plane._thread.is_alive()
+    with socket.create_server((HOST, int(plane.address.rpartition(":")[2]))):
+        pass  # the port is free again
+    await asyncio.to_thread(plane.stop)
+
+
+LOSES_ITS_DEVICE = """
+import sys
+from data_plane import __main__, build
+from data_plane.kernel_set import cpu_kernels
+from kernel_sets import late_kernels
+
+kernels, runtime = late_kernels(cpu_kernels(1), 0)
+build.kernels_of = lambda device, num_threads: kernels
+runtime.is_lost = True
+sys.exit(__main__.main())
+"""
+
+
+async def test_a_process_whose_device_is_lost_exits_with_an_error_line(
+    tmp_path: Path, side: RegisterSide
+) -> None:
+    config = config_of(tmp_path, side.address)
+    command = [sys.executable, "-c", LOSES_ITS_DEVICE, "--control-plane", side.address]
+    command += ["--bind", f"{HOST}:0", "--layout", str(config.layout)]
+    command += ["--num-device-blocks", "2", "--metrics-port", "-1"]
+    environment = {"PYTHONPATH": f"{ROOT / 'tests' / 'helpers'}:{ROOT}", "PATH": ""}
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=-1, stderr=-1, env=environment, cwd=ROOT
+    )
+    _, err = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1, err.decode()
+    assert "data_plane: error: the device has failed for good" in err.decode()
