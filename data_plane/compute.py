@@ -23,6 +23,7 @@ from kvplane.v1 import types_pb2 as pb
 
 # Numbers of an element's size, to copy elements of any type as they are.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 _DIRECTIONS = {
     (pb.TIER_DEVICE, pb.TIER_DEVICE): "copy",
     (pb.TIER_DEVICE, pb.TIER_HOST): "swap_out",
@@ -42,7 +43,7 @@ class Attention:
 
     def check(self, num_heads: int, field: str) -> None:
         """Raise InvalidRequestError naming the option of ``field`` that is out of range."""
-        require(math.isfinite(self.scale), "must be finite", f"{field}.scale")
+        require(_is_finite(self.scale), "must be finite in float32", f"{field}.scale")
         require(
             0 <= self.sliding_window_tokens < 2**31,
             "must be 0 or a positive int32",
@@ -50,8 +51,13 @@ class Attention:
         )
         slopes = self.alibi_slopes
         require(len(slopes) in (0, num_heads), "one a query head", f"{field}.alibi_slopes")
-        finite = all(math.isfinite(slope) for slope in slopes)
-        require(finite, "must be finite", f"{field}.alibi_slopes")
+        finite = all(_is_finite(slope) for slope in slopes)
+        require(finite, "must be finite in float32", f"{field}.alibi_slopes")
+
+
+def _is_finite(value: float) -> bool:
+    """As the kernels take it: NaN is not either."""
+    return abs(value) <= _FLOAT32_MAX
 
 
 class Compute:

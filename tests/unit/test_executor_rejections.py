@@ -210,10 +210,13 @@ BAD_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "a later layer": ("layer", {"layer": 1}),
     "an infinite scale": ("options.scale", {"scale": float("inf")}),
     "no number as scale": ("options.scale", {"scale": float("nan")}),
+    "a scale too large for float32": ("options.scale", {"scale": 1e39}),
     "a negative window": ("options.sliding_window_tokens", {"sliding_window_tokens": -1}),
     "a huge window": ("options.sliding_window_tokens", {"sliding_window_tokens": 2**31}),
     "too few slopes": ("options.alibi_slopes", {"alibi_slopes": [1.0]}),
     "infinite slopes": ("options.alibi_slopes", {"alibi_slopes": [float("inf")] * 4}),
+    "slopes that are no numbers": ("options.alibi_slopes", {"alibi_slopes": [float("nan")] * 4}),
+    "slopes too large for float32": ("options.alibi_slopes", {"alibi_slopes": [-1e39] * 4}),
 }
 
 
