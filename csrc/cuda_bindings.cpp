@@ -139,6 +139,8 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
   m.attr("BAD_QUERY_STARTS") = kBadQueryStarts;
   m.attr("BAD_CONTEXT_LENS") = kBadContextLens;
   m.attr("BAD_SLOTS") = kBadSlots;
+  m.attr("BAD_KEY_SCALES") = kBadKeyScales;
+  m.attr("BAD_VALUE_SCALES") = kBadValueScales;
 
   m.def("device_count", &device_count);
 #if defined(KVPLANE_EMULATED)
@@ -147,6 +149,10 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
   m.def(
       "set_host_memory_is_mapped", [](bool mapped) { host_memory_is_mapped = mapped; },
       arg("mapped"));
+  m.def(
+      "set_shared_bytes_of_block", [](int64_t bytes) { shared_bytes_of_block = bytes; },
+      arg("bytes"));
+  m.def("set_driver_version", [](int version) { driver_version = version; }, arg("version"));
 #endif
   m.def("reshape_and_cache", &bind_reshape_and_cache, release_gil(), py::kw_only(), arg("key"),
         arg("value"), arg("pages"), arg("scales"), arg("slots"), arg("faults"), arg("stream"));

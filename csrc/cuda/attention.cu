@@ -1,6 +1,6 @@
 // Paged attention on a device: the plan, then the kernels for short and long sequences, then the
-// splits put together. Which kernels run is decided by types, addresses and sizes alone; which of
-// them a sequence takes, by its own number of rows.
+// splits put together. Which kernels run is decided by the device, types, addresses and sizes
+// alone; which of them a sequence takes, by its own number of rows.
 
 #include <limits>
 #include <string>
@@ -8,6 +8,7 @@
 #include "attention_kernels.h"
 #include "batch.cuh"
 #include "kvplane/checks.h"
+#include "launch.h"
 #include "operations.h"
 
 namespace kvplane::cuda {
@@ -68,6 +69,28 @@ bool fits_tensor_cores(const PagedAttentionParams& p) {
     if (stride * dtype_bytes(p.query_dtype) % kBytes != 0) return false;
   }
   return is_aligned(p.query, kBytes) && is_aligned(pages.data, kBytes) && is_aligned(p.out, 4);
+}
+
+// The most that the short kernel needs with a smaller ring may still be more than a block can have
+// on the current device. Then nothing of the call is for the tensor cores, so that the kernel of a
+// sequence does not depend on what else is in the batch, nor on its number of rows.
+bool fits_shared_memory(const PagesParams& pages) {
+  const auto needed = [&]() -> size_t {
+    switch (pages.dtype) {
+      case Dtype::kFloat16:
+        return least_shared_bytes_of_short<Half>(pages.head_size);
+      case Dtype::kBFloat16:
+        return least_shared_bytes_of_short<Bfloat>(pages.head_size);
+      case Dtype::kFloat8E4M3:
+        return least_shared_bytes_of_short<E4m3>(pages.head_size);
+      case Dtype::kFloat8E5M2:
+        return least_shared_bytes_of_short<E5m2>(pages.head_size);
+      case Dtype::kFloat32:
+        break;  // not for tensor cores
+    }
+    return 0;
+  };
+  return needed() <= max_shared_bytes();
 }
 
 template <typename Kv>
@@ -134,7 +157,7 @@ void paged_attention(const PagedAttentionParams& p, const AttentionOptions& opti
   const Parts parts = parts_of(p, options.split_tokens);
   check_sizes(p, options, parts.size);
   if (p.num_sequences == 0 || p.num_tokens == 0) return;
-  const bool on_tensor_cores = fits_tensor_cores(p);
+  const bool on_tensor_cores = fits_tensor_cores(p) && fits_shared_memory(p.pages);
   const int64_t group = group_of(p);
   const int64_t splits = max_splits(p, options.split_tokens);
   Work work;

@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads) attend_fma(Work work) {
     const int32_t all_rows = item.sequence.query_len * static_cast<int32_t>(group_of(work.p));
     const int32_t num_rows = min_of(kRowsOfFmaTile, all_rows - first_row);
     const Span seen = span_of(work, item.sequence, item.split, first_row, num_rows);
-    const float scale = work.p.scale * kLog2E * key_scale(work.p.pages, item.kv_head);
+    const float scale = finite(work.p.scale * kLog2E * key_scale(work.p.pages, item.kv_head));
     Row rows[kRowsOfWarp];
     begin_rows(work, item, first_row, num_rows, layout, shared, rows);
     for (int32_t tile = seen.begin / kTokens; tile * kTokens < seen.end; ++tile) {

@@ -26,6 +26,7 @@ struct LongTile {
   static constexpr int kKeys = kTokens * kPitch<Kv, kHeadSize>;  // and as many values
   static constexpr int kStages = 2;
   static constexpr int kSharedBytes = kQueries + kStages * 2 * kKeys;
+  static_assert(kSharedBytes <= kSharedBytesOfEveryDevice);
 };
 
 // A thread's rows: g and g + 8 of its warp's sixteen.
@@ -42,7 +43,7 @@ __device__ inline LongRows long_rows(const Work& work, const Item& item, int32_t
   const int32_t group = static_cast<int32_t>(group_of(work.p));
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t g = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp / 4;
-  const float scale = work.p.scale * kLog2E * key_scale(work.p.pages, item.kv_head);
+  const float scale = finite(work.p.scale * kLog2E * key_scale(work.p.pages, item.kv_head));
   LongRows rows;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
@@ -107,8 +108,8 @@ __device__ void convert_queries(const Work& work, const Item& item, int32_t firs
     }
     if (work.p.query_dtype == Dtype::kBFloat16) {
       const float back = scale_row<kLanesOfWarp>(pairs);
-      rows.scale[0] *= i == lane / 4 ? back : 1.0f;
-      rows.scale[1] *= i == lane / 4 + 8 ? back : 1.0f;
+      rows.scale[0] = finite(rows.scale[0] * (i == lane / 4 ? back : 1.0f));
+      rows.scale[1] = finite(rows.scale[1] * (i == lane / 4 + 8 ? back : 1.0f));
     }
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) {

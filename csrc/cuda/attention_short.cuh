@@ -11,6 +11,8 @@
 // the same rows in S^T and in O^T: an output is rescaled without any exchange.
 #pragma once
 
+#include <type_traits>
+
 #include "attention_kernels.h"
 #include "batch.cuh"
 #include "launch.h"
@@ -22,11 +24,11 @@ namespace kvplane::cuda {
 constexpr int kShortWarps = 4;
 
 // The shared memory of a warp: a ring of tiles, K before V. At the end of an item it holds the
-// warp's outputs and states instead.
-template <typename Kv, int kHeadSize, int kColumns>
+// warp's outputs and states instead. How many stages it has changes no bit of an answer.
+template <typename Kv, int kHeadSize, int kColumns, int kNumStages>
 struct ShortRing {
+  static constexpr int kStages = kNumStages;
   static constexpr int kRowBytes = kHeadSize * static_cast<int>(sizeof(Kv));
-  static constexpr int kStages = kRowBytes <= 128 ? 4 : kRowBytes <= 384 ? 3 : 2;
   static constexpr int kTile = kTileRows * kPitch<Kv, kHeadSize>;
   static constexpr int kBytes = kStages * 2 * kTile;
   static constexpr int kRows = 8 * kColumns;
@@ -34,6 +36,22 @@ struct ShortRing {
   static constexpr int kSharedBytes = kShortWarps * kBytes;
   static_assert((kRows * kOutPitch + 2 * kRows) * 4 <= kBytes);
 };
+
+template <typename Kv, int kHeadSize>
+constexpr int kWantedStages = kHeadSize * sizeof(Kv) <= 128   ? 4
+                              : kHeadSize * sizeof(Kv) <= 384 ? 3
+                                                              : 2;
+
+// On a device with less shared memory the ring has two stages, where that is of any use.
+constexpr int kFewStages = 2;
+
+template <typename Kv, int kHeadSize>
+constexpr bool has_small_ring() {
+  constexpr int kMost = kSharedBytesOfEveryDevice;
+  constexpr int kWanted = ShortRing<Kv, kHeadSize, 1, kWantedStages<Kv, kHeadSize>>::kSharedBytes;
+  constexpr int kSmall = ShortRing<Kv, kHeadSize, 1, kFewStages>::kSharedBytes;
+  return kWanted > kMost && kSmall <= kMost;
+}
 
 // The rows whose scores a thread holds: 2t and 2t + 1 of each eight.
 template <int kColumns>
@@ -50,7 +68,7 @@ __device__ void set_rows(const Work& work, const Item& item, int32_t first_row, 
                          RowsOfThread<kColumns>& rows) {
   const int32_t group = static_cast<int32_t>(group_of(work.p));
   const int32_t t = static_cast<int32_t>(threadIdx.x) % 4;
-  const float scale = work.p.scale * kLog2E * key_scale(work.p.pages, item.kv_head);
+  const float scale = finite(work.p.scale * kLog2E * key_scale(work.p.pages, item.kv_head));
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
@@ -96,7 +114,8 @@ __device__ void load_queries(const Work& work, const Item& item, int32_t first_r
       const float back = scale_row<4>(queries[c]);  // of row g; wanted are those of 2t and 2t + 1
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        rows.scale[c][j] *= __shfl_sync(kWholeWarp, back, (2 * (lane % 4) + j) * 4);
+        const float of_row = __shfl_sync(kWholeWarp, back, (2 * (lane % 4) + j) * 4);
+        rows.scale[c][j] = finite(rows.scale[c][j] * of_row);
       }
     }
   }
@@ -139,10 +158,10 @@ __device__ void soften(const Work& work, Span seen, int32_t first, float (&score
 }
 
 // What a warp found, for the block to put together: [kRows, kOutPitch] outputs, then states.
-template <typename Kv, int kHeadSize, int kColumns>
+template <typename Kv, int kHeadSize, int kColumns, int kStages>
 __device__ void leave_outputs(const float (&out)[kHeadSize / 16][kColumns][4],
                               RowsOfThread<kColumns>& rows, float* left) {
-  using Ring = ShortRing<Kv, kHeadSize, kColumns>;
+  using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
   constexpr int kDimsApart = kIs8Bits<Kv> ? 2 : 1;  // of rows g and g + 1 of a factor
   constexpr int kHalf = kIs8Bits<Kv> ? 1 : 8;       // of rows g and g + 8
   constexpr float kLower = 1.0f / kLift<FactorOf<Kv>>;
@@ -174,10 +193,10 @@ __device__ void leave_outputs(const float (&out)[kHeadSize / 16][kColumns][4],
 }
 
 // The whole block: adds up the warps' outputs, in order, and writes rows or partial rows.
-template <typename Kv, int kHeadSize, int kColumns>
+template <typename Kv, int kHeadSize, int kColumns, int kStages>
 __device__ void write_outputs(const Work& work, const Item& item, int32_t first_row,
                               int32_t num_rows, const float* left) {
-  using Ring = ShortRing<Kv, kHeadSize, kColumns>;
+  using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
   constexpr int kFloatsOfWarp = Ring::kBytes / 4;
   const int32_t group = static_cast<int32_t>(group_of(work.p));
   const int32_t head_size = static_cast<int32_t>(work.p.pages.head_size);
@@ -225,10 +244,10 @@ __device__ void write_outputs(const Work& work, const Item& item, int32_t first_
 }
 
 // A warp's share of an item: tiles of 16 tokens, kStages - 1 of them on their way at any time.
-template <typename Kv, int kHeadSize, int kColumns>
+template <typename Kv, int kHeadSize, int kColumns, int kStages>
 __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_row,
                              int32_t num_rows, unsigned char* ring) {
-  using Ring = ShortRing<Kv, kHeadSize, kColumns>;
+  using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
   using Factor = FactorOf<Kv>;
   constexpr int kReads = Ring::kRowBytes / kReadBytes;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
@@ -314,12 +333,18 @@ __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_r
   }
   wait_for_copies<0>();
   __syncwarp();  // The ring is read to its end: its memory may take the outputs.
-  leave_outputs<Kv, kHeadSize, kColumns>(out, rows, reinterpret_cast<float*>(ring));
+  leave_outputs<Kv, kHeadSize, kColumns, kStages>(out, rows, reinterpret_cast<float*>(ring));
 }
 
-template <typename Kv, int kHeadSize, int kColumns>
-__global__ void __launch_bounds__(kShortWarps* kLanesOfWarp) attend_short(Work work) {
-  using Ring = ShortRing<Kv, kHeadSize, kColumns>;
+// A small ring is for devices that have no room for a second block: this one may have all
+// registers. 0 leaves it to the compiler.
+template <typename Kv, int kHeadSize, int kStages>
+constexpr int kMinBlocks = kStages < kWantedStages<Kv, kHeadSize> ? 1 : 0;
+
+template <typename Kv, int kHeadSize, int kColumns, int kStages>
+__global__ void __launch_bounds__(kShortWarps* kLanesOfWarp, kMinBlocks<Kv, kHeadSize, kStages>)
+    attend_short(Work work) {
+  using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
   KVPLANE_DYNAMIC_SHARED(unsigned char, shared);
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t num_items = work.plan.short_ends[work.p.num_sequences - 1];
@@ -329,46 +354,67 @@ __global__ void __launch_bounds__(kShortWarps* kLanesOfWarp) attend_short(Work w
     const int32_t first_row = item.tile * Ring::kRows;
     const int32_t all_rows = item.sequence.query_len * static_cast<int32_t>(group_of(work.p));
     const int32_t num_rows = min_of(Ring::kRows, all_rows - first_row);
-    attend_tiles<Kv, kHeadSize, kColumns>(work, item, first_row, num_rows,
-                                          shared + warp * Ring::kBytes);
+    attend_tiles<Kv, kHeadSize, kColumns, kStages>(work, item, first_row, num_rows,
+                                                   shared + warp * Ring::kBytes);
     __syncthreads();
-    write_outputs<Kv, kHeadSize, kColumns>(work, item, first_row, num_rows,
-                                           reinterpret_cast<const float*>(shared));
+    write_outputs<Kv, kHeadSize, kColumns, kStages>(work, item, first_row, num_rows,
+                                                    reinterpret_cast<const float*>(shared));
     __syncthreads();
   }
 }
 
-template <typename Kv, int kHeadSize, int kColumns>
-void launch_short_of(const Work& work, int64_t max_items, uintptr_t stream) {
+template <typename Kv, int kHeadSize, int kColumns, int kStages>
+void launch_short_with(const Work& work, int64_t max_items, uintptr_t stream) {
   constexpr int kThreads = kShortWarps * kLanesOfWarp;
-  constexpr size_t kBytes = ShortRing<Kv, kHeadSize, kColumns>::kSharedBytes;
-  constexpr auto kKernel = &attend_short<Kv, kHeadSize, kColumns>;
+  constexpr size_t kBytes = ShortRing<Kv, kHeadSize, kColumns, kStages>::kSharedBytes;
+  constexpr auto kKernel = &attend_short<Kv, kHeadSize, kColumns, kStages>;
   const int64_t at_once = resident_blocks<kKernel>(kThreads, kBytes);
   launch(kKernel, {min_of(at_once, max_items)}, kThreads, kBytes, stream, work);
+}
+
+template <typename Kv, int kHeadSize, int kColumns>
+void launch_short_of(const Work& work, int64_t max_items, uintptr_t stream) {
+  constexpr int kStages = kWantedStages<Kv, kHeadSize>;
+  if constexpr (has_small_ring<Kv, kHeadSize>()) {
+    if (ShortRing<Kv, kHeadSize, kColumns, kStages>::kSharedBytes > max_shared_bytes()) {
+      return launch_short_with<Kv, kHeadSize, kColumns, kFewStages>(work, max_items, stream);
+    }
+  }
+  launch_short_with<Kv, kHeadSize, kColumns, kStages>(work, max_items, stream);
 }
 
 template <typename Kv, int kHeadSize>
 void launch_short_of(const Work& work, int64_t max_items, uintptr_t stream) {
   if (work.short_tile_rows == 8) {
     launch_short_of<Kv, kHeadSize, 1>(work, max_items, stream);
-  } else {
+  } else if constexpr (kHeadSize <= 192) {
     launch_short_of<Kv, kHeadSize, 2>(work, max_items, stream);
   }
 }
 
-// Head sizes are rounded up to one of these; what is added is zeros, and is not read.
+// Calls `run` with the head size of the kernel: one of these, to which others are rounded up. What
+// is added is zeros, and is not read.
+template <typename Run>
+auto with_head_size(int64_t head_size, const Run& run) {
+  if (head_size <= 64) return run(std::integral_constant<int, 64>{});
+  if (head_size <= 128) return run(std::integral_constant<int, 128>{});
+  if (head_size <= 192) return run(std::integral_constant<int, 192>{});
+  return run(std::integral_constant<int, 256>{});
+}
+
 template <typename Kv>
 void launch_short(const Work& work, int64_t max_items, uintptr_t stream) {
-  const int64_t head_size = work.p.pages.head_size;
-  if (head_size <= 64) {
-    launch_short_of<Kv, 64>(work, max_items, stream);
-  } else if (head_size <= 128) {
-    launch_short_of<Kv, 128>(work, max_items, stream);
-  } else if (head_size <= 192) {
-    launch_short_of<Kv, 192>(work, max_items, stream);
-  } else {
-    launch_short_of<Kv, 256, 1>(work, max_items, stream);
-  }
+  with_head_size(work.p.pages.head_size,
+                 [&](auto head_size) { launch_short_of<Kv, head_size>(work, max_items, stream); });
+}
+
+template <typename Kv>
+size_t least_shared_bytes_of_short(int64_t head_size) {
+  return with_head_size(head_size, [](auto size) -> size_t {
+    constexpr bool kIsSmall = has_small_ring<Kv, size>();
+    return ShortRing < Kv, size, 1, kIsSmall ? kFewStages : kWantedStages < Kv,
+           size >> ::kSharedBytes;
+  });
 }
 
 }  // namespace kvplane::cuda

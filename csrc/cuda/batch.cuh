@@ -9,6 +9,7 @@
 // r / group, head r % group. How a sequence is cut depends on nothing but its own lengths.
 #pragma once
 
+#include <cfloat>
 #include <cstdint>
 
 #include "device.h"
@@ -199,6 +200,12 @@ __device__ inline float value_scale(const PagesParams& pages, int64_t kv_head) {
   if (pages.value_scales == nullptr) return 1.0f;
   return pages.value_scales[kv_head * pages.value_scale_stride];
 }
+
+__device__ inline bool is_scale(float number) { return number > 0.0f && number <= FLT_MAX; }
+
+// A factor of scores that is too large for fp32 becomes the largest number: times a product of zero
+// infinity would make NaN.
+__device__ inline float finite(float factor) { return fminf(fmaxf(factor, -FLT_MAX), FLT_MAX); }
 
 // The row of partial_states and partial_outs of a split, token and query head.
 __device__ inline int64_t partial_row(const Work& work, const Sequence& sequence, int32_t split,

@@ -19,6 +19,11 @@ struct Grid {
   int64_t y = 1;
 };
 
+// Every driver takes launches of so many bytes of parameters, and those from this version on, which
+// is CUDA 12.1, take 32764.
+constexpr size_t kParameterBytesForAll = 4096;
+constexpr int kDriverOfLargeParameters = 12010;
+
 #if defined(KVPLANE_EMULATED)
 
 inline int num_devices() { return 1; }
@@ -27,12 +32,25 @@ inline int num_devices() { return 1; }
 // the host, as it can pinned memory and no other.
 inline int64_t num_launches = 0;
 inline bool host_memory_is_mapped = true;
+// What tests choose: the shared memory of a block, that of an H100 at first, and the driver.
+inline int64_t shared_bytes_of_block = 227 * 1024;
+inline int driver_version = 13000;
+
+inline size_t max_shared_bytes() { return static_cast<size_t>(shared_bytes_of_block); }
+
+inline bool allows_large_parameters() { return driver_version >= kDriverOfLargeParameters; }
+
+[[noreturn]] inline void fail(const char* what) { throw emulator::EmulationError(what); }
 
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), Grid grid, int num_threads, size_t shared_bytes, Stream,
             const Arguments&... arguments) {
   if (grid.x == 0 || grid.y == 0) return;
   ++num_launches;
+  if (shared_bytes > max_shared_bytes()) fail("more shared memory than a block can have");
+  if ((sizeof(Parameters) + ...) > kParameterBytesForAll && !allows_large_parameters()) {
+    fail("more parameters than the driver takes");
+  }
   emulator::launch({static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), 1},
                    {static_cast<unsigned>(num_threads), 1, 1}, shared_bytes,
                    [&] { kernel(arguments...); });
@@ -46,6 +64,15 @@ int64_t resident_blocks(int, size_t) {
 
 inline void copy_rows(void* destination, size_t destination_stride, const void* source,
                       size_t source_stride, size_t row_bytes, size_t num_rows, Stream) {
+  const auto begins_in = [&](const void* inner, const void* outer, size_t stride) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(inner);
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(outer);
+    return at >= begin && at < begin + (num_rows - 1) * stride + row_bytes;
+  };
+  if (begins_in(source, destination, destination_stride) ||
+      begins_in(destination, source, source_stride)) {
+    fail("a copy onto itself, which CUDA does not define");
+  }
   for (size_t i = 0; i < num_rows; ++i) {
     std::memmove(static_cast<char*>(destination) + i * destination_stride,
                  static_cast<const char*>(source) + i * source_stride, row_bytes);
@@ -79,6 +106,31 @@ inline int num_devices() {
 
 // More shared memory than this has to be asked for.
 constexpr size_t kSharedBytesForAll = 48 * 1024;
+
+constexpr int kMaxDevices = 64;  // of which what was asked for is remembered
+
+// The most shared memory that a block can have on the current device; asked for once a device.
+inline size_t max_shared_bytes() {
+  static std::atomic<int> known[kMaxDevices];
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  if (device < kMaxDevices && known[device] > 0) return static_cast<size_t>(known[device]);
+  int bytes = 0;
+  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+        "cudaDeviceGetAttribute");
+  if (device < kMaxDevices) known[device] = bytes;
+  return static_cast<size_t>(bytes);
+}
+
+// Asked for once.
+inline bool allows_large_parameters() {
+  static const bool allows = [] {
+    int version = 0;
+    check(cudaDriverGetVersion(&version), "cudaDriverGetVersion");
+    return version >= kDriverOfLargeParameters;
+  }();
+  return allows;
+}
 
 template <typename Kernel>
 void allow_shared(Kernel kernel, size_t shared_bytes) {
@@ -114,7 +166,6 @@ void launch(void (*kernel)(Parameters...), Grid grid, int num_threads, size_t sh
 // How many blocks of a kernel the current device runs at once; asked for once a device.
 template <auto kKernel>
 int64_t resident_blocks(int num_threads, size_t shared_bytes) {
-  constexpr int kMaxDevices = 64;
   static std::atomic<int64_t> known[kMaxDevices];
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");

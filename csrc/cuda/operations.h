@@ -18,6 +18,8 @@ constexpr int32_t kBadBlockTables = 1;
 constexpr int32_t kBadQueryStarts = 2;
 constexpr int32_t kBadContextLens = 4;
 constexpr int32_t kBadSlots = 8;
+constexpr int32_t kBadKeyScales = 16;
+constexpr int32_t kBadValueScales = 32;
 
 struct Context {
   uintptr_t stream;  // a cudaStream_t

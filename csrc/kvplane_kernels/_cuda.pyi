@@ -13,6 +13,8 @@ BAD_BLOCK_TABLES: int
 BAD_QUERY_STARTS: int
 BAD_CONTEXT_LENS: int
 BAD_SLOTS: int
+BAD_KEY_SCALES: int
+BAD_VALUE_SCALES: int
 
 class Dtype(Enum):
     FLOAT32 = 0

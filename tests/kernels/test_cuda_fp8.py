@@ -195,6 +195,44 @@ def test_rows_of_other_magnitudes_do_not_matter(query_len: int) -> None:
         assert_same_bits(scaled.attend()[0][token, row], expected[token, row])
 
 
+@pytest.mark.parametrize("query_len", (1, 40))
+@pytest.mark.parametrize(
+    ("dtype", "power", "key_scale"),
+    (
+        (torch.float16, 1.0, 3e38),
+        (torch.bfloat16, 1.0, 3e38),
+        (torch.bfloat16, 2.0**60, 1e30),
+        (torch.float32, 1.0, 3e38),
+    ),
+    ids=str,
+)
+def test_a_key_of_zeros_has_a_score_of_zero_at_any_scale(
+    dtype: torch.dtype, power: float, key_scale: float, query_len: int
+) -> None:
+    case = Case(lens=((query_len, 50),), dtype=dtype, pages_dtype=E4M3, heads=(4, 1), scales="head")
+    batch = build(case)
+    batch.key.zero_()
+    scales = torch.tensor([key_scale])
+    batch = replace(batch, query=batch.query * power, key_scales=scales, scale=1.0)
+    batch.write()
+    out, lse = batch.attend()
+    expected, expected_lse = replace(batch, key_scales=None).attend()
+    assert not expected.isnan().any()
+    assert_same_bits(out, expected)
+    assert_same_bits(lse, expected_lse)
+
+
+@pytest.mark.parametrize("query_len", (1, 40))
+def test_values_may_be_scaled_by_a_number_near_the_smallest(query_len: int) -> None:
+    case = Case(lens=((query_len, 50),), dtype=torch.bfloat16, pages_dtype=E4M3, heads=(4, 1))
+    batch = build(case)
+    batch.value.abs_().add_(1).mul_(100)
+    batch.write()
+    exact, _ = batch.oracle(torch.float64)
+    out, _ = replace(batch, value_scales=torch.tensor([1e-40])).attend()
+    torch.testing.assert_close(out.double() * 1e40, exact, rtol=0.02, atol=0)
+
+
 def test_pages_that_no_16_bytes_fit_are_taken_all_the_same() -> None:
     case = Case(lens=((1, 100), (20, 50)), dtype=torch.bfloat16, pages_dtype=E4M3, scales="head")
     batch = build(case)

@@ -17,7 +17,13 @@ from emulated_build import emulated_module
 from kvplane_kernels import _native
 
 STUBS = Path(__file__).parents[2] / "csrc" / "kvplane_kernels"
-OF_THE_EMULATOR = {"set_seed", "num_launches", "set_host_memory_is_mapped"}
+OF_THE_EMULATOR = {
+    "set_seed",
+    "num_launches",
+    "set_host_memory_is_mapped",
+    "set_shared_bytes_of_block",
+    "set_driver_version",
+}
 _ARGUMENT = re.compile(r"(?:^|, )(\w+): ")
 
 

@@ -1,0 +1,87 @@
+"""Devices whose blocks have less shared memory than an A100's: sm_86, sm_89 and sm_120 have 99 KiB.
+
+The emulator refuses a launch that asks for more than the block it is told to have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from device_backends import DeviceBackend, in_place_of_the_cpu
+from emulated_build import emulated_module
+from kernel_cases import FP8, Case, assert_as_exact_as_torch, assert_same_bits, build
+
+E4M3, E5M2 = FP8
+HALF, BFLOAT = torch.float16, torch.bfloat16
+SMALL_BYTES, LARGE_BYTES = 99 << 10, 227 << 10
+LENS = ((1, 150), (40, 45), (3, 70))
+
+
+@pytest.fixture(autouse=True)
+def backend() -> Iterator[DeviceBackend]:
+    backend = DeviceBackend(emulated_module(), "cpu")
+    backend.set_seed(0)
+    with in_place_of_the_cpu(backend):
+        yield backend
+    backend.native.set_shared_bytes_of_block(LARGE_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pages_dtype", "head_size", "group"),
+    (
+        (BFLOAT, BFLOAT, 64, 1),
+        (BFLOAT, BFLOAT, 128, 2),
+        (HALF, HALF, 128, 16),
+        (BFLOAT, BFLOAT, 192, 2),
+        (HALF, HALF, 256, 2),
+        (BFLOAT, E4M3, 192, 16),
+        (HALF, E5M2, 256, 2),
+    ),
+    ids=str,
+)
+def test_attention_is_right_where_a_block_has_99_kib(
+    backend: DeviceBackend,
+    dtype: torch.dtype,
+    pages_dtype: torch.dtype,
+    head_size: int,
+    group: int,
+) -> None:
+    backend.native.set_shared_bytes_of_block(SMALL_BYTES)
+    case = Case(lens=LENS, heads=(group, 1), head_size=head_size, dtype=dtype)
+    assert_as_exact_as_torch(replace_pages(case, pages_dtype))
+
+
+@pytest.mark.parametrize(
+    ("pages_dtype", "head_size", "group"),
+    ((BFLOAT, 128, 1), (BFLOAT, 128, 16), (E4M3, 256, 1), (E5M2, 128, 1)),
+    ids=str,
+)
+def test_a_shorter_ring_of_tiles_gives_the_same_bits(
+    backend: DeviceBackend, pages_dtype: torch.dtype, head_size: int, group: int
+) -> None:
+    case = Case(lens=LENS, heads=(group, 1), head_size=head_size, dtype=BFLOAT)
+    batch = build(replace_pages(case, pages_dtype))
+    expected, expected_lse = batch.attend()
+    backend.native.set_shared_bytes_of_block(SMALL_BYTES)
+    out, lse = batch.attend()
+    assert_same_bits(out, expected)
+    assert_same_bits(lse, expected_lse)
+
+
+def test_a_row_has_the_bits_of_its_sequence_alone_on_a_small_device(
+    backend: DeviceBackend,
+) -> None:
+    backend.native.set_shared_bytes_of_block(SMALL_BYTES)
+    batch = build(Case(lens=LENS, heads=(2, 1), head_size=256, dtype=BFLOAT))
+    out, _ = batch.attend()
+    starts = batch.query_starts.tolist()
+    for s in range(len(LENS)):
+        assert_same_bits(batch.only([s]).attend()[0], out[starts[s] : starts[s + 1]])
+
+
+def replace_pages(case: Case, pages_dtype: torch.dtype) -> Case:
+    is_scaled = pages_dtype in FP8
+    return replace(case, pages_dtype=pages_dtype, scales="head" if is_scaled else None)
