@@ -25,6 +25,8 @@ _FAULTS: Final = {
     ),
     "BAD_CONTEXT_LENS": ("context_lens", "must cover the sequence's rows and fit its table"),
     "BAD_SLOTS": ("slots", "must be slots of the pages"),
+    "BAD_KEY_SCALES": ("key_scales", "must be finite and above 0"),
+    "BAD_VALUE_SCALES": ("value_scales", "must be finite and above 0"),
 }
 
 
@@ -42,7 +44,8 @@ class DeviceKernels:
         self._native = native
         self._device = device
         self._split_tokens = split_tokens
-        self._calls = NativeCalls(native, device)
+        # What a device holds is not waited for, and the emulator does as a device does.
+        self._calls = NativeCalls(native, device, can_read_values=False)
         self._faults = torch.zeros(1, dtype=torch.int32, device=device)
 
     def reshape_and_cache(

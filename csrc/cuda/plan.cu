@@ -18,12 +18,23 @@ __device__ T sum_up_to_lane(T value) {
   return value;
 }
 
+// A head a lane, in turns of 32.
+__device__ void check_scales(const Work& work, const float* scales, int64_t stride, int32_t fault) {
+  if (scales == nullptr) return;
+  for (int64_t head = threadIdx.x; head < work.p.pages.num_kv_heads; head += kLanesOfWarp) {
+    if (!is_scale(scales[head * stride])) report(work.faults, fault);
+  }
+}
+
 // One warp, a sequence a lane, in turns of 32.
 __global__ void plan_items(Work work) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x);
   const int32_t num_sequences = static_cast<int32_t>(work.p.num_sequences);
   const int32_t group = static_cast<int32_t>(group_of(work.p));
   const int32_t num_kv_heads = static_cast<int32_t>(work.p.pages.num_kv_heads);
+  const PagesParams& pages = work.p.pages;
+  check_scales(work, pages.key_scales, pages.key_scale_stride, kBadKeyScales);
+  check_scales(work, pages.value_scales, pages.value_scale_stride, kBadValueScales);
   int32_t num_short = 0, num_long = 0;
   int64_t num_partials = 0;
   for (int32_t first = 0; first < num_sequences; first += kLanesOfWarp) {

@@ -93,6 +93,8 @@ __global__ void write_slots(ReshapeAndCacheParams p, Pace pace, int32_t* faults)
     return;
   }
   const float by_key = key_scale(p.pages, head), by_value = value_scale(p.pages, head);
+  if (!is_scale(by_key)) report(faults, kBadKeyScales);
+  if (!is_scale(by_value)) report(faults, kBadValueScales);
   if (pace == Pace::kFours) {
     write_row_of<4>(p.key, key, p.key_dtype, by_key, head_size, to);
     write_row_of<4>(p.value, value, p.value_dtype, by_value, head_size, to + p.pages.kv_stride);

@@ -58,6 +58,26 @@ def test_the_device_tells_of(
     assert caught.value.field == what.partition(" ")[0]
 
 
+@pytest.mark.parametrize("num_scales", (1, 40))
+@pytest.mark.parametrize("name", ("key_scales", "value_scales"))
+@pytest.mark.parametrize("bad", (0.0, -1.0, torch.nan, torch.inf))
+def test_the_device_tells_of_scales(
+    backend: DeviceBackend, bad: float, name: str, num_scales: int
+) -> None:
+    case = Case(lens=((1, 3),), heads=(40, 40), head_size=16, dtype=torch.bfloat16)
+    case = replace(case, pages_dtype=torch.float8_e4m3fn, scales="head")
+    scales = torch.ones(num_scales)
+    scales[-1] = bad
+    with in_place_of_the_cpu(backend):
+        batch = build(case)
+        batch.attend()
+        spoiled = replace(batch, **{name: scales})
+        for call in (spoiled.attend, spoiled.write):
+            with pytest.raises(InvalidRequestError, match="finite and above 0") as caught:
+                call()
+            assert caught.value.field == name
+
+
 def test_the_context_of_a_sequence_without_rows_may_be_anything(backend: DeviceBackend) -> None:
     with in_place_of_the_cpu(backend):
         batch = build(Case(lens=((1, 20), (0, 0)), head_size=16))
