@@ -21,7 +21,8 @@ constexpr int kThreads = 256;
 constexpr int kChunksOfThread = 4;
 constexpr int64_t kBytesOfBlock = int64_t{kThreads} * kChunksOfThread * 16;
 constexpr int64_t kMaxParts = 1024;  // that the bytes of one copy are cut into
-// Ids travel with a launch: in 4 KiB of parameters, or in the 32764 bytes that newer drivers allow.
+// Ids travel with a launch: in 4 KiB of parameters, or in the 32764 bytes that drivers take
+// from CUDA 12.1 on.
 constexpr int kIdsOfLaunch = 224;
 constexpr int kIdsOfLargeLaunch = 2016;
 
@@ -116,13 +117,15 @@ void with_chunk(std::initializer_list<int64_t> numbers, const Run& run) {
 template <typename Run>
 void in_launches(size_t num_ids, const Run& run) {
   size_t first = 0;
-  while (num_ids - first > kIdsOfLaunch) {
+  while (num_ids - first > kIdsOfLaunch && allows_large_parameters()) {
     const size_t count = std::min<size_t>(kIdsOfLargeLaunch, num_ids - first);
     run(std::integral_constant<int, kIdsOfLargeLaunch>{}, first, count);
     first += count;
   }
-  if (first < num_ids) {
-    run(std::integral_constant<int, kIdsOfLaunch>{}, first, num_ids - first);
+  while (first < num_ids) {
+    const size_t count = std::min<size_t>(kIdsOfLaunch, num_ids - first);
+    run(std::integral_constant<int, kIdsOfLaunch>{}, first, count);
+    first += count;
   }
 }
 
@@ -268,7 +271,12 @@ void swap_blocks(const CopyBlocksParams& p, const Context& context) {
               static_cast<size_t>(num_blocks), context.stream);
   };
   if (overlap(p)) {
-    for (int64_t i = 0; i < p.num_pairs; ++i) by_engine({p.pairs[2 * i], p.pairs[2 * i + 1]}, 1);
+    for (int64_t i = 0; i < p.num_pairs; ++i) {
+      const Pair pair = {p.pairs[2 * i], p.pairs[2 * i + 1]};
+      const bool is_itself = p.source + pair.from * p.source_block_bytes ==
+                             p.destination + pair.to * p.destination_block_bytes;
+      if (!is_itself) by_engine(pair, 1);  // Which the engine may not copy.
+    }
     return;
   }
   // Small runs wait for the kernel; whether it can have them is asked when there is one.

@@ -18,6 +18,7 @@ from kvplane.errors import InvalidRequestError
 
 ENGINE_BYTES = 128 << 10  # kMinBytesOfEngine of csrc/cuda/blocks.cu
 MAPPED = (True, False)
+NEW_DRIVER, OLD_DRIVER = 13000, 12000  # CUDA 12.1 brought large parameters of launches
 
 
 @pytest.fixture
@@ -26,6 +27,7 @@ def native() -> Iterator[ModuleType]:
     module.set_seed(0)
     yield module
     module.set_host_memory_is_mapped(True)
+    module.set_driver_version(NEW_DRIVER)
 
 
 class Pool:
@@ -137,6 +139,17 @@ def test_many_small_blocks_take_few_launches(
     assert torch.equal(destination.blocks[pairs[:, 1]], source.blocks[pairs[:, 0]])
 
 
+@pytest.mark.parametrize(("num_pairs", "num_launches"), ((224, 1), (225, 2), (2241, 11)))
+def test_an_old_driver_takes_smaller_launches(
+    native: ModuleType, num_pairs: int, num_launches: int
+) -> None:
+    native.set_driver_version(OLD_DRIVER)
+    source, destination = Pool(num_pairs, 48), Pool(num_pairs, 48)
+    pairs = torch.stack((torch.randperm(num_pairs), torch.randperm(num_pairs)), dim=1)
+    assert swap(native, source, destination, pairs) == num_launches
+    assert torch.equal(destination.blocks[pairs[:, 1]], source.blocks[pairs[:, 0]])
+
+
 def test_many_pages_are_gathered_and_scattered(native: ModuleType) -> None:
     kernels = DeviceKernels(native, torch.device("cpu"))
     pool = torch.randn(2300, 1, 2, 1, 1, 8)
@@ -170,6 +183,14 @@ def test_inside_one_pool_a_later_pair_reads_what_an_earlier_one_wrote(
     first = pool.copy(0, 1)[0]
     assert swap(native, pool, pool, torch.tensor([[0, 1], [1, 2], [2, 4]])) == 0
     assert torch.equal(pool.blocks[4], first)
+
+
+def test_a_block_is_not_copied_onto_itself(native: ModuleType) -> None:
+    """CUDA does not define what a copy engine does then, and the emulated one refuses."""
+    pool = Pool(5, ENGINE_BYTES)
+    before = pool.copy(0, 5)
+    assert swap(native, pool, pool, torch.tensor([[1, 1], [0, 2], [2, 2]])) == 0
+    assert torch.equal(pool.copy(0, 5), before[[0, 1, 0, 3, 4]])
 
 
 @pytest.mark.parametrize("mapped", MAPPED)
