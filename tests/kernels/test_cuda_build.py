@@ -15,6 +15,7 @@ from pathlib import Path
 
 import kvplane_kernels
 import pytest
+from pybind11 import get_cmake_dir
 
 ROOT = Path(__file__).parents[2]
 _SAY = """
@@ -23,7 +24,27 @@ print(kvplane_kernels.has_cuda_build(), kvplane_kernels.cuda_device_count() >= 0
 """
 
 
-HAS_NVCC = shutil.which("nvcc") is not None
+# Says what it is, and does not know the architectures that csrc/cuda/CMakeLists.txt names.
+OLD_NVCC = """#!/bin/sh
+case "$*" in
+  *--version*) echo "Cuda compilation tools, release 11.5, V11.5.119" ;;
+  *90*) echo "nvcc fatal: Unsupported gpu architecture 'compute_90'" >&2; exit 1 ;;
+  *) exec {nvcc} "$@" ;;
+esac
+"""
+NVCC = shutil.which("nvcc")
+
+
+def has_new_nvcc() -> bool:
+    """Whether there is an nvcc that csrc/CMakeLists.txt takes."""
+    if NVCC is None:
+        return False
+    said = subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\d+)\.(\d+)", said)
+    return found is not None and (int(found[1]), int(found[2])) >= (12, 1)
+
+
+HAS_NVCC = has_new_nvcc()
 
 
 def test_the_installed_package_has_cuda_where_nvcc_was_found_and_says_so() -> None:
@@ -32,6 +53,30 @@ def test_the_installed_package_has_cuda_where_nvcc_was_found_and_says_so() -> No
     assert has_module == (HAS_NVCC and os.environ.get("KVPLANE_CUDA") != "OFF")
     assert kvplane_kernels.cuda_device_count() >= 0
     assert has_module or kvplane_kernels.cuda_device_count() == 0
+
+
+@pytest.mark.parametrize(("wanted", "fails"), (("AUTO", False), ("ON", True)))
+def test_an_nvcc_that_is_too_old_is_left_out_or_refused_by_name(
+    tmp_path: Path, wanted: str, fails: bool
+) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(OLD_NVCC.format(nvcc=NVCC or "false"))
+    nvcc.chmod(0o755)
+    path = os.pathsep.join((str(nvcc.parent), str(Path(sys.executable).parent), os.environ["PATH"]))
+    env = {name: value for name, value in os.environ.items() if name != "CUDACXX"}
+    command = ["cmake", "-S", str(ROOT / "csrc"), "-B", str(tmp_path / "build")]
+    command += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={get_cmake_dir()}"]
+    done = subprocess.run(
+        command,
+        env=env | {"PATH": path, "KVPLANE_CUDA": wanted},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert "kvplane: CUDA 11.5 is older than 12.1" in said, said
+    assert (done.returncode != 0) == fails, said
 
 
 def built(folder: Path, **settings: str) -> tuple[Path, str]:
