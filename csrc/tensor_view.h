@@ -23,7 +23,8 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// How 8-bit pages are scaled: addresses of fp32, or 0, and strides of 0 or 1.
+// How 8-bit pages are scaled: addresses of fp32, or 0, and any strides: of one scale for all heads,
+// 0.
 struct ScalesView {
   uintptr_t key;
   uintptr_t value;

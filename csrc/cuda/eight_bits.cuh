@@ -1,7 +1,8 @@
 // 8-bit numbers to and from the types that are computed with.
 //
-// To fp16, which holds every one of them: one instruction for two numbers from sm_89 on, and before
-// that arithmetic. Tests run both. From fp32: arithmetic everywhere.
+// To fp16, which holds every one of them: one instruction for two numbers in machine code for sm_89
+// and later, and before that arithmetic. A default build has code for sm_80, which sm_89 runs too,
+// and for sm_90. Tests run both. From fp32: arithmetic everywhere.
 #pragma once
 
 #include <cstdint>

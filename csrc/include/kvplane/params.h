@@ -24,7 +24,7 @@ struct PagesParams {
   int64_t head_stride;
   int64_t token_stride;
   // Of 8-bit pages: what is stored is round(key / scale), saturated, and it stands for stored *
-  // scale. One scale a head, or one for all of them (stride 0). Null: 1.
+  // scale. One scale a head, at any stride; 0 for one of all heads. Null: 1.
   const float* key_scales;
   const float* value_scales;
   int64_t key_scale_stride;
