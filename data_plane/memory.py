@@ -15,14 +15,13 @@ take ``num_heads * (head_size + 2) * 4`` bytes for each 512 tokens of the batch'
 """
 
 _MEMINFO = Path("/proc/meminfo")
-# (limit, use) of control groups, version 2 and then 1. A container's limit is often below the
-# machine's free memory.
-_CGROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ),
+_CGROUP = Path("/sys/fs/cgroup")
+# Of control groups, version 2 and then 1: the limit, the use, and what of it memory.stat says are
+# files that nobody has read lately. Those go as soon as memory is asked for. A container's limit is
+# often below the machine's free memory.
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
@@ -32,9 +31,10 @@ def free_bytes(device: torch.device) -> int:
         free, _total = torch.cuda.mem_get_info(device)
         return int(free)
     free = _available_bytes()
-    for limit_file, use_file in _CGROUPS:
-        limit, used = _read_int(limit_file), _read_int(use_file)
+    for limit_file, use_file, reclaimable in _CGROUP_FILES:
+        limit, used = _read_int(_CGROUP / limit_file), _read_int(_CGROUP / use_file)
         if limit is not None and used is not None:
+            used -= _read_stat((_CGROUP / use_file).with_name("memory.stat"), reclaimable)
             free = min(free, max(0, limit - used))
     return free
 
@@ -63,6 +63,16 @@ def _available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise NeverFitsError(f"{_MEMINFO} does not say what is available; set num_device_blocks")
+
+
+def _read_stat(path: Path, name: str) -> int:
+    """0 when it does not say."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    values = (line.split() for line in lines if line.startswith(f"{name} "))
+    return next((int(value) for _, value in values), 0)
 
 
 def _read_int(path: Path) -> int | None:
