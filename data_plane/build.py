@@ -24,7 +24,7 @@ def build_executor(config: DataPlaneConfig, observe: Observer | None = None) -> 
     """Raises InvalidRequestError for a model, layout or device that can not be used, and
     NeverFitsError when the machine's memory holds no block, or not those asked for.
     """
-    device = choose_device(config.device, this_machine())
+    device = choose_device(config.device, this_machine)
     kernels = kernels_of(device, config.num_threads)
     _LOGGER.info("kernels backend=%s %s", kernels.backend, kernels.detail)
     layout = load_layout(config)

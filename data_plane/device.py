@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,20 +41,22 @@ def this_machine() -> Machine:
     return Machine(has_kernels, torch_has_cuda, gpus)
 
 
-def choose_device(name: str, machine: Machine) -> torch.device:
+def choose_device(name: str, look: Callable[[], Machine]) -> torch.device:
     """The device that ``name`` stands for: "auto", "cpu", "cuda" (the first GPU) or "cuda:N".
 
-    Raises InvalidRequestError that says what is missing.
+    ``look``: ``this_machine``. It is called only where a GPU may be meant: a driver that is slow or
+    broken is no matter of a pool on the CPU. Raises InvalidRequestError that says what is missing.
     """
-    if name == AUTO:
-        new_enough = (i for i, gpu in enumerate(machine.gpus) if gpu >= _OLDEST)
-        index = next(new_enough, None)
-        return torch.device("cpu") if index is None else torch.device("cuda", index)
     if name == "cpu":
         return torch.device("cpu")
     asked = _CUDA.fullmatch(name)
-    if asked is None:
+    if asked is None and name != AUTO:
         raise _refused(f'must be "auto", "cpu", "cuda" or "cuda:N", is {name!r}')
+    machine = look()
+    if asked is None:
+        new_enough = (i for i, gpu in enumerate(machine.gpus) if gpu >= _OLDEST)
+        index = next(new_enough, None)
+        return torch.device("cpu") if index is None else torch.device("cuda", index)
     if not machine.has_cuda_kernels:
         raise _refused(
             "the kernels were built without CUDA: KVPLANE_CUDA=ON pip install ./csrc builds them"

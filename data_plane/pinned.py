@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 import torch
@@ -16,9 +17,10 @@ _FOR_ALL_GPUS: Final = 1  # cudaHostRegisterPortable
 
 
 def empty(
-    shape: tuple[int, ...], dtype: torch.dtype, field: str
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, field: str
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """A tensor like ``torch.empty`` on the CPU, and what gives its pinning up again.
+    """A tensor like ``torch.empty`` on the CPU for the GPU ``device``, and what gives its pinning
+    up again.
 
     Torch's own pinned memory comes in powers of two, which for a large tier can be twice what was
     asked for; a large one is thus taken as for the CPU and then made known to the driver. Raises
@@ -26,14 +28,32 @@ def empty(
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     check_fits(num_bytes, field)
-    if num_bytes < huge_pages.HUGE_PAGE_BYTES:
-        return torch.empty(shape, dtype=dtype, pin_memory=num_bytes > 0), lambda: None
-    tensor = huge_pages.empty(shape, dtype)
-    address = tensor.data_ptr()
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(address, num_bytes, _FOR_ALL_GPUS)) != 0:
-        raise NeverFitsError(f"{num_bytes} bytes of host memory can not be pinned", field=field)
-    return tensor, lambda: runtime.cudaHostUnregister(address)
+    if num_bytes == 0:
+        return torch.empty(shape, dtype=dtype), lambda: None
+    # Else the driver would set up whichever GPU is current, and take some of its memory.
+    with torch.cuda.device(device):
+        if num_bytes < huge_pages.HUGE_PAGE_BYTES:
+            return torch.empty(shape, dtype=dtype, pin_memory=True), lambda: None
+        tensor = huge_pages.empty(shape, dtype)
+        address = tensor.data_ptr()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(runtime.cudaHostRegister(address, num_bytes, _FOR_ALL_GPUS)) != 0:
+            _forget_last_error(device)
+            raise NeverFitsError(f"{num_bytes} bytes of host memory can not be pinned", field=field)
+
+    def unpin() -> None:
+        with torch.cuda.device(device):
+            runtime.cudaHostUnregister(address)
+
+    return tensor, unpin
+
+
+def _forget_last_error(device: torch.device) -> None:
+    """Torch asks for the last error after each kernel that it starts: the next one would be blamed
+    for what failed here, unless one is started for nothing.
+    """
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 def check_fits(num_bytes: int, field: str) -> None:

@@ -66,7 +66,7 @@ class Pools:
         if device.type == "cpu":
             self.host_tier, unpin = huge_pages.empty(host_shape, dtype), _nothing
         else:
-            self.host_tier, unpin = pinned.empty(host_shape, dtype, "num_host_blocks")
+            self.host_tier, unpin = pinned.empty(host_shape, dtype, device, "num_host_blocks")
         # Runs while the tiers are still there: an object's members go after it.
         weakref.finalize(self, _let_go, drain, unpin).atexit = False
         if device.type == "cpu":

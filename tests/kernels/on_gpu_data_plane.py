@@ -54,9 +54,9 @@ def long_work() -> torch.cuda.Event:
 
 def test_auto_is_the_first_gpu_and_one_too_many_is_refused() -> None:
     machine = this_machine()
-    assert choose_device("auto", machine) == GPU
+    assert choose_device("auto", lambda: machine) == GPU
     with pytest.raises(InvalidRequestError, match="there is no GPU"):
-        choose_device(f"cuda:{len(machine.gpus)}", machine)
+        choose_device(f"cuda:{len(machine.gpus)}", lambda: machine)
 
 
 def test_the_executor_says_what_it_runs_on(side: Side) -> None:

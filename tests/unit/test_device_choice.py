@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,6 +26,7 @@ NO_KERNELS = Machine(has_cuda_kernels=False, torch_has_cuda=True, gpus=())
 NO_TORCH = Machine(has_cuda_kernels=True, torch_has_cuda=False, gpus=())
 NO_GPU = Machine(has_cuda_kernels=True, torch_has_cuda=True, gpus=())
 TWO_GPUS = Machine(has_cuda_kernels=True, torch_has_cuda=True, gpus=((9, 0), (8, 0)))
+GPU = torch.device("cuda", 1)
 OLD_AND_NEW = Machine(has_cuda_kernels=True, torch_has_cuda=True, gpus=((7, 5), (12, 0)))
 
 
@@ -42,7 +45,7 @@ OLD_AND_NEW = Machine(has_cuda_kernels=True, torch_has_cuda=True, gpus=((7, 5), 
     ],
 )
 def test_a_name_stands_for_a_device(name: str, machine: Machine, device: str) -> None:
-    assert str(choose_device(name, machine)) == device
+    assert str(choose_device(name, lambda: machine)) == device
 
 
 @pytest.mark.parametrize(
@@ -66,8 +69,17 @@ def test_a_device_that_is_not_there_is_refused_with_what_is_missing(
     name: str, machine: Machine, complaint: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=complaint) as caught:
-        choose_device(name, machine)
+        choose_device(name, lambda: machine)
     assert caught.value.field == "device"
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_no_gpu_is_asked_where_none_is_meant(name: str) -> None:
+    def look() -> Machine:
+        raise AssertionError("the GPUs were asked")
+
+    with suppress(InvalidRequestError):
+        assert str(choose_device(name, look)) == "cpu"
 
 
 def test_the_first_gpu_is_named_by_its_number() -> None:
@@ -91,7 +103,7 @@ def test_by_default_the_log_and_a_metric_say_what_this_machine_has(
         executor = build_executor(DataPlaneConfig(layout=layout_file, num_device_blocks=1))
     metrics.watch(executor)
     text = generate_latest(metrics.registry).decode()
-    device = str(choose_device("auto", this_machine()))
+    device = str(choose_device("auto", this_machine))
     on_gpu = device != "cpu"
     backend = "cuda" if on_gpu else "cpu"
     assert str(executor.device) == device
@@ -145,11 +157,93 @@ def test_a_host_tier_larger_than_the_machine_is_refused_before_it_is_pinned(
 ) -> None:
     monkeypatch.setattr(pinned, "free_bytes", lambda device: 4095)
     with pytest.raises(NeverFitsError, match="4096 bytes do not fit in the 4095") as caught:
-        pinned.empty((4, 256), torch.float32, "num_host_blocks")
+        pinned.empty((4, 256), torch.float32, GPU, "num_host_blocks")
     assert caught.value.field == "num_host_blocks"
 
 
 def test_a_tier_of_nothing_is_not_pinned() -> None:
-    tensor, unpin = pinned.empty((0, 256), torch.float32, "num_host_blocks")
+    tensor, unpin = pinned.empty((0, 256), torch.float32, GPU, "num_host_blocks")
     unpin()
     assert tensor.shape == (0, 256)
+
+
+class FakeDriver:
+    """Stands for the driver of a machine that has none: pins nothing, and says with which GPU
+    current it was asked.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
+        self.answer = answer
+        self.asked: list[tuple[str, torch.device | None]] = []
+        self._current: torch.device | None = None
+        monkeypatch.setattr(torch.cuda, "device", self._on)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+
+    @contextmanager
+    def _on(self, device: torch.device) -> Iterator[None]:
+        before, self._current = self._current, device
+        yield
+        self._current = before
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.asked.append(("register", self._current))
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.asked.append(("unregister", self._current))
+        return 0
+
+
+LARGE = (1 << 20,)
+
+
+def test_a_large_tier_is_pinned_for_the_gpu_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver(monkeypatch, 0)
+    tensor, unpin = pinned.empty(LARGE, torch.float32, GPU, "num_host_blocks")
+    unpin()
+    assert tensor.shape == LARGE
+    assert driver.asked == [("register", GPU), ("unregister", GPU)]
+
+
+def test_a_tier_that_can_not_be_pinned_leaves_no_error_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launches: list[torch.device] = []
+
+    def ones(_size: int, *, device: torch.device) -> None:
+        launches.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
+    FakeDriver(monkeypatch, 2)
+    monkeypatch.setattr(torch, "ones", ones)
+    with pytest.raises(NeverFitsError, match="can not be pinned") as caught:
+        pinned.empty(LARGE, torch.float32, GPU, "num_host_blocks")
+    assert caught.value.field == "num_host_blocks"
+    assert launches == [GPU]
+
+
+CGROUPS = {
+    "version 2": ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    "version 1": (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+}
+
+
+@pytest.mark.parametrize("version", CGROUPS)
+def test_files_that_a_container_has_cached_count_as_free(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, use, stat, name = CGROUPS[version]
+    (tmp_path / "memory").mkdir()
+    (tmp_path / limit).write_text("1000000\n")
+    (tmp_path / use).write_text("900000\n")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert memory.free_bytes(torch.device("cpu")) == 100_000
+    (tmp_path / stat).write_text(f"anon 5\n{name} 600000\nactive_file 7\nfile 8\n")
+    assert memory.free_bytes(torch.device("cpu")) == 700_000
+    (tmp_path / limit).write_text("max\n")
+    assert memory.free_bytes(torch.device("cpu")) > 1_000_000
