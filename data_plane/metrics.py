@@ -29,7 +29,8 @@ class DataPlaneMetrics:
         )
         Gauge(
             "kvplane_kernel_isa",
-            "1 for the instruction set that the CPU kernels use.",
+            "1 for the instruction set of the CPU's kernels. A pool on a GPU only reads its host "
+            "tier with them.",
             ["isa"],
             registry=self.registry,
         ).labels(kernels.cpu_isa()).set(1)
