@@ -1,103 +1,51 @@
 """What the CPU kernels reach of the memory's speed, beside torch's attention, in one run.
 
-    python -m benchmarks.attention_cpu [--quick] [--threads N] [--json OUT]
+    python -m benchmarks.attention_cpu [--quick] [--runs N] [--threads N] [--json OUT]
 
 All measurements take turns in rounds, so that noise from elsewhere meets them alike: compare rows
-of one run, not of two. ``GB/s`` count each byte once that has to be read or written: of decode the
-keys and values, of a copy what is copied, not its two ways over the bus.
+of one run, not of two. ``--runs`` goes through all rounds so many times; each row's figure is the
+median of the passes' medians. Before every call, of torch's too, other memory is read so that no
+cache holds what the call needs. ``GB/s`` count each byte once that has to be read or written: of
+decode the keys and values, of a copy what is copied, not its two ways over the bus.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import platform
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.attention_cpu_tables import tables
+from benchmarks.calls import Calls, call_in_rounds
 from benchmarks.core_step import cpu_name
+from benchmarks.memory import EVICTING_CACHES, Memory, cold_caches, last_level_cache_bytes
 from data_plane import huge_pages, kernels
 
 HEAD_SIZE, BLOCK_SIZE, NUM_KV_HEADS = 128, 16, 8
-BATCH, CONTEXT_TOKENS, GROUPS = 8, 4096, (1, 4, 8)
-PREFILL_TOKENS, PREFILL_GROUP = 2048, 4
+BATCH, GROUPS, PREFILL_GROUP = 8, (1, 4, 8), 4
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
 SCALE = HEAD_SIZE**-0.5
-NEVER = 255  # a byte that the memory that is read does not hold
-
-_libc = ctypes.CDLL(None)
-_libc.memchr.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-_libc.memchr.restype = ctypes.c_void_p
 
 
-@dataclass
-class Row:
-    """One measurement. ``amount``: bytes, or tokens, of one call; ``unit``: of that per second."""
+@dataclass(frozen=True)
+class Sizes:
+    """Of what is measured, and in how many rounds."""
 
-    name: str
-    unit: str
-    amount: float
-    run: Callable[[], object]
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-
-    def measure(self) -> None:
-        """Time one call."""
-        cpu, began = time.process_time(), time.perf_counter()
-        self.run()
-        self.seconds.append(time.perf_counter() - began)
-        self.cpu_seconds.append(time.process_time() - cpu)
-
-    def rate(self, quantile: float) -> float:
-        """Of the calls' rates, by the nearest rank: 0 = the slowest call's."""
-        slowest_first = sorted(self.seconds, reverse=True)
-        at = min(len(slowest_first) - 1, int(quantile * len(slowest_first)))
-        return self._scaled(self.amount / slowest_first[at])
-
-    def rate_of_cpu_time(self) -> float:
-        """The best call's, a second of one core's time: what other programs took does not count."""
-        return self._scaled(self.amount / min(self.cpu_seconds))
-
-    def _scaled(self, rate: float) -> float:
-        return rate / 1e9 if self.unit == "GB/s" else rate
+    context_tokens: int = 4096
+    memory_bytes: int = 256 << 20
+    num_blocks: int = 1024
+    prefill_tokens: int = 2048
+    num_rounds: int = 15
 
 
-class Memory:
-    """The speed of memory itself, through the C library, on every thread at once."""
-
-    def __init__(self, num_bytes: int, num_threads: int) -> None:
-        self._source = huge_pages.empty((num_bytes,), torch.uint8).fill_(1)
-        self._target = huge_pages.empty((num_bytes,), torch.uint8).fill_(2)
-        self._share = num_bytes // num_threads
-        self._threads = ThreadPoolExecutor(num_threads)
-        self._offsets = [i * self._share for i in range(num_threads)]
-
-    def rows(self) -> list[Row]:
-        """``read_bandwidth`` and ``memcpy``."""
-        num_bytes = self._share * len(self._offsets)
-        return [
-            Row("read_bandwidth", "GB/s", num_bytes, lambda: self._on_all(self._read)),
-            Row("memcpy", "GB/s", num_bytes, lambda: self._on_all(self._copy)),
-        ]
-
-    def _on_all(self, work: Callable[[int], None]) -> None:
-        list(self._threads.map(work, self._offsets))
-
-    def _read(self, offset: int) -> None:
-        """To look for what is not there is the C library's fastest way to read memory."""
-        _libc.memchr(self._source.data_ptr() + offset, NEVER, self._share)
-
-    def _copy(self, offset: int) -> None:
-        at = self._target.data_ptr() + offset
-        ctypes.memmove(at, self._source.data_ptr() + offset, self._share)
+QUICK = Sizes(512, 64 << 20, 256, 512, 3)
 
 
 def random_pool(num_blocks: int, dtype: torch.dtype, head_size: int = HEAD_SIZE) -> torch.Tensor:
@@ -114,7 +62,7 @@ def query_dtype_of(pages_dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if pages_dtype.itemsize == 1 else pages_dtype
 
 
-def decode_rows(name: str, dtype: torch.dtype, context_tokens: int) -> list[Row]:
+def decode_rows(name: str, dtype: torch.dtype, context_tokens: int) -> list[Calls]:
     """One query token a sequence, over pages in random order; torch over contiguous KV.
 
     Queries of fp8 pages are bf16. Torch has no attention over fp8 to compare with.
@@ -137,13 +85,13 @@ def decode_rows(name: str, dtype: torch.dtype, context_tokens: int) -> list[Row]
         def torchs(packed: torch.Tensor = packed) -> object:
             return F.scaled_dot_product_attention(packed, key, value, scale=SCALE)
 
-        rows.append(Row(f"decode/{name}/g{group}", "GB/s", pages.nbytes, ours))
+        rows.append(Calls(f"decode/{name}/g{group}", "GB/s", pages.nbytes, ours))
         if query_dtype == dtype:
-            rows.append(Row(f"torch/{name}/g{group}", "GB/s", key.nbytes + value.nbytes, torchs))
+            rows.append(Calls(f"torch/{name}/g{group}", "GB/s", key.nbytes + value.nbytes, torchs))
     return rows
 
 
-def prefill_rows(num_tokens: int) -> list[Row]:
+def prefill_rows(num_tokens: int) -> list[Calls]:
     """One prompt in bf16, nothing cached; torch with its causal flag, and its own grouping."""
     dtype, num_heads = torch.bfloat16, NUM_KV_HEADS * PREFILL_GROUP
     num_blocks = num_tokens // BLOCK_SIZE
@@ -164,12 +112,12 @@ def prefill_rows(num_tokens: int) -> list[Row]:
         )
 
     return [
-        Row("prefill", "tokens/s", num_tokens, ours),
-        Row("torch_prefill", "tokens/s", num_tokens, torchs),
+        Calls("prefill", "tokens/s", num_tokens, ours),
+        Calls("torch_prefill", "tokens/s", num_tokens, torchs),
     ]
 
 
-def block_rows(num_blocks: int) -> list[Row]:
+def block_rows(num_blocks: int) -> list[Calls]:
     """Blocks in bf16, in random order: inside a pool, between pools, and written token by token."""
     dtype = torch.bfloat16
     device, host = random_pool(2 * num_blocks, dtype), random_pool(num_blocks, dtype)
@@ -187,19 +135,22 @@ def block_rows(num_blocks: int) -> list[Row]:
         kernels.reshape_and_cache(key, value, device[:, 0], slots)
 
     return [
-        Row("copy_blocks", "GB/s", num_bytes, lambda: kernels.copy_blocks(device, inside)),
-        Row("swap_out", "GB/s", num_bytes, lambda: kernels.swap_blocks(device, host, out)),
-        Row("swap_in", "GB/s", num_bytes, lambda: kernels.swap_blocks(host, device, back)),
-        Row("reshape_and_cache", "GB/s", key.nbytes + value.nbytes, write),
+        Calls("copy_blocks", "GB/s", num_bytes, lambda: kernels.copy_blocks(device, inside)),
+        Calls("swap_out", "GB/s", num_bytes, lambda: kernels.swap_blocks(device, host, out)),
+        Calls("swap_in", "GB/s", num_bytes, lambda: kernels.swap_blocks(host, device, back)),
+        Calls("reshape_and_cache", "GB/s", key.nbytes + value.nbytes, write),
     ]
 
 
-def machine(num_threads: int) -> dict[str, object]:
+def machine(num_threads: int, num_passes: int) -> dict[str, object]:
     """Where this runs."""
     return {
         "cpu": cpu_name(),
         "cpu_count": os.cpu_count(),
         "threads": num_threads,
+        "runs": num_passes,
+        "cache_bytes": last_level_cache_bytes(),
+        "evicting_bytes": EVICTING_CACHES * last_level_cache_bytes(),
         "isa": kernels.cpu_isa(),
         "load_average": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
@@ -207,68 +158,55 @@ def machine(num_threads: int) -> dict[str, object]:
     }
 
 
-def measure(*, quick: bool, num_threads: int) -> list[Row]:
-    """All rows, measured in rounds after one round that does not count."""
-    context_tokens = CONTEXT_TOKENS // 8 if quick else CONTEXT_TOKENS
-    scale = 4 if quick else 1
-    rows = Memory((256 << 20) // scale, num_threads).rows()
+def measure(sizes: Sizes, *, num_threads: int, num_passes: int) -> list[Calls]:
+    """All rows, in turn."""
+    memory = Memory(sizes.memory_bytes, num_threads)
+    rows = [memory.read_calls(), memory.copy_calls()]
     for name, dtype in DTYPES.items():
-        rows += decode_rows(name, dtype, context_tokens)
-    rows += block_rows(1024 // scale)
-    rows += prefill_rows(PREFILL_TOKENS // scale)
-    for round in range(4 if quick else 16):
-        for row in rows:
-            row.measure()
-            if round == 0:
-                row.seconds.clear()
-                row.cpu_seconds.clear()
+        rows += decode_rows(name, dtype, sizes.context_tokens)
+    rows += block_rows(sizes.num_blocks)
+    rows += prefill_rows(sizes.prefill_tokens)
+    empty = cold_caches(num_threads)
+    call_in_rounds(rows, empty, num_passes=num_passes, num_rounds=sizes.num_rounds)
     return rows
 
 
-def as_json(rows: list[Row], described: dict[str, object]) -> dict[str, object]:
-    """What the table says, for programs. ``p99``: the rate that 99 of 100 calls reach."""
+def as_json(rows: list[Calls], described: dict[str, object]) -> dict[str, object]:
+    """What the tables say, for programs. ``p99``: the rate that 99 of 100 calls reach."""
     return {
         "machine": described,
         "rows": [
             {
                 "name": row.name,
                 "unit": row.unit,
-                "p50": round(row.rate(0.5), 2),
-                "p99": round(row.rate(0.01), 2),
-                "best": round(row.rate(1.0), 2),
-                "per_cpu_s": round(row.rate_of_cpu_time(), 2),
-                "num_samples": len(row.seconds),
+                "p50": round(row.rate().middle, 2),
+                "p50_lowest": round(row.rate().lowest, 2),
+                "p50_highest": round(row.rate().highest, 2),
+                "p99": round(row.quantile(0.01), 2),
+                "best": round(row.quantile(1.0), 2),
+                "per_cpu_s": round(row.best_rate_of_core().middle, 2),
+                "num_samples": row.num_samples,
             }
             for row in rows
         ],
     }
 
 
-def print_table(rows: list[Row], described: dict[str, object]) -> None:
-    """One line a row, and beside it what the memory gave in the same run."""
-    print(", ".join(f"{name} {value}" for name, value in described.items()))
-    limits = {row.name: row.rate(0.5) for row in rows}
-    print(f"{'':20}{'unit':>10}{'p50':>10}{'p99':>10}{'best':>10}{'per cpu s':>10}{'of limit':>10}")
-    for row in rows:
-        reads = row.name.startswith(("read", "decode", "torch"))
-        limit = limits["read_bandwidth" if reads else "memcpy"]
-        share = f"{row.rate(0.5) / limit:>10.0%}" if row.unit == "GB/s" else ""
-        cells = (row.rate(0.5), row.rate(0.01), row.rate(1.0), row.rate_of_cpu_time())
-        print(f"{row.name:20}{row.unit:>10}" + "".join(f"{c:>10,.1f}" for c in cells) + share)
-
-
-def main() -> None:
-    """Run it, print the table, write the JSON."""
+def main(words: Sequence[str] | None = None) -> None:
+    """Run it, print the tables, write the JSON."""
     parser = argparse.ArgumentParser(description="Measure the CPU kernels.")
     parser.add_argument("--quick", action="store_true", help="an eighth of the tokens, few rounds")
+    parser.add_argument("--runs", type=int, default=1, help="passes over all of it")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/out/attention_cpu.json"))
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
-    described = machine(arguments.threads)
-    rows = measure(quick=arguments.quick, num_threads=arguments.threads)
-    print_table(rows, described)
+    described = machine(arguments.threads, arguments.runs)
+    sizes = QUICK if arguments.quick else Sizes()
+    rows = measure(sizes, num_threads=arguments.threads, num_passes=arguments.runs)
+    print(", ".join(f"{name} {value}" for name, value in described.items()), end="\n\n")
+    print(tables(rows), end="\n\n")
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(as_json(rows, described), indent=2) + "\n")
     print(f"saved to {arguments.json}")

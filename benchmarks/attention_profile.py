@@ -1,17 +1,20 @@
 """What limits decode on the CPU: memory, arithmetic, or the way from the one to the other.
 
-    python -m benchmarks.attention_profile [--quick] [--threads N] [--json OUT]
+    python -m benchmarks.attention_profile [--quick] [--runs N] [--threads N] [--json OUT]
 
 The batch of ``benchmarks.attention_cpu`` is measured with its pages in three places: in the cache
 (all tables name the same few blocks: what the arithmetic alone allows), in memory in order, and in
-memory in random order; beside it the speed at which memory is read. Each with one thread and with
-all of them. A row that reaches neither its memory nor its arithmetic waits for lines on their way.
+memory in random order; beside it the speed at which memory is read. Before each call whose pages
+are to be in memory, other memory is read until no cache holds them; this is not timed. Each with
+one thread and with all of them. A row that reaches neither its memory nor its arithmetic waits for
+lines on their way.
 
 All rates are of unique bytes (of the cache: of bytes read) and of one core: the median call's for a
-second of a core's time, so that what other programs took does not count. But threads that other
-programs keep from running at once do not share the memory's speed either: what two threads reach
-together needs a machine with nothing else running, and ``by the clock`` shows it. Only rows of one
-run can be compared.
+second of a core's time, so that what other programs took does not count. With ``--runs`` it is the
+median of the passes' medians, and the lowest and the highest of them stand beside it. But threads
+that other programs keep from running at once do not share the memory's speed either: what two
+threads reach together needs a machine with nothing else running, and ``clock`` shows it. Only rows
+of one run can be compared.
 
 ``by row`` estimates what a call spends on what does not depend on the head size: softmax, sums
 over lanes, finding pages. It is the time that is left when the times of head sizes 64 and 128, both
@@ -23,7 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,25 +35,29 @@ import torch
 from benchmarks.attention_cpu import (
     BATCH,
     BLOCK_SIZE,
-    CONTEXT_TOKENS,
     DTYPES,
     GROUPS,
     HEAD_SIZE,
     NUM_KV_HEADS,
-    Memory,
-    Row,
+    Sizes,
     machine,
     query_dtype_of,
     random_pool,
 )
+from benchmarks.calls import Calls, Spread, call_in_rounds
+from benchmarks.memory import Memory, cold_caches
 from data_plane import kernels
 
 CACHE_BYTES = 256 << 10  # that fit into any core's cache, and are far more than one tile
 HALF_SIZE = HEAD_SIZE // 2
+QUICK = Sizes(context_tokens=1024, memory_bytes=64 << 20, num_rounds=2)
+FULL = Sizes(num_rounds=11)
 PLACES = ("cache", "in order", "random")
 
 
-def attend(pages: torch.Tensor, tables: torch.Tensor, group: int, num_threads: int) -> Row:
+def attend(
+    pages: torch.Tensor, tables: torch.Tensor, group: int, num_threads: int, *, is_warm: bool
+) -> Calls:
     """One query token for each row of the tables."""
     batch, context_tokens = tables.shape[0], tables.shape[1] * BLOCK_SIZE
     head_size = pages.shape[-1]
@@ -64,12 +71,7 @@ def attend(pages: torch.Tensor, tables: torch.Tensor, group: int, num_threads: i
             query, pages, tables, starts, lens, scale=head_size**-0.5, num_threads=num_threads
         )
 
-    return Row("", "GB/s", num_bytes, run)
-
-
-def rate_of_core(row: Row) -> float:
-    """GB/s."""
-    return row.amount / statistics.median(row.cpu_seconds) / 1e9
+    return Calls("", "GB/s", num_bytes, run, is_warm)
 
 
 @dataclass
@@ -80,8 +82,8 @@ class Decode:
     group: int
     num_threads: int
     element_bytes: int
-    places: dict[str, Row]
-    half_size: Row  # in the cache
+    places: dict[str, Calls]
+    half_size: Calls  # in the cache
 
     @classmethod
     def all_of(cls, name: str, dtype: torch.dtype, tokens: int, threads: list[int]) -> list[Decode]:
@@ -103,15 +105,18 @@ class Decode:
                 group,
                 count,
                 dtype.itemsize,
-                {place: attend(pages, tables[place], group, count) for place in PLACES},
-                attend(half, halved, group, count),
+                {
+                    place: attend(pages, tables[place], group, count, is_warm=place == "cache")
+                    for place in PLACES
+                },
+                attend(half, halved, group, count, is_warm=True),
             )
             for group in GROUPS
             for count in threads
         ]
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Calls]:
         return [*self.places.values(), self.half_size]
 
     @property
@@ -121,13 +126,13 @@ class Decode:
 
     def rate(self, place: str) -> float:
         """GB/s of one core."""
-        return rate_of_core(self.places[place])
+        return self.places[place].rate_of_core().middle
 
     @property
     def share_by_row(self) -> float:
         """Of the time in the cache: what does not depend on the head size."""
-        half = self.half_size.amount / rate_of_core(self.half_size)
-        whole = self.places["cache"].amount / rate_of_core(self.places["cache"])
+        half = self.half_size.amount / self.half_size.rate_of_core().middle
+        whole = self.places["cache"].amount / self.rate("cache")
         return max(0.0, (2 * half - whole) / whole)
 
     def as_json(self, read: float) -> dict[str, object]:
@@ -139,67 +144,80 @@ class Decode:
             "flop_per_byte": self.flop_per_byte,
             "read": round(read, 2),
             **{place.replace(" ", "_"): round(self.rate(place), 2) for place in PLACES},
+            "random_lowest": round(self.places["random"].rate_of_core().lowest, 2),
+            "random_highest": round(self.places["random"].rate_of_core().highest, 2),
             "gflops_cache": round(self.rate("cache") * self.flop_per_byte, 1),
             "share_by_row": round(self.share_by_row, 3),
             "limit": self.limit(read),
-            "random_by_the_clock": round(self.places["random"].rate(0.5), 2),
-            "of_limit": round(self.rate("random") / min(read, self.rate("cache")), 3),
+            "random_by_the_clock": round(self.places["random"].rate().middle, 2),
+            "of_limit": round(self.of_limit(read), 3),
         }
 
     def limit(self, read: float) -> str:
         """The lower ceiling."""
         return "memory" if read < self.rate("cache") else "arithmetic"
 
+    def of_limit(self, read: float) -> float:
+        """What random pages reach of it."""
+        return self.rate("random") / min(read, self.rate("cache"))
 
-def measure(*, quick: bool, threads: list[int]) -> tuple[list[Decode], dict[int, Row]]:
-    """All of it, in rounds after one that does not count; and reading memory, by threads."""
-    scale = 4 if quick else 1
-    reads = {n: Memory((256 << 20) // scale, n).rows()[0] for n in threads}
+
+def measure(
+    sizes: Sizes, *, threads: list[int], num_passes: int
+) -> tuple[list[Decode], dict[int, Calls]]:
+    """All of it, in turn; and reading memory, by threads."""
+    reads = {n: Memory(sizes.memory_bytes, n).read_calls() for n in threads}
     decodes = [
         decode
         for name, dtype in DTYPES.items()
-        for decode in Decode.all_of(name, dtype, CONTEXT_TOKENS // scale, threads)
+        for decode in Decode.all_of(name, dtype, sizes.context_tokens, threads)
     ]
     rows = [*reads.values(), *(row for decode in decodes for row in decode.rows)]
-    for round in range(3 if quick else 12):
-        for row in rows:
-            row.measure()
-            if round == 0:
-                row.seconds.clear()
-                row.cpu_seconds.clear()
+    empty = cold_caches(max(threads))
+    call_in_rounds(rows, empty, num_passes=num_passes, num_rounds=sizes.num_rounds)
     return decodes, reads
 
 
-def print_table(decodes: list[Decode], reads: dict[int, Row], described: dict[str, object]) -> None:
-    """A roofline: GB/s of one core; and random pages by the clock, GB/s of all threads."""
-    print(", ".join(f"{name} {value}" for name, value in described.items()))
-    heads = ("threads", "FLOP/byte", "read", *PLACES, "GFLOP/s", "by row", "of limit", "clock")
-    print(f"{'GB/s of one core':20}" + "".join(f"{head:>10}" for head in heads) + "  limit")
+def table(decodes: list[Decode], reads: dict[int, Calls]) -> Iterator[str]:
+    """A roofline in Markdown: GB/s of one core; ``clock``: random pages', GB/s of all threads."""
+    heads = ["GB/s of one core", "threads", "FLOP/byte", "read", *PLACES, "GFLOP/s"]
+    heads += ["by row", "of limit", "limit", "clock"]
+    yield f"| {' | '.join(heads)} |"
+    yield "|" + "---|" * len(heads)
     for decode in decodes:
-        read = rate_of_core(reads[decode.num_threads])
-        of_limit = decode.rate("random") / min(read, decode.rate("cache"))
-        cells = [f"{decode.num_threads}", f"{decode.flop_per_byte:.1f}", f"{read:.1f}"]
-        cells += [f"{decode.rate(place):.1f}" for place in PLACES]
+        read = reads[decode.num_threads].rate_of_core()
+        cells = [f"decode/{decode.name}/g{decode.group}", f"{decode.num_threads}"]
+        cells += [f"{decode.flop_per_byte:.1f}", _spread(read)]
+        cells += [_spread(decode.places[place].rate_of_core()) for place in PLACES]
         cells += [f"{decode.rate('cache') * decode.flop_per_byte:.0f}"]
-        cells += [f"{decode.share_by_row:.0%}", f"{of_limit:.0%}"]
-        cells += [f"{decode.places['random'].rate(0.5):.1f}"]
-        name = f"decode/{decode.name}/g{decode.group}"
-        print(f"{name:20}" + "".join(f"{cell:>10}" for cell in cells) + f"  {decode.limit(read)}")
+        cells += [f"{decode.share_by_row:.0%}", f"{decode.of_limit(read.middle):.0%}"]
+        cells += [decode.limit(read.middle), _spread(decode.places["random"].rate())]
+        yield f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
+def _spread(rate: Spread) -> str:
+    """With one pass there is only one figure."""
+    if rate.lowest == rate.highest:
+        return f"{rate.middle:.1f}"
+    return f"{rate.middle:.1f} ({rate.lowest:.1f} to {rate.highest:.1f})"
+
+
+def main(words: Sequence[str] | None = None) -> None:
     """Run it, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description="Say what limits the CPU kernels' decode.")
     parser.add_argument("--quick", action="store_true", help="a quarter of the tokens, few rounds")
+    parser.add_argument("--runs", type=int, default=1, help="passes over all of it")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="besides one")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/out/attention_profile.json"))
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     torch.manual_seed(0)
     threads = sorted({1, arguments.threads})
-    described = machine(arguments.threads)
-    decodes, reads = measure(quick=arguments.quick, threads=threads)
-    print_table(decodes, reads, described)
-    rows = [decode.as_json(rate_of_core(reads[decode.num_threads])) for decode in decodes]
+    described = machine(arguments.threads, arguments.runs)
+    sizes = QUICK if arguments.quick else FULL
+    decodes, reads = measure(sizes, threads=threads, num_passes=arguments.runs)
+    print(", ".join(f"{name} {value}" for name, value in described.items()), end="\n\n")
+    print("\n".join(table(decodes, reads)), end="\n\n")
+    rows = [decode.as_json(reads[decode.num_threads].rate_of_core().middle) for decode in decodes]
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps({"machine": described, "rows": rows}, indent=2) + "\n")
     print(f"saved to {arguments.json}")

@@ -1,0 +1,82 @@
+"""The tables of ``benchmarks.attention_cpu``, in Markdown, each goal beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from benchmarks.calls import Calls, Spread
+
+SHARES_OF_READ = {"decode/bf16/g1": 0.85, "decode/bf16/g4": 0.65, "decode/bf16/g8": 0.50}
+SHARES_OF_COPY = {"copy_blocks": 0.80, "swap_out": 0.80, "swap_in": 0.80}
+TIMES_TORCH = {"decode/bf16": 2.0, "decode/fp32": 1.3, "prefill": 1.0}
+HEADS = ("lowest to highest", "of memory", "goal", "torch", "× torch", "goal")
+
+
+def tables(rows: Sequence[Calls]) -> str:
+    """By the clock, and by a core's time."""
+    clock = _table("GB/s", rows, Calls.rate)
+    core = _table("GB/s a core", rows, Calls.best_rate_of_core)
+    return "\n".join(
+        (
+            "By the clock, the median of the passes' medians:\n",
+            *clock,
+            "\nA second of one core's time, the median of the passes' best calls:\n",
+            *core,
+        )
+    )
+
+
+def goal_of_torch(name: str) -> float | None:
+    """How many times as fast as torch a row has to be."""
+    return TIMES_TORCH.get(name.rpartition("/")[0] or name)
+
+
+def _table(unit: str, rows: Sequence[Calls], rate_of: Callable[[Calls], Spread]) -> Iterator[str]:
+    rates = {row.name: rate_of(row) for row in rows}
+    yield f"| | {unit} | {' | '.join(HEADS)} |"
+    yield "|" + "---|" * (2 + len(HEADS))
+    for row in rows:
+        if not row.name.startswith("torch"):
+            yield " ".join(f"| {' | '.join(_cells(row, rates))} |".split())
+
+
+def _cells(row: Calls, rates: dict[str, Spread]) -> list[str]:
+    name = row.name if row.unit == "GB/s" else f"{row.name}, {row.unit}"
+    rate = rates[row.name]
+    cells = [name, _figure(rate.middle), f"{_figure(rate.lowest)} to {_figure(rate.highest)}"]
+    return [*cells, *_of_memory(row, rates), *_of_torch(row, rates)]
+
+
+def _of_memory(row: Calls, rates: dict[str, Spread]) -> list[str]:
+    """The share of what memory gave in the same passes, and the goal."""
+    if row.unit != "GB/s" or row.name in ("read_bandwidth", "memcpy"):
+        return ["", ""]
+    whole = "read" if row.name.startswith("decode") else "memcpy"
+    limit = rates["read_bandwidth" if whole == "read" else whole]
+    share = rates[row.name].middle / limit.middle
+    goal = (SHARES_OF_READ | SHARES_OF_COPY).get(row.name)
+    said = "" if goal is None else f"{100 * goal:.0f} %: {_word(share >= goal)}"
+    return [f"{100 * share:.1f} % of {whole}", said]
+
+
+def _of_torch(row: Calls, rates: dict[str, Spread]) -> list[str]:
+    """Torch's figure, how many times that ours is, and the goal."""
+    torch = rates.get("torch_prefill" if row.name == "prefill" else _torchs(row.name))
+    if torch is None:
+        return ["", "", ""]
+    times, goal = rates[row.name].middle / torch.middle, goal_of_torch(row.name)
+    said = "" if goal is None else f"{goal:g}: {_word(times >= goal)}"
+    return [_figure(torch.middle), f"{times:.2f}", said]
+
+
+def _torchs(name: str) -> str:
+    kind, _, which = name.partition("/")
+    return f"torch/{which}" if kind == "decode" else ""
+
+
+def _word(met: bool) -> str:
+    return "met" if met else "missed"
+
+
+def _figure(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.1f}"

@@ -1,0 +1,99 @@
+"""Calls that take turns, timed in passes: a median of each pass, and of those the median."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Spread:
+    """Of one figure of each pass: the median, the lowest and the highest."""
+
+    middle: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, figures: Sequence[float]) -> Spread:
+        return cls(statistics.median(figures), min(figures), max(figures))
+
+
+@dataclass
+class Pass:
+    """The seconds of each call, by the clock and of all cores' time."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Calls:
+    """One measurement. ``amount``: bytes, or tokens, of one call; ``unit``: of that per second.
+
+    ``is_warm``: its data may lie in a cache; for all others the caches are emptied.
+    """
+
+    name: str
+    unit: str
+    amount: float
+    run: Callable[[], object]
+    is_warm: bool = False
+    passes: list[Pass] = field(default_factory=list)
+
+    def call(self, empty_caches: Callable[[], object], *, counts: bool) -> None:
+        """Time one call. To empty the caches before it is not timed."""
+        if not self.is_warm:
+            empty_caches()
+        cpu, began = time.process_time(), time.perf_counter()
+        self.run()
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
+        if counts:
+            self.passes[-1].seconds.append(seconds)
+            self.passes[-1].cpu_seconds.append(cpu_seconds)
+
+    def rate(self) -> Spread:
+        """Of the median calls."""
+        return Spread.of([self._rate(statistics.median(p.seconds)) for p in self.passes])
+
+    def rate_of_core(self) -> Spread:
+        """Of the median calls, a second of one core's time: what others took does not count."""
+        return Spread.of([self._rate(statistics.median(p.cpu_seconds)) for p in self.passes])
+
+    def best_rate_of_core(self) -> Spread:
+        """The best call's of each pass, a second of one core's time."""
+        return Spread.of([self._rate(min(p.cpu_seconds)) for p in self.passes])
+
+    def quantile(self, quantile: float) -> float:
+        """Of all calls' rates, by the nearest rank: 0 = the slowest call's."""
+        slowest_first = sorted((s for p in self.passes for s in p.seconds), reverse=True)
+        at = min(len(slowest_first) - 1, int(quantile * len(slowest_first)))
+        return self._rate(slowest_first[at])
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(p.seconds) for p in self.passes)
+
+    def _rate(self, seconds: float) -> float:
+        return self.amount / seconds / (1e9 if self.unit == "GB/s" else 1)
+
+
+def call_in_rounds(
+    rows: Sequence[Calls],
+    empty_caches: Callable[[], object],
+    *,
+    num_passes: int,
+    num_rounds: int,
+) -> None:
+    """All in turn, so that noise from elsewhere meets them alike.
+
+    Each pass begins with a round that does not count.
+    """
+    for _ in range(num_passes):
+        for row in rows:
+            row.passes.append(Pass())
+        for round in range(1 + num_rounds):
+            for row in rows:
+                row.call(empty_caches, counts=round > 0)

@@ -1,0 +1,135 @@
+"""The CPU's measurements find cold caches, go through passes, and say which goals are met."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import attention_cpu, attention_profile, memory
+from benchmarks.attention_cpu import Sizes
+from benchmarks.attention_cpu_tables import tables
+from benchmarks.calls import Calls, Pass, call_in_rounds
+
+TINY = Sizes(32, 1 << 16, 8, 32, 1)
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "last_level_cache_bytes", lambda: 1 << 16)
+
+
+def test_caches_are_emptied_before_each_call_that_is_not_warm_and_that_is_not_timed() -> None:
+    order: list[str] = []
+
+    def empty() -> None:
+        order.append("empty")
+        time.sleep(0.05)
+
+    cold = Calls("cold", "GB/s", 1, lambda: order.append("cold"))
+    warm = Calls("warm", "GB/s", 1, lambda: order.append("warm"), is_warm=True)
+    call_in_rounds([cold, warm], empty, num_passes=2, num_rounds=2)
+    assert order == ["empty", "cold", "warm"] * 6
+    assert all(seconds < 0.05 for p in cold.passes for seconds in p.seconds)
+
+
+def test_only_pages_in_the_cache_are_warm(small_caches: None) -> None:
+    decodes = attention_profile.Decode.all_of("bf16", BF16, 16, [1])
+    assert len(decodes) == 3
+    for decode in decodes:
+        assert {place: calls.is_warm for place, calls in decode.places.items()} == {
+            "cache": True,
+            "in order": False,
+            "random": False,
+        }
+        assert decode.half_size.is_warm
+    rows = attention_cpu.measure(TINY, num_threads=1, num_passes=1)
+    assert any(row.name == "torch/bf16/g1" for row in rows)
+    assert not any(row.is_warm for row in rows)
+
+
+def test_caches_are_emptied_by_several_times_what_the_last_level_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index, size in enumerate(("48K\n", "2M\n", "1024K\n")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(size)
+    assert memory.last_level_cache_bytes(tmp_path) == 2 << 20
+    assert memory.last_level_cache_bytes(tmp_path / "none") == memory.UNKNOWN_CACHE_BYTES
+    read: list[int] = []
+    monkeypatch.setattr(memory, "last_level_cache_bytes", lambda: 2 << 20)
+    monkeypatch.setattr(memory._libc, "memchr", lambda at, byte, size: read.append(size))
+    memory.cold_caches(num_threads=2)()
+    assert len(read) == 2 and sum(read) >= 4 * (2 << 20)
+
+
+def test_a_figure_is_the_median_of_the_passes_medians_after_a_round_that_does_not_count() -> None:
+    row = Calls("x", "tokens/s", 12, lambda: None, is_warm=True)
+    call_in_rounds([row], lambda: None, num_passes=3, num_rounds=4)
+    assert [len(p.seconds) for p in row.passes] == [4, 4, 4]
+    row.passes = [Pass([1, 2, 9], [2, 4, 18]), Pass([3, 3, 3], [6, 6, 6]), Pass([4, 4, 1], [8] * 3)]
+    rate = row.rate()
+    assert (rate.middle, rate.lowest, rate.highest) == (4, 3, 6)
+    assert row.rate_of_core().middle == 2 and row.best_rate_of_core().highest == 6
+    assert row.quantile(1.0) == 12 and row.num_samples == 9
+
+
+def rated(name: str, rate: float, unit: str = "GB/s") -> Calls:
+    amount = rate * (1e9 if unit == "GB/s" else 1)
+    return Calls(name, unit, amount, lambda: None, passes=[Pass([1.0], [2.0])])
+
+
+def test_the_tables_say_what_is_reached_and_whether_each_goal_is_met() -> None:
+    rows = [
+        *(rated("read_bandwidth", 40), rated("memcpy", 20)),
+        *(rated("decode/bf16/g1", 34), rated("torch/bf16/g1", 17.1)),
+        *(rated("decode/fp32/g8", 13), rated("torch/fp32/g8", 10)),
+        *(rated("decode/bf16/g8", 19.6), rated("decode/e4m3/g1", 10)),
+        *(rated("swap_in", 15.9), rated("reshape_and_cache", 5)),
+        *(rated("prefill", 2000, "tokens/s"), rated("torch_prefill", 1000, "tokens/s")),
+    ]
+    by_clock, by_core = tables(rows).split("A second")
+    for line in (
+        "| decode/bf16/g1 | 34.0 | 34.0 to 34.0 | 85.0 % of read | 85 %: met "
+        "| 17.1 | 1.99 | 2: missed |",
+        "| decode/fp32/g8 | 13.0 | 13.0 to 13.0 | 32.5 % of read | | 10.0 | 1.30 | 1.3: met |",
+        "| decode/bf16/g8 | 19.6 | 19.6 to 19.6 | 49.0 % of read | 50 %: missed | | | |",
+        "| decode/e4m3/g1 | 10.0 | 10.0 to 10.0 | 25.0 % of read | | | | |",
+        "| swap_in | 15.9 | 15.9 to 15.9 | 79.5 % of memcpy | 80 %: missed | | | |",
+        "| reshape_and_cache | 5.0 | 5.0 to 5.0 | 25.0 % of memcpy | | | | |",
+        "| prefill, tokens/s | 2,000 | 2,000 to 2,000 | | | 1,000 | 2.00 | 1: met |",
+    ):
+        assert f"\n{line}\n" in by_clock
+    assert "| memcpy | 20.0 | 20.0 to 20.0 | | | | | |" in by_clock
+    assert "\n| torch" not in by_clock
+    assert "| decode/bf16/g1 | 17.0 | " in by_core
+
+
+def test_both_commands_measure_print_and_save(
+    small_caches: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(attention_cpu, "QUICK", TINY)
+    monkeypatch.setattr(attention_profile, "QUICK", TINY)
+    out, num_threads = tmp_path / "out.json", torch.get_num_threads()
+    words = ["--quick", "--runs", "2", "--threads", "2", "--json", str(out)]
+    try:
+        attention_cpu.main(words)
+    finally:
+        torch.set_num_threads(num_threads)
+    printed = capsys.readouterr().out
+    saved = json.loads(out.read_text())
+    names = {row["name"] for row in saved["rows"]}
+    assert names >= {"read_bandwidth", "memcpy", "copy_blocks", "swap_out", "swap_in", "prefill"}
+    assert all(r["p50_lowest"] <= r["p50"] <= r["p50_highest"] for r in saved["rows"])
+    assert {row["num_samples"] for row in saved["rows"]} == {2} and saved["machine"]["runs"] == 2
+    assert "| decode/fp32/g8 | " in printed and " of read | " in printed
+    attention_profile.main(words)
+    printed = capsys.readouterr().out
+    assert len(json.loads(out.read_text())["rows"]) == 18 == printed.count("| decode/")
