@@ -28,6 +28,8 @@ struct Sizes {
   int64_t num_heads, num_kv_heads, head_size, block_size, window;
   std::vector<int64_t> query_lens, context_lens;
   int64_t shift = 0;  // elements by which tensors miss the start of what was allocated
+  // One key takes nearly all of the weight: 2^-26 is left for each of the others.
+  bool has_small_weights = false;
 };
 
 // Memory as a device gives it: aligned to 256 bytes, and of the size asked for behind `shift`
@@ -78,6 +80,7 @@ class Check {
     query_ = numbers(num_tokens_ * s_.num_heads * s_.head_size);
     key_ = numbers(context * s_.num_kv_heads * s_.head_size);
     value_ = numbers(context * s_.num_kv_heads * s_.head_size);
+    if (s_.has_small_weights) make_small_weights();
     pages_ =
         memory(s_.pages_dtype, num_blocks_ * 2 * s_.num_kv_heads * s_.block_size * s_.head_size);
   }
@@ -142,6 +145,27 @@ class Check {
       }
     }
     return result;
+  }
+
+  // All queries are 1; keys are 0 and values large, but for the first key of each sequence.
+  void make_small_weights() {
+    const auto fill = [&](const DeviceMemory& numbers, int64_t begin, int64_t end, float number) {
+      for (int64_t i = begin; i < end; ++i) {
+        reinterpret_cast<uint16_t*>(numbers.data())[i] = float_to_fp16(number);
+      }
+    };
+    const int64_t of_token = s_.num_kv_heads * s_.head_size;
+    const float score = 18.0f;
+    fill(*query_, 0, num_tokens_ * s_.num_heads * s_.head_size, 1.0f);
+    fill(*key_, 0, static_cast<int64_t>(slots_.size()) * of_token, 0.0f);
+    fill(*value_, 0, static_cast<int64_t>(slots_.size()) * of_token, 60000.0f);
+    int64_t first = 0;
+    for (const int64_t length : s_.context_lens) {
+      fill(*key_, first * of_token, (first + 1) * of_token,
+           score / std::sqrt(static_cast<float>(s_.head_size)));
+      fill(*value_, first * of_token, (first + 1) * of_token, 0.0f);
+      first += length;
+    }
   }
 
   PagesParams pages() const {
@@ -290,6 +314,7 @@ const Sizes kSizes[] = {
     {kBf16, kE4m3, 2, 1, 16, 8, 0, {1, 3}, {70, 9}, 1},
     {kFp16, kFp16, 2, 1, 16, 8, 0, {1, 3}, {70, 9}, 4},
     {kFp32, kE5m2, 2, 1, 16, 8, 0, {1, 3}, {70, 9}, 2},
+    {kFp16, kFp16, 2, 2, 64, 16, 0, {1, 33}, {200, 200}, 0, true},
 };
 
 }  // namespace

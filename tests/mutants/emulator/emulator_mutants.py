@@ -116,6 +116,11 @@ MUTANTS = {
     "four_numbers_at_once_wherever_a_row_starts": Mutant(
         CACHE, "? Pace::kFours : Pace::kOnes", "? Pace::kFours : Pace::kFours", found_by=UBSAN
     ),
+    "probabilities_not_lifted": Mutant(
+        TILES, "std::is_same_v<Factor, Half> ? 32768.0f : 1.0f", "1.0f"
+    ),
+    "lift_not_divided_out": Mutant(SHORT, "1.0f / kLift<FactorOf<Kv>>", "1.0f"),
+    "long_lift_not_divided_out": Mutant(LONG, "sum * kLift<FactorOf<Kv>>", "sum"),
     "row_scale_of_another_row": Mutant(
         SHORT, "back, (2 * (lane % 4) + j) * 4)", "back, 2 * (lane % 4) * 4)"
     ),
