@@ -16,6 +16,7 @@ EXECUTOR = "test_executor.py"
 REJECTIONS = "test_executor_rejections.py"
 INVARIANTS = "test_invariants_data.py"
 STREAMS = "test_streams.py"
+FAILURES = "test_device_failures.py"
 LAYOUT = "test_layout.py"
 SCALES = "test_kv_scales.py"
 
@@ -49,6 +50,10 @@ MORE = {
     "fences_before_the_end": STREAMS,
     "voided_plans_not_waited_for": STREAMS,
     "failures_forgotten": STREAMS,
+    "layers_before_transfers": FAILURES,
+    "pools_go_early": FAILURES,
+    "receipts_before_kept_ones": FAILURES,
+    "late_attention_not_waited_for": FAILURES,
     "scales_of_the_wrong_heads": SCALES,
     "fingerprint_without_scales": LAYOUT,
 }

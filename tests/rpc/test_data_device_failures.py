@@ -19,6 +19,7 @@ from register_side import RegisterSide
 
 from data_plane import EmbeddedDataPlane, build
 from data_plane.kernel_set import KernelSet, cpu_kernels
+from data_plane.streams import DeviceStreams
 from data_plane.wire import tensor_to_message
 from kvplane.errors import InternalError
 from kvplane.execution import DataClient
@@ -112,6 +113,28 @@ async def test_a_device_that_is_lost_ends_the_server_with_an_error(
             await asyncio.wait_for(forever, 10)
         for service in ("", SERVICE):
             assert await check(server.address, service=service) == "NOT_SERVING"
+
+
+async def test_a_device_that_is_lost_while_an_answer_is_on_its_way_is_noticed(
+    tmp_path: Path, runtime: LateRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attention(query: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
+        runtime.is_lost = True
+        return query.to("meta")
+
+    kernels, _ = late_kernels(cpu_kernels(1), 0)
+    kernels = replace(kernels, streams=DeviceStreams(runtime), paged_attention=attention)
+    use(monkeypatch, kernels)
+    async with serving(tmp_path) as (server, side):
+        author, client = author_of(server, side), DataClient(server.address)
+        parts = [Tensor.from_proto(tensor_to_message(tokens(3, n))) for n in (4, 2, 2)]
+        async with await client.open(author.grant()) as execution:
+            plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)])
+            await execution.start(plan)
+            with pytest.raises(InternalError, match="the device failed"):
+                await execution.layer(0, *parts)
+        await asyncio.wait_for(server.lost.wait(), 10)
+        await client.close()
 
 
 async def test_an_embedded_plane_whose_device_is_lost_leaves_its_control_plane(

@@ -93,10 +93,10 @@ def test_free_memory_is_what_the_machine_and_its_control_group_leave(
 ) -> None:
     available = memory.free_bytes(CPU)
     assert 0 < available < 2**50
-    limit, used = tmp_path / "max", tmp_path / "current"
+    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
     limit.write_text("5000\n")
     used.write_text("2000\n")
-    monkeypatch.setattr(memory, "_CGROUPS", ((limit, used),))
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
     assert memory.free_bytes(CPU) == 3000
     limit.write_text("max\n")
     assert memory.free_bytes(CPU) > 3000

@@ -17,6 +17,7 @@ from data_plane import (
     compute,
     executor,
     faults,
+    pool,
     resident,
     rows,
     scales,
@@ -195,6 +196,40 @@ def failures_forgotten() -> None:
     executor.Compute.finish = forgiving  # type: ignore[method-assign]
 
 
+def layers_before_transfers() -> None:
+    """A plan whose transfers failed takes layers."""
+    latest = executor.Executor._latest
+
+    def hasty(self: Any, session_id: int, plan_number: int | None) -> Any:
+        run = self._sessions.get(session_id).latest
+        if run is None or run.transferred:
+            return latest(self, session_id, plan_number)
+        return self._sessions.get(session_id), run
+
+    executor.Executor._latest = hasty  # type: ignore[method-assign]
+
+
+def pools_go_early() -> None:
+    """While the device may still use them."""
+    pool._let_go = lambda _drain, unpin: unpin()
+
+
+def receipts_before_kept_ones() -> None:
+    """A plan that has run waits for a later one."""
+
+    def start(self: Any, session: Any, plan: pb.Plan, payload: bytes) -> Any:
+        self._settle(session, voided=plan.resync)
+        return _start(self, session, plan, payload)
+
+    executor.Executor._start = start  # type: ignore[method-assign]
+
+
+def late_attention_not_waited_for() -> None:
+    """Nobody remembers that a plan was used after its receipt."""
+    flag = property(lambda _self: False, _nothing)
+    sessions.Run.used_after_receipt = flag  # type: ignore[assignment]
+
+
 def _without_quiet(method: Any) -> Any:
     def hasty(self: Any, *args: Any, **options: Any) -> None:
         self._quiesce = _nothing
@@ -258,6 +293,10 @@ MUTANTS: dict[str, Callable[[], None]] = {
         fences_before_the_end,
         voided_plans_not_waited_for,
         failures_forgotten,
+        layers_before_transfers,
+        pools_go_early,
+        receipts_before_kept_ones,
+        late_attention_not_waited_for,
         scales_of_the_wrong_heads,
         fingerprint_without_scales,
     )
