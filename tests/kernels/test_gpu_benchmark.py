@@ -201,6 +201,7 @@ def test_a_bandwidth_that_can_not_be_measured_ends_nothing() -> None:
     assert not m.rows and not m.wrong
     names = [line.partition(":")[0] for line in m.left_out]
     assert {"copy_bandwidth", "read_bandwidth", "link_out", "link_in"} <= set(names)
+    assert "read_bandwidth: no way to measure it worked" in m.left_out
 
 
 def test_bandwidth_is_measured_on_what_memory_is_free() -> None:
@@ -356,6 +357,20 @@ def test_what_is_not_timed_is_kept_by_its_case() -> None:
     measure_copies(m, tiny=True)
     names = {case["name"] for case in m.not_timed if case["wrong"]}
     assert names == {"decode", *COPIES, *SWAPS}
+
+
+def test_a_wrong_answer_is_not_timed_and_kept_by_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = Measurement(emulated(), seconds=60)
+
+    def answer_nothing(kernels: Any, query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros_like(query)
+
+    monkeypatch.setattr(type(m.machine.kernels()), "paged_attention", answer_nothing)
+    measure_attention(m, (Shape(1, 16), Shape(1, 16, new=2)), with_peers=False)
+    assert not m.rows and all(case["wrong"] for case in m.not_timed)
+    assert {(case["name"], case["context"]) for case in m.not_timed} == {
+        *(("decode", 16), ("append", 16))
+    }
 
 
 def test_each_operation_on_blocks_is_wrong_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
