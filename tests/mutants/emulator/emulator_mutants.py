@@ -126,7 +126,7 @@ MUTANTS = {
     ),
     "long_row_scale_of_another_row": Mutant(
         LONG,
-        "rows.scale[1] *= i == lane / 4 + 8 ? back : 1.0f;",
-        "rows.scale[1] *= i == lane / 4 ? back : 1.0f;",
+        "(i == lane / 4 + 8 ? back : 1.0f)",
+        "(i == lane / 4 ? back : 1.0f)",
     ),
 }
