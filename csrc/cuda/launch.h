@@ -88,6 +88,7 @@ inline void* device_address(const void* data, size_t) {
 // Throws std::runtime_error when a call of the CUDA runtime failed.
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
+  cudaGetLastError();  // Else the next launch of whoever shares the runtime would be blamed.
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(error) + ", " +
                            cudaGetErrorString(error));
 }
