@@ -5,8 +5,9 @@
 All measurements take turns in rounds, so that noise from elsewhere meets them alike: compare rows
 of one run, not of two. ``--runs`` goes through all rounds so many times; each row's figure is the
 median of the passes' medians. Before every call, of torch's too, other memory is read so that no
-cache holds what the call needs. ``GB/s`` count each byte once that has to be read or written: of
-decode the keys and values, of a copy what is copied, not its two ways over the bus.
+cache holds what the call needs. Torch's threads sleep between its calls (OMP_WAIT_POLICY=PASSIVE,
+unless the environment says otherwise). ``GB/s`` count each byte once that has to be read or
+written: of decode the keys and values, of a copy what is copied, not its two ways over the bus.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +155,7 @@ def machine(num_threads: int, num_passes: int) -> dict[str, object]:
         "evicting_bytes": EVICTING_CACHES * last_level_cache_bytes(),
         "isa": kernels.cpu_isa(),
         "load_average": round(os.getloadavg()[0], 2),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "not set"),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
@@ -212,5 +215,17 @@ def main(words: Sequence[str] | None = None) -> None:
     print(f"saved to {arguments.json}")
 
 
+def let_torch_sleep() -> None:
+    """Begin anew with threads of torch that sleep when they have nothing to do.
+
+    They would go on spinning after a call of torch's, on the cores of the call after it. OpenMP
+    reads the setting when torch is loaded, so it is too late to make it in this process.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.attention_cpu", *sys.argv[1:]])
+
+
 if __name__ == "__main__":
+    let_torch_sleep()
     main()
