@@ -37,7 +37,7 @@ def test_the_walk_catches(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", FAULTS.SLOW, ids=lambda f: f.__name__)
 def test_a_longer_walk_catches(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_caught(fault, monkeypatch, max_examples=600)
+    assert_caught(fault, monkeypatch, max_examples=3000)
 
 
 def assert_caught(fault: Fault, patch: pytest.MonkeyPatch, *, max_examples: int) -> None:
