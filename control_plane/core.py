@@ -12,6 +12,7 @@ and what its receipts say; ``check_integrity`` holds after every call.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -68,6 +69,7 @@ from kvplane.errors import (
 )
 from kvplane.signing import new_key as random_key
 
+_LOGGER: Final = logging.getLogger(__name__)
 _RETRY_DELAY_S: Final = 0.5
 _MAX_CLIENT_NAME: Final = 128
 
@@ -240,6 +242,7 @@ class ControlPlane:
         now = self._clock()
         lease_s = self._config.lease_s
         if self._next_tick_s is not None and now > self._next_tick_s + lease_s / 4:
+            _LOGGER.warning("this process slept late_s=%.3f", now - self._next_tick_s)
             for session in self._sessions.values():
                 session.expires_at_s = now + lease_s
         for session in [s for s in self._sessions.values() if s.expires_at_s <= now]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -87,33 +87,9 @@ def cpu_kernels(num_threads: int = 0) -> KernelSet:
     Raises InvalidRequestError when KVPLANE_KERNELS_ISA names what the machine does not have.
     """
 
-    def paged_attention(
-        query: torch.Tensor,
-        pages: torch.Tensor,
-        block_tables: torch.Tensor,
-        query_starts: torch.Tensor,
-        context_lens: torch.Tensor,
-        *,
-        scale: float,
-        sliding_window_tokens: int,
-        alibi_slopes: torch.Tensor | None,
-        key_scales: torch.Tensor | None,
-        value_scales: torch.Tensor | None,
-        max_query_len: int,
-    ) -> torch.Tensor:
-        return kernels.paged_attention(
-            query,
-            pages,
-            block_tables,
-            query_starts,
-            context_lens,
-            scale=scale,
-            sliding_window_tokens=sliding_window_tokens,
-            alibi_slopes=alibi_slopes,
-            key_scales=key_scales,
-            value_scales=value_scales,
-            num_threads=num_threads,
-        )
+    def paged_attention(*batch: torch.Tensor, max_query_len: int, **options: Any) -> torch.Tensor:
+        output: torch.Tensor = kernels.paged_attention(*batch, num_threads=num_threads, **options)
+        return output
 
     return KernelSet(
         backend="cpu",

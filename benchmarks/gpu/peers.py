@@ -24,6 +24,10 @@ FLASHINFER_WORKSPACE_BYTES: Final = 512 << 20
 FLASH_ATTENTION_PAGE: Final = 256  # tokens; FlashAttention 2 takes multiples of it alone
 
 
+class CanNotError(Exception):
+    """The peer, or its version here, can not do the problem."""
+
+
 @dataclass(frozen=True)
 class Call:
     """``run`` is timed; ``rows`` makes rows like ours of its answer, and is not."""
@@ -130,13 +134,13 @@ def _varlen_paged(problem: Problem, page: int) -> Call:
     shape = problem.shape
     function, names = _varlen_function()
     if not {"block_table", "seqused_k"} <= names:
-        raise NotImplementedError("this torch's varlen_attn has no block_table")
+        raise CanNotError("this torch's varlen_attn has no block_table")
     if page == shape.block:
         key, value = (problem.pages[:, kv].transpose(1, 2) for kv in range(2))
         tables = problem.tables
     else:
         if shape.context % page != 0:
-            raise NotImplementedError(f"the context is no multiple of {page}")
+            raise CanNotError(f"the context is no multiple of {page}")
         tables = torch.randperm(shape.batch * (shape.context // page), device=problem.device)
         kv = contiguous_kv(problem, tokens_first=True)
         pages = torch.empty_like(kv).view(2, -1, page, shape.kv_heads, shape.head)

@@ -131,3 +131,14 @@ def test_a_report_is_believed_only_where_shards_agree_and_chains_are_whole() -> 
     engine = world.engine()
     assert engine.cached(1, range(32)) == 8
     world.core.check_integrity()
+
+
+def test_a_control_plane_that_slept_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    world.core.tick()
+    world.clock.now += 14.9
+    world.core.tick()
+    assert "slept" not in caplog.text
+    world.clock.now += 20
+    world.core.tick()
+    assert "this process slept late_s=12.500" in caplog.text
