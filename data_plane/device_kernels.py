@@ -44,8 +44,7 @@ class DeviceKernels:
         self._native = native
         self._device = device
         self._split_tokens = split_tokens
-        # What a device holds is not waited for, and the emulator does as a device does.
-        self._calls = NativeCalls(native, device, can_read_values=False)
+        self._calls = NativeCalls(native, device)
         self._faults = torch.zeros(1, dtype=torch.int32, device=device)
 
     def reshape_and_cache(

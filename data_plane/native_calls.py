@@ -40,15 +40,12 @@ class NativeCalls:
     """Calls of one native module's functions, on tensors of one kind of device ("cpu", "cuda").
 
     ``more`` holds those of a function's arguments that are the backend's own.
-    can_read_values: whether the values of tensors are checked here; else the device checks them.
+    The values that tensors hold are checked by the operations.
     """
 
-    def __init__(
-        self, native: ModuleType, device: torch.device, *, can_read_values: bool = True
-    ) -> None:
+    def __init__(self, native: ModuleType, device: torch.device) -> None:
         self._native = native
         self._device = device
-        self._can_read_values = can_read_values
         self._dtypes = {dtype: native.Dtype.__members__[n] for dtype, n in STORED.items()}
 
     def reshape_and_cache(
@@ -256,8 +253,6 @@ class NativeCalls:
             self._check(name, scales, "[1] or [num_kv_heads]", (_ANY,), (torch.float32,))
             if scales.shape[0] != 1:
                 _require_shape(name, scales, (num_kv_heads,))
-            if self._can_read_values and not bool(((scales > 0) & scales.isfinite()).all()):
-                raise InvalidRequestError("must be finite and above 0", field=name)
         strides = [0 if t is None or len(t) == 1 else t.stride(0) for t in (key, value)]
         return self._native.ScalesView(_address(key), _address(value), *strides)
 

@@ -409,6 +409,7 @@ void run_splits(const std::vector<Item>& items, int workers, Attention* attentio
 
 void paged_attention(const PagedAttentionParams& p) {
   check_batch(p);
+  check_scales(p.pages);
   const int64_t group = p.num_heads / p.pages.num_kv_heads;
   const int64_t item_tokens = std::max<int64_t>(1, kAttendRows / group);
   const std::vector<Item> items = cut_items(p, item_tokens);

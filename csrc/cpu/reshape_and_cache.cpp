@@ -58,6 +58,7 @@ void write_heads(const ReshapeAndCacheParams& p, int64_t first_head, int64_t end
 
 void reshape_and_cache(const ReshapeAndCacheParams& p) {
   const PagesParams& pages = p.pages;
+  check_scales(pages);
   const int64_t num_slots = pages.num_blocks * pages.block_size;
   for (int64_t i = 0; i < p.num_tokens; ++i) {
     if (p.slots[i] >= 0) require_in_range(p.slots[i], 0, num_slots, [&] { return at("slots", i); });
