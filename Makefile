@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-nightly serve bench lint fix protos clean
 
-PYTHON_SOURCES := kvplane control_plane data_plane engine models tests benchmarks examples scripts
+PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh benchmarks/gpu/*.sh)
 BIN := .venv/bin
 # More for pytest: make test PYTEST_ARGS="-k fork -x"
@@ -15,7 +15,7 @@ setup:  ## Make .venv: pinned packages, native kernels, this project
 	@scripts/setup.sh
 
 run: setup  ## Start both planes, serve the shipped model through them, and check every answer
-	@$(BIN)/python -m engine demo
+	@$(BIN)/python -m demo
 
 test: setup  ## Run the push tier of the tests
 	@$(BIN)/python -m pytest -m "not nightly" $(PYTEST_ARGS)

@@ -28,7 +28,8 @@ from benchmarks.attention_cpu_tables import tables
 from benchmarks.calls import Calls, call_in_rounds
 from benchmarks.core_step import cpu_name
 from benchmarks.memory import EVICTING_CACHES, Memory, cold_caches, last_level_cache_bytes
-from data_plane import huge_pages, kernels
+from data_plane.kernels import cpu as kernels
+from data_plane.memory import huge_pages
 
 HEAD_SIZE, BLOCK_SIZE, NUM_KV_HEADS = 128, 16, 8
 BATCH, GROUPS, PREFILL_GROUP = 8, (1, 4, 8), 4

@@ -46,7 +46,7 @@ from benchmarks.attention_cpu import (
 )
 from benchmarks.calls import Calls, Spread, call_in_rounds
 from benchmarks.memory import Memory, cold_caches
-from data_plane import kernels
+from data_plane.kernels import cpu as kernels
 
 CACHE_BYTES = 256 << 10  # that fit into any core's cache, and are far more than one tile
 HALF_SIZE = HEAD_SIZE // 2

@@ -20,9 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from control_plane import codec
-from control_plane.core import ControlPlane
-from control_plane.model import (
+from control_plane.planning.core import ControlPlane
+from control_plane.planning.model import (
     Admit,
     Append,
     CoreConfig,
@@ -35,6 +34,7 @@ from control_plane.model import (
     Status,
     StepOutcome,
 )
+from control_plane.server import codec
 from kvplane.layout import LayerGroup, Layout
 
 BLOCK_SIZE_TOKENS = 16

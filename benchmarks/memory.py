@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.calls import Calls
-from data_plane import huge_pages
+from data_plane.memory import huge_pages
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNKNOWN_CACHE_BYTES = 64 << 20

@@ -8,8 +8,8 @@ import logging
 import os
 import sys
 
-from control_plane.config import PROGRAM, ControlPlaneConfig
-from control_plane.server import ControlPlaneServer
+from control_plane.server.config import PROGRAM, ControlPlaneConfig
+from control_plane.server.server import ControlPlaneServer
 from kvplane.serving import logs
 from kvplane.serving.settings import log_settings, parse
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from data_plane.answers import ExecutorReport, StartedPlan
 from data_plane.executor import Executor
+from data_plane.plans.answers import ExecutorReport, StartedPlan
 from data_plane.shard import Shard
 
 if TYPE_CHECKING:
-    from data_plane.config import DataPlaneConfig
-    from data_plane.embedded import EmbeddedDataPlane
+    from data_plane.server.config import DataPlaneConfig
+    from data_plane.server.embedded import EmbeddedDataPlane
 
 __all__ = [
     "DataPlaneConfig",
@@ -27,7 +27,10 @@ __all__ = [
 ]
 
 # Imported when first used, so that the executor alone brings no gRPC.
-_HOMES = {"DataPlaneConfig": "data_plane.config", "EmbeddedDataPlane": "data_plane.embedded"}
+_HOMES = {
+    "DataPlaneConfig": "data_plane.server.config",
+    "EmbeddedDataPlane": "data_plane.server.embedded",
+}
 
 
 def __getattr__(name: str) -> Any:

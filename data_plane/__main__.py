@@ -10,8 +10,8 @@ import logging
 import os
 import sys
 
-from data_plane.config import PROGRAM, DataPlaneConfig
-from data_plane.server import DataPlaneServer
+from data_plane.server.config import PROGRAM, DataPlaneConfig
+from data_plane.server.server import DataPlaneServer
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.serving import logs
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse

@@ -17,22 +17,22 @@ from contextlib import contextmanager
 
 import torch
 
-from data_plane.answers import ExecutorReport, StartedPlan
-from data_plane.authority import Authority
-from data_plane.changes import apply_changes
-from data_plane.checks import require
-from data_plane.compute import Attention, Compute
 from data_plane.counters import ExecutorCounters
-from data_plane.device import with_index
-from data_plane.device_watch import DeviceWatch
 from data_plane.faults import with_fault
-from data_plane.kernel_set import KernelSet, kernels_of
-from data_plane.pool import Pools
-from data_plane.resident import ResidentTables
-from data_plane.rows import check_writable, prepare_rows
-from data_plane.sessions import Run, Session, Sessions
+from data_plane.kernels.backend import KernelSet, kernels_of
+from data_plane.kernels.checks import require
+from data_plane.kernels.device_watch import DeviceWatch
+from data_plane.kernels.devices import with_index
+from data_plane.kernels.shard_kernels import Attention, Compute
+from data_plane.memory.pool import Pools
+from data_plane.plans.answers import ExecutorReport, StartedPlan
+from data_plane.plans.attention_batch import check_writable, prepare_rows
+from data_plane.plans.block_tables import ResidentTables
+from data_plane.plans.sessions import Run, Session, Sessions
+from data_plane.plans.table_changes import apply_changes
+from data_plane.plans.transfers import check_transfers, cut_into_batches
+from data_plane.plans.verifier import Authority
 from data_plane.shard import Shard
-from data_plane.transfers import check_transfers, cut_into_batches
 from kvplane import signing
 from kvplane.errors import (
     InternalError,

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from data_plane.kernel_set import KernelSet, PagedAttention, ReshapeAndCache
+from data_plane.kernels.backend import KernelSet, PagedAttention, ReshapeAndCache
 from kvplane.errors import InvalidRequestError
 
 FAULTS: Final = ("none", "zero-attention", "swap-two-blocks", "skip-newest-slot", "shift-table")

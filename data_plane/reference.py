@@ -1,6 +1,6 @@
 """What the kernels mean, in plain torch and float64: the oracles of the tests, nothing else.
 
-Arguments and results are those of ``data_plane.kernels``.
+Arguments and results are those of ``data_plane.kernels.cpu``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A small inference engine that uses kvplane as any other client would.
 
-Names are imported when they are first used, so that ``--help`` and ``engine.recall`` do not wait
+Names are imported when they are first used, so that ``--help`` and ``demo.recall`` do not wait
 for torch.
 """
 

@@ -108,28 +108,3 @@ class GenerateConfig(EngineConfig):
         if self.prompts_file is None:
             return [self.prompt]
         return [line for line in self.prompts_file.read_text().splitlines() if line]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoConfig:
-    """Start both planes, serve some dozens of prompts, and compare every answer with transformers.
-
-    Exits with 0 only when all is right and the planes counted every kind of work.
-    """
-
-    model: Path = setting(ROOT / "models" / "recall", help="Folder of the recall model.")
-    quick: bool = setting(False, help="Fewer prompts in a smaller pool.")
-    num_device_blocks: int = setting(
-        0, unit="blocks", minimum=0, help="Device blocks; 0 takes what makes the pool run short."
-    )
-    num_host_blocks: int = setting(
-        0, unit="blocks", minimum=0, help="Host blocks; 0 takes what makes the tier run short."
-    )
-    seed: int = setting(0, minimum=0, help="Seed of the prompts.")
-    fault: str = setting("none", help="Fault to plant in the data plane; for tests only.")
-    run_folder: Path = setting(ROOT / ".run", help="Folder of the planes' logs.")
-    log_level: str = setting("warning", choices=LEVELS, help="Least severe log level written.")
-
-    def __post_init__(self) -> None:
-        if not (self.model / "config.json").is_file():
-            raise InvalidRequestError(f"{self.model} holds no model", field="model")

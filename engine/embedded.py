@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from data_plane.config import DataPlaneConfig
-from data_plane.embedded import EmbeddedDataPlane
-from data_plane.streams import device_errors
+from data_plane.kernels.cuda_streams import device_errors
+from data_plane.server.config import DataPlaneConfig
+from data_plane.server.embedded import EmbeddedDataPlane
 from engine.backend import Started
 from engine.config import EngineConfig
 from kvplane.errors import InternalError

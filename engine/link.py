@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from engine.loop import LoopThread
-from kvplane.client import ControlClient
+from kvplane.control_client import ControlClient
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
 from kvplane.session import Session

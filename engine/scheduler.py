@@ -26,8 +26,8 @@ from engine.policy import FirstComeFirstServed, Policy
 from engine.runner import Row
 from engine.sequence import Sequence, Status
 from kvplane import ops
+from kvplane.error_codec import from_wire
 from kvplane.errors import InternalError, KvplaneError, NeverFitsError, SequenceNotFoundError
-from kvplane.status import from_wire
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from kvplane import ops
-    from kvplane.client import ControlClient
+    from kvplane.control_client import ControlClient
     from kvplane.errors import KvplaneError
     from kvplane.execution import DataClient, Execution, Started
     from kvplane.hf import layout_from_hf
     from kvplane.layout import LayerGroup, Layout
     from kvplane.session import Readmission, Session
-    from kvplane.steps import UnclaimedAnswer
+    from kvplane.step_numbering import UnclaimedAnswer
     from kvplane.tensor import Tensor
     from kvplane.tls import TlsOptions
 
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "ControlClient": "kvplane.client",
+    "ControlClient": "kvplane.control_client",
     "DataClient": "kvplane.execution",
     "Execution": "kvplane.execution",
     "KvplaneError": "kvplane.errors",
@@ -54,7 +54,7 @@ _HOMES: Final = {
     "Started": "kvplane.execution",
     "Tensor": "kvplane.tensor",
     "TlsOptions": "kvplane.tls",
-    "UnclaimedAnswer": "kvplane.steps",
+    "UnclaimedAnswer": "kvplane.step_numbering",
     "layout_from_hf": "kvplane.hf",
 }
 

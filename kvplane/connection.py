@@ -10,9 +10,9 @@ from typing import Any, Final
 import grpc.aio
 from google.protobuf.message import Message
 
+from kvplane.error_codec import from_rpc_error
 from kvplane.errors import CancelledError, PlaneUnavailableError
 from kvplane.retry import Deadline, retry_until
-from kvplane.status import from_rpc_error
 from kvplane.tls import TlsOptions, open_channel
 
 # What gRPC says, as INTERNAL, when a call is used while its connection goes.

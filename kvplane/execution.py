@@ -14,10 +14,10 @@ from types import TracebackType
 from typing import Any
 
 from kvplane.connection import Connection
+from kvplane.error_codec import from_wire
 from kvplane.errors import InternalError, InvalidRequestError, PlanOutOfOrderError
 from kvplane.protocol import check_chosen, supported
 from kvplane.retry import Deadline, retry_until
-from kvplane.status import from_wire
 from kvplane.stream import Stream
 from kvplane.tensor import Tensor
 from kvplane.tls import TlsOptions

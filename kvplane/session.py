@@ -1,7 +1,7 @@
 """A session: one engine's lease on one pool, and its calls.
 
-Steps and unary operations share one numbering (``kvplane.steps``), so each runs once however often
-it is sent. A background task renews the lease.
+Steps and unary operations share one numbering (``kvplane.step_numbering``), so each runs once
+however often it is sent. A background task renews the lease.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvplane import ops
 from kvplane.connection import Connection
+from kvplane.error_codec import from_wire
 from kvplane.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -28,14 +29,13 @@ from kvplane.errors import (
 )
 from kvplane.layout import Layout
 from kvplane.retry import Deadline
-from kvplane.status import from_wire
-from kvplane.steps import Steps, UnclaimedAnswer
+from kvplane.step_numbering import Steps, UnclaimedAnswer
 from kvplane.stream import Stream
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1.types_pb2 import SignedPayload
 
 if TYPE_CHECKING:
-    from kvplane.client import ControlClient
+    from kvplane.control_client import ControlClient
 
 _LOGGER: Final = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
     python models/train_recall.py --out models/recall --minutes 8
 
 Two CPU cores are enough. The loss counts only letters that the context determines (see
-``engine/recall.py``). Training starts from a rough sketch of the circuit that copies, which already
+``demo/recall.py``). Training starts from a rough sketch of the circuit that copies, which already
 gives most letters of short contexts; gradient descent makes it sharp and lets contexts grow.
 """
 
@@ -21,7 +21,7 @@ from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine.recall import FACT_BYTES, Facts
+from demo.recall import FACT_BYTES, Facts
 
 BYTE_OFFSET = 3  # ByT5's ids: pad, eos, unk, then the 256 bytes
 IGNORE = -100

@@ -34,42 +34,42 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
     (
         rules.imports_go_one_way,
         {
-            "kvplane/a.py": "import control_plane.core\n",
+            "kvplane/a.py": "import control_plane.planning.core\n",
             "control_plane/b.py": "def f():\n    from data_plane import pool\n",
             "control_plane/c.py": "import torch\n",
-            "data_plane/d.py": "import torch\nfrom control_plane.model import Plan\n",
+            "data_plane/d.py": "import torch\nfrom control_plane.planning.model import Plan\n",
             "engine/e.py": "import data_plane, kvplane\nimport control_plane\n",
         },
         [
-            "kvplane/a.py:1: imports control_plane.core",
+            "kvplane/a.py:1: imports control_plane.planning.core",
             "control_plane/b.py:2: imports data_plane.pool",
             "control_plane/c.py:1: imports torch",
-            "data_plane/d.py:2: imports control_plane.model.Plan",
+            "data_plane/d.py:2: imports control_plane.planning.model.Plan",
             "engine/e.py:2: imports control_plane",
         ],
     ),
     (
-        rules.only_the_edges_of_a_plane_know_grpc,
+        rules.only_the_server_of_a_plane_knows_grpc,
         {
             "data_plane/executor.py": "from grpc import aio\n",
-            "control_plane/core.py": "import grpc_status\n",
-            "data_plane/service.py": "import grpc\n",
-            "kvplane/client.py": "import grpc\n",
+            "control_plane/planning/core.py": "import grpc_status\n",
+            "data_plane/server/service.py": "import grpc\n",
+            "kvplane/control_client.py": "import grpc\n",
         },
         [
-            "control_plane/core.py:1: imports grpc_status",
+            "control_plane/planning/core.py:1: imports grpc_status",
             "data_plane/executor.py:1: imports grpc.aio",
         ],
     ),
     (
         rules.the_core_of_the_control_plane_knows_no_messages,
         {
-            "control_plane/core.py": "from kvplane.v1 import control_pb2\n",
+            "control_plane/planning/core.py": "from kvplane.v1 import control_pb2\n",
             "control_plane/tables.py": "from google.protobuf import duration_pb2\n",
-            "control_plane/service.py": "from kvplane.v1 import control_pb2\n",
+            "control_plane/server/service.py": "from kvplane.v1 import control_pb2\n",
         },
         [
-            "control_plane/core.py:1: imports kvplane.v1.control_pb2",
+            "control_plane/planning/core.py:1: imports kvplane.v1.control_pb2",
             "control_plane/tables.py:1: imports google.protobuf.duration_pb2",
         ],
     ),
@@ -173,5 +173,5 @@ def test_the_sdk_and_the_control_plane_run_without_torch() -> None:
 
 
 def test_the_core_of_the_control_plane_runs_without_grpc() -> None:
-    program = "import sys, control_plane.core\nsys.exit('grpc' in sys.modules)"
+    program = "import sys, control_plane.planning.core\nsys.exit('grpc' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)

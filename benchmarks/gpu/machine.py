@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.gpu.timing import Watch
-from data_plane.device_kernels import DeviceKernels
+from data_plane.kernels.cuda import DeviceKernels
 
 DEFAULT_SPLIT: Final[int] = inspect.signature(DeviceKernels).parameters["split_tokens"].default
 """What the data plane takes, and so what targets are held against."""

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from benchmarks.gpu.shapes import KV_DTYPES, Shape
-from data_plane.device_kernels import DeviceKernels
+from data_plane.kernels.cuda import DeviceKernels
 
 MAX_ERROR: Final = 0.01
 """Of an answer against float64 over the stored keys and values: ‖answer - right‖ / ‖right‖. An

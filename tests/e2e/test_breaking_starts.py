@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from engine_planes import ROOT, save_byte_model
 
-from engine.processes import Planes
+from demo.processes import Planes
 from kvplane.errors import InvalidRequestError
 
 

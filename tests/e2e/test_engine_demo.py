@@ -20,7 +20,7 @@ def demo(
     run_folder: Path, *arguments: str, python_path: str = ""
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "engine", "demo", "--quick", "--run-folder", run_folder, *arguments],
+        [sys.executable, "-m", "demo", "--quick", "--run-folder", run_folder, *arguments],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": python_path},
         capture_output=True,
@@ -76,7 +76,7 @@ def test_a_planted_fault_makes_it_fail(tmp_path: Path, fault: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_however_it_ends_no_plane_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine", "demo", "--quick", "--run-folder", str(tmp_path)],
+        [sys.executable, "-m", "demo", "--quick", "--run-folder", str(tmp_path)],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -49,7 +49,9 @@ def test_the_shipped_model_answers_the_same_on_the_emulated_kernels(
             emulated.swap_blocks(*tensors)
 
         counted = replace(emulated, swap_blocks=swap_blocks)
-        monkeypatch.setattr("data_plane.build.kernels_of", lambda device, num_threads: counted)
+        monkeypatch.setattr(
+            "data_plane.server.build.kernels_of", lambda device, num_threads: counted
+        )
         assert answers(control, "emulated") == expected
         assert len(swaps) >= 2, "out and in"
     finally:

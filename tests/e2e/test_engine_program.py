@@ -6,16 +6,20 @@ import dataclasses
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from engine_planes import ROOT
 
-from engine.config import DemoConfig, GenerateConfig
+from demo.config import DemoConfig
+from engine.config import GenerateConfig
+
+GENERATE = ["engine", "generate", "--model", "."]
 
 
-def engine_program(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def program(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "engine", *arguments],
+        [sys.executable, "-m", *arguments],
         cwd=ROOT,
         env={**os.environ, **environ},
         capture_output=True,
@@ -24,45 +28,54 @@ def engine_program(*arguments: str, **environ: str) -> subprocess.CompletedProce
     )
 
 
-def test_help_names_every_flag_with_unit_default_and_variable() -> None:
-    done = engine_program("--help")
+@pytest.mark.parametrize(
+    ("name", "prefix", "config"),
+    [("engine", "ENGINE_GENERATE", GenerateConfig), ("demo", "DEMO", DemoConfig)],
+)
+def test_help_names_every_flag_with_unit_default_and_variable(
+    name: str, prefix: str, config: type[Any]
+) -> None:
+    done = program(name, "--help")
     assert done.returncode == 0
     text = "".join(done.stdout.split())
-    for command, config in (("generate", GenerateConfig), ("demo", DemoConfig)):
-        for field in dataclasses.fields(config):
-            assert "--" + field.name.replace("_", "-") in text
-            assert f"KVPLANE_ENGINE_{command.upper()}_{field.name.upper()}" in text
-            if field.metadata["unit"]:
-                assert f"[unit:{field.metadata['unit']}]" in text
+    for field in dataclasses.fields(config):
+        assert "--" + field.name.replace("_", "-") in text
+        assert f"KVPLANE_{prefix}_{field.name.upper()}" in text
+        if field.metadata["unit"]:
+            assert f"[unit:{field.metadata['unit']}]" in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "environ", "said"),
     [
-        (["fly"], {}, "fly"),
-        (["generate", "--prompt", "x"], {}, "model"),
-        (["generate", "--prompt", "x", "--model", "/nowhere"], {}, "model"),
-        (["generate", "--model", "."], {}, "prompt"),
-        (["generate", "--model", ".", "--prompt", "x", "--max-tokens", "0"], {}, "max-tokens"),
-        (["generate", "--model", ".", "--prompt", "x", "--top-p", "nan"], {}, "top-p"),
-        (["demo"], {"KVPLANE_ENGINE_DEMO_SEED": "many"}, "seed"),
-        (["demo"], {"KVPLANE_ENGINE_DEMO_SPEED": "1"}, "KVPLANE_ENGINE_DEMO_SPEED"),
+        (["engine", "fly"], {}, "fly"),
+        (["engine", "generate", "--prompt", "x"], {}, "model"),
+        (["engine", "generate", "--prompt", "x", "--model", "/nowhere"], {}, "model"),
+        (["engine", "generate", "--model", "."], {}, "prompt"),
+        (
+            ["engine", "generate", "--model", ".", "--prompt", "x", "--max-tokens", "0"],
+            {},
+            "max-tokens",
+        ),
+        ([*GENERATE, "--prompt", "x", "--top-p", "nan"], {}, "top-p"),
+        (["demo"], {"KVPLANE_DEMO_SEED": "many"}, "seed"),
+        (["demo"], {"KVPLANE_DEMO_SPEED": "1"}, "KVPLANE_DEMO_SPEED"),
         (["demo", "--model", "."], {}, "model"),
     ],
 )
 def test_a_bad_setting_is_one_clear_line_and_exit_code_2(
     arguments: list[str], environ: dict[str, str], said: str
 ) -> None:
-    done = engine_program(*arguments, **environ)
+    done = program(*arguments, **environ)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert said.lower() in done.stderr.lower()
 
 
 def test_planes_that_are_away_are_a_clear_error() -> None:
-    done = engine_program(
-        "generate", "--model", "models/recall", "--prompt", "x", "--recovery-timeout-s", "0.5",
-        "--control-plane", "127.0.0.1:1",
+    done = program(
+        "engine", "generate", "--model", "models/recall", "--prompt", "x",
+        "--recovery-timeout-s", "0.5", "--control-plane", "127.0.0.1:1",
     )  # fmt: skip
     assert done.returncode == 1
     assert "PLANE_UNAVAILABLE" in done.stderr

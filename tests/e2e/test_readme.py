@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.processes import Planes
+from demo.processes import Planes
 from kvplane import LayerGroup, Layout
 
 ROOT = Path(__file__).resolve().parent.parent.parent

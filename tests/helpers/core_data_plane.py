@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from control_plane.model import (
+from control_plane.planning.model import (
     BlockRef,
     Fence,
     ForkTable,

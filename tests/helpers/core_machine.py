@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from control_plane.model import (
+from control_plane.planning.model import (
     Admit,
     Append,
     CoreConfig,

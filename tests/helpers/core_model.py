@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from core_data_plane import BLOCK, LAYOUT, DataPlane, Name, pack, prefix_values
 
-from control_plane.core import ControlPlane
-from control_plane.model import (
+from control_plane.blocks.prefix_index import chained_hash, root_hash
+from control_plane.planning.core import ControlPlane
+from control_plane.planning.model import (
     Admit,
     AdmitResult,
     Append,
@@ -31,7 +32,6 @@ from control_plane.model import (
     SwapOut,
     Tier,
 )
-from control_plane.prefix_index import chained_hash, root_hash
 from kvplane.layout import Layout
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from plan_author import LAYOUT, POOL_ID, PlanAuthor
 from register_side import RegisterSide
 
-from data_plane.config import DataPlaneConfig
-from data_plane.server import DataPlaneServer
+from data_plane.server.config import DataPlaneConfig
+from data_plane.server.server import DataPlaneServer
 
 
 def write_layout(folder: Path) -> Path:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from data_plane.device_kernels import DeviceKernels
-from data_plane.kernel_set import KernelSet, device_kernel_set
-from data_plane.streams import DeviceStreams, HostStreams
+from data_plane.kernels.backend import KernelSet, device_kernel_set
+from data_plane.kernels.cuda import DeviceKernels
+from data_plane.kernels.cuda_streams import DeviceStreams, HostStreams
 
 _KERNEL_TESTS = Path(__file__).parents[1] / "kernels"
 

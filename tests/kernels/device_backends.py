@@ -1,4 +1,4 @@
-"""The backends `emulated` and `cuda`, with the face of ``data_plane.kernels`` for the shared cases.
+"""The backends `emulated` and `cuda`, with the interface of ``data_plane.kernels.cpu``.
 
 Tensors come and go on the CPU, as the cases make them; `cuda` moves them there and back.
 KVPLANE_DEVICE_BACKEND chooses: `emulated` (the default) needs a C++ compiler, `cuda` a GPU and a
@@ -18,7 +18,7 @@ import kernel_cases
 import torch
 from emulated_build import emulated_module
 
-from data_plane.device_kernels import DeviceKernels
+from data_plane.kernels.cuda import DeviceKernels
 
 
 def chosen_backend(*, split_tokens: int = 64) -> DeviceBackend:
@@ -35,7 +35,7 @@ def chosen_backend(*, split_tokens: int = 64) -> DeviceBackend:
 
 
 class DeviceBackend:
-    """``data_plane.kernels`` by a device's kernels: num_threads is ignored, faults are raised."""
+    """``data_plane.kernels.cpu`` on a device: num_threads is ignored, faults are raised."""
 
     def __init__(self, native: ModuleType, device: str, *, split_tokens: int = 64) -> None:
         self.native = native

@@ -13,7 +13,8 @@ from typing import Literal
 
 import torch
 
-from data_plane import kernels, reference
+from data_plane import reference
+from data_plane.kernels import cpu as kernels
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # of pages only
@@ -47,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Batch:
-    """A case's tensors; shapes as in ``data_plane.kernels``."""
+    """A case's tensors; shapes as in ``data_plane.kernels.cpu``."""
 
     query: torch.Tensor
     pages: torch.Tensor

@@ -17,10 +17,10 @@ from executor_twins import HEAD_SIZE, LAYERS, NUM_HEADS, NUM_KV_HEADS, Side, run
 from plan_author import HOST, LAYOUT, POOL_ID, ref, row, set_blocks, transfer
 
 from data_plane import Executor
-from data_plane.device import choose_device, this_machine
 from data_plane.faults import FAULTS
-from data_plane.upload import upload
-from data_plane.wire import tensor_from_message, tensor_to_message
+from data_plane.kernels.devices import choose_device, this_machine
+from data_plane.memory.upload import upload
+from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.errors import InternalError, InvalidRequestError, NeverFitsError
 
 GPU = torch.device("cuda", 0)

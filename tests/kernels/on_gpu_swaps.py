@@ -10,7 +10,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from data_plane.device_kernels import DeviceKernels
+from data_plane.kernels.cuda import DeviceKernels
 
 CUDA = torch.device("cuda")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_cases import FLOATS, FP8, assert_same_bits
 
-from data_plane import kernels
+from data_plane.kernels import cpu as kernels
 
 SHAPE = (3, 2, 2, 4, 8)  # [num_layers, 2, num_kv_heads, block_size, head_size]
 

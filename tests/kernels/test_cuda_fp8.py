@@ -21,7 +21,7 @@ from kernel_cases import (
     build,
 )
 
-from data_plane import kernels
+from data_plane.kernels import cpu as kernels
 
 E4M3, E5M2 = FP8
 HALVES = (torch.float16, torch.bfloat16)

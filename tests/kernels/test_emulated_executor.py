@@ -14,7 +14,7 @@ from plan_author import BLOCK_SIZE, LAYOUT, PlanAuthor, row, set_blocks, tokens
 
 from data_plane import Executor
 from data_plane.faults import FAULTS
-from data_plane.kernel_set import KernelSet, cpu_kernels
+from data_plane.kernels.backend import KernelSet, cpu_kernels
 from kvplane.errors import InternalError
 from kvplane.layout import Layout
 

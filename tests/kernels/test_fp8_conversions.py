@@ -8,7 +8,8 @@ import pytest
 import torch
 from kernel_cases import FLOATS, FP8, assert_same_bits
 
-from data_plane import kernels, reference
+from data_plane import reference
+from data_plane.kernels import cpu as kernels
 
 pytestmark = pytest.mark.usefixtures("every_cpu_isa")
 

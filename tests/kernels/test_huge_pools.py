@@ -11,7 +11,7 @@ import pytest
 import torch
 from kernel_cases import Case, assert_same_bits, build
 
-from data_plane import kernels
+from data_plane.kernels import cpu as kernels
 
 BLOCK = (2, 1, 16, 64)  # [2, num_kv_heads, block_size, head_size]: 2^11 elements
 NUM_BLOCKS = 2**20 + 64  # just past 2^31 elements

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernel_cases import Case, assert_same_bits, build
 
-from data_plane import kernels
+from data_plane.kernels import cpu as kernels
 from kvplane.errors import InvalidRequestError
 
 I64 = torch.int64

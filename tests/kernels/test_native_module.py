@@ -8,12 +8,12 @@ import threading
 
 import torch
 
-from data_plane import kernels
+from data_plane.kernels import cpu as kernels
 
 _IMPORT_WITHOUT_IT = """
 import sys
 sys.modules["kvplane_kernels"] = None  # as if it were not installed
-import data_plane.kernels
+import data_plane.kernels.cpu
 """
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import FLOATS, Batch, Case, assert_same_bits, build
 
-from data_plane import kernels
+from data_plane.kernels import cpu as kernels
 
 pytestmark = pytest.mark.usefixtures("every_cpu_isa")
 

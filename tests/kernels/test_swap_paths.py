@@ -13,7 +13,7 @@ import pytest
 import torch
 from emulated_build import emulated_module
 
-from data_plane.device_kernels import DeviceKernels
+from data_plane.kernels.cuda import DeviceKernels
 from kvplane.errors import InvalidRequestError
 
 ENGINE_BYTES = 128 << 10  # kMinBytesOfEngine of csrc/cuda/blocks.cu

@@ -9,8 +9,8 @@ import grpc.aio
 import pytest
 from control_wire import RawSession, RawShard, Stub
 
-from control_plane.config import ControlPlaneConfig
-from control_plane.server import ControlPlaneServer
+from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.server import ControlPlaneServer
 from kvplane.v1 import control_pb2_grpc
 
 StartServer = Callable[..., Awaitable[ControlPlaneServer]]

@@ -13,10 +13,10 @@ import grpc.aio
 import pytest
 from control_wire import PATIENCE_S, RawSession, RawShard, Stub
 
-from control_plane.server import ControlPlaneServer
+from control_plane.server.server import ControlPlaneServer
 from kvplane import ops
+from kvplane.error_codec import from_rpc_error
 from kvplane.layout import LayerGroup, Layout
-from kvplane.status import from_rpc_error
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 

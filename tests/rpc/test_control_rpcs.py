@@ -13,9 +13,9 @@ from control_wire import LAYOUT, RawSession, RawShard, Stub
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from control_plane.server import ControlPlaneServer
+from control_plane.server.server import ControlPlaneServer
 from kvplane import ops, protocol, signing
-from kvplane.status import from_rpc_error
+from kvplane.error_codec import from_rpc_error
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 

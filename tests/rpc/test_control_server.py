@@ -21,12 +21,12 @@ from control_wire import LAYOUT, PATIENCE_S, RawSession, RawShard, Stub
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from control_plane.server import ControlPlaneServer
-from control_plane.service import SERVICE
+from control_plane.server.server import ControlPlaneServer
+from control_plane.server.service import SERVICE
 from kvplane import ops, protocol
+from kvplane.error_codec import from_rpc_error
 from kvplane.errors import InternalError, SessionNotFoundError
 from kvplane.serving import server as serving
-from kvplane.status import from_rpc_error
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 from kvplane.v1 import types_pb2 as tpb

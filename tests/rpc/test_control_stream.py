@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 from control_wire import PATIENCE_S, RawSession, Stub
 
-from control_plane.server import ControlPlaneServer
+from control_plane.server.server import ControlPlaneServer
 from kvplane import ops
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb

@@ -17,10 +17,11 @@ from kernel_sets import LateRuntime, late_kernels
 from plan_author import row, set_blocks, tokens
 from register_side import RegisterSide
 
-from data_plane import EmbeddedDataPlane, build
-from data_plane.kernel_set import KernelSet, cpu_kernels
-from data_plane.streams import DeviceStreams
-from data_plane.wire import tensor_to_message
+from data_plane import EmbeddedDataPlane
+from data_plane.kernels.backend import KernelSet, cpu_kernels
+from data_plane.kernels.cuda_streams import DeviceStreams
+from data_plane.server import build
+from data_plane.server.tensor_codec import tensor_to_message
 from kvplane.errors import InternalError
 from kvplane.execution import DataClient
 from kvplane.health import check
@@ -153,8 +154,9 @@ async def test_an_embedded_plane_whose_device_is_lost_leaves_its_control_plane(
 
 LOSES_ITS_DEVICE = """
 import sys
-from data_plane import __main__, build
-from data_plane.kernel_set import cpu_kernels
+from data_plane import __main__
+from data_plane.server import build
+from data_plane.kernels.backend import cpu_kernels
 from kernel_sets import late_kernels
 
 kernels, runtime = late_kernels(cpu_kernels(1), 0)

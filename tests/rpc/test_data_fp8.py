@@ -22,8 +22,8 @@ from plan_author import (
     transfer,
 )
 
-from data_plane.pool import TORCH_DTYPES
-from data_plane.wire import tensor_from_message, tensor_to_message
+from data_plane.memory.pool import TORCH_DTYPES
+from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.errors import InvalidRequestError, LayoutMismatchError
 from kvplane.execution import DataClient
 from kvplane.layout import Layout

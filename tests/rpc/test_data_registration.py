@@ -12,8 +12,8 @@ from plan_author import publication, row, set_blocks, tokens
 from register_side import RegisterSide
 
 from data_plane import EmbeddedDataPlane
-from data_plane.registrar import _BLOCKS_PER_REPORT
-from data_plane.server import DataPlaneServer
+from data_plane.server.registration_client import _BLOCKS_PER_REPORT
+from data_plane.server.server import DataPlaneServer
 from kvplane.errors import PoolNotReadyError, SessionExpiredError
 from kvplane.execution import DataClient
 from kvplane.health import check

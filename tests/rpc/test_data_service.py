@@ -23,8 +23,9 @@ from plan_author import (
     transfer,
 )
 
-from data_plane.server import DataPlaneServer
-from data_plane.wire import tensor_from_message, tensor_to_message
+from data_plane.server.server import DataPlaneServer
+from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
+from kvplane.error_codec import from_rpc_error, from_wire
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -35,7 +36,6 @@ from kvplane.errors import (
     StaleEpochError,
 )
 from kvplane.execution import DataClient
-from kvplane.status import from_rpc_error, from_wire
 from kvplane.tensor import Tensor
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc, types_pb2

@@ -11,12 +11,12 @@ import torch
 from data_server import config_of
 from plan_author import LAYOUT, dense_attention, tokens
 
-from control_plane.config import ControlPlaneConfig
-from control_plane.server import ControlPlaneServer
-from data_plane.server import DataPlaneServer
-from data_plane.wire import tensor_from_message, tensor_to_message
+from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.server import ControlPlaneServer
+from data_plane.server.server import DataPlaneServer
+from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane import ops
-from kvplane.client import ControlClient
+from kvplane.control_client import ControlClient
 from kvplane.errors import StaleError
 from kvplane.execution import DataClient, Execution
 from kvplane.session import Session

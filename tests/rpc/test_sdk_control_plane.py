@@ -10,7 +10,7 @@ import pytest
 from control_wire import LAYOUT, RawShard
 from flaky_proxy import FlakyProxy
 
-from control_plane.server import ControlPlaneServer
+from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, Session, ops
 from kvplane.errors import (
     InvalidRequestError,

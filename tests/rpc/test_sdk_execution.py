@@ -11,6 +11,7 @@ import pytest
 from sdk_peers import Hangup, ScriptedDataPlane, answer_execution, payload, plan_of
 
 from kvplane import DataClient, Execution, Tensor
+from kvplane.error_codec import to_wire
 from kvplane.errors import (
     DeadlineExceededError,
     InternalError,
@@ -19,7 +20,6 @@ from kvplane.errors import (
     PlanOutOfOrderError,
     StaleEpochError,
 )
-from kvplane.status import to_wire
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from flaky_proxy import FlakyProxy
 
-from control_plane.server import ControlPlaneServer
-from data_plane.config import DataPlaneConfig
-from data_plane.server import DataPlaneServer
+from control_plane.server.server import ControlPlaneServer
+from data_plane.server.config import DataPlaneConfig
+from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, Execution, LayerGroup, Layout, Session, Tensor, ops
 from kvplane.errors import (
     BadSignatureError,

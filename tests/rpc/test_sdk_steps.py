@@ -13,6 +13,7 @@ import pytest
 from sdk_peers import LAYOUT, Hangup, ScriptedControlPlane, answer_step, payload, plan_of
 
 from kvplane import ControlClient, Session, ops
+from kvplane.error_codec import to_wire
 from kvplane.errors import (
     BadSignatureError,
     CancelledError,
@@ -25,7 +26,6 @@ from kvplane.errors import (
     StepConflictError,
     TooManyPlansInFlightError,
 )
-from kvplane.status import to_wire
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 

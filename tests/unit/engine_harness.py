@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
 
-from control_plane import codec, model
-from control_plane.core import ControlPlane
+from control_plane.planning import model
+from control_plane.planning.core import ControlPlane
+from control_plane.server import codec
 from data_plane import Executor
 from engine import loader
 from engine.backend import Started

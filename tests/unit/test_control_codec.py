@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from control_plane import codec, model
+from control_plane.planning import model
+from control_plane.server import codec
 from kvplane import ops, signing
 from kvplane.errors import (
     BadSignatureError,

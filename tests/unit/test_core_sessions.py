@@ -8,7 +8,7 @@ import pytest
 from core_data_plane import LAYOUT
 from core_model import World
 
-from control_plane.model import Fence, PublishBlocks
+from control_plane.planning.model import Fence, PublishBlocks
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,

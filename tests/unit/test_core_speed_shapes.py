@@ -12,9 +12,9 @@ from types import FrameType
 
 from core_data_plane import LAYOUT, pack
 
-from control_plane import codec
-from control_plane.core import ControlPlane
-from control_plane.model import (
+from control_plane.blocks.prefix_index import NO_BLOCK, Entry, PrefixIndex
+from control_plane.planning.core import ControlPlane
+from control_plane.planning.model import (
     Admit,
     AdmitResult,
     Append,
@@ -30,7 +30,7 @@ from control_plane.model import (
     StepOutcome,
     Tier,
 )
-from control_plane.prefix_index import NO_BLOCK, Entry, PrefixIndex
+from control_plane.server import codec
 
 FEW, MANY = 16, 512  # blocks
 BLOCK = LAYOUT.block_size_tokens

@@ -6,7 +6,7 @@ import pytest
 from core_data_plane import pack
 from core_model import World
 
-from control_plane.model import (
+from control_plane.planning.model import (
     Admit,
     Append,
     CoreConfig,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from control_plane.config import ControlPlaneConfig
-from data_plane.config import DataPlaneConfig
+from control_plane.server.config import ControlPlaneConfig
+from data_plane.server.config import DataPlaneConfig
 from engine.config import GenerateConfig
 from kvplane.serving.settings import parse
 

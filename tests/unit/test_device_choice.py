@@ -14,12 +14,14 @@ import torch
 from plan_author import LAYOUT
 from prometheus_client import generate_latest
 
-from data_plane import kernels, memory, pinned
-from data_plane.build import build_executor
-from data_plane.config import DataPlaneConfig
-from data_plane.device import Machine, choose_device, this_machine, with_index
-from data_plane.kernel_set import cpu_kernels
-from data_plane.metrics import DataPlaneMetrics
+from data_plane.kernels import cpu as kernels
+from data_plane.kernels.backend import cpu_kernels
+from data_plane.kernels.devices import Machine, choose_device, this_machine, with_index
+from data_plane.memory import pinned
+from data_plane.memory import sizing as memory
+from data_plane.server.build import build_executor
+from data_plane.server.config import DataPlaneConfig
+from data_plane.server.metrics import DataPlaneMetrics
 from kvplane.errors import InvalidRequestError, NeverFitsError
 
 NO_KERNELS = Machine(has_cuda_kernels=False, torch_has_cuda=True, gpus=())

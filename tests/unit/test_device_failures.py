@@ -14,8 +14,8 @@ from data_rig import Rig
 from kernel_sets import LateRuntime, late_kernels
 from plan_author import HOST, fork, ref, row, set_blocks, tokens, transfer
 
-from data_plane.kernel_set import cpu_kernels
-from data_plane.wire import tensor_from_message, tensor_to_message
+from data_plane.kernels.backend import cpu_kernels
+from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from engine.embedded import EmbeddedBackend
 from kvplane.errors import InternalError, PlanOutOfOrderError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.reference import LOGITS_TOLERANCE, Verdict, compare_steps
-from engine.workload import questions
+from demo.reference import LOGITS_TOLERANCE, Verdict, compare_steps
+from demo.workload import questions
 
 
 def logits(*rows: list[float]) -> torch.Tensor:

@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from kvplane import errors
+from kvplane.error_codec import DOMAIN, from_wire, to_rich_status, to_wire
 from kvplane.errors import CODES, REASONS, KvplaneError
-from kvplane.status import DOMAIN, from_wire, to_rich_status, to_wire
 from kvplane.v1 import types_pb2 as pb
 
 

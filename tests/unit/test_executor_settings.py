@@ -13,10 +13,11 @@ import pytest
 import torch
 from plan_author import LAYOUT, POOL_ID
 
-from data_plane import Executor, Shard, memory
-from data_plane.build import build_executor, layout_from_json
-from data_plane.config import DataPlaneConfig
-from data_plane.wire import tensor_from_message, tensor_to_message
+from data_plane import Executor, Shard
+from data_plane.memory import sizing as memory
+from data_plane.server.build import build_executor, layout_from_json
+from data_plane.server.config import DataPlaneConfig
+from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.errors import InvalidRequestError, NeverFitsError
 from kvplane.layout import LayerGroup
 
@@ -76,7 +77,7 @@ def test_the_pool_is_measured_when_its_size_is_not_given(
     layout_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block_bytes = LAYOUT.block_bytes()
-    monkeypatch.setattr("data_plane.build.free_bytes", lambda device: 100 * block_bytes)
+    monkeypatch.setattr("data_plane.server.build.free_bytes", lambda device: 100 * block_bytes)
     config = DataPlaneConfig(
         layout=layout_file,
         memory_utilization=0.5,

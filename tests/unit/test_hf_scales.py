@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from data_plane.build import load_layout
-from data_plane.config import DataPlaneConfig
+from data_plane.server.build import load_layout
+from data_plane.server.config import DataPlaneConfig
 from kvplane.errors import InvalidRequestError
 from kvplane.hf import layout_from_hf
 from kvplane.hf_scales import scales_from_hf

@@ -6,8 +6,9 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 
-from data_plane import huge_pages, kernels
-from data_plane.metrics import DataPlaneMetrics
+from data_plane.kernels import cpu as kernels
+from data_plane.memory import huge_pages
+from data_plane.server.metrics import DataPlaneMetrics
 from kvplane.errors import InvalidRequestError
 
 HUGE_PAGE_BYTES = 2 << 20

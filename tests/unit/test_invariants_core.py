@@ -11,7 +11,7 @@ from core_model import World
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from control_plane.model import Admit, Append, Fork, Free, Status, SwapOut, Tier
+from control_plane.planning.model import Admit, Append, Fork, Free, Status, SwapOut, Tier
 from kvplane.errors import (
     BadSignatureError,
     PlanReceiptedError,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from plan_author import BLOCK_SIZE, DEVICE, HOST, publication
 
-from data_plane.resident import ResidentTables, Table
+from data_plane.plans.block_tables import ResidentTables, Table
 from kvplane.errors import InternalError
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.config import PROGRAM, ControlPlaneConfig
+from control_plane.server.config import PROGRAM, ControlPlaneConfig
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.settings import log_settings, parse, setting
 

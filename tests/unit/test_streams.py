@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from kernel_sets import LateRuntime, late_kernels
 from plan_author import HOST, fork, ref, row, set_blocks, tokens, transfer
 
-from data_plane.kernel_set import cpu_kernels
-from data_plane.lane import Lane
-from data_plane.streams import DeviceStreams
-from data_plane.upload import upload
+from data_plane.kernels.backend import cpu_kernels
+from data_plane.kernels.cuda_streams import DeviceStreams
+from data_plane.memory.upload import upload
+from data_plane.server.worker_thread import Lane
 from kvplane.errors import InternalError
 
 NUM_PLACES = 4

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from control_plane import allocator, planner, receipts
-from control_plane.allocator import BlockTier
-from control_plane.eviction import LeastRecentlyUsed
-from control_plane.sequence import Sequence
+from control_plane.blocks import block_store as allocator
+from control_plane.blocks.block_store import BlockTier
+from control_plane.blocks.eviction import LeastRecentlyUsed
+from control_plane.planning import planner, receipts
+from control_plane.planning.sequence import Sequence
 
 
 def publish_before_receipt(patch: pytest.MonkeyPatch) -> None:

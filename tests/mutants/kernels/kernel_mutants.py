@@ -1,4 +1,4 @@
-"""A pytest plugin that plants one fault in ``data_plane.kernels``: the one $KERNEL_MUTANT names.
+"""A pytest plugin that plants one fault in ``data_plane.kernels.cpu``: $KERNEL_MUTANT names it.
 
 Run with it, the tests in tests/kernels/ must fail.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from data_plane import kernels
+from data_plane.kernels import cpu as kernels
 
 _attention = kernels.paged_attention
 _reshape_and_cache = kernels.reshape_and_cache

@@ -1,0 +1,107 @@
+"""One sequence as the core keeps it.
+
+    0 ............ num_written ............ num_scheduled ............ len(table) * block size
+    | receipted    | some plan in flight    | blocks allocated ahead
+    |              | writes these           |
+    tokens known: [0, num_tokens), anywhere up to the end of the table or beyond what is scheduled
+
+Invariant: num_cached <= num_written <= num_scheduled <= len(table) * block size; pending ends rise
+with their plans.
+"""
+
+from __future__ import annotations
+
+from control_plane.blocks.prefix_index import Entry
+from control_plane.planning.model import SequenceState, Tier
+
+
+class Sequence:
+    """State of a live sequence; what changes it is in the planner."""
+
+    __slots__ = (
+        "chain",
+        "id",
+        "moved_by",
+        "need",
+        "num_cached",
+        "num_published",
+        "num_scheduled",
+        "num_written",
+        "pending",
+        "resident",
+        "table",
+        "tier",
+        "tokens",
+    )
+
+    def __init__(self, sequence_id: int, tokens: bytes, need: int) -> None:
+        self.id = sequence_id
+        self.tokens = bytearray(tokens)
+        self.need = need  # device blocks that its session is guaranteed for it
+        self.table: list[int] = []
+        self.tier = Tier.DEVICE
+        self.num_cached = 0
+        self.num_written = 0
+        self.num_scheduled = 0
+        self.pending: list[tuple[int, int]] = []  # (plan, end of what it writes)
+        self.moved_by = 0  # the plan whose transfers fill the table
+        self.num_published = 0  # leading blocks that the publisher is done with
+        self.chain: Entry | None = None  # the entry of the last of these
+        self.resident = (
+            False  # whether the data plane has a table for it, once the last plan has run
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known."""
+        return len(self.tokens) // 4
+
+    def num_complete(self, block_size: int) -> int:
+        """Leading blocks that are full, their tokens known and all their slots written."""
+        num_known, num_written = len(self.tokens) // 4, self.num_written
+        return (num_written if num_written < num_known else num_known) // block_size
+
+    def state(self) -> SequenceState:
+        """As it is told to callers."""
+        return SequenceState(
+            sequence_id=self.id,
+            num_tokens=self.num_tokens,
+            num_scheduled_tokens=self.num_scheduled,
+            num_written_tokens=self.num_written,
+            num_cached_tokens=self.num_cached,
+            num_blocks=len(self.table),
+            tier=self.tier,
+        )
+
+    def fork(self, sequence_id: int) -> Sequence:
+        """A new sequence that names the same blocks; the caller counts them."""
+        child = Sequence(sequence_id, bytes(self.tokens), self.need)
+        child.table = list(self.table)
+        child.tier = self.tier
+        child.num_cached = self.num_cached
+        child.num_written = self.num_written
+        child.num_scheduled = self.num_scheduled
+        child.pending = list(self.pending)
+        child.moved_by = self.moved_by
+        child.num_published = self.num_published
+        child.chain = self.chain
+        child.resident = self.resident
+        return child
+
+    def written_up_to(self, plan: int) -> None:
+        """Plans up to ``plan`` have run."""
+        pending = self.pending
+        while pending and pending[0][0] <= plan:
+            end = pending.pop(0)[1]
+            if end > self.num_written:
+                self.num_written = end
+
+    def cut(self) -> None:
+        """Forget all but the tokens whose KV is written. The caller cuts the table."""
+        del self.tokens[self.num_written * 4 :]
+        self.num_written = min(self.num_written, self.num_tokens)
+        self.num_scheduled = self.num_written
+        self.num_cached = min(self.num_cached, self.num_written)
+        self.pending.clear()
+        self.num_published = 0
+        self.chain = None

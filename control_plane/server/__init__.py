@@ -1,0 +1,1 @@
+"""The control plane as a gRPC server: servicer, registration, metrics and settings."""

@@ -1,0 +1,1 @@
+"""The pools' memory: how much, where it is, and how tensors reach it."""

@@ -1,0 +1,1 @@
+"""The data plane as a gRPC server: servicer, registration, metrics and settings."""

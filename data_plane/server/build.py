@@ -1,0 +1,83 @@
+"""An executor as settings ask for it: the layout read, the memory measured, the pools allocated."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Final
+
+from data_plane.executor import Executor, Observer
+from data_plane.kernels.backend import kernels_of
+from data_plane.kernels.devices import choose_device, this_machine
+from data_plane.memory.sizing import GPU_SCRATCH_BYTES, free_bytes, measure_num_blocks
+from data_plane.server.config import DataPlaneConfig
+from data_plane.shard import Shard
+from kvplane.errors import InvalidRequestError
+from kvplane.hf import layout_from_hf
+from kvplane.layout import LayerGroup, Layout
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+
+def build_executor(config: DataPlaneConfig, observe: Observer | None = None) -> Executor:
+    """Raises InvalidRequestError for a model, layout or device that can not be used, and
+    NeverFitsError when the machine's memory holds no block, or not those asked for.
+    """
+    device = choose_device(config.device, this_machine)
+    kernels = kernels_of(device, config.num_threads)
+    _LOGGER.info("kernels backend=%s %s", kernels.backend, kernels.detail)
+    layout = load_layout(config)
+    num_device_blocks = config.num_device_blocks
+    if num_device_blocks == 0:
+        block_bytes = Shard.whole(layout).block_bytes(layout)
+        free = free_bytes(device)
+        on_cpu = device.type == "cpu"
+        host_tier_bytes = config.num_host_blocks * block_bytes if on_cpu else 0
+        num_device_blocks = measure_num_blocks(
+            free,
+            block_bytes,
+            utilization=config.memory_utilization,
+            reserve_bytes=config.reserve_bytes + host_tier_bytes,
+            scratch_bytes=0 if on_cpu else GPU_SCRATCH_BYTES,
+        )
+        _LOGGER.info("measured free_bytes=%d num_device_blocks=%d", free, num_device_blocks)
+    return Executor(
+        layout,
+        pool_id=config.pool_id,
+        num_device_blocks=num_device_blocks,
+        num_host_blocks=config.num_host_blocks,
+        device=device,
+        kernels=kernels,
+        fault=config.fault,
+        observe=observe,
+    )
+
+
+def load_layout(config: DataPlaneConfig) -> Layout:
+    """The layout that the settings name. Raises InvalidRequestError."""
+    if config.model is not None:
+        return layout_from_hf(
+            config.model,
+            block_size_tokens=config.block_size_tokens,
+            dtype=config.dtype,
+            kv_dtype=config.kv_dtype or None,
+        )
+    if config.layout is None:
+        raise InvalidRequestError("give either --model or --layout", field="model")
+    return layout_from_json(config.layout)
+
+
+def layout_from_json(path: Path) -> Layout:
+    """A layout from the fields of ``kvplane.layout.Layout`` as JSON. Raises InvalidRequestError."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        groups = tuple(
+            LayerGroup(**{**group, "layers": tuple(group["layers"])})
+            for group in fields.pop("groups")
+        )
+        return Layout(groups=groups, **fields)
+    except OSError as error:
+        raise InvalidRequestError(f"{path} can not be read: {error}", field="layout") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InvalidRequestError(f"{path} is no layout: {error}", field="layout") from error

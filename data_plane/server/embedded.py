@@ -1,0 +1,101 @@
+"""A data plane inside another process: its executor is called directly, with tensors.
+
+A background thread keeps it registered and serves gRPC to everyone else. The pool's key lies in
+this process, so such a pool is for one tenant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+from types import TracebackType
+
+from data_plane.executor import Executor
+from data_plane.server.config import DataPlaneConfig
+from data_plane.server.server import DataPlaneServer
+from kvplane.errors import PoolNotReadyError
+
+
+class EmbeddedDataPlane:
+    """``with EmbeddedDataPlane(config) as plane: plane.executor.start(...)``.
+
+    Executor calls may come from any thread. One that is in flight when the plane stops is finished.
+    When the device fails for good the plane leaves its control plane, and every call fails.
+    """
+
+    def __init__(self, config: DataPlaneConfig) -> None:
+        self._config = config
+        self._server: DataPlaneServer | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="data-plane-loop", daemon=True)
+        self._ready = threading.Event()
+        self._registered = threading.Event()
+        self._stop: asyncio.Event | None = None
+
+    def __enter__(self) -> EmbeddedDataPlane:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self, timeout_s: float = 30.0) -> Executor:
+        """Serve, and wait until the control plane knows the pool.
+
+        Raises what ``DataPlaneServer.start`` raises, and PoolNotReadyError after ``timeout_s``.
+        """
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+        if not self._registered.wait(timeout_s):
+            self.stop()
+            raise PoolNotReadyError(f"not registered with {self._config.control_plane} in time")
+        return self.executor
+
+    @property
+    def executor(self) -> Executor:
+        """The executor. Raises PoolNotReadyError before ``start``."""
+        if self._server is None:
+            raise PoolNotReadyError("the data plane was not started")
+        return self._server.executor
+
+    @property
+    def address(self) -> str:
+        """Where its gRPC server listens, "host:port"."""
+        if self._server is None:
+            raise PoolNotReadyError("the data plane was not started")
+        return self._server.address
+
+    def stop(self) -> None:
+        """Leave the control plane and stop serving. Harmless when called again."""
+        if self._loop is not None and self._stop is not None and self._thread.is_alive():
+            with suppress(RuntimeError):  # it has just ended by itself
+                self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._server = await DataPlaneServer.start(self._config)
+        self._ready.set()
+        registered = asyncio.create_task(self._server.registered.wait())
+        registered.add_done_callback(lambda _: self._registered.set())
+        try:
+            await self._server.run_until(self._stop.wait())
+        finally:
+            registered.cancel()

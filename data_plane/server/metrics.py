@@ -1,0 +1,122 @@
+"""All metrics of the data plane. What the executor counts anyway is read from it at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from data_plane.executor import Executor
+from data_plane.kernels import cpu as kernels
+from data_plane.memory.pool import TIER_NAMES
+from kvplane.serving.metrics import LATENCY_BUCKETS_S, RpcMetrics
+
+_DIRECTIONS = ("copy", "swap_out", "swap_in")
+
+
+class DataPlaneMetrics:
+    """What passes by, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.rpc = RpcMetrics(self.registry)
+        self.registered = Gauge(
+            "kvplane_registered",
+            "1 while the registration with a control plane stands.",
+            registry=self.registry,
+        )
+        Gauge(
+            "kvplane_kernel_isa",
+            "1 for the instruction set of the CPU's kernels. A pool on a GPU only reads its host "
+            "tier with them.",
+            ["isa"],
+            registry=self.registry,
+        ).labels(kernels.cpu_isa()).set(1)
+        self._command_duration = Histogram(
+            "kvplane_command_duration_seconds",
+            "Time that the executor takes for a command, waiting included.",
+            ["command"],
+            registry=self.registry,
+            buckets=LATENCY_BUCKETS_S,
+        )
+
+    def observe_command(self, name: str, duration_s: float) -> None:
+        """Count one command of the executor."""
+        self._command_duration.labels(name).observe(duration_s)
+
+    def watch(self, executor: Executor) -> None:
+        """Export what ``executor`` knows of itself."""
+        self.registry.register(_ExecutorCollector(executor))
+
+
+class _ExecutorCollector(Collector):
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._backend()
+        yield from self._gauges()
+        yield from self._counters()
+
+    def _backend(self) -> Metric:
+        backend = GaugeMetricFamily(
+            "kvplane_kernel_backend",
+            "1 for the kernels that plans run on, and their device.",
+            labels=("backend", "device"),
+        )
+        backend.add_metric((self._executor.kernels.backend, str(self._executor.device)), 1)
+        return backend
+
+    def _gauges(self) -> Iterator[Metric]:
+        executor = self._executor
+        for name, help, value in (
+            ("kvplane_resident_sessions", "Sessions open here.", executor.num_sessions),
+            ("kvplane_resident_sequences", "Resident block tables.", executor.num_sequences),
+            (
+                "kvplane_published_blocks",
+                "Device blocks that hold a published prefix.",
+                executor.num_published_blocks,
+            ),
+            ("kvplane_epoch", "The life of this process, as a number.", executor.epoch),
+        ):
+            yield GaugeMetricFamily(name, help, value=value)
+        blocks = GaugeMetricFamily("kvplane_pool_blocks", "Blocks of a tier.", labels=("tier",))
+        size = GaugeMetricFamily("kvplane_pool_bytes", "Bytes of a tier.", labels=("tier",))
+        for tier, name in TIER_NAMES.items():
+            blocks.add_metric((name,), executor.pools.num_blocks[tier])
+            size.add_metric((name,), executor.pools.num_bytes[tier])
+        yield blocks
+        yield size
+
+    def _counters(self) -> Iterator[Metric]:
+        counters = self._executor.counters
+        for name, help, value in (
+            ("kvplane_plans_started", "Plans started.", counters.num_plans_started),
+            ("kvplane_plans_run", "Plans run to their end.", counters.num_plans_run),
+            ("kvplane_written_tokens", "Tokens written x layers.", counters.num_written_tokens),
+            (
+                "kvplane_attention_tokens",
+                "Query tokens attended for x layers.",
+                counters.num_attention_tokens,
+            ),
+        ):
+            yield CounterMetricFamily(name, help, value=value)
+        size = CounterMetricFamily(
+            "kvplane_transferred_bytes", "Bytes copied and swapped.", labels=("direction",)
+        )
+        blocks = CounterMetricFamily(
+            "kvplane_transferred_blocks", "Blocks copied and swapped.", labels=("direction",)
+        )
+        for direction in _DIRECTIONS:
+            size.add_metric((direction,), counters.transfer_bytes[direction])
+            blocks.add_metric((direction,), counters.num_transferred_blocks[direction])
+        yield size
+        yield blocks
+        rejections = CounterMetricFamily(
+            "kvplane_rejections", "Commands refused.", labels=("reason",)
+        )
+        for reason, count in dict(counters.num_rejections).items():
+            rejections.add_metric((reason,), count)
+        yield rejections

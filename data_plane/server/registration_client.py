@@ -1,0 +1,212 @@
+"""Keeps this process registered with its control plane, for ever.
+
+    Hello ─► Welcome ─┬─ resumed ──────────────────────────┬─► publications, fences
+                      └─ new ─► install, report, accepted ─┘   heartbeats, finished fences
+
+What ends the stream (a restart, a lost network) is followed by another attempt, after a growing
+delay that is never the same for two processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from data_plane.executor import Executor
+from data_plane.server.worker_thread import Lane
+from kvplane import protocol
+from kvplane.error_codec import from_rpc_error
+from kvplane.errors import KvplaneError, PlaneUnavailableError, StaleIncarnationError
+from kvplane.tls import TlsOptions, open_channel
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import control_pb2_grpc
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+_FIRST_DELAY_S: Final = 0.1
+_LAST_DELAY_S: Final = 2.0
+_ANSWER_TIMEOUT_S: Final = 30.0
+_BLOCKS_PER_REPORT: Final = 2048
+_HEARTBEAT_RANGE_S: Final = (0.01, 3600.0)
+
+
+class Registrar:
+    """One executor's registration."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        lane: Lane,
+        control_plane: str,
+        *,
+        address: str,
+        tls: TlsOptions | None = None,
+        on_change: Callable[[bool], Awaitable[None]],
+    ) -> None:
+        """``address``: where clients reach the executor. ``on_change`` is told when the
+        registration stands and when it ends.
+        """
+        self._executor = executor
+        self._lane = lane
+        self._channel = open_channel(control_plane, tls)
+        self._stub = control_pb2_grpc.ControlPlaneServiceStub(self._channel)
+        self._address = address
+        self._on_change = on_change
+        self._delay_s = _FIRST_DELAY_S
+
+    async def run(self) -> None:
+        """Register, again and again. Ends only by being cancelled."""
+        try:
+            while True:
+                try:
+                    await self._register()
+                except KvplaneError as error:
+                    _LOGGER.warning("registration ended reason=%s %s", error.reason, error)
+                finally:
+                    await self._on_change(False)
+                await asyncio.sleep(self._delay_s * random.uniform(0.5, 1.5))
+                self._delay_s = min(2 * self._delay_s, _LAST_DELAY_S)
+        finally:
+            await self._channel.close(None)
+
+    async def _register(self) -> None:
+        """One stream from its Hello to its end. Raises KvplaneError."""
+        stream = _Stream(self._stub.Register())
+        try:
+            await stream.send(pb.RegisterRequest(hello=self._hello()))
+            welcome = (await stream.expect("welcome")).welcome
+            protocol.check_chosen(welcome.protocol_version)
+            interval_s = min(
+                max(welcome.heartbeat_interval.ToNanoseconds() / 1e9, _HEARTBEAT_RANGE_S[0]),
+                _HEARTBEAT_RANGE_S[1],
+            )
+            async with _beating(stream, interval_s):
+                await self._meet(stream, welcome)
+                self._delay_s = _FIRST_DELAY_S
+                _LOGGER.info(
+                    "registered incarnation=%d resumed=%s", welcome.incarnation, welcome.resumed
+                )
+                await self._on_change(True)
+                await self._obey(stream)
+        finally:
+            stream.cancel()
+
+    def _hello(self) -> pb.Hello:
+        executor = self._executor
+        return pb.Hello(
+            protocol=protocol.supported(),
+            pool_id=executor.pool_id,
+            shard=executor.shard.to_proto(),
+            epoch=executor.epoch,
+            layout=executor.layout.to_proto(),
+            num_device_blocks=executor.pools.device_tier.shape[0],
+            num_host_blocks=executor.pools.host_tier.shape[0],
+            address=self._address,
+            incarnation=executor.incarnation,
+        )
+
+    async def _meet(self, stream: _Stream, welcome: pb.Welcome) -> None:
+        """Go on with a control plane that knows this life, or begin anew."""
+        executor = self._executor
+        if welcome.resumed:
+            if welcome.incarnation != executor.incarnation:
+                raise StaleIncarnationError("resumed what was never begun", field="welcome")
+            return
+        await self._lane.run(lambda: executor.install(welcome.incarnation, welcome.key))
+        report = await self._lane.run(executor.report)
+        blocks = iter(report.blocks)
+        part = list(itertools.islice(blocks, _BLOCKS_PER_REPORT))
+        while True:
+            following = list(itertools.islice(blocks, _BLOCKS_PER_REPORT))
+            message = pb.BlockReport(
+                blocks=part, last=not following, max_session_id=report.max_session_id
+            )
+            await stream.send(pb.RegisterRequest(report=message))
+            if not following:
+                break
+            part = following
+        await stream.expect("report_accepted")
+
+    async def _obey(self, stream: _Stream) -> None:
+        """Do as the control plane says until the stream ends."""
+        executor = self._executor
+        while True:
+            response = await stream.receive()
+            kind = response.WhichOneof("message")
+            if kind == "publish":
+                publications = response.publish.publications
+                await self._lane.run(partial(executor.publish, publications))
+            elif kind == "fence":
+                session_id = response.fence.session_id
+                await self._lane.run(partial(executor.fence, session_id))
+                done = pb.FenceDone(session_id=session_id)
+                await stream.send(pb.RegisterRequest(fence_done=done))
+            else:
+                raise PlaneUnavailableError(f"{kind} came where it has no meaning")
+
+
+class _Stream:
+    """A registration stream whose failures are KvplaneErrors and whose writes take turns."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._turn = asyncio.Lock()
+
+    async def send(self, request: pb.RegisterRequest) -> None:
+        try:
+            async with self._turn:
+                await self._call.write(request)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+            raise PlaneUnavailableError("the stream has ended") from error
+
+    async def receive(self) -> pb.RegisterResponse:
+        try:
+            response: Any = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        if response is grpc.aio.EOF:
+            raise PlaneUnavailableError("the control plane ended the stream")
+        message: pb.RegisterResponse = response
+        return message
+
+    async def expect(self, kind: str) -> pb.RegisterResponse:
+        """The next message, which must be a ``kind`` and come soon."""
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                response = await self.receive()
+        except TimeoutError:
+            raise PlaneUnavailableError(f"no {kind} for {_ANSWER_TIMEOUT_S:g} s") from None
+        if response.WhichOneof("message") != kind:
+            raise PlaneUnavailableError(f"another message came in place of {kind}")
+        return response
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+@asynccontextmanager
+async def _beating(stream: _Stream, interval_s: float) -> AsyncIterator[None]:
+    """Send heartbeats while inside. A failing one leaves it to the reader to notice."""
+
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            await stream.send(pb.RegisterRequest(heartbeat=pb.Heartbeat()))
+
+    task = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,285 @@
+"""The gRPC face of the data plane: each call becomes commands of the executor, which does the work.
+
+Commands run on the lane's thread. A request of an execution stream that fails is answered in the
+stream, which stays open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import grpc.aio
+
+from data_plane.executor import Executor
+from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
+from data_plane.server.worker_thread import Lane
+from kvplane import protocol
+from kvplane.error_codec import to_wire
+from kvplane.errors import InternalError, InvalidRequestError, KvplaneError, PlaneUnavailableError
+from kvplane.v1 import data_pb2 as pb
+from kvplane.v1 import data_pb2_grpc
+
+SERVICE: Final = pb.DESCRIPTOR.services_by_name["DataPlaneService"].full_name
+_LOGGER: Final = logging.getLogger(__name__)
+# What a response takes beside its tensor's bytes, at most.
+_OVERHEAD_BYTES: Final = 1024
+_BLOCK_NAME_BYTES: Final = 20
+
+T = TypeVar("T")
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
+    """Serves one executor."""
+
+    def __init__(
+        self, executor: Executor, lane: Lane, *, version: str, max_message_bytes: int
+    ) -> None:
+        self._executor = executor
+        self._lane = lane
+        self._version = version
+        self._max_message_bytes = max_message_bytes
+        self._idle_streams: set[asyncio.Task[Any]] = set()
+        self._stopping = False
+
+    def stop(self) -> None:
+        """End the streams that wait for a request, and each other one after its present answer."""
+        self._stopping = True
+        for task in self._idle_streams:
+            task.cancel()
+
+    async def DescribeDataPlane(
+        self, request: pb.DescribeDataPlaneRequest, context: _Context
+    ) -> pb.DescribeDataPlaneResponse:
+        executor = self._executor
+        return pb.DescribeDataPlaneResponse(
+            protocol=protocol.supported(),
+            version=self._version,
+            pool_id=executor.pool_id,
+            shard=executor.shard.to_proto(),
+            epoch=executor.epoch,
+            incarnation=executor.incarnation,
+            layout=executor.layout.to_proto(),
+            num_device_blocks=executor.pools.device_tier.shape[0],
+            num_host_blocks=executor.pools.host_tier.shape[0],
+            device=str(executor.device),
+        )
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: _Context
+    ) -> AsyncIterator[pb.ExecuteResponse]:
+        stream = _ExecuteStream(self._executor)
+        while True:
+            try:
+                request = await self._next(request_iterator)
+                if request is None:
+                    return
+                answers = await self._run(partial(stream.answer, request))
+            except PlaneUnavailableError:
+                raise
+            except KvplaneError as error:
+                answers = [pb.ExecuteResponse(error=to_wire(error))]
+            for answer in answers:
+                yield answer
+
+    async def ReshapeAndCache(
+        self, request: pb.ReshapeAndCacheRequest, context: _Context
+    ) -> pb.ReshapeAndCacheResponse:
+        def command() -> pb.ReshapeAndCacheResponse:
+            key = self._tensor(request.key, "key")
+            value = self._tensor(request.value, "value")
+            session_id, number = self._start(request)
+            receipt = self._executor.write_layer(
+                session_id, request.layer, key, value, plan_number=number
+            )
+            return pb.ReshapeAndCacheResponse(receipt=receipt)
+
+        return await self._run(command)
+
+    async def PagedAttention(
+        self, request: pb.PagedAttentionRequest, context: _Context
+    ) -> pb.PagedAttentionResponse:
+        def command() -> pb.PagedAttentionResponse:
+            query = self._tensor(request.query, "query")
+            session_id, number = self._start(request)
+            output = self._executor.attend(
+                session_id, request.layer, query, plan_number=number, **_options(request.options)
+            )
+            return pb.PagedAttentionResponse(output=tensor_to_message(output))
+
+        return await self._run(command)
+
+    async def CopyBlocks(
+        self, request: pb.CopyBlocksRequest, context: _Context
+    ) -> pb.CopyBlocksResponse:
+        num_blocks, receipt = await self._run(
+            lambda: self._executor.start_transfers(request.grant, request.plan, swaps=False)
+        )
+        return pb.CopyBlocksResponse(num_blocks=num_blocks, receipt=receipt)
+
+    async def SwapBlocks(
+        self, request: pb.SwapBlocksRequest, context: _Context
+    ) -> pb.SwapBlocksResponse:
+        num_blocks, receipt = await self._run(
+            lambda: self._executor.start_transfers(request.grant, request.plan, swaps=True)
+        )
+        return pb.SwapBlocksResponse(num_blocks=num_blocks, receipt=receipt)
+
+    async def ReadBlocks(
+        self, request: pb.ReadBlocksRequest, context: _Context
+    ) -> pb.ReadBlocksResponse:
+        _check_group(request.group)
+        self._check_answer_fits(request.num_blocks)
+
+        def command() -> pb.ReadBlocksResponse:
+            session_id = self._executor.open(request.grant)
+            blocks, table = self._executor.read_blocks(
+                session_id, request.sequence_id, request.first_block, request.num_blocks
+            )
+            return pb.ReadBlocksResponse(blocks=tensor_to_message(blocks), table=table)
+
+        return await self._run(command)
+
+    async def WriteBlocks(
+        self, request: pb.WriteBlocksRequest, context: _Context
+    ) -> pb.WriteBlocksResponse:
+        _check_group(request.group)
+
+        def command() -> pb.WriteBlocksResponse:
+            blocks = self._tensor(request.blocks, "blocks")
+            session_id, number = self._start(request)
+            receipt = self._executor.write_blocks(
+                session_id, request.sequence_id, request.first_block, blocks, plan_number=number
+            )
+            return pb.WriteBlocksResponse(receipt=receipt)
+
+        return await self._run(command)
+
+    async def _run(self, command: Callable[[], T]) -> T:
+        """What ``command`` returns on the lane. Tensors go to and from a device outside of the
+        executor's commands, so what fails is looked into here.
+        """
+        try:
+            return await self._lane.run(command)
+        except InternalError:
+            await self._lane.run(self._executor.device_watch.check)
+            raise
+
+    async def _next(self, requests: AsyncIterator[pb.ExecuteRequest]) -> pb.ExecuteRequest | None:
+        """The next request, None at the stream's end. Raises PlaneUnavailableError on stopping."""
+        task = asyncio.current_task()
+        if self._stopping or task is None:
+            raise _stopping_error()
+        self._idle_streams.add(task)
+        try:
+            return await anext(requests, None)
+        except asyncio.CancelledError:
+            if self._stopping:
+                raise _stopping_error() from None
+            raise
+        finally:
+            self._idle_streams.discard(task)
+
+    def _start(
+        self, request: pb.ReshapeAndCacheRequest | pb.PagedAttentionRequest | pb.WriteBlocksRequest
+    ) -> tuple[int, int]:
+        """The session and the number of the plan, which is started."""
+        session_id = self._executor.open(request.grant)
+        return session_id, self._executor.start(session_id, request.plan).number
+
+    def _tensor(self, message: Any, field: str) -> Any:
+        return tensor_from_message(message, self._executor.device, field=field)
+
+    def _check_answer_fits(self, num_blocks: int) -> None:
+        block_bytes = self._executor.pools.device_tier[0].nbytes + _BLOCK_NAME_BYTES
+        most = (self._max_message_bytes - _OVERHEAD_BYTES) // block_bytes
+        if num_blocks > most:
+            raise InvalidRequestError(f"a message holds {most} at most", field="num_blocks")
+
+
+class _ExecuteStream:
+    """What one execution stream has shown so far. Runs on the lane."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._session_id: int | None = None
+        self._plan_number: int | None = None
+
+    def answer(self, request: pb.ExecuteRequest) -> list[pb.ExecuteResponse]:
+        """The answers to one request. Raises KvplaneError."""
+        kind = request.WhichOneof("message")
+        if kind == "open":
+            return self._open(request.open)
+        if kind == "plan":
+            return self._start(request)
+        if kind == "layer":
+            return self._layer(request.layer)
+        raise InvalidRequestError("must be set", field="message")
+
+    def _open(self, request: pb.OpenExecution) -> list[pb.ExecuteResponse]:
+        version = protocol.negotiate(request.protocol, field="open.protocol")
+        session_id = self._executor.open(request.grant)
+        self._session_id, self._plan_number = session_id, None
+        opened = pb.ExecutionOpened(protocol_version=version, layers=self._executor.layers)
+        return [pb.ExecuteResponse(opened=opened)]
+
+    def _start(self, request: pb.ExecuteRequest) -> list[pb.ExecuteResponse]:
+        self._plan_number = None
+        if self._session_id is None:
+            raise InvalidRequestError("must come first", field="open")
+        started = self._executor.start(self._session_id, request.plan)
+        self._plan_number = started.number
+        answer = pb.PlanStarted(
+            plan_number=started.number, num_tokens=started.num_tokens, finished=started.had_run
+        )
+        answers = [pb.ExecuteResponse(started=answer)]
+        if started.receipt is not None:
+            answers.append(pb.ExecuteResponse(receipt=started.receipt))
+        return answers
+
+    def _layer(self, request: pb.LayerInput) -> list[pb.ExecuteResponse]:
+        if self._session_id is None or self._plan_number is None:
+            raise InvalidRequestError("no plan was started", field="layer")
+        executor = self._executor
+        query = None
+        if request.HasField("query"):
+            query = tensor_from_message(request.query, executor.device, field="layer.query")
+        output = executor.layer(
+            self._session_id,
+            request.layer,
+            query,
+            tensor_from_message(request.key, executor.device, field="layer.key"),
+            tensor_from_message(request.value, executor.device, field="layer.value"),
+            plan_number=self._plan_number,
+            field="layer.",
+            **_options(request.options),
+        )
+        answer = pb.LayerOutput(layer=request.layer)
+        if output is not None:
+            answer.output.CopyFrom(tensor_to_message(output))
+        answers = [pb.ExecuteResponse(output=answer)]
+        receipt = executor.receipt(self._session_id)
+        if receipt is not None:
+            answers.append(pb.ExecuteResponse(receipt=receipt))
+        return answers
+
+
+def _options(options: pb.AttentionOptions) -> dict[str, Any]:
+    return {
+        "scale": options.scale,
+        "sliding_window_tokens": options.sliding_window_tokens,
+        "alibi_slopes": tuple(options.alibi_slopes),
+    }
+
+
+def _check_group(group: int) -> None:
+    if group != 0:
+        raise InvalidRequestError("no such layer group", field="group")
+
+
+def _stopping_error() -> KvplaneError:
+    return PlaneUnavailableError("the data plane is stopping", retry_delay_s=1.0)

@@ -1,0 +1,46 @@
+"""Tensors from messages and back. On the CPU the one copy that each way takes is the bytes' own; to
+and from a GPU there is one more.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from data_plane.kernels.cuda_streams import device_errors
+from data_plane.memory.pool import TORCH_DTYPES
+from data_plane.memory.upload import upload
+from kvplane.errors import InvalidRequestError
+from kvplane.tensor import Tensor
+from kvplane.v1 import types_pb2 as pb
+
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def tensor_from_message(message: pb.Tensor, device: torch.device, *, field: str) -> torch.Tensor:
+    """A contiguous tensor of the message's shape, on ``device``.
+
+    Raises InvalidRequestError naming the part of ``field`` that is malformed, and InternalError
+    when the device failed.
+    """
+    tensor = Tensor.from_proto(message, field=field)
+    dtype = TORCH_DTYPES[tensor.dtype]
+    if tensor.num_elements == 0:
+        if any(extent >= 2**31 for extent in tensor.shape):
+            raise InvalidRequestError("has a huge extent", field=f"{field}.shape")
+        with device_errors():
+            return torch.empty(tensor.shape, dtype=dtype, device=device)
+    here = torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
+    if device.type == "cpu":
+        return here
+    with device_errors():
+        return upload([here], device)[0]
+
+
+def tensor_to_message(tensor: torch.Tensor) -> pb.Tensor:
+    """The inverse of ``tensor_from_message``. Waits for what computes the tensor, so raises
+    InternalError when that failed.
+    """
+    with device_errors():
+        dense = tensor.detach().cpu().contiguous()
+    data = dense.view(torch.uint8).numpy().data if dense.numel() else b""
+    return Tensor(_NAMES[tensor.dtype], tuple(tensor.shape), data).to_proto()
