@@ -223,7 +223,7 @@ class Executor:
 
         key, value: [num_tokens, num_kv_heads, head_size]. Returns the receipt if this was the last
         that was missing. ``plan_number`` None stands for the latest plan. Raises
-        InvalidRequestError, PlanOutOfOrderError, BlockPublishedError, SessionExpiredError.
+        InvalidRequestError, PlanOutOfOrderError, BlockNotWritableError, SessionExpiredError.
         """
         with self._command("write_layer"):
             session, run = self._latest(session_id, plan_number)

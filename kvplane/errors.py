@@ -27,7 +27,7 @@
     │   ├── PlanReceiptedError      FAILED_PRECONDITION
     │   ├── SequenceBusyError       FAILED_PRECONDITION   it computes in this very step
     │   ├── SequenceSwappedError    FAILED_PRECONDITION   it is in the other tier
-    │   ├── BlockPublishedError     FAILED_PRECONDITION   a write to a published block
+    │   ├── BlockNotWritableError     FAILED_PRECONDITION   a write to a published block
     │   └── BlockInUseError         FAILED_PRECONDITION   another session's resident table names it
     ├── UnauthenticatedError        UNAUTHENTICATED
     ├── NotPermittedError           PERMISSION_DENIED
@@ -168,6 +168,10 @@ class PlanReceiptedError(ConflictError):
     """The plan has run and can not be given up."""
 
 
+class PositionMismatchError(ConflictError):
+    """The caller and the control plane disagree on how far a sequence is."""
+
+
 class SequenceBusyError(ConflictError):
     """The sequence computes in this very step."""
 
@@ -176,8 +180,8 @@ class SequenceSwappedError(ConflictError):
     """The sequence is in the other tier than the operation needs."""
 
 
-class BlockPublishedError(ConflictError):
-    """A write to a published block was refused."""
+class BlockNotWritableError(ConflictError):
+    """A write to a block that is published or shared was refused."""
 
 
 class BlockInUseError(ConflictError):
@@ -250,9 +254,10 @@ CODES: Final[dict[type[KvplaneError], str]] = {
     PlanConflictError: "FAILED_PRECONDITION",
     PlanOutOfOrderError: "FAILED_PRECONDITION",
     PlanReceiptedError: "FAILED_PRECONDITION",
+    PositionMismatchError: "FAILED_PRECONDITION",
     SequenceBusyError: "FAILED_PRECONDITION",
     SequenceSwappedError: "FAILED_PRECONDITION",
-    BlockPublishedError: "FAILED_PRECONDITION",
+    BlockNotWritableError: "FAILED_PRECONDITION",
     BlockInUseError: "FAILED_PRECONDITION",
     UnauthenticatedError: "UNAUTHENTICATED",
     NotPermittedError: "PERMISSION_DENIED",

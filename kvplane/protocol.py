@@ -7,8 +7,11 @@ from typing import Final
 from kvplane.errors import InvalidRequestError, ProtocolMismatchError
 from kvplane.v1 import types_pb2 as pb
 
-OLDEST: Final = 1
-NEWEST: Final = 1
+OLDEST: Final = 2
+NEWEST: Final = 2
+
+# Of plans, grants and receipts.
+PAYLOAD_VERSION: Final = 1
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 

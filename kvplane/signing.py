@@ -40,6 +40,11 @@ def verify(
         raise BadSignatureError("the signature does not fit", field=f"{field}.signature")
 
 
+def key_id(key: bytes) -> bytes:
+    """The 16 bytes that name a key without giving it away; empty for no key."""
+    return hmac.digest(key, b"kvplane.v1.KeyId", "sha256")[:16] if key else b""
+
+
 def digest(payload: bytes) -> bytes:
     """The SHA-256 that names a plan."""
     return hashlib.sha256(payload).digest()

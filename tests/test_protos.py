@@ -24,7 +24,10 @@ WELL_KNOWN = str(Path(protoc.__file__).parent / "_proto")
 # A number that measures something says in what: its name ends in a unit or begins with num_.
 QUANTITY = re.compile(r"size|length|duration|time|delay|capacity|memory")
 UNITS = ("_tokens", "_bytes", "_blocks", "_s", "_ms")
-UNITLESS = {"head_size"}  # elements of a vector: the field's name everywhere else
+UNITLESS = {
+    "head_size",
+    "value_head_size",
+}  # elements of a vector: the field's name everywhere else
 
 
 def compile_protos(*args: str, folder: Path = ROOT / "protos") -> int:

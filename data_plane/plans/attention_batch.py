@@ -14,7 +14,7 @@ import torch
 
 from data_plane.memory.upload import upload
 from data_plane.plans.block_tables import ResidentTables, Table
-from kvplane.errors import BlockPublishedError, InvalidRequestError, SequenceSwappedError
+from kvplane.errors import BlockNotWritableError, InvalidRequestError, SequenceSwappedError
 from kvplane.v1 import types_pb2 as pb
 
 
@@ -58,7 +58,7 @@ class Rows:
 def prepare_rows(tables: ResidentTables, session_id: int, plan: pb.Plan) -> Rows:
     """Check ``plan.rows`` and compute what the kernels need.
 
-    Raises InvalidRequestError, SequenceNotFoundError, SequenceSwappedError and BlockPublishedError,
+    Raises InvalidRequestError, SequenceNotFoundError, SequenceSwappedError and BlockNotWritableError,
     naming the field.
     """
     block_size = tables.block_size_tokens
@@ -90,12 +90,12 @@ def prepare_rows(tables: ResidentTables, session_id: int, plan: pb.Plan) -> Rows
 
 
 def check_writable(tables: ResidentTables, blocks: Sequence[tuple[int, str]]) -> None:
-    """Raise BlockPublishedError if a block is published, or named by more than one table entry."""
+    """Raise BlockNotWritableError if a block is published, or named by more than one table entry."""
     for index, field in blocks:
         if index in tables.publications:
-            raise BlockPublishedError(f"block {index} is published", field=field)
+            raise BlockNotWritableError(f"block {index} is published", field=field)
         if tables.num_names(pb.TIER_DEVICE, index) != 1:
-            raise BlockPublishedError(f"block {index} is shared", field=field)
+            raise BlockNotWritableError(f"block {index} is shared", field=field)
 
 
 def _rows(

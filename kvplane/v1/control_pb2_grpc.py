@@ -28,12 +28,18 @@ if _version_not_supported:
 class ControlPlaneServiceStub:
     """Plans what a data plane then carries out.
 
-    Calls that change a session's names are numbered: the caller counts steps from 1 in each session, over the stream and the unary
-    calls alike. A number that was answered gets the same answer again when its content is the same, as many steps back as plans may
-    be in flight, and FAILED_PRECONDITION (STEP_CONFLICT) when its content differs; a number that skips ahead is
-    FAILED_PRECONDITION (STEP_OUT_OF_ORDER). So every call may be repeated until it is answered.
+    Requests that change a session's metadata (Step, RunStep, SubmitReceipts, AbortPlan, Resync) share one numbering: the caller counts
+    from 1 in each session. Each number is used once, whatever comes of it:
 
-    Any call that names a session also renews its lease.
+    - The next number runs. If the request fails as a whole, its number is used up all the same, and the error is its answer.
+    - A number that was used gets the same answer again when the request's content is the same, receipts aside, as many numbers back as
+    plans may be in flight; receipts that it brings are applied first. With other content it is FAILED_PRECONDITION (STEP_CONFLICT).
+    - Any other number is FAILED_PRECONDITION (STEP_OUT_OF_ORDER) and changes nothing.
+
+    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. Errors that say so in their
+    description (unknown session, another incarnation) come before numbers are looked at and use up none.
+
+    A request that names a session renews its lease.
     """
 
     def __init__(self, channel):
@@ -77,35 +83,10 @@ class ControlPlaneServiceStub:
                 request_serializer=kvplane_dot_v1_dot_control__pb2.StepRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_control__pb2.StepResponse.FromString,
                 _registered_method=True)
-        self.Admit = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/Admit',
-                request_serializer=kvplane_dot_v1_dot_control__pb2.AdmitRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_control__pb2.AdmitResponse.FromString,
-                _registered_method=True)
-        self.Append = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/Append',
-                request_serializer=kvplane_dot_v1_dot_control__pb2.AppendRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_control__pb2.AppendResponse.FromString,
-                _registered_method=True)
-        self.Fork = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/Fork',
-                request_serializer=kvplane_dot_v1_dot_control__pb2.ForkRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_control__pb2.ForkResponse.FromString,
-                _registered_method=True)
-        self.Free = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/Free',
-                request_serializer=kvplane_dot_v1_dot_control__pb2.FreeRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_control__pb2.FreeResponse.FromString,
-                _registered_method=True)
-        self.SwapOut = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/SwapOut',
-                request_serializer=kvplane_dot_v1_dot_control__pb2.SwapOutRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_control__pb2.SwapOutResponse.FromString,
-                _registered_method=True)
-        self.SwapIn = channel.unary_unary(
-                '/kvplane.v1.ControlPlaneService/SwapIn',
-                request_serializer=kvplane_dot_v1_dot_control__pb2.SwapInRequest.SerializeToString,
-                response_deserializer=kvplane_dot_v1_dot_control__pb2.SwapInResponse.FromString,
+        self.RunStep = channel.unary_unary(
+                '/kvplane.v1.ControlPlaneService/RunStep',
+                request_serializer=kvplane_dot_v1_dot_control__pb2.RunStepRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_control__pb2.RunStepResponse.FromString,
                 _registered_method=True)
         self.SubmitReceipts = channel.unary_unary(
                 '/kvplane.v1.ControlPlaneService/SubmitReceipts',
@@ -147,12 +128,18 @@ class ControlPlaneServiceStub:
 class ControlPlaneServiceServicer:
     """Plans what a data plane then carries out.
 
-    Calls that change a session's names are numbered: the caller counts steps from 1 in each session, over the stream and the unary
-    calls alike. A number that was answered gets the same answer again when its content is the same, as many steps back as plans may
-    be in flight, and FAILED_PRECONDITION (STEP_CONFLICT) when its content differs; a number that skips ahead is
-    FAILED_PRECONDITION (STEP_OUT_OF_ORDER). So every call may be repeated until it is answered.
+    Requests that change a session's metadata (Step, RunStep, SubmitReceipts, AbortPlan, Resync) share one numbering: the caller counts
+    from 1 in each session. Each number is used once, whatever comes of it:
 
-    Any call that names a session also renews its lease.
+    - The next number runs. If the request fails as a whole, its number is used up all the same, and the error is its answer.
+    - A number that was used gets the same answer again when the request's content is the same, receipts aside, as many numbers back as
+    plans may be in flight; receipts that it brings are applied first. With other content it is FAILED_PRECONDITION (STEP_CONFLICT).
+    - Any other number is FAILED_PRECONDITION (STEP_OUT_OF_ORDER) and changes nothing.
+
+    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. Errors that say so in their
+    description (unknown session, another incarnation) come before numbers are looked at and use up none.
+
+    A request that names a session renews its lease.
     """
 
     def DescribeControlPlane(self, request, context):
@@ -192,80 +179,44 @@ class ControlPlaneServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Ends a lease and gives back all it holds once the data plane has quit its plans. Safe to repeat.
+        """Ends a lease and gives back all it holds once the data plane has ended the session's plans. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Step(self, request_iterator, context):
-        """Runs steps. Every request gets one response, in order. A request that fails as a whole is answered with an Error and changes
-        nothing; the stream stays open. Several streams may serve one session, one after the other.
+        """Runs steps. Every request gets one answer, in order; notices may come between answers. A request that fails as a whole is answered
+        with an Error; the stream stays open. Several streams may serve one session, one after the other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Admit(self, request, context):
-        """Allocates a table for a prompt: a step of one Admit. LATER is RESOURCE_EXHAUSTED (POOL_FULL), NEVER is OUT_OF_RANGE
-        (NEVER_FITS); a call that fails does not use up its number.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Append(self, request, context):
-        """Extends a sequence: a step of one Append. Fails as Admit does.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Fork(self, request, context):
-        """Makes a sequence that shares another's blocks: a step of one Fork. Fails as Admit does.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Free(self, request, context):
-        """Gives a sequence's blocks back: a step of one Free. Fails as Admit does.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def SwapOut(self, request, context):
-        """Moves sequences to the host tier: a step of one SwapOut. Fails as Admit does.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def SwapIn(self, request, context):
-        """Moves sequences back to the device tier: a step of one SwapIn. Fails as Admit does.
+    def RunStep(self, request, context):
+        """Runs one step: the same as one request on a Step stream. A step that fails as a whole fails the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SubmitReceipts(self, request, context):
-        """Hands in receipts and late tokens when there is no step to send. Safe to repeat; receipts already known are ignored.
+        """Submits receipts and deferred tokens when there is no step to send. Receipts already known are ignored. Makes no plan.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortPlan(self, request, context):
-        """Gives up a plan and all later ones: each sequence is cut to the tokens whose KV was written by receipted plans, and the next
-        plan carries whole tables. FAILED_PRECONDITION (PLAN_RECEIPTED) if the plan has run. Repeating it changes nothing more.
+        """Aborts a plan and all later ones: each sequence is cut to the tokens whose KV was written by receipted plans, and the next step's
+        plan carries whole tables. FAILED_PRECONDITION (PLAN_RECEIPTED) if the plan has run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resync(self, request, context):
-        """A step that gives up every unreceipted plan, as AbortPlan does, and answers with a plan of whole tables.
+        """Aborts every unreceipted plan, as AbortPlan does, and answers with a plan of whole tables.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -294,7 +245,7 @@ class ControlPlaneServiceServicer:
 
     def Register(self, request_iterator, context):
         """A data plane's connection. It opens with Hello, is answered with Welcome, reports its blocks unless it was resumed, and then
-        stays open: publications and fences one way, heartbeats and finished fences the other.
+        stays open: publications, fences and requests to report again one way, heartbeats, finished fences and reports the other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -338,35 +289,10 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     request_deserializer=kvplane_dot_v1_dot_control__pb2.StepRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_control__pb2.StepResponse.SerializeToString,
             ),
-            'Admit': grpc.unary_unary_rpc_method_handler(
-                    servicer.Admit,
-                    request_deserializer=kvplane_dot_v1_dot_control__pb2.AdmitRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_control__pb2.AdmitResponse.SerializeToString,
-            ),
-            'Append': grpc.unary_unary_rpc_method_handler(
-                    servicer.Append,
-                    request_deserializer=kvplane_dot_v1_dot_control__pb2.AppendRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_control__pb2.AppendResponse.SerializeToString,
-            ),
-            'Fork': grpc.unary_unary_rpc_method_handler(
-                    servicer.Fork,
-                    request_deserializer=kvplane_dot_v1_dot_control__pb2.ForkRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_control__pb2.ForkResponse.SerializeToString,
-            ),
-            'Free': grpc.unary_unary_rpc_method_handler(
-                    servicer.Free,
-                    request_deserializer=kvplane_dot_v1_dot_control__pb2.FreeRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_control__pb2.FreeResponse.SerializeToString,
-            ),
-            'SwapOut': grpc.unary_unary_rpc_method_handler(
-                    servicer.SwapOut,
-                    request_deserializer=kvplane_dot_v1_dot_control__pb2.SwapOutRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_control__pb2.SwapOutResponse.SerializeToString,
-            ),
-            'SwapIn': grpc.unary_unary_rpc_method_handler(
-                    servicer.SwapIn,
-                    request_deserializer=kvplane_dot_v1_dot_control__pb2.SwapInRequest.FromString,
-                    response_serializer=kvplane_dot_v1_dot_control__pb2.SwapInResponse.SerializeToString,
+            'RunStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.RunStep,
+                    request_deserializer=kvplane_dot_v1_dot_control__pb2.RunStepRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_control__pb2.RunStepResponse.SerializeToString,
             ),
             'SubmitReceipts': grpc.unary_unary_rpc_method_handler(
                     servicer.SubmitReceipts,
@@ -414,12 +340,18 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
 class ControlPlaneService:
     """Plans what a data plane then carries out.
 
-    Calls that change a session's names are numbered: the caller counts steps from 1 in each session, over the stream and the unary
-    calls alike. A number that was answered gets the same answer again when its content is the same, as many steps back as plans may
-    be in flight, and FAILED_PRECONDITION (STEP_CONFLICT) when its content differs; a number that skips ahead is
-    FAILED_PRECONDITION (STEP_OUT_OF_ORDER). So every call may be repeated until it is answered.
+    Requests that change a session's metadata (Step, RunStep, SubmitReceipts, AbortPlan, Resync) share one numbering: the caller counts
+    from 1 in each session. Each number is used once, whatever comes of it:
 
-    Any call that names a session also renews its lease.
+    - The next number runs. If the request fails as a whole, its number is used up all the same, and the error is its answer.
+    - A number that was used gets the same answer again when the request's content is the same, receipts aside, as many numbers back as
+    plans may be in flight; receipts that it brings are applied first. With other content it is FAILED_PRECONDITION (STEP_CONFLICT).
+    - Any other number is FAILED_PRECONDITION (STEP_OUT_OF_ORDER) and changes nothing.
+
+    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. Errors that say so in their
+    description (unknown session, another incarnation) come before numbers are looked at and use up none.
+
+    A request that names a session renews its lease.
     """
 
     @staticmethod
@@ -612,7 +544,7 @@ class ControlPlaneService:
             _registered_method=True)
 
     @staticmethod
-    def Admit(request,
+    def RunStep(request,
             target,
             options=(),
             channel_credentials=None,
@@ -625,144 +557,9 @@ class ControlPlaneService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvplane.v1.ControlPlaneService/Admit',
-            kvplane_dot_v1_dot_control__pb2.AdmitRequest.SerializeToString,
-            kvplane_dot_v1_dot_control__pb2.AdmitResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Append(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.ControlPlaneService/Append',
-            kvplane_dot_v1_dot_control__pb2.AppendRequest.SerializeToString,
-            kvplane_dot_v1_dot_control__pb2.AppendResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Fork(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.ControlPlaneService/Fork',
-            kvplane_dot_v1_dot_control__pb2.ForkRequest.SerializeToString,
-            kvplane_dot_v1_dot_control__pb2.ForkResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Free(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.ControlPlaneService/Free',
-            kvplane_dot_v1_dot_control__pb2.FreeRequest.SerializeToString,
-            kvplane_dot_v1_dot_control__pb2.FreeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SwapOut(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.ControlPlaneService/SwapOut',
-            kvplane_dot_v1_dot_control__pb2.SwapOutRequest.SerializeToString,
-            kvplane_dot_v1_dot_control__pb2.SwapOutResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SwapIn(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvplane.v1.ControlPlaneService/SwapIn',
-            kvplane_dot_v1_dot_control__pb2.SwapInRequest.SerializeToString,
-            kvplane_dot_v1_dot_control__pb2.SwapInResponse.FromString,
+            '/kvplane.v1.ControlPlaneService/RunStep',
+            kvplane_dot_v1_dot_control__pb2.RunStepRequest.SerializeToString,
+            kvplane_dot_v1_dot_control__pb2.RunStepResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -190,42 +190,66 @@ class SwapBlocksResponse(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
 
 class ReadBlocksRequest(_message.Message):
-    __slots__ = ("grant", "sequence_id", "first_block", "num_blocks", "group")
+    __slots__ = ("grant", "sequence_id", "group", "first_block", "num_blocks", "first_layer", "num_layers")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     grant: _types_pb2.SignedPayload
     sequence_id: int
+    group: int
     first_block: int
     num_blocks: int
-    group: int
-    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
+    first_layer: int
+    num_layers: int
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., group: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ...) -> None: ...
 
 class ReadBlocksResponse(_message.Message):
-    __slots__ = ("blocks", "table")
+    __slots__ = ("blocks", "table", "source")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     blocks: _types_pb2.Tensor
     table: _types_pb2.Blocks
-    def __init__(self, blocks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., table: _Optional[_Union[_types_pb2.Blocks, _Mapping]] = ...) -> None: ...
+    source: BlockSource
+    def __init__(self, blocks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., table: _Optional[_Union[_types_pb2.Blocks, _Mapping]] = ..., source: _Optional[_Union[BlockSource, _Mapping]] = ...) -> None: ...
+
+class BlockSource(_message.Message):
+    __slots__ = ("pool_id", "shard_index", "epoch", "layout_fingerprint")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    shard_index: int
+    epoch: int
+    layout_fingerprint: bytes
+    def __init__(self, pool_id: _Optional[str] = ..., shard_index: _Optional[int] = ..., epoch: _Optional[int] = ..., layout_fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class WriteBlocksRequest(_message.Message):
-    __slots__ = ("grant", "plan", "sequence_id", "first_block", "blocks", "group")
+    __slots__ = ("grant", "plan", "sequence_id", "group", "first_block", "first_layer", "num_layers", "blocks", "source")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     grant: _types_pb2.SignedPayload
     plan: _types_pb2.SignedPayload
     sequence_id: int
-    first_block: int
-    blocks: _types_pb2.Tensor
     group: int
-    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., first_block: _Optional[int] = ..., blocks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., group: _Optional[int] = ...) -> None: ...
+    first_block: int
+    first_layer: int
+    num_layers: int
+    blocks: _types_pb2.Tensor
+    source: BlockSource
+    def __init__(self, grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., sequence_id: _Optional[int] = ..., group: _Optional[int] = ..., first_block: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., blocks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., source: _Optional[_Union[BlockSource, _Mapping]] = ...) -> None: ...
 
 class WriteBlocksResponse(_message.Message):
     __slots__ = ("receipt",)

@@ -29,11 +29,12 @@ class DataPlaneServiceStub:
     """Carries out plans.
 
     Every call shows the session's signed grant, and every call that writes shows a signed plan. A plan is started by the first call
-    that shows it: the data plane checks type, signature, epoch, incarnation, session, number and generations, changes its resident
-    block tables and runs the transfers. It has run when every layer of every row was written; then there is a receipt. A plan
-    shown again while it runs goes on from where it is, and one that has run returns its receipt and writes nothing. Errors:
-    DATA_LOSS (BAD_SIGNATURE); FAILED_PRECONDITION (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED,
-    PLAN_OUT_OF_ORDER, PLAN_CONFLICT, BLOCK_PUBLISHED, BLOCK_IN_USE); INVALID_ARGUMENT naming the field.
+    that shows it: the data plane checks type, version, signature, epoch, incarnation, session, number and generations, changes its
+    block tables and runs the transfers. It has run when every layer of every span was written; then there is a receipt. A plan
+    shown again while it runs goes on from where it is, and one that has run returns its receipt and writes nothing. A block that
+    another tenant's data may still be in is cleared when a plan allocates it. Errors: DATA_LOSS (BAD_SIGNATURE); FAILED_PRECONDITION
+    (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, BLOCK_NOT_WRITABLE,
+    BLOCK_IN_USE, PROTOCOL_MISMATCH); INVALID_ARGUMENT naming the field.
     """
 
     def __init__(self, channel):
@@ -88,11 +89,12 @@ class DataPlaneServiceServicer:
     """Carries out plans.
 
     Every call shows the session's signed grant, and every call that writes shows a signed plan. A plan is started by the first call
-    that shows it: the data plane checks type, signature, epoch, incarnation, session, number and generations, changes its resident
-    block tables and runs the transfers. It has run when every layer of every row was written; then there is a receipt. A plan
-    shown again while it runs goes on from where it is, and one that has run returns its receipt and writes nothing. Errors:
-    DATA_LOSS (BAD_SIGNATURE); FAILED_PRECONDITION (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED,
-    PLAN_OUT_OF_ORDER, PLAN_CONFLICT, BLOCK_PUBLISHED, BLOCK_IN_USE); INVALID_ARGUMENT naming the field.
+    that shows it: the data plane checks type, version, signature, epoch, incarnation, session, number and generations, changes its
+    block tables and runs the transfers. It has run when every layer of every span was written; then there is a receipt. A plan
+    shown again while it runs goes on from where it is, and one that has run returns its receipt and writes nothing. A block that
+    another tenant's data may still be in is cleared when a plan allocates it. Errors: DATA_LOSS (BAD_SIGNATURE); FAILED_PRECONDITION
+    (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, BLOCK_NOT_WRITABLE,
+    BLOCK_IN_USE, PROTOCOL_MISMATCH); INVALID_ARGUMENT naming the field.
     """
 
     def DescribeDataPlane(self, request, context):
@@ -105,22 +107,22 @@ class DataPlaneServiceServicer:
     def Execute(self, request_iterator, context):
         """Runs plans layer by layer on a long-lived stream. The first request opens it; then, for each plan, the plan itself and one
         LayerInput for each layer held, in ascending order. Answers: one for each request, and the receipt after the last layer (or
-        right after PlanStarted when the plan has no rows). A request that fails is answered with an Error and writes nothing; the
-        stream stays open.
+        right after PlanStarted when the plan has no spans). A layer of a plan that has run is answered with its output and the receipt,
+        and writes nothing. A request that fails is answered with an Error and writes nothing; the stream stays open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReshapeAndCache(self, request, context):
-        """Writes one layer's keys and values to the slots of a plan's rows. Safe to repeat.
+        """Writes one layer's keys and values to the slots of a plan's spans. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PagedAttention(self, request, context):
-        """Attends from a plan's rows over their sequences' blocks, in a layer that was written. Changes nothing.
+        """Attends from a plan's spans over their sequences' blocks, in a layer that was written. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,14 +143,14 @@ class DataPlaneServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadBlocks(self, request, context):
-        """Reads whole blocks of a sequence's resident table, in the canonical order. Changes nothing.
+        """Reads whole blocks of a sequence's table, in the canonical order. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WriteBlocks(self, request, context):
-        """Writes the slots of one row of a plan, all layers, from blocks in the canonical order. Safe to repeat.
+        """Writes the slots of one span of a plan from blocks in the canonical order. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -209,11 +211,12 @@ class DataPlaneService:
     """Carries out plans.
 
     Every call shows the session's signed grant, and every call that writes shows a signed plan. A plan is started by the first call
-    that shows it: the data plane checks type, signature, epoch, incarnation, session, number and generations, changes its resident
-    block tables and runs the transfers. It has run when every layer of every row was written; then there is a receipt. A plan
-    shown again while it runs goes on from where it is, and one that has run returns its receipt and writes nothing. Errors:
-    DATA_LOSS (BAD_SIGNATURE); FAILED_PRECONDITION (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED,
-    PLAN_OUT_OF_ORDER, PLAN_CONFLICT, BLOCK_PUBLISHED, BLOCK_IN_USE); INVALID_ARGUMENT naming the field.
+    that shows it: the data plane checks type, version, signature, epoch, incarnation, session, number and generations, changes its
+    block tables and runs the transfers. It has run when every layer of every span was written; then there is a receipt. A plan
+    shown again while it runs goes on from where it is, and one that has run returns its receipt and writes nothing. A block that
+    another tenant's data may still be in is cleared when a plan allocates it. Errors: DATA_LOSS (BAD_SIGNATURE); FAILED_PRECONDITION
+    (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, BLOCK_NOT_WRITABLE,
+    BLOCK_IN_USE, PROTOCOL_MISMATCH); INVALID_ARGUMENT naming the field.
     """
 
     @staticmethod

@@ -24,6 +24,21 @@ class ElementType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ELEMENT_TYPE_BFLOAT16: _ClassVar[ElementType]
     ELEMENT_TYPE_FLOAT8_E4M3FN: _ClassVar[ElementType]
     ELEMENT_TYPE_FLOAT8_E5M2: _ClassVar[ElementType]
+
+class CacheKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CACHE_KIND_UNSPECIFIED: _ClassVar[CacheKind]
+    CACHE_KIND_KEYS_AND_VALUES: _ClassVar[CacheKind]
+    CACHE_KIND_LATENT: _ClassVar[CacheKind]
+    CACHE_KIND_STATE: _ClassVar[CacheKind]
+
+class TableChangeKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TABLE_CHANGE_KIND_UNSPECIFIED: _ClassVar[TableChangeKind]
+    TABLE_CHANGE_KIND_SET: _ClassVar[TableChangeKind]
+    TABLE_CHANGE_KIND_REPLACE: _ClassVar[TableChangeKind]
+    TABLE_CHANGE_KIND_FORK: _ClassVar[TableChangeKind]
+    TABLE_CHANGE_KIND_DROP: _ClassVar[TableChangeKind]
 TIER_UNSPECIFIED: Tier
 TIER_DEVICE: Tier
 TIER_HOST: Tier
@@ -33,6 +48,15 @@ ELEMENT_TYPE_FLOAT16: ElementType
 ELEMENT_TYPE_BFLOAT16: ElementType
 ELEMENT_TYPE_FLOAT8_E4M3FN: ElementType
 ELEMENT_TYPE_FLOAT8_E5M2: ElementType
+CACHE_KIND_UNSPECIFIED: CacheKind
+CACHE_KIND_KEYS_AND_VALUES: CacheKind
+CACHE_KIND_LATENT: CacheKind
+CACHE_KIND_STATE: CacheKind
+TABLE_CHANGE_KIND_UNSPECIFIED: TableChangeKind
+TABLE_CHANGE_KIND_SET: TableChangeKind
+TABLE_CHANGE_KIND_REPLACE: TableChangeKind
+TABLE_CHANGE_KIND_FORK: TableChangeKind
+TABLE_CHANGE_KIND_DROP: TableChangeKind
 
 class ProtocolRange(_message.Message):
     __slots__ = ("oldest", "newest")
@@ -43,7 +67,7 @@ class ProtocolRange(_message.Message):
     def __init__(self, oldest: _Optional[int] = ..., newest: _Optional[int] = ...) -> None: ...
 
 class LayerGroup(_message.Message):
-    __slots__ = ("name", "layers", "num_kv_heads", "head_size", "sliding_window_tokens", "key_scales", "value_scales")
+    __slots__ = ("name", "layers", "num_kv_heads", "head_size", "sliding_window_tokens", "key_scales", "value_scales", "cache_kind", "value_head_size")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +75,8 @@ class LayerGroup(_message.Message):
     SLIDING_WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KEY_SCALES_FIELD_NUMBER: _ClassVar[int]
     VALUE_SCALES_FIELD_NUMBER: _ClassVar[int]
+    CACHE_KIND_FIELD_NUMBER: _ClassVar[int]
+    VALUE_HEAD_SIZE_FIELD_NUMBER: _ClassVar[int]
     name: str
     layers: _containers.RepeatedScalarFieldContainer[int]
     num_kv_heads: int
@@ -58,7 +84,9 @@ class LayerGroup(_message.Message):
     sliding_window_tokens: int
     key_scales: _containers.RepeatedScalarFieldContainer[float]
     value_scales: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, name: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., sliding_window_tokens: _Optional[int] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ...) -> None: ...
+    cache_kind: CacheKind
+    value_head_size: int
+    def __init__(self, name: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., sliding_window_tokens: _Optional[int] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ..., cache_kind: _Optional[_Union[CacheKind, str]] = ..., value_head_size: _Optional[int] = ...) -> None: ...
 
 class Layout(_message.Message):
     __slots__ = ("model_id", "block_size_tokens", "dtype", "kv_dtype", "groups", "fingerprint")
@@ -103,24 +131,44 @@ class BlockRef(_message.Message):
     def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., index: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Blocks(_message.Message):
-    __slots__ = ("tier", "indices", "generations")
+    __slots__ = ("group", "tier", "indices", "generations")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     INDICES_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    group: int
     tier: Tier
-    indices: _containers.RepeatedScalarFieldContainer[int]
-    generations: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., indices: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+    indices: bytes
+    generations: bytes
+    def __init__(self, group: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ...) -> None: ...
+
+class SessionRef(_message.Message):
+    __slots__ = ("incarnation", "session_id")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    session_id: int
+    def __init__(self, incarnation: _Optional[int] = ..., session_id: _Optional[int] = ...) -> None: ...
 
 class Tensor(_message.Message):
-    __slots__ = ("dtype", "shape", "data")
+    __slots__ = ("dtype", "shape", "data", "memory")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     dtype: ElementType
     shape: _containers.RepeatedScalarFieldContainer[int]
     data: bytes
-    def __init__(self, dtype: _Optional[_Union[ElementType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    memory: MemoryRange
+    def __init__(self, dtype: _Optional[_Union[ElementType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., memory: _Optional[_Union[MemoryRange, _Mapping]] = ...) -> None: ...
+
+class MemoryRange(_message.Message):
+    __slots__ = ("region_id", "offset_bytes")
+    REGION_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    region_id: int
+    offset_bytes: int
+    def __init__(self, region_id: _Optional[int] = ..., offset_bytes: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "reason", "message", "field", "retry_delay")
@@ -147,135 +195,139 @@ class SignedPayload(_message.Message):
     def __init__(self, type: _Optional[str] = ..., payload: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class SessionGrant(_message.Message):
-    __slots__ = ("pool_id", "shard_epochs", "incarnation", "session_id", "tenant", "layout_fingerprint", "max_plans_in_flight")
+    __slots__ = ("version", "session", "ordinal", "pool_id", "shard_epochs", "tenant", "layout_fingerprint", "max_plans_in_flight")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ORDINAL_FIELD_NUMBER: _ClassVar[int]
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_EPOCHS_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MAX_PLANS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    session: SessionRef
+    ordinal: int
     pool_id: str
     shard_epochs: _containers.RepeatedScalarFieldContainer[int]
-    incarnation: int
-    session_id: int
     tenant: str
     layout_fingerprint: bytes
     max_plans_in_flight: int
-    def __init__(self, pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ..., session_id: _Optional[int] = ..., tenant: _Optional[str] = ..., layout_fingerprint: _Optional[bytes] = ..., max_plans_in_flight: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[SessionRef, _Mapping]] = ..., ordinal: _Optional[int] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., layout_fingerprint: _Optional[bytes] = ..., max_plans_in_flight: _Optional[int] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("pool_id", "shard_epochs", "incarnation", "session_id", "number", "previous", "resync", "changes", "transfers", "rows")
+    __slots__ = ("version", "session", "pool_id", "shard_epochs", "number", "previous", "resync", "changes", "transfers", "spans")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_EPOCHS_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_FIELD_NUMBER: _ClassVar[int]
     RESYNC_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    session: SessionRef
     pool_id: str
     shard_epochs: _containers.RepeatedScalarFieldContainer[int]
-    incarnation: int
-    session_id: int
     number: int
     previous: int
     resync: bool
-    changes: _containers.RepeatedCompositeFieldContainer[TableChange]
-    transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
-    rows: _containers.RepeatedCompositeFieldContainer[Row]
-    def __init__(self, pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ..., session_id: _Optional[int] = ..., number: _Optional[int] = ..., previous: _Optional[int] = ..., resync: _Optional[bool] = ..., changes: _Optional[_Iterable[_Union[TableChange, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ...) -> None: ...
+    changes: TableChanges
+    transfers: Transfers
+    spans: Spans
+    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[SessionRef, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., previous: _Optional[int] = ..., resync: _Optional[bool] = ..., changes: _Optional[_Union[TableChanges, _Mapping]] = ..., transfers: _Optional[_Union[Transfers, _Mapping]] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ...) -> None: ...
 
-class TableChange(_message.Message):
-    __slots__ = ("sequence_id", "group", "set", "fork", "drop")
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    SET_FIELD_NUMBER: _ClassVar[int]
-    FORK_FIELD_NUMBER: _ClassVar[int]
-    DROP_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: int
-    group: int
-    set: SetBlocks
-    fork: ForkTable
-    drop: DropTable
-    def __init__(self, sequence_id: _Optional[int] = ..., group: _Optional[int] = ..., set: _Optional[_Union[SetBlocks, _Mapping]] = ..., fork: _Optional[_Union[ForkTable, _Mapping]] = ..., drop: _Optional[_Union[DropTable, _Mapping]] = ...) -> None: ...
-
-class SetBlocks(_message.Message):
-    __slots__ = ("first_block", "blocks", "fresh", "replace")
-    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    FRESH_FIELD_NUMBER: _ClassVar[int]
-    REPLACE_FIELD_NUMBER: _ClassVar[int]
-    first_block: int
-    blocks: Blocks
-    fresh: _containers.RepeatedScalarFieldContainer[bool]
-    replace: bool
-    def __init__(self, first_block: _Optional[int] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., fresh: _Optional[_Iterable[bool]] = ..., replace: _Optional[bool] = ...) -> None: ...
-
-class ForkTable(_message.Message):
-    __slots__ = ("parent_sequence_id", "num_blocks")
-    PARENT_SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+class TableChanges(_message.Message):
+    __slots__ = ("kinds", "sequence_ids", "groups", "tiers", "first_blocks", "num_blocks", "parent_sequence_ids", "indices", "generations", "allocated")
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    parent_sequence_id: int
-    num_blocks: int
-    def __init__(self, parent_sequence_id: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    PARENT_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATED_FIELD_NUMBER: _ClassVar[int]
+    kinds: bytes
+    sequence_ids: bytes
+    groups: bytes
+    tiers: bytes
+    first_blocks: bytes
+    num_blocks: bytes
+    parent_sequence_ids: bytes
+    indices: bytes
+    generations: bytes
+    allocated: bytes
+    def __init__(self, kinds: _Optional[bytes] = ..., sequence_ids: _Optional[bytes] = ..., groups: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., first_blocks: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., parent_sequence_ids: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., allocated: _Optional[bytes] = ...) -> None: ...
 
-class DropTable(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+class Transfers(_message.Message):
+    __slots__ = ("groups", "source_tiers", "source_indices", "source_generations", "destination_tiers", "destination_indices", "destination_generations")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_TIERS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_INDICES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_TIERS_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_INDICES_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    groups: bytes
+    source_tiers: bytes
+    source_indices: bytes
+    source_generations: bytes
+    destination_tiers: bytes
+    destination_indices: bytes
+    destination_generations: bytes
+    def __init__(self, groups: _Optional[bytes] = ..., source_tiers: _Optional[bytes] = ..., source_indices: _Optional[bytes] = ..., source_generations: _Optional[bytes] = ..., destination_tiers: _Optional[bytes] = ..., destination_indices: _Optional[bytes] = ..., destination_generations: _Optional[bytes] = ...) -> None: ...
 
-class Transfer(_message.Message):
-    __slots__ = ("group", "source", "destination")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
-    DESTINATION_FIELD_NUMBER: _ClassVar[int]
-    group: int
-    source: BlockRef
-    destination: BlockRef
-    def __init__(self, group: _Optional[int] = ..., source: _Optional[_Union[BlockRef, _Mapping]] = ..., destination: _Optional[_Union[BlockRef, _Mapping]] = ...) -> None: ...
-
-class Row(_message.Message):
-    __slots__ = ("sequence_id", "first_position", "num_tokens")
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+class Spans(_message.Message):
+    __slots__ = ("sequence_ids", "first_positions", "num_tokens")
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: int
-    first_position: int
-    num_tokens: int
-    def __init__(self, sequence_id: _Optional[int] = ..., first_position: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    sequence_ids: bytes
+    first_positions: bytes
+    num_tokens: bytes
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., first_positions: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("pool_id", "shard_index", "epoch", "incarnation", "session_id", "plan_number", "plan_digest")
+    __slots__ = ("version", "session", "pool_id", "shard_index", "epoch", "plan_number", "plan_digest")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_INDEX_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PLAN_NUMBER_FIELD_NUMBER: _ClassVar[int]
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    session: SessionRef
     pool_id: str
     shard_index: int
     epoch: int
-    incarnation: int
-    session_id: int
     plan_number: int
     plan_digest: bytes
-    def __init__(self, pool_id: _Optional[str] = ..., shard_index: _Optional[int] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., session_id: _Optional[int] = ..., plan_number: _Optional[int] = ..., plan_digest: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[SessionRef, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard_index: _Optional[int] = ..., epoch: _Optional[int] = ..., plan_number: _Optional[int] = ..., plan_digest: _Optional[bytes] = ...) -> None: ...
 
-class Publication(_message.Message):
-    __slots__ = ("block", "group", "tenant", "parent_hash", "hash", "token_ids")
-    BLOCK_FIELD_NUMBER: _ClassVar[int]
+class Publications(_message.Message):
+    __slots__ = ("group", "tenant", "namespace", "hash_algorithm", "indices", "generations", "parent_indices", "parent_generations", "hashes", "token_ids")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
-    PARENT_HASH_FIELD_NUMBER: _ClassVar[int]
-    HASH_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    HASH_ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_INDICES_FIELD_NUMBER: _ClassVar[int]
+    PARENT_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    block: BlockRef
     group: int
     tenant: str
-    parent_hash: bytes
-    hash: bytes
+    namespace: str
+    hash_algorithm: str
+    indices: bytes
+    generations: bytes
+    parent_indices: bytes
+    parent_generations: bytes
+    hashes: bytes
     token_ids: bytes
-    def __init__(self, block: _Optional[_Union[BlockRef, _Mapping]] = ..., group: _Optional[int] = ..., tenant: _Optional[str] = ..., parent_hash: _Optional[bytes] = ..., hash: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, group: _Optional[int] = ..., tenant: _Optional[str] = ..., namespace: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., parent_indices: _Optional[bytes] = ..., parent_generations: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...

@@ -10,7 +10,7 @@ from typing import Any
 from plan_author import DEVICE, HOST, drop, fork, ref, row, set_blocks, transfer
 
 from kvplane.errors import (
-    BlockPublishedError,
+    BlockNotWritableError,
     InvalidRequestError,
     KvplaneError,
     PlanOutOfOrderError,
@@ -192,7 +192,7 @@ BAD_PLANS: dict[str, tuple[type[KvplaneError], str, dict[str, Any]]] = {
         {"changes": [fork(2, 1, 3)]},
     ),
     "a write to a shared block": (
-        BlockPublishedError,
+        BlockNotWritableError,
         "plan.rows[0]",
         {"changes": [fork(2, 1, 2)], "rows": [row(2, 12, 1)]},
     ),

@@ -26,7 +26,7 @@ from kvplane import signing
 from kvplane.errors import (
     BadSignatureError,
     BlockInUseError,
-    BlockPublishedError,
+    BlockNotWritableError,
     InvalidRequestError,
     PlanConflictError,
     PlanOutOfOrderError,
@@ -185,11 +185,11 @@ def test_another_sessions_block_is_not_handed_out(rig: Rig) -> None:
 def test_a_write_to_a_block_published_after_the_plan_started_is_refused(rig: Rig) -> None:
     rig.start(2, rows=[row(1, 12, 1)])
     rig.publish(1)
-    with rig.refuses(BlockPublishedError):
+    with rig.refuses(BlockNotWritableError):
         rig.layer(0, 1)
-    with rig.refuses(BlockPublishedError):
+    with rig.refuses(BlockNotWritableError):
         rig.executor.write_layer(1, 0, tokens(1), tokens(1))
-    with rig.refuses(BlockPublishedError):
+    with rig.refuses(BlockNotWritableError):
         rig.executor.write_blocks(1, 1, 1, torch.zeros(2, 1, 2, 2, 8, 16))
 
 

@@ -25,7 +25,7 @@ from kvplane import signing
 from kvplane.errors import (
     BadSignatureError,
     BlockInUseError,
-    BlockPublishedError,
+    BlockNotWritableError,
     InvalidRequestError,
     KvplaneError,
     PlanConflictError,
@@ -47,7 +47,7 @@ def rig() -> Iterator[Rig]:
 def test_2_nobody_writes_a_published_block(rig: Rig) -> None:
     rig.admit(1, num_tokens=8)
     rig.publish(0)
-    with rig.refuses(BlockPublishedError, "plan.rows[0]"):
+    with rig.refuses(BlockNotWritableError, "plan.rows[0]"):
         rig.start(2, rows=[row(1, 7, 1)])
     assert rig.run(2, rows=[row(1, 8, 1)]).plan_number == 2, "the block after it may be written"
 
@@ -55,7 +55,7 @@ def test_2_nobody_writes_a_published_block(rig: Rig) -> None:
 def test_2_nobody_writes_a_shared_block_and_the_writer_copies_it_first(rig: Rig) -> None:
     rig.admit(1)
     forked = [fork(2, 1, 2)]
-    with rig.refuses(BlockPublishedError, "plan.rows[0]"):
+    with rig.refuses(BlockNotWritableError, "plan.rows[0]"):
         rig.start(2, changes=forked, rows=[row(2, 12, 1)])
     own = [*forked, set_blocks(2, [(3, 1)], first_block=1)]
     copy = [transfer(ref(1), ref(3))]
@@ -68,7 +68,7 @@ def test_2_a_block_shared_between_sessions_is_written_by_neither(rig: Rig) -> No
     rig.open(2)
     rig.run(1, 2, changes=[set_blocks(1, [(0, 1), (1, 1)], fresh=False)])
     for session in (1, 2):
-        with rig.refuses(BlockPublishedError, "plan.rows[0]"):
+        with rig.refuses(BlockNotWritableError, "plan.rows[0]"):
             rig.start(2, session, rows=[row(1, 12, 1)])
 
 

@@ -1,0 +1,66 @@
+"""Columns: bytes that hold fixed-width little-endian integers side by side.
+
+Messages that name many sequences or blocks have one column for each attribute (see
+``protos/kvplane/v1/types.proto``). A column is packed and read in one call, with no object for each
+element: what is read is an ``array``, which numpy and torch take without a copy.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from kvplane.errors import InvalidRequestError
+
+INT32: Final = "i"
+INT64: Final = "q"
+UINT8: Final = "B"
+_IS_BIG_ENDIAN: Final = sys.byteorder == "big"
+
+
+def pack(kind: str, values: Iterable[int] | array[int]) -> bytes:
+    """A column of ``INT32``, ``INT64`` or ``UINT8`` elements. Raises OverflowError when one does
+    not fit.
+    """
+    column = (
+        values if isinstance(values, array) and values.typecode == kind else array(kind, values)
+    )
+    if _IS_BIG_ENDIAN:
+        column = array(kind, column)
+        column.byteswap()
+    return column.tobytes()
+
+
+def read(kind: str, column: bytes, field: str, *, length: int | None = None) -> array[int]:
+    """The elements of a column. Raises InvalidRequestError naming ``field`` when the column is cut
+    off inside an element, or has not ``length`` elements.
+    """
+    elements = array(kind)
+    size = elements.itemsize
+    if len(column) % size:
+        raise InvalidRequestError(f"must hold {size} bytes for each element", field=field)
+    if length is not None and len(column) != length * size:
+        raise InvalidRequestError(
+            f"must have {length} elements, has {len(column) // size}", field=field
+        )
+    elements.frombytes(column)
+    if _IS_BIG_ENDIAN:
+        elements.byteswap()
+    return elements
+
+
+def count(kind: str, column: bytes) -> int:
+    """Elements of a column, from its bytes alone."""
+    return len(column) // array(kind).itemsize
+
+
+def zeros(kind: str, length: int) -> array[int]:
+    """``length`` elements of 0."""
+    return array(kind, bytes(array(kind).itemsize * length))
+
+
+def fixed(column: bytes, size_bytes: int) -> Sequence[bytes]:
+    """The elements of a column of ``size_bytes`` each, such as hashes."""
+    return [column[i : i + size_bytes] for i in range(0, len(column), size_bytes)]
