@@ -1,9 +1,9 @@
-"""Giving up plans that have not run, or may have run in part.
+"""Aborting plans that have not run, or may have run in part.
 
 Each sequence is cut to what receipts say was written, so every plan in flight loses its rows: all
-are given up together. Their transfers are undone: a table goes back from copies to the sources,
+are aborted together. Their transfers are undone: a table goes back from copies to the sources,
 which were pinned for this. Forks and frees stay. The data plane learns of it by the next plan,
-which carries all tables whole; until that has run, blocks let go here stay fenced.
+which carries all tables whole; until that has run, blocks released here stay retired.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvplane.errors import InvalidRequestError, PlanReceiptedError
 
 
 def abort_plan(session: Session, plan_number: int) -> None:
-    """Give up plan ``plan_number`` and all in flight with it.
+    """Abort plan ``plan_number`` and all in flight with it.
 
     Raises PlanReceiptedError when it has run, InvalidRequestError when it was never made.
     """
@@ -27,10 +27,10 @@ def abort_plan(session: Session, plan_number: int) -> None:
     if plan_number <= session.done:
         raise PlanReceiptedError(f"plan {plan_number} has run", field="plan_number")
     if any(number >= plan_number for number in session.plans):
-        give_up_plans(session)
+        abort_plans(session)
 
 
-def give_up_plans(session: Session) -> None:
+def abort_plans(session: Session) -> None:
     """Cut every sequence to what is written; the next plan is one of whole tables."""
     next_plan = session.last_number + 1
     origins: dict[BlockRef, BlockRef] = {}
@@ -41,7 +41,7 @@ def give_up_plans(session: Session) -> None:
     for sequence in session.sequences.values():
         _cut(session, sequence, origins, next_plan)
     for record in session.plans.values():
-        session.pool.unpin(record.pins, session.id, next_plan)
+        session.unpin(record, next_plan)
         session.void(record.number)
     session.plans.clear()
     session.resync_due = True
@@ -51,9 +51,8 @@ def _cut(
     session: Session, sequence: Sequence, origins: dict[BlockRef, BlockRef], next_plan: int
 ) -> None:
     sequence.cut()
-    tier = session.pool.tiers[sequence.tier]
     num_kept = div_ceil(sequence.num_written, session.pool.block_size)
-    refs = [tier.ref(block) for block in sequence.table[:num_kept]]
+    refs = [session.pool.ref(sequence.tier, block) for block in sequence.table[:num_kept]]
     refs = [origins.get(ref, ref) for ref in refs]
     old_tier, old_table = sequence.tier, sequence.table
     # An empty table is nowhere; the device tier is where it can grow.
@@ -62,4 +61,4 @@ def _cut(
     if sequence.moved_by > session.done:
         sequence.moved_by = 0
     session.share(sequence.tier, sequence.table)
-    session.drop(old_tier, old_table[::-1], next_plan)
+    session.release(old_tier, old_table[::-1], next_plan)

@@ -1,4 +1,4 @@
-"""The control plane's core: every name of every pool, behind one face.
+"""The control plane's core: the metadata of every pool, behind one interface.
 
 Knows neither grpc nor protobuf nor torch. Single-threaded: it is only ever called from the event
 loop, and every call runs to its end. Invariant: a call that raises has changed nothing but leases
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from control_plane.planning import checks, integrity, recovery
-from control_plane.planning.abort import abort_plan, give_up_plans
+from control_plane.planning.abort import abort_plan, abort_plans
 from control_plane.planning.model import (
     Append,
     BlockRef,
@@ -42,6 +42,7 @@ from control_plane.planning.model import (
 )
 from control_plane.planning.planner import Planner
 from control_plane.planning.pool import Pool, ShardState
+from control_plane.planning.publish import root_of
 from control_plane.planning.receipts import (
     apply_late_tokens,
     apply_receipts,
@@ -158,9 +159,9 @@ class ControlPlane:
             shard.outgoing.clear()
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, session_id: int) -> None:
-        """A shard has quit an ended session. Raises PoolNotFoundError, StaleEpochError."""
+        """A shard has fenced an ended session. Raises PoolNotFoundError, StaleEpochError."""
         pool, _ = self._shard(pool_id, shard_index, epoch)
-        pool.quit(session_id, shard_index)
+        pool.fence_done(session_id, shard_index)
         recovery.build_if_complete(pool)
 
     def take_outgoing(self, pool_id: str, shard_index: int) -> list[Outgoing]:
@@ -198,7 +199,8 @@ class ControlPlane:
         session = Session(
             self._last_session_id, pool, tenant, client_name, self._clock() + self._config.lease_s
         )
-        self._sessions[session.id] = pool.sessions[session.id] = session
+        self._sessions[session.id] = session
+        pool.open(session.id)
         return OpenedSession(
             session_id=session.id,
             pool_id=pool.id,
@@ -209,7 +211,7 @@ class ControlPlane:
             time_to_live_s=self._config.lease_s,
             max_plans_in_flight=self._config.max_plans_in_flight,
             layout=pool.layout,
-            shards=pool.info().shards,
+            shards=pool.shard_infos(),
             num_device_blocks=pool.device.num_blocks,
             num_host_blocks=pool.host.num_blocks,
         )
@@ -305,7 +307,7 @@ class ControlPlane:
         return outcome
 
     def abort_plan(self, session_id: int, tenant: str, plan_number: int) -> list[SequenceState]:
-        """Give up a plan and all in flight with it; returns every sequence as it is now.
+        """Abort a plan and all in flight with it; returns every sequence as it is now.
 
         Raises PlanReceiptedError, InvalidRequestError.
         """
@@ -314,7 +316,7 @@ class ControlPlane:
         return session.states()
 
     def resync(self, session_id: int, tenant: str, number: int, *, content: bytes) -> ResyncOutcome:
-        """A step that gives up every plan in flight and answers with all tables whole.
+        """A step that aborts every plan in flight and answers with all tables whole.
 
         Raises StepConflictError, StepOutOfOrderError, InvalidRequestError.
         """
@@ -324,7 +326,7 @@ class ControlPlane:
         answer = self._repeat(session, number, b"resync" + content)
         if isinstance(answer, ResyncOutcome):
             return answer
-        give_up_plans(session)
+        abort_plans(session)
         plan = self._make_plan(session, number, self._planner(session, number))
         assert plan is not None, "a resync always has a plan"
         outcome = ResyncOutcome(session.states(), plan)
@@ -339,16 +341,16 @@ class ControlPlane:
         """A sequence's blocks, and how many of its tokens are known."""
         session = self._session(session_id, tenant)
         sequence = session.sequence(sequence_id, field="sequence_id")
-        tier = session.pool.tiers[sequence.tier]
-        return tuple(tier.ref(block) for block in sequence.table), sequence.num_tokens
+        return tuple(session.pool.refs(sequence.tier, sequence.table)), sequence.num_tokens
 
     def lookup_prefix(self, session_id: int, tenant: str, token_ids: bytes) -> PrefixInfo:
         """How much of a prompt an admission would find cached now. Nothing is held."""
         session = self._session(session_id, tenant)
         checks.token_ids(token_ids, at_least=1, field="token_ids")
-        hits = session.pool.index.match(session.tenant, token_ids)
+        index = session.pool.device.index
+        hits = index.match(root_of(session.tenant), token_ids)
         num_cached = min(len(hits) * session.pool.block_size, len(token_ids) // 4 - 1)
-        return PrefixInfo(num_cached, tuple(hit.hash for hit in hits))
+        return PrefixInfo(num_cached, tuple(index.hashes(hits)))
 
     def describe_sequence(self, session_id: int, tenant: str, sequence_id: int) -> SequenceState:
         """How far a sequence is."""
@@ -357,7 +359,8 @@ class ControlPlane:
 
     def describe_pool(self, pool_id: str) -> PoolInfo:
         """A pool, ready or not. Raises PoolNotFoundError."""
-        return self._pool(pool_id).info()
+        pool = self._pool(pool_id)
+        return pool.info(sum(len(session.sequences) for session in self._sessions_of(pool)))
 
     def list_pools(self) -> list[str]:
         """Ids of the pools that have registered, in order."""
@@ -366,9 +369,9 @@ class ControlPlane:
     def check_integrity(self) -> None:
         """Raise AssertionError saying what is wrong, if anything is."""
         for pool in self._pools.values():
-            integrity.check_pool(pool)
-        open_sessions = {i: s for pool in self._pools.values() for i, s in pool.sessions.items()}
-        assert open_sessions == self._sessions, "pools and the core differ in what is open"
+            integrity.check_pool(pool, self._sessions_of(pool))
+        open_ids = [i for pool in self._pools.values() for i in pool.session_ids]
+        assert sorted(open_ids) == sorted(self._sessions), "pools and the core differ in sessions"
 
     # What the above share
 
@@ -395,15 +398,18 @@ class ControlPlane:
         session.expires_at_s = self._clock() + self._config.lease_s
         return session
 
+    def _sessions_of(self, pool: Pool) -> list[Session]:
+        return [self._sessions[i] for i in pool.session_ids]
+
     def _end(self, session: Session, reason: type[KvplaneError]) -> None:
-        session.pool.end(session)
+        session.end()
         del self._sessions[session.id]
         self._ended.add(session, reason)
 
     def _restart_shard(self, pool: Pool, hello: Hello) -> None:
         """Another process, or one that knows nothing of us, takes the shard's place."""
         recovery.check_same_pool(pool, hello)
-        for session in list(pool.sessions.values()):
+        for session in self._sessions_of(pool):
             self._end(session, StaleEpochError)
         recovery.restart(pool, hello, self._new_key)
 

@@ -30,7 +30,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockRef:
-    """One block as it was when it was handed out."""
+    """One block as it was when it was allocated."""
 
     tier: Tier
     index: int
@@ -195,7 +195,11 @@ class OperationResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """free + cached + held + limbo + reserved == num_blocks."""
+    """How many blocks are in each state: free + cached + held + limbo + reserved == num_blocks.
+
+    Reserved is no state of a block: so many of those free are kept for what sessions are
+    guaranteed, and not counted as free here.
+    """
 
     tier: Tier
     num_blocks: int
@@ -236,7 +240,7 @@ class PoolCounters:
 
 @dataclass(frozen=True, slots=True)
 class SetBlocks:
-    """Set table entries from ``first_block`` on; ``fresh[i]``: handed out by this plan."""
+    """Set table entries from ``first_block`` on; ``fresh[i]``: allocated by this plan."""
 
     sequence_id: int
     first_block: int

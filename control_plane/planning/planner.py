@@ -1,9 +1,9 @@
 """From a step's operations to one plan: table changes, transfers, rows.
 
-Each operation looks before it leaps: everything that can fail is checked, and the blocks it needs
-are counted, before its first change. So an operation that fails has changed nothing.
+Check, count, then change: everything of an operation that can fail is checked, and the blocks it
+needs are counted, before its first change. So an operation that fails has changed nothing.
 
-    operation ──checks──► counts blocks ──room?──► takes, shares, drops ──► changes, transfers, rows
+    operation ──checks──► counts blocks ──room?──► blocks change ──► changes, transfers, rows
                   │                        │
                   └─ FAILED (typed error)  └─ LATER, NEVER (shortage)
 """
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from control_plane.blocks.block_store import BlockTier
-from control_plane.blocks.prefix_index import Entry
+from control_plane.blocks.block_store import BlockStore
 from control_plane.planning import checks
 from control_plane.planning.model import (
     Admit,
@@ -43,6 +42,7 @@ from control_plane.planning.model import (
     Tier,
     Transfer,
 )
+from control_plane.planning.publish import expect_publication, publish, root_of
 from control_plane.planning.sequence import Sequence
 from control_plane.planning.session import PlanRecord, Session
 from kvplane.errors import (
@@ -93,11 +93,11 @@ class Planner:
         self._transfers: list[Transfer] = []
         self._rows: dict[int, Row] = {}
         self._touched: list[Sequence] = []
-        self._pins: list[tuple[BlockTier, int]] = []
-        # Destinations of this step's transfers. They are not handed out twice in one plan.
+        self._pins: list[tuple[BlockStore, int]] = []
+        # Destinations of this step's transfers. They are not allocated twice in one plan.
         self._destinations: set[tuple[Tier, int]] = set()
-        self._kept: list[tuple[BlockTier, int]] = []
-        # Handed out by this step.
+        self._kept: list[tuple[BlockStore, int]] = []
+        # Allocated by this step.
         self._fresh: dict[Tier, set[int]] = {tier: set() for tier in Tier}
 
     def run(self, index: int, operation: Operation) -> OperationResult:
@@ -167,27 +167,28 @@ class Planner:
         num_blocks = checks.div_ceil(num_tokens, pool.block_size)
         need = max(num_blocks, checks.div_ceil(operation.max_total_tokens, pool.block_size))
         self._require_fits(need)
-        hits: list[Entry] = []
+        hits: list[int] = []
         if not operation.skip_prefix_lookup:
-            hits = pool.index.match(session.tenant, operation.token_ids)
+            hits = pool.device.index.match(root_of(session.tenant), operation.token_ids)
         hits, copies_last = self._require_room_to_admit(need, num_blocks, num_tokens, hits)
 
         num_cached = min(len(hits) * pool.block_size, num_tokens - 1)
         sequence = Sequence(operation.sequence_id, operation.token_ids, need)
         sequence.num_cached = sequence.num_written = sequence.num_scheduled = num_cached
         sequence.num_published = len(hits)
-        sequence.chain = hits[-1] if hits else None
-        shared = [entry.block for entry in (hits[:-1] if copies_last else hits)]
+        if hits:
+            sequence.chain = (hits[-1], pool.device.generation[hits[-1]])
+        shared = hits[:-1] if copies_last else hits
         session.add(sequence)
-        session.share(Tier.DEVICE, [entry.block for entry in hits])
-        fresh = self._take(Tier.DEVICE, num_blocks - len(shared))
+        session.share(Tier.DEVICE, hits)
+        fresh = self._allocate(Tier.DEVICE, num_blocks - len(shared))
         sequence.table = shared + fresh
         if copies_last:
             # The whole prompt is cached. Its last token is computed again, and what it writes is
             # never a published block.
-            self._transfer(Tier.DEVICE, hits[-1].block, Tier.DEVICE, fresh[0])
+            self._transfer(Tier.DEVICE, hits[-1], Tier.DEVICE, fresh[0])
             pool.counters.num_copies_on_write += 1
-            self._drop(Tier.DEVICE, [hits[-1].block])
+            self._release(Tier.DEVICE, [hits[-1]])
         self._set(sequence, 0, (False,) * len(shared) + (True,) * len(fresh))
         num_compute = num_tokens - num_cached
         if operation.num_compute_tokens is not None:
@@ -232,7 +233,7 @@ class Planner:
         for i in unwritable:
             self._copy_on_write(sequence, i, first)
         if num_grown > 0:
-            table += self._take(Tier.DEVICE, num_grown)
+            table += self._allocate(Tier.DEVICE, num_grown)
             self._set(sequence, len(table) - num_grown, (True,) * num_grown)
         self._row(sequence, num_slots)
         return AppendResult(first, len(table))
@@ -256,8 +257,11 @@ class Planner:
     def _free(self, operation: Free) -> FreeResult:
         sequence = self._session.sequence(operation.sequence_id, field="sequence_id")
         self._check_idle(sequence, "sequence_id")
-        num_released = self._drop(sequence.tier, sequence.table)
-        sequence.table = []
+        # Tokens may have become known since the last receipt.
+        self._pool.announce(self._session.tenant, publish(self._session, sequence))
+        num_released = self._release(sequence.tier, sequence.table)
+        if not expect_publication(self._session, sequence):
+            sequence.table = []
         self._session.remove(sequence)
         if sequence.resident:
             self._changes.append(DropTable(sequence.id))
@@ -298,21 +302,21 @@ class Planner:
     def _move(
         self, sequences: list[Sequence], blocks: list[int], source: Tier, destination: Tier
     ) -> None:
-        """Copy ``blocks`` to the other tier, and let the sequences' tables name the copies."""
+        """Copy ``blocks`` to the other tier, and let the sequences' tables refer to the copies."""
         session = self._session
-        copies = dict(zip(blocks, self._take(destination, len(blocks)), strict=True))
+        copies = dict(zip(blocks, self._allocate(destination, len(blocks)), strict=True))
         for block, copy in copies.items():
             self._transfer(source, block, destination, copy)
-        named: set[int] = set()
+        used: set[int] = set()
         for sequence in sequences:
             table = [copies[block] for block in sequence.table]
-            session.share(destination, [copy for copy in table if copy in named])
-            fresh = tuple(copy not in named for copy in table)
-            named.update(table)
-            self._drop(source, sequence.table)
+            session.share(destination, [copy for copy in table if copy in used])
+            fresh = tuple(copy not in used for copy in table)
+            used.update(table)
+            self._release(source, sequence.table)
             sequence.table, sequence.tier = table, destination
             sequence.moved_by = self._number
-            sequence.num_published, sequence.chain = 0, None
+            sequence.unpublish()
             self._touched.append(sequence)
             if table:
                 self._set(sequence, 0, fresh, replace=True)
@@ -337,26 +341,26 @@ class Planner:
 
     def _require_room(self, tier: Tier, num_blocks: int) -> None:
         """LATER when the session can not have so many blocks now."""
-        if num_blocks > self._pool.num_available(self._session, tier):
+        if num_blocks > self._pool.num_available(self._session.id, tier):
             raise self._no_room(Status.LATER, tier, num_blocks)
 
     def _require_room_to_admit(
-        self, need: int, num_blocks: int, num_tokens: int, hits: list[Entry]
-    ) -> tuple[list[Entry], bool]:
+        self, need: int, num_blocks: int, num_tokens: int, hits: list[int]
+    ) -> tuple[list[int], bool]:
         """LATER when there is no room. Else the hits to use, and whether the last is copied.
 
         When all tokens are cached, the last one is still computed, into a copy of its block. Where
         there is no room for original and copy, that block is computed anew instead.
         """
         session, pool = self._session, self._pool
-        guarantee = max(session.guarantee, need)
-        if pool.num_guaranteed - session.guarantee + guarantee > pool.device.num_blocks:
+        num_guaranteed = pool.reservations.num_guaranteed_with(session.id, need)
+        if num_guaranteed > pool.device.num_blocks:
             raise self._no_room(Status.LATER, Tier.DEVICE, need)
-        num_available = pool.num_available(session, Tier.DEVICE) - pool.num_watermark_blocks()
+        num_available = pool.num_available(session.id, Tier.DEVICE) - pool.num_watermark_blocks()
         copies_last = len(hits) * pool.block_size == num_tokens
         while True:
             num_needed = num_blocks - len(hits) + copies_last
-            num_needed += pool.device.num_obtainable_of([hit.block for hit in hits], session.id)
+            num_needed += pool.device.num_obtainable_of(hits, session.id)
             if num_needed <= num_available:
                 return hits, copies_last
             if not copies_last:
@@ -368,38 +372,38 @@ class Planner:
     def _no_room(
         self, status: Status, tier: Tier, num_needed: int, num_left_free: int = 0
     ) -> NoRoom:
-        num_available = self._pool.num_available(self._session, tier) - num_left_free
+        num_available = self._pool.num_available(self._session.id, tier) - num_left_free
         num_pending = self._pool.tiers[tier].num_pending(self._session.id)
         return NoRoom(status, Shortage(tier, num_needed, max(0, num_available), num_pending))
 
     # Changes, none of which fails
 
-    def _take(self, tier: Tier, num_blocks: int) -> list[int]:
-        blocks = self._session.take(tier, num_blocks)
+    def _allocate(self, tier: Tier, num_blocks: int) -> list[int]:
+        blocks = self._session.allocate(tier, num_blocks)
         self._fresh[tier].update(blocks)
         return blocks
 
-    def _drop(self, tier: Tier, table: list[int]) -> int:
-        """A table of the session goes; returns how many blocks no table names now."""
-        blocks = self._pool.tiers[tier]
+    def _release(self, tier: Tier, table: list[int]) -> int:
+        """A table less refers to these; returns how many blocks no table refers to now."""
+        store = self._pool.tiers[tier]
         for block in table if self._destinations else ():
-            if (tier, block) in self._destinations and blocks.tables[block] == 1:
-                # A later operation of this step must not have it: two transfers of one plan
-                # would write two lives of one block.
-                blocks.pin(block)
-                self._kept.append((blocks, block))
-        return self._session.drop(tier, table[::-1], self._number)
+            if (tier, block) in self._destinations and store.ref_count[block] == 1:
+                # A later operation of this step must not allocate it: two transfers of one plan
+                # would write two generations of one block.
+                store.pin(block)
+                self._kept.append((store, block))
+        return self._session.release(tier, table[::-1], self._number)
 
     def _copy_on_write(self, sequence: Sequence, index: int, first_position: int) -> None:
         """Put a block of its own at ``index``, with what stands before ``first_position``."""
         old = sequence.table[index]
-        new = self._take(Tier.DEVICE, 1)[0]
+        new = self._allocate(Tier.DEVICE, 1)[0]
         if index * self._pool.block_size < first_position:
             self._transfer(Tier.DEVICE, old, Tier.DEVICE, new)
             self._pool.counters.num_copies_on_write += 1
         sequence.table[index] = new
         self._set(sequence, index, (True,))
-        self._drop(Tier.DEVICE, [old])
+        self._release(Tier.DEVICE, [old])
 
     def _transfer(self, source: Tier, block: int, destination: Tier, copy: int) -> None:
         """Copy a block; it is pinned until the plan has run, so that the plan can run again."""
@@ -408,15 +412,14 @@ class Planner:
         self._pins.append((source_tier, block))
         self._destinations.add((destination, copy))
         self._transfers.append(
-            Transfer(source_tier.ref(block), self._pool.tiers[destination].ref(copy))
+            Transfer(self._pool.ref(source, block), self._pool.ref(destination, copy))
         )
 
     def _set(
         self, sequence: Sequence, first: int, fresh: tuple[bool, ...], *, replace: bool = False
     ) -> None:
         """Tell the data plane of the table entries from ``first`` on, as many as ``fresh`` has."""
-        tier = self._pool.tiers[sequence.tier]
-        blocks = tier.refs(sequence.table[first : first + len(fresh)])
+        blocks = self._pool.refs(sequence.tier, sequence.table[first : first + len(fresh)])
         self._changes.append(SetBlocks(sequence.id, first, blocks, fresh, replace))
         sequence.resident = True
 
@@ -435,15 +438,14 @@ class Planner:
     def _whole_tables(self) -> tuple[list[TableChange], list[Transfer]]:
         """All tables as they are now, and the transfers that fill blocks of theirs.
 
-        A block that was only a halfway house of this step stands in no table, so the data plane
-        never hears of it: what it passed on is read from where it came.
+        A block that a later operation of this step moved on from is in no table, so the data plane
+        never learns of it: what was copied from there is read from where it came.
         """
         session = self._session
         changes: list[TableChange] = []
         named: set[BlockRef] = set()
         for sequence in session.sequences.values():
-            tier = self._pool.tiers[sequence.tier]
-            refs = tier.refs(list(sequence.table))
+            refs = self._pool.refs(sequence.tier, list(sequence.table))
             fresh = tuple(ref.index in self._fresh[ref.tier] and ref not in named for ref in refs)
             named.update(refs)
             sequence.resident = bool(refs)

@@ -1,22 +1,25 @@
-"""One pool: its shards, its two tiers of blocks, its prefix index, the sessions that lease from it.
+"""One pool: its shards, its two tiers of blocks, what its sessions are guaranteed.
 
-    register ──► report ──► (all shards reported, old sessions quit everywhere) ──► built ──► ready
-       ▲                                                                             │ while all
-       └──────────────── a shard registers with a new epoch ◄────────────────────────┘ are connected
+    register ──► report ──► (all shards reported, old sessions fenced) ──► built ──► ready
+       ▲                                                                     │ while all are
+       └──────────────── a shard registers with a new epoch ◄────────────────┘ connected
 
-Invariants: ``num_guaranteed`` and ``num_promised`` are the sums over sessions of ``guarantee`` and
-``shortfall``; a session that ended is in ``fenced`` until every shard has quit it.
+Invariant: a session that ended is in ``fenced`` until every shard has fenced it. Sessions build on
+pools, so a pool knows their ids alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from control_plane.blocks.block_store import CACHED, ENDED, FREE, LIMBO, BlockTier
-from control_plane.blocks.prefix_index import Entry, PrefixIndex, parent_hash
+from control_plane.blocks.block_store import CACHED, FREE, RETIRED, BlockStore
+from control_plane.blocks.reservations import Reservations
 from control_plane.planning.model import (
+    BlockRef,
+    Blocks,
     Fence,
     Hello,
     Outgoing,
@@ -29,8 +32,6 @@ from control_plane.planning.model import (
     Tier,
     TierUsage,
 )
-from control_plane.planning.publish import Published
-from control_plane.planning.session import Session
 
 # Publications in one message: at most 256 tokens of 4 bytes each, far below the message limit.
 _MAX_PUBLICATIONS: Final = 1024
@@ -62,18 +63,17 @@ class Pool:
         self.layout = hello.layout
         self.num_shards = hello.shard.num_shards
         self.shards: dict[int, ShardState] = {}
-        self.sessions: dict[int, Session] = {}
-        self.fenced: dict[int, set[int]] = {}  # ended session -> shards that have not quit it
+        self.session_ids: set[int] = set()  # open ones
+        self.fenced: dict[int, set[int]] = {}  # ended session -> shards that have not fenced it
         self.counters = PoolCounters()
-        self.num_guaranteed = 0
-        self.num_promised = 0
+        self.reservations = Reservations()
         self.built = False
-        self.index = PrefixIndex(self.layout.block_size_tokens)
-        self.tiers: dict[Tier, BlockTier] = {}
-        # Generations outlive a rebuild: a shard that went on must not see one again.
+        # Generations outlive a rebuild, also those of blocks that a smaller shard took away: a
+        # shard that went on must not see one again.
         self.generations: dict[Tier, list[int]] = {Tier.DEVICE: [], Tier.HOST: []}
         self._watermark = watermark
-        self.set_tiers(PrefixIndex(self.layout.block_size_tokens), self.generations)
+        self.tiers: dict[Tier, BlockStore] = {}
+        self.set_tiers(dict.fromkeys(Tier, 0))
 
     @property
     def block_size(self) -> int:
@@ -81,7 +81,7 @@ class Pool:
         return self.layout.block_size_tokens
 
     @property
-    def host(self) -> BlockTier:
+    def host(self) -> BlockStore:
         """The tier that sequences are swapped out to."""
         return self.tiers[Tier.HOST]
 
@@ -95,52 +95,59 @@ class Pool:
         """The shards' epochs, by shard index."""
         return tuple(self.shards[i].hello.epoch for i in range(self.num_shards))
 
-    def set_tiers(self, index: PrefixIndex, generations: dict[Tier, list[int]]) -> None:
-        """Start over with these blocks, all of them free, and what ``index`` will find."""
-        self.index = index
-        self.generations = generations
+    def set_tiers(self, num_blocks: dict[Tier, int]) -> None:
+        """Start over with so many blocks, all of them free, of the generations known."""
+        for store in self.tiers.values():
+            self.counters.num_evictions += store.num_evictions
+        for tier, num in num_blocks.items():
+            generations = self.generations[tier]
+            generations += [0] * (num - len(generations))
         self.tiers = {
-            tier: BlockTier(tier, generations[tier], index, self.counters) for tier in Tier
+            tier: BlockStore(num_blocks[tier], self.block_size, self.generations[tier])
+            for tier in Tier
         }
         self.device = self.tiers[Tier.DEVICE]  # the tier that attention reads
 
+    # Blocks as they travel
+
+    def ref(self, tier: Tier, block: int) -> BlockRef:
+        """The block with its generation."""
+        return BlockRef(tier, block, self.tiers[tier].generation[block])
+
+    def refs(self, tier: Tier, blocks: Sequence[int]) -> Blocks:
+        """The blocks with their generations, in columns."""
+        return Blocks(tier, blocks, self.tiers[tier].generations(blocks))
+
     # Room
 
-    def num_available(self, session: Session, tier: Tier) -> int:
-        """Blocks that the session may take now, what others are promised left aside."""
-        num_obtainable = self.tiers[tier].num_obtainable(session.id)
+    def num_available(self, session_id: int, tier: Tier) -> int:
+        """Blocks that the session may allocate now, what others are guaranteed left aside."""
+        num_obtainable = self.tiers[tier].num_obtainable(session_id)
         if tier is Tier.DEVICE:
-            num_obtainable -= self.num_promised - session.shortfall
+            num_obtainable -= self.reservations.num_reserved_for_others(session_id)
         return num_obtainable
 
     def num_watermark_blocks(self) -> int:
         """Device blocks that admissions leave free while anything is held."""
         return int(self._watermark * self.device.num_blocks) if self.device.num_held() else 0
 
-    # Ends of sessions
+    # Sessions
 
-    def end(self, session: Session) -> None:
-        """All the session's tables go. Its blocks stay in limbo until every shard has quit it."""
-        for sequence in list(session.sequences.values()):
-            session.drop(sequence.tier, sequence.table[::-1], ENDED)
-            sequence.table = []
-            session.remove(sequence)
-        for record in session.plans.values():
-            self.unpin(record.pins, session.id, ENDED)
-        session.plans.clear()
-        del self.sessions[session.id]
-        self.fenced[session.id] = set(self.shards)
+    def open(self, session_id: int) -> None:
+        """A session leases from the pool."""
+        self.session_ids.add(session_id)
+        self.reservations.open(session_id)
+
+    def end(self, session_id: int) -> None:
+        """The session, which released all it held, ended: every shard must fence it."""
+        self.session_ids.remove(session_id)
+        self.reservations.close(session_id)
+        self.fenced[session_id] = set(self.shards)
         for shard in self.shards.values():
             if shard.connected:
-                shard.outgoing.append(Fence(session.id))
+                shard.outgoing.append(Fence(session_id))
 
-    def unpin(self, pins: list[tuple[BlockTier, int]], session_id: int, plan: int) -> None:
-        """Transfers that read these blocks are given up, but may run until ``plan`` has."""
-        for tier, block in reversed(pins):
-            tier.fence([block], session_id, plan)
-            tier.unpin([block])
-
-    def quit(self, session_id: int, shard_index: int) -> None:
+    def fence_done(self, session_id: int, shard_index: int) -> None:
         """The shard will never again run a plan of the ended session."""
         waiting = self.fenced.get(session_id)
         if waiting is None:
@@ -149,15 +156,16 @@ class Pool:
         if not waiting:
             del self.fenced[session_id]
             for tier in self.tiers.values():
-                tier.lift(session_id, ENDED)
+                tier.session_fenced(session_id)
 
     # Publications
 
-    def announce(self, published: list[Published]) -> None:
+    def announce(self, tenant: str, blocks: list[int]) -> None:
         """Queue publications for every connected shard; others hear of all on coming back."""
-        if not published:
+        if not blocks:
             return
-        messages = self._publications(published)
+        self.counters.num_publications += len(blocks)
+        messages = self._publications(tenant, blocks)
         for shard in self.shards.values():
             if shard.connected:
                 shard.outgoing.extend(messages)
@@ -169,58 +177,65 @@ class Pool:
         for session_id, waiting in self.fenced.items():
             if shard_index in waiting:
                 shard.outgoing.append(Fence(session_id))
-        by_tenant: dict[str, list[Entry]] = {}
-        for tenant, entry in self.index.published():
-            by_tenant.setdefault(tenant, []).append(entry)
-        shard.outgoing.extend(self._publications(list(by_tenant.items())))
+        by_root: dict[bytes, list[int]] = {}
+        for root, block in self.device.index.published():
+            by_root.setdefault(root, []).append(block)
+        for root, blocks in by_root.items():
+            shard.outgoing.extend(self._publications(root.decode(), blocks))
 
-    def _publications(self, published: list[Published]) -> list[PublishBlocks]:
-        by_tenant: dict[str, list[Entry]] = {}
-        for tenant, entries in published:
-            by_tenant.setdefault(tenant, []).extend(entries)
+    def _publications(self, tenant: str, blocks: list[int]) -> list[PublishBlocks]:
         return [
-            PublishBlocks(self._columns(tenant, entries[i : i + _MAX_PUBLICATIONS]))
-            for tenant, entries in by_tenant.items()
-            for i in range(0, len(entries), _MAX_PUBLICATIONS)
+            PublishBlocks(self._columns(tenant, blocks[i : i + _MAX_PUBLICATIONS]))
+            for i in range(0, len(blocks), _MAX_PUBLICATIONS)
         ]
 
-    def _columns(self, tenant: str, entries: list[Entry]) -> Publications:
+    def _columns(self, tenant: str, blocks: list[int]) -> Publications:
+        index = self.device.index
         return Publications(
             tenant=tenant,
-            blocks=self.device.refs([entry.block for entry in entries]),
-            parent_hashes=[parent_hash(entry) for entry in entries],
-            hashes=[entry.hash for entry in entries],
-            token_ids=[entry.tokens for entry in entries],
+            blocks=self.refs(Tier.DEVICE, blocks),
+            parent_hashes=index.parent_hashes(blocks),
+            hashes=index.hashes(blocks),
+            token_ids=index.token_ids(blocks),
         )
 
     # What it tells
 
     def usage(self) -> tuple[TierUsage, ...]:
         """How the blocks of each tier are used."""
-        return tuple(self._tier_usage(self.tiers[tier]) for tier in Tier)
+        return tuple(map(self._usage, Tier))
 
-    def info(self) -> PoolInfo:
-        """What DescribePool answers with."""
+    def info(self, num_sequences: int) -> PoolInfo:
+        """What DescribePool answers with, for a pool with so many live sequences."""
+        counters = replace(self.counters)
+        for tier in self.tiers.values():
+            counters.num_evictions += tier.num_evictions
         return PoolInfo(
             pool_id=self.id,
             layout=self.layout,
-            shards=tuple(self.shards[i].info() for i in sorted(self.shards)),
+            shards=self.shard_infos(),
             ready=self.ready,
             usage=self.usage(),
-            num_sessions=len(self.sessions),
-            num_sequences=sum(len(session.sequences) for session in self.sessions.values()),
-            counters=replace(self.counters),
+            num_sessions=len(self.session_ids),
+            num_sequences=num_sequences,
+            counters=counters,
         )
 
-    def _tier_usage(self, tier: BlockTier) -> TierUsage:
-        num_free = tier.num_in[FREE]
-        num_reserved = min(num_free, self.num_promised) if tier.tier is Tier.DEVICE else 0
+    def shard_infos(self) -> tuple[ShardInfo, ...]:
+        """What is told of each shard, by shard index."""
+        return tuple(self.shards[i].info() for i in sorted(self.shards))
+
+    def _usage(self, tier: Tier) -> TierUsage:
+        store = self.tiers[tier]
+        num_free = store.num_in[FREE]
+        # No state of a block: so many of those free are kept for what sessions are guaranteed.
+        num_reserved = min(num_free, self.reservations.num_reserved) if tier is Tier.DEVICE else 0
         return TierUsage(
-            tier=tier.tier,
-            num_blocks=tier.num_blocks,
+            tier=tier,
+            num_blocks=store.num_blocks,
             num_free_blocks=num_free - num_reserved,
-            num_cached_blocks=tier.num_in[CACHED],
-            num_held_blocks=tier.num_held(),
-            num_limbo_blocks=tier.num_in[LIMBO],
+            num_cached_blocks=store.num_in[CACHED],
+            num_held_blocks=store.num_held(),
+            num_limbo_blocks=store.num_in[RETIRED],
             num_reserved_blocks=num_reserved,
         )

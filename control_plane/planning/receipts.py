@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from control_plane.planning import checks
 from control_plane.planning.model import LateTokens, Receipt
-from control_plane.planning.publish import Published, publish
+from control_plane.planning.publish import publish
 from control_plane.planning.session import Session
 from kvplane.errors import (
     BadSignatureError,
@@ -41,7 +41,7 @@ def validate_receipts(session: Session, receipts: Sequence[Receipt], incarnation
             raise BadSignatureError("is of no plan made", field=f"{at}.plan_number")
         record = session.plans.get(receipt.plan_number)
         if record is None:
-            continue  # receipted or given up before
+            continue  # receipted or aborted before
         if receipt.plan_digest != record.digest:
             raise BadSignatureError("is of another plan", field=f"{at}.plan_digest")
         highest[receipt.shard_index] = max(highest[receipt.shard_index], receipt.plan_number)
@@ -55,21 +55,21 @@ def apply_receipts(session: Session, highest: list[int]) -> None:
     if done <= session.done:
         return
     session.done = done
-    published: list[Published] = []
+    published: list[int] = []
     finished = [session.plans.pop(n) for n in list(session.plans) if n <= done]
     live = session.sequences
     block_size = session.pool.block_size
     for record in finished:
         for sequence in record.touched:
-            if live.get(sequence.id) is sequence:
+            if live.get(sequence.id) is sequence or sequence.generations is not None:
                 sequence.written_up_to(done)
                 if sequence.num_complete(block_size) > sequence.num_published:
                     published += publish(session, sequence)
-    session.pool.announce(published)
-    for tier in session.pool.tiers.values():
-        tier.lift(session.id, done)
+    session.pool.announce(session.tenant, published)
+    for store in session.pool.tiers.values():
+        store.plans_finished(session.id, done)
         for record in finished:
-            tier.unpin([block for owner, block in reversed(record.pins) if owner is tier])
+            store.unpin([block for owner, block in reversed(record.pins) if owner is store])
 
 
 def num_in_flight(session: Session, highest: list[int]) -> int:
@@ -106,10 +106,10 @@ def validate_late_tokens(session: Session, late_tokens: Sequence[LateTokens]) ->
 
 def apply_late_tokens(session: Session, late_tokens: Sequence[LateTokens]) -> None:
     """Let the tokens be known; those known before are passed over."""
-    published: list[Published] = []
+    published: list[int] = []
     for late in late_tokens:
         sequence = session.sequences[late.sequence_id]
         num_repeated = sequence.num_tokens - late.first_position
         sequence.tokens += late.token_ids[num_repeated * 4 :]
         published += publish(session, sequence)
-    session.pool.announce(published)
+    session.pool.announce(session.tenant, published)

@@ -1,8 +1,9 @@
 """How a pool comes to life: shards register, report what they hold, and the index is rebuilt.
 
-Names are soft state: whoever holds the bytes holds their names too. A new control plane learns from
-reports which block holds which prefix; a block is believed only if all shards say the same of it,
-if its hash follows from its tokens, and if its parents are there.
+Metadata is soft state: whoever holds the memory holds its metadata too. A new control plane learns
+from reports which block holds which prefix; a block is believed only if all shards say the same of
+it, if its hash follows from its tokens, and if its parents are there. Where several blocks have the
+hash that it names as its parent's, it is not known which of them is meant, and it is left out.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Final
 
-from control_plane.blocks.block_store import BlockTier
-from control_plane.blocks.prefix_index import NO_BLOCK, Entry, PrefixIndex, chained_hash
+from control_plane.blocks.block_store import BlockStore
+from control_plane.blocks.prefix_index import NO_BLOCK, chained_hash, root_hash
 from control_plane.planning.checks import MAX_REPORTED
 from control_plane.planning.model import Hello, Publication, ReportedBlock, Tier
 from control_plane.planning.pool import Pool, ShardState
+from control_plane.planning.publish import root_of
 from kvplane.errors import InvalidRequestError, LayoutMismatchError
 
 MAX_BLOCKS: Final = 2**24
@@ -73,10 +75,10 @@ def check_same_pool(pool: Pool, hello: Hello) -> None:
 
 
 def restart(pool: Pool, hello: Hello, new_key: Callable[[], bytes]) -> None:
-    """Begin the pool's next life, all sessions of the last one ended.
+    """Start the pool over, all its sessions ended.
 
-    Shards that go on keep their key, and must quit those sessions first. If the pool's shape has
-    changed, or no other shard is there, nothing of the last life goes on but the generations.
+    Shards that go on keep their key, and must fence those sessions first. If the pool's shape has
+    changed, or no other shard is there, nothing goes on but the generations.
     """
     changed = (hello.shard.num_shards, hello.layout) != (pool.num_shards, pool.layout)
     if changed or pool.num_shards == 1:
@@ -85,9 +87,9 @@ def restart(pool: Pool, hello: Hello, new_key: Callable[[], bytes]) -> None:
         pool.fenced.clear()
         pool.key = new_key()
     for session_id in list(pool.fenced):
-        pool.quit(session_id, hello.shard.index)
+        pool.fence_done(session_id, hello.shard.index)
     pool.built = False
-    pool.set_tiers(PrefixIndex(pool.block_size), pool.generations)
+    pool.set_tiers(dict.fromkeys(Tier, 0))
 
 
 def _others_connected(pool: Pool, hello: Hello) -> bool:
@@ -115,7 +117,7 @@ def accept_report(
 
 
 def build_if_complete(pool: Pool) -> None:
-    """Rebuild the pool once all shards have reported and quit the sessions of its last life."""
+    """Rebuild the pool once all shards have reported and fenced the sessions that ended."""
     shards = pool.shards.values()
     if pool.built or pool.fenced or len(shards) < pool.num_shards:
         return
@@ -125,29 +127,25 @@ def build_if_complete(pool: Pool) -> None:
         Tier.DEVICE: min(shard.hello.num_device_blocks for shard in shards),
         Tier.HOST: min(shard.hello.num_host_blocks for shard in shards),
     }
-    generations = {tier: _generations(pool, tier, size) for tier, size in sizes.items()}
-    index = PrefixIndex(pool.block_size)
+    for reported in chain.from_iterable(shard.report.values() for shard in shards):
+        _learn_generation(pool.generations[reported.block.tier], reported)
     publications = _agreed_publications(pool, sizes[Tier.DEVICE])
-    pool.set_tiers(index, generations)
-    _restore(pool.device, index, publications, pool.block_size)
+    pool.set_tiers(sizes)
+    _restore(pool.device, publications, pool.block_size)
     for shard in shards:
         shard.report.clear()
     pool.built = True
 
 
-def _generations(pool: Pool, tier: Tier, size: int) -> list[int]:
-    """The highest life of each block that any shard, or the pool's last life, knows of."""
-    generations = pool.generations[tier][:size]
-    generations += [0] * (size - len(generations))
-    for reported in chain.from_iterable(s.report.values() for s in pool.shards.values()):
-        block = reported.block
-        if block.tier is tier and block.index < size:
-            generations[block.index] = max(generations[block.index], block.generation)
-    return generations
+def _learn_generation(generations: list[int], reported: ReportedBlock) -> None:
+    """Go on from the highest generation of each block that any shard knows of."""
+    block = reported.block
+    generations += [0] * (block.index + 1 - len(generations))
+    generations[block.index] = max(generations[block.index], block.generation)
 
 
 def _agreed_publications(pool: Pool, num_blocks: int) -> list[Publication]:
-    """What every shard reports of the same block in the same life."""
+    """What every shard reports of the same block in the same generation."""
     first, *others = (pool.shards[i].report for i in range(pool.num_shards))
     agreed: list[Publication] = []
     for name, reported in first.items():
@@ -163,32 +161,37 @@ def _agreed_publications(pool: Pool, num_blocks: int) -> list[Publication]:
     return agreed
 
 
-def _restore(
-    tier: BlockTier, index: PrefixIndex, publications: list[Publication], block_size: int
-) -> None:
-    """Fill the index, parents before children; what has no way to its root is left out."""
+def _restore(store: BlockStore, publications: list[Publication], block_size: int) -> None:
+    """Fill the index, parents before children; what has no sure way to its root is left out."""
     children: dict[tuple[str, bytes], list[Publication]] = {}
+    prefixes: dict[tuple[str, bytes], set[tuple[bytes, bytes]]] = {}
     for publication in publications:
         if len(publication.token_ids) == block_size * 4:
-            key = (publication.tenant, publication.parent_hash)
-            children.setdefault(key, []).append(publication)
-    restored: list[tuple[int, Entry]] = []
-    ready: list[tuple[str, Entry]] = []
-    for tenant in {tenant for tenant, parent_hash in children if not parent_hash}:
-        ready.append((tenant, index.root(tenant)))
+            tenant, parent_hash = publication.tenant, publication.parent_hash
+            children.setdefault((tenant, parent_hash), []).append(publication)
+            prefix = (parent_hash, publication.token_ids)
+            prefixes.setdefault((tenant, publication.hash), set()).add(prefix)
+    restored: list[int] = []
+    ready = [
+        (tenant, b"", root_hash(root_of(tenant)), NO_BLOCK)
+        for tenant, parent_hash in children
+        if not parent_hash
+    ]
     while ready:
-        tenant, parent = ready.pop()
-        is_root = parent.parent is None
-        for publication in children.pop((tenant, b"" if is_root else parent.hash), ()):
-            if publication.hash != chained_hash(parent.hash, publication.token_ids):
+        tenant, name, hash_, parent = ready.pop()
+        if len(prefixes.get((tenant, name), ())) > 1:
+            continue  # equal hashes join nothing
+        for publication in children.pop((tenant, name), ()):
+            if publication.hash != chained_hash(hash_, publication.token_ids):
                 continue
-            entry = index.child(parent, publication.token_ids)
-            if entry.block == NO_BLOCK:
-                entry.block = publication.block.index
-                restored.append((publication.block.index, entry))
-                ready.append((tenant, entry))
+            block = publication.block.index
+            root = root_of(tenant)
+            entered, _ = store.index.publish(root, parent, publication.token_ids, [block])
+            if entered:
+                restored.append(block)
+                ready.append((tenant, publication.hash, publication.hash, block))
     # Parents come before children here; in the cache children go first.
-    tier.restore(reversed(restored))
+    store.restore(restored[::-1])
 
 
 def _require(ok: bool, field: str, wanted: str) -> None:

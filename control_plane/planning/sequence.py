@@ -11,7 +11,7 @@ with their plans.
 
 from __future__ import annotations
 
-from control_plane.blocks.prefix_index import Entry
+from control_plane.blocks.prefix_index import NO_BLOCK
 from control_plane.planning.model import SequenceState, Tier
 
 
@@ -20,6 +20,7 @@ class Sequence:
 
     __slots__ = (
         "chain",
+        "generations",
         "id",
         "moved_by",
         "need",
@@ -46,7 +47,9 @@ class Sequence:
         self.pending: list[tuple[int, int]] = []  # (plan, end of what it writes)
         self.moved_by = 0  # the plan whose transfers fill the table
         self.num_published = 0  # leading blocks that the publisher is done with
-        self.chain: Entry | None = None  # the entry of the last of these
+        self.chain = (NO_BLOCK, 0)  # the block that the index has for the last, its generation
+        # Of the table's blocks when the sequence was freed before its last receipts; else None.
+        self.generations: list[int] | None = None
         self.resident = (
             False  # whether the data plane has a table for it, once the last plan has run
         )
@@ -74,7 +77,7 @@ class Sequence:
         )
 
     def fork(self, sequence_id: int) -> Sequence:
-        """A new sequence that names the same blocks; the caller counts them."""
+        """A new sequence that shares the same blocks; the caller counts them."""
         child = Sequence(sequence_id, bytes(self.tokens), self.need)
         child.table = list(self.table)
         child.tier = self.tier
@@ -103,5 +106,8 @@ class Sequence:
         self.num_scheduled = self.num_written
         self.num_cached = min(self.num_cached, self.num_written)
         self.pending.clear()
-        self.num_published = 0
-        self.chain = None
+        self.unpublish()
+
+    def unpublish(self) -> None:
+        """The table holds other blocks now: publishing begins again at its first."""
+        self.num_published, self.chain = 0, (NO_BLOCK, 0)
