@@ -121,6 +121,18 @@ def the_core_of_the_control_plane_knows_no_messages(root: Path) -> list[str]:
     ]
 
 
+def the_blocks_of_the_control_plane_know_nothing_above_them(root: Path) -> list[str]:
+    """They are ints and bytes, for native code to take their place."""
+    return [
+        says(root, path, line, f"imports {name}")
+        for path, tree in modules(root, "control_plane")
+        for line, name in imports(tree)
+        if path.relative_to(root).parts[1] == "blocks"
+        and name.startswith(("control_plane.", "kvplane", "google.", "grpc"))
+        and not name.startswith("control_plane.blocks.")
+    ]
+
+
 def metrics_are_made_in_metrics_files(root: Path) -> list[str]:
     faults = []
     for path, tree in modules(root, *PACKAGES):

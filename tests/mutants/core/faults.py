@@ -12,7 +12,7 @@ import pytest
 
 from control_plane.blocks.block_store import ENDED, BlockStore
 from control_plane.blocks.eviction import LeastRecentlyUsed
-from control_plane.planning import planner, receipts
+from control_plane.planning import planner, publish, receipts
 from control_plane.planning.sequence import Sequence
 
 
@@ -97,5 +97,16 @@ def pins_let_go_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(planner.Planner, "_transfer", transfer)
 
 
+def reused_blocks_published(patch: pytest.MonkeyPatch) -> None:
+    """A freed sequence's blocks are published for it though its session allocated them again."""
+    patch.setattr(publish, "_num_still_there", lambda session, sequence, num: num)
+
+
 QUICK = (copy_on_write_skipped, reference_leaked, retirement_skipped, generation_not_bumped)
-SLOW = (publish_before_receipt, fence_ignored, eviction_head_first, pins_let_go_early)
+SLOW = (
+    publish_before_receipt,
+    fence_ignored,
+    eviction_head_first,
+    pins_let_go_early,
+    reused_blocks_published,
+)
