@@ -10,7 +10,6 @@ import time
 from typing import Final
 
 from control_plane.planning.core import ControlPlane
-from control_plane.server import codec
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.registration_server import Registrar
@@ -32,12 +31,12 @@ class ControlPlaneServer(PlaneServer):
         """Bind, but take no calls yet; see ``start``."""
         incarnation = config.incarnation or time.time_ns()
         self.core = core = ControlPlane(
-            incarnation=incarnation, config=config.core, clock=time.monotonic, seal=codec.seal
+            incarnation=incarnation, config=config.core, clock=time.monotonic
         )
         self.metrics = ControlPlaneMetrics(incarnation)
         self.metrics.watch_pools(
             asyncio.get_running_loop(),
-            lambda: [core.describe_pool(pool_id) for pool_id in core.list_pools()],
+            lambda: {pool_id: core.describe_pool(pool_id) for pool_id in core.list_pools()},
         )
         self._registrar = Registrar(core, heartbeat_s=config.heartbeat_s)
         service = ControlPlaneService(core, self._registrar, self.metrics, package_version())
