@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from kvplane import ops
     from kvplane.control_client import ControlClient
+    from kvplane.data_client import DataClient
     from kvplane.errors import KvplaneError
-    from kvplane.execution import DataClient, Execution, Started
+    from kvplane.execution import Execution, Started
     from kvplane.hf import layout_from_hf
     from kvplane.layout import LayerGroup, Layout
     from kvplane.session import Readmission, Session
+    from kvplane.shard import Shard
     from kvplane.step_numbering import UnclaimedAnswer
     from kvplane.tensor import Tensor
     from kvplane.tls import TlsOptions
@@ -34,6 +36,7 @@ __all__ = [
     "Layout",
     "Readmission",
     "Session",
+    "Shard",
     "Started",
     "Tensor",
     "TlsOptions",
@@ -44,13 +47,14 @@ __all__ = [
 
 _HOMES: Final = {
     "ControlClient": "kvplane.control_client",
-    "DataClient": "kvplane.execution",
+    "DataClient": "kvplane.data_client",
     "Execution": "kvplane.execution",
     "KvplaneError": "kvplane.errors",
     "LayerGroup": "kvplane.layout",
     "Layout": "kvplane.layout",
     "Readmission": "kvplane.session",
     "Session": "kvplane.session",
+    "Shard": "kvplane.shard",
     "Started": "kvplane.execution",
     "Tensor": "kvplane.tensor",
     "TlsOptions": "kvplane.tls",

@@ -160,12 +160,11 @@ class PrefixIndex:
         """The 16-byte chained hash of each block's prefix."""
         return [self._entry(block).hash for block in blocks]
 
-    def parent_hashes(self, blocks: Iterable[int]) -> list[bytes]:
-        """The hash that each block's is chained to; empty for the first block of a prefix."""
+    def parents(self, blocks: Iterable[int]) -> list[int]:
+        """The block of the prefix before each block's; NO_BLOCK for the first block of a prefix."""
         return [
-            parent.hash if parent is not None and parent.parent is not None else b""
+            parent.block if (parent := self._entry(block).parent) is not None else NO_BLOCK
             for block in blocks
-            for parent in (self._entry(block).parent,)
         ]
 
     def token_ids(self, blocks: Iterable[int]) -> list[bytes]:
@@ -179,6 +178,18 @@ class PrefixIndex:
         for root, entry in self.walk():
             if entry.block != NO_BLOCK:
                 yield root, entry.block
+
+    def findable(self) -> Iterator[tuple[bytes, int]]:
+        """(root, block) of what ``match`` can find, parents before children: a published block can
+        not be found while the block of a prefix before it is evicted.
+        """
+        for name, root in self._roots.items():
+            stack = root.children
+            while stack:
+                entry = stack.pop()
+                if entry.block != NO_BLOCK:
+                    yield name, entry.block
+                    stack += entry.children
 
     def walk(self) -> Iterator[tuple[bytes, Entry]]:
         """(root, entry) of every entry but the roots, parents before children."""

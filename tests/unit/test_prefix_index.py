@@ -84,7 +84,7 @@ def test_its_columns_tell_of_each_block_what_it_holds() -> None:
     first = chained_hash(root_hash(b"ann"), block_of(1))
     assert index.token_ids([6, 5]) == [block_of(2), block_of(1)]
     assert index.hashes([5, 6]) == [first, chained_hash(first, block_of(2))]
-    assert index.parent_hashes([5, 6]) == [b"", first]
+    assert index.parents([5, 6]) == [NO_BLOCK, 5]
 
 
 def test_an_evicted_prefix_stays_while_a_descendant_has_a_block() -> None:
