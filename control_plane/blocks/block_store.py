@@ -178,7 +178,7 @@ class BlockStore:
     ) -> tuple[list[int], int]:
         """Let others find ``blocks``, which are not free; see ``PrefixIndex.publish``."""
         entered, last = self.index.publish(root, parent, token_ids, blocks)
-        if RETIRED in map(self.state.__getitem__, entered):
+        if self.num_in[RETIRED] and RETIRED in map(self.state.__getitem__, entered):
             self.keep(entered[::-1])
         return entered, last
 

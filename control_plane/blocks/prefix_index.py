@@ -158,18 +158,18 @@ class PrefixIndex:
 
     def hashes(self, blocks: Iterable[int]) -> list[bytes]:
         """The 16-byte chained hash of each block's prefix."""
-        return [self._entry(block).hash for block in blocks]
+        return [entry.hash for entry in self._held(blocks)]
 
     def parents(self, blocks: Iterable[int]) -> list[int]:
         """The block of the prefix before each block's; NO_BLOCK for the first block of a prefix."""
         return [
-            parent.block if (parent := self._entry(block).parent) is not None else NO_BLOCK
-            for block in blocks
+            parent.block if (parent := entry.parent) is not None else NO_BLOCK
+            for entry in self._held(blocks)
         ]
 
     def token_ids(self, blocks: Iterable[int]) -> list[bytes]:
         """The tokens of each block."""
-        return [self._entry(block).tokens for block in blocks]
+        return [entry.tokens for entry in self._held(blocks)]
 
     # All there is
 
@@ -206,10 +206,12 @@ class PrefixIndex:
             root = self._roots[name] = Entry(None, b"", root_hash(name))
         return root
 
-    def _entry(self, block: int) -> Entry:
-        entry = self.entries[block]
-        assert entry is not None, f"block {block} is not published"
-        return entry
+    def _held(self, blocks: Iterable[int]) -> list[Entry]:
+        """What each block holds."""
+        entries = list(map(self.entries.__getitem__, blocks))
+        held = [entry for entry in entries if entry is not None]
+        assert len(held) == len(entries), "a block is not published"
+        return held
 
 
 def root_hash(root: bytes) -> bytes:
