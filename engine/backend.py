@@ -1,4 +1,4 @@
-"""Where plans are carried out: the one interface between the engine and the bytes."""
+"""Where plans are carried out: the one interface between the engine and keys and values."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DataBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the session; another may be opened. Harmless when called again."""
+        """Forget the session; another may be opened. Harmless when called again."""
         ...
 
     def stop(self) -> None:
@@ -94,7 +94,7 @@ class RemoteBackend:
         self._execution = self._loop.run(client.open(session.grant))
 
     def start(self, plan: pb.SignedPayload) -> Started:
-        """Show the plan to the data plane."""
+        """Present the plan to the data plane."""
         started = self._loop.run(self._open_execution().start(plan))
         return Started(started.num_tokens, started.receipt)
 

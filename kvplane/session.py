@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvplane import ops
 from kvplane.connection import Connection
@@ -36,9 +36,6 @@ from kvplane.step_numbering import Steps, UnclaimedAnswer
 from kvplane.stream import Stream
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1.types_pb2 import SignedPayload
-
-if TYPE_CHECKING:
-    from kvplane.control_client import ControlClient
 
 _LOGGER: Final = logging.getLogger(__name__)
 
@@ -78,7 +75,7 @@ class Session:
 
     def __init__(
         self,
-        client: ControlClient,
+        open_again: Callable[[float], Awaitable[Session]],
         connection: Connection,
         stub: Any,
         request: pb.OpenSessionRequest,
@@ -95,7 +92,7 @@ class Session:
         self.num_host_blocks = response.num_host_blocks
         self.max_plans_in_flight = response.max_plans_in_flight
         self.time_to_live_s = response.time_to_live.ToTimedelta().total_seconds()
-        self._client = client
+        self._open_again = open_again
         self._connection = connection
         self._stub = stub
         self._steps = Steps()
@@ -316,14 +313,7 @@ class Session:
         """A new session like this one, once the pool is ready. This one is left behind."""
         deadline = Deadline.after(timeout_s)
         await self._part()
-        await self._client.wait_ready(self.pool_id, timeout_s)
-        return await self._client.open_session(
-            self.pool_id,
-            self.layout,
-            self.client_name,
-            namespace=self.namespace,
-            timeout_s=deadline.remaining_s,
-        )
+        return await self._open_again(deadline.remaining_s)
 
     async def close(self, *, timeout_s: float | None = None) -> None:
         """Give back all that the session holds. Closing what has ended is no error."""
