@@ -13,13 +13,14 @@ import pytest
 import torch
 from plan_author import LAYOUT, POOL_ID
 
-from data_plane import Executor, Shard
+from data_plane import Executor
 from data_plane.memory import sizing as memory
 from data_plane.server.build import build_executor, layout_from_json
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.errors import InvalidRequestError, NeverFitsError
 from kvplane.layout import LayerGroup
+from kvplane.shard import Shard
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -115,7 +116,6 @@ def test_memory_that_holds_no_block_is_never_enough() -> None:
         ("num_host_blocks", {"num_host_blocks": -1}),
         ("num_threads", {"num_threads": -1}),
         ("pool_id", {"pool_id": ""}),
-        ("fault", {"fault": "nonsense"}),
         ("shard.index", {"shard": Shard(1, 1, 0, 2, 0, 2)}),
         ("shard.num_layers", {"shard": Shard(0, 1, 0, 0, 0, 2)}),
         ("shard.first_layer", {"shard": Shard(0, 1, 5, 2, 0, 2)}),
@@ -160,7 +160,6 @@ def test_tensors_travel_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) 
     [
         (["--num-device-blocks=-1", "--model=m"], "--num-device-blocks"),
         (["--layout=/nowhere.json"], "layout"),
-        (["--fault=nonsense", "--model=m"], "--fault"),
         ([], "model"),
     ],
 )
