@@ -1,7 +1,7 @@
 """A bidirectional stream used for request and answer.
 
-Invariant: what is received answers what was sent last. Whatever might break that (an error, a
-cancelled wait) drops the call, and another must be opened.
+Invariant: what is received answers what was sent last, or is a notice that its caller passes over.
+Whatever might break that (an error, a cancelled wait) drops the call, and another must be opened.
 """
 
 from __future__ import annotations

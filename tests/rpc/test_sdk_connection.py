@@ -1,4 +1,4 @@
-"""A client's connection: leases are renewed, and a plane that is away is waited for, not for ever."""
+"""A client's connection: leases are renewed, and no call waits for ever for a plane that is away."""
 
 from __future__ import annotations
 
