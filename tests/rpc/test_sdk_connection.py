@@ -1,4 +1,4 @@
-"""A client's connection: leases are renewed, and no call waits for ever for a plane that is away."""
+"""A client's connection: leases are renewed, and planes that are away are waited for with limits."""
 
 from __future__ import annotations
 
