@@ -20,7 +20,7 @@ from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 
 _CLIENT_NAME: Final = "kvplane engine"
-_PARTING_S: Final = 2.0
+_CLOSE_TIMEOUT_S: Final = 2.0
 
 
 class ControlLink:
@@ -86,4 +86,4 @@ class ControlLink:
         if session is not None:
             # Failing that, what it held ends with its lease, or has ended with its planes.
             with contextlib.suppress(KvplaneError):
-                self._loop.run(session.close(timeout_s=_PARTING_S))
+                self._loop.run(session.close(timeout_s=_CLOSE_TIMEOUT_S))

@@ -1,4 +1,4 @@
-"""A client's connection: leases are renewed, and planes that are away are waited for with limits."""
+"""A client's connection: leases are renewed, and waits for an absent plane have an end."""
 
 from __future__ import annotations
 
