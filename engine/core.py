@@ -222,7 +222,10 @@ class EngineCore:
         head = self._scheduler.head()
         if head is not None and now_s - self._stalled_since_s > self._recovery_timeout_s:
             self._stalled_since_s = None
-            error = PoolFullError(f"no room in {self._recovery_timeout_s} s")
+            error = PoolFullError(
+                f"the pool had no room for the request in {self._recovery_timeout_s:g} s; make it "
+                "larger, end other sessions, or raise recovery_timeout_s"
+            )
             self._fail(head.request.request_id, error)
         elif self._scheduler.num_idle_steps > 1:
             time.sleep(IDLE_DELAY_S)
