@@ -1,4 +1,4 @@
-"""A client of a data plane, and executions: plans run layer by layer on a stream.
+"""Executions: plans run layer by layer on a stream.
 
 Invariant: a lost connection, or a wait that was cancelled, costs nothing. The plan is shown again
 on a new stream, goes on from where it is, and the layer is sent again; its slots then hold the
@@ -8,187 +8,27 @@ same bytes as before.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from kvplane.attention_options import AttentionOptions
 from kvplane.connection import Connection
 from kvplane.error_codec import from_wire
 from kvplane.errors import InternalError, InvalidRequestError, PlanOutOfOrderError
 from kvplane.protocol import check_chosen, supported
-from kvplane.retry import Deadline, retry_until
+from kvplane.retry import retry_until
 from kvplane.stream import Stream
 from kvplane.tensor import Tensor
-from kvplane.tls import TlsOptions
 from kvplane.v1 import data_pb2 as pb
-from kvplane.v1 import data_pb2_grpc
 from kvplane.v1.types_pb2 import SignedPayload
-
-
-class DataClient:
-    """Calls a data plane at ``target`` ("host:port").
-
-    ``timeout_s``: default deadline of each call. Every call may be repeated, and is while the
-    plane is UNAVAILABLE. Errors raised are those of ``kvplane.errors``: BadSignatureError,
-    StaleError, ConflictError for payloads that do not fit, InvalidRequestError naming the field.
-    """
-
-    def __init__(
-        self, target: str, *, tls: TlsOptions | None = None, timeout_s: float = 10.0
-    ) -> None:
-        self._connection = Connection(target, tls=tls, timeout_s=timeout_s)
-        self._stub = data_pb2_grpc.DataPlaneServiceStub(self._connection.channel)
-
-    async def __aenter__(self) -> DataClient:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def describe(self, *, timeout_s: float | None = None) -> pb.DescribeDataPlaneResponse:
-        """Who is answering."""
-        response: pb.DescribeDataPlaneResponse = await self._connection.call(
-            self._stub.DescribeDataPlane, pb.DescribeDataPlaneRequest(), timeout_s
-        )
-        return response
-
-    async def open(self, grant: SignedPayload, *, timeout_s: float | None = None) -> Execution:
-        """Begin to run plans of the session that ``grant`` is of."""
-        execution = Execution(self._connection, self._stub, grant)
-        await execution.connect(timeout_s=timeout_s)
-        return execution
-
-    async def reshape_and_cache(
-        self,
-        grant: SignedPayload,
-        plan: SignedPayload,
-        layer: int,
-        key: Tensor,
-        value: Tensor,
-        *,
-        timeout_s: float | None = None,
-    ) -> pb.ReshapeAndCacheResponse:
-        """Write one layer's keys and values [num_tokens, num_kv_heads, head_size]."""
-        request = pb.ReshapeAndCacheRequest(
-            grant=grant, plan=plan, layer=layer, key=key.to_proto(), value=value.to_proto()
-        )
-        response: pb.ReshapeAndCacheResponse = await self._connection.call(
-            self._stub.ReshapeAndCache, request, timeout_s
-        )
-        return response
-
-    async def paged_attention(
-        self,
-        grant: SignedPayload,
-        plan: SignedPayload,
-        layer: int,
-        query: Tensor,
-        *,
-        scale: float = 0.0,
-        sliding_window_tokens: int = 0,
-        alibi_slopes: Sequence[float] = (),
-        timeout_s: float | None = None,
-    ) -> pb.PagedAttentionResponse:
-        """Attend from ``query`` [num_tokens, num_heads, head_size] in a layer that was written."""
-        request = pb.PagedAttentionRequest(
-            grant=grant,
-            plan=plan,
-            layer=layer,
-            query=query.to_proto(),
-            options=_options(scale, sliding_window_tokens, alibi_slopes),
-        )
-        response: pb.PagedAttentionResponse = await self._connection.call(
-            self._stub.PagedAttention, request, timeout_s
-        )
-        return response
-
-    async def copy_blocks(
-        self, grant: SignedPayload, plan: SignedPayload, *, timeout_s: float | None = None
-    ) -> pb.CopyBlocksResponse:
-        """Start a plan whose transfers are all copies inside the device tier."""
-        request = pb.CopyBlocksRequest(grant=grant, plan=plan)
-        response: pb.CopyBlocksResponse = await self._connection.call(
-            self._stub.CopyBlocks, request, timeout_s
-        )
-        return response
-
-    async def swap_blocks(
-        self, grant: SignedPayload, plan: SignedPayload, *, timeout_s: float | None = None
-    ) -> pb.SwapBlocksResponse:
-        """Start a plan whose transfers are all swaps between the tiers."""
-        request = pb.SwapBlocksRequest(grant=grant, plan=plan)
-        response: pb.SwapBlocksResponse = await self._connection.call(
-            self._stub.SwapBlocks, request, timeout_s
-        )
-        return response
-
-    async def read_blocks(
-        self,
-        grant: SignedPayload,
-        sequence_id: int,
-        *,
-        first_block: int = 0,
-        num_blocks: int = 1,
-        group: int = 0,
-        timeout_s: float | None = None,
-    ) -> pb.ReadBlocksResponse:
-        """Read table entries [first_block, first_block + num_blocks) of a sequence, all layers."""
-        request = pb.ReadBlocksRequest(
-            grant=grant,
-            sequence_id=sequence_id,
-            first_block=first_block,
-            num_blocks=num_blocks,
-            group=group,
-        )
-        response: pb.ReadBlocksResponse = await self._connection.call(
-            self._stub.ReadBlocks, request, timeout_s
-        )
-        return response
-
-    async def write_blocks(
-        self,
-        grant: SignedPayload,
-        plan: SignedPayload,
-        sequence_id: int,
-        blocks: Tensor,
-        *,
-        first_block: int = 0,
-        group: int = 0,
-        timeout_s: float | None = None,
-    ) -> pb.WriteBlocksResponse:
-        """Write the slots of the plan's row for a sequence, all layers.
-
-        ``blocks``: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of kv_dtype.
-        """
-        request = pb.WriteBlocksRequest(
-            grant=grant,
-            plan=plan,
-            sequence_id=sequence_id,
-            first_block=first_block,
-            blocks=blocks.to_proto(),
-            group=group,
-        )
-        response: pb.WriteBlocksResponse = await self._connection.call(
-            self._stub.WriteBlocks, request, timeout_s
-        )
-        return response
-
-    async def close(self) -> None:
-        """Ends every call and execution."""
-        await self._connection.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
     """A plan was started. ``num_tokens``: first extent of q, k and v.
 
-    ``receipt`` is there when no layer is expected: the plan has no rows, or it had run before.
+    ``receipt`` is there when no layer is expected: the plan has no spans, or it had run before.
     """
 
     plan_number: int
@@ -200,7 +40,7 @@ class Execution:
     """Made by ``DataClient.open``. One call at a time: ``start``, then ``layer`` for each layer.
 
     ``layers``: the layers held, ascending. ``receipt``: that of the plan started last, once it has
-    run.
+    run; a layer sent again after that is answered again and writes nothing.
     """
 
     def __init__(self, connection: Connection, stub: Any, grant: SignedPayload) -> None:
@@ -246,30 +86,27 @@ class Execution:
         key: Tensor,
         value: Tensor,
         *,
-        scale: float = 0.0,
-        sliding_window_tokens: int = 0,
-        alibi_slopes: Sequence[float] = (),
+        options: AttentionOptions = AttentionOptions(),
         timeout_s: float | None = None,
     ) -> Tensor:
         """Write one layer's keys and values, then attend: [num_tokens, num_heads, head_size].
 
         ``query`` [num_tokens, num_heads, head_size]; without it the answer has no elements.
-        ``key``, ``value`` [num_tokens, num_kv_heads, head_size]. ``scale`` 0 means
-        1 / sqrt(head_size), ``sliding_window_tokens`` 0 what the layout says. Safe to repeat.
+        ``key``, ``value`` [num_tokens, num_kv_heads, head_size]. Safe to repeat.
         """
         request = pb.LayerInput(
             layer=index,
             query=None if query is None else query.to_proto(),
             key=key.to_proto(),
             value=value.to_proto(),
-            options=_options(scale, sliding_window_tokens, alibi_slopes),
+            options=options.to_proto(),
         )
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
             if self._plan is None:
                 raise PlanOutOfOrderError("no plan was started")
             plan = self._plan
-            return await retry_until(deadline, lambda: self._layer(plan, request, deadline))
+            return await retry_until(deadline, lambda: self._layer(plan, request))
 
     async def close(self) -> None:
         """End the stream; what was started can be gone on with from another execution."""
@@ -298,38 +135,18 @@ class Execution:
             receipt = (await self._receive("receipt")).receipt
         return Started(started.plan_number, started.num_tokens, receipt)
 
-    async def _layer(
-        self, plan: SignedPayload, request: pb.LayerInput, deadline: Deadline
-    ) -> Tensor:
+    async def _layer(self, plan: SignedPayload, request: pb.LayerInput) -> Tensor:
         if not self._stream.is_open:
-            started = await self._start(plan)
-            if started.receipt is not None:
-                # The plan had run to its end and only the answer was lost.
-                self.receipt = started.receipt
-                return await self._attend(plan, request, deadline)
+            self.receipt = (await self._start(plan)).receipt
         await self._stream.send(pb.ExecuteRequest(layer=request))
         answer = (await self._receive("output")).output
         if answer.layer != request.layer:
             self._stream.drop()
             raise InternalError(f"layer {request.layer} was answered as {answer.layer}")
-        if request.layer == self.layers[-1]:
+        # A plan that has run answers each layer, sent again, with its receipt too.
+        if self.receipt is not None or request.layer == self.layers[-1]:
             self.receipt = (await self._receive("receipt")).receipt
         return _output(answer.output, request)
-
-    async def _attend(
-        self, plan: SignedPayload, request: pb.LayerInput, deadline: Deadline
-    ) -> Tensor:
-        if not request.HasField("query"):
-            return _nothing(request)
-        attend = pb.PagedAttentionRequest(
-            grant=self._grant,
-            plan=plan,
-            layer=request.layer,
-            query=request.query,
-            options=request.options,
-        )
-        response = await self._connection.attempt(self._stub.PagedAttention, attend, deadline)
-        return _output(response.output, request)
 
     async def _receive(self, wanted: str) -> pb.ExecuteResponse:
         response = await self._stream.receive()
@@ -340,14 +157,6 @@ class Execution:
             self._stream.drop()
             raise InternalError(f"{wanted} was expected, {kind} came")
         return response
-
-
-def _options(
-    scale: float, sliding_window_tokens: int, alibi_slopes: Sequence[float]
-) -> pb.AttentionOptions:
-    return pb.AttentionOptions(
-        scale=scale, sliding_window_tokens=sliding_window_tokens, alibi_slopes=alibi_slopes
-    )
 
 
 def _output(output: Any, request: pb.LayerInput) -> Tensor:

@@ -74,6 +74,19 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
         ],
     ),
     (
+        rules.the_blocks_of_the_control_plane_know_nothing_above_them,
+        {
+            "control_plane/blocks/a.py": "from control_plane.planning import model\n",
+            "control_plane/blocks/b.py": "from control_plane.blocks.a import A\nimport struct\n",
+            "control_plane/blocks/c.py": "from kvplane.errors import KvplaneError\n",
+            "control_plane/planning/d.py": "from control_plane.blocks.a import A\n",
+        },
+        [
+            "control_plane/blocks/a.py:1: imports control_plane.planning.model",
+            "control_plane/blocks/c.py:1: imports kvplane.errors.KvplaneError",
+        ],
+    ),
+    (
         rules.metrics_are_made_in_metrics_files,
         {
             "engine/a.py": "from prometheus_client import Counter\nc = Counter('a', 'b')\n",

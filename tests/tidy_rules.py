@@ -170,6 +170,18 @@ def folders_of_many_files_have_floors(root: Path) -> list[str]:
     return [f"{folder}: {num} files" for folder, num in num_files.items() if num > MAX_FOLDER_FILES]
 
 
+def the_blocks_of_the_control_plane_know_nothing_above_them(root: Path) -> list[str]:
+    """They are ints and bytes, for native code to take their place."""
+    return [
+        says(root, path, line, f"imports {name}")
+        for path, tree in modules(root, "control_plane")
+        for line, name in imports(tree)
+        if path.relative_to(root).parts[1] == "blocks"
+        and name.startswith(("control_plane.", "kvplane", "google.", "grpc"))
+        and not name.startswith("control_plane.blocks.")
+    ]
+
+
 def metrics_are_made_in_metrics_files(root: Path) -> list[str]:
     faults = []
     for path, tree in modules(root, *PACKAGES):

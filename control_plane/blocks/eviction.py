@@ -1,8 +1,8 @@
-"""Which cached block is handed out next when free ones run short.
+"""Which cached block is evicted next when free ones run short.
 
-A policy sees only cached blocks: held by no table, touched by no unfinished plan, holding a
-published prefix. Every operation is O(1). Invariant, kept by the allocator's order of calls: a
-block comes out before any cached ancestor of its prefix.
+A policy sees only cached blocks: no table refers to them, no unfinished plan may touch them, and
+each holds a published prefix. Every operation is O(1). Invariant, kept by the order of the block
+store's calls: a block is evicted before any cached ancestor of its prefix.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
-    """The order in which cached blocks are given up."""
+    """The order in which cached blocks are evicted."""
 
     def add(self, block: int) -> None:
         """``block`` became cached just now. It must not be in the policy."""
@@ -25,7 +25,7 @@ class EvictionPolicy(Protocol):
         """``block`` is cached no more."""
 
     def pop(self) -> int:
-        """Take out the block to give up. The policy must not be empty."""
+        """Remove and return the block to evict. The policy must not be empty."""
 
     def __len__(self) -> int:
         """Cached blocks."""
@@ -35,7 +35,7 @@ class EvictionPolicy(Protocol):
 
 
 class LeastRecentlyUsed:
-    """Gives up the block that became cached, or was touched, longest ago."""
+    """Evicts the block that became cached, or was touched, longest ago."""
 
     __slots__ = ("_blocks",)
 

@@ -1,25 +1,26 @@
 """Which block holds which prefix: a trie of exact entries, one for each full block of tokens.
 
-    root(tenant) ──[t0..t15]──► entry ──[t16..t31]──► entry ──[t32..t47]──► entry
-                                block 7     │         block none (evicted)  block 3
-                                            └[u16..u31]──► entry
-                                                           block 9
+    root ──[t0..t15]──► entry ──[t16..t31]──► entry ──[t32..t47]──► entry
+                        block 7     │         no block (evicted)    block 3
+                                    └[u16..u31]──► entry
+                                                   block 9
 
 An entry is (parent entry, the block's tokens): two prompts meet in an entry only if all their
-tokens up to there are equal, so a hit can not be wrong. Each tenant has a root of its own, so
-tenants never meet. An entry whose block was evicted keeps its tokens while a descendant lives, and
-is filled again by the next block published for it.
+tokens up to there are equal, so a hit cannot be wrong. Prefixes of different roots never meet; a
+root is named by bytes that the caller chooses. An entry whose block was evicted keeps its tokens
+while a descendant lives, and takes the next block that is published for it.
 
-The chained hash, xxh3-128 (Yann Collet's xxHash) over the parent's hash and the tokens, seeded by
-the tenant's name at the root, travels in publications; look-ups never rely on it.
+The chained hash, xxh3-128 (Yann Collet's xxHash) over the parent's hash and the tokens, starting
+from a hash of the root's name, is computed for callers; no look-up here relies on it.
 
-Invariant: an entry has a block, or a child, or is removed; ``entry.block`` and the allocator's
-``entries[block]`` agree.
+Callers pass and get block indices and token bytes, entries stay inside. Invariant: an entry has a
+block, or a child, or is removed; ``entries[b].block == b`` for every published block b.
 """
 
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -29,7 +30,7 @@ NO_BLOCK: Final = -1
 
 
 class Entry:
-    """One full block of one prefix. ``block`` is an index in the device tier, or NO_BLOCK.
+    """One full block of one prefix. ``block`` is the block that holds it, or NO_BLOCK.
 
     Most have one child at most, so a dict is made for the second: half the memory, and half the
     objects that the garbage collector must visit.
@@ -74,20 +75,21 @@ class Entry:
 
 
 class PrefixIndex:
-    """All published prefixes of one pool."""
+    """All published prefixes of one block store."""
 
-    __slots__ = ("_block_bytes", "_cut", "_roots")
+    __slots__ = ("_block_bytes", "_cut", "_roots", "entries")
 
-    def __init__(self, block_size_tokens: int) -> None:
+    def __init__(self, num_blocks: int, block_size_tokens: int) -> None:
+        self.entries: list[Entry | None] = [None] * num_blocks  # what each block holds
         self._block_bytes = block_size_tokens * 4
         # Cuts token ids into blocks, each as a tuple of one.
         self._cut = struct.Struct(f"{self._block_bytes}s").iter_unpack
-        self._roots: dict[str, Entry] = {}
+        self._roots: dict[bytes, Entry] = {}
 
-    def match(self, tenant: str, token_ids: bytes) -> list[Entry]:
-        """The longest run of entries with blocks, over the full blocks of ``token_ids``."""
-        hits: list[Entry] = []
-        entry = self._roots.get(tenant)
+    def match(self, root: bytes, token_ids: bytes) -> list[int]:
+        """The blocks that hold the longest cached run of the full blocks of ``token_ids``."""
+        hits: list[int] = []
+        entry = self._roots.get(root)
         if entry is None:
             return hits
         num_bytes = len(token_ids) - len(token_ids) % self._block_bytes
@@ -102,71 +104,139 @@ class PrefixIndex:
                     break
             if child.block == NO_BLOCK:
                 break
-            hits.append(child)
+            hits.append(child.block)
             entry = child
         return hits
 
-    def root(self, tenant: str) -> Entry:
-        """The tenant's root, made when it does not exist."""
-        root = self._roots.get(tenant)
-        if root is None:
-            root = self._roots[tenant] = Entry(None, b"", root_hash(tenant))
-        return root
+    def publish(
+        self, root: bytes, parent: int, token_ids: bytes, blocks: list[int]
+    ) -> tuple[list[int], list[int], int]:
+        """Enter ``blocks``, which hold ``token_ids`` after the prefix of ``parent``, and no other.
 
-    def child(self, parent: Entry, tokens: bytes) -> Entry:
-        """The entry of ``tokens`` after ``parent``, made without a block when it does not exist."""
-        return self.extend(parent, tokens)[-1]
+        ``parent`` is a published block, or NO_BLOCK for the root. Where a prefix has a block
+        already, the new one stays private. Returns the blocks that were entered; those of them that
+        took the place of evicted ones, see ``below``; and the block that holds the last prefix now:
+        the parent of what follows.
+        """
+        entry = self._root(root) if parent == NO_BLOCK else self.entries[parent]
+        assert entry is not None, "a prefix follows a block that is not published"
+        entries = self.entries
+        entered: list[int] = []
+        refilled: list[int] = []
+        for (tokens,), block in zip(self._cut(token_ids), blocks, strict=True):
+            child = entry.child
+            if child is not None and child.tokens != tokens:
+                others = entry.other_children
+                child = others.get(tokens) if others is not None else None
+            if child is None:
+                child = Entry(entry, tokens, chained_hash(entry.hash, tokens))
+                entry.add_child(child)
+            elif child.block == NO_BLOCK:
+                refilled.append(block)
+            if child.block == NO_BLOCK:
+                child.block = block
+                entries[block] = child
+                entered.append(block)
+            entry = child
+        return entered, refilled, entry.block
 
-    def extend(self, parent: Entry, token_ids: bytes) -> list[Entry]:
-        """The entries of whole blocks of tokens after ``parent``, made where they do not exist."""
-        chain: list[Entry] = []
-        for (tokens,) in self._cut(token_ids):
-            entry = parent.child
-            if entry is not None and entry.tokens != tokens:
-                others = parent.other_children
-                entry = others.get(tokens) if others is not None else None
+    def evict(self, blocks: Iterable[int]) -> int:
+        """These blocks hold no prefix any more; returns how many of them did.
+
+        Entries that are left with neither block nor child go with them.
+        """
+        entries = self.entries
+        num_evicted = 0
+        for block in blocks:
+            entry = entries[block]
             if entry is None:
-                entry = Entry(parent, tokens, chained_hash(parent.hash, tokens))
-                parent.add_child(entry)
-            chain.append(entry)
-            parent = entry
-        return chain
-
-    def evict(self, entries: Iterable[Entry]) -> None:
-        """Take the blocks away, and with them every entry that now has neither block nor child."""
-        for entry in entries:
+                continue
+            entries[block] = None
+            num_evicted += 1
             entry.block = NO_BLOCK
             while entry.block == NO_BLOCK and entry.child is None and entry.parent is not None:
                 entry.parent.remove_child(entry)
                 entry = entry.parent
+        return num_evicted
 
-    def published(self) -> Iterator[tuple[str, Entry]]:
-        """(tenant, entry) of every entry with a block, parents before children."""
-        for tenant, entry in self.entries():
+    def below(self, blocks: Iterable[int]) -> list[int]:
+        """The published blocks that can be found again now that ``blocks`` took the places of
+        evicted ones: each follows another block than it did. Parents before children.
+        """
+        found: dict[int, None] = {}
+        queue = deque(self._held(blocks))
+        while queue:
+            for child in queue.popleft().children:
+                if child.block != NO_BLOCK and child.block not in found:
+                    found[child.block] = None
+                    queue.append(child)
+        return list(found)
+
+    # Columns of published blocks
+
+    def hashes(self, blocks: Iterable[int]) -> list[bytes]:
+        """The 16-byte chained hash of each block's prefix."""
+        return [entry.hash for entry in self._held(blocks)]
+
+    def parents(self, blocks: Iterable[int]) -> list[int]:
+        """The block of the prefix before each block's; NO_BLOCK for the first block of a prefix."""
+        return [
+            parent.block if (parent := entry.parent) is not None else NO_BLOCK
+            for entry in self._held(blocks)
+        ]
+
+    def token_ids(self, blocks: Iterable[int]) -> list[bytes]:
+        """The tokens of each block."""
+        return [entry.tokens for entry in self._held(blocks)]
+
+    # All there is
+
+    def published(self) -> Iterator[tuple[bytes, int]]:
+        """(root, block) of every published block, parents before children."""
+        for root, entry in self.walk():
             if entry.block != NO_BLOCK:
-                yield tenant, entry
+                yield root, entry.block
 
-    def entries(self) -> Iterator[tuple[str, Entry]]:
-        """(tenant, entry) of every entry but the roots, parents before children."""
-        for tenant, root in self._roots.items():
+    def findable(self) -> Iterator[tuple[bytes, int]]:
+        """(root, block) of what ``match`` can find, parents before children: a published block can
+        not be found while the block of a prefix before it is evicted.
+        """
+        for name, root in self._roots.items():
             stack = root.children
             while stack:
                 entry = stack.pop()
-                yield tenant, entry
+                if entry.block != NO_BLOCK:
+                    yield name, entry.block
+                    stack += entry.children
+
+    def walk(self) -> Iterator[tuple[bytes, Entry]]:
+        """(root, entry) of every entry but the roots, parents before children."""
+        for name, root in self._roots.items():
+            stack = root.children
+            while stack:
+                entry = stack.pop()
+                yield name, entry
                 stack += entry.children
 
+    def _root(self, name: bytes) -> Entry:
+        root = self._roots.get(name)
+        if root is None:
+            root = self._roots[name] = Entry(None, b"", root_hash(name))
+        return root
 
-def root_hash(tenant: str) -> bytes:
-    """What the first entries of a tenant are chained to, 16 bytes."""
-    return xxhash.xxh3_128_digest(b"kvplane.v1.tenant\0" + tenant.encode())
+    def _held(self, blocks: Iterable[int]) -> list[Entry]:
+        """What each block holds."""
+        entries = list(map(self.entries.__getitem__, blocks))
+        held = [entry for entry in entries if entry is not None]
+        assert len(held) == len(entries), "a block is not published"
+        return held
 
 
-def parent_hash(entry: Entry) -> bytes:
-    """The hash that the entry is chained to, as it travels: empty for a tenant's first entries."""
-    parent = entry.parent
-    return b"" if parent is None or parent.parent is None else parent.hash
+def root_hash(root: bytes) -> bytes:
+    """What the first blocks of a root's prefixes are chained to, 16 bytes."""
+    return xxhash.xxh3_128_digest(b"kvplane.v1.tenant\0" + root)
 
 
 def chained_hash(parent_hash: bytes, tokens: bytes) -> bytes:
-    """The 16-byte hash of ``tokens`` after the entry of ``parent_hash``."""
+    """The 16-byte hash of ``tokens`` after the prefix of ``parent_hash``."""
     return xxhash.xxh3_128_digest(parent_hash + tokens)

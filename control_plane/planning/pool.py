@@ -1,79 +1,55 @@
-"""One pool: its shards, its two tiers of blocks, its prefix index, the sessions that lease from it.
+"""One pool: its shards, its two tiers of blocks, what its sessions are guaranteed.
 
-    register ──► report ──► (all shards reported, old sessions quit everywhere) ──► built ──► ready
-       ▲                                                                             │ while all
-       └──────────────── a shard registers with a new epoch ◄────────────────────────┘ are connected
+    register ──► report ──► (all reported, old sessions fenced) ──► built ──► ready
+       ▲                                                             │ while all are connected
+       └──────────── a shard registers with a new epoch ◄────────────┘
 
-Invariants: ``num_guaranteed`` and ``num_promised`` are the sums over sessions of ``guarantee`` and
-``shortfall``; a session that ended is in ``fenced`` until every shard has quit it.
+Sessions build on pools, so a pool knows their ids alone.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import replace
-from typing import Final
-
-from control_plane.blocks.block_store import CACHED, ENDED, FREE, LIMBO, BlockTier
-from control_plane.blocks.prefix_index import Entry, PrefixIndex, parent_hash
-from control_plane.planning.model import (
-    Fence,
-    Hello,
-    Outgoing,
-    PoolCounters,
-    PoolInfo,
-    Publications,
-    PublishBlocks,
-    ReportedBlock,
-    ShardInfo,
-    Tier,
-    TierUsage,
-)
-from control_plane.planning.publish import Published
-from control_plane.planning.session import Session
-
-# Publications in one message: at most 256 tokens of 4 bytes each, far below the message limit.
-_MAX_PUBLICATIONS: Final = 1024
-
-
-class ShardState:
-    """One registered data plane."""
-
-    __slots__ = ("connected", "hello", "outgoing", "report", "reported")
-
-    def __init__(self, hello: Hello) -> None:
-        self.hello = hello
-        self.connected = True
-        self.reported = False
-        self.report: dict[tuple[Tier, int], ReportedBlock] = {}
-        self.outgoing: deque[Outgoing] = deque()
-
-    def info(self) -> ShardInfo:
-        hello = self.hello
-        return ShardInfo(hello.shard, hello.epoch, hello.address, self.connected)
+from control_plane.blocks.block_store import CACHED, FREE, RETIRED, BlockStore
+from control_plane.blocks.reservations import Reservations
+from control_plane.planning.publications import publish_messages
+from control_plane.planning.shards import TIERS, PoolShards
+from kvplane.layout import Layout
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
 
 
 class Pool:
     """State of one pool; what registers, plans and publishes is in modules of their own."""
 
-    def __init__(self, hello: Hello, key: bytes, watermark: float) -> None:
-        self.id = hello.pool_id
-        self.key = key
-        self.layout = hello.layout
-        self.num_shards = hello.shard.num_shards
-        self.shards: dict[int, ShardState] = {}
-        self.sessions: dict[int, Session] = {}
-        self.fenced: dict[int, set[int]] = {}  # ended session -> shards that have not quit it
-        self.counters = PoolCounters()
-        self.num_guaranteed = 0
-        self.num_promised = 0
+    def __init__(self, pool_id: str, shards: PoolShards, watermark: float) -> None:
+        """``watermark``: share of the device blocks that admissions leave free."""
+        self.id = pool_id
+        self.shards = shards
+        self.session_ids: set[int] = set()  # open ones
+        self.counters = cpb.PoolCounters()
+        self.reservations = Reservations()
         self.built = False
-        self.index = PrefixIndex(self.layout.block_size_tokens)
-        self.tiers: dict[Tier, BlockTier] = {}
-        # Generations outlive a rebuild: a shard that went on must not see one again.
-        self.generations: dict[Tier, list[int]] = {Tier.DEVICE: [], Tier.HOST: []}
+        # Generations outlive a rebuild, also those of blocks that a smaller shard took away: a
+        # shard that went on must not see one again.
+        self.generations: dict[tpb.Tier, list[int]] = {tier: [] for tier in TIERS}
         self._watermark = watermark
-        self.set_tiers(PrefixIndex(self.layout.block_size_tokens), self.generations)
+        self.tiers: dict[tpb.Tier, BlockStore] = {}
+        self.set_tiers(dict.fromkeys(TIERS, 0))
+
+    @property
+    def key(self) -> bytes:
+        """Signs the pool's plans, grants and receipts."""
+        return self.shards.key
+
+    @property
+    def layout(self) -> Layout:
+        """What the pool's data means."""
+        return self.shards.layout
+
+    @property
+    def epochs(self) -> list[int]:
+        """The shards' epochs, by shard index."""
+        return self.shards.epochs
 
     @property
     def block_size(self) -> int:
@@ -81,146 +57,122 @@ class Pool:
         return self.layout.block_size_tokens
 
     @property
-    def host(self) -> BlockTier:
+    def host(self) -> BlockStore:
         """The tier that sequences are swapped out to."""
-        return self.tiers[Tier.HOST]
+        return self.tiers[tpb.TIER_HOST]
 
     @property
     def ready(self) -> bool:
         """Whether sessions can be opened."""
-        return self.built and all(shard.connected for shard in self.shards.values())
+        return self.built and self.shards.are_connected
 
-    @property
-    def epochs(self) -> tuple[int, ...]:
-        """The shards' epochs, by shard index."""
-        return tuple(self.shards[i].hello.epoch for i in range(self.num_shards))
+    def close(self) -> None:
+        """A shard, of which nothing is known, has come: the pool is to be built again."""
+        self.built = False
+        self.set_tiers(dict.fromkeys(TIERS, 0))
 
-    def set_tiers(self, index: PrefixIndex, generations: dict[Tier, list[int]]) -> None:
-        """Start over with these blocks, all of them free, and what ``index`` will find."""
-        self.index = index
-        self.generations = generations
+    def set_tiers(self, num_blocks: dict[tpb.Tier, int]) -> None:
+        """Start over with so many blocks, all of them free, of the generations known."""
+        self.counters.num_evictions = self.num_evictions()
+        for tier, num in num_blocks.items():
+            generations = self.generations[tier]
+            generations += [0] * (num - len(generations))
         self.tiers = {
-            tier: BlockTier(tier, generations[tier], index, self.counters) for tier in Tier
+            tier: BlockStore(num_blocks[tier], self.block_size, self.generations[tier])
+            for tier in TIERS
         }
-        self.device = self.tiers[Tier.DEVICE]  # the tier that attention reads
+        self.device = self.tiers[tpb.TIER_DEVICE]  # the tier that attention reads
 
     # Room
 
-    def num_available(self, session: Session, tier: Tier) -> int:
-        """Blocks that the session may take now, what others are promised left aside."""
-        num_obtainable = self.tiers[tier].num_obtainable(session.id)
-        if tier is Tier.DEVICE:
-            num_obtainable -= self.num_promised - session.shortfall
+    def num_available(self, session_id: int, tier: tpb.Tier) -> int:
+        """Blocks that the session may allocate now, what others are guaranteed left aside."""
+        num_obtainable = self.tiers[tier].num_obtainable(session_id)
+        if tier == tpb.TIER_DEVICE:
+            num_obtainable -= self.reservations.num_reserved_for_others(session_id)
         return num_obtainable
 
     def num_watermark_blocks(self) -> int:
         """Device blocks that admissions leave free while anything is held."""
         return int(self._watermark * self.device.num_blocks) if self.device.num_held() else 0
 
-    # Ends of sessions
+    # Sessions
 
-    def end(self, session: Session) -> None:
-        """All the session's tables go. Its blocks stay in limbo until every shard has quit it."""
-        for sequence in list(session.sequences.values()):
-            session.drop(sequence.tier, sequence.table[::-1], ENDED)
-            sequence.table = []
-            session.remove(sequence)
-        for record in session.plans.values():
-            self.unpin(record.pins, session.id, ENDED)
-        session.plans.clear()
-        del self.sessions[session.id]
-        self.fenced[session.id] = set(self.shards)
-        for shard in self.shards.values():
-            if shard.connected:
-                shard.outgoing.append(Fence(session.id))
+    def open(self, session_id: int) -> None:
+        """A session leases from the pool."""
+        self.session_ids.add(session_id)
+        self.reservations.open(session_id)
 
-    def unpin(self, pins: list[tuple[BlockTier, int]], session_id: int, plan: int) -> None:
-        """Transfers that read these blocks are given up, but may run until ``plan`` has."""
-        for tier, block in reversed(pins):
-            tier.fence([block], session_id, plan)
-            tier.unpin([block])
+    def end(self, session: tpb.SessionRef, ordinal: int) -> None:
+        """The session, which released all it held, ended: every shard must fence it."""
+        self.session_ids.remove(session.session_id)
+        self.reservations.close(session.session_id)
+        self.shards.fence(session, ordinal)
 
-    def quit(self, session_id: int, shard_index: int) -> None:
-        """The shard will never again run a plan of the ended session."""
-        waiting = self.fenced.get(session_id)
-        if waiting is None:
-            return
-        waiting.discard(shard_index)
-        if not waiting:
-            del self.fenced[session_id]
-            for tier in self.tiers.values():
-                tier.lift(session_id, ENDED)
+    def fence_done(self, session_id: int, shard_index: int) -> None:
+        """The shard will never again run a plan of the session, if that has ended."""
+        if self.shards.fence_done(session_id, shard_index):
+            for store in self.tiers.values():
+                store.session_fenced(session_id)
 
     # Publications
 
-    def announce(self, published: list[Published]) -> None:
-        """Queue publications for every connected shard; others hear of all on coming back."""
-        if not published:
-            return
-        messages = self._publications(published)
-        for shard in self.shards.values():
-            if shard.connected:
-                shard.outgoing.extend(messages)
+    def announce(self, root: bytes, blocks: list[int]) -> None:
+        """Send publications to the shards, of one root, parents before children."""
+        if blocks:
+            self.shards.send(publish_messages(self.device, root, blocks))
 
-    def recall(self, shard_index: int) -> None:
-        """Queue for a shard that came back all it may have missed."""
-        shard = self.shards[shard_index]
-        shard.outgoing.clear()
-        for session_id, waiting in self.fenced.items():
-            if shard_index in waiting:
-                shard.outgoing.append(Fence(session_id))
-        by_tenant: dict[str, list[Entry]] = {}
-        for tenant, entry in self.index.published():
-            by_tenant.setdefault(tenant, []).append(entry)
-        shard.outgoing.extend(self._publications(list(by_tenant.items())))
-
-    def _publications(self, published: list[Published]) -> list[PublishBlocks]:
-        by_tenant: dict[str, list[Entry]] = {}
-        for tenant, entries in published:
-            by_tenant.setdefault(tenant, []).extend(entries)
-        return [
-            PublishBlocks(self._columns(tenant, entries[i : i + _MAX_PUBLICATIONS]))
-            for tenant, entries in by_tenant.items()
-            for i in range(0, len(entries), _MAX_PUBLICATIONS)
-        ]
-
-    def _columns(self, tenant: str, entries: list[Entry]) -> Publications:
-        return Publications(
-            tenant=tenant,
-            blocks=self.device.refs([entry.block for entry in entries]),
-            parent_hashes=[parent_hash(entry) for entry in entries],
-            hashes=[entry.hash for entry in entries],
-            token_ids=[entry.tokens for entry in entries],
-        )
+    def missed(self, shard_index: int) -> list[cpb.RegisterResponse]:
+        """What a shard that came back may not have been sent: fences, and all publications."""
+        messages = self.shards.fences_for(shard_index)
+        by_root: dict[bytes, list[int]] = {}
+        for root, block in self.device.index.findable():
+            by_root.setdefault(root, []).append(block)
+        for root, blocks in by_root.items():
+            messages += publish_messages(self.device, root, blocks)
+        return messages
 
     # What it tells
 
-    def usage(self) -> tuple[TierUsage, ...]:
-        """How the blocks of each tier are used."""
-        return tuple(self._tier_usage(self.tiers[tier]) for tier in Tier)
+    def num_evictions(self) -> int:
+        """Published blocks allocated for another use, since the pool registered."""
+        return self.counters.num_evictions + sum(t.num_evictions for t in self.tiers.values())
 
-    def info(self) -> PoolInfo:
-        """What DescribePool answers with."""
-        return PoolInfo(
-            pool_id=self.id,
-            layout=self.layout,
-            shards=tuple(self.shards[i].info() for i in sorted(self.shards)),
+    def revision(self) -> int:
+        """Counts the changes to the prefix index."""
+        return self.counters.num_publications + self.num_evictions()
+
+    def usage(self) -> cpb.PoolUsage:
+        """How the blocks of each tier are used."""
+        return cpb.PoolUsage(tiers=map(self._usage, TIERS))
+
+    def info(self, num_sequences: int) -> cpb.DescribePoolResponse:
+        """The pool, of so many live sequences."""
+        counters = cpb.PoolCounters()
+        counters.CopyFrom(self.counters)
+        counters.num_evictions = self.num_evictions()
+        return cpb.DescribePoolResponse(
+            layout=self.layout.to_proto(),
+            shards=self.shards.infos(),
             ready=self.ready,
             usage=self.usage(),
-            num_sessions=len(self.sessions),
-            num_sequences=sum(len(session.sequences) for session in self.sessions.values()),
-            counters=replace(self.counters),
+            num_sessions=len(self.session_ids),
+            num_sequences=num_sequences,
+            counters=counters,
         )
 
-    def _tier_usage(self, tier: BlockTier) -> TierUsage:
-        num_free = tier.num_in[FREE]
-        num_reserved = min(num_free, self.num_promised) if tier.tier is Tier.DEVICE else 0
-        return TierUsage(
-            tier=tier.tier,
-            num_blocks=tier.num_blocks,
+    def _usage(self, tier: tpb.Tier) -> cpb.TierUsage:
+        store = self.tiers[tier]
+        num_free = store.num_in[FREE]
+        # No state of a block: so many of those free are kept for what sessions are guaranteed.
+        is_device = tier == tpb.TIER_DEVICE
+        num_reserved = min(num_free, self.reservations.num_reserved) if is_device else 0
+        return cpb.TierUsage(
+            tier=tier,
+            num_blocks=store.num_blocks,
             num_free_blocks=num_free - num_reserved,
-            num_cached_blocks=tier.num_in[CACHED],
-            num_held_blocks=tier.num_held(),
-            num_limbo_blocks=tier.num_in[LIMBO],
+            num_cached_blocks=store.num_in[CACHED],
+            num_held_blocks=store.num_held(),
+            num_retired_blocks=store.num_in[RETIRED],
             num_reserved_blocks=num_reserved,
         )

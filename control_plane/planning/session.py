@@ -1,84 +1,85 @@
-"""One engine's lease on a pool: its sequences, its plans in flight, what it is guaranteed.
+"""One engine's lease on a pool: its sequences, its blocks, its plans in flight.
 
-Invariants: ``held[b]`` counts the session's table entries that name device block b; ``guarantee``
-is the largest need of its live sequences; a plan is in ``plans`` until it is receipted or given up.
+Invariants: the pool's reservations know every live sequence and every device block of its tables; a
+plan is in ``plans`` until it is receipted or aborted.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from control_plane.blocks.block_store import BlockTier
-from control_plane.planning.model import ResyncOutcome, SequenceState, StepOutcome, Tier, Transfer
+from control_plane.blocks.block_store import ENDED, BlockStore
+from control_plane.planning.numbering import Numbering
+from control_plane.planning.plan_columns import TransferColumns
+from control_plane.planning.pool import Pool
 from control_plane.planning.sequence import Sequence
-from kvplane.errors import (
-    KvplaneError,
-    SequenceNotFoundError,
-    SessionNotFoundError,
-)
-
-if TYPE_CHECKING:
-    from control_plane.planning.pool import Pool
+from kvplane.errors import KvplaneError, SequenceNotFoundError, SessionNotFoundError
+from kvplane.v1 import types_pb2 as tpb
 
 _MAX_VOIDED: Final = 1024
+_DEVICE: Final = tpb.TIER_DEVICE
 
 
 @dataclass(slots=True)
 class PlanRecord:
-    """What a plan in flight will change once it has run, or must undo when it is given up."""
+    """What a plan in flight will change once it has run, or must undo when it is aborted."""
 
     number: int
     digest: bytes
-    touched: list[Sequence]  # have rows or transfers in it
-    transfers: list[Transfer]
-    pins: list[tuple[BlockTier, int]]  # transfer sources
+    touched: list[Sequence]  # have spans or transfers in it
+    transfers: TransferColumns
+    pins: list[tuple[BlockStore, int]]  # transfer sources
 
 
 class Session:
     """State of an open session; what changes it is in the planner, receipts and abort."""
 
     __slots__ = (
-        "_answers",
-        "_needs",
         "_voided",
-        "client_name",
         "done",
         "expires_at_s",
-        "guarantee",
-        "held",
         "id",
-        "last_number",
         "last_plan",
+        "numbers",
+        "ordinal",
         "plans",
         "pool",
         "receipted",
+        "ref",
         "resync_due",
+        "root",
         "sequences",
         "tenant",
     )
 
     def __init__(
-        self, session_id: int, pool: Pool, tenant: str, client_name: str, expires_at_s: float
+        self,
+        ref: tpb.SessionRef,
+        pool: Pool,
+        *,
+        ordinal: int,
+        tenant: str,
+        root: bytes,
+        num_answers: int,
     ) -> None:
-        self.id = session_id
+        """``root``: of the prefixes that it shares. ``num_answers``: how many it remembers."""
+        self.ref = ref
+        self.id = ref.session_id
         self.pool = pool
+        self.ordinal = ordinal
         self.tenant = tenant
-        self.client_name = client_name
-        self.expires_at_s = expires_at_s
+        self.root = root
+        self.expires_at_s = 0.0
         self.sequences: dict[int, Sequence] = {}
-        self.held: dict[int, int] = {}
-        self.guarantee = 0
-        self.last_number = 0
+        self.numbers = Numbering(num_answers)
         self.last_plan = 0
         self.plans: dict[int, PlanRecord] = {}
-        self.receipted = [0] * pool.num_shards  # highest plan receipted by each shard
+        self.receipted = [0] * pool.shards.num_shards  # highest plan receipted by each shard
         self.done = 0  # highest plan receipted by all
         self.resync_due = False
-        self._needs: dict[int, int] = {}  # need in blocks -> live sequences with it
         self._voided: deque[int] = deque(maxlen=_MAX_VOIDED)
-        self._answers: OrderedDict[int, tuple[bytes, StepOutcome | ResyncOutcome]] = OrderedDict()
 
     # Sequences
 
@@ -86,103 +87,69 @@ class Session:
         """The live sequence. Raises SequenceNotFoundError naming ``field``."""
         sequence = self.sequences.get(sequence_id)
         if sequence is None:
-            raise SequenceNotFoundError(f"no live sequence {sequence_id}", field=field)
+            raise SequenceNotFoundError(f"sequence {sequence_id} is not live", field=field)
         return sequence
 
     def add(self, sequence: Sequence) -> None:
         """The sequence lives from now on, and its need is guaranteed."""
         self.sequences[sequence.id] = sequence
-        self._needs[sequence.need] = self._needs.get(sequence.need, 0) + 1
-        self._guarantee(max(self.guarantee, sequence.need))
+        self.pool.reservations.add_sequence(self.id, sequence.need)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence, whose table was dropped, lives no more."""
+        """The sequence, whose blocks were released, lives no more."""
         del self.sequences[sequence.id]
-        self._needs[sequence.need] -= 1
-        if not self._needs[sequence.need]:
-            del self._needs[sequence.need]
-            if sequence.need == self.guarantee:
-                self._guarantee(max(self._needs, default=0))
-
-    def states(self) -> list[SequenceState]:
-        """Every sequence, by id."""
-        return [self.sequences[i].state() for i in sorted(self.sequences)]
+        self.pool.reservations.remove_sequence(self.id, sequence.need)
 
     # Blocks
 
-    @property
-    def shortfall(self) -> int:
-        """Guaranteed blocks that the session does not hold."""
-        return max(0, self.guarantee - len(self.held))
-
-    def take(self, tier: Tier, num_blocks: int) -> list[int]:
-        """Hand out blocks to a table of the session. The caller has checked that there is room."""
-        blocks = self.pool.tiers[tier].take(self.id, num_blocks)
-        self._hold(tier, blocks)
+    def allocate(self, tier: tpb.Tier, num_blocks: int) -> list[int]:
+        """Blocks for a table of the session. The caller has checked that there is room."""
+        blocks = self.pool.tiers[tier].allocate(self.id, num_blocks)
+        if tier == _DEVICE:
+            self.pool.reservations.hold(self.id, blocks)
         return blocks
 
-    def share(self, tier: Tier, blocks: list[int]) -> None:
-        """One more table of the session names each block."""
+    def share(self, tier: tpb.Tier, blocks: list[int]) -> None:
+        """One more table of the session refers to each block."""
         self.pool.tiers[tier].share(blocks)
-        self._hold(tier, blocks)
+        if tier == _DEVICE:
+            self.pool.reservations.hold(self.id, blocks)
 
-    def drop(self, tier: Tier, blocks: list[int], plan: int) -> int:
-        """One table less names each block, tails first, once ``plan`` has run.
+    def release(self, tier: tpb.Tier, blocks: list[int], plan: int) -> int:
+        """One table less refers to each block, tails first, once ``plan`` has run.
 
-        Returns how many blocks no table names now.
+        Returns how many blocks no table refers to now.
         """
-        if tier is Tier.DEVICE:
-            before = self.shortfall
-            held = self.held
-            for block in blocks:
-                if held[block] == 1:
-                    del held[block]
-                else:
-                    held[block] -= 1
-            self.pool.num_promised += self.shortfall - before
-        return self.pool.tiers[tier].drop(blocks, self.id, plan)
+        if tier == _DEVICE:
+            self.pool.reservations.release(self.id, blocks)
+        return self.pool.tiers[tier].release(blocks, self.id, plan)
 
-    def _hold(self, tier: Tier, blocks: list[int]) -> None:
-        if tier is not Tier.DEVICE:
-            return
-        before = self.shortfall
-        held = self.held
-        if held.keys().isdisjoint(blocks):
-            held.update(dict.fromkeys(blocks, 1))
-        else:
-            for block in blocks:
-                held[block] = held.get(block, 0) + 1
-        self.pool.num_promised += self.shortfall - before
+    def unpin(self, record: PlanRecord, plan: int) -> None:
+        """The transfers of an aborted plan may run until ``plan`` has."""
+        for store, block in reversed(record.pins):
+            store.touched_until([block], self.id, plan)
+            store.unpin([block])
 
-    def _guarantee(self, num_blocks: int) -> None:
-        before = self.shortfall
-        self.pool.num_guaranteed += num_blocks - self.guarantee
-        self.guarantee = num_blocks
-        self.pool.num_promised += self.shortfall - before
+    def end(self) -> None:
+        """Release all blocks. They are retired until every shard has fenced the session."""
+        for sequence in list(self.sequences.values()):
+            self.release(sequence.tier, sequence.table[::-1], ENDED)
+            sequence.table = []
+            self.remove(sequence)
+        for record in self.plans.values():
+            self.unpin(record, ENDED)
+        self.plans.clear()
+        self.pool.end(self.ref, self.ordinal)
 
     # Plans
 
     def void(self, number: int) -> None:
-        """The plan is given up: repeats of the call that said so change nothing."""
+        """The plan is aborted: repeats of the call that said so change nothing."""
         self._voided.append(number)
 
     def is_voided(self, number: int) -> bool:
-        """Whether the plan was given up."""
+        """Whether the plan was aborted."""
         return number in self._voided
-
-    # Answers
-
-    def remember(
-        self, number: int, content: bytes, answer: StepOutcome | ResyncOutcome, num_kept: int
-    ) -> None:
-        """Keep an answer for repeats of its step, and the ``num_kept`` before it."""
-        self._answers[number] = (content, answer)
-        while len(self._answers) > num_kept + 1:
-            self._answers.popitem(last=False)
-
-    def remembered(self, number: int) -> tuple[bytes, StepOutcome | ResyncOutcome] | None:
-        """The content of a step and its answer, if it is not too long ago."""
-        return self._answers.get(number)
 
 
 class EndedSessions:
@@ -200,9 +167,17 @@ class EndedSessions:
         while len(self._reasons) > self._max_sessions:
             self._reasons.popitem(last=False)
 
+    def knows(self, session_id: int, tenant: str | None = None) -> bool:
+        """Whether a session of this id, and the tenant's if one is given, ended a while ago."""
+        owner, _ = self._reasons.get(session_id, (None, None))
+        return owner is not None and tenant in (None, owner)
+
     def error(self, session_id: int, tenant: str) -> KvplaneError:
         """What to raise for a session that is not open, or not the tenant's."""
         owner, reason = self._reasons.get(session_id, (tenant, SessionNotFoundError))
         if owner != tenant:
             reason = SessionNotFoundError
-        return reason(f"session {session_id} is not open", field="session_id")
+        return reason(
+            f"session {session_id} is not open: open another and admit its sequences again",
+            field="session.session_id",
+        )

@@ -7,36 +7,31 @@ it does.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter as TallyCounter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from control_plane.planning.model import (
-    Admit,
-    Append,
-    Fork,
-    Free,
-    Operation,
-    PoolInfo,
-    StepOutcome,
-    SwapIn,
-    SwapOut,
-)
+from kvplane import columns
+from kvplane.columns import INT64
 from kvplane.serving.metrics import LATENCY_BUCKETS_S, RpcMetrics
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
 
 _SCRAPE_TIMEOUT_S: Final = 5.0
-_OPERATION_NAMES: Final[dict[type[Operation], str]] = {
-    Admit: "admit",
-    Append: "append",
-    Fork: "fork",
-    Free: "free",
-    SwapOut: "swap_out",
-    SwapIn: "swap_in",
+_STATUS_NAMES: Final = {
+    pb.OPERATION_STATUS_LATER: "later",
+    pb.OPERATION_STATUS_NEVER: "never",
+    pb.OPERATION_STATUS_FAILED: "failed",
 }
+_TIER_NAMES: Final = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
+# Operations of several items; the others are one item.
+_COLUMN_OPERATIONS: Final = ("append", "fork", "free")
+
+# Pools by their ids.
+Pools = Mapping[str, pb.DescribePoolResponse]
 
 
 class ControlPlaneMetrics:
@@ -47,7 +42,7 @@ class ControlPlaneMetrics:
         self.rpc = RpcMetrics(self.registry)
         self.operations = Counter(
             "kvplane_operations_total",
-            "Operations answered.",
+            "Items of operations answered: an append, fork or free has one for each sequence.",
             ["operation", "status"],
             registry=self.registry,
         )
@@ -63,29 +58,34 @@ class ControlPlaneMetrics:
             "Sessions whose lease ran out.",
             registry=self.registry,
         )
-        Gauge(
-            "kvplane_incarnation", "This process's life, as a number.", registry=self.registry
-        ).set(incarnation)
+        Gauge("kvplane_incarnation", "This run of the control plane.", registry=self.registry).set(
+            incarnation
+        )
 
     def count_step(
-        self, operations: Sequence[Operation], outcome: StepOutcome, duration_s: float
+        self, operations: Iterable[pb.Operation], result: pb.StepResult, duration_s: float
     ) -> None:
         """Count a step that was answered, its operations and its plan."""
         self.step_duration.observe(duration_s)
-        if outcome.plan is not None:
+        if result.HasField("plan"):
             self.plans.inc()
-        tally = TallyCounter(
-            (type(operation), result.status)
-            for operation, result in zip(operations, outcome.results, strict=True)
-        )
-        for (kind, status), count in tally.items():
-            self.operations.labels(_OPERATION_NAMES[kind], status.value).inc(count)
+        for operation, done in zip(operations, result.results, strict=True):
+            kind = operation.WhichOneof("operation") or "none"
+            for failure in done.failures:
+                self.operations.labels(kind, _STATUS_NAMES[failure.status]).inc()
+            if done.WhichOneof("done") is not None:
+                num_done = _num_items(operation, kind) - len(done.failures)
+                self.operations.labels(kind, "ok").inc(num_done)
 
-    def watch_pools(
-        self, loop: asyncio.AbstractEventLoop, describe: Callable[[], Sequence[PoolInfo]]
-    ) -> None:
+    def watch_pools(self, loop: asyncio.AbstractEventLoop, describe: Callable[[], Pools]) -> None:
         """Export what ``describe``, which must run on ``loop``, says of the pools."""
         self.registry.register(_PoolCollector(loop, describe))
+
+
+def _num_items(operation: pb.Operation, kind: str) -> int:
+    if kind in _COLUMN_OPERATIONS:
+        return columns.count(INT64, getattr(operation, kind).sequence_ids)
+    return 1
 
 
 class _PoolCollector(Collector):
@@ -93,14 +93,12 @@ class _PoolCollector(Collector):
     loop.
     """
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, describe: Callable[[], Sequence[PoolInfo]]
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, describe: Callable[[], Pools]) -> None:
         self._loop = loop
         self._describe = describe
 
     def collect(self) -> Iterator[Metric]:
-        async def read() -> Sequence[PoolInfo]:
+        async def read() -> Pools:
             return self._describe()
 
         pools = asyncio.run_coroutine_threadsafe(read(), self._loop).result(_SCRAPE_TIMEOUT_S)
@@ -125,51 +123,51 @@ class _PoolCollector(Collector):
         yield from _counters(pools)
 
 
-def _blocks(pools: Sequence[PoolInfo]) -> Metric:
+def _blocks(pools: Pools) -> Metric:
     family = GaugeMetricFamily(
         "kvplane_blocks",
         "Blocks by what they are used for; the states of a tier add up to all its blocks.",
         labels=("pool", "tier", "state"),
     )
-    for pool in pools:
-        for tier in pool.usage:
+    for pool_id, pool in pools.items():
+        for tier in pool.usage.tiers:
             states = {
                 "free": tier.num_free_blocks,
                 "cached": tier.num_cached_blocks,
                 "held": tier.num_held_blocks,
-                "limbo": tier.num_limbo_blocks,
+                "retired": tier.num_retired_blocks,
                 "reserved": tier.num_reserved_blocks,
             }
             for state, num_blocks in states.items():
-                family.add_metric((pool.pool_id, tier.tier.value, state), num_blocks)
+                family.add_metric((pool_id, _TIER_NAMES[tier.tier], state), num_blocks)
     return family
 
 
 def _gauge(
-    pools: Sequence[PoolInfo], name: str, help: str, value: Callable[[PoolInfo], int]
+    pools: Pools, name: str, help: str, value: Callable[[pb.DescribePoolResponse], int]
 ) -> Metric:
     family = GaugeMetricFamily(name, help, labels=("pool",))
-    for pool in pools:
-        family.add_metric((pool.pool_id,), value(pool))
+    for pool_id, pool in pools.items():
+        family.add_metric((pool_id,), value(pool))
     return family
 
 
-def _counters(pools: Sequence[PoolInfo]) -> Iterator[Metric]:
+def _counters(pools: Pools) -> Iterator[Metric]:
     for name, help, attribute in (
         ("kvplane_lookup_tokens", "Prompt tokens looked up at admission.", "num_lookup_tokens"),
         ("kvplane_hit_tokens", "Prompt tokens found cached at admission.", "num_hit_tokens"),
         ("kvplane_copies_on_write", "Blocks copied for their writer.", "num_copies_on_write"),
-        ("kvplane_evictions", "Published blocks handed out for another use.", "num_evictions"),
+        ("kvplane_evictions", "Published blocks allocated for another use.", "num_evictions"),
         ("kvplane_publications", "Blocks published.", "num_publications"),
     ):
         family = CounterMetricFamily(name, help, labels=("pool",))
-        for pool in pools:
-            family.add_metric((pool.pool_id,), getattr(pool.counters, attribute))
+        for pool_id, pool in pools.items():
+            family.add_metric((pool_id,), getattr(pool.counters, attribute))
         yield family
     swapped = CounterMetricFamily(
         "kvplane_swapped_blocks", "Blocks swapped between the tiers.", labels=("pool", "direction")
     )
-    for pool in pools:
-        swapped.add_metric((pool.pool_id, "out"), pool.counters.num_swapped_out_blocks)
-        swapped.add_metric((pool.pool_id, "in"), pool.counters.num_swapped_in_blocks)
+    for pool_id, pool in pools.items():
+        swapped.add_metric((pool_id, "out"), pool.counters.num_swapped_out_blocks)
+        swapped.add_metric((pool_id, "in"), pool.counters.num_swapped_in_blocks)
     yield swapped

@@ -1,9 +1,9 @@
 """The registration streams of data planes: Hello, Welcome, the block report, then what goes to and
 fro while both live.
 
-Each shard has at most one live stream: a new one supersedes the old. Nothing here polls: ``flush``
-is called after whatever may have given the core something to say, and wakes only the streams that
-it concerns.
+Each shard has at most one live stream: a new one supersedes the old, of which nothing counts any
+more. Nothing here polls: ``flush`` is called after whatever may have given the core something to
+say, and wakes only the streams that it concerns.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from control_plane.planning.core import ControlPlane
-from control_plane.planning.model import Outgoing
-from control_plane.server import codec
 from kvplane import protocol
 from kvplane.errors import (
     CancelledError,
     DeadlineExceededError,
     InvalidRequestError,
     KvplaneError,
-    PlaneUnavailableError,
     StaleEpochError,
 )
+from kvplane.serving.streams import stopping_error
 from kvplane.v1 import control_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -57,7 +55,7 @@ class Registrar:
         try:
             while stream.failure is None:
                 while stream.outbox:
-                    yield _encoded(stream.outbox.popleft())
+                    yield stream.outbox.popleft()
                 if reader.done():
                     await reader
                     return
@@ -71,13 +69,11 @@ class Registrar:
             self._close(stream)
 
     def flush(self) -> None:
-        """Hand what the core has to say to the streams that it is for."""
+        """Pass what the core has to say to the streams that it is for."""
         for stream in self._streams.values():
-            if not stream.ready:
-                continue
-            outgoing = self._core.take_outgoing(stream.pool_id, stream.shard_index)
-            stream.outbox.extend(outgoing)
+            outgoing = self._core.take_outgoing(*stream.key)
             if outgoing:
+                stream.outbox.extend(outgoing)
                 stream.changed.set()
 
     def stop(self) -> None:
@@ -86,21 +82,22 @@ class Registrar:
         """
         self._stopping = True
         for stream in self._streams.values():
-            stream.fail(stopping_error())
+            stream.fail(stopping_error("control plane"))
 
     async def _open(self, requests: AsyncIterator[pb.RegisterRequest]) -> _Stream:
         if self._stopping:
-            raise stopping_error()
+            raise stopping_error("control plane")
         first = await self._next(requests)
         if first is None or first.WhichOneof("message") != "hello":
             raise InvalidRequestError("must come first", field="hello")
-        version = protocol.negotiate(first.hello.protocol, field="hello.protocol")
-        hello = codec.hello_from_proto(first.hello)
+        hello = first.hello
+        version = protocol.negotiate(hello.protocol, field="hello.protocol")
         welcome = self._core.register(hello)
-        stream = _Stream(hello.pool_id, hello.shard.index, hello.epoch, ready=welcome.resumed)
+        welcome.protocol_version = version
+        welcome.heartbeat_interval.FromNanoseconds(int(self._heartbeat_s * 1e9))
+        stream = _Stream(hello)
         self._supersede(stream)
-        answer = codec.welcome_to_proto(welcome, version, self._heartbeat_s)
-        stream.outbox.append(answer)
+        stream.outbox.append(pb.RegisterResponse(welcome=welcome))
         self.flush()
         _LOGGER.info("registered %s address=%s resumed=%s", stream, hello.address, welcome.resumed)
         return stream
@@ -111,7 +108,7 @@ class Registrar:
         if old is None:
             return
         if old.epoch != stream.epoch:
-            old.fail(StaleEpochError("another process has registered as this shard"))
+            old.fail(StaleEpochError("a later process has registered as this shard"))
         else:
             old.fail(CancelledError("superseded by a newer registration stream"))
 
@@ -121,8 +118,7 @@ class Registrar:
             if kind == "report":
                 self._report(stream, request.report)
             elif kind == "fence_done":
-                session_id = request.fence_done.session_id
-                self._core.fence_done(*stream.key, stream.epoch, session_id)
+                self._core.fence_done(*stream.key, stream.epoch, request.fence_done)
                 self.flush()
             elif kind != "heartbeat":
                 raise InvalidRequestError(
@@ -130,16 +126,8 @@ class Registrar:
                 )
 
     def _report(self, stream: _Stream, report: pb.BlockReport) -> None:
-        blocks = codec.reported_blocks_from_proto(report)
-        self._core.report(
-            *stream.key,
-            stream.epoch,
-            blocks,
-            last=report.last,
-            max_session_id=report.max_session_id,
-        )
+        self._core.report(*stream.key, stream.epoch, report)
         if report.last:
-            stream.ready = True
             stream.outbox.append(pb.RegisterResponse(report_accepted=pb.ReportAccepted()))
             stream.changed.set()
             self.flush()
@@ -162,36 +150,19 @@ class Registrar:
 
 
 class _Stream:
-    """One live stream: who is at its other end, and what it is about to be told."""
+    """One live stream: who is at its other end, and what it is about to be sent."""
 
-    def __init__(self, pool_id: str, shard_index: int, epoch: int, *, ready: bool) -> None:
-        self.pool_id = pool_id
-        self.shard_index = shard_index
-        self.epoch = epoch
-        self.ready = ready  # resumed, or reported to the end
-        self.outbox: deque[pb.RegisterResponse | Outgoing] = deque()
+    def __init__(self, hello: pb.Hello) -> None:
+        self.key = (hello.pool_id, hello.shard.index)
+        self.epoch = hello.epoch
+        self.outbox: deque[pb.RegisterResponse] = deque()
         self.changed = asyncio.Event()
         self.failure: KvplaneError | None = None
 
-    @property
-    def key(self) -> tuple[str, int]:
-        return (self.pool_id, self.shard_index)
-
     def __str__(self) -> str:
-        return f"pool={self.pool_id!r} shard={self.shard_index} epoch={self.epoch}"
+        pool_id, shard_index = self.key
+        return f"pool={pool_id!r} shard={shard_index} epoch={self.epoch}"
 
     def fail(self, error: KvplaneError) -> None:
         self.failure = error
         self.changed.set()
-
-
-def _encoded(message: pb.RegisterResponse | Outgoing) -> pb.RegisterResponse:
-    """Encode what the core says when its turn comes: the step that it came of is answered first."""
-    if isinstance(message, pb.RegisterResponse):
-        return message
-    return codec.outgoing_to_proto(message)
-
-
-def stopping_error() -> KvplaneError:
-    """What ends a stream when this process is told to stop."""
-    return PlaneUnavailableError("the control plane is stopping", retry_delay_s=1.0)

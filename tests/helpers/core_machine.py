@@ -298,8 +298,10 @@ class CoreMachine(RuleBasedStateMachine):
         return isinstance(operation, Append | SwapOut | SwapIn)
 
     def assert_knows_all_published(self, plane: Any) -> None:
-        for _, entry in self.world.core._pools["pool"].index.published():
-            assert plane.published[entry.block].hash == entry.hash
+        index = self.world.core._pools["pool"].device.index
+        blocks = [block for _, block in index.published()]
+        for block, hash_ in zip(blocks, index.hashes(blocks), strict=True):
+            assert plane.published[block].hash == hash_
 
     def operation(self, rng: Random, engine: Engine) -> Operation:
         """A change that makes sense most of the time."""

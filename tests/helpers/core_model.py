@@ -32,6 +32,7 @@ from control_plane.planning.model import (
     SwapOut,
     Tier,
 )
+from control_plane.planning.publish import root_of
 from kvplane.layout import Layout
 
 
@@ -351,7 +352,7 @@ class Engine:
             end = row.first_position + row.num_tokens
             tokens = self.sequences[row.sequence_id].truth[:end]
             made.expected[row.sequence_id] = values = prefix_values(tokens)
-            chained = root_hash(self.tenant)
+            chained = root_hash(root_of(self.tenant))
             for start in range(0, end - BLOCK + 1, BLOCK):
                 chained = chained_hash(chained, pack(tokens[start : start + BLOCK]))
                 self.world.values[(self.tenant, chained)] = values[start + BLOCK - 1]

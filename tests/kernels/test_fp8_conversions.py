@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import oracle
 import pytest
 import torch
 from kernel_cases import FLOATS, FP8, assert_same_bits
 
-from data_plane import reference
 from data_plane.kernels import cpu as kernels
+from kvplane.attention_options import AttentionOptions
 
 pytestmark = pytest.mark.usefixtures("every_cpu_isa")
 
@@ -49,7 +50,9 @@ def loaded(codes: torch.Tensor, query_dtype: torch.dtype) -> torch.Tensor:
     query = torch.zeros((1, 1, codes.numel()), dtype=query_dtype)
     one = torch.ones(1, dtype=torch.int64)
     tables, starts = torch.zeros((1, 1), dtype=torch.int64), torch.tensor([0, 1])
-    return kernels.paged_attention(query, pages, tables, starts, one, scale=1.0)[0, 0]
+    return kernels.paged_attention(
+        query, pages, tables, starts, one, options=AttentionOptions(1.0)
+    )[0, 0]
 
 
 def around_every_boundary(dtype: torch.dtype) -> torch.Tensor:
@@ -88,7 +91,7 @@ def test_every_code_is_the_same_number_in_a_key(
         torch.zeros((1, 1), dtype=torch.int64),
         torch.tensor([0, 1]),
         torch.tensor([1]),
-        scale=1.0,
+        options=AttentionOptions(scale=1.0),
         return_lse=True,
     )
     assert lse[0].equal(codes.float())
@@ -104,7 +107,7 @@ def test_every_finite_code_survives_the_way_there_and_back(dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 def test_numbers_around_every_boundary_round_as_torch_rounds(dtype: torch.dtype) -> None:
     numbers = around_every_boundary(dtype)
-    assert_same_bits(stored(numbers, dtype), reference.rounded(numbers, None, dtype))
+    assert_same_bits(stored(numbers, dtype), oracle.rounded(numbers, None, dtype))
     assert stored(torch.tensor([torch.inf, 1e9]), dtype).float().eq(torch.finfo(dtype).max).all()
 
 
@@ -117,7 +120,7 @@ def test_numbers_of_all_magnitudes_round_as_torch_rounds(
     bits = torch.randint(-(2**31), 2**31, (1 << 16,), generator=rng).int()
     ordinary = torch.randn(1 << 16, generator=rng) * 30
     numbers = torch.cat((bits.view(torch.float32).nan_to_num(nan=0.0), ordinary)).to(source)
-    assert_same_bits(stored(numbers, dtype), reference.rounded(numbers, None, dtype))
+    assert_same_bits(stored(numbers, dtype), oracle.rounded(numbers, None, dtype))
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
@@ -131,7 +134,7 @@ def test_a_scale_divides_and_is_not_multiplied_by_its_inverse(dtype: torch.dtype
         )
         assert_same_bits(
             stored(numbers, dtype, scales),
-            reference.rounded(numbers.view(-1, 1, 1), scales, dtype).flatten(),
+            oracle.rounded(numbers.view(-1, 1, 1), scales, dtype).flatten(),
         )
 
 

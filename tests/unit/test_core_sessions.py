@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from core_data_plane import LAYOUT
+from core_data_plane import LAYOUT, pack
 from core_model import World
 
-from control_plane.planning.model import Fence, PublishBlocks
+from control_plane.blocks import prefix_index
+from control_plane.blocks.prefix_index import chained_hash
+from control_plane.planning import recovery
+from control_plane.planning.model import Fence, PublishBlocks, Tier
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -130,6 +133,46 @@ def test_a_report_is_believed_only_where_shards_agree_and_chains_are_whole() -> 
     world.restart_control_plane()
     engine = world.engine()
     assert engine.cached(1, range(32)) == 8
+    world.core.check_integrity()
+
+
+def test_equal_hashes_join_nothing_also_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, end = pack([1] * 8), pack([2] * 8), pack([3] * 8)
+
+    def weak_hash(parent_hash: bytes, tokens: bytes) -> bytes:
+        return chained_hash(parent_hash, one if tokens == two else tokens)
+
+    monkeypatch.setattr(prefix_index, "chained_hash", weak_hash)
+    monkeypatch.setattr(recovery, "chained_hash", weak_hash)
+    world = World()
+    engine = world.engine()
+    engine.admit(1, [1] * 8 + [3] * 8 + [0])
+    engine.admit(2, [2] * 8 + [0])
+    for message in world.core.take_outgoing("pool", 0):
+        assert isinstance(message, PublishBlocks)
+        published = {p.block.index: p for p in message.publications}
+        world.shards[0].published.update(published)
+    world.restart_control_plane()
+    engine = world.engine()
+
+    def num_cached(*blocks: bytes) -> int:
+        prompt = b"".join(blocks) + pack([0])
+        return world.core.lookup_prefix(engine.id, engine.tenant, prompt).num_cached_tokens
+
+    assert num_cached(one, end) == 8, "whose child it is can not be told"
+    assert num_cached(two, end) == 8
+    world.core.check_integrity()
+
+
+def test_a_generation_is_never_given_twice_though_a_shard_comes_back_smaller_for_a_while() -> None:
+    world = World(num_shards=2, num_device=4)
+    world.engine().admit(1, range(32))
+    for num_blocks in (2, 4):
+        world.shards[1].restart()
+        world.shards[1].sizes[Tier.DEVICE] = num_blocks
+        world.shards[1].join()
+        world.pump()
+    world.engine().admit(1, range(32))  # the shard that went on refuses generations it has seen
     world.core.check_integrity()
 
 

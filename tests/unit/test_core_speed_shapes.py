@@ -12,7 +12,6 @@ from types import FrameType
 
 from core_data_plane import LAYOUT, pack
 
-from control_plane.blocks.prefix_index import NO_BLOCK, Entry, PrefixIndex
 from control_plane.planning.core import ControlPlane
 from control_plane.planning.model import (
     Admit,
@@ -149,39 +148,5 @@ def test_blocks_in_columns_are_blocks_one_by_one() -> None:
     engine = Engine()
     engine.step(Admit(1, prompt(3)))
     refs, _ = engine.core.block_table(engine.id, "ann", 1)
-    tier = engine.core._pools["pool"].tiers[Tier.DEVICE]
-    assert tuple(tier.refs([ref.index for ref in refs])) == refs
-
-
-def test_an_entry_finds_each_of_its_children_until_that_one_is_gone() -> None:
-    index = PrefixIndex(BLOCK)
-    root = index.root("ann")
-    texts = [pack([i] * BLOCK) for i in range(4)]
-    for removed in (0, 2, 1, 3):
-        entries = {text: index.child(root, text) for text in texts}
-        for block, entry in enumerate(entries.values()):
-            entry.block = block
-        gone = entries.pop(texts[removed])
-        index.evict([gone])
-        assert not index.match("ann", gone.tokens)
-        for text, entry in entries.items():
-            assert index.match("ann", text) == [entry]
-        assert len(root.children) == len(entries)
-        for text in list(entries):
-            index.evict([entries.pop(text)])
-            assert all(index.match("ann", rest) == [entry] for rest, entry in entries.items())
-        assert root.children == []
-
-
-def test_an_evicted_entry_stays_while_a_descendant_has_a_block() -> None:
-    index = PrefixIndex(BLOCK)
-    tokens = prompt(3)[: 3 * BLOCK * 4]
-    chain: list[Entry] = index.extend(index.root("ann"), tokens)
-    for block, entry in enumerate(chain):
-        entry.block = block
-    index.evict([chain[0]])
-    assert index.match("ann", tokens) == []
-    assert index.extend(index.root("ann"), tokens) == chain
-    index.evict([chain[2], chain[1]])
-    assert index.root("ann").children == []
-    assert chain[0].block == NO_BLOCK
+    pool = engine.core._pools["pool"]
+    assert tuple(pool.refs(Tier.DEVICE, [ref.index for ref in refs])) == refs

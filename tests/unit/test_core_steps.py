@@ -138,6 +138,70 @@ def test_slots_reserved_without_tokens_are_published_when_the_tokens_come() -> N
         engine.submit([], [LateTokens(1, 9, pack([2]))])
 
 
+def test_what_a_freed_sequence_wrote_is_published_when_its_receipts_come() -> None:
+    world = World(num_device=6)
+    engine, other = world.engine(), world.engine()
+    prompt = pack([*range(32), 99])
+    engine.step(Admit(1, prompt))
+    engine.step(Free(1))
+    # The session allocates first what holds no prefix: of the five blocks it freed, the last.
+    assert only(engine.step(Admit(2, pack([7] * 9))).results).status is Status.OK
+    cached = world.core.lookup_prefix(other.id, other.tenant, prompt).num_cached_tokens
+    assert cached == 0, "nothing is written yet"
+    engine.run_all()
+    engine.settle()
+    assert world.core.lookup_prefix(other.id, other.tenant, prompt).num_cached_tokens == 32
+    world.core.check_integrity()
+    assert world.usage() == {"free": 0, "cached": 4, "held": 2, "limbo": 0, "reserved": 0}
+    world.pump()
+    engine.send(Free(2))
+    engine.settle()
+    assert other.cached(1, [*range(32), 99]) == 32
+
+
+def test_a_freed_sequences_blocks_that_were_reused_are_not_published() -> None:
+    world = World(num_device=5)
+    engine = world.engine()
+    prompt = pack([*range(32), 99])
+    engine.step(Admit(1, prompt))
+    engine.step(Free(1))
+    assert only(engine.step(Admit(2, pack([7] * 24))).results).status is Status.OK
+    engine.run_all()
+    engine.settle()
+    lookup = world.core.lookup_prefix(engine.id, engine.tenant, prompt)
+    assert lookup.num_cached_tokens == 16, "tails are reused before heads"
+    world.core.check_integrity()
+
+
+def test_a_freed_sequence_whose_plans_are_aborted_publishes_nothing() -> None:
+    world = World()
+    engine = world.engine()
+    engine.step(Admit(1, pack(range(17))))
+    engine.step(Free(1))
+    engine.abort(1)
+    engine.queue.clear()
+    engine.step()
+    engine.run_all()
+    engine.settle()
+    lookup = world.core.lookup_prefix(engine.id, engine.tenant, pack(range(17)))
+    assert lookup.num_cached_tokens == 0
+    assert world.usage()["limbo"] == 0
+    world.core.check_integrity()
+
+
+def test_tokens_that_complete_a_written_block_are_published_when_the_sequence_is_freed() -> None:
+    world = World()
+    engine = world.engine()
+    engine.admit(1, range(7))
+    engine.step(Append(1, b"", 1))
+    engine.run_all()
+    engine.submit(engine.receipts)
+    engine.receipts.clear()
+    engine.step(Append(1, pack([7])), Free(1))
+    lookup = world.core.lookup_prefix(engine.id, engine.tenant, pack(range(9)))
+    assert lookup.num_cached_tokens == 8
+
+
 def test_forks_share_blocks_until_one_writes() -> None:
     world = World()
     engine = world.engine()

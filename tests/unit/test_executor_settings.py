@@ -13,13 +13,14 @@ import pytest
 import torch
 from plan_author import LAYOUT, POOL_ID
 
-from data_plane import Executor, Shard
+from data_plane import Executor
 from data_plane.memory import sizing as memory
 from data_plane.server.build import build_executor, layout_from_json
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.errors import InvalidRequestError, NeverFitsError
 from kvplane.layout import LayerGroup
+from kvplane.shard import Shard
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -115,7 +116,6 @@ def test_memory_that_holds_no_block_is_never_enough() -> None:
         ("num_host_blocks", {"num_host_blocks": -1}),
         ("num_threads", {"num_threads": -1}),
         ("pool_id", {"pool_id": ""}),
-        ("fault", {"fault": "nonsense"}),
         ("shard.index", {"shard": Shard(1, 1, 0, 2, 0, 2)}),
         ("shard.num_layers", {"shard": Shard(0, 1, 0, 0, 0, 2)}),
         ("shard.first_layer", {"shard": Shard(0, 1, 5, 2, 0, 2)}),
@@ -137,6 +137,13 @@ def test_a_pool_of_several_layer_groups_is_refused() -> None:
     assert caught.value.field == "layout.groups"
 
 
+def test_heads_that_the_kernels_do_not_compute_with_are_refused_before_a_pool_is_made() -> None:
+    layout = replace(LAYOUT, groups=(replace(LAYOUT.groups[0], head_size=264),))
+    with pytest.raises(InvalidRequestError, match="heads of up to 256 elements") as caught:
+        Executor(layout, pool_id=POOL_ID, num_device_blocks=2)
+    assert caught.value.field == "layout.groups[0].head_size"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 2, 8), (0, 2, 8), (1,)])
 def test_tensors_travel_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -153,7 +160,6 @@ def test_tensors_travel_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) 
     [
         (["--num-device-blocks=-1", "--model=m"], "--num-device-blocks"),
         (["--layout=/nowhere.json"], "layout"),
-        (["--fault=nonsense", "--model=m"], "--fault"),
         ([], "model"),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 from kvplane.errors import InvalidRequestError
 from kvplane.hf import layout_from_hf
 from kvplane.layout import LayerGroup, Layout
+from kvplane.shard import Shard
 from kvplane.v1 import types_pb2 as pb
 
 FULL = LayerGroup("full", (0, 1), 2, 64)
@@ -145,7 +146,9 @@ def test_wider_types_have_no_scales(name: str) -> None:
         ("groups[0].num_kv_heads", {"groups": (replace(FULL, num_kv_heads=65_537),)}),
         ("groups[0].head_size", {"groups": (replace(FULL, head_size=0),)}),
         ("groups[0].head_size", {"groups": (replace(FULL, head_size=12),)}),
-        ("groups[0].head_size", {"groups": (replace(FULL, head_size=264),)}),
+        ("groups[0].head_size", {"groups": (replace(FULL, head_size=520),)}),
+        ("groups[0].cache_kind", {"groups": (replace(FULL, cache_kind="latent"),)}),
+        ("groups[0].value_head_size", {"groups": (replace(FULL, value_head_size=32),)}),
         ("groups[0].sliding_window_tokens", {"groups": (replace(FULL, sliding_window_tokens=-1),)}),
     ],
 )
@@ -160,6 +163,46 @@ def test_a_layout_comes_back_from_its_message() -> None:
     message = layout.to_proto()
     assert message.fingerprint == layout.fingerprint
     assert Layout.from_proto(pb.Layout.FromString(message.SerializeToString())) == layout
+
+
+def test_a_layout_may_have_heads_of_512_elements() -> None:
+    assert replace(LAYOUT, groups=(replace(FULL, head_size=512),)).groups[0].head_size == 512
+
+
+def test_the_defaults_of_cache_kind_and_value_head_size_may_be_said() -> None:
+    message = LAYOUT.to_proto()
+    message.groups[0].cache_kind = pb.CACHE_KIND_KEYS_AND_VALUES
+    message.groups[0].value_head_size = FULL.head_size
+    assert Layout.from_proto(message) == LAYOUT
+
+
+@pytest.mark.parametrize("kind", [pb.CACHE_KIND_LATENT, pb.CACHE_KIND_STATE, 99])
+def test_a_cache_kind_that_is_not_served_is_refused_with_what_is(kind: pb.CacheKind) -> None:
+    message = LAYOUT.to_proto()
+    message.groups[0].cache_kind = kind
+    with pytest.raises(InvalidRequestError, match="keys_and_values, the only kind") as caught:
+        Layout.from_proto(message)
+    assert caught.value.field == "layout.groups[0].cache_kind"
+
+
+@pytest.mark.parametrize("change", [{"cache_kind": "latent"}, {"value_head_size": 32}])
+def test_a_cache_kind_and_a_value_head_size_count_in_the_fingerprint(
+    change: dict[str, Any],
+) -> None:
+    assert replace(FULL, **change).canonical() == FULL.canonical() | change
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_field_of_a_later_release_is_refused(inside: bool) -> None:
+    message = LAYOUT.to_proto()
+    unknown = b"\xf8\x07\x01"  # field 127: 1
+    if inside:
+        message.groups[0].MergeFromString(unknown)
+    else:
+        message.MergeFromString(unknown)
+    with pytest.raises(InvalidRequestError, match="does not know") as caught:
+        Layout.from_proto(message)
+    assert caught.value.field == "layout"
 
 
 @pytest.mark.parametrize("field", ["dtype", "kv_dtype"])
@@ -250,3 +293,13 @@ def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InvalidRequestError, match="is not JSON"):
         layout_from_hf(tmp_path)
+
+
+def test_a_shard_travels_and_says_what_it_holds_of_a_layout() -> None:
+    shard = Shard(1, 2, first_layer=1, num_layers=1, first_kv_head=1, num_kv_heads=1)
+    assert Shard.from_proto(shard.to_proto()) == shard
+    assert shard.layers(LAYOUT) == (1,)
+    assert shard.block_bytes(LAYOUT) == 16 * 2 * 64 * 2  # slots, K and V, head size, bytes
+    whole = Shard.whole(LAYOUT)
+    assert whole.layers(LAYOUT) == (0, 1)
+    assert whole.block_bytes(LAYOUT) == LAYOUT.block_bytes()

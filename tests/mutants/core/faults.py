@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from control_plane.blocks import block_store as allocator
-from control_plane.blocks.block_store import BlockTier
+from control_plane.blocks.block_store import ENDED, BlockStore
 from control_plane.blocks.eviction import LeastRecentlyUsed
-from control_plane.planning import planner, receipts
+from control_plane.planning import planner, publish, receipts
 from control_plane.planning.sequence import Sequence
 
 
@@ -24,50 +23,49 @@ def publish_before_receipt(patch: pytest.MonkeyPatch) -> None:
     def early(self: planner.Planner, sequence: Sequence, num_tokens: int) -> None:
         row(self, sequence, num_tokens)
         sequence.num_written = sequence.num_scheduled
-        self._pool.announce(receipts.publish(self._session, sequence))
+        self._pool.announce(self._session.tenant, receipts.publish(self._session, sequence))
 
     patch.setattr(planner.Planner, "_row", early)
 
 
-def limbo_skipped(patch: pytest.MonkeyPatch) -> None:
+def retirement_skipped(patch: pytest.MonkeyPatch) -> None:
     """A freed block is free at once, whatever still runs."""
-    patch.setattr(BlockTier, "_fence", lambda self, block, session_id, plan: None)
+    patch.setattr(BlockStore, "touched_until", lambda self, blocks, session_id, plan: None)
 
 
 def fence_ignored(patch: pytest.MonkeyPatch) -> None:
-    """An ended session's blocks are free before its data planes have quit it."""
-    end = allocator.ENDED
+    """An ended session's blocks are free before its data planes have fenced it."""
 
-    def drop(self: BlockTier, blocks: Iterable[int], session_id: int, plan: int) -> int:
+    def release(self: BlockStore, blocks: Iterable[int], session_id: int, plan: int) -> int:
         released = original(self, blocks, session_id, plan)
-        if plan == end:
-            self.lift(session_id, end)
+        if plan == ENDED:
+            self.session_fenced(session_id)
         return released
 
-    original = BlockTier.drop
-    patch.setattr(BlockTier, "drop", drop)
+    original = BlockStore.release
+    patch.setattr(BlockStore, "release", release)
 
 
 def copy_on_write_skipped(patch: pytest.MonkeyPatch) -> None:
     """A shared block is written where it stands."""
-    patch.setattr(BlockTier, "is_writable", lambda self, block: True)
+    patch.setattr(BlockStore, "is_writable", lambda self, block: True)
 
 
 def generation_not_bumped(patch: pytest.MonkeyPatch) -> None:
-    """A block's next life has the name of its last one."""
+    """A block that is allocated again keeps its generation."""
 
-    def take(self: BlockTier, session_id: int, num_blocks: int) -> list[int]:
+    def allocate(self: BlockStore, session_id: int, num_blocks: int) -> list[int]:
         blocks = original(self, session_id, num_blocks)
         for block in blocks:
             self.generation[block] = max(1, self.generation[block] - 1)
         return blocks
 
-    original = BlockTier.take
-    patch.setattr(BlockTier, "take", take)
+    original = BlockStore.allocate
+    patch.setattr(BlockStore, "allocate", allocate)
 
 
 def eviction_head_first(patch: pytest.MonkeyPatch) -> None:
-    """The block cached last is given up first."""
+    """The block cached last is evicted first."""
 
     def pop(self: Any) -> int:
         block: int = self._blocks.popitem(last=True)[0]
@@ -80,11 +78,11 @@ def eviction_head_first(patch: pytest.MonkeyPatch) -> None:
 def reference_leaked(patch: pytest.MonkeyPatch) -> None:
     """The last block of a table keeps its reference when the table goes."""
 
-    def drop(self: BlockTier, blocks: Iterable[int], session_id: int, plan: int) -> int:
+    def release(self: BlockStore, blocks: Iterable[int], session_id: int, plan: int) -> int:
         return original(self, list(blocks)[1:], session_id, plan)
 
-    original = BlockTier.drop
-    patch.setattr(BlockTier, "drop", drop)
+    original = BlockStore.release
+    patch.setattr(BlockStore, "release", release)
 
 
 def pins_let_go_early(patch: pytest.MonkeyPatch) -> None:
@@ -99,5 +97,16 @@ def pins_let_go_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(planner.Planner, "_transfer", transfer)
 
 
-QUICK = (copy_on_write_skipped, reference_leaked, limbo_skipped, generation_not_bumped)
-SLOW = (publish_before_receipt, fence_ignored, eviction_head_first, pins_let_go_early)
+def reused_blocks_published(patch: pytest.MonkeyPatch) -> None:
+    """A freed sequence's blocks are published for it though its session allocated them again."""
+    patch.setattr(publish, "_num_still_there", lambda session, sequence, num: num)
+
+
+QUICK = (copy_on_write_skipped, reference_leaked, retirement_skipped, generation_not_bumped)
+SLOW = (
+    publish_before_receipt,
+    fence_ignored,
+    eviction_head_first,
+    pins_let_go_early,
+    reused_blocks_published,
+)

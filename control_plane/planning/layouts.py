@@ -1,0 +1,38 @@
+"""Layouts as peers send them, and which of them this control plane serves."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvplane.errors import InvalidRequestError
+from kvplane.layout import Layout
+from kvplane.v1 import types_pb2 as tpb
+
+FINGERPRINT_BYTES: Final = 32
+
+
+def served_layout(message: tpb.Layout, *, field: str) -> Layout:
+    """A layout sent whole. Raises InvalidRequestError naming a field under ``field`` when it means
+    nothing, or something that is not served here.
+    """
+    if len(message.groups) > 1:
+        raise InvalidRequestError("must be one layer group", field=f"{field}.groups")
+    try:
+        return Layout.from_proto(message)
+    except InvalidRequestError as error:
+        at = error.field.replace("layout", field, 1)
+        raise InvalidRequestError(error.message, field=at) from error
+
+
+def layout_fingerprint(message: tpb.Layout, *, field: str) -> bytes:
+    """The fingerprint of a layout that is sent whole or by its fingerprint alone. Raises as
+    ``served_layout``.
+    """
+    if message.model_id or message.groups or message.block_size_tokens:
+        return served_layout(message, field=field).fingerprint
+    if len(message.fingerprint) != FINGERPRINT_BYTES:
+        raise InvalidRequestError(
+            f"must be {FINGERPRINT_BYTES} bytes, or the layout must be whole",
+            field=f"{field}.fingerprint",
+        )
+    return message.fingerprint

@@ -1,0 +1,172 @@
+"""Publications as they travel: from the prefix index to data planes, and back in their reports.
+
+Prefixes of one root are shared, those of two never meet. A root is made of the layout's
+fingerprint, the tenant and the namespace: what a block holds depends on all three.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+from control_plane.blocks.block_store import BlockStore
+from control_plane.blocks.prefix_index import NO_BLOCK
+from control_plane.planning import checks
+from kvplane import columns
+from kvplane.columns import INT32, INT64
+from kvplane.errors import InvalidRequestError
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+
+HASH_ALGORITHM: Final = "xxh3-128"
+HASH_BYTES: Final = 16
+MAX_NAMESPACE_CHARACTERS: Final = 128
+
+# Publications in one message: at most 256 tokens of 4 bytes each, far below the message limit.
+_MAX_PUBLICATIONS: Final = 1024
+_FINGERPRINT_BYTES: Final = 32
+_LENGTH: Final = struct.Struct("<I")
+
+
+class Published(NamedTuple):
+    """What a data plane reports of a published block: its prefix, and which block holds the prefix
+    before it (NO_BLOCK, 0 for the first block of a prompt).
+    """
+
+    root: bytes
+    generation: int
+    parent: int
+    parent_generation: int
+    hash: bytes
+    token_ids: bytes
+
+
+def root_of(fingerprint: bytes, tenant: str, namespace: str) -> bytes:
+    """The root of the prefixes that a tenant's sessions of one namespace share."""
+    names = [name.encode() for name in (tenant, namespace)]
+    return fingerprint + b"".join(_LENGTH.pack(len(name)) + name for name in names)
+
+
+def owner_of(root: bytes) -> tuple[str, str]:
+    """The tenant and the namespace of a root."""
+    begin = _FINGERPRINT_BYTES + _LENGTH.size
+    (num_bytes,) = _LENGTH.unpack_from(root, _FINGERPRINT_BYTES)
+    end = begin + num_bytes
+    return root[begin:end].decode(), root[end + _LENGTH.size :].decode()
+
+
+def publish_messages(
+    store: BlockStore, root: bytes, blocks: list[int]
+) -> list[cpb.RegisterResponse]:
+    """What data planes are sent of published blocks of one root, given parents before children.
+
+    The prefix before each must be in a block too.
+    """
+    return [
+        cpb.RegisterResponse(
+            publish=cpb.PublishBlocks(
+                publications=_publications(store, root, blocks[i : i + _MAX_PUBLICATIONS])
+            )
+        )
+        for i in range(0, len(blocks), _MAX_PUBLICATIONS)
+    ]
+
+
+def _publications(store: BlockStore, root: bytes, blocks: list[int]) -> tpb.Publications:
+    tenant, namespace = owner_of(root)
+    index, generation = store.index, store.generation
+    parents = index.parents(blocks)
+    return tpb.Publications(
+        tenant=tenant,
+        namespace=namespace,
+        hash_algorithm=HASH_ALGORITHM,
+        indices=columns.pack(INT32, blocks),
+        generations=columns.pack(INT64, store.generations(blocks)),
+        parent_indices=columns.pack(INT32, parents),
+        parent_generations=columns.pack(
+            INT64, [0 if parent == NO_BLOCK else generation[parent] for parent in parents]
+        ),
+        hashes=b"".join(index.hashes(blocks)),
+        token_ids=b"".join(index.token_ids(blocks)),
+    )
+
+
+def read_publications(
+    message: tpb.Publications,
+    *,
+    fingerprint: bytes,
+    num_blocks: int,
+    block_size_tokens: int,
+    field: str,
+) -> dict[int, Published]:
+    """Reported publications by block, of a device tier of ``num_blocks``.
+
+    How many there are is checked by the bytes before anything is made of them. Raises
+    InvalidRequestError naming a field under ``field``.
+    """
+    _require(message.group == 0, f"{field}.group", "must be 0: one layer group is served")
+    algorithm = message.hash_algorithm
+    _require(algorithm == HASH_ALGORITHM, f"{field}.hash_algorithm", f"must be {HASH_ALGORITHM!r}")
+    longest = MAX_NAMESPACE_CHARACTERS
+    _require(
+        len(message.namespace) <= longest,
+        f"{field}.namespace",
+        f"must have at most {longest} characters",
+    )
+    num = columns.count(INT32, message.indices)
+    _require(num <= num_blocks, f"{field}.indices", f"must be of at most {num_blocks} blocks")
+    indices = read_indices(message.indices, num_blocks, field=f"{field}.indices")
+    generations = columns.read(INT64, message.generations, f"{field}.generations", length=num)
+    parents = read_indices(
+        message.parent_indices,
+        num_blocks,
+        lowest=NO_BLOCK,
+        length=num,
+        field=f"{field}.parent_indices",
+    )
+    parent_generations = columns.read(
+        INT64, message.parent_generations, f"{field}.parent_generations", length=num
+    )
+    hashes, token_ids = message.hashes, message.token_ids
+    block_bytes = block_size_tokens * 4
+    for name, column, size in (
+        ("hashes", hashes, HASH_BYTES),
+        ("token_ids", token_ids, block_bytes),
+    ):
+        _require(
+            len(column) == num * size, f"{field}.{name}", f"must hold {size} bytes for each block"
+        )
+    checks.token_ids(token_ids, field=f"{field}.token_ids")
+    root = root_of(fingerprint, message.tenant, message.namespace)
+    return {
+        block: Published(root, *rest)
+        for block, *rest in zip(
+            indices,
+            generations,
+            parents,
+            parent_generations,
+            columns.fixed(hashes, HASH_BYTES),
+            columns.fixed(token_ids, block_bytes),
+            strict=True,
+        )
+    }
+
+
+def read_indices(
+    column: bytes, num_blocks: int, *, lowest: int = 0, length: int | None = None, field: str
+) -> list[int]:
+    """Block indices from ``lowest`` to ``num_blocks - 1``. Raises InvalidRequestError naming
+    ``field``.
+    """
+    indices = columns.read(INT32, column, field, length=length)
+    if indices and not lowest <= min(indices) <= max(indices) < num_blocks:
+        at = next(i for i, index in enumerate(indices) if not lowest <= index < num_blocks)
+        raise InvalidRequestError(
+            f"must be from {lowest} to {num_blocks - 1}, the tier's blocks", field=f"{field}[{at}]"
+        )
+    return indices.tolist()
+
+
+def _require(ok: bool, field: str, wanted: str) -> None:
+    if not ok:
+        raise InvalidRequestError(wanted, field=field)

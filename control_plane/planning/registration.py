@@ -1,0 +1,234 @@
+"""Data planes come, report, go and come back: what the core does with their registration streams.
+
+A shard belongs to the latest process that claimed it: epochs rise, and one that is lower than the
+registered one is refused. The same process is resumed where it was when nothing of what both sides
+hold has changed. Otherwise all sessions of the pool end, every other shard fences them and reports
+again, and the pool is built anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from control_plane.planning.layouts import served_layout
+from control_plane.planning.pool import Pool
+from control_plane.planning.recovery import build_if_complete
+from control_plane.planning.shards import PoolShards, ShardState
+from kvplane.errors import (
+    InvalidRequestError,
+    LayoutMismatchError,
+    PoolNotFoundError,
+    StaleEpochError,
+    StaleIncarnationError,
+)
+from kvplane.layout import Layout
+from kvplane.v1 import control_pb2 as cpb
+
+MAX_POOL_ID_CHARACTERS: Final = 128
+MAX_ADDRESS_CHARACTERS: Final = 512
+MAX_BLOCKS: Final = 2**24
+MAX_SHARDS: Final = 1024
+_KEY_ID_BYTES: Final = (0, 16)
+
+
+class Registration:
+    """What data planes say, for all pools."""
+
+    def __init__(
+        self,
+        pools: dict[str, Pool],
+        *,
+        incarnation: int,
+        watermark: float,
+        new_key: Callable[[], bytes],
+        end_sessions: Callable[[Pool], None],
+    ) -> None:
+        """``end_sessions`` ends all sessions of a pool, for StaleEpochError."""
+        self._pools = pools
+        self._incarnation = incarnation
+        self._watermark = watermark
+        self._new_key = new_key
+        self._end_sessions = end_sessions
+
+    def register(self, hello: cpb.Hello) -> cpb.Welcome:
+        """Take a shard in, or back. Unless it is resumed, it must report next.
+
+        Raises InvalidRequestError, LayoutMismatchError, StaleIncarnationError (it has seen a later
+        control plane than this one), StaleEpochError (a later process holds the shard).
+        """
+        layout = _validate(hello)
+        if hello.incarnation > self._incarnation:
+            raise StaleIncarnationError(
+                f"the data plane has registered with incarnation {hello.incarnation}, this control "
+                f"plane is {self._incarnation}: register with the later one",
+                field="hello.incarnation",
+            )
+        pool = self._pools.get(hello.pool_id)
+        if pool is None:
+            shards = PoolShards(hello.shard.num_shards, layout, self._new_key())
+            pool = self._pools[hello.pool_id] = Pool(hello.pool_id, shards, self._watermark)
+        elif self._can_resume(pool, hello):
+            index = hello.shard.index
+            pool.shards.states[index].reconnect(hello, pool.missed(index))
+            return cpb.Welcome(incarnation=self._incarnation, resumed=True)
+        else:
+            self._restart(pool, hello, layout)
+        index = hello.shard.index
+        state = pool.shards.states[index] = ShardState(hello, layout)
+        state.outgoing.extend(pool.shards.fences_for(index))
+        return cpb.Welcome(incarnation=self._incarnation, key=pool.shards.key)
+
+    def report(self, pool_id: str, shard_index: int, epoch: int, report: cpb.BlockReport) -> None:
+        """Take a part of what a shard holds.
+
+        Raises PoolNotFoundError, StaleEpochError, InvalidRequestError.
+        """
+        pool, state = self._shard(pool_id, shard_index, epoch)
+        state.add_report(report)
+        build_if_complete(pool)
+
+    def disconnect(self, pool_id: str, shard_index: int, epoch: int) -> None:
+        """A shard's stream has ended. Sessions go on: their plans travel by the engines."""
+        pool = self._pools.get(pool_id)
+        state = pool.shards.states.get(shard_index) if pool is not None else None
+        if state is not None and state.hello.epoch == epoch:
+            state.disconnect()
+
+    def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
+        """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
+        pool, _ = self._shard(pool_id, shard_index, epoch)
+        if done.session.incarnation == self._incarnation:
+            pool.fence_done(done.session.session_id, shard_index)
+            build_if_complete(pool)
+
+    def take_outgoing(self, pool_id: str, shard_index: int) -> list[cpb.RegisterResponse]:
+        """What a shard is to be sent, in order; each is given once, and again after a resume."""
+        pool = self._pools.get(pool_id)
+        state = pool.shards.states.get(shard_index) if pool is not None else None
+        return state.take_outgoing() if state is not None else []
+
+    def _shard(self, pool_id: str, shard_index: int, epoch: int) -> tuple[Pool, ShardState]:
+        pool = self._pools.get(pool_id)
+        if pool is None:
+            raise PoolNotFoundError(f"no shard of pool {pool_id!r} has registered")
+        state = pool.shards.states.get(shard_index)
+        if state is None or state.hello.epoch != epoch:
+            raise StaleEpochError(
+                f"shard {shard_index} of pool {pool_id!r} is not registered with epoch {epoch}"
+            )
+        return pool, state
+
+    def _can_resume(self, pool: Pool, hello: cpb.Hello) -> bool:
+        """Whether this is the process that registered and reported before, nothing changed."""
+        state = pool.shards.states.get(hello.shard.index)
+        if state is None or not state.welcomed:
+            return False
+        known = state.hello
+        return (
+            hello.incarnation == self._incarnation
+            and hello.key_id == pool.shards.key_id
+            and hello.epoch == known.epoch
+            and hello.shard == known.shard
+            and hello.layout == known.layout
+            and hello.num_device_blocks == known.num_device_blocks
+            and hello.num_host_blocks == known.num_host_blocks
+        )
+
+    def _restart(self, pool: Pool, hello: cpb.Hello, layout: Layout) -> None:
+        """Another process, or one that knows nothing of us, takes the shard's place.
+
+        Shards that stay keep their key. When the pool's shape changes, or there is no other shard,
+        nothing goes on but the generations.
+        """
+        shards, index = pool.shards, hello.shard.index
+        reshapes = _reshapes(pool, hello, layout)
+        earlier = shards.states.get(index)
+        rivals = shards.states.values() if reshapes else [earlier] if earlier is not None else []
+        for state in rivals:
+            _check_epoch(hello, state.hello)
+        if pool.shards.states.get(index) is not None or reshapes:
+            self._end_sessions(pool)
+        if reshapes or shards.num_shards == 1:
+            shards.start_over(hello.shard.num_shards, layout, self._new_key())
+        elif earlier is not None and earlier.hello.epoch != hello.epoch:
+            for session_id in shards.fenced_sessions:
+                pool.fence_done(session_id, index)  # the process that had it to do is gone
+        if pool.built:
+            for i, state in shards.states.items():
+                if i != index:
+                    state.ask_again()
+        pool.close()
+
+
+def _reshapes(pool: Pool, hello: cpb.Hello, layout: Layout) -> bool:
+    """Whether the shard divides the pool in another way, or holds other data, than those before.
+
+    Raises InvalidRequestError or LayoutMismatchError when another shard is connected that it does
+    not go with.
+    """
+    shards = pool.shards
+    others = [state for i, state in shards.states.items() if i != hello.shard.index]
+    is_alone = not any(state.connected for state in others)
+    if hello.shard.num_shards != shards.num_shards:
+        if is_alone:
+            return True
+        raise InvalidRequestError(
+            f"must be {shards.num_shards}, as many as the pool's other shards say",
+            field="hello.shard.num_shards",
+        )
+    if layout.fingerprint != shards.layout.fingerprint:
+        if is_alone:
+            return True
+        raise LayoutMismatchError("differs from the pool's other shards'", field="hello.layout")
+    overlapping = shards.overlapping(hello.shard)
+    for i in overlapping:
+        if not is_alone:
+            raise InvalidRequestError(
+                f"overlaps with shard {i}: each KV head of each layer is held by one shard",
+                field="hello.shard",
+            )
+    return bool(overlapping)
+
+
+def _check_epoch(hello: cpb.Hello, registered: cpb.Hello) -> None:
+    if hello.epoch < registered.epoch:
+        raise StaleEpochError(
+            f"shard {registered.shard.index} of pool {hello.pool_id!r} is registered by a later "
+            f"process, of epoch {registered.epoch}: if this process is the later one, its clock is "
+            f"behind: start it with --epoch {registered.epoch + 1}",
+            field="hello.epoch",
+        )
+
+
+def _validate(hello: cpb.Hello) -> Layout:
+    """The hello's layout. Raises InvalidRequestError naming the field at fault."""
+    shard = hello.shard
+    longest = MAX_POOL_ID_CHARACTERS
+    _require(1 <= len(hello.pool_id) <= longest, "pool_id", f"1 to {longest} characters")
+    longest = MAX_ADDRESS_CHARACTERS
+    _require(
+        1 <= len(hello.address) <= longest, "address", f"host:port of 1 to {longest} characters"
+    )
+    layout = served_layout(hello.layout, field="hello.layout")
+    _require(1 <= shard.num_shards <= MAX_SHARDS, "shard.num_shards", f"from 1 to {MAX_SHARDS}")
+    _require(0 <= shard.index < shard.num_shards, "shard.index", "from 0 to num_shards - 1")
+    _require(hello.epoch > 0, "epoch", "above 0")
+    most = MAX_BLOCKS
+    _require(1 <= hello.num_device_blocks <= most, "num_device_blocks", f"from 1 to {most}")
+    _require(0 <= hello.num_host_blocks <= most, "num_host_blocks", f"from 0 to {most}")
+    _require(len(hello.key_id) in _KEY_ID_BYTES, "key_id", "16 bytes, or none")
+    (group,) = layout.groups
+    held = {
+        "layer": (shard.first_layer, shard.num_layers, group.layers[-1] + 1),
+        "kv_head": (shard.first_kv_head, shard.num_kv_heads, group.num_kv_heads),
+    }
+    for name, (first, num, end) in held.items():
+        _require(0 <= first < end, f"shard.first_{name}", f"from 0 to {end - 1}")
+        _require(1 <= num <= end - first, f"shard.num_{name}s", f"from 1 to {end - first}")
+    return layout
+
+
+def _require(ok: bool, field: str, wanted: str) -> None:
+    if not ok:
+        raise InvalidRequestError(f"must be {wanted}", field=f"hello.{field}")

@@ -1,0 +1,302 @@
+"""The data planes of one pool: who has registered, what each has reported and is to be sent.
+
+    Hello ──► not resumed ──► asked for its report ──► has reported ──► the pool is built from all
+                                   ▲                                    reports, which are dropped
+                                   └── another shard restarts ◄─────────────────┘
+
+A report counts only after it was asked for on the stream that it comes on. A session that ended is
+fenced by every shard: until all have done so, ``is_fencing`` holds and its blocks stay retired.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from control_plane.planning import checks
+from control_plane.planning.publications import Published, read_indices, read_publications
+from kvplane import columns, signing
+from kvplane.columns import INT32, INT64
+from kvplane.errors import InvalidRequestError
+from kvplane.layout import Layout
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+
+TIERS: Final = (tpb.TIER_DEVICE, tpb.TIER_HOST)
+
+
+class Report:
+    """What a shard holds, put together from the parts of its report."""
+
+    __slots__ = ("_block_size", "_fingerprint", "generations", "num_blocks", "published")
+
+    def __init__(self, hello: cpb.Hello, layout: Layout) -> None:
+        self.num_blocks = num_blocks_of(hello)
+        self.generations: dict[tpb.Tier, dict[int, int]] = {tier: {} for tier in TIERS}
+        self.published: dict[int, Published] = {}
+        self._fingerprint = layout.fingerprint
+        self._block_size = layout.block_size_tokens
+
+    def add(self, part: cpb.BlockReport) -> None:
+        """Take a part, or nothing of it. Raises InvalidRequestError naming a field of it."""
+        blocks = [
+            self._read_blocks(message, field=f"report.blocks[{i}]")
+            for i, message in enumerate(part.blocks)
+        ]
+        published = [
+            read_publications(
+                message,
+                fingerprint=self._fingerprint,
+                num_blocks=self.num_blocks[tpb.TIER_DEVICE],
+                block_size_tokens=self._block_size,
+                field=f"report.publications[{i}]",
+            )
+            for i, message in enumerate(part.publications)
+        ]
+        for tier, generations in blocks:
+            self.generations[tier].update(generations)
+        for publications in published:
+            self.published.update(publications)
+
+    def _read_blocks(self, message: tpb.Blocks, *, field: str) -> tuple[tpb.Tier, dict[int, int]]:
+        if message.group != 0:
+            raise InvalidRequestError(
+                "must be 0: one layer group is served", field=f"{field}.group"
+            )
+        if message.tier not in TIERS:
+            raise InvalidRequestError(f"tier {message.tier} is not known", field=f"{field}.tier")
+        num, num_blocks = columns.count(INT32, message.indices), self.num_blocks[message.tier]
+        if num > num_blocks:
+            raise InvalidRequestError(
+                f"must be of at most {num_blocks} blocks, is of {num}", field=f"{field}.indices"
+            )
+        indices = read_indices(message.indices, num_blocks, field=f"{field}.indices")
+        at = f"{field}.generations"
+        generations = columns.read(INT64, message.generations, at, length=num)
+        if generations and not 0 < min(generations) <= max(generations) <= checks.MAX_REPORTED:
+            raise InvalidRequestError("must be from 1 to 2^62", field=at)
+        return message.tier, dict(zip(indices, generations, strict=True))
+
+
+class ShardState:
+    """One registered data plane."""
+
+    __slots__ = (
+        "_layout",
+        "asked",
+        "complete",
+        "connected",
+        "hello",
+        "outgoing",
+        "report",
+        "welcomed",
+    )
+
+    def __init__(self, hello: cpb.Hello, layout: Layout) -> None:
+        self.hello = hello
+        self.connected = True
+        self.outgoing: deque[cpb.RegisterResponse] = deque()
+        self.welcomed = False  # has reported since its last Hello that was not resumed
+        self.complete = False  # has reported all that the pool is to be built from
+        self.asked = True  # for a report, on the present stream
+        self.report = Report(hello, layout)
+        self._layout = layout
+
+    def ask_again(self) -> None:
+        """Have it report anew, after what it is to be sent before."""
+        self.complete = self.asked = False
+        self.report = Report(self.hello, self._layout)
+        self.outgoing.append(cpb.RegisterResponse(report_request=cpb.ReportRequest()))
+
+    def add_report(self, part: cpb.BlockReport) -> None:
+        """Take a part of a report. Raises InvalidRequestError naming a field of ``report``."""
+        if self.complete:
+            raise InvalidRequestError("is complete: report again when asked to", field="report")
+        if not self.asked:
+            raise InvalidRequestError("was not asked for on this stream", field="report")
+        self.report.add(part)
+        if part.last:
+            self.complete = self.welcomed = True
+
+    def drop_report(self) -> None:
+        """The pool is built."""
+        self.report = Report(self.hello, self._layout)
+
+    def take_outgoing(self) -> list[cpb.RegisterResponse]:
+        """What to send, in order; nothing before its first report is complete."""
+        if not self.welcomed:
+            return []
+        outgoing = list(self.outgoing)
+        self.outgoing.clear()
+        self.asked = self.asked or any(message.HasField("report_request") for message in outgoing)
+        return outgoing
+
+    def disconnect(self) -> None:
+        """Its stream has ended. What it missed is sent again when it comes back."""
+        self.connected = False
+        self.outgoing.clear()
+        self.asked = False
+
+    def reconnect(self, hello: cpb.Hello, missed: list[cpb.RegisterResponse]) -> None:
+        """It goes on from where it was, on another stream. ``hello`` may bring a new address."""
+        self.hello, self.connected = hello, True
+        self.outgoing = deque(missed)
+        if not self.complete:
+            self.ask_again()
+
+    def info(self) -> cpb.ShardInfo:
+        """What others learn of it."""
+        hello = self.hello
+        return cpb.ShardInfo(
+            shard=hello.shard, epoch=hello.epoch, address=hello.address, connected=self.connected
+        )
+
+
+class PoolShards:
+    """All data planes of one pool, and the key that they share."""
+
+    def __init__(self, num_shards: int, layout: Layout, key: bytes) -> None:
+        self.num_shards = num_shards
+        self.layout = layout
+        self.key = key
+        self.states: dict[int, ShardState] = {}
+        self._num_sessions = 0  # opened since the key was made
+        # Ended session -> the shards that have not fenced it yet, and what they are sent.
+        self._fencing: dict[int, tuple[set[int], cpb.RegisterResponse]] = {}
+
+    # What there is
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether they hold each KV head of each layer once, and all have reported."""
+        return self._hold_everything() and all(state.complete for state in self.states.values())
+
+    @property
+    def are_connected(self) -> bool:
+        """Whether the registration stream of each registered shard is open."""
+        return all(state.connected for state in self.states.values())
+
+    @property
+    def is_fencing(self) -> bool:
+        """Whether some shard has not fenced some ended session yet."""
+        return bool(self._fencing)
+
+    @property
+    def fenced_sessions(self) -> set[int]:
+        """Ended sessions that some shard has not fenced yet."""
+        return set(self._fencing)
+
+    @property
+    def epochs(self) -> list[int]:
+        """The shards' epochs, by shard index. All have registered."""
+        return [self.states[i].hello.epoch for i in range(self.num_shards)]
+
+    @property
+    def key_id(self) -> bytes:
+        """Names the key."""
+        return signing.key_id(self.key)
+
+    def num_blocks(self, tier: tpb.Tier) -> int:
+        """Blocks of a tier: as many as the smallest shard has."""
+        return min(num_blocks_of(state.hello)[tier] for state in self.states.values())
+
+    def infos(self) -> list[cpb.ShardInfo]:
+        """What is told of each shard, by shard index."""
+        return [self.states[i].info() for i in sorted(self.states)]
+
+    def what_is_missing(self) -> str:
+        """Why sessions can not be opened."""
+        missing = [str(i) for i in range(self.num_shards) if i not in self.states]
+        lost = [str(i) for i, state in sorted(self.states.items()) if not state.connected]
+        silent = [str(i) for i, state in sorted(self.states.items()) if not state.complete]
+        if missing:
+            return f"shards {', '.join(missing)} of {self.num_shards} have not registered"
+        if not self._hold_everything():
+            return "its shards do not hold every KV head of every layer: correct their ranges"
+        if lost:
+            return f"shards {', '.join(lost)} have lost their connection"
+        if silent:
+            return f"shards {', '.join(silent)} have not reported their blocks yet"
+        return "its shards are still stopping sessions that ended"
+
+    def overlapping(self, shard: tpb.Shard) -> list[int]:
+        """Indices of the other shards that hold a part of what this one would."""
+        held = self._parts(shard)
+        return [
+            i
+            for i, state in sorted(self.states.items())
+            if i != shard.index and _overlap(held, self._parts(state.hello.shard))
+        ]
+
+    # Messages
+
+    def send(self, messages: list[cpb.RegisterResponse]) -> None:
+        """Queue for every connected shard; the others are sent all they missed on coming back."""
+        for state in self.states.values():
+            if state.connected:
+                state.outgoing.extend(messages)
+
+    def fences_for(self, index: int) -> list[cpb.RegisterResponse]:
+        """The fences that a shard has not carried out yet."""
+        return [message for waiting, message in self._fencing.values() if index in waiting]
+
+    # Sessions
+
+    def next_ordinal(self) -> int:
+        """Counts the sessions opened since the key was made, this one included."""
+        self._num_sessions += 1
+        return self._num_sessions
+
+    def fence(self, session: tpb.SessionRef, ordinal: int) -> None:
+        """The session ended: every shard must stop it."""
+        message = cpb.RegisterResponse(fence=cpb.Fence(session=session, ordinal=ordinal))
+        self._fencing[session.session_id] = (set(self.states), message)
+        self.send([message])
+
+    def fence_done(self, session_id: int, index: int) -> bool:
+        """The shard has stopped the session. Whether that was the last shard to do so."""
+        waiting, _ = self._fencing.get(session_id, (None, None))
+        if waiting is None:
+            return False
+        waiting.discard(index)
+        if waiting:
+            return False
+        del self._fencing[session_id]
+        return True
+
+    def start_over(self, num_shards: int, layout: Layout, key: bytes) -> None:
+        """Forget all shards, and what those of the old key would still have to fence."""
+        self.num_shards, self.layout, self.key = num_shards, layout, key
+        self.states.clear()
+        self._fencing.clear()
+        self._num_sessions = 0
+
+    # Parts of the pool
+
+    def _hold_everything(self) -> bool:
+        """Shards that do not overlap hold everything when their parts add up to it."""
+        if len(self.states) < self.num_shards:
+            return False
+        (group,) = self.layout.groups
+        num_held = 0
+        for state in self.states.values():
+            layers, heads = self._parts(state.hello.shard)
+            num_held += len(layers) * len(heads)
+        return num_held == len(group.layers) * group.num_kv_heads
+
+    def _parts(self, shard: tpb.Shard) -> tuple[set[int], range]:
+        """The model layers and the KV heads that a shard holds."""
+        (group,) = self.layout.groups
+        layers = range(shard.first_layer, shard.first_layer + shard.num_layers)
+        heads = range(shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads)
+        return {layer for layer in group.layers if layer in layers}, heads
+
+
+def num_blocks_of(hello: cpb.Hello) -> dict[tpb.Tier, int]:
+    """Blocks of each tier of a shard."""
+    return {tpb.TIER_DEVICE: hello.num_device_blocks, tpb.TIER_HOST: hello.num_host_blocks}
+
+
+def _overlap(a: tuple[set[int], range], b: tuple[set[int], range]) -> bool:
+    heads = max(a[1].start, b[1].start) < min(a[1].stop, b[1].stop)
+    return heads and not a[0].isdisjoint(b[0])

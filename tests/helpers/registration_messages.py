@@ -1,0 +1,100 @@
+"""What data planes say on their registration streams, made by hand: hellos and block reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from control_plane.blocks.prefix_index import chained_hash, root_hash
+from control_plane.planning.publications import root_of
+from kvplane import columns, ops, protocol
+from kvplane.columns import INT32, INT64
+from kvplane.layout import LayerGroup, Layout
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
+
+LAYOUT = Layout("test-model", 8, "float32", "float32", (LayerGroup("full", (0, 1), 2, 8),))
+WHOLE = tpb.Shard(num_shards=1, num_layers=2, num_kv_heads=2)
+TENANT, NAMESPACE = "default", ""
+
+
+def half(index: int, num_shards: int = 2) -> tpb.Shard:
+    """The shard of one KV head."""
+    return tpb.Shard(
+        index=index, num_shards=num_shards, num_layers=2, first_kv_head=index, num_kv_heads=1
+    )
+
+
+def hello(**fields: Any) -> pb.Hello:
+    """Of a whole pool unless ``fields`` say otherwise."""
+    defaults = {
+        "protocol": protocol.supported(),
+        "pool_id": "pool",
+        "shard": WHOLE,
+        "epoch": 11,
+        "layout": LAYOUT.to_proto(),
+        "num_device_blocks": 16,
+        "num_host_blocks": 8,
+        "address": "127.0.0.1:1",
+    }
+    return pb.Hello(**{**defaults, **fields})
+
+
+def blocks(generations: Mapping[int, int], tier: tpb.Tier = tpb.TIER_DEVICE) -> tpb.Blocks:
+    """The generations of blocks, by index."""
+    return tpb.Blocks(
+        tier=tier,
+        indices=columns.pack(INT32, generations.keys()),
+        generations=columns.pack(INT64, generations.values()),
+    )
+
+
+class Prefix(NamedTuple):
+    """One publication: ``parent`` is (index, generation), (-1, 0) for the first of a prompt."""
+
+    block: tuple[int, int]
+    parent: tuple[int, int]
+    hash: bytes
+    tokens: bytes
+
+
+def chain(tokens: Iterable[int], placed: Iterable[tuple[int, int]], **owner: str) -> list[Prefix]:
+    """The prefixes of a prompt in these (index, generation)s, one for each full block."""
+    packed, size = ops.pack_tokens(list(tokens)), LAYOUT.block_size_tokens * 4
+    names = {"tenant": TENANT, "namespace": NAMESPACE, **owner}
+    hash_ = root_hash(root_of(LAYOUT.fingerprint, **names))
+    parent, prefixes = (-1, 0), []
+    for i, block in enumerate(placed):
+        of_block = packed[i * size : (i + 1) * size]
+        hash_ = chained_hash(hash_, of_block)
+        prefixes.append(Prefix(block, parent, hash_, of_block))
+        parent = block
+    return prefixes
+
+
+def publications(prefixes: Iterable[Prefix], **fields: Any) -> tpb.Publications:
+    """As they are published and reported."""
+    prefixes = list(prefixes)
+    defaults = {
+        "tenant": TENANT,
+        "namespace": NAMESPACE,
+        "hash_algorithm": "xxh3-128",
+        "indices": columns.pack(INT32, [p.block[0] for p in prefixes]),
+        "generations": columns.pack(INT64, [p.block[1] for p in prefixes]),
+        "parent_indices": columns.pack(INT32, [p.parent[0] for p in prefixes]),
+        "parent_generations": columns.pack(INT64, [p.parent[1] for p in prefixes]),
+        "hashes": b"".join(p.hash for p in prefixes),
+        "token_ids": b"".join(p.tokens for p in prefixes),
+    }
+    return tpb.Publications(**{**defaults, **fields})
+
+
+def report(
+    generations: Mapping[int, int] | None = None, *prefixes: Prefix, last: bool = True
+) -> pb.BlockReport:
+    """Device blocks and what they hold."""
+    return pb.BlockReport(
+        blocks=[blocks(generations)] if generations else [],
+        publications=[publications(prefixes)] if prefixes else [],
+        last=last,
+    )

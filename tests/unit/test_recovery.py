@@ -1,0 +1,248 @@
+"""A pool is built from what its shards report: generations go on, and a prefix is restored only
+where every shard holds it, in the very blocks that it names.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+
+import pytest
+from registration_messages import LAYOUT, Prefix, blocks, chain, half, hello, publications, report
+
+from control_plane.blocks import prefix_index
+from control_plane.blocks.integrity import check_store
+from control_plane.planning import recovery
+from control_plane.planning.pool import Pool
+from control_plane.planning.publications import root_of
+from control_plane.planning.registration import Registration
+from kvplane import ops
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
+
+A, B, C = range(24), range(100, 124), range(200, 208)
+
+
+class Pools:
+    """A control plane's pool of one or two shards, restarted at will."""
+
+    def __init__(self) -> None:
+        self.pools: dict[str, Pool] = {}
+        self.epochs = itertools.count(1)
+        self.registration = Registration(
+            self.pools,
+            incarnation=1,
+            watermark=0.0,
+            new_key=lambda: bytes(32),
+            end_sessions=self.end_sessions,
+        )
+
+    @property
+    def pool(self) -> Pool:
+        return self.pools["pool"]
+
+    def end_sessions(self, pool: Pool) -> None:
+        assert not pool.session_ids
+
+    def start(
+        self, index: int = 0, num_shards: int = 1, *, num_blocks: int = 16
+    ) -> tuple[int, int]:
+        """A new process of a shard registers. Returns its index and epoch."""
+        shard = tpb.Shard(num_shards=1, num_layers=2, num_kv_heads=2)
+        said = hello(
+            shard=shard if num_shards == 1 else half(index),
+            epoch=next(self.epochs),
+            num_device_blocks=num_blocks,
+        )
+        self.registration.register(said)
+        return index, said.epoch
+
+    def report(self, process: tuple[int, int], *parts: pb.BlockReport) -> None:
+        for part in parts:
+            self.registration.report("pool", *process, part)
+
+    def cached(
+        self, tokens: Iterable[int], tenant: str = "default", namespace: str = ""
+    ) -> list[int]:
+        """The blocks that a prompt finds."""
+        root = root_of(LAYOUT.fingerprint, tenant, namespace)
+        check_store(self.pool.device, "device", ref_count={}, pins={}, finished={})
+        return self.pool.device.index.match(root, ops.pack_tokens(list(tokens)))
+
+
+def built_from(*parts: pb.BlockReport, num_blocks: int = 16) -> Pools:
+    """A pool of one shard that reports these parts."""
+    pools = Pools()
+    pools.report(pools.start(num_blocks=num_blocks), *parts)
+    assert pools.pool.ready
+    return pools
+
+
+def test_prefixes_are_found_again_in_the_blocks_and_generations_reported() -> None:
+    prefixes = chain(A, [(7, 3), (2, 9), (5, 1)])
+    pools = built_from(report({7: 3, 2: 9, 5: 1, 6: 4}, *prefixes))
+    assert pools.cached(A) == [7, 2, 5]
+    assert pools.cached(A, tenant="other") == pools.cached(A, namespace="lora") == []
+    assert pools.pool.device.generations([7, 2, 5, 6, 0]) == [3, 9, 1, 4, 0]
+
+
+def test_parts_may_come_in_any_order_and_children_before_their_parents() -> None:
+    prefixes = chain(A, [(7, 3), (2, 9), (5, 1)])
+    first = pb.BlockReport(publications=[publications(prefixes[::-1])])
+    pools = built_from(first, report({7: 3, 2: 9, 5: 1}))
+    assert pools.cached(A) == [7, 2, 5]
+
+
+def test_tenants_and_namespaces_are_restored_apart() -> None:
+    owners = [("ann", ""), ("bob", ""), ("bob", "x"), ("a", "nn"), ("an", "n")]
+    told = [
+        publications(
+            chain(C, [(i, 1)], tenant=tenant, namespace=namespace),
+            tenant=tenant,
+            namespace=namespace,
+        )
+        for i, (tenant, namespace) in enumerate(owners)
+    ]
+    everything = pb.BlockReport(
+        blocks=[blocks(dict.fromkeys(range(len(owners)), 1))], publications=told, last=True
+    )
+    pools = built_from(everything)
+    assert [pools.cached(C, *owner) for owner in owners] == [[i] for i in range(len(owners))]
+
+
+def test_a_child_of_another_tenants_block_is_not_restored() -> None:
+    parent, child = chain(A, [(1, 1), (2, 1)])
+    told = [publications([parent]), publications([child], tenant="other")]
+    pools = built_from(pb.BlockReport(blocks=[blocks({1: 1, 2: 1})], publications=told, last=True))
+    assert pools.cached(A) == [1]
+    assert pools.cached(A, tenant="other") == []
+
+
+@pytest.mark.parametrize(
+    "generations",
+    [{1: 5, 2: 6, 3: 5}, {1: 6, 2: 5, 3: 5}, {1: 5, 3: 5}],
+    ids=["a child's", "a parent's", "not reported"],
+)
+def test_only_publications_of_the_present_generation_are_restored(
+    generations: Mapping[int, int],
+) -> None:
+    prefixes = chain(A, [(1, 5), (2, 5), (3, 5)])
+    pools = built_from(report(generations, *prefixes))
+    assert pools.cached(A) == ([1] if generations[1] == 5 else [])
+
+
+def test_a_parent_is_the_very_block_named_and_of_its_present_generation() -> None:
+    first, second = chain(A, [(1, 5), (2, 5)])
+    assert built_from(report({1: 5, 2: 5}, first, second._replace(parent=(1, 4)))).cached(A) == [1]
+    assert built_from(report({1: 5, 2: 5}, first, second._replace(parent=(3, 5)))).cached(A) == [1]
+    assert built_from(report({1: 5, 2: 5}, first, second._replace(parent=(-1, 0)))).cached(A) == [1]
+    looped = second._replace(parent=(2, 5))
+    assert built_from(report({1: 5, 2: 5}, first, looped)).cached(A) == [1]
+
+
+def test_a_hash_that_does_not_follow_from_the_tokens_is_not_believed() -> None:
+    first, second = chain(A, [(1, 5), (2, 5)])
+    assert built_from(report({1: 5, 2: 5}, first, second._replace(hash=bytes(16)))).cached(A) == [1]
+    assert built_from(report({1: 5, 2: 5}, first._replace(hash=bytes(16)), second)).cached(A) == []
+
+
+def test_equal_hashes_join_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands for two prompts whose 128-bit hashes are equal: xxh3 is not a cryptographic hash."""
+    real = prefix_index.chained_hash
+    a, b = (ops.pack_tokens(list(tokens)) for tokens in (A[:8], B[:8]))
+
+    def weak(parent: bytes, tokens: bytes) -> bytes:
+        return real(parent, a if tokens == b else tokens)
+
+    monkeypatch.setattr("registration_messages.chained_hash", weak)
+    for module in (prefix_index, recovery):
+        monkeypatch.setattr(module, "chained_hash", weak)
+    prompt, other = [*A[:8], *C], [*B[:8], *C]
+    first, second = chain(prompt, [(1, 1), (2, 1)])
+    [lone] = chain(other, [(3, 1)])
+    assert lone.hash == first.hash
+    for order in itertools.permutations([first, second, lone]):
+        pools = built_from(report(dict.fromkeys((1, 2, 3), 1), *order))
+        assert pools.cached(prompt) == [1, 2]
+        assert pools.cached(other) == [3], "another prompt's block is found after it"
+
+
+@pytest.mark.parametrize("change", ["absent", "generation", "parent", "tokens", "tenant"])
+def test_a_prefix_is_restored_only_where_all_shards_report_the_same(change: str) -> None:
+    prefixes = chain(A, [(1, 5), (2, 5), (3, 5)])
+    known = {1: 5, 2: 5, 3: 5}
+    changed: list[Prefix] = list(prefixes)
+    told = {"tenant": "default"}
+    if change == "absent":
+        del changed[1]
+    elif change == "generation":
+        known[2] = 6
+    elif change == "parent":
+        changed[1] = prefixes[1]._replace(parent=(3, 5))
+    elif change == "tokens":
+        changed[1] = prefixes[1]._replace(tokens=bytes(32))
+    else:
+        told["tenant"] = "other"
+    pools = Pools()
+    processes = [pools.start(i, 2) for i in range(2)]
+    pools.report(processes[0], report(dict.fromkeys((1, 2, 3), 5), *prefixes))
+    other = pb.BlockReport(
+        blocks=[blocks(known)], publications=[publications(changed, **told)], last=True
+    )
+    pools.report(processes[1], other)
+    assert pools.pool.ready
+    assert pools.cached(A) == ([] if change == "tenant" else [1])
+    assert pools.pool.device.generation[2] == max(known[2], 5)
+
+
+def test_shards_that_report_the_same_in_another_order_agree() -> None:
+    prefixes = chain(A, [(1, 5), (2, 5), (3, 5)])
+    pools = Pools()
+    for i, order in enumerate((prefixes, prefixes[::-1])):
+        process = pools.start(i, 2)
+        pools.report(process, report({1: 5, 2: 5, 3: 5}, *order))
+    assert pools.cached(A) == [1, 2, 3]
+
+
+def test_a_shard_that_comes_back_smaller_and_then_larger_loses_no_generation() -> None:
+    pools = Pools()
+    stays, goes = pools.start(0, 2), pools.start(1, 2)
+    held = dict.fromkeys(range(16), 3)
+    pools.report(stays, report(held))
+    pools.report(goes, report(held))
+    for num_blocks in (8, 16):
+        process = pools.start(1, 2, num_blocks=num_blocks)
+        pools.registration.take_outgoing("pool", 0)
+        pools.report(process, report())
+        pools.report(stays, report(held if num_blocks == 8 else None))
+        assert pools.pool.ready
+        assert pools.pool.device.num_blocks == num_blocks
+    assert pools.pool.device.generation == [3] * 16
+
+
+def test_generations_of_a_process_that_came_in_between_are_final() -> None:
+    """The first process holds publications of generations that another has used since."""
+    pools = Pools()
+    prefixes = chain(A, [(1, 1), (2, 1), (3, 1)])
+    pools.report(pools.start(), report({1: 1, 2: 1, 3: 1}, *prefixes))
+    pools.report(pools.start(), report())
+    pools.pool.device.allocate(1, 16)
+    pools.report(pools.start(), report({1: 1, 2: 1, 3: 1}, *prefixes))
+    assert pools.cached(A) == []
+    assert pools.pool.device.generations([1, 2, 3]) == [2, 2, 2]
+
+
+def test_a_publication_of_a_block_that_the_smallest_shard_lacks_is_left_out() -> None:
+    prefixes = chain(A, [(1, 5), (9, 5), (3, 5)])
+    pools = Pools()
+    large, small = pools.start(0, 2), pools.start(1, 2, num_blocks=8)
+    pools.report(large, report({1: 5, 9: 5, 3: 5}, *prefixes))
+    pools.report(small, report({1: 5}, prefixes[0]))
+    assert pools.cached(A) == [1]
+
+
+def test_restored_prefixes_are_evicted_children_first() -> None:
+    prefixes = chain(A, [(0, 1), (1, 1), (2, 1)])
+    pools = built_from(report({0: 1, 1: 1, 2: 1}, *prefixes), num_blocks=3)
+    pools.pool.open(1)
+    assert [pools.pool.device.allocate(1, 1) for _ in range(3)] == [[2], [1], [0]]

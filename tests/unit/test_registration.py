@@ -1,0 +1,564 @@
+"""Who may be a shard of a pool, who is resumed, who must report again, and what each is sent."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from registration_messages import LAYOUT, chain, half, hello, publications, report
+
+from control_plane.planning.pool import Pool
+from control_plane.planning.publications import root_of
+from control_plane.planning.registration import Registration
+from kvplane import columns, signing
+from kvplane.columns import INT32
+from kvplane.errors import (
+    InvalidRequestError,
+    LayoutMismatchError,
+    StaleEpochError,
+    StaleIncarnationError,
+)
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
+
+INCARNATION = 7
+PROMPT = range(24)
+ROOT = root_of(LAYOUT.fingerprint, "default", "")
+
+
+class World:
+    """Registration of pools whose sessions hold nothing."""
+
+    def __init__(self, incarnation: int = INCARNATION) -> None:
+        self.incarnation = incarnation
+        self.pools: dict[str, Pool] = {}
+        self.session_ids = itertools.count(1)
+        keys = (bytes([i]) * 32 for i in itertools.count(incarnation))
+        self.it = Registration(
+            self.pools,
+            incarnation=incarnation,
+            watermark=0.0,
+            new_key=lambda: next(keys),
+            end_sessions=self.end_sessions,
+        )
+
+    @property
+    def pool(self) -> Pool:
+        return self.pools["pool"]
+
+    def end_sessions(self, pool: Pool) -> None:
+        for session_id in list(pool.session_ids):
+            self.end_session(session_id, pool)
+
+    def open_session(self) -> int:
+        session_id = next(self.session_ids)
+        self.pool.open(session_id)
+        return session_id
+
+    def end_session(self, session_id: int, pool: Pool | None = None) -> None:
+        (pool or self.pool).end(self.ref(session_id), ordinal=session_id)
+
+    def ref(self, session_id: int) -> tpb.SessionRef:
+        return tpb.SessionRef(incarnation=self.incarnation, session_id=session_id)
+
+
+class Plane:
+    """A data plane's process, as far as its registration goes."""
+
+    def __init__(self, world: World, **fields: Any) -> None:
+        self.world = world
+        self.hello = hello(**fields)
+        self.welcome = pb.Welcome()
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.hello.pool_id, self.hello.shard.index, self.hello.epoch
+
+    def register(self, **changes: Any) -> pb.Welcome:
+        said, self.hello = self.hello, pb.Hello()
+        self.hello.CopyFrom(said)
+        self.hello.MergeFrom(pb.Hello(**changes))
+        self.welcome = self.world.it.register(self.hello)
+        if not self.welcome.resumed:
+            self.hello.incarnation = self.welcome.incarnation
+            self.hello.key_id = signing.key_id(self.welcome.key)
+        return self.welcome
+
+    def report(self, part: pb.BlockReport | None = None) -> None:
+        self.world.it.report(*self.key, part or report())
+
+    def join(self, part: pb.BlockReport | None = None) -> pb.Welcome:
+        self.register()
+        self.report(part)
+        return self.welcome
+
+    def leave(self) -> None:
+        self.world.it.disconnect(*self.key)
+
+    def fence_done(self, session_id: int, incarnation: int = INCARNATION) -> None:
+        session = tpb.SessionRef(incarnation=incarnation, session_id=session_id)
+        self.world.it.fence_done(*self.key, pb.FenceDone(session=session))
+
+    def take(self) -> list[pb.RegisterResponse]:
+        return self.world.it.take_outgoing(*self.key[:2])
+
+    def kinds(self) -> list[str | None]:
+        """What it is sent, by kind."""
+        return [message.WhichOneof("message") for message in self.take()]
+
+
+def two_halves(world: World, **fields: Any) -> tuple[Plane, Plane]:
+    """A pool of two shards, ready."""
+    planes = tuple(Plane(world, shard=half(i), epoch=10 + i, **fields) for i in range(2))
+    for plane in planes:
+        plane.join()
+    assert world.pool.ready
+    return planes[0], planes[1]
+
+
+def test_a_shard_registers_reports_and_is_resumed_without_the_key() -> None:
+    world = World()
+    plane = Plane(world)
+    assert plane.register() == pb.Welcome(incarnation=INCARNATION, key=bytes([7]) * 32)
+    assert not world.pool.ready
+    plane.report(report({0: 3}, last=False))
+    assert not world.pool.ready
+    plane.report(report({1: 5}))
+    assert world.pool.ready
+    assert world.pool.device.generation[:3] == [3, 5, 0]
+    plane.leave()
+    assert not world.pool.ready
+    assert plane.register() == pb.Welcome(incarnation=INCARNATION, resumed=True)
+    assert world.pool.ready
+
+
+def test_of_two_processes_that_claim_one_shard_the_older_stays_out() -> None:
+    world = World()
+    old, new = Plane(world, epoch=5), Plane(world, epoch=6)
+    old.join()
+    new.join()
+    session = world.open_session()
+    for _ in range(3):
+        with pytest.raises(StaleEpochError, match="start it with --epoch 7") as refusal:
+            old.register()
+        assert refusal.value.field == "hello.epoch"
+    assert world.pool.ready
+    assert world.pool.session_ids == {session}, "the refused process ended it"
+    assert world.pool.epochs == [6]
+
+
+def test_a_later_process_takes_over_with_a_new_key_and_ends_all_sessions() -> None:
+    world = World()
+    old, new = Plane(world, epoch=5), Plane(world, epoch=6)
+    old.join()
+    world.open_session()
+    assert new.join().key != old.welcome.key
+    assert world.pool.session_ids == set()
+    for late in (old.report, lambda: old.fence_done(1)):
+        with pytest.raises(StaleEpochError):
+            late()
+    old.leave()
+    assert world.pool.ready
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("key_id", signing.key_id(bytes(32))),
+        ("incarnation", INCARNATION - 1),
+        ("num_device_blocks", 15),
+        ("num_host_blocks", 9),
+    ],
+)
+def test_only_what_has_not_changed_is_resumed(field: str, value: Any) -> None:
+    world = World()
+    plane = Plane(world)
+    plane.join()
+    assert not plane.register(**{field: value}).resumed
+    assert not world.pool.ready
+    plane.report()
+    assert plane.register().resumed
+
+
+def test_control_planes_of_one_incarnation_are_told_apart_by_their_keys() -> None:
+    first, second = World(), World()
+    second.it._new_key = lambda: bytes(32)
+    plane = Plane(first)
+    plane.join()
+    plane.leave()
+    plane.world = second
+    assert not plane.register().resumed
+    plane.report()
+    plane.leave()
+    plane.world = first
+    assert not plane.register().resumed, "the key that it holds is the other control plane's"
+    plane.report()
+    assert plane.hello.key_id == first.pool.shards.key_id
+
+
+def test_a_later_control_plane_is_not_left_for_an_earlier_one() -> None:
+    with pytest.raises(StaleIncarnationError) as refusal:
+        Plane(World()).register(incarnation=INCARNATION + 1)
+    assert refusal.value.field == "hello.incarnation"
+
+
+def test_a_shard_that_had_not_reported_begins_anew() -> None:
+    plane = Plane(World())
+    plane.register()
+    plane.report(report({3: 9}, last=False))
+    plane.leave()
+    assert not plane.register().resumed
+    plane.report()
+    assert plane.world.pool.device.generation[3] == 0, "the part of the broken stream counts"
+
+
+def test_a_report_that_was_not_asked_for_is_refused() -> None:
+    world = World()
+    left, right = two_halves(world)
+    with pytest.raises(InvalidRequestError, match="is complete") as refusal:
+        left.report()
+    assert refusal.value.field == "report"
+    Plane(world, shard=half(1), epoch=12).join()
+    with pytest.raises(InvalidRequestError, match="not asked for"):
+        left.report()  # an earlier one, as the request has not been sent
+    assert left.kinds() == ["report_request"]
+    left.report()
+    assert world.pool.ready
+    assert right.hello.epoch == 11
+
+
+def test_shards_that_stay_fence_all_sessions_and_report_again() -> None:
+    world = World()
+    left, right = two_halves(world)
+    blocks = world.pool.device.allocate(world.open_session(), 1)
+    world.pool.device.publish(ROOT, -1, bytes(32), blocks)
+    world.pool.announce(ROOT, blocks)
+    assert left.kinds() == ["publish"]
+    [session] = world.pool.session_ids
+    world.pool.device.release(blocks, session, 2**63)
+
+    successor = Plane(world, shard=half(1), epoch=12)
+    successor.join(report({blocks[0]: 1}))
+    assert successor.welcome.key == left.welcome.key
+    fence, request = left.take()
+    assert (fence.fence.session, fence.fence.ordinal) == (world.ref(session), session)
+    assert request.HasField("report_request")
+    held = chain([0] * 8, [(blocks[0], 1)])
+    left.report(report({blocks[0]: 1}, *held))
+    assert not world.pool.ready, "the session is not fenced"
+    left.fence_done(session)
+    assert world.pool.ready
+    assert world.pool.device.index.match(ROOT, bytes(32)) == [], "the new process does not hold it"
+    with pytest.raises(StaleEpochError):
+        right.report()
+
+
+def test_a_shard_that_stays_is_asked_again_when_its_stream_breaks() -> None:
+    world = World()
+    left, _ = two_halves(world)
+    session = world.open_session()
+    Plane(world, shard=half(1), epoch=12).join()
+    assert left.kinds() == ["fence", "report_request"]
+    left.report(report({3: 4}, last=False))
+    left.leave()
+    with pytest.raises(InvalidRequestError, match="not asked for"):
+        left.report()  # a delayed part of the broken stream
+    assert left.register().resumed
+    with pytest.raises(InvalidRequestError, match="not asked for"):
+        left.report()
+    assert left.kinds() == ["fence", "report_request"]
+    left.fence_done(session)
+    left.report(report({3: 5}))
+    assert world.pool.ready
+    assert world.pool.device.generation[3] == 5
+
+
+def test_a_shard_is_asked_once_however_often_another_restarts() -> None:
+    world = World()
+    left, _ = two_halves(world)
+    for epoch in range(12, 15):
+        last = Plane(world, shard=half(1), epoch=epoch)
+        last.join()
+    assert left.kinds() == ["report_request"]
+    left.report()
+    assert world.pool.ready
+    Plane(world, shard=half(1), epoch=15).register()
+    assert left.kinds() == ["report_request"]
+    assert last.hello.epoch == 14
+
+
+def test_a_finished_fence_counts_only_for_a_session_that_ended_here() -> None:
+    world = World()
+    plane = Plane(world)
+    plane.join()
+    session = world.open_session()
+    plane.fence_done(session)  # it is open
+    world.end_session(session)
+    plane.fence_done(session, incarnation=INCARNATION - 1)
+    plane.fence_done(session + 1)
+    assert world.pool.shards.is_fencing
+    plane.fence_done(session)
+    plane.fence_done(session)
+    assert not world.pool.shards.is_fencing
+
+
+def test_a_process_that_comes_back_unknown_must_fence_what_it_may_still_run() -> None:
+    """Where the key stays, sessions of before could go on with it."""
+    world = World()
+    left, right = two_halves(world)
+    session = world.open_session()
+    right.leave()
+    assert not right.register(key_id=signing.key_id(bytes(32))).resumed
+    assert right.take() == [], "its report comes first"
+    right.report()
+    assert right.kinds() == ["fence"]
+    left.take()
+    left.report()
+    left.fence_done(session)
+    assert not world.pool.ready
+    right.fence_done(session)
+    assert world.pool.ready
+
+
+@pytest.mark.parametrize(
+    ("shard", "field"),
+    [
+        (half(1, num_shards=3), "hello.shard.num_shards"),
+        (tpb.Shard(index=1, num_shards=2, num_layers=1, num_kv_heads=1), "hello.shard"),
+        (tpb.Shard(index=1, num_shards=2, num_layers=2, num_kv_heads=2), "hello.shard"),
+    ],
+)
+def test_a_shard_that_does_not_go_with_the_others_is_refused(shard: tpb.Shard, field: str) -> None:
+    world = World()
+    left = Plane(world, shard=half(0), epoch=10)
+    left.join()
+    with pytest.raises(InvalidRequestError) as refusal:
+        Plane(world, shard=shard, epoch=12).register()
+    assert refusal.value.field == field
+    assert field != "hello.shard" or "shard 0" in refusal.value.message
+    other = LAYOUT.to_proto()
+    other.model_id, other.fingerprint = "other", b""
+    with pytest.raises(LayoutMismatchError):
+        Plane(world, shard=half(1), epoch=12, layout=other).register()
+    Plane(world, shard=half(1), epoch=12).join()
+    assert world.pool.ready
+
+
+def test_a_pool_is_ready_only_when_its_shards_hold_every_head_of_every_layer() -> None:
+    world = World()
+    parts = [(0, 1, 0, 2), (1, 1, 0, 1), (1, 1, 1, 1)]
+    for i, (layer, num_layers, head, num_heads) in enumerate(parts):
+        assert i == 0 or not world.pool.ready
+        shard = tpb.Shard(
+            index=i,
+            num_shards=3,
+            first_layer=layer,
+            num_layers=num_layers,
+            first_kv_head=head,
+            num_kv_heads=num_heads,
+        )
+        Plane(world, shard=shard, epoch=10 + i).join()
+    assert world.pool.ready
+
+    gap = World()
+    for i in range(2):
+        shard = tpb.Shard(index=i, num_shards=2, num_layers=1, first_kv_head=i, num_kv_heads=1)
+        Plane(gap, shard=shard, epoch=10 + i).join()
+    assert not gap.pool.ready
+    assert "every KV head of every layer" in gap.pool.shards.what_is_missing()
+
+
+def test_a_pool_takes_another_shape_when_its_old_shards_are_gone_and_older() -> None:
+    world = World()
+    left, right = two_halves(world)
+    left.leave()
+    right.leave()
+    with pytest.raises(StaleEpochError):
+        Plane(world, epoch=10).register()  # shard 1 is of a later process
+    whole = Plane(world, epoch=12)
+    assert whole.join().key != left.welcome.key
+    assert world.pool.ready
+    for old in (left, right):
+        with pytest.raises(InvalidRequestError if old is right else StaleEpochError):
+            old.register()
+    whole.leave()
+    with pytest.raises(StaleEpochError):
+        right.register()
+    assert world.pool.epochs == [12]
+
+
+def test_a_shard_that_came_back_is_sent_all_that_it_may_have_missed() -> None:
+    world = World()
+    plane = Plane(world)
+    plane.join()
+    session = world.open_session()
+    store = world.pool.device
+    blocks = store.allocate(session, 3)
+    store.publish(ROOT, -1, b"".join(bytes([0, 0, 0, i]) * 8 for i in range(3)), blocks)
+    plane.leave()
+    world.pool.announce(ROOT, blocks)
+    store.release(blocks[::-1], session, 2**63)
+    world.end_session(session)
+    assert plane.register().resumed
+    fence, publish = plane.take()
+    assert fence.fence.session == world.ref(session)
+    sent = publish.publish.publications
+    assert list(columns.read(INT32, sent.indices, "indices")) == blocks
+    assert list(columns.read(INT32, sent.parent_indices, "parents")) == [-1, *blocks[:2]]
+    assert (sent.tenant, sent.namespace, sent.hash_algorithm) == ("default", "", "xxh3-128")
+    assert plane.take() == []
+
+
+def test_what_cannot_be_found_any_more_is_not_sent_again() -> None:
+    """A parent that was evicted: its child's publication would name a block of another prefix."""
+    world = World()
+    plane = Plane(world)
+    plane.join()
+    store = world.pool.device
+    blocks = store.allocate(world.open_session(), 3)
+    store.publish(ROOT, -1, b"".join(bytes([0, 0, 0, i]) * 8 for i in range(3)), blocks)
+    store.index.evict([blocks[1]])
+    plane.leave()
+    plane.register()
+    [publish] = plane.take()
+    assert columns.count(INT32, publish.publish.publications.indices) == 1
+
+
+def columns_of(prefixes: Any, **changes: Any) -> pb.BlockReport:
+    return pb.BlockReport(publications=[publications(prefixes, **changes)])
+
+
+def device(**columns_: bytes) -> pb.BlockReport:
+    return pb.BlockReport(blocks=[tpb.Blocks(tier=tpb.TIER_DEVICE, **columns_)])
+
+
+PREFIXES = chain(PROMPT, [(4, 2), (5, 2)])
+ONE = columns.pack(INT32, [1])
+LONG = bytes(8)
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        (pb.BlockReport(blocks=[tpb.Blocks(indices=ONE)]), "blocks[0].tier"),
+        (pb.BlockReport(blocks=[tpb.Blocks(tier=9)]), "blocks[0].tier"),  # type: ignore[arg-type]
+        (pb.BlockReport(blocks=[tpb.Blocks(group=1, tier=tpb.TIER_HOST)]), "blocks[0].group"),
+        (device(indices=ONE[:3]), "blocks[0].indices"),
+        (device(indices=columns.pack(INT32, [1, 16]), generations=LONG), "blocks[0].indices[1]"),
+        (device(indices=columns.pack(INT32, [-1]), generations=LONG), "blocks[0].indices[0]"),
+        (device(indices=bytes(4 * 17)), "blocks[0].indices"),
+        (device(indices=ONE, generations=LONG[:7]), "blocks[0].generations"),
+        (device(indices=ONE, generations=LONG * 2), "blocks[0].generations"),
+        (device(indices=ONE, generations=LONG), "blocks[0].generations"),
+        (device(indices=ONE, generations=b"\xff" * 8), "blocks[0].generations"),
+        (device(indices=ONE, generations=b"\x01" + bytes(6) + b"\x40"), "blocks[0].generations"),
+        (columns_of(PREFIXES, group=1), "publications[0].group"),
+        (columns_of(PREFIXES, hash_algorithm=""), "publications[0].hash_algorithm"),
+        (columns_of(PREFIXES, namespace="x" * 129), "publications[0].namespace"),
+        (columns_of(PREFIXES, indices=bytes(4 * 17)), "publications[0].indices"),
+        (columns_of(PREFIXES, indices=columns.pack(INT32, [4, 16])), "publications[0].indices[1]"),
+        (columns_of(PREFIXES, generations=LONG), "publications[0].generations"),
+        (
+            columns_of(PREFIXES, parent_indices=columns.pack(INT32, [-2, 4])),
+            "publications[0].parent_indices[0]",
+        ),
+        (columns_of(PREFIXES, parent_generations=LONG), "publications[0].parent_generations"),
+        (columns_of(PREFIXES, hashes=bytes(31)), "publications[0].hashes"),
+        (columns_of(PREFIXES, token_ids=bytes(63)), "publications[0].token_ids"),
+        (columns_of(PREFIXES, token_ids=b"\xff" * 64), "publications[0].token_ids"),
+    ],
+)
+def test_a_report_that_can_not_be_is_refused_whole_by_the_name_of_its_column(
+    part: pb.BlockReport, field: str
+) -> None:
+    world = World()
+    plane = Plane(world)
+    plane.register()
+    part.blocks.append(tpb.Blocks(tier=tpb.TIER_HOST, indices=ONE, generations=b"\x09" + bytes(7)))
+    part.last = True
+    with pytest.raises(InvalidRequestError) as refusal:
+        plane.report(part)
+    assert refusal.value.field == f"report.{field}"
+    plane.report()
+    assert world.pool.host.generation[1] == 0, "a part of the refused report counts"
+
+
+def test_the_highest_generation_that_may_be_reported_leaves_room_for_more() -> None:
+    world = World()
+    plane = Plane(world)
+    plane.join(report(dict.fromkeys(range(16), 2**62)))
+    plane.world.open_session()
+    blocks = world.pool.device.allocate(1, 2)
+    assert world.pool.device.generations(blocks) == [2**62 + 1] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"pool_id": ""}, "pool_id"),
+        ({"pool_id": "x" * 129}, "pool_id"),
+        ({"address": ""}, "address"),
+        ({"address": "h" * 513}, "address"),
+        ({"epoch": 0}, "epoch"),
+        ({"key_id": b"short"}, "key_id"),
+        ({"num_device_blocks": 0}, "num_device_blocks"),
+        ({"num_device_blocks": 2**24 + 1}, "num_device_blocks"),
+        ({"num_host_blocks": -1}, "num_host_blocks"),
+        ({"layout": tpb.Layout()}, "layout.dtype"),
+        ({"layout": tpb.Layout(dtype=1, kv_dtype=1, model_id="m")}, "layout.block_size_tokens"),
+        ({"shard": tpb.Shard()}, "shard.num_shards"),
+        ({"shard": tpb.Shard(num_shards=2000)}, "shard.num_shards"),
+        ({"shard": half(2)}, "shard.index"),
+        ({"shard": half(-1)}, "shard.index"),
+        ({"shard": tpb.Shard(num_shards=1, num_kv_heads=2)}, "shard.num_layers"),
+        (
+            {"shard": tpb.Shard(num_shards=1, first_layer=2, num_layers=1, num_kv_heads=2)},
+            "shard.first_layer",
+        ),
+        ({"shard": tpb.Shard(num_shards=1, num_layers=2, num_kv_heads=3)}, "shard.num_kv_heads"),
+        (
+            {"shard": tpb.Shard(num_shards=1, num_layers=2, first_kv_head=-(2**31))},
+            "shard.first_kv_head",
+        ),
+    ],
+)
+def test_a_hello_is_refused_by_the_name_of_its_field(fields: dict[str, Any], field: str) -> None:
+    world = World()
+    with pytest.raises(InvalidRequestError) as refusal:
+        Plane(world, **fields).register()
+    assert refusal.value.field == f"hello.{field}"
+    assert world.pools == {}
+
+
+def unserved(**group: Any) -> tpb.Layout:
+    layout = LAYOUT.to_proto()
+    layout.groups[0].MergeFrom(tpb.LayerGroup(**group))
+    return layout
+
+
+def of_a_later_release() -> tpb.Layout:
+    layout = tpb.Layout.FromString(LAYOUT.to_proto().SerializeToString() + b"\x98\x06\x01")
+    assert layout.fingerprint == LAYOUT.fingerprint
+    return layout
+
+
+def two_groups() -> tpb.Layout:
+    layout = LAYOUT.to_proto()
+    layout.groups.add(name="window", layers=[2], num_kv_heads=2, head_size=8)
+    return layout
+
+
+@pytest.mark.parametrize(
+    ("layout", "field"),
+    [
+        (unserved(cache_kind=tpb.CACHE_KIND_LATENT), "layout.groups[0].cache_kind"),
+        (unserved(value_head_size=16), "layout.groups[0].value_head_size"),
+        (two_groups(), "layout.groups"),
+        (of_a_later_release(), "layout"),
+    ],
+)
+def test_a_layout_that_is_not_served_is_refused(layout: tpb.Layout, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        Plane(World(), layout=layout).register()
+    assert refusal.value.field == f"hello.{field}"
