@@ -8,6 +8,7 @@ from typing import Final, Protocol
 import torch
 
 from engine.loop import LoopThread
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.execution import DataClient, Execution
 from kvplane.session import Session
@@ -50,8 +51,7 @@ class DataBackend(Protocol):
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scale: float,
-        sliding_window_tokens: int,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """As in ``engine.attention.Step``."""
         ...
@@ -105,8 +105,7 @@ class RemoteBackend:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scale: float,
-        sliding_window_tokens: int,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """Send one layer's new tokens and wait for its attention."""
         out = self._loop.run(
@@ -115,8 +114,7 @@ class RemoteBackend:
                 to_wire(query),
                 to_wire(key),
                 to_wire(value),
-                scale=scale,
-                sliding_window_tokens=sliding_window_tokens,
+                options=options,
             )
         )
         return from_wire(out)

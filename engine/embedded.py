@@ -13,6 +13,7 @@ from data_plane.server.config import DataPlaneConfig
 from data_plane.server.embedded import EmbeddedDataPlane
 from engine.backend import Started
 from engine.config import EngineConfig
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError
 from kvplane.session import Session
 from kvplane.v1 import types_pb2 as pb
@@ -59,16 +60,13 @@ class EmbeddedBackend:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scale: float,
-        sliding_window_tokens: int,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """Write and attend, in this thread, where the pool is."""
         executor, session_id = self._executor, self._open_session()
         with device_errors():
             there = [tensor.to(executor.device) for tensor in (query, key, value)]
-        out = executor.layer(
-            session_id, index, *there, scale=scale, sliding_window_tokens=sliding_window_tokens
-        )
+        out = executor.layer(session_id, index, *there, options=options)
         if out is None:
             raise InternalError("a layer with queries has no output")
         with device_errors():

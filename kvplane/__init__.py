@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from kvplane import ops
+    from kvplane.attention_options import AttentionOptions
     from kvplane.control_client import ControlClient
     from kvplane.errors import KvplaneError
     from kvplane.execution import DataClient, Execution, Started
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kvplane.tls import TlsOptions
 
 __all__ = [
+    "AttentionOptions",
     "ControlClient",
     "DataClient",
     "Execution",
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
+    "AttentionOptions": "kvplane.attention_options",
     "ControlClient": "kvplane.control_client",
     "DataClient": "kvplane.execution",
     "Execution": "kvplane.execution",

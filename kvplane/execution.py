@@ -8,11 +8,11 @@ same bytes as before.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from kvplane.attention_options import AttentionOptions
 from kvplane.connection import Connection
 from kvplane.error_codec import from_wire
 from kvplane.errors import InternalError, InvalidRequestError, PlanOutOfOrderError
@@ -90,9 +90,7 @@ class DataClient:
         layer: int,
         query: Tensor,
         *,
-        scale: float = 0.0,
-        sliding_window_tokens: int = 0,
-        alibi_slopes: Sequence[float] = (),
+        options: AttentionOptions = AttentionOptions(),
         timeout_s: float | None = None,
     ) -> pb.PagedAttentionResponse:
         """Attend from ``query`` [num_tokens, num_heads, head_size] in a layer that was written."""
@@ -101,7 +99,7 @@ class DataClient:
             plan=plan,
             layer=layer,
             query=query.to_proto(),
-            options=_options(scale, sliding_window_tokens, alibi_slopes),
+            options=options.to_proto(),
         )
         response: pb.PagedAttentionResponse = await self._connection.call(
             self._stub.PagedAttention, request, timeout_s
@@ -246,23 +244,20 @@ class Execution:
         key: Tensor,
         value: Tensor,
         *,
-        scale: float = 0.0,
-        sliding_window_tokens: int = 0,
-        alibi_slopes: Sequence[float] = (),
+        options: AttentionOptions = AttentionOptions(),
         timeout_s: float | None = None,
     ) -> Tensor:
         """Write one layer's keys and values, then attend: [num_tokens, num_heads, head_size].
 
         ``query`` [num_tokens, num_heads, head_size]; without it the answer has no elements.
-        ``key``, ``value`` [num_tokens, num_kv_heads, head_size]. ``scale`` 0 means
-        1 / sqrt(head_size), ``sliding_window_tokens`` 0 what the layout says. Safe to repeat.
+        ``key``, ``value`` [num_tokens, num_kv_heads, head_size]. Safe to repeat.
         """
         request = pb.LayerInput(
             layer=index,
             query=None if query is None else query.to_proto(),
             key=key.to_proto(),
             value=value.to_proto(),
-            options=_options(scale, sliding_window_tokens, alibi_slopes),
+            options=options.to_proto(),
         )
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
@@ -340,14 +335,6 @@ class Execution:
             self._stream.drop()
             raise InternalError(f"{wanted} was expected, {kind} came")
         return response
-
-
-def _options(
-    scale: float, sliding_window_tokens: int, alibi_slopes: Sequence[float]
-) -> pb.AttentionOptions:
-    return pb.AttentionOptions(
-        scale=scale, sliding_window_tokens=sliding_window_tokens, alibi_slopes=alibi_slopes
-    )
 
 
 def _output(output: Any, request: pb.LayerInput) -> Tensor:

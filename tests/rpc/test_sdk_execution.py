@@ -11,6 +11,7 @@ import pytest
 from sdk_peers import Hangup, ScriptedDataPlane, answer_execution, payload, plan_of
 
 from kvplane import DataClient, Execution, Tensor
+from kvplane.attention_options import AttentionOptions
 from kvplane.error_codec import to_wire
 from kvplane.errors import (
     DeadlineExceededError,
@@ -82,10 +83,12 @@ async def test_a_plan_runs_layer_by_layer_to_its_receipt(plane, execution) -> No
 
 async def test_options_of_attention_travel_with_the_layer(plane, execution) -> None:
     await execution.start(plan_of(1))
-    await execution.layer(0, QUERY, KV, KV, scale=0.5, sliding_window_tokens=4, alibi_slopes=[0.25])
-    options = plane.requests[-1].layer.options
-    assert (options.scale, options.sliding_window_tokens) == (0.5, 4)
-    assert list(options.alibi_slopes) == [0.25]
+    options = AttentionOptions(scale=0.5, sliding_window_tokens=4, alibi_slopes=(0.25,))
+    await execution.layer(0, QUERY, KV, KV, options=options)
+    travelled = plane.requests[-1].layer.options
+    assert (travelled.scale, travelled.sliding_window_tokens) == (0.5, 4)
+    assert list(travelled.alibi_slopes) == [0.25]
+    assert AttentionOptions.from_proto(travelled, field="options") == options
 
 
 async def test_a_plan_without_rows_brings_its_receipt_at_once(plane, execution) -> None:
@@ -135,7 +138,10 @@ async def test_a_last_layers_lost_answer_is_asked_for_by_itself(plane, execution
     plane.script = script
     await execution.start(plan_of(1))
     for index in execution.layers:
-        assert await execution.layer(index, QUERY, KV, KV, scale=0.5) == QUERY
+        assert (
+            await execution.layer(index, QUERY, KV, KV, options=AttentionOptions(scale=0.5))
+            == QUERY
+        )
     assert execution.receipt == payload(b"receipt")
     call = plane.requests[-1]
     assert isinstance(call, pb.PagedAttentionRequest)

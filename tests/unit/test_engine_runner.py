@@ -21,6 +21,7 @@ from engine.request import Request, SamplingParams
 from engine.runner import Row, Runner
 from engine.sampler import new_generator
 from engine.sequence import Sequence
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 
 
@@ -39,11 +40,10 @@ class DenseStep:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scale: float,
-        sliding_window_tokens: int,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         self.layers_seen[index] += 1
-        assert sliding_window_tokens == 0
+        assert options.sliding_window_tokens == 0
         outs, at = [], 0
         for row in self.rows:
             end = at + row.num_tokens
@@ -55,7 +55,7 @@ class DenseStep:
             groups = query.shape[1] // key.shape[1]
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
             scores = torch.einsum("qhd,khd->hqk", query[at:end], k)
-            scores = scores * (scale or query.shape[-1] ** -0.5)
+            scores = scores * (options.scale or query.shape[-1] ** -0.5)
             last = torch.arange(row.first_position, row.first_position + row.num_tokens)
             seen = torch.arange(k.shape[0])[None, :] <= last[:, None]
             weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvplane
 from kvplane import ops, protocol
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -24,6 +26,7 @@ from kvplane.errors import (
 from kvplane.retry import Deadline, retry_until
 from kvplane.tensor import Tensor
 from kvplane.tls import TlsOptions
+from kvplane.v1 import data_pb2 as data_pb
 from kvplane.v1 import types_pb2 as pb
 
 
@@ -218,3 +221,53 @@ def test_tls_options_that_do_not_fit_are_named(field: str, options: TlsOptions) 
     with pytest.raises(InvalidRequestError) as caught:
         options.credentials()
     assert caught.value.field == field
+
+
+BAD_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "an infinite scale": ("scale", {"scale": float("inf")}),
+    "no number as scale": ("scale", {"scale": float("nan")}),
+    "a scale too large for float32": ("scale", {"scale": 1e39}),
+    "a negative window": ("sliding_window_tokens", {"sliding_window_tokens": -1}),
+    "a huge window": ("sliding_window_tokens", {"sliding_window_tokens": 2**31}),
+    "infinite slopes": ("alibi_slopes", {"alibi_slopes": (float("inf"),) * 4}),
+    "slopes that are no numbers": ("alibi_slopes", {"alibi_slopes": (float("nan"),) * 4}),
+    "slopes too large for float32": ("alibi_slopes", {"alibi_slopes": (-1e39,) * 4}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_attention_is_not_asked_for_with(name: str) -> None:
+    field, options = BAD_OPTIONS[name]
+    with pytest.raises(InvalidRequestError) as caught:
+        AttentionOptions(**options)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("scale", data_pb.AttentionOptions(scale=float("-inf"))),
+        ("sliding_window_tokens", data_pb.AttentionOptions(sliding_window_tokens=-(2**31))),
+        ("alibi_slopes", data_pb.AttentionOptions(alibi_slopes=[1.0, float("nan")])),
+    ],
+)
+def test_bad_options_that_travelled_name_their_field(
+    field: str, message: data_pb.AttentionOptions
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        AttentionOptions.from_proto(message, field="layer.options")
+    assert caught.value.field == f"layer.options.{field}"
+
+
+def test_options_at_their_limits_come_back_from_their_message() -> None:
+    largest = (2 - 2**-23) * 2.0**127
+    options = AttentionOptions(-largest, 2**31 - 1, (largest, -0.5, 0.0))
+    assert AttentionOptions.from_proto(options.to_proto(), field="options") == options
+
+
+def test_a_layer_groups_window_holds_where_the_options_have_none() -> None:
+    options = AttentionOptions(scale=0.5, alibi_slopes=(1.0,))
+    assert options.in_group(0) == options
+    windowed = AttentionOptions(0.5, 8, (1.0,))
+    assert options.in_group(8) == windowed
+    assert windowed.in_group(16) == windowed
