@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from kvplane.execution import DataClient, Execution, Started
     from kvplane.hf import layout_from_hf
     from kvplane.layout import LayerGroup, Layout
-    from kvplane.session import Readmission, Session
+    from kvplane.results import SequenceState
+    from kvplane.session import Readmission, Resynced, Session
     from kvplane.step_numbering import UnclaimedAnswer
     from kvplane.tensor import Tensor
     from kvplane.tls import TlsOptions
@@ -35,6 +36,8 @@ __all__ = [
     "LayerGroup",
     "Layout",
     "Readmission",
+    "Resynced",
+    "SequenceState",
     "Session",
     "Started",
     "Tensor",
@@ -53,6 +56,8 @@ _HOMES: Final = {
     "LayerGroup": "kvplane.layout",
     "Layout": "kvplane.layout",
     "Readmission": "kvplane.session",
+    "Resynced": "kvplane.session",
+    "SequenceState": "kvplane.results",
     "Session": "kvplane.session",
     "Started": "kvplane.execution",
     "Tensor": "kvplane.tensor",

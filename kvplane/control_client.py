@@ -110,17 +110,20 @@ class ControlClient:
         layout: Layout,
         client_name: str = "",
         *,
+        namespace: str = "",
         timeout_s: float | None = None,
     ) -> Session:
         """Lease from a pool; tried again until the deadline while the pool is not ready.
 
-        Raises PoolNotFoundError, LayoutMismatchError, ProtocolMismatchError, PoolNotReadyError.
+        Prefixes are shared inside ``namespace`` and never across. Raises
+        PoolNotFoundError, LayoutMismatchError, ProtocolMismatchError, PoolNotReadyError.
         """
         request = pb.OpenSessionRequest(
             pool_id=pool_id,
             protocol=supported(),
             layout=layout.to_proto(),
             client_name=client_name,
+            namespace=namespace,
         )
         response: pb.OpenSessionResponse = await self._connection.call(
             self._stub.OpenSession, request, timeout_s

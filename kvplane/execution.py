@@ -17,7 +17,7 @@ from kvplane.connection import Connection
 from kvplane.error_codec import from_wire
 from kvplane.errors import InternalError, InvalidRequestError, PlanOutOfOrderError
 from kvplane.protocol import check_chosen, supported
-from kvplane.retry import Deadline, retry_until
+from kvplane.retry import retry_until
 from kvplane.stream import Stream
 from kvplane.tensor import Tensor
 from kvplane.tls import TlsOptions
@@ -160,7 +160,7 @@ class DataClient:
         group: int = 0,
         timeout_s: float | None = None,
     ) -> pb.WriteBlocksResponse:
-        """Write the slots of the plan's row for a sequence, all layers.
+        """Write the slots of the plan's span for a sequence, all layers.
 
         ``blocks``: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of kv_dtype.
         """
@@ -186,7 +186,7 @@ class DataClient:
 class Started:
     """A plan was started. ``num_tokens``: first extent of q, k and v.
 
-    ``receipt`` is there when no layer is expected: the plan has no rows, or it had run before.
+    ``receipt`` is there when no layer is expected: the plan has no spans, or it had run before.
     """
 
     plan_number: int
@@ -198,7 +198,7 @@ class Execution:
     """Made by ``DataClient.open``. One call at a time: ``start``, then ``layer`` for each layer.
 
     ``layers``: the layers held, ascending. ``receipt``: that of the plan started last, once it has
-    run.
+    run; a layer sent again after that is answered again and writes nothing.
     """
 
     def __init__(self, connection: Connection, stub: Any, grant: SignedPayload) -> None:
@@ -264,7 +264,7 @@ class Execution:
             if self._plan is None:
                 raise PlanOutOfOrderError("no plan was started")
             plan = self._plan
-            return await retry_until(deadline, lambda: self._layer(plan, request, deadline))
+            return await retry_until(deadline, lambda: self._layer(plan, request))
 
     async def close(self) -> None:
         """End the stream; what was started can be gone on with from another execution."""
@@ -293,38 +293,18 @@ class Execution:
             receipt = (await self._receive("receipt")).receipt
         return Started(started.plan_number, started.num_tokens, receipt)
 
-    async def _layer(
-        self, plan: SignedPayload, request: pb.LayerInput, deadline: Deadline
-    ) -> Tensor:
+    async def _layer(self, plan: SignedPayload, request: pb.LayerInput) -> Tensor:
         if not self._stream.is_open:
-            started = await self._start(plan)
-            if started.receipt is not None:
-                # The plan had run to its end and only the answer was lost.
-                self.receipt = started.receipt
-                return await self._attend(plan, request, deadline)
+            self.receipt = (await self._start(plan)).receipt
         await self._stream.send(pb.ExecuteRequest(layer=request))
         answer = (await self._receive("output")).output
         if answer.layer != request.layer:
             self._stream.drop()
             raise InternalError(f"layer {request.layer} was answered as {answer.layer}")
-        if request.layer == self.layers[-1]:
+        # A plan that has run answers each layer, sent again, with its receipt too.
+        if self.receipt is not None or request.layer == self.layers[-1]:
             self.receipt = (await self._receive("receipt")).receipt
         return _output(answer.output, request)
-
-    async def _attend(
-        self, plan: SignedPayload, request: pb.LayerInput, deadline: Deadline
-    ) -> Tensor:
-        if not request.HasField("query"):
-            return _nothing(request)
-        attend = pb.PagedAttentionRequest(
-            grant=self._grant,
-            plan=plan,
-            layer=request.layer,
-            query=request.query,
-            options=request.options,
-        )
-        response = await self._connection.attempt(self._stub.PagedAttention, attend, deadline)
-        return _output(response.output, request)
 
     async def _receive(self, wanted: str) -> pb.ExecuteResponse:
         response = await self._stream.receive()

@@ -17,10 +17,10 @@ from typing import Any, Final
 
 import torch
 
+from data_plane.memory.pool import MAX_HEAD_SIZE
 from data_plane.memory.upload import upload
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import MAX_HEAD_SIZE
 
 FLOATS: Final = {
     torch.float32: "FLOAT32",
