@@ -19,6 +19,7 @@ import torch
 from data_plane.kernels import cpu as kernels
 from data_plane.kernels.cuda import DeviceKernels
 from data_plane.kernels.cuda_streams import CudaRuntime, DeviceStreams, HostStreams, Streams
+from data_plane.memory.clearing import clear_blocks
 from kvplane.attention_options import AttentionOptions
 
 
@@ -38,7 +39,7 @@ class ReshapeAndCache(Protocol):
 
 
 class PagedAttention(Protocol):
-    """Attends. ``max_query_len``: of the rows, the most tokens that one has."""
+    """Attends. ``max_query_len``: the most query tokens that a sequence has."""
 
     def __call__(
         self,
@@ -73,6 +74,8 @@ class KernelSet:
     gather_host_blocks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     check_faults: Callable[[], None]
     """Raises InvalidRequestError for what kernels found wrong only while they ran."""
+    clear_blocks: Callable[[torch.Tensor, torch.Tensor], None] = clear_blocks
+    """Of the device tier."""
 
 
 def kernels_of(device: torch.device, num_threads: int) -> KernelSet:

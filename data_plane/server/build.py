@@ -53,6 +53,7 @@ def build_executor(
         num_host_blocks=config.num_host_blocks,
         device=device,
         kernels=kernels,
+        epoch=config.epoch,
         observe=observe,
     )
 

@@ -145,6 +145,7 @@ def late_kernels(kernels: KernelSet, seed: int) -> tuple[KernelSet, LateRuntime]
         copy_blocks=late(kernels.copy_blocks),
         swap_blocks=late(kernels.swap_blocks),
         gather_blocks=gather_blocks,
+        clear_blocks=late(kernels.clear_blocks),
     )
     return made, runtime
 

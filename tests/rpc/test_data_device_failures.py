@@ -14,7 +14,7 @@ import pytest
 import torch
 from data_server import author_of, config_of, serving
 from kernel_sets import LateRuntime, late_kernels
-from plan_author import row, set_blocks, tokens
+from plan_author import set_blocks, span, tokens
 from register_side import RegisterSide
 
 from data_plane import EmbeddedDataPlane
@@ -68,7 +68,7 @@ async def test_an_answer_lost_on_its_way_is_an_error_in_a_stream_that_stays_open
         author, client = author_of(server, side), DataClient(server.address)
         parts = [Tensor.from_proto(tensor_to_message(tokens(3, n))) for n in (4, 2, 2)]
         async with await client.open(author.grant()) as execution:
-            plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)])
+            plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
             await execution.start(plan)
             with pytest.raises(InternalError, match="the device failed"):
                 await execution.layer(0, *parts)
@@ -85,7 +85,7 @@ async def test_a_server_that_stops_waits_for_the_device(
     async with serving(tmp_path) as (server, side):
         author, executor = author_of(server, side), server.executor
         executor.open(author.grant())
-        executor.start(1, author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)]))
+        executor.start(1, author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)]))
         runtime.let_go = 0.0
         executor.layer(1, 0, tokens(3, 4), tokens(3), tokens(3))
         assert runtime.num_waiting == 2
@@ -130,7 +130,7 @@ async def test_a_device_that_is_lost_while_an_answer_is_on_its_way_is_noticed(
         author, client = author_of(server, side), DataClient(server.address)
         parts = [Tensor.from_proto(tensor_to_message(tokens(3, n))) for n in (4, 2, 2)]
         async with await client.open(author.grant()) as execution:
-            plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)])
+            plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
             await execution.start(plan)
             with pytest.raises(InternalError, match="the device failed"):
                 await execution.layer(0, *parts)
