@@ -18,7 +18,6 @@ from contextlib import contextmanager
 import torch
 
 from data_plane.counters import ExecutorCounters
-from data_plane.faults import with_fault
 from data_plane.kernels.backend import KernelSet, kernels_of
 from data_plane.kernels.checks import require
 from data_plane.kernels.device_watch import DeviceWatch
@@ -68,7 +67,6 @@ class Executor:
         device: str | torch.device = "cpu",
         num_threads: int = 0,
         kernels: KernelSet | None = None,
-        fault: str = "none",
         observe: Observer | None = None,
     ) -> None:
         """Allocate the pools. ``num_threads``: of the CPU kernels, 0 for as many as torch uses.
@@ -83,8 +81,7 @@ class Executor:
         self.shard = shard if shard is not None else Shard.whole(layout)
         self.layers = self.shard.layers(layout)
         self.device = with_index(torch.device(device))
-        kernels = kernels if kernels is not None else kernels_of(self.device, num_threads)
-        self.kernels = with_fault(kernels, fault)
+        self.kernels = kernels if kernels is not None else kernels_of(self.device, num_threads)
         self.device_watch = DeviceWatch(self.kernels.streams)
         self.counters = ExecutorCounters()
         self.pools = Pools(

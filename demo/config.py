@@ -29,7 +29,6 @@ class DemoConfig:
         0, unit="blocks", minimum=0, help="Host blocks; 0 takes what makes the tier run short."
     )
     seed: int = setting(0, minimum=0, help="Seed of the prompts.")
-    fault: str = setting("none", help="Fault to plant in the data plane; for tests only.")
     run_folder: Path = setting(ROOT / ".run", help="Folder of the planes' logs.")
     log_level: str = setting("warning", choices=LEVELS, help="Least severe log level written.")
 

@@ -26,6 +26,8 @@ from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 10.0
+CONTROL_PLANE: Final = ("-m", "control_plane")
+DATA_PLANE: Final = ("-m", "data_plane")
 _POLL_S: Final = 0.05
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 _SETTINGS: Final = ("KVPLANE_CONTROL_PLANE_", "KVPLANE_DATA_PLANE_")
@@ -52,21 +54,30 @@ class Plane:
 class Planes:
     """A context manager that starts a control plane and a data plane and stops them at its end.
 
-    Ports are free ones. Logs go to ``run_folder``. Raises PlaneUnavailableError naming the log when
-    one does not come up, InvalidRequestError when the logs can not be written.
+    Ports are free ones. Logs go to ``run_folder``. ``data_arguments``: the data plane's flags, but
+    for addresses. ``data_plane``: what the interpreter runs as the data plane.
+
+    Raises PlaneUnavailableError naming the log when one does not come up, InvalidRequestError when
+    the logs can not be written.
     """
 
-    def __init__(self, run_folder: Path, data_arguments: Sequence[str]) -> None:
+    def __init__(
+        self,
+        run_folder: Path,
+        data_arguments: Sequence[str],
+        data_plane: Sequence[str] = DATA_PLANE,
+    ) -> None:
         self._run_folder = run_folder
         self._data_arguments = data_arguments
+        self._data_plane = data_plane
         self._stack = ExitStack()
 
     def __enter__(self) -> Planes:
         with self._stack:
             ports = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-            self.control = self._start("control_plane", ports, [])
+            self.control = self._start("control_plane", CONTROL_PLANE, ports, [])
             arguments = ["--control-plane", self.control.address, *self._data_arguments]
-            self.data = self._start("data_plane", ports, arguments)
+            self.data = self._start("data_plane", self._data_plane, ports, arguments)
             self._stack = self._stack.pop_all()
         return self
 
@@ -78,11 +89,13 @@ class Planes:
     ) -> None:
         self._stack.close()
 
-    def _start(self, name: str, ports: Path, arguments: Sequence[str]) -> Plane:
+    def _start(
+        self, name: str, program: Sequence[str], ports: Path, arguments: Sequence[str]
+    ) -> Plane:
         port_file, metrics_port = ports / name, _free_port()
         log = self._run_folder / f"{name}.log"
         output = self._stack.enter_context(self._open_log(log))
-        command = [sys.executable, "-m", name, "--bind", "127.0.0.1:0"]
+        command = [sys.executable, *program, "--bind", "127.0.0.1:0"]
         command += ["--port-file", str(port_file), "--metrics-port", str(metrics_port)]
         plane = Plane(name, _spawn([*command, *arguments], output), log)
         self._stack.callback(_stop, plane.process)

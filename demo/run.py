@@ -7,13 +7,14 @@ sequences preempted, or the demonstration fails.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from demo.config import DemoConfig
-from demo.processes import Planes
+from demo.processes import DATA_PLANE, Planes
 from demo.reference import Comparison, Reference
 from demo.report import Report, make_report, print_report
 from demo.workload import Question, questions
@@ -28,13 +29,13 @@ MAX_BATCH_TOKENS = 512
 TIMEOUT_S = 30.0
 
 
-def run(config: DemoConfig) -> int:
-    """Run the demonstration; 0 when all is right."""
+def run(config: DemoConfig, data_plane: Sequence[str] = DATA_PLANE) -> int:
+    """Run the demonstration; 0 when all is right. ``data_plane``: see ``Planes``."""
     logs.setup(config.log_level)
     console = Console()
     asked = questions(config.seed, quick=config.quick)
     console.print(f"starting both planes (logs in {config.run_folder}) ...")
-    with Planes(config.run_folder, _data_arguments(config)) as planes:
+    with Planes(config.run_folder, _data_arguments(config), data_plane) as planes:
         settings = {
             "control_plane": planes.control.address,
             "pool_id": POOL_ID,
@@ -58,7 +59,6 @@ def _data_arguments(config: DemoConfig) -> list[str]:
         "--block-size-tokens": BLOCK_SIZE_TOKENS,
         "--num-device-blocks": config.num_device_blocks or device,
         "--num-host-blocks": config.num_host_blocks or host,
-        "--fault": config.fault,
     }
     return [str(part) for flag in flags.items() for part in flag]
 

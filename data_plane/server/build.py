@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from data_plane.executor import Executor, Observer
-from data_plane.kernels.backend import kernels_of
+from data_plane.kernels.backend import KernelSet, kernels_of
 from data_plane.kernels.devices import choose_device, this_machine
 from data_plane.memory.sizing import GPU_SCRATCH_BYTES, free_bytes, measure_num_blocks
 from data_plane.server.config import DataPlaneConfig
@@ -20,12 +20,16 @@ from kvplane.layout import LayerGroup, Layout
 _LOGGER: Final = logging.getLogger(__name__)
 
 
-def build_executor(config: DataPlaneConfig, observe: Observer | None = None) -> Executor:
-    """Raises InvalidRequestError for a model, layout or device that can not be used, and
+def build_executor(
+    config: DataPlaneConfig, observe: Observer | None = None, kernels: KernelSet | None = None
+) -> Executor:
+    """``kernels``: those to run on; None for those of the device that the settings name.
+
+    Raises InvalidRequestError for a model, layout or device that can not be used, and
     NeverFitsError when the machine's memory holds no block, or not those asked for.
     """
     device = choose_device(config.device, this_machine)
-    kernels = kernels_of(device, config.num_threads)
+    kernels = kernels if kernels is not None else kernels_of(device, config.num_threads)
     _LOGGER.info("kernels backend=%s %s", kernels.backend, kernels.detail)
     layout = load_layout(config)
     num_device_blocks = config.num_device_blocks
@@ -49,7 +53,6 @@ def build_executor(config: DataPlaneConfig, observe: Observer | None = None) -> 
         num_host_blocks=config.num_host_blocks,
         device=device,
         kernels=kernels,
-        fault=config.fault,
         observe=observe,
     )
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from data_plane.faults import FAULTS
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import BLOCK_SIZES, ELEMENT_BYTES, FLOAT_BYTES
 from kvplane.protocol import MAX_MESSAGE_BYTES
@@ -117,11 +116,6 @@ class DataPlaneConfig:
         " those that gRPC ships.",
     )
     log_level: str = setting("info", help="Least severe log level written.", choices=LEVELS)
-    fault: str = setting(
-        "none",
-        help="For tests only: plants this fault in the kernels, to show that it is found.",
-        choices=FAULTS,
-    )
 
     def __post_init__(self) -> None:
         for name in ("bind", "control_plane"):

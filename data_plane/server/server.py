@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from data_plane.executor import Executor
+from data_plane.kernels.backend import KernelSet
 from data_plane.server.build import build_executor
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.metrics import DataPlaneMetrics
@@ -49,14 +50,17 @@ class DataPlaneServer:
     _registration: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, config: DataPlaneConfig) -> DataPlaneServer:
+    async def start(
+        cls, config: DataPlaneConfig, kernels: KernelSet | None = None
+    ) -> DataPlaneServer:
         """Serve as ``config`` says, on the running event loop, and begin to register.
+        ``kernels``: those to run on; None for those of the device.
 
         Raises OSError when an address can not be bound or the port file not be written, and what
         ``build_executor`` raises.
         """
         metrics = DataPlaneMetrics()
-        executor = build_executor(config, metrics.observe_command)
+        executor = build_executor(config, metrics.observe_command, kernels)
         metrics.watch(executor)
         lane = Lane(executor.use_own_stream)
         service = DataPlaneService(

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+import oracle
 import torch
 
-from data_plane import reference
 from data_plane.kernels import cpu as kernels
 from kvplane.attention_options import AttentionOptions
 
@@ -101,8 +101,8 @@ class Batch:
         """The same, computed by torch in ``dtype`` on pages that the oracle wrote."""
         pages = torch.full_like(self.pages, torch.nan)
         scales = (self.key_scales, self.value_scales)
-        reference.reshape_and_cache(self.key, self.value, pages, self.slots, *scales)
-        return reference.paged_attention(
+        oracle.reshape_and_cache(self.key, self.value, pages, self.slots, *scales)
+        return oracle.paged_attention(
             self.query,
             pages,
             self.block_tables,

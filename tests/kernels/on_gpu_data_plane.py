@@ -14,10 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from executor_twins import HEAD_SIZE, LAYERS, NUM_HEADS, NUM_KV_HEADS, Side, run_twins
+from kernel_faults import FAULTS, with_fault
 from plan_author import HOST, LAYOUT, POOL_ID, ref, row, set_blocks, transfer
 
 from data_plane import Executor
-from data_plane.faults import FAULTS
+from data_plane.kernels.backend import kernels_of
 from data_plane.kernels.devices import choose_device, this_machine
 from data_plane.memory.upload import upload
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
@@ -95,10 +96,11 @@ def test_random_plans_do_on_any_streams_what_they_do_on_the_cpu(
     )
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "none"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_noticed(fault: str) -> None:
+    kernels = with_fault(kernels_of(GPU, 0), fault)
     with pytest.raises(AssertionError):
-        run_twins(3, 60, device="cuda", fault=fault)
+        run_twins(3, 60, device="cuda", kernels=kernels)
 
 
 def run_a_prompt(side: Side) -> None:

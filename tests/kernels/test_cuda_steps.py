@@ -5,12 +5,11 @@ On the emulator these are its twins, on a GPU the instructions; ``on_gpu.py`` co
 
 from __future__ import annotations
 
+import oracle
 import pytest
 import torch
 from device_backends import DeviceBackend, chosen_backend
 from probes import STEPS, all_codes_in_fours, assert_same_numbers, factors, floats, matrices
-
-from data_plane import reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TYPES = {"half": torch.float16, "bfloat": torch.bfloat16, "e4m3": E4M3, "e5m2": E5M2}
@@ -38,7 +37,7 @@ def test_every_number_becomes_the_fp32_number_that_it_is(backend: DeviceBackend,
 @pytest.mark.parametrize("name", TYPES)
 def test_numbers_of_all_magnitudes_round_as_torch_rounds(backend: DeviceBackend, name: str) -> None:
     numbers = floats()
-    rounded = reference.rounded(numbers, None, TYPES[name])
+    rounded = oracle.rounded(numbers, None, TYPES[name])
     check(backend, f"float_to_{name}", rounded)
     if name in ("half", "bfloat"):
         check(backend, f"pack_{name}", rounded)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from data_rig import Rig
 from executor_twins import run_twins
+from kernel_faults import FAULTS, with_fault
 from kernel_sets import emulated_kernels, late_kernels
 from plan_author import BLOCK_SIZE, LAYOUT, PlanAuthor, row, set_blocks, tokens
 
 from data_plane import Executor
-from data_plane.faults import FAULTS
 from data_plane.kernels.backend import KernelSet, cpu_kernels
 from kvplane.errors import InternalError
 from kvplane.layout import Layout
@@ -50,10 +50,10 @@ def test_random_plans_do_the_same_on_emulated_kernels_that_run_late() -> None:
     run_twins(4, 40, kernels=kernels)
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "none"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_can_be_planted_in_any_kernels(kernels: KernelSet, fault: str) -> None:
     with pytest.raises(AssertionError):
-        run_twins(3, 40, kernels=kernels, fault=fault)
+        run_twins(3, 40, kernels=with_fault(kernels, fault))
 
 
 def test_what_a_kernel_could_not_follow_takes_the_receipt() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import oracle
 import pytest
 import torch
 from kernel_cases import FLOATS, FP8, assert_same_bits
 
-from data_plane import reference
 from data_plane.kernels import cpu as kernels
 from kvplane.attention_options import AttentionOptions
 
@@ -107,7 +107,7 @@ def test_every_finite_code_survives_the_way_there_and_back(dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 def test_numbers_around_every_boundary_round_as_torch_rounds(dtype: torch.dtype) -> None:
     numbers = around_every_boundary(dtype)
-    assert_same_bits(stored(numbers, dtype), reference.rounded(numbers, None, dtype))
+    assert_same_bits(stored(numbers, dtype), oracle.rounded(numbers, None, dtype))
     assert stored(torch.tensor([torch.inf, 1e9]), dtype).float().eq(torch.finfo(dtype).max).all()
 
 
@@ -120,7 +120,7 @@ def test_numbers_of_all_magnitudes_round_as_torch_rounds(
     bits = torch.randint(-(2**31), 2**31, (1 << 16,), generator=rng).int()
     ordinary = torch.randn(1 << 16, generator=rng) * 30
     numbers = torch.cat((bits.view(torch.float32).nan_to_num(nan=0.0), ordinary)).to(source)
-    assert_same_bits(stored(numbers, dtype), reference.rounded(numbers, None, dtype))
+    assert_same_bits(stored(numbers, dtype), oracle.rounded(numbers, None, dtype))
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
@@ -134,7 +134,7 @@ def test_a_scale_divides_and_is_not_multiplied_by_its_inverse(dtype: torch.dtype
         )
         assert_same_bits(
             stored(numbers, dtype, scales),
-            reference.rounded(numbers.view(-1, 1, 1), scales, dtype).flatten(),
+            oracle.rounded(numbers.view(-1, 1, 1), scales, dtype).flatten(),
         )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import oracle
 import pytest
 import torch
 from kernel_cases import FLOATS, FP8, assert_same_bits
 
-from data_plane import reference
 from data_plane.kernels import cpu as kernels
 
 NUM_TOKENS, NUM_HEADS = 42, 3
@@ -25,7 +25,7 @@ def check(
     value_scales: torch.Tensor | None = None,
 ) -> None:
     expected = pages.clone()
-    reference.reshape_and_cache(key, value, expected, slots, key_scales, value_scales)
+    oracle.reshape_and_cache(key, value, expected, slots, key_scales, value_scales)
     kernels.reshape_and_cache(
         key, value, pages, slots, key_scales=key_scales, value_scales=value_scales
     )

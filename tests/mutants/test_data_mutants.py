@@ -60,7 +60,7 @@ MORE = {
 
 
 def assert_noticed(mutant: str, tests: str) -> None:
-    paths = (ROOT / "tests" / "mutants" / "data", ROOT)
+    paths = (ROOT / "tests" / "mutants" / "data", ROOT / "tests" / "helpers", ROOT)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     command += ["-p", "data_mutants", "-m", "not nightly", f"tests/unit/{tests}"]
     env = os.environ | {"DATA_MUTANT": mutant, "PYTHONPATH": os.pathsep.join(map(str, paths))}

@@ -58,9 +58,7 @@ def save_model(config: LlamaConfig | OPTConfig, folder: Path) -> Path:
 class Planes:
     """A registered pool."""
 
-    def __init__(
-        self, layout: Layout, num_device_blocks: int, num_host_blocks: int, fault: str = "none"
-    ) -> None:
+    def __init__(self, layout: Layout, num_device_blocks: int, num_host_blocks: int) -> None:
         self.now_s = 0.0
         self.layout = layout
         self.executor = Executor(
@@ -69,7 +67,6 @@ class Planes:
             num_device_blocks=num_device_blocks,
             num_host_blocks=num_host_blocks,
             num_threads=1,
-            fault=fault,
         )
         self.restart_control_plane(incarnation=1)
 

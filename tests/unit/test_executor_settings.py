@@ -115,7 +115,6 @@ def test_memory_that_holds_no_block_is_never_enough() -> None:
         ("num_host_blocks", {"num_host_blocks": -1}),
         ("num_threads", {"num_threads": -1}),
         ("pool_id", {"pool_id": ""}),
-        ("fault", {"fault": "nonsense"}),
         ("shard.index", {"shard": Shard(1, 1, 0, 2, 0, 2)}),
         ("shard.num_layers", {"shard": Shard(0, 1, 0, 0, 0, 2)}),
         ("shard.first_layer", {"shard": Shard(0, 1, 5, 2, 0, 2)}),
@@ -153,7 +152,6 @@ def test_tensors_travel_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) 
     [
         (["--num-device-blocks=-1", "--model=m"], "--num-device-blocks"),
         (["--layout=/nowhere.json"], "layout"),
-        (["--fault=nonsense", "--model=m"], "--fault"),
         ([], "model"),
     ],
 )

@@ -11,26 +11,26 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from data_plane import (
-    authority,
-    changes,
-    compute,
-    executor,
-    faults,
-    pool,
-    resident,
-    rows,
-    scales,
+from kernel_faults import FAULTS, with_fault
+
+from data_plane import executor
+from data_plane.kernels import cuda_streams, scales, shard_kernels
+from data_plane.memory import pool
+from data_plane.plans import (
+    attention_batch,
+    block_tables,
     sessions,
-    streams,
+    table_changes,
+    verifier,
 )
 from kvplane.errors import InternalError
 from kvplane.layout import LayerGroup
 from kvplane.v1 import types_pb2 as pb
 
+_kernels_of = executor.kernels_of
 _start = executor.Executor._start
 _transfer = executor.Compute.transfer
-_hand_out = resident.ResidentTables.hand_out
+_hand_out = block_tables.ResidentTables.hand_out
 _open = sessions.Sessions.open
 _get = sessions.Sessions.get
 _layer_scales = scales.layer_scales
@@ -43,19 +43,19 @@ def _nothing(*_args: Any, **_options: Any) -> None:
 
 def verification_skipped() -> None:
     """Whatever is signed with any key passes."""
-    authority.signing.verify = _nothing
+    verifier.signing.verify = _nothing
 
 
 def epoch_unchecked() -> None:
-    authority.Authority._check_life = _nothing  # type: ignore[method-assign]
+    verifier.Authority._check_life = _nothing  # type: ignore[method-assign]
 
 
 def generation_unchecked() -> None:
-    changes.check_generation = _nothing
+    table_changes.check_generation = _nothing
 
 
 def published_write_allowed() -> None:
-    rows.check_writable = _nothing
+    attention_batch.check_writable = _nothing
     executor.check_writable = _nothing
 
 
@@ -71,15 +71,15 @@ def publication_survives_hand_out() -> None:
         if publication is not None:
             self.publications[index] = publication
 
-    resident.ResidentTables.hand_out = hand_out  # type: ignore[method-assign]
+    block_tables.ResidentTables.hand_out = hand_out  # type: ignore[method-assign]
 
 
 def other_sessions_blocks_handed_out() -> None:
-    resident.ResidentTables.naming_sessions = lambda *_args: ()  # type: ignore[method-assign]
+    block_tables.ResidentTables.naming_sessions = lambda *_args: ()  # type: ignore[method-assign]
 
 
 def refused_plans_not_undone() -> None:
-    resident.ResidentTables._undo = _nothing  # type: ignore[method-assign]
+    block_tables.ResidentTables._undo = _nothing  # type: ignore[method-assign]
 
 
 def receipt_given_early() -> None:
@@ -139,7 +139,7 @@ def transfers_skipped() -> None:
 def compute_ahead_of_swaps() -> None:
     """Layers do not wait for the blocks that are swapped in."""
     flag = property(lambda _self: False, _nothing)
-    streams.DeviceStreams._swaps_are_ahead = flag  # type: ignore[assignment]
+    cuda_streams.DeviceStreams._swaps_are_ahead = flag  # type: ignore[assignment]
 
 
 def swaps_ahead_of_compute() -> None:
@@ -149,12 +149,12 @@ def swaps_ahead_of_compute() -> None:
         with self._runtime.on(self._swaps):
             yield
 
-    streams.DeviceStreams.swapping = swapping  # type: ignore[method-assign]
+    cuda_streams.DeviceStreams.swapping = swapping  # type: ignore[method-assign]
 
 
 def threads_in_no_order() -> None:
     """Each thread's stream goes its own way."""
-    init = streams.DeviceStreams.__init__
+    init = cuda_streams.DeviceStreams.__init__
 
     def forgetful(self: Any, runtime: Any) -> None:
         init(self, runtime)
@@ -163,11 +163,11 @@ def threads_in_no_order() -> None:
             order(before, after) if self._swaps in (before, after) else None
         )
 
-    streams.DeviceStreams.__init__ = forgetful  # type: ignore[method-assign]
+    cuda_streams.DeviceStreams.__init__ = forgetful  # type: ignore[method-assign]
 
 
 def host_reads_early() -> None:
-    streams.DeviceStreams.finish_swaps = _nothing  # type: ignore[method-assign]
+    cuda_streams.DeviceStreams.finish_swaps = _nothing  # type: ignore[method-assign]
 
 
 def receipts_before_the_end() -> None:
@@ -248,7 +248,7 @@ def scales_of_the_wrong_heads() -> None:
         return _layer_scales(layout, replace(shard, first_kv_head=0), device)
 
     scales.layer_scales = of_first_heads
-    compute.layer_scales = of_first_heads
+    shard_kernels.layer_scales = of_first_heads
 
 
 def fingerprint_without_scales() -> None:
@@ -259,11 +259,10 @@ def fingerprint_without_scales() -> None:
 
 
 def _fault(name: str) -> Callable[[], None]:
-    """One of the server's own faults, in every executor."""
+    """Every executor that brings no kernels of its own takes faulty ones."""
 
     def plant() -> None:
-        _with_fault = executor.with_fault
-        executor.with_fault = lambda kernels, _fault: _with_fault(kernels, name)
+        executor.kernels_of = lambda *device: with_fault(_kernels_of(*device), name)
 
     return plant
 
@@ -301,7 +300,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
         fingerprint_without_scales,
     )
 }
-MUTANTS |= {name: _fault(name) for name in faults.FAULTS if name != "none"}
+MUTANTS |= {name: _fault(name) for name in FAULTS}
 
 
 def pytest_configure() -> None:

@@ -1,4 +1,4 @@
-"""What the kernels mean, in plain torch and float64: the oracles of the tests, nothing else.
+"""What the kernels mean, in plain torch and float64.
 
 Arguments and results are those of ``data_plane.kernels.cpu``.
 """
