@@ -120,7 +120,7 @@ class DeviceBackend:
 def in_place_of_the_cpu(backend: DeviceBackend) -> Iterator[DeviceBackend]:
     """Lets the cases of ``kernel_cases`` run on the backend."""
     before = kernel_cases.make_kernels
-    kernel_cases.make_kernels = lambda _num_threads: backend  # type: ignore[assignment, return-value]
+    kernel_cases.make_kernels = lambda _: backend  # type: ignore[assignment, return-value]
     try:
         yield backend
     finally:
