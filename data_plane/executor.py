@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from data_plane.counters import ExecutorCounters
-from data_plane.kernels.backend import KernelSet, kernels_of
-from data_plane.kernels.checks import require
+from data_plane.kernels.arguments import require
+from data_plane.kernels.backend import Kernels, kernels_of
 from data_plane.kernels.device_watch import DeviceWatch
 from data_plane.kernels.devices import with_index
 from data_plane.kernels.shard_kernels import Compute
@@ -67,7 +67,7 @@ class Executor:
         shard: Shard | None = None,
         device: str | torch.device = "cpu",
         num_threads: int = 0,
-        kernels: KernelSet | None = None,
+        kernels: Kernels | None = None,
         epoch: int = 0,
         observe: Observer | None = None,
     ) -> None:
@@ -79,7 +79,6 @@ class Executor:
         GPU or the host beside it has no room for.
         """
         require(1 <= len(pool_id) <= 128, "must be 1 to 128 characters", "pool_id")
-        require(num_threads >= 0, "must be at least 0", "num_threads")
         shard = shard if shard is not None else Shard.whole(layout)
         self._verifier = Verifier(pool_id, shard.index, shard.num_shards, epoch)
         self.layout = layout
@@ -264,9 +263,9 @@ class Executor:
         with self._command("write_layer"):
             session, run = self._plans.latest(session_id, plan_number)
             index = self._layer_index(layer)
-            self._compute.check_input(run.batch, key, value, "")
+            arguments = self._compute.write_arguments(run.batch, index, key, value)
             if not run.is_complete:
-                self._plans.write(run, index, key, value)
+                self._plans.write(run, arguments)
                 run.progress.finish_layer(index)
             return self._plans.receipt(session, run)
 
@@ -287,14 +286,14 @@ class Executor:
         with self._command("attend"):
             _session, run = self._plans.latest(session_id, plan_number)
             index = self._layer_index(layer)
-            self._compute.check_query(run.batch, query, options, "")
+            arguments = self._compute.attention_arguments(run.batch, index, query, options)
             require(
                 run.progress.is_written(index),
                 f"layer {layer} of the plan was not written yet: write it first",
                 "layer",
             )
             run.used_after_receipt |= run.receipt is not None
-            return self._compute.attend(run.batch, index, query, options)
+            return self._compute.attend(arguments)
 
     def layer(
         self,
@@ -321,15 +320,16 @@ class Executor:
                 "first",
                 f"{field}layer",
             )
-            self._compute.check_input(run.batch, key, value, field)
+            to_write = self._compute.write_arguments(run.batch, index, key, value, field)
+            to_attend = None
             if query is not None:
-                self._compute.check_query(run.batch, query, options, field)
+                to_attend = self._compute.attention_arguments(
+                    run.batch, index, query, options, field
+                )
             if not run.is_complete:
-                self._plans.write(run, index, key, value)
-            output = None
-            if query is not None:
-                run.used_after_receipt |= run.receipt is not None
-                output = self._compute.attend(run.batch, index, query, options)
+                self._plans.write(run, to_write)
+            run.used_after_receipt |= run.receipt is not None
+            output = None if to_attend is None else self._compute.attend(to_attend)
             run.progress.finish_layer(index)
             return output
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from data_plane.counters import ExecutorCounters
+from data_plane.kernels.arguments import WriteArguments
 from data_plane.kernels.shard_kernels import Compute
 from data_plane.plans.answers import StartedPlan
 from data_plane.plans.attention_batch import check_writable, prepare_batch
@@ -53,6 +53,9 @@ class PlanRunner:
         self._check_device = check_device
 
     def start(self, session: Session, plan: pb.Plan, payload: bytes) -> StartedPlan:
+        """Begin a verified plan, go on with it, or answer what is known of it. ``payload``: the
+        bytes that were signed.
+        """
         digest = signing.digest(payload)
         if plan.number not in session.receipts:
             self._settle(session, voided=plan.resync)
@@ -100,9 +103,10 @@ class PlanRunner:
         # Not before: what was not cleared is another tenant's, also when this plan is voided.
         self._tenants.take_over(session.tenant, run.allocated)
 
-    def write(self, run: Run, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, run: Run, arguments: WriteArguments) -> None:
+        """Write one layer, unless a block of it was published since the plan started."""
         self.check_still_writable(run)
-        self._compute.write(run.batch, index, key, value)
+        self._compute.write(arguments)
 
     def receipt(self, session: Session, run: Run) -> pb.SignedPayload | None:
         """Sign that a run has ended, once all of it is done and nothing went wrong."""
@@ -139,6 +143,10 @@ class PlanRunner:
             self._check_device()
 
     def latest(self, session_id: int, plan_number: int | None) -> tuple[Session, Run]:
+        """The session's latest plan, ready for layers. ``plan_number``: which it has to be, None
+        for any. Raises SessionExpiredError, PlanOutOfOrderError and, when the device failed under
+        it, InternalError.
+        """
         session = self._sessions.get(session_id)
         run = session.latest
         if run is None or (plan_number is not None and run.number != plan_number):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from data_plane.executor import Executor
-from data_plane.kernels.backend import KernelSet
+from data_plane.kernels.backend import Kernels
 from data_plane.server.build import build_executor
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.metrics import DataPlaneMetrics
@@ -51,7 +51,7 @@ class DataPlaneServer:
 
     @classmethod
     async def start(
-        cls, config: DataPlaneConfig, kernels: KernelSet | None = None
+        cls, config: DataPlaneConfig, kernels: Kernels | None = None
     ) -> DataPlaneServer:
         """Serve as ``config`` says, on the running event loop, and begin to register.
         ``kernels``: those to run on; None for those of the device.
