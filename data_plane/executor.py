@@ -18,8 +18,8 @@ from contextlib import contextmanager
 import torch
 
 from data_plane.counters import ExecutorCounters
-from data_plane.kernels.backend import KernelSet, kernels_of
-from data_plane.kernels.checks import require
+from data_plane.kernels.arguments import WriteArguments, require
+from data_plane.kernels.backend import Kernels, kernels_of
 from data_plane.kernels.device_watch import DeviceWatch
 from data_plane.kernels.devices import with_index
 from data_plane.kernels.shard_kernels import Compute
@@ -66,7 +66,7 @@ class Executor:
         shard: Shard | None = None,
         device: str | torch.device = "cpu",
         num_threads: int = 0,
-        kernels: KernelSet | None = None,
+        kernels: Kernels | None = None,
         observe: Observer | None = None,
     ) -> None:
         """Allocate the pools. ``num_threads``: of the CPU kernels, 0 for as many as torch uses.
@@ -76,7 +76,6 @@ class Executor:
         GPU or the host beside it has no room for.
         """
         require(1 <= len(pool_id) <= 128, "must be 1 to 128 characters", "pool_id")
-        require(num_threads >= 0, "must be at least 0", "num_threads")
         self.layout = layout
         self.shard = shard if shard is not None else Shard.whole(layout)
         self.layers = self.shard.layers(layout)
@@ -226,9 +225,9 @@ class Executor:
         with self._command("write_layer"):
             session, run = self._latest(session_id, plan_number)
             index = self._layer_index(layer)
-            self._compute.check_input(run.rows, key, value, "")
+            arguments = self._compute.write_arguments(run.rows, index, key, value)
             if not run.is_complete:
-                self._write(run, index, key, value)
+                self._write(run, arguments)
                 run.written[index] = True
             return self._receipt(session, run)
 
@@ -249,10 +248,10 @@ class Executor:
         with self._command("attend"):
             _session, run = self._latest(session_id, plan_number)
             index = self._layer_index(layer)
-            self._compute.check_query(run.rows, query, options, "")
+            arguments = self._compute.attention_arguments(run.rows, index, query, options)
             require(bool(run.written[index].all()), "was not written yet", "layer")
             run.used_after_receipt |= run.receipt is not None
-            return self._compute.attend(run.rows, index, query, options)
+            return self._compute.attend(arguments)
 
     def layer(
         self,
@@ -275,13 +274,14 @@ class Executor:
             index = self._layer_index(layer, field)
             in_order = index == 0 or bool(run.written[index - 1].all())
             require(in_order, "comes before an earlier one", f"{field}layer")
-            self._compute.check_input(run.rows, key, value, field)
+            to_write = self._compute.write_arguments(run.rows, index, key, value, field)
+            to_attend = None
             if query is not None:
-                self._compute.check_query(run.rows, query, options, field)
-            self._write(run, index, key, value)
-            output = None
-            if query is not None:
-                output = self._compute.attend(run.rows, index, query, options)
+                to_attend = self._compute.attention_arguments(
+                    run.rows, index, query, options, field
+                )
+            self._write(run, to_write)
+            output = None if to_attend is None else self._compute.attend(to_attend)
             run.written[index] = True
             return output
 
@@ -398,9 +398,9 @@ class Executor:
         receipt = self._receipt(session, run)
         return StartedPlan(run.number, run.rows.num_tokens, num_rows, receipt)
 
-    def _write(self, run: Run, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _write(self, run: Run, arguments: WriteArguments) -> None:
         self._check_still_writable(run)
-        self._compute.write(run.rows, index, key, value)
+        self._compute.write(arguments)
 
     def _receipt(self, session: Session, run: Run) -> pb.SignedPayload | None:
         """Sign that a run has ended, once all of it is done and nothing went wrong."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from data_plane.counters import ExecutorCounters
-from data_plane.kernels.backend import KernelSet
-from data_plane.kernels.checks import check_tensor, require
+from data_plane.kernels.arguments import (
+    AttentionArguments,
+    WriteArguments,
+    check_blocks,
+    require,
+)
+from data_plane.kernels.backend import Kernels
+from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.cuda_streams import device_errors
 from data_plane.kernels.scales import layer_scales
 from data_plane.memory.pool import TORCH_DTYPES, Pools
 from data_plane.plans.attention_batch import Rows
@@ -39,43 +47,62 @@ class Compute:
         counters: ExecutorCounters,
         *,
         device: torch.device,
-        kernels: KernelSet,
+        kernels: Kernels,
     ) -> None:
         self._group = only_group(layout)
         self._dtype = TORCH_DTYPES[layout.dtype]
-        self._num_kv_heads = shard.num_kv_heads
         self._block_size_tokens = layout.block_size_tokens
         self._pools = pools
         self._counters = counters
         self._device = device
         self._kernels = kernels
+        self._host_kernels = CpuKernels(1)
         self._streams = kernels.streams
         self._scales = layer_scales(layout, shard, device)
 
-    def check_input(self, rows: Rows, key: torch.Tensor, value: torch.Tensor, prefix: str) -> None:
-        """Refuse keys and values that are not [num_tokens, num_kv_heads, head_size]."""
-        shape = (rows.num_tokens, self._num_kv_heads, self._group.head_size)
-        check_tensor(key, shape, self._dtype, self._device, f"{prefix}key")
-        check_tensor(value, shape, self._dtype, self._device, f"{prefix}value")
+    def write_arguments(
+        self, rows: Rows, layer: int, key: torch.Tensor, value: torch.Tensor, prefix: str = ""
+    ) -> WriteArguments:
+        """What ``write`` takes. Raises InvalidRequestError naming the tensor, with ``prefix``,
+        unless key and value are [num_tokens, num_kv_heads, head_size] of the layout's dtype.
+        """
+        with _errors_under(prefix):
+            pages = self._pools.pages(layer)
+            arguments = WriteArguments(key, value, pages, rows.slots, *self._scales[layer])
+            self._check_dtype("key", key)
+            self._check_dtype("value", value)
+        return arguments
 
-    def check_query(
-        self, rows: Rows, query: torch.Tensor, options: AttentionOptions, prefix: str
-    ) -> None:
-        """Refuse a query that is not [num_tokens, num_heads, head_size], and bad options."""
-        num_heads = query.shape[1] if query.dim() == 3 else 0
-        shape = (rows.num_tokens, num_heads, self._group.head_size)
-        check_tensor(query, shape, self._dtype, self._device, f"{prefix}query")
-        require(
-            num_heads >= 1 and num_heads % self._num_kv_heads == 0,
-            f"must have a multiple of {self._num_kv_heads} heads",
-            f"{prefix}query",
-        )
-        num_slopes = len(options.alibi_slopes)
-        require(
-            num_slopes in (0, num_heads),
-            f"must be none or {num_heads}, one a query head, are {num_slopes}",
-            f"{prefix}options.alibi_slopes",
-        )
+    def attention_arguments(
+        self,
+        rows: Rows,
+        layer: int,
+        query: torch.Tensor,
+        options: AttentionOptions,
+        prefix: str = "",
+    ) -> AttentionArguments:
+        """What ``attend`` takes. Raises InvalidRequestError naming the argument, with ``prefix``,
+        unless the query is [num_tokens, num_heads, head_size] of the layout's dtype and the options
+        fit it, and InternalError when the device failed.
+        """
+        key_scales, value_scales = self._scales[layer]
+        with device_errors(), _errors_under(prefix):
+            arguments = AttentionArguments(
+                query,
+                self._pools.pages(layer),
+                rows.block_tables,
+                rows.query_starts,
+                rows.context_lens,
+                options.in_group(self._group.sliding_window_tokens),
+                key_scales,
+                value_scales,
+                rows.max_tokens,
+            )
+            self._check_dtype("query", query)
+            num_tokens = query.shape[0]  # which a device would compare with query_starts too late
+            wanted = f"must have the plan's {rows.num_tokens} tokens, has {num_tokens}"
+            require(num_tokens == rows.num_tokens, wanted, "query")
+        return arguments
 
     def transfer(self, batch: Batch) -> None:
         """Start copies or swaps, to run after all that was given before."""
@@ -97,38 +124,17 @@ class Compute:
         with self._streams.computing():
             return rows.to(self._device)
 
-    def write(self, rows: Rows, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, arguments: WriteArguments) -> None:
         """Write all rows' keys and values of one layer."""
-        key_scales, value_scales = self._scales[layer]
         with self._streams.computing():
-            self._kernels.reshape_and_cache(
-                key,
-                value,
-                self._pools.pages(layer),
-                rows.slots,
-                key_scales=key_scales,
-                value_scales=value_scales,
-            )
-        self._counters.num_written_tokens += rows.num_tokens
+            self._kernels.reshape_and_cache(arguments)
+        self._counters.num_written_tokens += len(arguments.slots)
 
-    def attend(
-        self, rows: Rows, layer: int, query: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
+    def attend(self, arguments: AttentionArguments) -> torch.Tensor:
         """Attend from all rows in one layer. The output has the query's shape and dtype."""
-        key_scales, value_scales = self._scales[layer]
         with self._streams.computing():
-            output = self._kernels.paged_attention(
-                query,
-                self._pools.pages(layer),
-                rows.block_tables,
-                rows.query_starts,
-                rows.context_lens,
-                options=options.in_group(self._group.sliding_window_tokens),
-                key_scales=key_scales,
-                value_scales=value_scales,
-                max_query_len=rows.max_tokens,
-            )
-        self._counters.num_attention_tokens += rows.num_tokens
+            output = self._kernels.paged_attention(arguments)
+        self._counters.num_attention_tokens += len(arguments.query)
         return output
 
     def read(self, tier: pb.Tier, block_ids: Sequence[int]) -> torch.Tensor:
@@ -138,7 +144,7 @@ class Compute:
         ids = torch.tensor(block_ids, dtype=torch.int64)
         if tier == pb.TIER_HOST:
             self._streams.finish_swaps()
-            return self._kernels.gather_host_blocks(self._pools.host_tier, ids)
+            return self._host_kernels.gather_blocks(self._pools.host_tier, ids)
         with self._streams.computing():
             return self._kernels.gather_blocks(self._pools.device_tier, ids)
 
@@ -159,8 +165,7 @@ class Compute:
         """
         pool = self._pools.device_tier
         num_blocks = blocks.shape[1] if blocks.dim() == 6 else 0
-        shape = (pool.shape[1], num_blocks, *pool.shape[2:])
-        check_tensor(blocks, shape, pool.dtype, self._device, "blocks")
+        check_blocks(blocks, (pool.shape[1], num_blocks, *pool.shape[2:]), pool)
         first = rows.first_positions[row] - first_block * self._block_size_tokens
         begin, end = rows.spans[row]
         covered = first >= 0 and first + end - begin <= num_blocks * self._block_size_tokens
@@ -184,3 +189,16 @@ class Compute:
                 pages = self._pools.pages(layer).view(bits)
                 pages[block_ids, :, :, offsets] = tokens[first : first + end - begin]
         self._counters.num_written_tokens += (end - begin) * blocks.shape[0]
+
+    def _check_dtype(self, name: str, tensor: torch.Tensor) -> None:
+        """The kernels would take others too, and round."""
+        require(tensor.dtype == self._dtype, f"is {tensor.dtype}, not {self._dtype}", name)
+
+
+@contextmanager
+def _errors_under(prefix: str) -> Iterator[None]:
+    """A refused argument is called as the caller knows it."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.message, field=f"{prefix}{error.field}") from None

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from data_plane.executor import Executor
-from data_plane.kernels import cpu as kernels
+from data_plane.kernels.cpu import cpu_isa
 from data_plane.memory.pool import TIER_NAMES
 from kvplane.serving.metrics import LATENCY_BUCKETS_S, RpcMetrics
 
@@ -33,7 +33,7 @@ class DataPlaneMetrics:
             "tier with them.",
             ["isa"],
             registry=self.registry,
-        ).labels(kernels.cpu_isa()).set(1)
+        ).labels(cpu_isa()).set(1)
         self._command_duration = Histogram(
             "kvplane_command_duration_seconds",
             "Time that the executor takes for a command, waiting included.",

@@ -14,16 +14,17 @@ from kernel_sets import emulated_kernels, late_kernels
 from plan_author import BLOCK_SIZE, LAYOUT, PlanAuthor, row, set_blocks, tokens
 
 from data_plane import Executor
-from data_plane.kernels.backend import KernelSet, cpu_kernels
+from data_plane.kernels.backend import Kernels
+from data_plane.kernels.cpu import CpuKernels
 from kvplane.errors import InternalError
 from kvplane.layout import Layout
 
-BACKENDS = {"cpu": lambda: cpu_kernels(1), "emulated": emulated_kernels}
+BACKENDS = {"cpu": lambda: CpuKernels(1), "emulated": emulated_kernels}
 
 
 @pytest.fixture(params=BACKENDS)
-def kernels(request: pytest.FixtureRequest) -> KernelSet:
-    make: Callable[[], KernelSet] = BACKENDS[request.param]
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    make: Callable[[], Kernels] = BACKENDS[request.param]
     return make()
 
 
@@ -51,7 +52,7 @@ def test_random_plans_do_the_same_on_emulated_kernels_that_run_late() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_can_be_planted_in_any_kernels(kernels: KernelSet, fault: str) -> None:
+def test_a_fault_can_be_planted_in_any_kernels(kernels: Kernels, fault: str) -> None:
     with pytest.raises(AssertionError):
         run_twins(3, 40, kernels=with_fault(kernels, fault))
 
@@ -81,7 +82,7 @@ def layout_of(kv_dtype: str) -> Layout:
 @pytest.mark.parametrize(
     "kv_dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 )
-def test_blocks_written_whole_keep_their_bits(kernels: KernelSet, kv_dtype: str) -> None:
+def test_blocks_written_whole_keep_their_bits(kernels: Kernels, kv_dtype: str) -> None:
     layout = layout_of(kv_dtype)
     executor = Executor(layout, pool_id="pool", num_device_blocks=4, kernels=kernels)
     executor.pools.device_tier.view(torch.uint8).fill_(0x33)
@@ -102,7 +103,7 @@ def test_blocks_written_whole_keep_their_bits(kernels: KernelSet, kv_dtype: str)
     assert torch.equal(executor.read_blocks(1, 1, 0, 2)[0].view(torch.uint8), expected)
 
 
-def test_scales_reach_the_kernels_that_write_and_those_that_attend(kernels: KernelSet) -> None:
+def test_scales_reach_the_kernels_that_write_and_those_that_attend(kernels: Kernels) -> None:
     layout = layout_of("float8_e4m3fn")
     executor = Executor(layout, pool_id="pool", num_device_blocks=4, kernels=kernels)
     author = PlanAuthor(executor.epoch, layout=layout)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from data_rig import Rig
+from kernel_faults import with_operations
 from kernel_sets import LateRuntime, late_kernels
 from plan_author import HOST, fork, ref, row, set_blocks, tokens, transfer
 
-from data_plane.kernels.backend import cpu_kernels
+from data_plane.kernels.cpu import CpuKernels
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from engine.embedded import EmbeddedBackend
 from kvplane.attention_options import AttentionOptions
@@ -27,7 +26,7 @@ class LateRig(Rig):
     runtime: LateRuntime
 
     def __init__(self, seed: int = 0) -> None:
-        kernels, self.runtime = late_kernels(cpu_kernels(1), seed)
+        kernels, self.runtime = late_kernels(CpuKernels(1), seed)
         super().__init__(kernels=kernels)
 
 
@@ -49,14 +48,14 @@ class FlakyCopies:
     """The CPU's kernels, whose first copy of blocks fails."""
 
     def __init__(self) -> None:
-        self.rig = Rig(kernels=replace(cpu_kernels(1), copy_blocks=self._copy))
+        self.rig = Rig(kernels=with_operations(CpuKernels(1), copy_blocks=self._copy))
         self._num_copies = 0
 
     def _copy(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
         self._num_copies += 1
         if self._num_copies == 1:
             raise InternalError("the launch failed")
-        cpu_kernels(1).copy_blocks(pool, pairs)
+        CpuKernels(1).copy_blocks(pool, pairs)
 
 
 def test_no_layer_is_taken_before_all_transfers_of_the_plan_were_given() -> None:
@@ -181,7 +180,7 @@ def test_finish_waits_for_the_device() -> None:
     assert runtime.num_waiting == 0
 
 
-def lost(query: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
+def lost(query: torch.Tensor) -> torch.Tensor:
     """An answer whose bytes never come: to copy it raises what a failed device raises."""
     return torch.empty_like(query, device="meta")
 
@@ -199,7 +198,11 @@ def test_a_message_whose_tensor_finds_no_device_is_an_internal_error(num_tokens:
 
 
 def test_an_answer_that_the_device_lost_is_an_internal_error_in_the_engine() -> None:
-    rig = Rig(kernels=replace(cpu_kernels(1), paged_attention=lost))
+    rig = Rig(
+        kernels=with_operations(
+            CpuKernels(1), paged_attention=lambda arguments: lost(arguments.query)
+        )
+    )
     rig.start(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)])
     backend = EmbeddedBackend.__new__(EmbeddedBackend)  # its data plane would want a control plane
     backend._executor, backend._session_id = rig.executor, 1

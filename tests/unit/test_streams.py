@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +13,12 @@ from data_rig import Rig
 from executor_twins import run_twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_faults import with_operations
 from kernel_sets import LateRuntime, late_kernels
 from plan_author import HOST, fork, ref, row, set_blocks, tokens, transfer
 
-from data_plane.kernels.backend import cpu_kernels
+from data_plane.kernels.arguments import AttentionArguments
+from data_plane.kernels.cpu import CpuKernels
 from data_plane.kernels.cuda_streams import DeviceStreams
 from data_plane.memory.upload import upload
 from data_plane.server.worker_thread import Lane
@@ -129,7 +130,7 @@ def test_a_failing_device_is_an_internal_error_and_swaps_are_still_waited_for() 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_plans_of_two_sessions_do_on_late_streams_what_they_do_at_once(seed: int) -> None:
-    kernels, runtime = late_kernels(cpu_kernels(1), seed)
+    kernels, runtime = late_kernels(CpuKernels(1), seed)
     threads = [runtime.current_stream(), runtime.new_stream(), runtime.new_stream()]
 
     def other_thread(chance: Any) -> None:
@@ -145,7 +146,7 @@ class LateRig(Rig):
     runtime: LateRuntime
 
     def __init__(self, seed: int = 0) -> None:
-        kernels, self.runtime = late_kernels(cpu_kernels(1), seed)
+        kernels, self.runtime = late_kernels(CpuKernels(1), seed)
         super().__init__(kernels=kernels)
 
 
@@ -241,7 +242,7 @@ def test_the_next_plan_a_fence_and_a_new_control_plane_wait_for_what_runs(seed: 
 
 
 def test_a_plan_whose_kernels_failed_gets_no_receipt_and_the_session_resyncs() -> None:
-    kernels, runtime = late_kernels(cpu_kernels(1), 0)
+    kernels, runtime = late_kernels(CpuKernels(1), 0)
     rig = Rig(kernels=kernels)
     rig.admit(1)
     plan = rig.author.plan(2, rows=[row(1, 12, 1)])
@@ -264,7 +265,7 @@ def test_a_plan_whose_kernels_failed_gets_no_receipt_and_the_session_resyncs() -
 
 
 def test_a_failure_takes_the_receipt_of_every_plan_that_runs() -> None:
-    kernels, runtime = late_kernels(cpu_kernels(1), 0)
+    kernels, runtime = late_kernels(CpuKernels(1), 0)
     rig = Rig(kernels=kernels)
     rig.open(2)
     for session_id in (1, 2):
@@ -281,16 +282,16 @@ def test_a_failure_takes_the_receipt_of_every_plan_that_runs() -> None:
 
 
 def test_a_layer_whose_attention_failed_comes_again_even_if_it_was_the_last() -> None:
-    kernels = cpu_kernels(1)
+    kernels = CpuKernels(1)
     failures = [InternalError("no memory"), None, InternalError("no memory"), None]
 
-    def attention(*args: Any, **options: Any) -> torch.Tensor:
+    def attention(arguments: AttentionArguments) -> torch.Tensor:
         failure = failures.pop(0)
         if failure is not None:
             raise failure
-        return kernels.paged_attention(*args, **options)
+        return kernels.paged_attention(arguments)
 
-    rig = Rig(kernels=replace(kernels, paged_attention=attention))
+    rig = Rig(kernels=with_operations(kernels, paged_attention=attention))
     rig.start(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)])
     for layer in (0, 1):
         with pytest.raises(InternalError):
