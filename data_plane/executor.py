@@ -32,7 +32,6 @@ from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.sessions import Sessions, check_ordinal
 from data_plane.plans.transfers import Transfers
 from data_plane.plans.verifier import Verifier
-from data_plane.shard import Shard
 from kvplane import columns
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
@@ -42,6 +41,7 @@ from kvplane.errors import (
     LayoutMismatchError,
 )
 from kvplane.layout import Layout
+from kvplane.shard import Shard
 from kvplane.v1 import control_pb2, data_pb2
 from kvplane.v1 import types_pb2 as pb
 

@@ -1,8 +1,8 @@
 """The way from a transformers model to a data plane.
 
-Transformers calls attention by name through its AttentionInterface. The name "kvplane" hands q, k
-and v of each layer to the step that runs now, found by a context variable, and gives back what that
-step answers. The mask of that name is None on purpose: a plan's rows say which positions a token
+Transformers calls attention by name through its AttentionInterface. The name "kvplane" passes q, k
+and v of each layer to the step that runs now, found by a context variable, and returns that step's
+answer. The mask of that name is None on purpose: a plan's spans say which positions a token
 sees, so there is nothing left to mask.
 """
 

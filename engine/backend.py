@@ -1,4 +1,4 @@
-"""Where plans are carried out: the one interface between the engine and the bytes."""
+"""Where plans are carried out: the one interface between the engine and keys and values."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from engine.loop import LoopThread
 from kvplane.attention_options import AttentionOptions
+from kvplane.data_client import DataClient
 from kvplane.errors import InternalError, InvalidRequestError
-from kvplane.execution import DataClient, Execution
+from kvplane.execution import Execution
 from kvplane.session import Session
 from kvplane.tensor import Tensor
 from kvplane.v1 import types_pb2 as pb
@@ -61,7 +62,7 @@ class DataBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the session; another may be opened. Harmless when called again."""
+        """Forget the session; another may be opened. Harmless when called again."""
         ...
 
     def stop(self) -> None:
@@ -94,7 +95,7 @@ class RemoteBackend:
         self._execution = self._loop.run(client.open(session.grant))
 
     def start(self, plan: pb.SignedPayload) -> Started:
-        """Show the plan to the data plane."""
+        """Present the plan to the data plane."""
         started = self._loop.run(self._open_execution().start(plan))
         return Started(started.num_tokens, started.receipt)
 

@@ -1,4 +1,4 @@
-"""A data plane in the engine's own process: tensors are handed over, not sent.
+"""A data plane in the engine's own process: tensors are passed, not sent.
 
 The pool registers with the control plane and serves gRPC to others like any other. Its key lies in
 this process, so it is for one tenant.
@@ -45,7 +45,7 @@ class EmbeddedBackend:
         self._session_id: int | None = None
 
     def open(self, session: Session) -> None:
-        """Show the session's grant to the executor."""
+        """Present the session's grant to the executor."""
         self._session_id = self._executor.open(session.grant)
 
     def start(self, plan: pb.SignedPayload) -> Started:
@@ -80,7 +80,7 @@ class EmbeddedBackend:
         return receipt
 
     def close(self) -> None:
-        """Let go of the session; the pool stays for others, and for the next session."""
+        """Forget the session; the pool stays for others, and for the next session."""
         self._session_id = None
 
     def stop(self) -> None:

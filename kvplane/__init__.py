@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from kvplane import ops
     from kvplane.attention_options import AttentionOptions
     from kvplane.control_client import ControlClient
+    from kvplane.data_client import DataClient
     from kvplane.errors import KvplaneError
-    from kvplane.execution import DataClient, Execution, Started
+    from kvplane.execution import Execution, Started
     from kvplane.hf import layout_from_hf
     from kvplane.layout import LayerGroup, Layout
     from kvplane.results import SequenceState
     from kvplane.session import Readmission, Resynced, Session
+    from kvplane.shard import Shard
     from kvplane.step_numbering import UnclaimedAnswer
     from kvplane.tensor import Tensor
     from kvplane.tls import TlsOptions
@@ -39,6 +41,7 @@ __all__ = [
     "Resynced",
     "SequenceState",
     "Session",
+    "Shard",
     "Started",
     "Tensor",
     "TlsOptions",
@@ -50,7 +53,7 @@ __all__ = [
 _HOMES: Final = {
     "AttentionOptions": "kvplane.attention_options",
     "ControlClient": "kvplane.control_client",
-    "DataClient": "kvplane.execution",
+    "DataClient": "kvplane.data_client",
     "Execution": "kvplane.execution",
     "KvplaneError": "kvplane.errors",
     "LayerGroup": "kvplane.layout",
@@ -59,6 +62,7 @@ _HOMES: Final = {
     "Resynced": "kvplane.session",
     "SequenceState": "kvplane.results",
     "Session": "kvplane.session",
+    "Shard": "kvplane.shard",
     "Started": "kvplane.execution",
     "Tensor": "kvplane.tensor",
     "TlsOptions": "kvplane.tls",

@@ -129,7 +129,15 @@ class ControlClient:
             self._stub.OpenSession, request, timeout_s
         )
         check_chosen(response.protocol_version)
-        session = Session(self, self._connection, self._stub, request, response)
+
+        async def open_again(timeout_s: float) -> Session:
+            deadline = self._connection.deadline(timeout_s)
+            await self.wait_ready(pool_id, timeout_s)
+            return await self.open_session(
+                pool_id, layout, client_name, namespace=namespace, timeout_s=deadline.remaining_s
+            )
+
+        session = Session(open_again, self._connection, self._stub, request, response)
         self._sessions.add(session)
         return session
 

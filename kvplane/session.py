@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvplane import ops
 from kvplane.connection import Connection
@@ -37,13 +37,10 @@ from kvplane.stream import Stream
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1.types_pb2 import SignedPayload
 
-if TYPE_CHECKING:
-    from kvplane.control_client import ControlClient
-
 _LOGGER: Final = logging.getLogger(__name__)
 
-# How long a session that is left behind waits for the plane; its lease ends by itself anyway.
-_PARTING_S: Final = 2.0
+# How long closing a replaced session may take; its lease ends by itself anyway.
+_CLOSE_TIMEOUT_S: Final = 2.0
 _RENEWALS_PER_LEASE: Final = 3
 _MAX_NOTICES: Final = 100
 
@@ -78,7 +75,7 @@ class Session:
 
     def __init__(
         self,
-        client: ControlClient,
+        open_again: Callable[[float], Awaitable[Session]],
         connection: Connection,
         stub: Any,
         request: pb.OpenSessionRequest,
@@ -95,7 +92,7 @@ class Session:
         self.num_host_blocks = response.num_host_blocks
         self.max_plans_in_flight = response.max_plans_in_flight
         self.time_to_live_s = response.time_to_live.ToTimedelta().total_seconds()
-        self._client = client
+        self._open_again = open_again
         self._connection = connection
         self._stub = stub
         self._steps = Steps()
@@ -112,7 +109,7 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._part()
+        await self._try_to_close()
 
     @property
     def id(self) -> int:
@@ -313,37 +310,30 @@ class Session:
         return state
 
     async def reopen(self, *, timeout_s: float = 60.0) -> Session:
-        """A new session like this one, once the pool is ready. This one is left behind."""
+        """A new session like this one, once the pool is ready. This one is closed if it can be."""
         deadline = Deadline.after(timeout_s)
-        await self._part()
-        await self._client.wait_ready(self.pool_id, timeout_s)
-        return await self._client.open_session(
-            self.pool_id,
-            self.layout,
-            self.client_name,
-            namespace=self.namespace,
-            timeout_s=deadline.remaining_s,
-        )
+        await self._try_to_close()
+        return await self._open_again(deadline.remaining_s)
 
     async def close(self, *, timeout_s: float | None = None) -> None:
-        """Give back all that the session holds. Closing what has ended is no error."""
+        """Release all that the session holds. Closing what has ended is no error."""
         await self.detach()
         request = pb.CloseSessionRequest(session=self.ref)
         with suppress(SessionNotFoundError, SessionExpiredError, StaleIncarnationError):
             await self._connection.call(self._stub.CloseSession, request, timeout_s)
 
     async def detach(self) -> None:
-        """Stop renewing the lease and end the stream; says nothing to the plane."""
+        """Stop renewing the lease and end the stream; sends the plane nothing."""
         self._renewal.cancel()
         await asyncio.wait([self._renewal])
         await self._stream.close()
 
-    async def _part(self) -> None:
+    async def _try_to_close(self) -> None:
         """Close, unless that fails: the lease ends by itself."""
         try:
-            await self.close(timeout_s=_PARTING_S)
+            await self.close(timeout_s=_CLOSE_TIMEOUT_S)
         except (UnavailableError, DeadlineExceededError, StaleError, CancelledError) as error:
-            _LOGGER.warning("session=%d left to its lease: %s", self.id, error)
+            _LOGGER.warning("session=%d not closed, its lease will end it: %s", self.id, error)
 
     async def _renew_lease(self) -> None:
         interval_s = self.time_to_live_s / _RENEWALS_PER_LEASE

@@ -24,10 +24,10 @@ from data_plane.memory.pool import TORCH_DTYPES, Pools
 from data_plane.plans.attention_batch import AttentionBatch
 from data_plane.plans.last_tenants import BlocksByTier
 from data_plane.plans.transfers import Batch
-from data_plane.shard import Shard, only_group
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.layout import Layout
+from kvplane.shard import Shard, only_group
 from kvplane.v1 import types_pb2 as pb
 
 # Numbers of an element's size, to copy elements of any type as they are.

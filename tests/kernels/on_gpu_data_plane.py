@@ -15,7 +15,7 @@ import pytest
 import torch
 from executor_twins import HEAD_SIZE, LAYERS, NUM_HEADS, NUM_KV_HEADS, Side, run_twins
 from kernel_faults import FAULTS, with_fault
-from plan_author import HOST, LAYOUT, POOL_ID, ref, span, set_blocks, transfer
+from plan_author import HOST, LAYOUT, POOL_ID, ref, set_blocks, span, transfer
 
 from data_plane import Executor
 from data_plane.kernels.backend import kernels_of

@@ -29,7 +29,7 @@ from plan_author import (
     transfer,
 )
 
-from data_plane import Executor, Shard
+from data_plane import Executor
 from kvplane import signing
 from kvplane.errors import (
     InvalidRequestError,
@@ -41,6 +41,7 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.protocol import PAYLOAD_VERSION
+from kvplane.shard import Shard
 from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb
 

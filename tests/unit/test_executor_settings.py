@@ -13,13 +13,14 @@ import pytest
 import torch
 from plan_author import LAYOUT, POOL_ID
 
-from data_plane import Executor, Shard
+from data_plane import Executor
 from data_plane.memory import sizing as memory
 from data_plane.server.build import build_executor, layout_from_json
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.errors import InvalidRequestError, NeverFitsError
 from kvplane.layout import LayerGroup
+from kvplane.shard import Shard
 from kvplane.v1 import types_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
