@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from data_server import author_of, config_of, serving
-from plan_author import publication, row, set_blocks, tokens
+from plan_author import publication, set_blocks, span, tokens
 from register_side import RegisterSide
 
 from data_plane import EmbeddedDataPlane
@@ -54,7 +54,7 @@ async def test_a_broken_stream_is_resumed_and_sessions_live_on(tmp_path: Path) -
     async with serving(tmp_path) as (server, side):
         author = author_of(server, side)
         server.executor.open(author.grant())
-        plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 2)])
+        plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
         server.executor.start(1, plan)
         side.break_streams()
         await side.until(lambda: len(side.hellos) == 2)

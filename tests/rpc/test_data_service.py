@@ -17,8 +17,8 @@ from plan_author import (
     dense_attention,
     fork,
     ref,
-    row,
     set_blocks,
+    span,
     tokens,
     transfer,
 )
@@ -115,7 +115,9 @@ async def test_an_execution_runs_a_plan_and_ends_with_its_receipt(peer: Peer) ->
     query, key, value = tokens(12, 4), tokens(12, seed=1), tokens(12, seed=2)
     async with await peer.client.open(peer.author.grant()) as execution:
         changes = [set_blocks(1, [(5, 1), (2, 1)])]
-        started = await execution.start(peer.author.plan(1, changes=changes, rows=[row(1, 0, 12)]))
+        started = await execution.start(
+            peer.author.plan(1, changes=changes, spans=[span(1, 0, 12)])
+        )
         assert (started.num_tokens, started.receipt) == (12, None)
         for layer in execution.layers:
             assert execution.receipt is None
@@ -132,7 +134,7 @@ async def test_a_plan_without_rows_is_receipted_at_once(peer: Peer) -> None:
 
 
 async def test_a_plan_shown_over_a_second_stream_goes_on_where_it_was(peer: Peer) -> None:
-    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)])
+    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
     first = await peer.opened()
     assert (await ask(first, plan=plan)).started.num_tokens == 3
     assert (await ask(first, layer=layer_input(0, 3))).output.layer == 0
@@ -177,7 +179,7 @@ async def test_a_stream_answers_errors_and_stays_open(peer: Peer) -> None:
     stale = peer.author.plan(1, shard_epochs=[4])
     await refused(StaleEpochError, "plan.shard_epochs[0]", plan=stale)
     await refused(PlanOutOfOrderError, "plan.previous", plan=peer.author.plan(2))
-    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 2)])
+    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
     assert (await ask(call, plan=plan)).started.num_tokens == 2
     await refused(InvalidRequestError, "layer.layer", layer=layer_input(7, 2))
     await refused(InvalidRequestError, "layer.key", layer=layer_input(0, 2, key=tokens(3)))
@@ -216,7 +218,7 @@ async def test_bytes_that_are_no_request_are_answered_on_the_stream(peer: Peer) 
 
 async def test_a_layer_without_a_query_answers_an_empty_output(peer: Peer) -> None:
     call = await peer.opened()
-    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 2)])
+    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
     await ask(call, plan=plan)
     request = layer_input(0, 2)
     request.ClearField("query")
@@ -229,7 +231,7 @@ async def test_a_plan_can_be_run_by_unary_calls_alone(peer: Peer) -> None:
     author, client = peer.author, peer.client
     grant = author.grant()
     query, key, value = tokens(9, 4), tokens(9, seed=1), tokens(9, seed=2)
-    plan = author.plan(1, changes=[set_blocks(1, [(3, 1), (1, 1)])], rows=[row(1, 0, 9)])
+    plan = author.plan(1, changes=[set_blocks(1, [(3, 1), (1, 1)])], spans=[span(1, 0, 9)])
     for _ in range(2):
         response = await client.reshape_and_cache(grant, plan, 1, wire(key), wire(value))
         assert not response.HasField("receipt")
@@ -251,7 +253,7 @@ async def test_copies_and_swaps_are_calls_of_their_own(peer: Peer) -> None:
     grant = author.grant()
     await client.copy_blocks(grant, author.plan(1, changes=[set_blocks(1, [(0, 1)])]))
     blocks = wire(torch.randn(2, 1, 2, 2, 8, 16))
-    write = author.plan(2, rows=[row(1, 0, 8)])
+    write = author.plan(2, spans=[span(1, 0, 8)])
     written = await client.write_blocks(grant, write, 1, blocks)
     assert author.read_receipt(written.receipt).plan_number == 2
     copy = author.plan(
@@ -306,7 +308,7 @@ async def test_a_message_over_the_limit_is_refused_and_the_next_one_served(peer:
 async def test_metrics_tell_what_the_executor_did(peer: Peer) -> None:
     async with await peer.client.open(peer.author.grant()) as execution:
         changes = [set_blocks(1, [(0, 1)])]
-        await execution.start(peer.author.plan(1, changes=changes, rows=[row(1, 0, 2)]))
+        await execution.start(peer.author.plan(1, changes=changes, spans=[span(1, 0, 2)]))
         part = wire(tokens(2))
         for layer in execution.layers:
             await execution.layer(layer, part, part, part)

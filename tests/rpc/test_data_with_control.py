@@ -97,15 +97,15 @@ async def test_a_sequence_lives_its_whole_life(
             await remote.open(session.grant) as execution,
         ):
             engine = Engine(session, execution)
-            await engine.step(ops.admit(1, prompt), rows=[(0, 20)])
-            await engine.step(ops.append(1, [20], num_slots=1), rows=[(20, 1)])
-            await engine.step(ops.fork(1, 2), rows=[])
+            await engine.step(ops.admit(1, prompt), spans=[(0, 20)])
+            await engine.step(ops.append(1, [20], num_slots=1), spans=[(20, 1)])
+            await engine.step(ops.fork(1, 2), spans=[])
             both = [ops.append(n, [21], num_slots=1) for n in (2, 1)]
-            await engine.step(*both, rows=[(21, 1), (21, 1)])
-            await engine.step(ops.swap_out([1, 2]), rows=[])
-            await engine.step(ops.swap_in([1, 2]), rows=[])
-            await engine.step(ops.append(2, [22], num_slots=1), ops.free(1), rows=[(22, 1)])
-            hit = await engine.step(ops.admit(3, prompt), rows=[(16, 4)])
+            await engine.step(*both, spans=[(21, 1), (21, 1)])
+            await engine.step(ops.swap_out([1, 2]), spans=[])
+            await engine.step(ops.swap_in([1, 2]), spans=[])
+            await engine.step(ops.append(2, [22], num_slots=1), ops.free(1), spans=[(22, 1)])
+            hit = await engine.step(ops.admit(3, prompt), spans=[(16, 4)])
             assert hit.results[0].admit.num_cached_tokens == 16
             counters = data.executor.counters.num_transferred_blocks
             assert all(counters[direction] > 0 for direction in ("copy", "swap_out", "swap_in"))
@@ -124,8 +124,8 @@ async def test_a_restarted_control_plane_finds_what_was_published(
         session = await client.open_session(POOL, LAYOUT)
         execution = await remote.open(session.grant)
         engine = Engine(session, execution)
-        await engine.step(ops.admit(1, prompt), rows=[(0, 20)])
-        await engine.step(ops.append(1, [20], num_slots=1), rows=[(20, 1)])
+        await engine.step(ops.admit(1, prompt), spans=[(0, 20)])
+        await engine.step(ops.append(1, [20], num_slots=1), spans=[(20, 1)])
         async with asyncio.timeout(20):
             while data.executor.num_published_blocks < 2:
                 await asyncio.sleep(0.01)
@@ -140,7 +140,7 @@ async def test_a_restarted_control_plane_finds_what_was_published(
             session = await client.open_session(POOL, LAYOUT)
             async with await remote.open(session.grant) as execution:
                 engine = Engine(session, execution)
-                hit = await engine.step(ops.admit(1, prompt), rows=[(16, 4)])
+                hit = await engine.step(ops.admit(1, prompt), spans=[(16, 4)])
                 assert hit.results[0].admit.num_cached_tokens == 16
             await session.close()
         finally:
