@@ -83,7 +83,7 @@ def decode_rows(name: str, dtype: torch.dtype, context_tokens: int) -> list[Call
         packed = query.view(BATCH, NUM_KV_HEADS, group, HEAD_SIZE)
 
         def ours(query: torch.Tensor = query) -> object:
-            return kernels.paged_attention(query, pages, tables, starts, lens, scale=SCALE)
+            return kernels.paged_attention(query, pages, tables, starts, lens)
 
         def torchs(packed: torch.Tensor = packed) -> object:
             return F.scaled_dot_product_attention(packed, key, value, scale=SCALE)
@@ -107,7 +107,7 @@ def prefill_rows(num_tokens: int) -> list[Calls]:
     heads_first = query.transpose(0, 1)[None].contiguous()
 
     def ours() -> object:
-        return kernels.paged_attention(query, pages, tables, starts, lens, scale=SCALE)
+        return kernels.paged_attention(query, pages, tables, starts, lens)
 
     def torchs() -> object:
         return F.scaled_dot_product_attention(

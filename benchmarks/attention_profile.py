@@ -67,9 +67,7 @@ def attend(
     num_bytes = tables.numel() * pages[0].nbytes
 
     def run() -> object:
-        return kernels.paged_attention(
-            query, pages, tables, starts, lens, scale=head_size**-0.5, num_threads=num_threads
-        )
+        return kernels.paged_attention(query, pages, tables, starts, lens, num_threads=num_threads)
 
     return Calls("", "GB/s", num_bytes, run, is_warm)
 

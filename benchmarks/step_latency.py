@@ -23,6 +23,7 @@ from pathlib import Path
 
 from demo.processes import Planes
 from kvplane import ControlClient, DataClient, Execution, LayerGroup, Layout, Session, Tensor, ops
+from kvplane.results import require_done
 from kvplane.v1 import control_pb2 as pb
 
 BLOCK_SIZE_TOKENS = 16
@@ -40,8 +41,8 @@ PROMPT_TOKENS = (4_096, 32_768)
 
 
 @dataclass(frozen=True)
-class Row:
-    """Latencies of one kind of step, in seconds."""
+class Latencies:
+    """Of one kind of step, in seconds."""
 
     name: str
     step_s: Sequence[float]
@@ -61,13 +62,11 @@ class Bench:
         return list(itertools.islice(self._ids, num))
 
     async def run(self, operations: Sequence[pb.Operation]) -> tuple[float, float]:
-        """Seconds of the step and of its plan's execution. All operations must be OK."""
+        """Seconds of the step and of its plan's execution. All operations must be done."""
         began = time.perf_counter()
         result = await self._session.step(operations)
         stepped = time.perf_counter()
-        for outcome in result.results:
-            if outcome.status != pb.OPERATION_STATUS_OK:
-                raise RuntimeError(f"the pool is too small for this benchmark: {outcome}")
+        require_done(result)
         if result.HasField("plan"):
             num_tokens = (await self._execution.start(result.plan)).num_tokens
             if num_tokens:
@@ -79,18 +78,20 @@ class Bench:
                 self._session.add_receipt(self._execution.receipt)
         return stepped - began, time.perf_counter() - stepped
 
-    async def decode(self, num_sequences: int, num_steps: int) -> Row:
+    async def decode(self, num_sequences: int, num_steps: int) -> Latencies:
         """Steps that append one token to each of ``num_sequences``."""
         ids = self.new_ids(num_sequences)
         await self.run([ops.admit(i, prompt(i, 2 * BLOCK_SIZE_TOKENS)) for i in ids])
-        times = [
-            await self.run([ops.append(i, [token + i], num_slots=1) for i in ids])
-            for token in range(num_steps)
-        ]
-        await self.run([ops.free(i) for i in ids])
-        return Row(f"decode of {num_sequences}", *zip(*times, strict=True))
+        ones = [1] * num_sequences
+        times = []
+        for step in range(num_steps):
+            positions = [2 * BLOCK_SIZE_TOKENS + step] * num_sequences
+            append = ops.appends(ids, positions, ones, ones, [step + i for i in ids])
+            times.append(await self.run([append]))
+        await self.run([ops.free(ids)])
+        return Latencies(f"decode of {num_sequences}", *zip(*times, strict=True))
 
-    async def admit(self, num_tokens: int, num_steps: int, *, cached: bool) -> Row:
+    async def admit(self, num_tokens: int, num_steps: int, *, cached: bool) -> Latencies:
         """Steps that admit one prompt of ``num_tokens``; it was published before if ``cached``."""
         times = []
         tokens = prompt(next(self._ids), num_tokens)
@@ -100,14 +101,14 @@ class Bench:
             if not cached:
                 tokens = prompt(sequence_id, num_tokens)
             times.append(await self.run([ops.admit(sequence_id, tokens)]))
-            await self.run([ops.free(sequence_id)])
+            await self.run([ops.free([sequence_id])])
         state = "all cached" if cached else "not cached"
-        return Row(f"prompt of {num_tokens:,}, {state}", *zip(*times, strict=True))
+        return Latencies(f"prompt of {num_tokens:,}, {state}", *zip(*times, strict=True))
 
     async def _publish(self, tokens: bytes) -> None:
         (sequence_id,) = self.new_ids(1)
         await self.run([ops.admit(sequence_id, tokens)])
-        await self.run([ops.free(sequence_id)])
+        await self.run([ops.free([sequence_id])])
 
 
 def prompt(seed: int, num_tokens: int) -> bytes:
@@ -115,20 +116,20 @@ def prompt(seed: int, num_tokens: int) -> bytes:
     return ops.pack_tokens([seed, *range(1, num_tokens)])
 
 
-async def measure(control: str, data: str, num_steps: int) -> list[Row]:
-    """All rows, in one session."""
-    async with ControlClient(control) as plane, DataClient(data) as bytes_plane:
-        await plane.wait_ready("default", 60.0)
+async def measure(control: str, data: str, num_steps: int) -> list[Latencies]:
+    """All kinds of steps, in one session."""
+    async with ControlClient(control) as metadata, DataClient(data) as memory:
+        await metadata.wait_ready("default", 60.0)
         async with (
-            await plane.open_session("default", LAYOUT) as session,
-            await bytes_plane.open(session.grant) as execution,
+            await metadata.open_session("default", LAYOUT) as session,
+            await memory.open(session.grant) as execution,
         ):
             bench = Bench(session, execution)
-            rows = [await bench.decode(n, num_steps) for n in DECODE_BATCHES]
+            latencies = [await bench.decode(n, num_steps) for n in DECODE_BATCHES]
             for num_tokens in PROMPT_TOKENS:
                 for cached in (False, True):
-                    rows.append(await bench.admit(num_tokens, num_steps // 10, cached=cached))
-            return rows
+                    latencies.append(await bench.admit(num_tokens, num_steps // 10, cached=cached))
+            return latencies
 
 
 def quantile_us(seconds: Sequence[float], quantile: float) -> float:
@@ -137,7 +138,7 @@ def quantile_us(seconds: Sequence[float], quantile: float) -> float:
     return 1e6 * ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
 
 
-def as_json(rows: Sequence[Row]) -> dict[str, object]:
+def as_json(latencies: Sequence[Latencies]) -> dict[str, object]:
     """What the table says, for programs."""
     return {
         "machine": {
@@ -147,25 +148,25 @@ def as_json(rows: Sequence[Row]) -> dict[str, object]:
         },
         "rows": [
             {
-                "name": f"{part}/{row.name}",
+                "name": f"{part}/{each.name}",
                 "unit": "us",
                 "num_samples": len(seconds),
                 "p50": round(quantile_us(seconds, 0.5), 1),
                 "p99": round(quantile_us(seconds, 0.99), 1),
             }
-            for row in rows
-            for part, seconds in (("step", row.step_s), ("execute", row.execute_s))
+            for each in latencies
+            for part, seconds in (("step", each.step_s), ("execute", each.execute_s))
         ],
     }
 
 
-def print_table(rows: Sequence[Row]) -> None:
-    """One line a row, microseconds."""
+def print_table(latencies: Sequence[Latencies]) -> None:
+    """One line a kind of step, microseconds."""
     print(f"{'':32}{'step':>20}{'execute':>20}")
     print(f"{'microseconds':32}{'p50':>10}{'p99':>10}{'p50':>10}{'p99':>10}")
-    for row in rows:
-        cells = [quantile_us(s, q) for s in (row.step_s, row.execute_s) for q in (0.5, 0.99)]
-        print(f"{row.name:32}" + "".join(f"{cell:>10,.0f}" for cell in cells))
+    for each in latencies:
+        cells = [quantile_us(s, q) for s in (each.step_s, each.execute_s) for q in (0.5, 0.99)]
+        print(f"{each.name:32}" + "".join(f"{cell:>10,.0f}" for cell in cells))
 
 
 def main() -> None:
@@ -181,10 +182,10 @@ def main() -> None:
         flags = ["--layout", str(layout), "--num-device-blocks", str(NUM_DEVICE_BLOCKS)]
         with Planes(Path(folder), [*flags, "--num-host-blocks", "1"]) as planes:
             num_steps = 100 if arguments.quick else 1000
-            rows = asyncio.run(measure(planes.control.address, planes.data.address, num_steps))
-    print_table(rows)
+            latencies = asyncio.run(measure(planes.control.address, planes.data.address, num_steps))
+    print_table(latencies)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(as_json(rows), indent=2) + "\n")
+    arguments.json.write_text(json.dumps(as_json(latencies), indent=2) + "\n")
     print(f"saved to {arguments.json}")
 
 

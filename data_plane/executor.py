@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -22,7 +22,7 @@ from data_plane.kernels.backend import KernelSet, kernels_of
 from data_plane.kernels.checks import require
 from data_plane.kernels.device_watch import DeviceWatch
 from data_plane.kernels.devices import with_index
-from data_plane.kernels.shard_kernels import Attention, Compute
+from data_plane.kernels.shard_kernels import Compute
 from data_plane.memory.pool import Pools
 from data_plane.plans.answers import ExecutorReport, StartedPlan
 from data_plane.plans.attention_batch import check_writable, prepare_rows
@@ -32,6 +32,7 @@ from data_plane.plans.table_changes import apply_changes
 from data_plane.plans.transfers import check_transfers, cut_into_batches
 from data_plane.plans.verifier import Authority
 from kvplane import signing
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
@@ -237,21 +238,17 @@ class Executor:
         layer: int,
         query: torch.Tensor,
         *,
-        scale: float = 0.0,
-        sliding_window_tokens: int = 0,
-        alibi_slopes: Sequence[float] = (),
+        options: AttentionOptions = AttentionOptions(),
         plan_number: int | None = None,
     ) -> torch.Tensor:
         """Attend from the latest plan's rows over their sequences, in a layer that was written.
 
         query: [num_tokens, num_heads, head_size], num_heads a multiple of the KV heads. The output
-        has its shape. ``scale`` 0 means 1 / sqrt(head_size), ``sliding_window_tokens`` 0 means as
-        the layer group says. Raises as ``write_layer`` does.
+        has its shape. Raises as ``write_layer`` does.
         """
         with self._command("attend"):
             _session, run = self._latest(session_id, plan_number)
             index = self._layer_index(layer)
-            options = Attention(scale, sliding_window_tokens, alibi_slopes)
             self._compute.check_query(run.rows, query, options, "")
             require(bool(run.written[index].all()), "was not written yet", "layer")
             run.used_after_receipt |= run.receipt is not None
@@ -265,9 +262,7 @@ class Executor:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scale: float = 0.0,
-        sliding_window_tokens: int = 0,
-        alibi_slopes: Sequence[float] = (),
+        options: AttentionOptions = AttentionOptions(),
         plan_number: int | None = None,
         field: str = "",
     ) -> torch.Tensor | None:
@@ -280,7 +275,6 @@ class Executor:
             index = self._layer_index(layer, field)
             in_order = index == 0 or bool(run.written[index - 1].all())
             require(in_order, "comes before an earlier one", f"{field}layer")
-            options = Attention(scale, sliding_window_tokens, alibi_slopes)
             self._compute.check_input(run.rows, key, value, field)
             if query is not None:
                 self._compute.check_query(run.rows, query, options, field)

@@ -1,8 +1,8 @@
 """The way from a transformers model to a data plane.
 
-Transformers calls attention by name through its AttentionInterface. The name "kvplane" hands q, k
-and v of each layer to the step that runs now, found by a context variable, and gives back what that
-step answers. The mask of that name is None on purpose: a plan's rows say which positions a token
+Transformers calls attention by name through its AttentionInterface. The name "kvplane" passes q, k
+and v of each layer to the step that runs now, found by a context variable, and returns that step's
+answer. The mask of that name is None on purpose: a plan's spans say which positions a token
 sees, so there is nothing left to mask.
 """
 
@@ -15,6 +15,8 @@ from typing import Any, Final, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvplane.attention_options import AttentionOptions
 
 NAME: Final = "kvplane"
 
@@ -29,12 +31,10 @@ class Step(Protocol):
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scale: float,
-        sliding_window_tokens: int,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """Write ``key`` and ``value``, both [num_tokens, num_kv_heads, head_size], and attend from
         ``query``, [num_tokens, num_heads, head_size]; gives [num_tokens, num_heads, head_size].
-        ``scale`` 0: 1 / sqrt(head_size).
         """
         ...
 
@@ -79,8 +79,7 @@ def _attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=scaling or 0.0,
-        sliding_window_tokens=sliding_window or 0,
+        options=AttentionOptions(scaling or 0.0, sliding_window or 0),
     )
     return out.unsqueeze(0), None
 

@@ -1,4 +1,4 @@
-"""Where plans are carried out: the one interface between the engine and the bytes."""
+"""Where plans are carried out: the one interface between the engine and keys and values."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Final, Protocol
 import torch
 
 from engine.loop import LoopThread
+from kvplane.attention_options import AttentionOptions
 from kvplane.data_client import DataClient
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.execution import Execution
@@ -51,8 +52,7 @@ class DataBackend(Protocol):
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scale: float,
-        sliding_window_tokens: int,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """As in ``engine.attention.Step``."""
         ...
@@ -62,7 +62,7 @@ class DataBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the session; another may be opened. Harmless when called again."""
+        """Forget the session; another may be opened. Harmless when called again."""
         ...
 
     def stop(self) -> None:
@@ -95,7 +95,7 @@ class RemoteBackend:
         self._execution = self._loop.run(client.open(session.grant))
 
     def start(self, plan: pb.SignedPayload) -> Started:
-        """Show the plan to the data plane."""
+        """Present the plan to the data plane."""
         started = self._loop.run(self._open_execution().start(plan))
         return Started(started.num_tokens, started.receipt)
 
@@ -106,8 +106,7 @@ class RemoteBackend:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scale: float,
-        sliding_window_tokens: int,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """Send one layer's new tokens and wait for its attention."""
         out = self._loop.run(
@@ -116,8 +115,7 @@ class RemoteBackend:
                 to_wire(query),
                 to_wire(key),
                 to_wire(value),
-                scale=scale,
-                sliding_window_tokens=sliding_window_tokens,
+                options=options,
             )
         )
         return from_wire(out)

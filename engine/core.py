@@ -1,9 +1,9 @@
-"""The engine's loop: schedule, step, compute, hand in the receipt, sample.
+"""The engine's loop: schedule, step, compute, add the receipt, sample.
 
-No token of a request is lost or given twice, whatever happens to the planes: a token exists once it
-was sampled, that is after its plan was receipted, and stays with its sequence; KV that is lost is
-computed again from the tokens. Nothing is sampled from a plan that did not run to its end, so the
-random streams do not move either.
+No token of a request is lost or returned twice, whatever happens to the planes: a token exists once
+it was sampled, that is after its plan was receipted, and stays with its sequence; KV that is lost
+is computed again from the tokens. Nothing is sampled from a plan that did not run to its end, so
+the random streams do not move either.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from engine.detokenizer import Detokenizer
 from engine.link import ControlLink
 from engine.loader import LoadedModel
 from engine.request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams
-from engine.runner import Row, Runner
+from engine.runner import Runner, Span
 from engine.sampler import new_generator, sample
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, Status
+from engine.sequence import EngineSequence, SequenceStatus
 from engine.stats import EngineStats
 from kvplane.errors import (
     InternalError,
@@ -40,7 +40,7 @@ from kvplane.errors import (
 from kvplane.layout import Layout
 from kvplane.v1 import types_pb2 as types
 
-MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine gives up
+MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine raises
 RETRY_DELAY_S: Final = 0.1
 IDLE_DELAY_S: Final = 0.005
 
@@ -49,10 +49,10 @@ _log = logging.getLogger("engine")
 
 @dataclass(slots=True)
 class _Live:
-    """A request in work; ``sequences`` grows to ``n`` when the prompt is computed."""
+    """A request that is not finished; ``sequences`` grows to ``n`` when the prompt is computed."""
 
     request: Request
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[EngineSequence] = field(default_factory=list)
     error: KvplaneError | None = None
 
 
@@ -84,7 +84,7 @@ class EngineCore:
         self._abort_lock = threading.Lock()
         self._num_arrivals = 0
         self._num_failures = 0
-        self._has_plan = False  # the step in work has a plan that may have to be given up
+        self._has_plan = False  # the present step has a plan, which an error would have to abort
         self._stalled_since_s: float | None = None
         self.stats = EngineStats()
 
@@ -168,11 +168,11 @@ class EngineCore:
         return deltas
 
     def settle(self) -> None:
-        """Hand in the last receipt, so that what was computed can be found by others."""
+        """Submit the last receipt, so that what was computed can be found by others."""
         try:
             self._link.submit_receipts()
         except KvplaneError as error:
-            _log.warning("receipts were not handed in: %s", error)
+            _log.warning("receipts were not submitted: %s", error)
 
     def _step(self) -> None:
         started_s = time.monotonic()
@@ -190,24 +190,24 @@ class EngineCore:
             self._pause()
             return
         self._stalled_since_s = None
-        logits = self._execute(result.plan, outcome.rows)
-        if outcome.rows:
+        logits = self._execute(result.plan, outcome.spans)
+        if outcome.spans:
             self._num_failures = 0
-        self._sample(outcome.rows, logits)
-        num_tokens = sum(row.num_tokens for row in outcome.rows)
+        self._sample(outcome.spans, logits)
+        num_tokens = sum(span.num_tokens for span in outcome.spans)
         self.stats.note_step(time.monotonic() - started_s, num_tokens)
 
-    def _execute(self, plan: types.SignedPayload, rows: list[Row]) -> torch.Tensor:
-        """Carry a plan out; float32 logits [rows with is_last, vocabulary]."""
+    def _execute(self, plan: types.SignedPayload, spans: list[Span]) -> torch.Tensor:
+        """Carry a plan out; float32 logits [spans with is_last, vocabulary]."""
         started = self._backend.start(plan)
         receipt, logits = started.receipt, torch.empty(0)
         if receipt is None:
-            num_tokens = sum(row.num_tokens for row in rows)
+            num_tokens = sum(span.num_tokens for span in spans)
             if started.num_tokens != num_tokens:
                 raise InternalError(
                     f"the plan computes {started.num_tokens} tokens, not {num_tokens}"
                 )
-            logits = self._runner.run(rows, self._backend)
+            logits = self._runner.run(spans, self._backend)
             receipt = self._backend.finish()
         self._link.add_receipt(receipt)
         return logits
@@ -222,27 +222,30 @@ class EngineCore:
         head = self._scheduler.head()
         if head is not None and now_s - self._stalled_since_s > self._recovery_timeout_s:
             self._stalled_since_s = None
-            error = PoolFullError(f"no room in {self._recovery_timeout_s} s")
+            error = PoolFullError(
+                f"the pool had no room for the request in {self._recovery_timeout_s:g} s; make it "
+                "larger, end other sessions, or raise recovery_timeout_s"
+            )
             self._fail(head.request.request_id, error)
         elif self._scheduler.num_idle_steps > 1:
             time.sleep(IDLE_DELAY_S)
 
     # Tokens.
 
-    def _sample(self, rows: list[Row], logits: torch.Tensor) -> None:
-        due = (row.sequence for row in rows if row.is_last)
-        for sequence, row_logits in zip(due, logits, strict=True):
-            if sequence.status is Status.FINISHED:  # its request failed in this very step
+    def _sample(self, spans: list[Span], logits: torch.Tensor) -> None:
+        due = (span.sequence for span in spans if span.is_last)
+        for sequence, span_logits in zip(due, logits, strict=True):
+            if sequence.status is SequenceStatus.FINISHED:  # its request failed in this very step
                 continue
             if sequence.num_continuations > 1:
-                self._branch(sequence, row_logits)
+                self._branch(sequence, span_logits)
             else:
-                self._take_token(sequence, row_logits)
+                self._take_token(sequence, span_logits)
                 if sequence.finish_reason:
                     self._scheduler.finish(sequence)
             self._complete(sequence.request.request_id)
 
-    def _branch(self, first: Sequence, logits: torch.Tensor) -> None:
+    def _branch(self, first: EngineSequence, logits: torch.Tensor) -> None:
         """The prompt is computed: its ``n`` continuations draw their first tokens and go separate
         ways.
         """
@@ -255,9 +258,9 @@ class EngineCore:
         self._scheduler.branch(first, alive)
         for sequence in live.sequences:
             if sequence.finish_reason:
-                sequence.status = Status.FINISHED
+                sequence.status = SequenceStatus.FINISHED
 
-    def _take_token(self, sequence: Sequence, logits: torch.Tensor) -> None:
+    def _take_token(self, sequence: EngineSequence, logits: torch.Tensor) -> None:
         request, params = sequence.request, sequence.request.params
         token = sample(logits, params, sequence.generator)
         sequence.tokens.append(token)
@@ -322,7 +325,7 @@ class EngineCore:
     # Recovery.
 
     def _recover(self, error: KvplaneError) -> None:
-        """Give the plan up if the session still stands, else open another and compute again what is
+        """Abort the plan if the session is still open, else open another and compute again what is
         lost.
         """
         self._num_failures += 1
@@ -330,12 +333,12 @@ class EngineCore:
             raise error
         _log.warning("step failed reason=%s: %s", error.reason, error.message)
         lost = isinstance(error, StaleError | SessionNotFoundError | UnavailableError)
-        if self._has_plan and not lost and self._give_up():
+        if self._has_plan and not lost and self._abort_plan():
             return
         self._reopen()
 
-    def _give_up(self) -> bool:
-        """Whether the session could give up the plan and goes on."""
+    def _abort_plan(self) -> bool:
+        """Whether the plan could be aborted and the session goes on."""
         try:
             states = self._link.abort_last_plan()
         except KvplaneError as error:
@@ -366,10 +369,10 @@ class EngineCore:
         self.stats.num_reopened_sessions += 1
         _log.warning("session reopened id=%d", self._link.session.id)
 
-    # Leaves.
+    # Helpers.
 
-    def _new_sequence(self, request: Request, index: int) -> Sequence:
-        return Sequence(
+    def _new_sequence(self, request: Request, index: int) -> EngineSequence:
+        return EngineSequence(
             request=request,
             index=index,
             tokens=list(request.prompt_token_ids),
@@ -383,7 +386,7 @@ class EngineCore:
         self.stats.num_recompute_preemptions = counts.num_recompute_preemptions
 
 
-def _completion(sequence: Sequence) -> CompletionOutput:
+def _completion(sequence: EngineSequence) -> CompletionOutput:
     return CompletionOutput(
         index=sequence.index,
         text=sequence.detokenizer.text,

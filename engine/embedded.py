@@ -1,4 +1,4 @@
-"""A data plane in the engine's own process: tensors are handed over, not sent.
+"""A data plane in the engine's own process: tensors are passed, not sent.
 
 The pool registers with the control plane and serves gRPC to others like any other. Its key lies in
 this process, so it is for one tenant.
@@ -13,6 +13,7 @@ from data_plane.server.config import DataPlaneConfig
 from data_plane.server.embedded import EmbeddedDataPlane
 from engine.backend import Started
 from engine.config import EngineConfig
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError
 from kvplane.session import Session
 from kvplane.v1 import types_pb2 as pb
@@ -44,7 +45,7 @@ class EmbeddedBackend:
         self._session_id: int | None = None
 
     def open(self, session: Session) -> None:
-        """Show the session's grant to the executor."""
+        """Present the session's grant to the executor."""
         self._session_id = self._executor.open(session.grant)
 
     def start(self, plan: pb.SignedPayload) -> Started:
@@ -59,16 +60,13 @@ class EmbeddedBackend:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scale: float,
-        sliding_window_tokens: int,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """Write and attend, in this thread, where the pool is."""
         executor, session_id = self._executor, self._open_session()
         with device_errors():
             there = [tensor.to(executor.device) for tensor in (query, key, value)]
-        out = executor.layer(
-            session_id, index, *there, scale=scale, sliding_window_tokens=sliding_window_tokens
-        )
+        out = executor.layer(session_id, index, *there, options=options)
         if out is None:
             raise InternalError("a layer with queries has no output")
         with device_errors():
@@ -82,7 +80,7 @@ class EmbeddedBackend:
         return receipt
 
     def close(self) -> None:
-        """Let go of the session; the pool stays for others, and for the next session."""
+        """Forget the session; the pool stays for others, and for the next session."""
         self._session_id = None
 
     def stop(self) -> None:

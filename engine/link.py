@@ -14,12 +14,13 @@ from engine.loop import LoopThread
 from kvplane.control_client import ControlClient
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
+from kvplane.results import SequenceState
 from kvplane.session import Session
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 
 _CLIENT_NAME: Final = "kvplane engine"
-_PARTING_S: Final = 2.0
+_CLOSE_TIMEOUT_S: Final = 2.0
 
 
 class ControlLink:
@@ -30,6 +31,7 @@ class ControlLink:
         self._pool_id = pool_id
         self._client = loop.call(lambda: ControlClient(address, timeout_s=timeout_s))
         self._session: Session | None = None
+        self._last_plan_number = 0
 
     @property
     def session(self) -> Session:
@@ -56,21 +58,23 @@ class ControlLink:
 
     def step(self, operations: Sequence[pb.Operation]) -> pb.StepResult:
         """One step, with all receipts that were added."""
-        return self._loop.run(self.session.step(operations))
+        result = self._loop.run(self.session.step(operations))
+        if result.HasField("plan"):
+            self._last_plan_number = self.session.last_number
+        return result
 
     def add_receipt(self, receipt: types.SignedPayload) -> None:
-        """Hand this in with the next step."""
+        """Submit this with the next step."""
         session = self.session
         self._loop.call(lambda: session.add_receipt(receipt))
 
     def submit_receipts(self) -> None:
-        """Hand receipts in now: there is no next step."""
+        """Submit receipts now: there is no next step."""
         self._loop.run(self.session.submit_receipts())
 
-    def abort_last_plan(self) -> list[pb.SequenceState]:
-        """Give up the plan of the last step; every sequence of the session as it is then."""
-        session = self.session
-        return list(self._loop.run(session.abort_plan(session.last_number)).sequences)
+    def abort_last_plan(self) -> list[SequenceState]:
+        """Abort the last plan; every sequence of the session as it is then."""
+        return self._loop.run(self.session.abort_plan(self._last_plan_number))
 
     def close(self) -> None:
         """Close session and channel."""
@@ -82,4 +86,4 @@ class ControlLink:
         if session is not None:
             # Failing that, what it held ends with its lease, or has ended with its planes.
             with contextlib.suppress(KvplaneError):
-                self._loop.run(session.close(timeout_s=_PARTING_S))
+                self._loop.run(session.close(timeout_s=_CLOSE_TIMEOUT_S))

@@ -1,4 +1,4 @@
-"""The engine's face: a model folder in, texts out."""
+"""The engine's interface: a model folder in, texts out."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers, in the order of ``prompts``, which are texts or token ids.
 
-        ``sampling_params``: one for all, or one for each. ``on_output`` is told each answer as it
-        is done. A prompt that can not be served (NeverFitsError, PoolFullError) has its error in
-        its own output, and the others go on. Raises InvalidRequestError naming ``prompts[i]``
+        ``sampling_params``: one for all, or one for each. ``on_output`` is called with each answer
+        as it is done. A prompt that can not be served (NeverFitsError, PoolFullError) has its error
+        in its own output, and the others go on. Raises InvalidRequestError naming ``prompts[i]``
         before anything starts, and UnavailableError when a plane stays away for longer than
         ``recovery_timeout_s``.
         """

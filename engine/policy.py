@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from engine.sequence import Sequence
+from engine.sequence import EngineSequence
 
 
 class Policy(Protocol):
@@ -14,7 +14,7 @@ class Policy(Protocol):
     could preempt each other for ever. Continuations of one request should be neighbours.
     """
 
-    def key(self, sequence: Sequence) -> tuple[int, ...]:
+    def key(self, sequence: EngineSequence) -> tuple[int, ...]:
         """The sort key of ``sequence``."""
         ...
 
@@ -22,6 +22,6 @@ class Policy(Protocol):
 class FirstComeFirstServed:
     """Requests in the order in which they came."""
 
-    def key(self, sequence: Sequence) -> tuple[int, ...]:
+    def key(self, sequence: EngineSequence) -> tuple[int, ...]:
         """Arrival, then the continuation's index."""
         return sequence.priority

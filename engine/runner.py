@@ -1,5 +1,5 @@
-"""One forward pass a step: the new tokens of all sequences packed into one row, each with its own
-position.
+"""One forward pass a step: the new tokens of all sequences packed one after another, each with its
+own position.
 
 There is no cache in the model: attention goes to the data plane, which has every token before
 these. Logits are computed only where a next token is due.
@@ -7,26 +7,25 @@ these. Logits are computed only where a next token is due.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
 from engine import attention
-from engine.sequence import Sequence
+from engine.sequence import EngineSequence
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Span:
     """Tokens ``[first_position, first_position + num_tokens)`` of ``sequence``, computed in this
     step.
 
-    ``is_last``: the row ends with the sequence's last known token, so that its logits give the next
-    one.
+    ``is_last``: it ends with the sequence's last known token, whose logits give the next one.
     """
 
-    sequence: Sequence
+    sequence: EngineSequence
     first_position: int
     num_tokens: int
     is_last: bool
@@ -39,18 +38,18 @@ class Runner:
         self._model = model
 
     @torch.inference_mode()
-    def run(self, rows: Seq[Row], step: attention.Step) -> torch.Tensor:
-        """Compute ``rows`` in order, attention by ``step``. Gives float32 logits [rows with
+    def run(self, spans: Sequence[Span], step: attention.Step) -> torch.Tensor:
+        """Compute ``spans`` in order, attention by ``step``. Gives float32 logits [spans with
         is_last, vocabulary].
         """
         tokens: list[int] = []
         positions: list[int] = []
         last: list[int] = []
-        for row in rows:
-            stop = row.first_position + row.num_tokens
-            tokens += row.sequence.tokens[row.first_position : stop]
-            positions += range(row.first_position, stop)
-            if row.is_last:
+        for span in spans:
+            stop = span.first_position + span.num_tokens
+            tokens += span.sequence.tokens[span.first_position : stop]
+            positions += range(span.first_position, stop)
+            if span.is_last:
                 last.append(len(tokens) - 1)
         with attention.running(step):
             output = self._model(

@@ -4,11 +4,11 @@
        ^                 |  ^                   |
        |---- recompute --|  |----- swap in -----|
 
-The scheduler owns no block. It asks the control plane by operations and learns from each one's
-status: LATER means that somebody must give way. Then it waits first for blocks that come back by
-themselves (pending ones), and only after that takes the device blocks of the sequence that came
-last: by swapping out while the host tier has room, else by freeing it to be computed again. The
-sequence that goes first is never preempted by another, so there is always progress.
+The scheduler owns no block. It asks the control plane by operations and learns from the status of
+each of their items: LATER means that blocks run short. Then it waits first for blocks that come
+back by themselves (pending ones), and only after that preempts the sequence that came last: by
+swapping it out while the host tier has room, else by freeing it to be computed again. The sequence
+that goes first is never preempted by another, so there is always progress.
 
 One step is scheduled, carried out and applied before the next one is scheduled.
 """
@@ -16,53 +16,24 @@ One step is scheduled, carried out and applied before the next one is scheduled.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
+from engine.intents import Failures, Intent, Kind, Outcome
 from engine.policy import FirstComeFirstServed, Policy
-from engine.runner import Row
-from engine.sequence import Sequence, Status
-from kvplane import ops
-from kvplane.error_codec import from_wire
-from kvplane.errors import InternalError, KvplaneError, NeverFitsError, SequenceNotFoundError
+from engine.runner import Span
+from engine.sequence import EngineSequence, SequenceStatus
+from kvplane import columns, ops
+from kvplane.errors import InternalError, PositionMismatchError, SequenceNotFoundError
+from kvplane.results import SequenceState, error_of
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 
 PATIENCE_STEPS: Final = (
-    32  # steps to wait for pending blocks, or without any progress, before more is given up
+    32  # steps to wait for pending blocks, or without any progress, before more is preempted
 )
-
-
-class Kind(Enum):
-    """What an operation is for."""
-
-    FORK = "fork"
-    FREE = "free"
-    SWAP_OUT = "swap_out"
-    APPEND = "append"
-    SWAP_IN = "swap_in"
-    ADMIT = "admit"
-
-
-@dataclass(frozen=True, slots=True)
-class Intent:
-    """One operation of a step, and whom it is for."""
-
-    kind: Kind
-    operation: pb.Operation
-    sequences: tuple[Sequence, ...] = ()
-    num_slots: int = 0
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a step brought: rows to compute, in the plan's order, and requests that failed alone."""
-
-    rows: list[Row] = field(default_factory=list)
-    failed: list[tuple[Sequence, KvplaneError]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -94,12 +65,12 @@ class Scheduler:
         self.max_sequences = max_sequences
         self._key = (policy or FirstComeFirstServed()).key
         self._next_kv_id = 1
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.swapped: list[Sequence] = []
-        self._forks: list[tuple[int, Sequence]] = []
+        self.waiting: list[EngineSequence] = []
+        self.running: list[EngineSequence] = []
+        self.swapped: list[EngineSequence] = []
+        self._forks: list[tuple[int, EngineSequence]] = []
         self._frees: list[int] = []
-        self._blocked: list[Sequence] = []
+        self._blocked: list[EngineSequence] = []
         self._must_preempt = False
         self._tight = False  # somebody was preempted and nobody has finished since
         self._no_swap: set[int] = set()  # kv ids that the host tier had no room for
@@ -111,12 +82,12 @@ class Scheduler:
 
     # What comes in and goes out.
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: EngineSequence) -> None:
         """Queue a sequence that has no blocks."""
         sequence.forget_blocks()
         insort(self.waiting, sequence, key=self._key)
 
-    def branch(self, parent: Sequence, alive: Seq[Sequence]) -> None:
+    def branch(self, parent: EngineSequence, alive: Sequence[EngineSequence]) -> None:
         """Continue the computed prompt of ``parent`` as ``alive`` (which may or may not hold
         ``parent`` itself).
 
@@ -125,7 +96,7 @@ class Scheduler:
         kv_id, computed, blocks = parent.kv_id, parent.num_computed, parent.num_blocks
         self.running.remove(parent)
         if parent not in alive:
-            parent.status, parent.kv_id = Status.FINISHED, 0
+            parent.status, parent.kv_id = SequenceStatus.FINISHED, 0
         if not alive:
             self._frees.append(kv_id)
             return
@@ -133,35 +104,35 @@ class Scheduler:
             sequence.num_sent = sequence.num_computed = computed
             sequence.num_blocks = blocks
             if i == 0:
-                sequence.kv_id, sequence.status = kv_id, Status.RUNNING
+                sequence.kv_id, sequence.status = kv_id, SequenceStatus.RUNNING
                 self.running.append(sequence)
             else:
-                sequence.kv_id, sequence.status = self._new_kv_id(), Status.FORKING
+                sequence.kv_id, sequence.status = self._new_kv_id(), SequenceStatus.FORKING
                 self._forks.append((kv_id, sequence))
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: EngineSequence) -> None:
         """Take a sequence out of its queue; its blocks are freed by the next step."""
-        if sequence.status is Status.FORKING:
+        if sequence.status is SequenceStatus.FORKING:
             self._forks = [(p, s) for p, s in self._forks if s is not sequence]
-        elif sequence.status is not Status.FINISHED:
+        elif sequence.status is not SequenceStatus.FINISHED:
             self._queue_of(sequence).remove(sequence)
             if sequence.kv_id:
                 self._frees.append(sequence.kv_id)
-        sequence.status, sequence.kv_id = Status.FINISHED, 0
+        sequence.status, sequence.kv_id = SequenceStatus.FINISHED, 0
         self._blocked = [s for s in self._blocked if s is not sequence]
         self._tight = False
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a sequence to go on with, or something to give back."""
+        """Whether there is a sequence to go on with, or something to free."""
         return bool(self.waiting or self.running or self.swapped or self._forks or self._frees)
 
     @property
     def num_idle_steps(self) -> int:
-        """Steps in a row that brought nobody forward."""
+        """Steps, one after another, without a plan."""
         return self._num_idle
 
-    def head(self) -> Sequence | None:
+    def head(self) -> EngineSequence | None:
         """The live sequence that goes first."""
         return min((*self.waiting, *self.running, *self.swapped), key=self._key, default=None)
 
@@ -173,16 +144,14 @@ class Scheduler:
         """
         intents = self._fork_intents()
         preempted = self._preempt() if self._must_preempt else []
-        intents += [Intent(Kind.FREE, ops.free(kv_id)) for kv_id in self._frees]
-        self._frees = []
+        if self._frees:
+            intents.append(Intent(Kind.FREE, ops.free(self._frees)))
+            self._frees = []
         intents += preempted
         victims = {s.kv_id for intent in preempted for s in intent.sequences}
-        budget = self._max_batch_tokens
-        for sequence in self._compute_order(victims):
-            num_slots = min(sequence.num_uncomputed, budget)
-            if num_slots > 0:
-                intents.append(_append(sequence, num_slots))
-                budget -= num_slots
+        appends = self._append_intents(victims)
+        intents += appends
+        budget = self._max_batch_tokens - sum(sum(intent.num_slots) for intent in appends)
         if not self._blocked and not preempted:
             intents += self._swap_in_intents()
             if not self.swapped:
@@ -190,7 +159,7 @@ class Scheduler:
         self._must_preempt = False
         return intents
 
-    def apply(self, intents: Seq[Intent], result: pb.StepResult) -> Outcome:
+    def apply(self, intents: Sequence[Intent], result: pb.StepResult) -> Outcome:
         """Learn what came of ``intents``; ``result.results`` runs beside them."""
         if len(result.results) != len(intents):
             raise InternalError(f"{len(result.results)} results for {len(intents)} operations")
@@ -198,8 +167,10 @@ class Scheduler:
         self._blocked = []
         num_pending = 0
         for intent, done in zip(intents, result.results, strict=True):
-            num_pending = max(num_pending, done.shortage.num_blocks_pending)
-            _APPLY[intent.kind](self, intent, done, outcome)
+            failures = {failure.item: failure for failure in done.failures}
+            for failure in done.failures:
+                num_pending = max(num_pending, failure.shortage.num_blocks_pending)
+            _APPLY[intent.kind](self, intent, done, failures, outcome)
         self._note_usage(result.usage)
         if not self._blocked:
             self._num_waits = 0
@@ -209,7 +180,7 @@ class Scheduler:
             self._must_preempt, self._num_waits = True, 0
         self._num_idle = 0 if result.HasField("plan") else self._num_idle + 1
         if self._num_idle >= PATIENCE_STEPS and not self.running:
-            self._give_up_swapped()
+            self._recompute_swapped()
         return outcome
 
     # When things go wrong.
@@ -226,9 +197,9 @@ class Scheduler:
         for sequence in live:
             self.add(sequence)
 
-    def reconcile(self, states: Iterable[pb.SequenceState]) -> None:
-        """A plan was given up: take what the control plane says of every sequence, and free what
-        nobody wants.
+    def reconcile(self, states: Iterable[SequenceState]) -> None:
+        """A plan was aborted: take over what the control plane says of every sequence, and free
+        those that no request needs.
         """
         known = {state.sequence_id: state for state in states}
         live = [*self.running, *self.swapped]
@@ -242,24 +213,50 @@ class Scheduler:
             sequence.num_sent, sequence.num_blocks = state.num_tokens, state.num_blocks
             sequence.num_computed = state.num_scheduled_tokens
             on_host = state.tier == types.TIER_HOST
-            sequence.status = Status.SWAPPED if on_host else Status.RUNNING
+            sequence.status = SequenceStatus.SWAPPED if on_host else SequenceStatus.RUNNING
             self._queue_of(sequence).append(sequence)
         self._frees = list(known)
 
     # Scheduling.
 
     def _fork_intents(self) -> list[Intent]:
-        intents = []
-        for parent_id, sequence in self._forks:
-            sequence.status = Status.RUNNING
-            self.running.append(sequence)
-            fork = ops.fork(parent_id, sequence.kv_id)
-            intents.append(Intent(Kind.FORK, fork, (sequence,)))
+        if not self._forks:
+            return []
+        parent_ids, sequences = zip(*self._forks, strict=True)
         self._forks = []
-        return intents
+        for sequence in sequences:
+            sequence.status = SequenceStatus.RUNNING
+            self.running.append(sequence)
+        forks = ops.forks(parent_ids, [s.kv_id for s in sequences])
+        return [Intent(Kind.FORK, forks, sequences)]
+
+    def _append_intents(self, victims: set[int]) -> list[Intent]:
+        """One operation for all running sequences but ``victims``, as far as the batch goes."""
+        budget = self._max_batch_tokens
+        due: list[EngineSequence] = []
+        num_slots: list[int] = []
+        for sequence in self._compute_order(victims):
+            if budget == 0:
+                break
+            num = min(sequence.num_uncomputed, budget)
+            if num > 0:
+                due.append(sequence)
+                num_slots.append(num)
+                budget -= num
+        if not due:
+            return []
+        new_tokens = [s.tokens[s.num_sent :] for s in due]
+        operation = ops.appends(
+            [s.kv_id for s in due],
+            [s.num_computed for s in due],
+            num_slots,
+            [len(tokens) for tokens in new_tokens],
+            chain.from_iterable(new_tokens),
+        )
+        return [Intent(Kind.APPEND, operation, tuple(due), tuple(num_slots))]
 
     def _preempt(self) -> list[Intent]:
-        """Take the device blocks of whoever goes last."""
+        """Swap out, or free, the sequences that go last."""
         victims = self._victims()
         if not victims:
             return []
@@ -275,10 +272,10 @@ class Scheduler:
             self._recompute(sequence)
         return []
 
-    def _victims(self) -> list[Sequence]:
+    def _victims(self) -> list[EngineSequence]:
         """All running continuations of the last request, so that blocks they share move once and
-        are really given up; only the last continuation when no other request runs. Nobody gives way
-        to itself.
+        are really released; only the last continuation when no other request runs. The only running
+        sequence is not preempted for its own sake.
         """
         order = sorted(self.running, key=self._key)
         if len(order) < 2:
@@ -288,7 +285,7 @@ class Scheduler:
             return order[-1:]
         return [s for s in order if s.request is last]
 
-    def _compute_order(self, victims: set[int]) -> list[Sequence]:
+    def _compute_order(self, victims: set[int]) -> list[EngineSequence]:
         """Sequences that need one token first, so that a long prompt does not hold them up; each
         part in order.
         """
@@ -298,14 +295,14 @@ class Scheduler:
     def _swap_in_intents(self) -> list[Intent]:
         intents: list[Intent] = []
         num_running, num_blocks = self._num_on_device(), 0
-        groups: dict[str, list[Sequence]] = {}
+        groups: dict[str, list[EngineSequence]] = {}
         for sequence in sorted(self.swapped, key=self._key):
             groups.setdefault(sequence.request.request_id, []).append(sequence)
         for group in groups.values():
             num_running += len(group)
             num_blocks += sum(s.num_blocks for s in group)
-            lonely = not self.running and not intents
-            if not lonely and (
+            is_alone = not self.running and not intents
+            if not is_alone and (
                 num_running > self.max_sequences or not self._has_room(num_blocks + num_running)
             ):
                 break
@@ -345,94 +342,114 @@ class Scheduler:
 
     # Applying.
 
-    def _applied_fork(self, intent: Intent, done: pb.OperationResult, outcome: Outcome) -> None:
-        if done.status == pb.OPERATION_STATUS_OK:
-            self.counts.num_forks += 1
-            return
-        (sequence,) = intent.sequences
-        self.running.remove(sequence)
-        self.add(sequence)
+    def _applied_fork(
+        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+    ) -> None:
+        for item, sequence in enumerate(intent.sequences):
+            if item in failures:
+                self.running.remove(sequence)
+                self.add(sequence)
+            else:
+                self.counts.num_forks += 1
 
-    def _applied_free(self, intent: Intent, done: pb.OperationResult, outcome: Outcome) -> None:
-        if done.status == pb.OPERATION_STATUS_FAILED:
-            error = from_wire(done.error)
+    def _applied_free(
+        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+    ) -> None:
+        for failure in failures.values():
+            error = error_of(failure)
             if not isinstance(error, SequenceNotFoundError):
                 raise error
 
-    def _applied_swap_out(self, intent: Intent, done: pb.OperationResult, outcome: Outcome) -> None:
-        if done.status != pb.OPERATION_STATUS_OK:
+    def _applied_swap_out(
+        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+    ) -> None:
+        if failures:
             self._no_swap.update(s.kv_id for s in intent.sequences)
             return
         self.counts.num_swap_preemptions += len(intent.sequences)
         for sequence in intent.sequences:
             self.running.remove(sequence)
-            sequence.status = Status.SWAPPED
+            sequence.status = SequenceStatus.SWAPPED
             self.swapped.append(sequence)
 
-    def _applied_swap_in(self, intent: Intent, done: pb.OperationResult, outcome: Outcome) -> None:
-        if done.status != pb.OPERATION_STATUS_OK:
+    def _applied_swap_in(
+        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+    ) -> None:
+        if failures:
             return
         self.counts.num_swap_ins += len(intent.sequences)
         for sequence in intent.sequences:
             self.swapped.remove(sequence)
-            sequence.status = Status.RUNNING
+            sequence.status = SequenceStatus.RUNNING
             self.running.append(sequence)
 
-    def _applied_append(self, intent: Intent, done: pb.OperationResult, outcome: Outcome) -> None:
-        (sequence,) = intent.sequences
-        if sequence.status is not Status.RUNNING:  # its fork failed in this very step
-            return
-        if done.status == pb.OPERATION_STATUS_OK:
-            self._compute(sequence, done.append.first_position, intent.num_slots, outcome)
-            sequence.num_sent = len(sequence.tokens)
-            sequence.num_blocks = done.append.num_blocks
-        elif done.status == pb.OPERATION_STATUS_LATER:
-            self._blocked.append(sequence)
-        else:
-            outcome.failed.append((sequence, _error_of(done, sequence)))
+    def _applied_append(
+        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+    ) -> None:
+        num_blocks = columns.read(columns.INT32, done.append.num_blocks, "append.num_blocks")
+        for item, sequence in enumerate(intent.sequences):
+            failure = failures.get(item)
+            if sequence.status is not SequenceStatus.RUNNING:  # its fork failed in this very step
+                continue
+            if failure is None:
+                num_slots = intent.num_slots[item]
+                self._compute(sequence, sequence.num_computed, num_slots, outcome)
+                sequence.num_sent = len(sequence.tokens)
+                sequence.num_blocks = num_blocks[item]
+            elif failure.status == pb.OPERATION_STATUS_LATER:
+                self._blocked.append(sequence)
+            else:
+                error = error_of(failure)
+                if isinstance(error, PositionMismatchError):
+                    raise error  # an abort brings both sides together again
+                outcome.failed.append((sequence, error))
 
-    def _applied_admit(self, intent: Intent, done: pb.OperationResult, outcome: Outcome) -> None:
+    def _applied_admit(
+        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+    ) -> None:
         (sequence,) = intent.sequences
-        if done.status == pb.OPERATION_STATUS_OK:
-            self.waiting.remove(sequence)
-            sequence.status = Status.RUNNING
-            self.running.append(sequence)
-            sequence.num_sent = len(sequence.tokens)
-            sequence.num_blocks = done.admit.num_blocks
-            if sequence.num_admissions == 0:
-                sequence.num_cached_tokens = done.admit.num_cached_tokens
-            sequence.num_admissions += 1
-            self.counts.num_admissions += 1
-            cached, scheduled = done.admit.num_cached_tokens, done.admit.num_scheduled_tokens
-            self._compute(sequence, cached, scheduled, outcome)
+        if failures:
+            sequence.kv_id = 0
+            if failures[0].status != pb.OPERATION_STATUS_LATER:
+                outcome.failed.append((sequence, error_of(failures[0])))
             return
-        sequence.kv_id = 0
-        if done.status != pb.OPERATION_STATUS_LATER:
-            outcome.failed.append((sequence, _error_of(done, sequence)))
+        self.waiting.remove(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        self.running.append(sequence)
+        sequence.num_sent = len(sequence.tokens)
+        sequence.num_blocks = done.admit.num_blocks
+        if sequence.num_admissions == 0:
+            sequence.num_cached_tokens = done.admit.num_cached_tokens
+        sequence.num_admissions += 1
+        self.counts.num_admissions += 1
+        cached, scheduled = done.admit.num_cached_tokens, done.admit.num_scheduled_tokens
+        self._compute(sequence, cached, scheduled, outcome)
 
-    def _compute(self, sequence: Sequence, first: int, num_tokens: int, outcome: Outcome) -> None:
+    def _compute(
+        self, sequence: EngineSequence, first: int, num_tokens: int, outcome: Outcome
+    ) -> None:
         sequence.num_computed = first + num_tokens
         if num_tokens > 0:
             is_last = sequence.num_uncomputed == 0
-            outcome.rows.append(Row(sequence, first, num_tokens, is_last))
+            outcome.spans.append(Span(sequence, first, num_tokens, is_last))
 
     def _note_usage(self, usage: pb.PoolUsage) -> None:
         for tier in usage.tiers:
             if tier.tier == types.TIER_DEVICE:
                 self._num_device_available = (
-                    tier.num_free_blocks + tier.num_cached_blocks + tier.num_limbo_blocks
+                    tier.num_free_blocks + tier.num_cached_blocks + tier.num_retired_blocks
                 )
             elif tier.tier == types.TIER_HOST:
                 self._num_host_free = tier.num_free_blocks
 
-    # Leaves.
+    # Helpers.
 
-    def _recompute(self, sequence: Sequence) -> None:
+    def _recompute(self, sequence: EngineSequence) -> None:
         self._frees.append(sequence.kv_id)
         self._no_swap.discard(sequence.kv_id)
         self.add(sequence)
 
-    def _give_up_swapped(self) -> None:
+    def _recompute_swapped(self) -> None:
         """Nothing moves and nothing runs: a group that swapped out together may never fit together
         again, but each alone does.
         """
@@ -441,11 +458,11 @@ class Scheduler:
         for sequence in swapped:
             self._recompute(sequence)
 
-    def _queue_of(self, sequence: Sequence) -> list[Sequence]:
+    def _queue_of(self, sequence: EngineSequence) -> list[EngineSequence]:
         queues = {
-            Status.WAITING: self.waiting,
-            Status.RUNNING: self.running,
-            Status.SWAPPED: self.swapped,
+            SequenceStatus.WAITING: self.waiting,
+            SequenceStatus.RUNNING: self.running,
+            SequenceStatus.SWAPPED: self.swapped,
         }
         return queues[sequence.status]
 
@@ -462,18 +479,3 @@ _APPLY: Final = {
     Kind.SWAP_IN: Scheduler._applied_swap_in,
     Kind.ADMIT: Scheduler._applied_admit,
 }
-
-
-def _append(sequence: Sequence, num_slots: int) -> Intent:
-    append = ops.append(sequence.kv_id, sequence.tokens[sequence.num_sent :], num_slots=num_slots)
-    return Intent(Kind.APPEND, append, (sequence,), num_slots)
-
-
-def _error_of(done: pb.OperationResult, sequence: Sequence) -> KvplaneError:
-    """The typed error behind a NEVER or FAILED result."""
-    if done.status == pb.OPERATION_STATUS_NEVER:
-        return NeverFitsError(
-            f"{sequence.max_total_tokens} tokens need {done.shortage.num_blocks_needed} blocks, "
-            f"and the pool can give {done.shortage.num_blocks_available}"
-        )
-    return from_wire(done.error)

@@ -20,7 +20,7 @@ from engine.detokenizer import Detokenizer
 from engine.request import Request
 
 
-class Status(Enum):
+class SequenceStatus(Enum):
     """Where a sequence is. Each is in exactly one queue."""
 
     WAITING = "waiting"  # no blocks: to be admitted with all its tokens
@@ -31,8 +31,8 @@ class Status(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
-    """One of a request's ``n`` continuations. ``kv_id`` names it to the control plane; 0 while it
+class EngineSequence:
+    """One of a request's ``n`` continuations. ``kv_id``: its id at the control plane; 0 while it
     has no blocks.
     """
 
@@ -41,7 +41,7 @@ class Sequence:
     tokens: list[int]
     generator: torch.Generator
     detokenizer: Detokenizer
-    status: Status = Status.WAITING
+    status: SequenceStatus = SequenceStatus.WAITING
     kv_id: int = 0
     num_sent: int = 0
     num_computed: int = 0
@@ -92,5 +92,5 @@ class Sequence:
         """Back to waiting: everything is to be admitted and computed again. Tokens and sampler
         state stay.
         """
-        self.status = Status.WAITING
+        self.status = SequenceStatus.WAITING
         self.kv_id = self.num_sent = self.num_computed = self.num_blocks = 0

@@ -15,19 +15,22 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from kvplane import ops
+    from kvplane.attention_options import AttentionOptions
     from kvplane.control_client import ControlClient
     from kvplane.data_client import DataClient
     from kvplane.errors import KvplaneError
     from kvplane.execution import Execution, Started
     from kvplane.hf import layout_from_hf
     from kvplane.layout import LayerGroup, Layout
-    from kvplane.session import Readmission, Session
+    from kvplane.results import SequenceState
+    from kvplane.session import Readmission, Resynced, Session
     from kvplane.shard import Shard
     from kvplane.step_numbering import UnclaimedAnswer
     from kvplane.tensor import Tensor
     from kvplane.tls import TlsOptions
 
 __all__ = [
+    "AttentionOptions",
     "ControlClient",
     "DataClient",
     "Execution",
@@ -35,6 +38,8 @@ __all__ = [
     "LayerGroup",
     "Layout",
     "Readmission",
+    "Resynced",
+    "SequenceState",
     "Session",
     "Shard",
     "Started",
@@ -46,6 +51,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
+    "AttentionOptions": "kvplane.attention_options",
     "ControlClient": "kvplane.control_client",
     "DataClient": "kvplane.data_client",
     "Execution": "kvplane.execution",
@@ -53,6 +59,8 @@ _HOMES: Final = {
     "LayerGroup": "kvplane.layout",
     "Layout": "kvplane.layout",
     "Readmission": "kvplane.session",
+    "Resynced": "kvplane.session",
+    "SequenceState": "kvplane.results",
     "Session": "kvplane.session",
     "Shard": "kvplane.shard",
     "Started": "kvplane.execution",

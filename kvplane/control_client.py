@@ -110,23 +110,34 @@ class ControlClient:
         layout: Layout,
         client_name: str = "",
         *,
+        namespace: str = "",
         timeout_s: float | None = None,
     ) -> Session:
         """Lease from a pool; tried again until the deadline while the pool is not ready.
 
-        Raises PoolNotFoundError, LayoutMismatchError, ProtocolMismatchError, PoolNotReadyError.
+        Prefixes are shared inside ``namespace`` and never across. Raises
+        PoolNotFoundError, LayoutMismatchError, ProtocolMismatchError, PoolNotReadyError.
         """
         request = pb.OpenSessionRequest(
             pool_id=pool_id,
             protocol=supported(),
             layout=layout.to_proto(),
             client_name=client_name,
+            namespace=namespace,
         )
         response: pb.OpenSessionResponse = await self._connection.call(
             self._stub.OpenSession, request, timeout_s
         )
         check_chosen(response.protocol_version)
-        session = Session(self, self._connection, self._stub, request, response)
+
+        async def open_again(timeout_s: float) -> Session:
+            deadline = self._connection.deadline(timeout_s)
+            await self.wait_ready(pool_id, timeout_s)
+            return await self.open_session(
+                pool_id, layout, client_name, namespace=namespace, timeout_s=deadline.remaining_s
+            )
+
+        session = Session(open_again, self._connection, self._stub, request, response)
         self._sessions.add(session)
         return session
 

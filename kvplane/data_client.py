@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import TracebackType
 
+from kvplane.attention_options import AttentionOptions
 from kvplane.connection import Connection
 from kvplane.execution import Execution
 from kvplane.tensor import Tensor
@@ -78,9 +78,7 @@ class DataClient:
         layer: int,
         query: Tensor,
         *,
-        scale: float = 0.0,
-        sliding_window_tokens: int = 0,
-        alibi_slopes: Sequence[float] = (),
+        options: AttentionOptions = AttentionOptions(),
         timeout_s: float | None = None,
     ) -> pb.PagedAttentionResponse:
         """Attend from ``query`` [num_tokens, num_heads, head_size] in a layer that was written."""
@@ -89,9 +87,7 @@ class DataClient:
             plan=plan,
             layer=layer,
             query=query.to_proto(),
-            options=pb.AttentionOptions(
-                scale=scale, sliding_window_tokens=sliding_window_tokens, alibi_slopes=alibi_slopes
-            ),
+            options=options.to_proto(),
         )
         response: pb.PagedAttentionResponse = await self._connection.call(
             self._stub.PagedAttention, request, timeout_s
@@ -126,15 +122,21 @@ class DataClient:
         first_block: int = 0,
         num_blocks: int = 1,
         group: int = 0,
+        first_layer: int = 0,
+        num_layers: int = 0,
         timeout_s: float | None = None,
     ) -> pb.ReadBlocksResponse:
-        """Read table entries [first_block, first_block + num_blocks) of a sequence, all layers."""
+        """Read table entries [first_block, first_block + num_blocks) of a sequence, in the
+        ``num_layers`` layers from the model's layer ``first_layer`` on; 0 means all layers.
+        """
         request = pb.ReadBlocksRequest(
             grant=grant,
             sequence_id=sequence_id,
             first_block=first_block,
             num_blocks=num_blocks,
             group=group,
+            first_layer=first_layer,
+            num_layers=num_layers,
         )
         response: pb.ReadBlocksResponse = await self._connection.call(
             self._stub.ReadBlocks, request, timeout_s
@@ -150,11 +152,16 @@ class DataClient:
         *,
         first_block: int = 0,
         group: int = 0,
+        first_layer: int = 0,
+        num_layers: int = 0,
+        source: pb.BlockSource | None = None,
         timeout_s: float | None = None,
     ) -> pb.WriteBlocksResponse:
-        """Write the slots of the plan's row for a sequence, all layers.
+        """Write the slots of the plan's span for a sequence, in layers as ``read_blocks`` has them.
 
         ``blocks``: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of kv_dtype.
+        ``source``: as ``read_blocks`` returned it, None when it is not known. Raises
+        LayoutMismatchError when its layout is another.
         """
         request = pb.WriteBlocksRequest(
             grant=grant,
@@ -163,6 +170,9 @@ class DataClient:
             first_block=first_block,
             blocks=blocks.to_proto(),
             group=group,
+            first_layer=first_layer,
+            num_layers=num_layers,
+            source=source,
         )
         response: pb.WriteBlocksResponse = await self._connection.call(
             self._stub.WriteBlocks, request, timeout_s

@@ -25,10 +25,11 @@
     │   ├── PlanConflictError       FAILED_PRECONDITION   a plan's number again, with another digest
     │   ├── PlanOutOfOrderError     FAILED_PRECONDITION
     │   ├── PlanReceiptedError      FAILED_PRECONDITION
+    │   ├── PositionMismatchError   FAILED_PRECONDITION   a sequence is further, or less far
     │   ├── SequenceBusyError       FAILED_PRECONDITION   it computes in this very step
     │   ├── SequenceSwappedError    FAILED_PRECONDITION   it is in the other tier
-    │   ├── BlockNotWritableError     FAILED_PRECONDITION   a write to a published block
-    │   └── BlockInUseError         FAILED_PRECONDITION   another session's resident table names it
+    │   ├── BlockNotWritableError   FAILED_PRECONDITION   a write to a published or shared block
+    │   └── BlockInUseError         FAILED_PRECONDITION   another session's block table refers to it
     ├── UnauthenticatedError        UNAUTHENTICATED
     ├── NotPermittedError           PERMISSION_DENIED
     ├── UnavailableError
@@ -77,7 +78,7 @@ class InvalidRequestError(KvplaneError):
 
 
 class NotFoundError(KvplaneError):
-    """Something named is not there."""
+    """What the request refers to is not there."""
 
 
 class PoolNotFoundError(NotFoundError):
@@ -93,7 +94,7 @@ class SequenceNotFoundError(NotFoundError):
 
 
 class SequenceExistsError(KvplaneError):
-    """The session has a live sequence of this name."""
+    """The session has a live sequence of this id."""
 
 
 class CapacityError(KvplaneError):
@@ -117,7 +118,7 @@ class TooManyPlansInFlightError(CapacityError):
 
 
 class StaleError(KvplaneError):
-    """The caller's names are of an earlier life: open a new session and admit again."""
+    """What the request refers to has ended: open a new session and admit again."""
 
 
 class SessionExpiredError(StaleError):
@@ -125,15 +126,15 @@ class SessionExpiredError(StaleError):
 
 
 class StaleEpochError(StaleError):
-    """The data plane is another process than the one named."""
+    """The data plane is another process than the one that the plan or grant is for."""
 
 
 class StaleIncarnationError(StaleError):
-    """The control plane is another process than the one named."""
+    """The control plane is another process than the one that opened the session."""
 
 
 class StaleGenerationError(StaleError):
-    """The block has been handed out again since."""
+    """The block has been allocated again since."""
 
 
 class ConflictError(KvplaneError):
@@ -141,7 +142,7 @@ class ConflictError(KvplaneError):
 
 
 class LayoutMismatchError(ConflictError):
-    """The two sides' bytes mean different things."""
+    """The two sides' layouts differ."""
 
 
 class ProtocolMismatchError(ConflictError):
@@ -165,7 +166,7 @@ class PlanOutOfOrderError(ConflictError):
 
 
 class PlanReceiptedError(ConflictError):
-    """The plan has run and can not be given up."""
+    """The plan has run and can not be aborted."""
 
 
 class PositionMismatchError(ConflictError):
@@ -185,7 +186,7 @@ class BlockNotWritableError(ConflictError):
 
 
 class BlockInUseError(ConflictError):
-    """A block that another session's resident table names was handed out."""
+    """A block that another session's block table refers to was allocated."""
 
 
 class UnauthenticatedError(KvplaneError):
@@ -217,7 +218,7 @@ class CancelledError(KvplaneError):
 
 
 class IntegrityError(KvplaneError):
-    """Bytes are not what their author wrote."""
+    """Data is not what its author wrote."""
 
 
 class BadSignatureError(IntegrityError):

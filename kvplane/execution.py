@@ -8,16 +8,16 @@ same bytes as before.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from kvplane.attention_options import AttentionOptions
 from kvplane.connection import Connection
 from kvplane.error_codec import from_wire
 from kvplane.errors import InternalError, InvalidRequestError, PlanOutOfOrderError
 from kvplane.protocol import check_chosen, supported
-from kvplane.retry import Deadline, retry_until
+from kvplane.retry import retry_until
 from kvplane.stream import Stream
 from kvplane.tensor import Tensor
 from kvplane.v1 import data_pb2 as pb
@@ -28,7 +28,7 @@ from kvplane.v1.types_pb2 import SignedPayload
 class Started:
     """A plan was started. ``num_tokens``: first extent of q, k and v.
 
-    ``receipt`` is there when no layer is expected: the plan has no rows, or it had run before.
+    ``receipt`` is there when no layer is expected: the plan has no spans, or it had run before.
     """
 
     plan_number: int
@@ -40,7 +40,7 @@ class Execution:
     """Made by ``DataClient.open``. One call at a time: ``start``, then ``layer`` for each layer.
 
     ``layers``: the layers held, ascending. ``receipt``: that of the plan started last, once it has
-    run.
+    run; a layer sent again after that is answered again and writes nothing.
     """
 
     def __init__(self, connection: Connection, stub: Any, grant: SignedPayload) -> None:
@@ -86,30 +86,27 @@ class Execution:
         key: Tensor,
         value: Tensor,
         *,
-        scale: float = 0.0,
-        sliding_window_tokens: int = 0,
-        alibi_slopes: Sequence[float] = (),
+        options: AttentionOptions = AttentionOptions(),
         timeout_s: float | None = None,
     ) -> Tensor:
         """Write one layer's keys and values, then attend: [num_tokens, num_heads, head_size].
 
         ``query`` [num_tokens, num_heads, head_size]; without it the answer has no elements.
-        ``key``, ``value`` [num_tokens, num_kv_heads, head_size]. ``scale`` 0 means
-        1 / sqrt(head_size), ``sliding_window_tokens`` 0 what the layout says. Safe to repeat.
+        ``key``, ``value`` [num_tokens, num_kv_heads, head_size]. Safe to repeat.
         """
         request = pb.LayerInput(
             layer=index,
             query=None if query is None else query.to_proto(),
             key=key.to_proto(),
             value=value.to_proto(),
-            options=_options(scale, sliding_window_tokens, alibi_slopes),
+            options=options.to_proto(),
         )
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
             if self._plan is None:
                 raise PlanOutOfOrderError("no plan was started")
             plan = self._plan
-            return await retry_until(deadline, lambda: self._layer(plan, request, deadline))
+            return await retry_until(deadline, lambda: self._layer(plan, request))
 
     async def close(self) -> None:
         """End the stream; what was started can be gone on with from another execution."""
@@ -138,38 +135,18 @@ class Execution:
             receipt = (await self._receive("receipt")).receipt
         return Started(started.plan_number, started.num_tokens, receipt)
 
-    async def _layer(
-        self, plan: SignedPayload, request: pb.LayerInput, deadline: Deadline
-    ) -> Tensor:
+    async def _layer(self, plan: SignedPayload, request: pb.LayerInput) -> Tensor:
         if not self._stream.is_open:
-            started = await self._start(plan)
-            if started.receipt is not None:
-                # The plan had run to its end and only the answer was lost.
-                self.receipt = started.receipt
-                return await self._attend(plan, request, deadline)
+            self.receipt = (await self._start(plan)).receipt
         await self._stream.send(pb.ExecuteRequest(layer=request))
         answer = (await self._receive("output")).output
         if answer.layer != request.layer:
             self._stream.drop()
             raise InternalError(f"layer {request.layer} was answered as {answer.layer}")
-        if request.layer == self.layers[-1]:
+        # A plan that has run answers each layer, sent again, with its receipt too.
+        if self.receipt is not None or request.layer == self.layers[-1]:
             self.receipt = (await self._receive("receipt")).receipt
         return _output(answer.output, request)
-
-    async def _attend(
-        self, plan: SignedPayload, request: pb.LayerInput, deadline: Deadline
-    ) -> Tensor:
-        if not request.HasField("query"):
-            return _nothing(request)
-        attend = pb.PagedAttentionRequest(
-            grant=self._grant,
-            plan=plan,
-            layer=request.layer,
-            query=request.query,
-            options=request.options,
-        )
-        response = await self._connection.attempt(self._stub.PagedAttention, attend, deadline)
-        return _output(response.output, request)
 
     async def _receive(self, wanted: str) -> pb.ExecuteResponse:
         response = await self._stream.receive()
@@ -180,14 +157,6 @@ class Execution:
             self._stream.drop()
             raise InternalError(f"{wanted} was expected, {kind} came")
         return response
-
-
-def _options(
-    scale: float, sliding_window_tokens: int, alibi_slopes: Sequence[float]
-) -> pb.AttentionOptions:
-    return pb.AttentionOptions(
-        scale=scale, sliding_window_tokens=sliding_window_tokens, alibi_slopes=alibi_slopes
-    )
 
 
 def _output(output: Any, request: pb.LayerInput) -> Tensor:

@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from kvplane.errors import InvalidRequestError
+from kvplane.protocol import refuse_unknown_fields
 from kvplane.v1 import types_pb2 as pb
 
 BLOCK_SIZES: Final = (8, 16, 32, 64, 128, 256)
-MAX_HEAD_SIZE: Final = 256
+MAX_HEAD_SIZE: Final = 512
 FLOAT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Types of queries, keys and values, with the bytes of an element."""
 FP8_BYTES: Final = {"float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -32,6 +33,13 @@ _TO_WIRE: Final = {
     "float8_e5m2": pb.ELEMENT_TYPE_FLOAT8_E5M2,
 }
 _FROM_WIRE: Final = {v: k for k, v in _TO_WIRE.items()}
+KEYS_AND_VALUES: Final = "keys_and_values"
+_CACHE_KINDS: Final = {
+    pb.CACHE_KIND_UNSPECIFIED: KEYS_AND_VALUES,
+    pb.CACHE_KIND_KEYS_AND_VALUES: KEYS_AND_VALUES,
+    pb.CACHE_KIND_LATENT: "latent",
+    pb.CACHE_KIND_STATE: "state",
+}
 _SCALES: Final = ("key_scales", "value_scales")
 
 
@@ -54,6 +62,8 @@ class LayerGroup:
     """Layers that share a block table; see the message of the same name.
 
     Scales are rounded to float32, as which they travel. No scales means that all are 1.
+    ``cache_kind``: "keys_and_values", "latent" or "state". ``value_head_size``: 0 where it is
+    ``head_size``.
     """
 
     name: str
@@ -63,16 +73,25 @@ class LayerGroup:
     sliding_window_tokens: int = 0
     key_scales: tuple[float, ...] = ()
     value_scales: tuple[float, ...] = ()
+    cache_kind: str = KEYS_AND_VALUES
+    value_head_size: int = 0
 
     def __post_init__(self) -> None:
+        if self.value_head_size == self.head_size:
+            object.__setattr__(self, "value_head_size", 0)
         for name in _SCALES:
             object.__setattr__(self, name, tuple(_float32(x) for x in getattr(self, name)))
 
     def canonical(self) -> dict[str, Any]:
         """The fields as they enter the fingerprint: scales as the bits of their float32, because
-        languages print floats in different ways, and not at all when there are none.
+        languages print floats in different ways. Scales, cache kind and value head size do not
+        enter it when they are the default.
         """
         fields = asdict(self)
+        if self.cache_kind == KEYS_AND_VALUES:
+            del fields["cache_kind"]
+        if self.value_head_size == 0:
+            del fields["value_head_size"]
         for name in _SCALES:
             scales = fields.pop(name)
             if scales:
@@ -115,7 +134,17 @@ class Layout:
             _require(
                 8 <= group.head_size <= MAX_HEAD_SIZE and group.head_size % 8 == 0,
                 f"{at}.head_size",
-                "a multiple of 8 from 8 to 256",
+                f"a multiple of 8 from 8 to {MAX_HEAD_SIZE}",
+            )
+            _require(
+                group.cache_kind == KEYS_AND_VALUES,
+                f"{at}.cache_kind",
+                f"{KEYS_AND_VALUES}, the only kind that this version serves",
+            )
+            _require(
+                group.value_head_size == 0,
+                f"{at}.value_head_size",
+                "0 or head_size: this version serves no values smaller than their keys",
             )
             _require(
                 0 <= group.sliding_window_tokens < 2**31,
@@ -148,8 +177,8 @@ class Layout:
     def fingerprint(self) -> bytes:
         """SHA-256 of the fields as JSON with sorted keys and no spaces, in UTF-8.
 
-        A group's scales are the bits of their float32 as unsigned integers; a list of none is left
-        out. Layouts that differ only in scales have different fingerprints.
+        A group's fields are those of ``LayerGroup.canonical``. Layouts that differ only in scales
+        have different fingerprints.
         """
         fields = asdict(self) | {"groups": [group.canonical() for group in self.groups]}
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
@@ -190,7 +219,10 @@ class Layout:
 
     @classmethod
     def from_proto(cls, message: pb.Layout) -> Layout:
-        """From a message. Raises InvalidRequestError, also for a fingerprint that is not right."""
+        """From a message. Raises InvalidRequestError, also for a fingerprint that is not right and
+        for fields that this version does not know.
+        """
+        refuse_unknown_fields(message, field="layout")
         layout = cls(
             model_id=message.model_id,
             block_size_tokens=message.block_size_tokens,
@@ -205,6 +237,8 @@ class Layout:
                     g.sliding_window_tokens,
                     tuple(g.key_scales),
                     tuple(g.value_scales),
+                    _CACHE_KINDS.get(g.cache_kind, f"unknown ({g.cache_kind})"),
+                    g.value_head_size,
                 )
                 for g in message.groups
             ),

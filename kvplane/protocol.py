@@ -1,8 +1,12 @@
-"""The protocol versions spoken, and the channel settings that both ends share."""
+"""The protocol versions spoken, what is refused of later ones, and the channel settings that both
+ends share.
+"""
 
 from __future__ import annotations
 
 from typing import Final
+
+from google.protobuf.message import Message
 
 from kvplane.errors import InvalidRequestError, ProtocolMismatchError
 from kvplane.v1 import types_pb2 as pb
@@ -61,3 +65,17 @@ def check_chosen(version: int) -> int:
             field="protocol_version",
         )
     return version
+
+
+def refuse_unknown_fields(message: Message, *, field: str) -> None:
+    """Raise InvalidRequestError naming ``field`` when ``message``, or a message in it, has fields
+    that this release does not know: they could change what the others mean.
+    """
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    if known.ByteSize() != message.ByteSize():
+        raise InvalidRequestError(
+            "has fields that this release does not know; update this side or leave them out",
+            field=field,
+        )

@@ -1,17 +1,19 @@
 """A session: one engine's lease on one pool, and its calls.
 
-Steps and unary operations share one numbering (``kvplane.step_numbering``), so each runs once
-however often it is sent. A background task renews the lease.
+All calls that change the session share one numbering (``kvplane.step_numbering``), so each runs
+once however often it is sent. A background task renews the lease.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvplane import ops
 from kvplane.connection import Connection
@@ -19,29 +21,28 @@ from kvplane.error_codec import from_wire
 from kvplane.errors import (
     CancelledError,
     DeadlineExceededError,
-    InternalError,
     KvplaneError,
-    NeverFitsError,
+    PlaneUnavailableError,
     SessionExpiredError,
     SessionNotFoundError,
     StaleError,
+    StaleIncarnationError,
     UnavailableError,
 )
 from kvplane.layout import Layout
+from kvplane.results import SequenceState, error_of, require_done, sequence_states
 from kvplane.retry import Deadline
 from kvplane.step_numbering import Steps, UnclaimedAnswer
 from kvplane.stream import Stream
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1.types_pb2 import SignedPayload
 
-if TYPE_CHECKING:
-    from kvplane.control_client import ControlClient
-
 _LOGGER: Final = logging.getLogger(__name__)
 
-# How long a session that is left behind waits for the plane; its lease ends by itself anyway.
-_PARTING_S: Final = 2.0
+# How long closing a replaced session may take; its lease ends by itself anyway.
+_CLOSE_TIMEOUT_S: Final = 2.0
 _RENEWALS_PER_LEASE: Final = 3
+_MAX_NOTICES: Final = 100
 
 
 class Readmission(dict[int, int]):
@@ -52,6 +53,14 @@ class Readmission(dict[int, int]):
         self.plan = plan
 
 
+@dataclass(frozen=True, slots=True)
+class Resynced:
+    """Every sequence of a session, and the plan of whole tables that must run before later ones."""
+
+    sequences: list[SequenceState]
+    plan: SignedPayload
+
+
 class Session:
     """Made by ``ControlClient.open_session``. ``time_to_live_s``: the lease, renewed by any call.
 
@@ -60,31 +69,34 @@ class Session:
     again: it is then the same step. If another call comes instead, the first one is sent again
     before it, and its answer is kept for ``take_unclaimed``. Raises StaleError or
     SessionNotFoundError when the session is over: ``reopen`` and ``readmit`` then.
+
+    ``ref`` goes with every request; ``id`` and ``incarnation`` are its fields.
     """
 
     def __init__(
         self,
-        client: ControlClient,
+        open_again: Callable[[float], Awaitable[Session]],
         connection: Connection,
         stub: Any,
         request: pb.OpenSessionRequest,
         response: pb.OpenSessionResponse,
     ) -> None:
-        self.id = response.session_id
+        self.ref = response.session
         self.pool_id = request.pool_id
         self.client_name = request.client_name
+        self.namespace = request.namespace
         self.layout = Layout.from_proto(response.layout)
         self.grant = response.grant
         self.shards = tuple(response.shards)
         self.num_device_blocks = response.num_device_blocks
         self.num_host_blocks = response.num_host_blocks
         self.max_plans_in_flight = response.max_plans_in_flight
-        self.incarnation = response.incarnation
         self.time_to_live_s = response.time_to_live.ToTimedelta().total_seconds()
-        self._client = client
+        self._open_again = open_again
         self._connection = connection
         self._stub = stub
         self._steps = Steps()
+        self._notices: deque[pb.Notice] = deque(maxlen=_MAX_NOTICES)
         self._stream: Stream[pb.StepRequest, pb.StepResponse] = Stream(lambda: stub.Step())
         self._renewal = asyncio.create_task(self._renew_lease(), name=f"renew session {self.id}")
 
@@ -97,15 +109,25 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._part()
+        await self._try_to_close()
+
+    @property
+    def id(self) -> int:
+        """The session's id."""
+        return self.ref.session_id
+
+    @property
+    def incarnation(self) -> int:
+        """The run of the control plane that opened the session."""
+        return self.ref.incarnation
 
     @property
     def last_number(self) -> int:
-        """The number of the step answered last, which is that of its plan; 0 before the first."""
+        """The number of the call answered last, which is that of its plan; 0 before the first."""
         return self._steps.last_number
 
     def add_receipt(self, receipt: SignedPayload) -> None:
-        """Hand in ``receipt`` with the next step."""
+        """Submit ``receipt`` with the next numbered call."""
         self._steps.receipts.append(receipt)
 
     def take_unclaimed(self) -> list[UnclaimedAnswer]:
@@ -113,19 +135,28 @@ class Session:
         taken, self._steps.unclaimed = self._steps.unclaimed, []
         return taken
 
+    def take_notices(self) -> list[pb.Notice]:
+        """Notices that came with the answers to steps, each once; the newest 100 are kept."""
+        taken = list(self._notices)
+        self._notices.clear()
+        return taken
+
     async def step(
         self,
         operations: Iterable[pb.Operation],
-        late_tokens: Iterable[pb.LateTokens] = (),
+        deferred_tokens: pb.DeferredTokens | None = None,
         *,
         timeout_s: float | None = None,
     ) -> pb.StepResult:
-        """Apply pending receipts, then late tokens, then ``operations`` in order; see StepResult.
+        """Apply pending receipts, then deferred tokens, then ``operations`` in order; see
+        StepResult.
 
-        Raises TooManyPlansInFlightError and whatever made the step as a whole fail; an operation
-        that fails by itself is in the result.
+        Raises TooManyPlansInFlightError and whatever made the step as a whole fail; an item of an
+        operation that fails by itself is in the result (``kvplane.results.error_of``).
         """
-        request = pb.StepRequest(session_id=self.id, operations=operations, late_tokens=late_tokens)
+        request = pb.StepRequest(
+            session=self.ref, operations=operations, deferred_tokens=deferred_tokens
+        )
         deadline = self._connection.deadline(timeout_s)
         result: pb.StepResult = await self._steps.call(request, self._send_step, deadline)
         return result
@@ -139,8 +170,10 @@ class Session:
         max_total_tokens: int = 0,
         skip_prefix_lookup: bool = False,
         timeout_s: float | None = None,
-    ) -> pb.AdmitResponse:
-        """A step of one ``ops.admit``. LATER raises PoolFullError, NEVER raises NeverFitsError."""
+    ) -> pb.StepResult:
+        """A step of one ``ops.admit``. Raises the operation's error: PoolFullError for LATER, with
+        the time to wait, and NeverFitsError for NEVER.
+        """
         operation = ops.admit(
             sequence_id,
             token_ids,
@@ -148,9 +181,7 @@ class Session:
             max_total_tokens=max_total_tokens,
             skip_prefix_lookup=skip_prefix_lookup,
         )
-        request = pb.AdmitRequest(session_id=self.id, operation=operation.admit)
-        response: pb.AdmitResponse = await self._run(self._stub.Admit, request, timeout_s)
-        return response
+        return await self._run_operation(operation, timeout_s)
 
     async def append(
         self,
@@ -158,46 +189,34 @@ class Session:
         token_ids: ops.Tokens = (),
         num_slots: int = 0,
         *,
+        first_position: int,
         timeout_s: float | None = None,
-    ) -> pb.AppendResponse:
-        """A step of one ``ops.append``. Raises as ``admit`` does."""
-        operation = ops.append(sequence_id, token_ids, num_slots)
-        request = pb.AppendRequest(session_id=self.id, operation=operation.append)
-        response: pb.AppendResponse = await self._run(self._stub.Append, request, timeout_s)
-        return response
+    ) -> pb.StepResult:
+        """A step of one ``ops.append``. Raises as ``admit`` does, and PositionMismatchError."""
+        operation = ops.append(sequence_id, token_ids, num_slots, first_position=first_position)
+        return await self._run_operation(operation, timeout_s)
 
     async def fork(
         self, parent_sequence_id: int, sequence_id: int, *, timeout_s: float | None = None
-    ) -> pb.ForkResponse:
+    ) -> pb.StepResult:
         """A step of one ``ops.fork``. Raises as ``admit`` does."""
-        operation = ops.fork(parent_sequence_id, sequence_id)
-        request = pb.ForkRequest(session_id=self.id, operation=operation.fork)
-        response: pb.ForkResponse = await self._run(self._stub.Fork, request, timeout_s)
-        return response
+        return await self._run_operation(ops.fork(parent_sequence_id, sequence_id), timeout_s)
 
-    async def free(self, sequence_id: int, *, timeout_s: float | None = None) -> pb.FreeResponse:
-        """A step of one ``ops.free``. Raises as ``admit`` does."""
-        request = pb.FreeRequest(session_id=self.id, operation=ops.free(sequence_id).free)
-        response: pb.FreeResponse = await self._run(self._stub.Free, request, timeout_s)
-        return response
+    async def free(self, sequence_id: int, *, timeout_s: float | None = None) -> pb.StepResult:
+        """A step of one ``ops.free`` of one sequence. Raises as ``admit`` does."""
+        return await self._run_operation(ops.free([sequence_id]), timeout_s)
 
     async def swap_out(
         self, sequence_ids: Iterable[int], *, timeout_s: float | None = None
-    ) -> pb.SwapOutResponse:
+    ) -> pb.StepResult:
         """A step of one ``ops.swap_out``. Raises as ``admit`` does."""
-        operation = ops.swap_out(sequence_ids)
-        request = pb.SwapOutRequest(session_id=self.id, operation=operation.swap_out)
-        response: pb.SwapOutResponse = await self._run(self._stub.SwapOut, request, timeout_s)
-        return response
+        return await self._run_operation(ops.swap_out(sequence_ids), timeout_s)
 
     async def swap_in(
         self, sequence_ids: Iterable[int], *, timeout_s: float | None = None
-    ) -> pb.SwapInResponse:
+    ) -> pb.StepResult:
         """A step of one ``ops.swap_in``. Raises as ``admit`` does."""
-        operation = ops.swap_in(sequence_ids)
-        request = pb.SwapInRequest(session_id=self.id, operation=operation.swap_in)
-        response: pb.SwapInResponse = await self._run(self._stub.SwapIn, request, timeout_s)
-        return response
+        return await self._run_operation(ops.swap_in(sequence_ids), timeout_s)
 
     async def readmit(
         self,
@@ -219,62 +238,51 @@ class Session:
         result = await self.step(operations, timeout_s=timeout_s)
         cached: dict[int, int] = {}
         for sequence_id, outcome in zip(sequences, result.results, strict=True):
-            if outcome.status == pb.OPERATION_STATUS_OK:
+            if not outcome.failures:
                 cached[sequence_id] = outcome.admit.num_cached_tokens
-            elif outcome.status != pb.OPERATION_STATUS_LATER:
+            elif outcome.failures[0].status != pb.OPERATION_STATUS_LATER:
                 self._steps.unclaimed.append(UnclaimedAnswer(self.last_number, result))
-                raise _error_of(sequence_id, outcome)
+                raise error_of(outcome.failures[0])
         return Readmission(cached, result.plan if result.HasField("plan") else None)
 
-    async def resync(self, *, timeout_s: float | None = None) -> pb.ResyncResponse:
-        """Hand in what receipts there are, give up every other plan, get a plan of whole tables."""
-        if self._steps.receipts:
-            await self.submit_receipts(timeout_s=timeout_s)
-        request = pb.ResyncRequest(session_id=self.id)
+    async def resync(self, *, timeout_s: float | None = None) -> Resynced:
+        """Submit pending receipts, abort every other plan, and get a plan of whole tables."""
+        request = pb.ResyncRequest(session=self.ref)
         response: pb.ResyncResponse = await self._run(self._stub.Resync, request, timeout_s)
-        return response
+        return Resynced(sequence_states(response.sequences), response.plan)
 
     async def abort_plan(
         self, plan_number: int, *, timeout_s: float | None = None
-    ) -> pb.AbortPlanResponse:
-        """Hand in what receipts there are, then give up this plan and all later ones.
+    ) -> list[SequenceState]:
+        """Submit pending receipts, then abort this plan and all later ones; every sequence as it
+        is then.
 
         Raises PlanReceiptedError if the plan has run.
         """
-        if self._steps.receipts:
-            await self.submit_receipts(timeout_s=timeout_s)
-        request = pb.AbortPlanRequest(session_id=self.id, plan_number=plan_number)
-        response: pb.AbortPlanResponse = await self._connection.call(
-            self._stub.AbortPlan, request, timeout_s
-        )
-        return response
+        request = pb.AbortPlanRequest(session=self.ref, plan_number=plan_number)
+        response: pb.AbortPlanResponse = await self._run(self._stub.AbortPlan, request, timeout_s)
+        return sequence_states(response.sequences)
 
     async def submit_receipts(
-        self,
-        late_tokens: Sequence[pb.LateTokens] = (),
-        *,
-        timeout_s: float | None = None,
+        self, deferred_tokens: pb.DeferredTokens | None = None, *, timeout_s: float | None = None
     ) -> pb.SubmitReceiptsResponse:
-        """Hand in receipts, and late tokens, without a step."""
-
-        async def send(receipts: list[SignedPayload]) -> Any:
-            request = pb.SubmitReceiptsRequest(
-                session_id=self.id, receipts=receipts, late_tokens=late_tokens
-            )
-            return await self._connection.call(
+        """Submit pending receipts, and deferred tokens, without a step."""
+        deadline = self._connection.deadline(timeout_s)
+        while True:
+            request = pb.SubmitReceiptsRequest(session=self.ref, deferred_tokens=deferred_tokens)
+            response: pb.SubmitReceiptsResponse = await self._run(
                 self._stub.SubmitReceipts, request, deadline.remaining_s
             )
-
-        deadline = self._connection.deadline(timeout_s)
-        async with deadline.guard():
-            response: pb.SubmitReceiptsResponse = await self._steps.hand_in(send)
-        return response
+            # When this call was made before and given up, it was sent again as it had been.
+            if not self._steps.receipts:
+                return response
+            deferred_tokens = None
 
     async def block_table(
         self, sequence_id: int, *, timeout_s: float | None = None
     ) -> pb.GetBlockTableResponse:
         """Raises SequenceNotFoundError."""
-        request = pb.GetBlockTableRequest(session_id=self.id, sequence_id=sequence_id)
+        request = pb.GetBlockTableRequest(session=self.ref, sequence_id=sequence_id)
         response: pb.GetBlockTableResponse = await self._connection.call(
             self._stub.GetBlockTable, request, timeout_s
         )
@@ -284,7 +292,7 @@ class Session:
         self, token_ids: ops.Tokens, *, timeout_s: float | None = None
     ) -> pb.LookupPrefixResponse:
         """How much of a prompt is cached now: a hint, nothing is held."""
-        request = pb.LookupPrefixRequest(session_id=self.id, token_ids=ops.pack_tokens(token_ids))
+        request = pb.LookupPrefixRequest(session=self.ref, token_ids=ops.pack_tokens(token_ids))
         response: pb.LookupPrefixResponse = await self._connection.call(
             self._stub.LookupPrefix, request, timeout_s
         )
@@ -292,49 +300,44 @@ class Session:
 
     async def describe_sequence(
         self, sequence_id: int, *, timeout_s: float | None = None
-    ) -> pb.SequenceState:
+    ) -> SequenceState:
         """Raises SequenceNotFoundError."""
-        request = pb.DescribeSequenceRequest(session_id=self.id, sequence_id=sequence_id)
+        request = pb.DescribeSequenceRequest(session=self.ref, sequence_id=sequence_id)
         response: pb.DescribeSequenceResponse = await self._connection.call(
             self._stub.DescribeSequence, request, timeout_s
         )
-        return response.sequence
+        (state,) = sequence_states(response.sequences)
+        return state
 
     async def reopen(self, *, timeout_s: float = 60.0) -> Session:
-        """A new session like this one, once the pool is ready. This one is left behind."""
+        """A new session like this one, once the pool is ready. This one is closed if it can be."""
         deadline = Deadline.after(timeout_s)
-        await self._part()
-        await self._client.wait_ready(self.pool_id, timeout_s)
-        return await self._client.open_session(
-            self.pool_id,
-            self.layout,
-            self.client_name,
-            timeout_s=deadline.remaining_s,
-        )
+        await self._try_to_close()
+        return await self._open_again(deadline.remaining_s)
 
     async def close(self, *, timeout_s: float | None = None) -> None:
-        """Give back all that the session holds. Closing what has ended is no error."""
+        """Release all that the session holds. Closing what has ended is no error."""
         await self.detach()
-        request = pb.CloseSessionRequest(session_id=self.id)
-        with suppress(SessionNotFoundError, SessionExpiredError):
+        request = pb.CloseSessionRequest(session=self.ref)
+        with suppress(SessionNotFoundError, SessionExpiredError, StaleIncarnationError):
             await self._connection.call(self._stub.CloseSession, request, timeout_s)
 
     async def detach(self) -> None:
-        """Stop renewing the lease and end the stream; says nothing to the plane."""
+        """Stop renewing the lease and end the stream; sends the plane nothing."""
         self._renewal.cancel()
         await asyncio.wait([self._renewal])
         await self._stream.close()
 
-    async def _part(self) -> None:
+    async def _try_to_close(self) -> None:
         """Close, unless that fails: the lease ends by itself."""
         try:
-            await self.close(timeout_s=_PARTING_S)
+            await self.close(timeout_s=_CLOSE_TIMEOUT_S)
         except (UnavailableError, DeadlineExceededError, StaleError, CancelledError) as error:
-            _LOGGER.warning("session=%d left to its lease: %s", self.id, error)
+            _LOGGER.warning("session=%d not closed, its lease will end it: %s", self.id, error)
 
     async def _renew_lease(self) -> None:
         interval_s = self.time_to_live_s / _RENEWALS_PER_LEASE
-        request = pb.RenewSessionRequest(session_id=self.id)
+        request = pb.RenewSessionRequest(session=self.ref)
         while True:
             await asyncio.sleep(interval_s)
             try:
@@ -344,6 +347,19 @@ class Session:
             except KvplaneError as error:
                 _LOGGER.warning("session=%d lost: %s", self.id, error)
                 return
+
+    async def _run_operation(
+        self, operation: pb.Operation, timeout_s: float | None
+    ) -> pb.StepResult:
+        async def send(request: pb.StepRequest, deadline: Deadline) -> pb.StepResult:
+            response: pb.RunStepResponse = await self._connection.attempt(
+                self._stub.RunStep, pb.RunStepRequest(step=request), deadline
+            )
+            return response.result
+
+        request = pb.StepRequest(session=self.ref, operations=[operation])
+        deadline = self._connection.deadline(timeout_s)
+        return require_done(await self._steps.call(request, send, deadline))
 
     async def _run(self, method: Any, request: Any, timeout_s: float | None) -> Any:
         """A numbered unary call."""
@@ -358,16 +374,14 @@ class Session:
             self._stream.open()
         await self._stream.send(request)
         response = await self._stream.receive()
+        while response.number == 0:
+            if response.HasField("notice"):
+                self._notices.append(response.notice)
+            response = await self._stream.receive()
         if response.number != request.number:
             self._stream.drop()
-            raise InternalError(f"step {request.number} was answered as {response.number}")
+            text = f"step {request.number} was answered as {response.number}: the stream is broken"
+            raise PlaneUnavailableError(text)
         if response.WhichOneof("outcome") != "result":
             raise from_wire(response.error)
         return response.result
-
-
-def _error_of(sequence_id: int, outcome: pb.OperationResult) -> KvplaneError:
-    if outcome.status == pb.OPERATION_STATUS_NEVER:
-        needed = outcome.shortage.num_blocks_needed
-        return NeverFitsError(f"sequence {sequence_id} needs {needed} blocks")
-    return from_wire(outcome.error)

@@ -1,7 +1,7 @@
 """A bidirectional stream used for request and answer.
 
-Invariant: what is received answers what was sent last. Whatever might break that (an error, a
-cancelled wait) drops the call, and another must be opened.
+Invariant: what is received answers what was sent last, or is a notice that its caller passes over.
+Whatever might break that (an error, a cancelled wait) drops the call, and another must be opened.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Request = TypeVar("Request")
 Response = TypeVar("Response")
 T = TypeVar("T")
 
-_PARTING_S: Final = 1.0
+_CLOSE_TIMEOUT_S: Final = 1.0
 
 
 class Stream(Generic[Request, Response]):
@@ -61,11 +61,11 @@ class Stream(Generic[Request, Response]):
             self._call = None
 
     async def close(self) -> None:
-        """Ends the stream in good order when the peer plays along."""
+        """Ends the stream in order, or drops it when the peer does not answer."""
         if not self.is_open:
             return
         try:
-            async with asyncio.timeout(_PARTING_S):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 with typed_errors():
                     await self._call.done_writing()
                     while await self._call.read() is not grpc.aio.EOF:

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.gpu.shapes import KV_DTYPES, Shape
 from data_plane.kernels.cuda import DeviceKernels
+from kvplane.attention_options import AttentionOptions
 
 MAX_ERROR: Final = 0.01
 """Of an answer against float64 over the stored keys and values: ‖answer - right‖ / ‖right‖. An
@@ -62,7 +63,7 @@ class Problem:
                 self.tables,
                 self.starts,
                 self.lens,
-                scale=self.scale,
+                options=AttentionOptions(self.scale),
                 key_scales=self.key_scales,
                 value_scales=self.value_scales,
                 max_query_len=self.shape.new,

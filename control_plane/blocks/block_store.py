@@ -175,12 +175,12 @@ class BlockStore:
 
     def publish(
         self, root: bytes, parent: int, token_ids: bytes, blocks: list[int]
-    ) -> tuple[list[int], int]:
+    ) -> tuple[list[int], list[int], int]:
         """Let others find ``blocks``, which are not free; see ``PrefixIndex.publish``."""
-        entered, last = self.index.publish(root, parent, token_ids, blocks)
+        entered, refilled, last = self.index.publish(root, parent, token_ids, blocks)
         if self.num_in[RETIRED] and RETIRED in map(self.state.__getitem__, entered):
             self.keep(entered[::-1])
-        return entered, last
+        return entered, refilled, last
 
     def keep(self, blocks: list[int]) -> None:
         """Of these the retired ones hold a prefix, or will: they are reused last. Tails first."""

@@ -20,6 +20,7 @@ block, or a child, or is removed; ``entries[b].block == b`` for every published 
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -109,17 +110,19 @@ class PrefixIndex:
 
     def publish(
         self, root: bytes, parent: int, token_ids: bytes, blocks: list[int]
-    ) -> tuple[list[int], int]:
+    ) -> tuple[list[int], list[int], int]:
         """Enter ``blocks``, which hold ``token_ids`` after the prefix of ``parent``, and no other.
 
         ``parent`` is a published block, or NO_BLOCK for the root. Where a prefix has a block
-        already, the new one stays private. Returns the blocks that were entered, and the block that
-        holds the last prefix now: the parent of what follows.
+        already, the new one stays private. Returns the blocks that were entered; those of them that
+        took the place of evicted ones, see ``below``; and the block that holds the last prefix now:
+        the parent of what follows.
         """
         entry = self._root(root) if parent == NO_BLOCK else self.entries[parent]
         assert entry is not None, "a prefix follows a block that is not published"
         entries = self.entries
         entered: list[int] = []
+        refilled: list[int] = []
         for (tokens,), block in zip(self._cut(token_ids), blocks, strict=True):
             child = entry.child
             if child is not None and child.tokens != tokens:
@@ -128,12 +131,14 @@ class PrefixIndex:
             if child is None:
                 child = Entry(entry, tokens, chained_hash(entry.hash, tokens))
                 entry.add_child(child)
+            elif child.block == NO_BLOCK:
+                refilled.append(block)
             if child.block == NO_BLOCK:
                 child.block = block
                 entries[block] = child
                 entered.append(block)
             entry = child
-        return entered, entry.block
+        return entered, refilled, entry.block
 
     def evict(self, blocks: Iterable[int]) -> int:
         """These blocks hold no prefix any more; returns how many of them did.
@@ -153,6 +158,19 @@ class PrefixIndex:
                 entry.parent.remove_child(entry)
                 entry = entry.parent
         return num_evicted
+
+    def below(self, blocks: Iterable[int]) -> list[int]:
+        """The published blocks that can be found again now that ``blocks`` took the places of
+        evicted ones: each follows another block than it did. Parents before children.
+        """
+        found: dict[int, None] = {}
+        queue = deque(self._held(blocks))
+        while queue:
+            for child in queue.popleft().children:
+                if child.block != NO_BLOCK and child.block not in found:
+                    found[child.block] = None
+                    queue.append(child)
+        return list(found)
 
     # Columns of published blocks
 

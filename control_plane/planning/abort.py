@@ -1,6 +1,6 @@
 """Aborting plans that have not run, or may have run in part.
 
-Each sequence is cut to what receipts say was written, so every plan in flight loses its rows: all
+Each sequence is cut to what receipts say was written, so every plan in flight loses its spans: all
 are aborted together. Their transfers are undone: a table goes back from copies to the sources,
 which were pinned for this. Forks and frees stay. The data plane learns of it by the next plan,
 which carries all tables whole; until that has run, blocks released here stay retired.
@@ -8,36 +8,42 @@ which carries all tables whole; until that has run, blocks released here stay re
 
 from __future__ import annotations
 
+from typing import Final
+
 from control_plane.planning.checks import div_ceil
-from control_plane.planning.model import BlockRef, Tier
+from control_plane.planning.plan_columns import Ref
 from control_plane.planning.sequence import Sequence
 from control_plane.planning.session import Session
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
+from kvplane.v1 import types_pb2 as tpb
+
+_DEVICE: Final = tpb.TIER_DEVICE
 
 
-def abort_plan(session: Session, plan_number: int) -> None:
+def abort_from(session: Session, plan_number: int) -> None:
     """Abort plan ``plan_number`` and all in flight with it.
 
     Raises PlanReceiptedError when it has run, InvalidRequestError when it was never made.
     """
-    if not 0 < plan_number <= session.last_number:
+    if not 0 < plan_number < session.numbers.last:
         raise InvalidRequestError("is of no plan made", field="plan_number")
     if session.is_voided(plan_number):
         return
     if plan_number <= session.done:
-        raise PlanReceiptedError(f"plan {plan_number} has run", field="plan_number")
+        raise PlanReceiptedError(
+            f"plan {plan_number} has run: what it wrote stays", field="plan_number"
+        )
     if any(number >= plan_number for number in session.plans):
-        abort_plans(session)
+        abort_plans(session, next_plan=session.numbers.last + 1)
 
 
-def abort_plans(session: Session) -> None:
-    """Cut every sequence to what is written; the next plan is one of whole tables."""
-    next_plan = session.last_number + 1
-    origins: dict[BlockRef, BlockRef] = {}
+def abort_plans(session: Session, *, next_plan: int) -> None:
+    """Cut every sequence to what is written; the next plan, of this number or a higher one, is one
+    of whole tables.
+    """
+    origins: dict[Ref, Ref] = {}
     for record in session.plans.values():
-        for transfer in record.transfers:
-            origin = origins.get(transfer.source, transfer.source)
-            origins[transfer.destination] = origin
+        record.transfers.trace(origins)
     for sequence in session.sequences.values():
         _cut(session, sequence, origins, next_plan)
     for record in session.plans.values():
@@ -47,17 +53,18 @@ def abort_plans(session: Session) -> None:
     session.resync_due = True
 
 
-def _cut(
-    session: Session, sequence: Sequence, origins: dict[BlockRef, BlockRef], next_plan: int
-) -> None:
+def _cut(session: Session, sequence: Sequence, origins: dict[Ref, Ref], next_plan: int) -> None:
     sequence.cut()
-    num_kept = div_ceil(sequence.num_written, session.pool.block_size)
-    refs = [session.pool.ref(sequence.tier, block) for block in sequence.table[:num_kept]]
-    refs = [origins.get(ref, ref) for ref in refs]
     old_tier, old_table = sequence.tier, sequence.table
+    kept = old_table[: div_ceil(sequence.num_written, session.pool.block_size)]
+    generations = session.pool.tiers[old_tier].generations(kept)
+    refs = [
+        origins.get((old_tier, block, generation), (old_tier, block, generation))
+        for block, generation in zip(kept, generations, strict=True)
+    ]
     # An empty table is nowhere; the device tier is where it can grow.
-    sequence.tier = refs[0].tier if refs else Tier.DEVICE
-    sequence.table = [ref.index for ref in refs]
+    sequence.tier = refs[0][0] if refs else _DEVICE
+    sequence.table = [block for _, block, _ in refs]
     if sequence.moved_by > session.done:
         sequence.moved_by = 0
     session.share(sequence.tier, sequence.table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from kvplane.errors import InvalidRequestError
@@ -31,9 +32,30 @@ def token_ids(value: bytes, *, at_least: int = 0, field: str) -> None:
         raise InvalidRequestError("must be a multiple of 4 bytes", field=field)
     if len(value) < 4 * at_least:
         raise InvalidRequestError(f"must hold at least {at_least} token", field=field)
-    # The sign bit is the top bit of every fourth byte.
-    if not value[3::4].isascii():
+    if first_negative(value) is not None:
         raise InvalidRequestError("must not hold negative values", field=field)
+
+
+def token_columns(num_tokens: Sequence[int], token_ids: bytes, *, at_least: int, at: str) -> None:
+    """``num_tokens`` counts the ``token_ids`` of each item, at least so many. The tokens may still
+    be negative. ``at`` is what stands before the columns' names in fields.
+    """
+    if num_tokens and min(num_tokens) < at_least:
+        i = next(i for i, num in enumerate(num_tokens) if num < at_least)
+        raise InvalidRequestError(f"must be at least {at_least}", field=f"{at}num_tokens[{i}]")
+    if sum(num_tokens) * 4 != len(token_ids):
+        raise InvalidRequestError(
+            f"must hold {sum(num_tokens)} tokens of 4 bytes, the sum of num_tokens, holds "
+            f"{len(token_ids)} bytes",
+            field=f"{at}token_ids",
+        )
+
+
+def first_negative(token_ids: bytes) -> int | None:
+    """Index of the first token that is below 0."""
+    # The sign bit is the top bit of every fourth byte.
+    signs = token_ids[3::4]
+    return None if signs.isascii() else next(i for i, sign in enumerate(signs) if sign > 127)
 
 
 def div_ceil(value: int, divisor: int) -> int:

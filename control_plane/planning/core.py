@@ -1,62 +1,43 @@
-"""The control plane's core: the metadata of every pool, behind one interface.
+"""The control plane's core: the metadata of every pool, behind one interface of messages.
 
-Knows neither grpc nor protobuf nor torch. Single-threaded: it is only ever called from the event
-loop, and every call runs to its end. Invariant: a call that raises has changed nothing but leases
-and what its receipts say; ``check_integrity`` holds after every call.
+Knows neither grpc nor torch. Single-threaded: it is only ever called from the event loop, and every
+call runs to its end. Invariant: ``check_integrity`` holds after every call, one that raises too.
 
-    registration   register, report, disconnect, fence_done, take_outgoing     recovery.py pool.py
-    sessions       open_session, renew_session, close_session, tick            sessions.py
-    steps          step, abort_plan, resync             planner.py receipts.py publish.py abort.py
+    registration   register, report, disconnect, fence_done, take_outgoing     registration.py
+    sessions       open_session, renew_session, close_session, tick            session.py
+    requests       step, submit_receipts, abort_plan, resync: in the order of  numbering.py
+                   their numbers, each applying its receipts first             receipts.py planner.py
     questions      block_table, lookup_prefix, describe_*, check_integrity     integrity.py
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final, TypeVar, cast
 
-from control_plane.planning import checks, integrity, recovery
-from control_plane.planning.abort import abort_plan, abort_plans
-from control_plane.planning.model import (
-    Append,
-    BlockRef,
-    CoreConfig,
-    Hello,
-    LateTokens,
-    OpenedSession,
-    Operation,
-    OperationResult,
-    Outgoing,
-    Plan,
-    PoolInfo,
-    PrefixInfo,
-    Receipt,
-    ReportedBlock,
-    ResyncOutcome,
-    SealedPlan,
-    SequenceState,
-    Status,
-    StepOutcome,
-    Welcome,
-)
-from control_plane.planning.planner import Planner
-from control_plane.planning.pool import Pool, ShardState
-from control_plane.planning.publish import root_of
-from control_plane.planning.receipts import (
-    apply_late_tokens,
-    apply_receipts,
-    num_in_flight,
-    validate_late_tokens,
-    validate_receipts,
-)
+from control_plane.planning import checks, integrity
+from control_plane.planning.abort import abort_from, abort_plans
+from control_plane.planning.config import CoreConfig
+from control_plane.planning.deferred_tokens import take_deferred_tokens
+from control_plane.planning.draft import Draft
+from control_plane.planning.layouts import layout_fingerprint
+from control_plane.planning.numbering import content_of
+from control_plane.planning.planner import Planner, may_plan, num_items
+from control_plane.planning.pool import Pool
+from control_plane.planning.publications import MAX_NAMESPACE_CHARACTERS, root_of
+from control_plane.planning.receipts import take_receipts
+from control_plane.planning.registration import Registration
+from control_plane.planning.sequence import states
 from control_plane.planning.session import EndedSessions, Session
+from kvplane import columns, protocol, signing
+from kvplane.columns import INT32, INT64
+from kvplane.error_messages import duration_of
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
     LayoutMismatchError,
-    NeverFitsError,
-    PoolFullError,
     PoolNotFoundError,
     PoolNotReadyError,
     QuotaExceededError,
@@ -64,15 +45,21 @@ from kvplane.errors import (
     SessionNotFoundError,
     StaleEpochError,
     StaleIncarnationError,
-    StepConflictError,
-    StepOutOfOrderError,
     TooManyPlansInFlightError,
 )
-from kvplane.signing import new_key as random_key
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
 
 _LOGGER: Final = logging.getLogger(__name__)
 _RETRY_DELAY_S: Final = 0.5
 _MAX_CLIENT_NAME: Final = 128
+_MAX_SESSION_ID: Final = 2**53 - 1
+
+_Answer = TypeVar("_Answer")
+
+
+def _new_session_id() -> int:
+    return 1 + secrets.randbelow(_MAX_SESSION_ID)
 
 
 class ControlPlane:
@@ -84,154 +71,89 @@ class ControlPlane:
         incarnation: int,
         config: CoreConfig,
         clock: Callable[[], float],
-        seal: Callable[[bytes, Plan], SealedPlan],
-        new_key: Callable[[], bytes] = random_key,
+        new_key: Callable[[], bytes] = signing.new_key,
+        new_session_id: Callable[[], int] = _new_session_id,
     ) -> None:
-        """``clock`` gives seconds, never falling; ``seal`` signs a plan with a pool's key."""
+        """``clock`` gives seconds, never falling. ``new_session_id`` gives random ids from 1 to
+        2^53 - 1.
+        """
         self.incarnation = incarnation
         self._config = config
         self._clock = clock
-        self._seal = seal
-        self._new_key = new_key
+        self._new_session_id = new_session_id
         self._pools: dict[str, Pool] = {}
         self._sessions: dict[int, Session] = {}
         self._ended = EndedSessions(max(4096, 4 * config.max_sessions))
-        self._last_session_id = 0
         self._next_tick_s: float | None = None
-
-    # Registration
-
-    def register(self, hello: Hello) -> Welcome:
-        """Take a shard in, or back. Unless it is resumed, it must report next.
-
-        Raises InvalidRequestError, LayoutMismatchError, StaleIncarnationError (it has seen a later
-        control plane than this one).
-        """
-        recovery.validate_hello(hello)
-        if hello.incarnation > self.incarnation:
-            raise StaleIncarnationError(
-                f"{hello.incarnation} is later than this control plane's {self.incarnation}",
-                field="hello.incarnation",
-            )
-        pool = self._pools.get(hello.pool_id)
-        if pool is None:
-            pool = Pool(hello, self._new_key(), self._config.watermark)
-            self._pools[hello.pool_id] = pool
-        elif recovery.can_resume(pool, hello, self.incarnation):
-            shard = pool.shards[hello.shard.index]
-            shard.hello, shard.connected = hello, True
-            pool.recall(hello.shard.index)
-            return Welcome(self.incarnation, resumed=True, key=pool.key)
-        else:
-            self._restart_shard(pool, hello)
-        pool.shards[hello.shard.index] = ShardState(hello)
-        return Welcome(self.incarnation, resumed=False, key=pool.key)
-
-    def report(
-        self,
-        pool_id: str,
-        shard_index: int,
-        epoch: int,
-        blocks: Sequence[ReportedBlock],
-        *,
-        last: bool,
-        max_session_id: int,
-    ) -> None:
-        """Take a part of what a shard holds.
-
-        Raises PoolNotFoundError, StaleEpochError, InvalidRequestError.
-        """
-        pool, shard = self._shard(pool_id, shard_index, epoch)
-        if shard.reported:
-            raise InvalidRequestError("is complete", field="report")
-        if not 0 <= max_session_id <= checks.MAX_REPORTED:
-            raise InvalidRequestError("must be from 0 to 2^62", field="report.max_session_id")
-        recovery.accept_report(pool, shard, blocks, last=last)
-        self._last_session_id = max(self._last_session_id, max_session_id)
-        recovery.build_if_complete(pool)
-
-    def disconnect(self, pool_id: str, shard_index: int, epoch: int) -> None:
-        """A shard's stream has ended. Sessions go on: their plans travel by the engines."""
-        pool = self._pools.get(pool_id)
-        shard = pool.shards.get(shard_index) if pool is not None else None
-        if shard is not None and shard.hello.epoch == epoch:
-            shard.connected = False
-            shard.outgoing.clear()
-
-    def fence_done(self, pool_id: str, shard_index: int, epoch: int, session_id: int) -> None:
-        """A shard has fenced an ended session. Raises PoolNotFoundError, StaleEpochError."""
-        pool, _ = self._shard(pool_id, shard_index, epoch)
-        pool.fence_done(session_id, shard_index)
-        recovery.build_if_complete(pool)
-
-    def take_outgoing(self, pool_id: str, shard_index: int) -> list[Outgoing]:
-        """What a shard is to be told, in order; each is given once, and again on a resume."""
-        pool = self._pools.get(pool_id)
-        shard = pool.shards.get(shard_index) if pool is not None else None
-        if shard is None:
-            return []
-        outgoing = list(shard.outgoing)
-        shard.outgoing.clear()
-        return outgoing
+        self._registration = Registration(
+            self._pools,
+            incarnation=incarnation,
+            watermark=config.watermark,
+            new_key=new_key,
+            end_sessions=self._end_all,
+        )
+        self.register = self._registration.register
+        self.report = self._registration.report
+        self.disconnect = self._registration.disconnect
+        self.fence_done = self._registration.fence_done
+        self.take_outgoing = self._registration.take_outgoing
 
     # Sessions
 
-    def open_session(
-        self, pool_id: str, layout_fingerprint: bytes, tenant: str, client_name: str = ""
-    ) -> OpenedSession:
-        """Lease from a pool.
+    def open_session(self, request: cpb.OpenSessionRequest, tenant: str) -> cpb.OpenSessionResponse:
+        """Lease from a pool. The caller negotiates the protocol and fills in its version.
 
         Raises PoolNotFoundError, PoolNotReadyError, LayoutMismatchError, QuotaExceededError,
         InvalidRequestError.
         """
-        pool = self._pool(pool_id)
-        if len(client_name) > _MAX_CLIENT_NAME:
-            raise InvalidRequestError("must have at most 128 characters", field="client_name")
+        pool = self._pool(request.pool_id)
+        _require_short(request.client_name, _MAX_CLIENT_NAME, "client_name")
+        _require_short(request.namespace, MAX_NAMESPACE_CHARACTERS, "namespace")
+        fingerprint = layout_fingerprint(request.layout, field="layout")
         if not pool.ready:
             raise PoolNotReadyError(
-                f"pool {pool_id!r} waits for its shards", retry_delay_s=_RETRY_DELAY_S
+                f"pool {pool.id!r} can not be used yet: {pool.shards.what_is_missing()}",
+                retry_delay_s=_RETRY_DELAY_S,
             )
-        if layout_fingerprint != pool.layout.fingerprint:
-            raise LayoutMismatchError("is not the pool's", field="layout")
-        if len(self._sessions) >= self._config.max_sessions:
-            raise QuotaExceededError(f"{self._config.max_sessions} sessions are open")
-        self._last_session_id += 1
+        if fingerprint != pool.layout.fingerprint:
+            raise LayoutMismatchError(
+                f"is not that of pool {pool.id!r}: ask DescribePool for it", field="layout"
+            )
+        most = self._config.max_sessions
+        if len(self._sessions) >= most:
+            raise QuotaExceededError(f"{most} sessions are open: close one first")
         session = Session(
-            self._last_session_id, pool, tenant, client_name, self._clock() + self._config.lease_s
+            tpb.SessionRef(incarnation=self.incarnation, session_id=self._unused_session_id()),
+            pool,
+            ordinal=pool.shards.next_ordinal(),
+            tenant=tenant,
+            root=root_of(fingerprint, tenant, request.namespace),
+            num_answers=self._config.max_plans_in_flight + 1,
         )
         self._sessions[session.id] = session
+        self._renew(session)
         pool.open(session.id)
-        return OpenedSession(
-            session_id=session.id,
-            pool_id=pool.id,
-            tenant=tenant,
-            key=pool.key,
-            shard_epochs=pool.epochs,
-            incarnation=self.incarnation,
-            time_to_live_s=self._config.lease_s,
+        return cpb.OpenSessionResponse(
+            session=session.ref,
+            time_to_live=duration_of(self._config.lease_s),
             max_plans_in_flight=self._config.max_plans_in_flight,
-            layout=pool.layout,
-            shards=pool.shard_infos(),
+            grant=self._grant(session),
+            shards=pool.shards.infos(),
+            layout=pool.layout.to_proto(),
             num_device_blocks=pool.device.num_blocks,
             num_host_blocks=pool.host.num_blocks,
         )
 
-    def renew_session(self, session_id: int, tenant: str) -> float:
+    def renew_session(self, session: tpb.SessionRef, tenant: str) -> float:
         """Renew a lease; returns how long it now runs, s."""
-        self._session(session_id, tenant)
+        self._session(session, tenant)
         return self._config.lease_s
 
-    def close_session(self, session_id: int, tenant: str) -> None:
+    def close_session(self, session: tpb.SessionRef, tenant: str) -> None:
         """End a lease. Repeating it, or closing one that ended otherwise, changes nothing."""
-        session = self._sessions.get(session_id)
-        if session is not None and session.tenant == tenant:
-            self._end(session, SessionNotFoundError)
-        elif session is not None or not 0 < session_id <= self._last_session_id:
-            raise SessionNotFoundError(f"session {session_id} is not open", field="session_id")
-
-    def pool_key(self, session_id: int, tenant: str) -> bytes:
-        """The key that signs the session's receipts."""
-        return self._session(session_id, tenant).pool.key
+        self._check_incarnation(session)
+        if not self._ended.knows(session.session_id, tenant):
+            self._end(self._session(session, tenant), SessionNotFoundError)
 
     def tick(self) -> float:
         """End the sessions whose leases ran out; returns the seconds until it should come again, at
@@ -253,111 +175,152 @@ class ControlPlane:
         self._next_tick_s = min(first_s, now + lease_s / 4)
         return self._next_tick_s - now
 
-    # Steps
+    # Requests with numbers
 
-    def step(
-        self,
-        session_id: int,
-        tenant: str,
-        number: int,
-        operations: Sequence[Operation],
-        receipts: Sequence[Receipt] = (),
-        late_tokens: Sequence[LateTokens] = (),
-        *,
-        content: bytes,
-        atomic: bool = False,
-    ) -> StepOutcome:
-        """Apply receipts, then late tokens, then each operation by itself; answer with one plan.
+    def step(self, request: cpb.StepRequest, tenant: str) -> cpb.StepResult:
+        """Apply receipts, then deferred tokens, then each operation; answer with one plan.
 
-        ``number`` 0 brings receipts and late tokens alone. ``content`` is a digest of the request:
-        a repeat with the same content gets the same answer. ``atomic``: there is one operation, and
-        when it is not done the step raises why and its number is not used up. Raises
-        StepConflictError, StepOutOfOrderError, TooManyPlansInFlightError, InvalidRequestError, and
-        what receipts raise; then nothing has changed.
+        Raises what the number is refused for (InvalidRequestError, StepOutOfOrderError,
+        StepConflictError), or why the step failed as a whole: what receipts and deferred tokens are
+        refused for, TooManyPlansInFlightError, InvalidRequestError.
         """
-        session = self._session(session_id, tenant)
-        if number:
-            answer = self._repeat(session, number, b"step" + content)
-            if isinstance(answer, StepOutcome):
-                return answer
-        elif operations:
-            raise InvalidRequestError("step 0 takes none", field="operations")
-        if len(operations) > self._config.max_operations:
+        return self._answer(request, tenant, lambda session: self._step(session, request))
+
+    def submit_receipts(
+        self, request: cpb.SubmitReceiptsRequest, tenant: str
+    ) -> cpb.SubmitReceiptsResponse:
+        """Apply receipts and deferred tokens. Raises as ``step``."""
+
+        def run(session: Session) -> cpb.SubmitReceiptsResponse:
+            self._take_past(session, request)
+            pool = session.pool
+            return cpb.SubmitReceiptsResponse(usage=pool.usage(), revision=pool.revision())
+
+        return self._answer(request, tenant, run)
+
+    def abort_plan(self, request: cpb.AbortPlanRequest, tenant: str) -> cpb.AbortPlanResponse:
+        """Abort a plan and all in flight with it. Raises PlanReceiptedError, and as ``step``."""
+
+        def run(session: Session) -> cpb.AbortPlanResponse:
+            take_receipts(session, self._bounded(request.receipts))
+            abort_from(session, request.plan_number)
+            return cpb.AbortPlanResponse(sequences=states(session.sequences.values()))
+
+        return self._answer(request, tenant, run)
+
+    def resync(self, request: cpb.ResyncRequest, tenant: str) -> cpb.ResyncResponse:
+        """Abort every plan in flight, and answer with all tables whole. Raises as ``step``."""
+
+        def run(session: Session) -> cpb.ResyncResponse:
+            take_receipts(session, self._bounded(request.receipts))
+            abort_plans(session, next_plan=request.number)
+            plan = Draft(session, request.number).finish()
+            return cpb.ResyncResponse(sequences=states(session.sequences.values()), plan=plan)
+
+        return self._answer(request, tenant, run)
+
+    def _answer(self, request: Any, tenant: str, run: Callable[[Session], _Answer]) -> _Answer:
+        """Run a request under its number, or say again what came of it."""
+        session = self._session(request.session, tenant)
+        content = content_of(request)
+        answer = session.numbers.repeated(request.number, content)
+        if answer is not None:
+            # A receipt is true whenever it comes. One that is refused does not change the answer.
+            try:
+                take_receipts(session, self._bounded(request.receipts))
+            except KvplaneError as error:
+                _LOGGER.info("a repeat brought a receipt that is refused: %s", error.reason)
+            return cast(_Answer, answer.give())
+        session.numbers.use()
+        try:
+            message = run(session)
+        except KvplaneError as error:
+            session.numbers.remember(content, None, error)
+            raise
+        session.numbers.remember(content, message)
+        return message
+
+    def _step(self, session: Session, request: cpb.StepRequest) -> cpb.StepResult:
+        self._take_past(session, request)
+        operations = request.operations
+        if session.resync_due or any(map(may_plan, operations)):
+            self._check_plans_in_flight(session)
+        num, most = num_items(operations), self._config.max_operations
+        if num > most:
             raise InvalidRequestError(
-                f"must be at most {self._config.max_operations}", field="operations"
+                f"must have at most {most} items in all, have {num}: send them in several steps",
+                field="operations",
             )
-        if atomic and len(operations) != 1:
-            raise InvalidRequestError("must be one", field="operations")
-        highest = validate_receipts(session, receipts, self.incarnation)
-        validate_late_tokens(session, late_tokens)
-        if number and (session.resync_due or any(map(_may_plan, operations))):
-            self._check_plans_in_flight(num_in_flight(session, highest))
+        draft = Draft(session, request.number)
+        planner = Planner(session, draft, max_sequences=self._config.max_sequences)
+        results = [planner.run(i, operation) for i, operation in enumerate(operations)]
+        pool = session.pool
+        pool.counters.max_held_blocks = max(pool.counters.max_held_blocks, pool.device.num_held())
+        return cpb.StepResult(
+            results=results, plan=draft.finish(), usage=pool.usage(), revision=pool.revision()
+        )
 
-        apply_receipts(session, highest)
-        apply_late_tokens(session, late_tokens)
-        if not number:
-            return StepOutcome(0, (), None, session.pool.usage())
-        planner = self._planner(session, number)
-        results = tuple(planner.run(i, operation) for i, operation in enumerate(operations))
-        if atomic and results[0].status is not Status.OK:
-            raise _why_not(results[0])
-        plan = self._make_plan(session, number, planner)
-        outcome = StepOutcome(number, results, plan, session.pool.usage())
-        session.remember(number, b"step" + content, outcome, self._config.max_plans_in_flight)
-        return outcome
+    def _take_past(
+        self, session: Session, request: cpb.StepRequest | cpb.SubmitReceiptsRequest
+    ) -> None:
+        take_receipts(session, self._bounded(request.receipts))
+        if request.HasField("deferred_tokens"):
+            take_deferred_tokens(session, request.deferred_tokens, self._config.max_operations)
 
-    def abort_plan(self, session_id: int, tenant: str, plan_number: int) -> list[SequenceState]:
-        """Abort a plan and all in flight with it; returns every sequence as it is now.
+    def _bounded(self, receipts: Sequence[tpb.SignedPayload]) -> Sequence[tpb.SignedPayload]:
+        most = self._config.max_operations
+        if len(receipts) > most:
+            raise InvalidRequestError(
+                f"must be at most {most}, are {len(receipts)}", field="receipts"
+            )
+        return receipts
 
-        Raises PlanReceiptedError, InvalidRequestError.
-        """
-        session = self._session(session_id, tenant)
-        abort_plan(session, plan_number)
-        return session.states()
-
-    def resync(self, session_id: int, tenant: str, number: int, *, content: bytes) -> ResyncOutcome:
-        """A step that aborts every plan in flight and answers with all tables whole.
-
-        Raises StepConflictError, StepOutOfOrderError, InvalidRequestError.
-        """
-        session = self._session(session_id, tenant)
-        if number < 1:
-            raise InvalidRequestError("must be at least 1", field="number")
-        answer = self._repeat(session, number, b"resync" + content)
-        if isinstance(answer, ResyncOutcome):
-            return answer
-        abort_plans(session)
-        plan = self._make_plan(session, number, self._planner(session, number))
-        assert plan is not None, "a resync always has a plan"
-        outcome = ResyncOutcome(session.states(), plan)
-        session.remember(number, b"resync" + content, outcome, self._config.max_plans_in_flight)
-        return outcome
+    def _check_plans_in_flight(self, session: Session) -> None:
+        num = len(session.plans)
+        if num >= self._config.max_plans_in_flight:
+            raise TooManyPlansInFlightError(
+                f"{num} plans wait for their receipts: submit some before the next step"
+            )
 
     # Questions
 
     def block_table(
-        self, session_id: int, tenant: str, sequence_id: int
-    ) -> tuple[tuple[BlockRef, ...], int]:
+        self, request: cpb.GetBlockTableRequest, tenant: str
+    ) -> cpb.GetBlockTableResponse:
         """A sequence's blocks, and how many of its tokens are known."""
-        session = self._session(session_id, tenant)
-        sequence = session.sequence(sequence_id, field="sequence_id")
-        return tuple(session.pool.refs(sequence.tier, sequence.table)), sequence.num_tokens
+        session = self._session(request.session, tenant)
+        sequence = session.sequence(request.sequence_id, field="sequence_id")
+        generations = session.pool.tiers[sequence.tier].generations(sequence.table)
+        blocks = tpb.Blocks(
+            tier=sequence.tier,
+            indices=columns.pack(INT32, sequence.table),
+            generations=columns.pack(INT64, generations),
+        )
+        return cpb.GetBlockTableResponse(tables=[blocks], num_tokens=sequence.num_tokens)
 
-    def lookup_prefix(self, session_id: int, tenant: str, token_ids: bytes) -> PrefixInfo:
+    def lookup_prefix(
+        self, request: cpb.LookupPrefixRequest, tenant: str
+    ) -> cpb.LookupPrefixResponse:
         """How much of a prompt an admission would find cached now. Nothing is held."""
-        session = self._session(session_id, tenant)
+        session = self._session(request.session, tenant)
+        token_ids = request.token_ids
         checks.token_ids(token_ids, at_least=1, field="token_ids")
         index = session.pool.device.index
-        hits = index.match(root_of(session.tenant), token_ids)
+        hits = index.match(session.root, token_ids)
         num_cached = min(len(hits) * session.pool.block_size, len(token_ids) // 4 - 1)
-        return PrefixInfo(num_cached, tuple(index.hashes(hits)))
+        return cpb.LookupPrefixResponse(
+            num_cached_tokens=num_cached, hashes=b"".join(index.hashes(hits))
+        )
 
-    def describe_sequence(self, session_id: int, tenant: str, sequence_id: int) -> SequenceState:
+    def describe_sequence(
+        self, request: cpb.DescribeSequenceRequest, tenant: str
+    ) -> cpb.DescribeSequenceResponse:
         """How far a sequence is."""
-        session = self._session(session_id, tenant)
-        return session.sequence(sequence_id, field="sequence_id").state()
+        session = self._session(request.session, tenant)
+        sequence = session.sequence(request.sequence_id, field="sequence_id")
+        return cpb.DescribeSequenceResponse(sequences=states([sequence]))
 
-    def describe_pool(self, pool_id: str) -> PoolInfo:
+    def describe_pool(self, pool_id: str) -> cpb.DescribePoolResponse:
         """A pool, ready or not. Raises PoolNotFoundError."""
         pool = self._pool(pool_id)
         return pool.info(sum(len(session.sequences) for session in self._sessions_of(pool)))
@@ -381,95 +344,61 @@ class ControlPlane:
             raise PoolNotFoundError(f"no shard of pool {pool_id!r} has registered", field="pool_id")
         return pool
 
-    def _shard(self, pool_id: str, shard_index: int, epoch: int) -> tuple[Pool, ShardState]:
-        pool = self._pool(pool_id)
-        shard = pool.shards.get(shard_index)
-        if shard is None or shard.hello.epoch != epoch:
-            raise StaleEpochError(f"shard {shard_index} is not of epoch {epoch}")
-        return pool, shard
-
-    def _session(self, session_id: int, tenant: str) -> Session:
+    def _session(self, ref: tpb.SessionRef, tenant: str) -> Session:
         """The tenant's open session, its lease renewed. Raises why it is not open."""
-        session = self._sessions.get(session_id)
-        if session is None:
-            raise self._ended.error(session_id, tenant)
-        if session.tenant != tenant:
-            raise SessionNotFoundError(f"session {session_id} is not open", field="session_id")
-        session.expires_at_s = self._clock() + self._config.lease_s
+        self._check_incarnation(ref)
+        session = self._sessions.get(ref.session_id)
+        if session is None or session.tenant != tenant:
+            raise self._ended.error(ref.session_id, tenant)
+        self._renew(session)
         return session
+
+    def _check_incarnation(self, ref: tpb.SessionRef) -> None:
+        if ref.incarnation != self.incarnation:
+            raise StaleIncarnationError(
+                f"this control plane is {self.incarnation}: open a session with it and admit again",
+                field="session.incarnation",
+            )
 
     def _sessions_of(self, pool: Pool) -> list[Session]:
         return [self._sessions[i] for i in pool.session_ids]
+
+    def _unused_session_id(self) -> int:
+        while True:
+            session_id = self._new_session_id()
+            if session_id not in self._sessions and not self._ended.knows(session_id):
+                return session_id
+
+    def _grant(self, session: Session) -> tpb.SignedPayload:
+        """What the session may do at data planes, signed with the pool's key."""
+        pool = session.pool
+        payload = tpb.SessionGrant(
+            version=protocol.PAYLOAD_VERSION,
+            session=session.ref,
+            ordinal=session.ordinal,
+            pool_id=pool.id,
+            shard_epochs=pool.epochs,
+            tenant=session.tenant,
+            layout_fingerprint=pool.layout.fingerprint,
+            max_plans_in_flight=self._config.max_plans_in_flight,
+        ).SerializeToString(deterministic=True)
+        signature = signing.sign(pool.key, signing.GRANT, payload)
+        return tpb.SignedPayload(type=signing.GRANT, payload=payload, signature=signature)
+
+    def _renew(self, session: Session) -> None:
+        session.expires_at_s = self._clock() + self._config.lease_s
+
+    def _end_all(self, pool: Pool) -> None:
+        """A shard of the pool has restarted."""
+        for session in self._sessions_of(pool):
+            self._end(session, StaleEpochError)
 
     def _end(self, session: Session, reason: type[KvplaneError]) -> None:
         session.end()
         del self._sessions[session.id]
         self._ended.add(session, reason)
 
-    def _restart_shard(self, pool: Pool, hello: Hello) -> None:
-        """Another process, or one that knows nothing of us, takes the shard's place."""
-        recovery.check_same_pool(pool, hello)
-        for session in self._sessions_of(pool):
-            self._end(session, StaleEpochError)
-        recovery.restart(pool, hello, self._new_key)
 
-    def _repeat(
-        self, session: Session, number: int, content: bytes
-    ) -> StepOutcome | ResyncOutcome | None:
-        """The answer given to this number, or None when it is the next one."""
-        if number == session.last_number + 1:
-            return None
-        remembered = session.remembered(number)
-        if remembered is None:
-            raise StepOutOfOrderError(
-                f"step {session.last_number + 1} is next, not {number}", field="number"
-            )
-        if remembered[0] != content:
-            raise StepConflictError(f"step {number} came with other content", field="number")
-        return remembered[1]
-
-    def _check_plans_in_flight(self, num_plans: int) -> None:
-        if num_plans >= self._config.max_plans_in_flight:
-            raise TooManyPlansInFlightError(f"{num_plans} plans wait for receipts")
-
-    def _planner(self, session: Session, number: int) -> Planner:
-        return Planner(
-            session,
-            number,
-            incarnation=self.incarnation,
-            max_sequences=self._config.max_sequences,
-        )
-
-    def _make_plan(self, session: Session, number: int, planner: Planner) -> SealedPlan | None:
-        """Seal the step's plan, if it has one. From here on its number is used up."""
-        session.last_number = number
-        counters, device = session.pool.counters, session.pool.device
-        counters.max_held_blocks = max(counters.max_held_blocks, device.num_held())
-        made = planner.finish()
-        if made is None:
-            return None
-        plan, record = made
-        sealed = self._seal(session.pool.key, plan)
-        record.digest = sealed.digest
-        session.plans[number] = record
-        session.last_plan = number
-        session.resync_due = False
-        return sealed
-
-
-def _may_plan(operation: Operation) -> bool:
-    """Whether the operation can change what the data plane knows."""
-    return not (isinstance(operation, Append) and operation.num_slots == 0)
-
-
-def _why_not(result: OperationResult) -> KvplaneError:
-    """What a call of one operation raises when it was not done."""
-    if result.error is not None:
-        return result.error
-    shortage = result.shortage
-    assert shortage is not None, "an operation without a shortage is done or has failed"
-    text = (
-        f"{shortage.num_blocks_needed} blocks of the {shortage.tier.value} tier are needed, "
-        f"{shortage.num_blocks_available} can be had, {shortage.num_blocks_pending} are pending"
-    )
-    return (PoolFullError if result.status is Status.LATER else NeverFitsError)(text)
+def _require_short(value: str, most: int, field: str) -> None:
+    if len(value) > most:
+        raise InvalidRequestError(f"must have at most {most} characters", field=field)

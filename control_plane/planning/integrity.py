@@ -8,18 +8,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Final
 
 from control_plane.blocks.integrity import check_reservations, check_store
-from control_plane.planning.model import Tier
 from control_plane.planning.pool import Pool
 from control_plane.planning.sequence import Sequence
 from control_plane.planning.session import Session
+from kvplane.v1 import types_pb2 as tpb
+
+_DEVICE: Final = tpb.TIER_DEVICE
+_NAMES: Final = {_DEVICE: "device", tpb.TIER_HOST: "host"}
 
 
 def check_pool(pool: Pool, sessions: Iterable[Session]) -> None:
     """Raise AssertionError saying what is wrong, if anything is. ``sessions``: all open ones."""
     sessions = list(sessions)
-    finished = {session.id: session.done for session in sessions} | dict.fromkeys(pool.fenced, 0)
+    finished = {session.id: session.done for session in sessions} | dict.fromkeys(
+        pool.shards.fenced_sessions, 0
+    )
     for tier, store in pool.tiers.items():
         ref_count: Counter[int] = Counter()
         pins: Counter[int] = Counter()
@@ -27,21 +33,21 @@ def check_pool(pool: Pool, sessions: Iterable[Session]) -> None:
             ref_count.update(_held(session, tier))
             for record in session.plans.values():
                 pins.update(block for owner, block in record.pins if owner is store)
-        check_store(store, tier.value, ref_count=ref_count, pins=pins, finished=finished)
+        check_store(store, _NAMES[tier], ref_count=ref_count, pins=pins, finished=finished)
     assert not any(pool.host.index.entries), "a host block is published"
     check_reservations(
-        pool.reservations, {session.id: _held(session, Tier.DEVICE) for session in sessions}
+        pool.reservations, {session.id: _held(session, _DEVICE) for session in sessions}
     )
     for session in sessions:
         _check_session(pool, session)
     _check_usage(pool)
 
 
-def _held(session: Session, tier: Tier) -> Counter[int]:
+def _held(session: Session, tier: tpb.Tier) -> Counter[int]:
     """How many table entries of the session refer to each block of the tier."""
     held: Counter[int] = Counter()
     for sequence in session.sequences.values():
-        if sequence.tier is tier:
+        if sequence.tier == tier:
             held.update(sequence.table)
     return held
 
@@ -67,7 +73,7 @@ def _check_sequence(pool: Pool, session: Session, sequence: Sequence) -> None:
     ends = [end for _, end in sequence.pending]
     assert ends == sorted(ends), f"{name}: pending ends fall"
     assert all(plan in session.plans for plan, _ in sequence.pending), f"{name}: waits in vain"
-    if sequence.tier is not Tier.DEVICE:
+    if sequence.tier != _DEVICE:
         return
     entries = pool.device.index.entries
     # What some plan in flight writes is nobody else's, and not published.
@@ -89,13 +95,13 @@ def _check_usage(pool: Pool) -> None:
     if pool.built:
         num_guaranteed = pool.reservations.num_guaranteed
         assert num_guaranteed <= pool.device.num_blocks, "more is guaranteed than there is"
-    for usage in pool.usage():
+    for usage in pool.usage().tiers:
         parts = (
             usage.num_free_blocks,
             usage.num_cached_blocks,
             usage.num_held_blocks,
-            usage.num_limbo_blocks,
+            usage.num_retired_blocks,
             usage.num_reserved_blocks,
         )
-        assert min(parts) >= 0, f"{usage.tier.value}: a negative count"
-        assert sum(parts) == usage.num_blocks, f"{usage.tier.value}: blocks are not conserved"
+        assert min(parts) >= 0, f"{_NAMES[usage.tier]}: a negative count"
+        assert sum(parts) == usage.num_blocks, f"{_NAMES[usage.tier]}: blocks are not conserved"

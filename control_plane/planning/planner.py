@@ -1,50 +1,33 @@
-"""From a step's operations to one plan: table changes, transfers, rows.
+"""From a step's operations to one plan: table changes, transfers, spans.
 
-Check, count, then change: everything of an operation that can fail is checked, and the blocks it
-needs are counted, before its first change. So an operation that fails has changed nothing.
+Check, count, then change: everything of an item that can fail is checked, and the blocks it needs
+are counted, before its first change. So an item that fails has changed nothing.
 
-    operation ──checks──► counts blocks ──room?──► blocks change ──► changes, transfers, rows
-                  │                        │
-                  └─ FAILED (typed error)  └─ LATER, NEVER (shortage)
+    item ──checks──► counts blocks ──room?──► blocks change ──► changes, transfers, spans
+               │                       │
+               └─ FAILED (typed error) └─ LATER, NEVER (shortage)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Operations
 from typing import Final
 
-from control_plane.blocks.block_store import BlockStore
 from control_plane.planning import checks
-from control_plane.planning.model import (
-    Admit,
-    AdmitResult,
-    Append,
-    AppendResult,
-    BlockRef,
-    Done,
-    DropTable,
-    Fork,
-    ForkResult,
-    ForkTable,
-    Free,
-    FreeResult,
-    Operation,
-    OperationResult,
-    Plan,
-    Row,
-    SetBlocks,
-    Shortage,
-    Status,
-    SwapIn,
-    SwapInResult,
-    SwapOut,
-    SwapOutResult,
-    TableChange,
-    Tier,
-    Transfer,
+from control_plane.planning.append import append
+from control_plane.planning.draft import Draft
+from control_plane.planning.failures import Failures
+from control_plane.planning.publish import expect_publication, publish
+from control_plane.planning.room import (
+    NoRoom,
+    require_fits,
+    require_room,
+    require_room_to_admit,
 )
-from control_plane.planning.publish import expect_publication, publish, root_of
 from control_plane.planning.sequence import Sequence
-from control_plane.planning.session import PlanRecord, Session
+from control_plane.planning.session import Session
+from kvplane import columns
+from kvplane.columns import INT32, INT64
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
@@ -53,273 +36,226 @@ from kvplane.errors import (
     SequenceExistsError,
     SequenceSwappedError,
 )
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
 
-_KINDS: Final[dict[type[Operation], str]] = {
-    Admit: "admit",
-    Append: "append",
-    Fork: "fork",
-    Free: "free",
-    SwapOut: "swap_out",
-    SwapIn: "swap_in",
-}
-# Looked up once: a member of an enum costs more to get than to use.
-_OK: Final = Status.OK
-_DEVICE: Final = Tier.DEVICE
-_OTHER: Final = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DEVICE}
+_DEVICE: Final = tpb.TIER_DEVICE
+_HOST: Final = tpb.TIER_HOST
+_TIER_NAMES: Final = {_DEVICE: "device", _HOST: "host"}
 
 
-class NoRoom(Exception):
-    """An operation is LATER or NEVER."""
+def num_items(operations: Operations[cpb.Operation]) -> int:
+    """Items of all operations, from the bytes of their columns; each operation counts as one at
+    least, and a swap as the sequences that it moves.
+    """
+    num = 0
+    for operation in operations:
+        kind = operation.WhichOneof("operation")
+        ids = b"" if kind in (None, "admit") else getattr(operation, kind).sequence_ids
+        num += max(1, columns.count(INT64, ids))
+    return num
 
-    def __init__(self, status: Status, shortage: Shortage) -> None:
-        super().__init__(status)
-        self.result = OperationResult(status, shortage=shortage)
+
+def may_plan(operation: cpb.Operation) -> bool:
+    """Whether the operation can change what the data plane knows: all but an Append of tokens
+    alone.
+    """
+    is_append = operation.WhichOneof("operation") == "append"
+    return not is_append or bool(operation.append.num_slots.strip(b"\0"))
 
 
 class Planner:
-    """Runs the operations of one step and collects its plan."""
+    """Runs the operations of one step."""
 
-    def __init__(
-        self, session: Session, number: int, *, incarnation: int, max_sequences: int
-    ) -> None:
+    def __init__(self, session: Session, draft: Draft, *, max_sequences: int) -> None:
         self._session = session
-        self._incarnation = incarnation
         self._pool = session.pool
-        self._device = session.pool.device
-        self._block_size = session.pool.block_size
-        self._number = number
+        self._draft = draft
         self._max_sequences = max_sequences
-        self._changes: list[TableChange] = []
-        self._transfers: list[Transfer] = []
-        self._rows: dict[int, Row] = {}
-        self._touched: list[Sequence] = []
-        self._pins: list[tuple[BlockStore, int]] = []
-        # Destinations of this step's transfers. They are not allocated twice in one plan.
-        self._destinations: set[tuple[Tier, int]] = set()
-        self._kept: list[tuple[BlockStore, int]] = []
-        # Allocated by this step.
-        self._fresh: dict[Tier, set[int]] = {tier: set() for tier in Tier}
 
-    def run(self, index: int, operation: Operation) -> OperationResult:
-        """Do one operation, or nothing. ``index`` is its place in the step, for messages."""
+    def run(self, index: int, operation: cpb.Operation) -> cpb.OperationResult:
+        """Do the items of an operation that can be done. ``index`` is its place in the step."""
+        kind = operation.WhichOneof("operation")
+        failures = Failures(f"operations[{index}].{kind}" if kind else f"operations[{index}]")
+        result = cpb.OperationResult()
         try:
-            return OperationResult(_OK, self._dispatch(operation))
-        except NoRoom as no_room:
-            return no_room.result
-        except KvplaneError as error:
-            # Operations name fields of their own; where they stand is said only when it matters.
-            field = f"operations[{index}].{_KINDS[type(operation)]}.{error.field}"
-            return OperationResult(
-                Status.FAILED,
-                error=type(error)(error.message, field=field, retry_delay_s=error.retry_delay_s),
-            )
-
-    def finish(self) -> tuple[Plan, PlanRecord] | None:
-        """The plan and what to remember of it, or None when there is nothing to carry out."""
-        for tier, block in self._kept:
-            tier.unpin([block])
-        session = self._session
-        resync = session.resync_due
-        changes, transfers = self._changes, self._transfers
-        if resync:
-            changes, transfers = self._whole_tables()
-        elif not (changes or transfers or self._rows):
-            return None
-        plan = Plan(
-            pool_id=self._pool.id,
-            shard_epochs=self._pool.epochs,
-            incarnation=self._incarnation,
-            session_id=session.id,
-            number=self._number,
-            previous=session.last_plan,
-            resync=resync,
-            changes=tuple(changes),
-            transfers=tuple(transfers),
-            rows=tuple(self._rows.values()),
-        )
-        record = PlanRecord(self._number, b"", self._touched, self._transfers, self._pins)
-        return plan, record
+            match kind:
+                case "append":
+                    result.append.CopyFrom(append(self._draft, operation.append, failures))
+                case "admit":
+                    result.admit.CopyFrom(self._admit(operation.admit))
+                case "fork":
+                    result.fork.CopyFrom(self._fork(operation.fork, failures))
+                case "free":
+                    result.free.CopyFrom(self._free(operation.free, failures))
+                case "swap_out":
+                    result.swap_out.CopyFrom(self._swap_out(operation.swap_out))
+                case "swap_in":
+                    result.swap_in.CopyFrom(self._swap_in(operation.swap_in))
+                case _:
+                    raise InvalidRequestError("names no operation that is known here")
+        except (NoRoom, KvplaneError) as error:
+            failures.add(error)
+        result.failures.extend(failures.items)
+        return result
 
     # Operations
 
-    def _dispatch(self, operation: Operation) -> Done:
-        match operation:
-            case Append():
-                return self._append(operation)
-            case Admit():
-                return self._admit(operation)
-            case Fork():
-                return self._fork(operation)
-            case Free():
-                return self._free(operation)
-            case SwapOut():
-                return self._swap_out(operation)
-            case SwapIn():
-                return self._swap_in(operation)
-
-    def _admit(self, operation: Admit) -> AdmitResult:
-        session, pool = self._session, self._pool
-        self._check_new_sequence(operation.sequence_id, "sequence_id")
-        checks.token_ids(operation.token_ids, at_least=1, field="token_ids")
-        checks.count(operation.max_total_tokens, field="max_total_tokens")
-        checks.count(operation.num_compute_tokens or 0, field="num_compute_tokens")
-        num_tokens = len(operation.token_ids) // 4
+    def _admit(self, message: cpb.Admit) -> cpb.AdmitResult:
+        session, pool, draft = self._session, self._pool, self._draft
+        token_ids = message.token_ids
+        self._check_new_sequence(message.sequence_id, "sequence_id")
+        checks.token_ids(token_ids, at_least=1, field="token_ids")
+        checks.count(message.max_total_tokens, field="max_total_tokens")
+        checks.count(message.num_compute_tokens, field="num_compute_tokens")
+        num_tokens = len(token_ids) // 4
         num_blocks = checks.div_ceil(num_tokens, pool.block_size)
-        need = max(num_blocks, checks.div_ceil(operation.max_total_tokens, pool.block_size))
-        self._require_fits(need)
+        need = max(num_blocks, checks.div_ceil(message.max_total_tokens, pool.block_size))
+        require_fits(pool, need)
         hits: list[int] = []
-        if not operation.skip_prefix_lookup:
-            hits = pool.device.index.match(root_of(session.tenant), operation.token_ids)
-        hits, copies_last = self._require_room_to_admit(need, num_blocks, num_tokens, hits)
+        if not message.skip_prefix_lookup:
+            hits = pool.device.index.match(session.root, token_ids)
+        hits, copies_last = require_room_to_admit(session, need, num_blocks, num_tokens, hits)
 
         num_cached = min(len(hits) * pool.block_size, num_tokens - 1)
-        sequence = Sequence(operation.sequence_id, operation.token_ids, need)
+        sequence = Sequence(message.sequence_id, draft.number, token_ids, need)
         sequence.num_cached = sequence.num_written = sequence.num_scheduled = num_cached
         sequence.num_published = len(hits)
         if hits:
             sequence.chain = (hits[-1], pool.device.generation[hits[-1]])
         shared = hits[:-1] if copies_last else hits
         session.add(sequence)
-        session.share(Tier.DEVICE, hits)
-        fresh = self._allocate(Tier.DEVICE, num_blocks - len(shared))
-        sequence.table = shared + fresh
+        session.share(_DEVICE, hits)
+        new = draft.allocate(_DEVICE, num_blocks - len(shared))
+        sequence.table = shared + new
         if copies_last:
             # The whole prompt is cached. Its last token is computed again, and what it writes is
             # never a published block.
-            self._transfer(Tier.DEVICE, hits[-1], Tier.DEVICE, fresh[0])
+            draft.transfer(_DEVICE, hits[-1], _DEVICE, new[0])
             pool.counters.num_copies_on_write += 1
-            self._release(Tier.DEVICE, [hits[-1]])
-        self._set(sequence, 0, (False,) * len(shared) + (True,) * len(fresh))
+            draft.release(_DEVICE, [hits[-1]])
+        draft.set(sequence, 0, bytes(len(shared)) + b"\1" * len(new))
         num_compute = num_tokens - num_cached
-        if operation.num_compute_tokens is not None:
-            num_compute = min(num_compute, operation.num_compute_tokens)
-        self._row(sequence, num_compute)
-        if not operation.skip_prefix_lookup:
+        if message.HasField("num_compute_tokens"):
+            num_compute = min(num_compute, message.num_compute_tokens)
+        draft.span(sequence, num_compute)
+        if not message.skip_prefix_lookup:
             pool.counters.num_lookup_tokens += num_tokens
             pool.counters.num_hit_tokens += num_cached
-        return AdmitResult(num_cached, num_blocks, num_compute)
+        return cpb.AdmitResult(
+            num_cached_tokens=num_cached, num_blocks=num_blocks, num_scheduled_tokens=num_compute
+        )
 
-    def _append(self, operation: Append) -> AppendResult:
-        num_slots, token_ids = operation.num_slots, operation.token_ids
-        sequence = self._session.sequence(operation.sequence_id, field="sequence_id")
-        if token_ids:
-            checks.token_ids(token_ids, field="token_ids")
-        checks.count(num_slots, field="num_slots")
-        if sequence.tier is not _DEVICE:
-            raise SequenceSwappedError(
-                f"sequence {sequence.id} is on the host tier", field="sequence_id"
-            )
-        if num_slots and sequence.id in self._rows:
-            raise InvalidRequestError(
-                f"sequence {sequence.id} computes in this step already", field="num_slots"
-            )
-        table, block_size = sequence.table, self._block_size
-        first = sequence.num_scheduled
-        end = first + num_slots
-        num_known = sequence.num_tokens + len(token_ids) // 4
-        self._require_fits(checks.div_ceil(end if end > num_known else num_known, block_size))
-        end_block = checks.div_ceil(end, block_size)
-        num_grown = end_block - len(table)
-        unwritable: list[int] = []
-        if num_slots:
-            is_writable = self._device.is_writable
-            for i in range(first // block_size, end_block if num_grown <= 0 else len(table)):
-                if not is_writable(table[i]):
-                    unwritable.append(i)
-        if unwritable or num_grown > 0:
-            self._require_room(Tier.DEVICE, len(unwritable) + max(0, num_grown))
+    def _fork(self, message: cpb.Fork, failures: Failures) -> cpb.ForkResult:
+        ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
+        parents = columns.read(
+            INT64, message.parent_sequence_ids, "parent_sequence_ids", length=len(ids)
+        )
+        num_blocks = columns.zeros(INT32, len(ids))
+        for item, (parent_id, sequence_id) in enumerate(zip(parents, ids, strict=True)):
+            try:
+                num_blocks[item] = self._fork_one(parent_id, sequence_id)
+            except KvplaneError as error:
+                failures.add(error, item)
+        return cpb.ForkResult(num_blocks=columns.pack(INT32, num_blocks))
 
-        sequence.tokens += token_ids
-        for i in unwritable:
-            self._copy_on_write(sequence, i, first)
-        if num_grown > 0:
-            table += self._allocate(Tier.DEVICE, num_grown)
-            self._set(sequence, len(table) - num_grown, (True,) * num_grown)
-        self._row(sequence, num_slots)
-        return AppendResult(first, len(table))
-
-    def _fork(self, operation: Fork) -> ForkResult:
-        session = self._session
-        parent = session.sequence(operation.parent_sequence_id, field="parent_sequence_id")
-        self._check_new_sequence(operation.sequence_id, "sequence_id")
-        self._check_idle(parent, "parent_sequence_id")
-        child = parent.fork(operation.sequence_id)
+    def _fork_one(self, parent_id: int, sequence_id: int) -> int:
+        session, draft = self._session, self._draft
+        parent = session.sequence(parent_id, field="parent_sequence_ids")
+        self._check_new_sequence(sequence_id, "sequence_ids")
+        self._check_idle(parent, "parent_sequence_ids")
+        child = parent.fork(sequence_id, draft.number)
         session.share(child.tier, child.table)
         session.add(child)
         if child.resident:
-            self._changes.append(ForkTable(child.id, parent.id, len(child.table)))
+            draft.changes.fork(child.id, parent.id, len(child.table))
         # Receipts of what the parent waits for are the child's too.
-        self._touched.append(child)
+        draft.touched.append(child)
         for record in session.plans.values():
             record.touched.append(child)
-        return ForkResult(len(child.table))
+        return len(child.table)
 
-    def _free(self, operation: Free) -> FreeResult:
-        sequence = self._session.sequence(operation.sequence_id, field="sequence_id")
-        self._check_idle(sequence, "sequence_id")
+    def _free(self, message: cpb.Free, failures: Failures) -> cpb.FreeResult:
+        ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
+        num_released = columns.zeros(INT32, len(ids))
+        for item, sequence_id in enumerate(ids):
+            try:
+                num_released[item] = self._free_one(sequence_id)
+            except KvplaneError as error:
+                failures.add(error, item)
+        return cpb.FreeResult(num_released_blocks=columns.pack(INT32, num_released))
+
+    def _free_one(self, sequence_id: int) -> int:
+        session, draft = self._session, self._draft
+        sequence = session.sequence(sequence_id, field="sequence_ids")
+        self._check_idle(sequence, "sequence_ids")
         # Tokens may have become known since the last receipt.
-        self._pool.announce(self._session.tenant, publish(self._session, sequence))
-        num_released = self._release(sequence.tier, sequence.table)
-        if not expect_publication(self._session, sequence):
+        self._pool.announce(session.root, publish(session, sequence))
+        num_released = draft.release(sequence.tier, sequence.table)
+        if not expect_publication(session, sequence):
             sequence.table = []
-        self._session.remove(sequence)
+        session.remove(sequence)
         if sequence.resident:
-            self._changes.append(DropTable(sequence.id))
-        return FreeResult(num_released)
+            draft.changes.drop(sequence.id)
+        return num_released
 
-    def _swap_out(self, operation: SwapOut) -> SwapOutResult:
-        num_blocks = self._swap(operation.sequence_ids, Tier.DEVICE)
+    def _swap_out(self, message: cpb.SwapOut) -> cpb.SwapResult:
+        num_blocks = self._swap(message.sequence_ids, _DEVICE, _HOST)
         self._pool.counters.num_swapped_out_blocks += num_blocks
-        return SwapOutResult(num_blocks)
+        return cpb.SwapResult(num_blocks=num_blocks)
 
-    def _swap_in(self, operation: SwapIn) -> SwapInResult:
-        num_blocks = self._swap(operation.sequence_ids, Tier.HOST)
+    def _swap_in(self, message: cpb.SwapIn) -> cpb.SwapResult:
+        num_blocks = self._swap(message.sequence_ids, _HOST, _DEVICE)
         self._pool.counters.num_swapped_in_blocks += num_blocks
-        return SwapInResult(num_blocks)
+        return cpb.SwapResult(num_blocks=num_blocks)
 
-    def _swap(self, sequence_ids: tuple[int, ...], source: Tier) -> int:
-        """Move sequences out of ``source``; returns how many blocks are copied."""
-        session = self._session
-        if not sequence_ids or len(set(sequence_ids)) != len(sequence_ids):
+    def _swap(self, column: bytes, source: tpb.Tier, destination: tpb.Tier) -> int:
+        """Move sequences between the tiers; returns how many blocks are copied."""
+        ids = columns.read(INT64, column, "sequence_ids")
+        if not ids or len(set(ids)) != len(ids):
             raise InvalidRequestError("must be at least one, and distinct", field="sequence_ids")
         sequences = []
-        for i, sequence_id in enumerate(sequence_ids):
-            sequence = session.sequence(sequence_id, field=f"sequence_ids[{i}]")
-            self._check_idle(sequence, f"sequence_ids[{i}]")
-            if sequence.tier is not source:
+        for i, sequence_id in enumerate(ids):
+            field = f"sequence_ids[{i}]"
+            sequence = self._session.sequence(sequence_id, field=field)
+            self._check_idle(sequence, field)
+            if sequence.tier != source:
                 raise SequenceSwappedError(
-                    f"sequence {sequence_id} is on the {sequence.tier.value} tier",
-                    field=f"sequence_ids[{i}]",
+                    f"sequence {sequence_id} is on the {_TIER_NAMES[sequence.tier]} tier already",
+                    field=field,
                 )
             sequences.append(sequence)
         blocks = list(dict.fromkeys(block for sequence in sequences for block in sequence.table))
-        destination = _OTHER[source]
-        self._require_fits(len(blocks), destination)
-        self._require_room(destination, len(blocks))
+        require_fits(self._pool, len(blocks), destination)
+        require_room(self._session, destination, len(blocks))
         self._move(sequences, blocks, source, destination)
         return len(blocks)
 
     def _move(
-        self, sequences: list[Sequence], blocks: list[int], source: Tier, destination: Tier
+        self,
+        sequences: list[Sequence],
+        blocks: list[int],
+        source: tpb.Tier,
+        destination: tpb.Tier,
     ) -> None:
         """Copy ``blocks`` to the other tier, and let the sequences' tables refer to the copies."""
-        session = self._session
-        copies = dict(zip(blocks, self._allocate(destination, len(blocks)), strict=True))
+        session, draft = self._session, self._draft
+        copies = dict(zip(blocks, draft.allocate(destination, len(blocks)), strict=True))
         for block, copy in copies.items():
-            self._transfer(source, block, destination, copy)
+            draft.transfer(source, block, destination, copy)
         used: set[int] = set()
         for sequence in sequences:
             table = [copies[block] for block in sequence.table]
             session.share(destination, [copy for copy in table if copy in used])
-            fresh = tuple(copy not in used for copy in table)
+            allocated = bytes(copy not in used for copy in table)
             used.update(table)
-            self._release(source, sequence.table)
+            draft.release(source, sequence.table)
             sequence.table, sequence.tier = table, destination
-            sequence.moved_by = self._number
+            sequence.moved_by = draft.number
             sequence.unpublish()
-            self._touched.append(sequence)
+            draft.touched.append(sequence)
             if table:
-                self._set(sequence, 0, fresh, replace=True)
+                draft.set(sequence, 0, allocated, replace=True)
 
     # Checks, before the first change
 
@@ -328,134 +264,12 @@ class Planner:
         if sequence_id in self._session.sequences:
             raise SequenceExistsError(f"sequence {sequence_id} is live", field=field)
         if len(self._session.sequences) >= self._max_sequences:
-            raise QuotaExceededError(f"{self._max_sequences} sequences are live", field=field)
+            raise QuotaExceededError(
+                f"{self._max_sequences} sequences are live: free one first", field=field
+            )
 
     def _check_idle(self, sequence: Sequence, field: str) -> None:
-        if sequence.id in self._rows:
-            raise SequenceBusyError(f"sequence {sequence.id} computes in this step", field=field)
-
-    def _require_fits(self, num_blocks: int, tier: Tier = _DEVICE) -> None:
-        """NEVER when the tier is smaller than that."""
-        if num_blocks > self._pool.tiers[tier].num_blocks:
-            raise self._no_room(Status.NEVER, tier, num_blocks)
-
-    def _require_room(self, tier: Tier, num_blocks: int) -> None:
-        """LATER when the session can not have so many blocks now."""
-        if num_blocks > self._pool.num_available(self._session.id, tier):
-            raise self._no_room(Status.LATER, tier, num_blocks)
-
-    def _require_room_to_admit(
-        self, need: int, num_blocks: int, num_tokens: int, hits: list[int]
-    ) -> tuple[list[int], bool]:
-        """LATER when there is no room. Else the hits to use, and whether the last is copied.
-
-        When all tokens are cached, the last one is still computed, into a copy of its block. Where
-        there is no room for original and copy, that block is computed anew instead.
-        """
-        session, pool = self._session, self._pool
-        num_guaranteed = pool.reservations.num_guaranteed_with(session.id, need)
-        if num_guaranteed > pool.device.num_blocks:
-            raise self._no_room(Status.LATER, Tier.DEVICE, need)
-        num_available = pool.num_available(session.id, Tier.DEVICE) - pool.num_watermark_blocks()
-        copies_last = len(hits) * pool.block_size == num_tokens
-        while True:
-            num_needed = num_blocks - len(hits) + copies_last
-            num_needed += pool.device.num_obtainable_of(hits, session.id)
-            if num_needed <= num_available:
-                return hits, copies_last
-            if not copies_last:
-                raise self._no_room(
-                    Status.LATER, Tier.DEVICE, num_needed, pool.num_watermark_blocks()
-                )
-            hits, copies_last = hits[:-1], False
-
-    def _no_room(
-        self, status: Status, tier: Tier, num_needed: int, num_left_free: int = 0
-    ) -> NoRoom:
-        num_available = self._pool.num_available(self._session.id, tier) - num_left_free
-        num_pending = self._pool.tiers[tier].num_pending(self._session.id)
-        return NoRoom(status, Shortage(tier, num_needed, max(0, num_available), num_pending))
-
-    # Changes, none of which fails
-
-    def _allocate(self, tier: Tier, num_blocks: int) -> list[int]:
-        blocks = self._session.allocate(tier, num_blocks)
-        self._fresh[tier].update(blocks)
-        return blocks
-
-    def _release(self, tier: Tier, table: list[int]) -> int:
-        """A table less refers to these; returns how many blocks no table refers to now."""
-        store = self._pool.tiers[tier]
-        for block in table if self._destinations else ():
-            if (tier, block) in self._destinations and store.ref_count[block] == 1:
-                # A later operation of this step must not allocate it: two transfers of one plan
-                # would write two generations of one block.
-                store.pin(block)
-                self._kept.append((store, block))
-        return self._session.release(tier, table[::-1], self._number)
-
-    def _copy_on_write(self, sequence: Sequence, index: int, first_position: int) -> None:
-        """Put a block of its own at ``index``, with what stands before ``first_position``."""
-        old = sequence.table[index]
-        new = self._allocate(Tier.DEVICE, 1)[0]
-        if index * self._pool.block_size < first_position:
-            self._transfer(Tier.DEVICE, old, Tier.DEVICE, new)
-            self._pool.counters.num_copies_on_write += 1
-        sequence.table[index] = new
-        self._set(sequence, index, (True,))
-        self._release(Tier.DEVICE, [old])
-
-    def _transfer(self, source: Tier, block: int, destination: Tier, copy: int) -> None:
-        """Copy a block; it is pinned until the plan has run, so that the plan can run again."""
-        source_tier = self._pool.tiers[source]
-        source_tier.pin(block)
-        self._pins.append((source_tier, block))
-        self._destinations.add((destination, copy))
-        self._transfers.append(
-            Transfer(self._pool.ref(source, block), self._pool.ref(destination, copy))
-        )
-
-    def _set(
-        self, sequence: Sequence, first: int, fresh: tuple[bool, ...], *, replace: bool = False
-    ) -> None:
-        """Tell the data plane of the table entries from ``first`` on, as many as ``fresh`` has."""
-        blocks = self._pool.refs(sequence.tier, sequence.table[first : first + len(fresh)])
-        self._changes.append(SetBlocks(sequence.id, first, blocks, fresh, replace))
-        sequence.resident = True
-
-    def _row(self, sequence: Sequence, num_tokens: int) -> None:
-        """The plan computes the next ``num_tokens`` positions of the sequence."""
-        if not num_tokens:
-            return
-        first = sequence.num_scheduled
-        sequence.num_scheduled += num_tokens
-        sequence.pending.append((self._number, sequence.num_scheduled))
-        self._rows[sequence.id] = Row(sequence.id, first, num_tokens)
-        self._touched.append(sequence)
-
-    # The plan of whole tables
-
-    def _whole_tables(self) -> tuple[list[TableChange], list[Transfer]]:
-        """All tables as they are now, and the transfers that fill blocks of theirs.
-
-        A block that a later operation of this step moved on from is in no table, so the data plane
-        never learns of it: what was copied from there is read from where it came.
-        """
-        session = self._session
-        changes: list[TableChange] = []
-        named: set[BlockRef] = set()
-        for sequence in session.sequences.values():
-            refs = self._pool.refs(sequence.tier, list(sequence.table))
-            fresh = tuple(ref.index in self._fresh[ref.tier] and ref not in named for ref in refs)
-            named.update(refs)
-            sequence.resident = bool(refs)
-            if refs:
-                changes.append(SetBlocks(sequence.id, 0, refs, fresh, replace=True))
-        transfers: list[Transfer] = []
-        origins: dict[BlockRef, BlockRef] = {}
-        for transfer in self._transfers:
-            source = origins.get(transfer.source, transfer.source)
-            origins[transfer.destination] = source
-            if transfer.destination in named:
-                transfers.append(Transfer(source, transfer.destination))
-        return changes, transfers
+        if self._draft.computes(sequence):
+            raise SequenceBusyError(
+                f"sequence {sequence.id} computes in this step: ask in the next", field=field
+            )

@@ -120,7 +120,6 @@ class Pool:
     def announce(self, root: bytes, blocks: list[int]) -> None:
         """Send publications to the shards, of one root, parents before children."""
         if blocks:
-            self.counters.num_publications += len(blocks)
             self.shards.send(publish_messages(self.device, root, blocks))
 
     def missed(self, shard_index: int) -> list[cpb.RegisterResponse]:

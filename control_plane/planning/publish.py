@@ -10,24 +10,27 @@ all the same, as far as the retired blocks were not allocated again.
 
 from __future__ import annotations
 
+from typing import Final
+
 from control_plane.blocks.prefix_index import NO_BLOCK
-from control_plane.planning.model import Tier
 from control_plane.planning.sequence import Sequence
 from control_plane.planning.session import Session
+from kvplane.v1 import types_pb2 as tpb
 
-
-def root_of(tenant: str) -> bytes:
-    """The root of a tenant's prefixes: tenants never share any."""
-    return tenant.encode()
+_DEVICE: Final = tpb.TIER_DEVICE
 
 
 def publish(session: Session, sequence: Sequence) -> list[int]:
-    """Let others find what has become complete of the sequence; returns the blocks that are new."""
+    """Let others find what has become complete of the sequence.
+
+    Returns the blocks to announce: those that are new, and published ones that follow a block that
+    took the place of an evicted one, since their parent is another now.
+    """
     pool, device = session.pool, session.pool.device
     num_complete = sequence.num_complete(pool.block_size)
     if (
         num_complete <= sequence.num_published
-        or sequence.tier is not Tier.DEVICE
+        or sequence.tier != _DEVICE
         or sequence.moved_by > session.done
     ):
         return []
@@ -42,14 +45,17 @@ def publish(session: Session, sequence: Sequence) -> list[int]:
         if num_complete <= first:
             return []
     block_bytes = pool.block_size * 4
-    entered, last = device.publish(
-        root_of(session.tenant),
+    entered, refilled, last = device.publish(
+        session.root,
         parent,
         bytes(sequence.tokens[first * block_bytes : num_complete * block_bytes]),
         sequence.table[first:num_complete],
     )
     sequence.num_published, sequence.chain = num_complete, (last, device.generation[last])
-    return entered
+    pool.counters.num_publications += len(entered)
+    if not refilled:
+        return entered
+    return list(dict.fromkeys(entered + device.index.below(refilled)))
 
 
 def expect_publication(session: Session, sequence: Sequence) -> bool:
@@ -59,7 +65,7 @@ def expect_publication(session: Session, sequence: Sequence) -> bool:
     """
     device, size = session.pool.device, session.pool.block_size
     num_complete = min(sequence.num_tokens, sequence.num_scheduled) // size
-    if sequence.tier is not Tier.DEVICE or num_complete <= sequence.num_published:
+    if sequence.tier != _DEVICE or num_complete <= sequence.num_published:
         return False
     sequence.generations = device.generations(sequence.table)
     device.keep(sequence.table[sequence.num_published : num_complete][::-1])

@@ -11,14 +11,23 @@ with their plans.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Final
+
 from control_plane.blocks.prefix_index import NO_BLOCK
-from control_plane.planning.model import SequenceState, Tier
+from kvplane import columns
+from kvplane.columns import INT32, INT64, UINT8
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+
+_DEVICE: Final = tpb.TIER_DEVICE
 
 
 class Sequence:
     """State of a live sequence; what changes it is in the planner."""
 
     __slots__ = (
+        "admitted_by",
         "chain",
         "generations",
         "id",
@@ -35,12 +44,15 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, sequence_id: int, tokens: bytes, need: int) -> None:
+    def __init__(
+        self, sequence_id: int, admitted_by: int, tokens: bytes | bytearray, need: int
+    ) -> None:
         self.id = sequence_id
+        self.admitted_by = admitted_by  # number of the step that admitted or forked it
         self.tokens = bytearray(tokens)
         self.need = need  # device blocks that its session is guaranteed for it
         self.table: list[int] = []
-        self.tier = Tier.DEVICE
+        self.tier: tpb.Tier = _DEVICE
         self.num_cached = 0
         self.num_written = 0
         self.num_scheduled = 0
@@ -64,21 +76,11 @@ class Sequence:
         num_known, num_written = len(self.tokens) // 4, self.num_written
         return (num_written if num_written < num_known else num_known) // block_size
 
-    def state(self) -> SequenceState:
-        """As it is told to callers."""
-        return SequenceState(
-            sequence_id=self.id,
-            num_tokens=self.num_tokens,
-            num_scheduled_tokens=self.num_scheduled,
-            num_written_tokens=self.num_written,
-            num_cached_tokens=self.num_cached,
-            num_blocks=len(self.table),
-            tier=self.tier,
-        )
-
-    def fork(self, sequence_id: int) -> Sequence:
-        """A new sequence that shares the same blocks; the caller counts them."""
-        child = Sequence(sequence_id, bytes(self.tokens), self.need)
+    def fork(self, sequence_id: int, number: int) -> Sequence:
+        """A new sequence, of step ``number``, that shares the same blocks; the caller counts
+        them.
+        """
+        child = Sequence(sequence_id, number, self.tokens, self.need)
         child.table = list(self.table)
         child.tier = self.tier
         child.num_cached = self.num_cached
@@ -111,3 +113,18 @@ class Sequence:
     def unpublish(self) -> None:
         """The table holds other blocks now: publishing begins again at its first."""
         self.num_published, self.chain = 0, (NO_BLOCK, 0)
+
+
+def states(sequences: Iterable[Sequence]) -> cpb.SequenceStates:
+    """As callers see them; by id."""
+    ordered = sorted(sequences, key=lambda sequence: sequence.id)
+    return cpb.SequenceStates(
+        sequence_ids=columns.pack(INT64, [s.id for s in ordered]),
+        admitted_by=columns.pack(INT64, [s.admitted_by for s in ordered]),
+        num_tokens=columns.pack(INT64, [s.num_tokens for s in ordered]),
+        num_scheduled_tokens=columns.pack(INT64, [s.num_scheduled for s in ordered]),
+        num_written_tokens=columns.pack(INT64, [s.num_written for s in ordered]),
+        num_cached_tokens=columns.pack(INT64, [s.num_cached for s in ordered]),
+        num_blocks=columns.pack(INT32, [len(s.table) for s in ordered]),
+        tiers=columns.pack(UINT8, [s.tier for s in ordered]),
+    )

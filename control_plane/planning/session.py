@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from control_plane.blocks.block_store import ENDED, BlockStore
-from control_plane.planning.model import ResyncOutcome, SequenceState, StepOutcome, Tier, Transfer
+from control_plane.planning.numbering import Numbering
+from control_plane.planning.plan_columns import TransferColumns
 from control_plane.planning.pool import Pool
 from control_plane.planning.sequence import Sequence
 from kvplane.errors import KvplaneError, SequenceNotFoundError, SessionNotFoundError
+from kvplane.v1 import types_pb2 as tpb
 
 _MAX_VOIDED: Final = 1024
+_DEVICE: Final = tpb.TIER_DEVICE
 
 
 @dataclass(slots=True)
@@ -25,8 +28,8 @@ class PlanRecord:
 
     number: int
     digest: bytes
-    touched: list[Sequence]  # have rows or transfers in it
-    transfers: list[Transfer]
+    touched: list[Sequence]  # have spans or transfers in it
+    transfers: TransferColumns
     pins: list[tuple[BlockStore, int]]  # transfer sources
 
 
@@ -34,39 +37,49 @@ class Session:
     """State of an open session; what changes it is in the planner, receipts and abort."""
 
     __slots__ = (
-        "_answers",
         "_voided",
-        "client_name",
         "done",
         "expires_at_s",
         "id",
-        "last_number",
         "last_plan",
+        "numbers",
+        "ordinal",
         "plans",
         "pool",
         "receipted",
+        "ref",
         "resync_due",
+        "root",
         "sequences",
         "tenant",
     )
 
     def __init__(
-        self, session_id: int, pool: Pool, tenant: str, client_name: str, expires_at_s: float
+        self,
+        ref: tpb.SessionRef,
+        pool: Pool,
+        *,
+        ordinal: int,
+        tenant: str,
+        root: bytes,
+        num_answers: int,
     ) -> None:
-        self.id = session_id
+        """``root``: of the prefixes that it shares. ``num_answers``: how many it remembers."""
+        self.ref = ref
+        self.id = ref.session_id
         self.pool = pool
+        self.ordinal = ordinal
         self.tenant = tenant
-        self.client_name = client_name
-        self.expires_at_s = expires_at_s
+        self.root = root
+        self.expires_at_s = 0.0
         self.sequences: dict[int, Sequence] = {}
-        self.last_number = 0
+        self.numbers = Numbering(num_answers)
         self.last_plan = 0
         self.plans: dict[int, PlanRecord] = {}
-        self.receipted = [0] * pool.num_shards  # highest plan receipted by each shard
+        self.receipted = [0] * pool.shards.num_shards  # highest plan receipted by each shard
         self.done = 0  # highest plan receipted by all
         self.resync_due = False
         self._voided: deque[int] = deque(maxlen=_MAX_VOIDED)
-        self._answers: OrderedDict[int, tuple[bytes, StepOutcome | ResyncOutcome]] = OrderedDict()
 
     # Sequences
 
@@ -74,7 +87,7 @@ class Session:
         """The live sequence. Raises SequenceNotFoundError naming ``field``."""
         sequence = self.sequences.get(sequence_id)
         if sequence is None:
-            raise SequenceNotFoundError(f"no live sequence {sequence_id}", field=field)
+            raise SequenceNotFoundError(f"sequence {sequence_id} is not live", field=field)
         return sequence
 
     def add(self, sequence: Sequence) -> None:
@@ -87,31 +100,27 @@ class Session:
         del self.sequences[sequence.id]
         self.pool.reservations.remove_sequence(self.id, sequence.need)
 
-    def states(self) -> list[SequenceState]:
-        """Every sequence, by id."""
-        return [self.sequences[i].state() for i in sorted(self.sequences)]
-
     # Blocks
 
-    def allocate(self, tier: Tier, num_blocks: int) -> list[int]:
+    def allocate(self, tier: tpb.Tier, num_blocks: int) -> list[int]:
         """Blocks for a table of the session. The caller has checked that there is room."""
         blocks = self.pool.tiers[tier].allocate(self.id, num_blocks)
-        if tier is Tier.DEVICE:
+        if tier == _DEVICE:
             self.pool.reservations.hold(self.id, blocks)
         return blocks
 
-    def share(self, tier: Tier, blocks: list[int]) -> None:
+    def share(self, tier: tpb.Tier, blocks: list[int]) -> None:
         """One more table of the session refers to each block."""
         self.pool.tiers[tier].share(blocks)
-        if tier is Tier.DEVICE:
+        if tier == _DEVICE:
             self.pool.reservations.hold(self.id, blocks)
 
-    def release(self, tier: Tier, blocks: list[int], plan: int) -> int:
+    def release(self, tier: tpb.Tier, blocks: list[int], plan: int) -> int:
         """One table less refers to each block, tails first, once ``plan`` has run.
 
         Returns how many blocks no table refers to now.
         """
-        if tier is Tier.DEVICE:
+        if tier == _DEVICE:
             self.pool.reservations.release(self.id, blocks)
         return self.pool.tiers[tier].release(blocks, self.id, plan)
 
@@ -130,7 +139,7 @@ class Session:
         for record in self.plans.values():
             self.unpin(record, ENDED)
         self.plans.clear()
-        self.pool.end(self.id)
+        self.pool.end(self.ref, self.ordinal)
 
     # Plans
 
@@ -141,20 +150,6 @@ class Session:
     def is_voided(self, number: int) -> bool:
         """Whether the plan was aborted."""
         return number in self._voided
-
-    # Answers
-
-    def remember(
-        self, number: int, content: bytes, answer: StepOutcome | ResyncOutcome, num_kept: int
-    ) -> None:
-        """Keep an answer for repeats of its step, and the ``num_kept`` before it."""
-        self._answers[number] = (content, answer)
-        while len(self._answers) > num_kept + 1:
-            self._answers.popitem(last=False)
-
-    def remembered(self, number: int) -> tuple[bytes, StepOutcome | ResyncOutcome] | None:
-        """The content of a step and its answer, if it is not too long ago."""
-        return self._answers.get(number)
 
 
 class EndedSessions:
@@ -172,9 +167,17 @@ class EndedSessions:
         while len(self._reasons) > self._max_sessions:
             self._reasons.popitem(last=False)
 
+    def knows(self, session_id: int, tenant: str | None = None) -> bool:
+        """Whether a session of this id, and the tenant's if one is given, ended a while ago."""
+        owner, _ = self._reasons.get(session_id, (None, None))
+        return owner is not None and tenant in (None, owner)
+
     def error(self, session_id: int, tenant: str) -> KvplaneError:
         """What to raise for a session that is not open, or not the tenant's."""
         owner, reason = self._reasons.get(session_id, (tenant, SessionNotFoundError))
         if owner != tenant:
             reason = SessionNotFoundError
-        return reason(f"session {session_id} is not open", field="session_id")
+        return reason(
+            f"session {session_id} is not open: open another and admit its sequences again",
+            field="session.session_id",
+        )

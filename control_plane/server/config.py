@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from control_plane.planning.model import CoreConfig
+from control_plane.planning.config import CoreConfig
 from kvplane.serving.config import ServingConfig, bind_setting, metrics_port_setting
 from kvplane.serving.settings import setting
 
@@ -47,7 +47,7 @@ class ControlPlaneConfig(ServingConfig):
         _CORE.max_sequences, help="Live sequences of a session.", unit="sequences", minimum=1
     )
     max_operations: int = setting(
-        _CORE.max_operations, help="Operations in a step.", unit="operations", minimum=1
+        _CORE.max_operations, help="Items of all operations of a step.", unit="items", minimum=1
     )
     heartbeat_s: float = setting(
         5.0,

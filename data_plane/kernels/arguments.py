@@ -17,8 +17,10 @@ from typing import Any, Final
 
 import torch
 
+from data_plane.memory.pool import MAX_HEAD_SIZE
+from data_plane.memory.upload import upload
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import MAX_HEAD_SIZE
 
 FLOATS: Final = {
     torch.float32: "FLOAT32",
@@ -30,7 +32,6 @@ STORED: Final = FLOATS | FP8
 """Types of pages, by the names that native modules have for them."""
 
 _ANY: Final = None  # in a shape: any extent
-_MAX_FLOAT32: Final = torch.finfo(torch.float32).max
 _PAGES: Final = "[num_blocks, 2, num_kv_heads, block_size, head_size]"
 _POOL: Final = "[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]"
 _HOST: Final = torch.device("cpu")
@@ -85,9 +86,7 @@ class NativeCalls:
         block_tables: torch.Tensor,
         query_starts: torch.Tensor,
         context_lens: torch.Tensor,
-        scale: float,
-        sliding_window_tokens: int,
-        alibi_slopes: torch.Tensor | None,
+        options: AttentionOptions,
     ) -> None:
         """Refuses a batch or an option that does not fit."""
         num_kv_heads, head_size = self._check_pages(pages)
@@ -108,11 +107,12 @@ class NativeCalls:
         wanted = "[num_sequences, max_blocks]"
         integers = (torch.int32, torch.int64)
         self._check("block_tables", block_tables, wanted, (num_sequences, _ANY), integers)
-        if not abs(scale) <= _MAX_FLOAT32:
-            raise InvalidRequestError(f"must be finite in float32, is {scale}", field="scale")
-        check_int("sliding_window_tokens", sliding_window_tokens, 2**31 - 1)
-        if alibi_slopes is not None:
-            self._check("alibi_slopes", alibi_slopes, "[num_heads]", (num_heads,), (torch.float32,))
+        num_slopes = len(options.alibi_slopes)
+        if num_slopes not in (0, num_heads):
+            raise InvalidRequestError(
+                f"must be none or {num_heads}, one a query head, are {num_slopes}",
+                field="options.alibi_slopes",
+            )
 
     def paged_attention(
         self,
@@ -121,9 +121,7 @@ class NativeCalls:
         block_tables: torch.Tensor,
         query_starts: torch.Tensor,
         context_lens: torch.Tensor,
-        scale: float,
-        sliding_window_tokens: int,
-        alibi_slopes: torch.Tensor | None,
+        options: AttentionOptions,
         key_scales: torch.Tensor | None,
         value_scales: torch.Tensor | None,
         out: torch.Tensor,
@@ -138,7 +136,7 @@ class NativeCalls:
             self.check_result("lse", lse, query.shape[:2], torch.float32)
         block_tables, query_starts = block_tables.contiguous(), query_starts.contiguous()
         context_lens = context_lens.contiguous()
-        slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
+        slopes = self._slopes(options)
         self._call(
             "paged_attention",
             query=self._view(query),
@@ -153,8 +151,8 @@ class NativeCalls:
             context_lens=context_lens.data_ptr(),
             num_sequences=context_lens.shape[0],
             alibi_slopes=_address(slopes),
-            scale=scale,
-            sliding_window_tokens=sliding_window_tokens,
+            scale=options.scale or 1.0 / math.sqrt(query.shape[2]),
+            sliding_window_tokens=options.sliding_window_tokens,
             **more,
         )
 
@@ -235,6 +233,12 @@ class NativeCalls:
         dtypes: Mapping[torch.dtype, str] | tuple[torch.dtype, ...],
     ) -> None:
         _check_tensor(name, tensor, wanted, shape, dtypes, (self._device,))
+
+    def _slopes(self, options: AttentionOptions) -> torch.Tensor | None:
+        if not options.alibi_slopes:
+            return None
+        slopes = torch.tensor(options.alibi_slopes, dtype=torch.float32)
+        return slopes if self._device.type == "cpu" else upload([slopes], self._device)[0]
 
     def _view(self, tensor: torch.Tensor) -> Any:
         return self._native.TensorView(

@@ -19,6 +19,7 @@ import torch
 from data_plane.kernels import cpu as kernels
 from data_plane.kernels.cuda import DeviceKernels
 from data_plane.kernels.cuda_streams import CudaRuntime, DeviceStreams, HostStreams, Streams
+from kvplane.attention_options import AttentionOptions
 
 
 class ReshapeAndCache(Protocol):
@@ -47,9 +48,7 @@ class PagedAttention(Protocol):
         query_starts: torch.Tensor,
         context_lens: torch.Tensor,
         *,
-        scale: float,
-        sliding_window_tokens: int,
-        alibi_slopes: torch.Tensor | None,
+        options: AttentionOptions,
         key_scales: torch.Tensor | None,
         value_scales: torch.Tensor | None,
         max_query_len: int,

@@ -11,6 +11,7 @@ from typing import Final, Literal, overload
 import torch
 
 from data_plane.kernels.arguments import NativeCalls, check_int
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 
 try:
@@ -68,9 +69,7 @@ def paged_attention(
     query_starts: torch.Tensor,
     context_lens: torch.Tensor,
     *,
-    scale: float,
-    sliding_window_tokens: int = 0,
-    alibi_slopes: torch.Tensor | None = None,
+    options: AttentionOptions = AttentionOptions(),
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
     num_threads: int = 0,
@@ -86,9 +85,7 @@ def paged_attention(
     query_starts: torch.Tensor,
     context_lens: torch.Tensor,
     *,
-    scale: float,
-    sliding_window_tokens: int = 0,
-    alibi_slopes: torch.Tensor | None = None,
+    options: AttentionOptions = AttentionOptions(),
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
     num_threads: int = 0,
@@ -103,9 +100,7 @@ def paged_attention(
     query_starts: torch.Tensor,
     context_lens: torch.Tensor,
     *,
-    scale: float,
-    sliding_window_tokens: int = 0,
-    alibi_slopes: torch.Tensor | None = None,
+    options: AttentionOptions = AttentionOptions(),
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
     num_threads: int = 0,
@@ -119,9 +114,7 @@ def paged_attention(
     query_starts: int64 [num_sequences + 1], from 0 up to num_tokens; a sequence may have no rows.
     context_lens: int64 [num_sequences], tokens with KV in the pages, this call's own included. Row
         i of query_len has position context_len - query_len + i and sees positions up to its own.
-    scale: factor of the dot products.
-    sliding_window_tokens: a row sees its last that many positions, itself included; 0 = all.
-    alibi_slopes: float32 [num_heads]; slope * (key position - query position) is added to scores.
+    options: with as many alibi_slopes as query has heads, or none.
     key_scales, value_scales: those that fp8 pages were written with.
     num_threads: 0 = as many as torch uses. Not a bit of the result depends on it, nor on what else
         is in the batch.
@@ -137,9 +130,7 @@ def paged_attention(
         block_tables,
         query_starts,
         context_lens,
-        scale,
-        sliding_window_tokens,
-        alibi_slopes,
+        options,
     )
     out = torch.empty(query.shape, dtype=query.dtype)
     lse = torch.empty(query.shape[:2], dtype=torch.float32) if return_lse else None
@@ -149,9 +140,7 @@ def paged_attention(
         block_tables,
         query_starts,
         context_lens,
-        scale,
-        sliding_window_tokens,
-        alibi_slopes,
+        options,
         key_scales,
         value_scales,
         out,

@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from data_plane.kernels.arguments import NativeCalls
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 
 _FAULTS: Final = {
@@ -78,9 +79,7 @@ class DeviceKernels:
         query_starts: torch.Tensor,
         context_lens: torch.Tensor,
         *,
-        scale: float,
-        sliding_window_tokens: int = 0,
-        alibi_slopes: torch.Tensor | None = None,
+        options: AttentionOptions = AttentionOptions(),
         key_scales: torch.Tensor | None = None,
         value_scales: torch.Tensor | None = None,
         max_query_len: int = 0,
@@ -102,16 +101,12 @@ class DeviceKernels:
             block_tables,
             query_starts,
             context_lens,
-            scale,
-            sliding_window_tokens,
-            alibi_slopes,
+            options,
         )
         if out is None:
             out = torch.empty(query.shape, dtype=query.dtype, device=self._device)
         if workspace is None:
-            num_bytes = self.attention_workspace_bytes(
-                query, pages, block_tables, sliding_window_tokens=sliding_window_tokens
-            )
+            num_bytes = self.attention_workspace_bytes(query, pages, block_tables, options)
             workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         self._calls.check_result("workspace", workspace, (None,), torch.uint8)
         with self._stream() as stream:
@@ -121,9 +116,7 @@ class DeviceKernels:
                 block_tables,
                 query_starts,
                 context_lens,
-                scale,
-                sliding_window_tokens,
-                alibi_slopes,
+                options,
                 key_scales,
                 value_scales,
                 out,
@@ -142,15 +135,14 @@ class DeviceKernels:
         query: torch.Tensor,
         pages: torch.Tensor,
         block_tables: torch.Tensor,
-        *,
-        sliding_window_tokens: int = 0,
+        options: AttentionOptions = AttentionOptions(),
     ) -> int:
         """Bytes enough for every batch of these shapes, whatever its lengths."""
         return self._calls.attention_workspace_bytes(
             query,
             pages,
             block_tables,
-            sliding_window_tokens=sliding_window_tokens,
+            sliding_window_tokens=options.sliding_window_tokens,
             split_tokens=self._split_tokens,
         )
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -13,51 +11,21 @@ from data_plane.kernels.backend import KernelSet
 from data_plane.kernels.checks import check_tensor, require
 from data_plane.kernels.scales import layer_scales
 from data_plane.memory.pool import TORCH_DTYPES, Pools
-from data_plane.memory.upload import upload
 from data_plane.plans.attention_batch import Rows
 from data_plane.plans.transfers import Batch
 from data_plane.shard import Shard, only_group
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.v1 import types_pb2 as pb
 
 # Numbers of an element's size, to copy elements of any type as they are.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_FLOAT32_MAX = torch.finfo(torch.float32).max
 _DIRECTIONS = {
     (pb.TIER_DEVICE, pb.TIER_DEVICE): "copy",
     (pb.TIER_DEVICE, pb.TIER_HOST): "swap_out",
     (pb.TIER_HOST, pb.TIER_DEVICE): "swap_in",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """How to attend. ``scale`` 0 means 1 / sqrt(head_size), ``sliding_window_tokens`` 0 means as
-    the layer group says, no ``alibi_slopes`` means no ALiBi.
-    """
-
-    scale: float = 0.0
-    sliding_window_tokens: int = 0
-    alibi_slopes: Sequence[float] = ()
-
-    def check(self, num_heads: int, field: str) -> None:
-        """Raise InvalidRequestError naming the option of ``field`` that is out of range."""
-        require(_is_finite(self.scale), "must be finite in float32", f"{field}.scale")
-        require(
-            0 <= self.sliding_window_tokens < 2**31,
-            "must be 0 or a positive int32",
-            f"{field}.sliding_window_tokens",
-        )
-        slopes = self.alibi_slopes
-        require(len(slopes) in (0, num_heads), "one a query head", f"{field}.alibi_slopes")
-        finite = all(_is_finite(slope) for slope in slopes)
-        require(finite, "must be finite in float32", f"{field}.alibi_slopes")
-
-
-def _is_finite(value: float) -> bool:
-    """As the kernels take it: NaN is not either."""
-    return abs(value) <= _FLOAT32_MAX
 
 
 class Compute:
@@ -90,7 +58,9 @@ class Compute:
         check_tensor(key, shape, self._dtype, self._device, f"{prefix}key")
         check_tensor(value, shape, self._dtype, self._device, f"{prefix}value")
 
-    def check_query(self, rows: Rows, query: torch.Tensor, options: Attention, prefix: str) -> None:
+    def check_query(
+        self, rows: Rows, query: torch.Tensor, options: AttentionOptions, prefix: str
+    ) -> None:
         """Refuse a query that is not [num_tokens, num_heads, head_size], and bad options."""
         num_heads = query.shape[1] if query.dim() == 3 else 0
         shape = (rows.num_tokens, num_heads, self._group.head_size)
@@ -100,7 +70,12 @@ class Compute:
             f"must have a multiple of {self._num_kv_heads} heads",
             f"{prefix}query",
         )
-        options.check(num_heads, f"{prefix}options")
+        num_slopes = len(options.alibi_slopes)
+        require(
+            num_slopes in (0, num_heads),
+            f"must be none or {num_heads}, one a query head, are {num_slopes}",
+            f"{prefix}options.alibi_slopes",
+        )
 
     def transfer(self, batch: Batch) -> None:
         """Start copies or swaps, to run after all that was given before."""
@@ -137,10 +112,9 @@ class Compute:
         self._counters.num_written_tokens += rows.num_tokens
 
     def attend(
-        self, rows: Rows, layer: int, query: torch.Tensor, options: Attention
+        self, rows: Rows, layer: int, query: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         """Attend from all rows in one layer. The output has the query's shape and dtype."""
-        group = self._group
         key_scales, value_scales = self._scales[layer]
         with self._streams.computing():
             output = self._kernels.paged_attention(
@@ -149,9 +123,7 @@ class Compute:
                 rows.block_tables,
                 rows.query_starts,
                 rows.context_lens,
-                scale=options.scale or 1.0 / math.sqrt(group.head_size),
-                sliding_window_tokens=options.sliding_window_tokens or group.sliding_window_tokens,
-                alibi_slopes=self._slopes(options.alibi_slopes),
+                options=options.in_group(self._group.sliding_window_tokens),
                 key_scales=key_scales,
                 value_scales=value_scales,
                 max_query_len=rows.max_tokens,
@@ -212,9 +184,3 @@ class Compute:
                 pages = self._pools.pages(layer).view(bits)
                 pages[block_ids, :, :, offsets] = tokens[first : first + end - begin]
         self._counters.num_written_tokens += (end - begin) * blocks.shape[0]
-
-    def _slopes(self, slopes: Sequence[float]) -> torch.Tensor | None:
-        if not len(slopes):
-            return None
-        of_heads = torch.tensor(slopes, dtype=torch.float32)
-        return of_heads if self._device.type == "cpu" else upload([of_heads], self._device)[0]

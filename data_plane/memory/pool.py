@@ -29,6 +29,8 @@ TORCH_DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
+MAX_HEAD_SIZE = 256
+"""The largest head that the kernels compute with; layouts may name larger ones."""
 TIER_NAMES = {pb.TIER_DEVICE: "device", pb.TIER_HOST: "host"}
 
 
@@ -47,19 +49,27 @@ class Pools:
     ) -> None:
         """Allocate both tiers, which live until ``drain`` has waited for the device.
 
-        Raises InvalidRequestError for counts out of range, and NeverFitsError for a tier that the
-        GPU, or the host beside it, has no room for.
+        Raises InvalidRequestError for counts out of range and for heads that the kernels do not
+        compute with, and NeverFitsError for a tier that the GPU, or the host beside it, has no
+        room for.
         """
         if num_device_blocks < 1:
             raise InvalidRequestError("must be at least 1", field="num_device_blocks")
         if num_host_blocks < 0:
             raise InvalidRequestError("must be at least 0", field="num_host_blocks")
+        head_size = only_group(layout).head_size
+        if head_size > MAX_HEAD_SIZE:
+            raise InvalidRequestError(
+                f"this data plane's kernels compute with heads of up to {MAX_HEAD_SIZE} elements, "
+                f"the layout's have {head_size}",
+                field="layout.groups[0].head_size",
+            )
         page = (
             len(shard.layers(layout)),
             2,
             shard.num_kv_heads,
             layout.block_size_tokens,
-            only_group(layout).head_size,
+            head_size,
         )
         dtype = TORCH_DTYPES[layout.kv_dtype]
         device_shape, host_shape = (num_device_blocks, *page), (num_host_blocks, *page)

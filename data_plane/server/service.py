@@ -17,6 +17,7 @@ from data_plane.executor import Executor
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from data_plane.server.worker_thread import Lane
 from kvplane import protocol
+from kvplane.attention_options import AttentionOptions
 from kvplane.error_codec import to_wire
 from kvplane.errors import InternalError, InvalidRequestError, KvplaneError, PlaneUnavailableError
 from kvplane.serving.streams import RequestStreams
@@ -102,9 +103,10 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     ) -> pb.PagedAttentionResponse:
         def command() -> pb.PagedAttentionResponse:
             query = self._tensor(request.query, "query")
+            options = AttentionOptions.from_proto(request.options, field="options")
             session_id, number = self._start(request)
             output = self._executor.attend(
-                session_id, request.layer, query, plan_number=number, **_options(request.options)
+                session_id, request.layer, query, options=options, plan_number=number
             )
             return pb.PagedAttentionResponse(output=tensor_to_message(output))
 
@@ -236,9 +238,9 @@ class _ExecuteStream:
             query,
             tensor_from_message(request.key, executor.device, field="layer.key"),
             tensor_from_message(request.value, executor.device, field="layer.value"),
+            options=AttentionOptions.from_proto(request.options, field="layer.options"),
             plan_number=self._plan_number,
             field="layer.",
-            **_options(request.options),
         )
         answer = pb.LayerOutput(layer=request.layer)
         if output is not None:
@@ -248,14 +250,6 @@ class _ExecuteStream:
         if receipt is not None:
             answers.append(pb.ExecuteResponse(receipt=receipt))
         return answers
-
-
-def _options(options: pb.AttentionOptions) -> dict[str, Any]:
-    return {
-        "scale": options.scale,
-        "sliding_window_tokens": options.sliding_window_tokens,
-        "alibi_slopes": tuple(options.alibi_slopes),
-    }
 
 
 def _check_group(group: int) -> None:

@@ -14,7 +14,8 @@ const definition = protoLoader.loadSync("kvplane/v1/control.proto", {
   includeDirs: [protos],
   keepCase: true,
   defaults: true, // a field that is 0 is not sent
-  longs: String, // ids are 64 bits wide, JavaScript's numbers 53
+  longs: String, // incarnations are 64 bits wide, JavaScript's numbers 53
+  enums: String,
 });
 const { ControlPlaneService } = grpc.loadPackageDefinition(definition).kvplane.v1;
 const stub = new ControlPlaneService(ADDRESS, grpc.credentials.createInsecure());
@@ -25,11 +26,19 @@ function call(method, request) {
   return promisify(stub[method].bind(stub))(request, new grpc.Metadata(), deadline);
 }
 
-/** Token ids travel as packed little-endian int32 values. */
-function packTokens(tokenIds) {
-  const bytes = Buffer.alloc(4 * tokenIds.length);
-  tokenIds.forEach((token, i) => bytes.writeInt32LE(token, 4 * i));
-  return bytes;
+/** A column is bytes: on a little-endian machine, those of an Int32Array or a BigInt64Array. */
+function column(array) {
+  return Buffer.from(array.buffer, array.byteOffset, array.byteLength);
+}
+function int32(values) {
+  return column(Int32Array.from(values));
+}
+function int64(values) {
+  return column(BigInt64Array.from(values, BigInt));
+}
+/** The elements of an int32 column. A Buffer may begin anywhere in its memory, so it is copied. */
+function fromInt32(bytes) {
+  return new Int32Array(Uint8Array.from(bytes).buffer);
 }
 
 async function main() {
@@ -41,25 +50,55 @@ async function main() {
   const pool = await call("DescribePool", { pool_id: poolIds[0] });
   console.log(`pool ${poolIds[0]}: ${pool.shards.length} shard, ready: ${pool.ready}`);
 
-  const session = await call("OpenSession", {
+  const opened = await call("OpenSession", {
     pool_id: poolIds[0],
-    protocol: { oldest: 1, newest: 1 },
+    protocol: { oldest: 2, newest: 2 },
     layout: { fingerprint: pool.layout.fingerprint },
     client_name: "node example",
   });
-  console.log(`session ${session.session_id}: ${session.num_device_blocks} blocks in the pool`);
+  const { session } = opened; // an incarnation and an id, as strings: it goes with every request
+  console.log(`session ${session.session_id}: ${opened.num_device_blocks} blocks in the pool`);
+
+  let number = 0; // every request that changes the session has the next number
+  async function run(operations) {
+    number += 1;
+    return (await call("RunStep", { step: { session, number, operations } })).result;
+  }
 
   const tokenIds = Array.from({ length: 40 }, (_, i) => i);
-  const admitted = await call("Admit", {
-    session_id: session.session_id,
-    number: 1,
-    operation: { sequence_id: 1, token_ids: packTokens(tokenIds) },
-  });
-  const { num_cached_tokens: cached, num_blocks: blocks } = admitted.result;
-  console.log(`admitted ${tokenIds.length} tokens: ${cached} cached, ${blocks} blocks`);
-  console.log(`the plan for the data plane takes ${admitted.plan.payload.length} bytes`);
+  const admit = {
+    sequence_id: 1,
+    token_ids: int32(tokenIds),
+    num_compute_tokens: 0,
+    max_total_tokens: 48,
+  };
+  const admitted = done(await run([{ admit }])).admit;
+  console.log(`admitted ${tokenIds.length} tokens: ${admitted.num_cached_tokens} cached`);
 
-  await call("CloseSession", { session_id: session.session_id });
+  const first = Number(admitted.num_cached_tokens);
+  const append = {
+    sequence_ids: int64([1]),
+    first_positions: int64([first]),
+    num_slots: int32([tokenIds.length + 1 - first]),
+    num_tokens: int32([1]),
+    token_ids: int32([7]),
+  };
+  const result = await run([{ append }]);
+  const [blocks] = fromInt32(done(result).append.num_blocks);
+  console.log(`appended a token: ${blocks} blocks`);
+  console.log(`the plan for the data plane takes ${result.plan.payload.length} bytes`);
+
+  await call("CloseSession", { session });
+}
+
+/** The one operation's result. An item that was not done has a status and an error or shortage. */
+function done(result) {
+  const [operation] = result.results;
+  for (const { status, error, shortage } of operation.failures) {
+    const short = shortage && `${shortage.num_blocks_needed} blocks needed`;
+    throw new Error(`${status}: ${error?.message ?? short}`);
+  }
+  return operation;
 }
 
 main()

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine import attention, loader
+from kvplane.attention_options import AttentionOptions
 
 LayerScales = dict[int, tuple[float, float]]
 """Scales of keys and values, by layer."""
@@ -47,11 +48,10 @@ class DenseKv:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scale: float,
-        sliding_window_tokens: int,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """Causal attention of [num_tokens, heads, head_size]."""
-        assert sliding_window_tokens == 0
+        assert options.sliding_window_tokens == 0
         seen = self.largest.get(index, (0.0, 0.0))
         self.largest[index] = (
             max(seen[0], float(key.abs().max())),
@@ -66,7 +66,7 @@ class DenseKv:
             key.transpose(0, 1)[None],
             value.transpose(0, 1)[None],
             is_causal=True,
-            scale=scale or None,
+            scale=options.scale or None,
         )
         return output[0].transpose(0, 1)
 

@@ -17,6 +17,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from engine import LLM, SamplingParams
+from kvplane import columns, ops
 from kvplane.errors import REASONS
 from kvplane.protocol import supported
 from kvplane.v1 import control_pb2, control_pb2_grpc, data_pb2
@@ -157,7 +158,7 @@ def usage_is_sound(llm: LLM) -> None:
     for tier in llm.describe_pool().usage.tiers:
         parts = (
             tier.num_free_blocks, tier.num_cached_blocks, tier.num_held_blocks,
-            tier.num_limbo_blocks, tier.num_reserved_blocks,
+            tier.num_retired_blocks, tier.num_reserved_blocks,
         )  # fmt: skip
         assert min(parts) >= 0 and sum(parts) == tier.num_blocks
 
@@ -174,21 +175,23 @@ def test_garbage_gets_a_typed_answer_and_both_planes_go_on(
         opened = stub.OpenSession(
             control_pb2.OpenSessionRequest(pool_id=POOL, protocol=supported(), layout=layout)
         )
-        admitted = stub.Admit(
-            control_pb2.AdmitRequest(
-                session_id=opened.session_id,
-                number=1,
-                operation=control_pb2.Admit(sequence_id=1, token_ids=bytes(4 * 20)),
-            )
+        step = control_pb2.StepRequest(
+            session=opened.session, number=1, operations=[ops.admit(1, [0] * 20)]
         )
+        admitted = stub.RunStep(control_pb2.RunStepRequest(step=step)).result
         good = {
-            "session_id": opened.session_id,
+            "session": opened.session,
             "protocol": supported(),
             "grant": opened.grant,
             "plan": admitted.plan,
             "layer": 0,
             "number": 2,
             "sequence_id": 1,
+            "sequence_ids": columns.pack(columns.INT64, [1]),
+            "first_positions": columns.pack(columns.INT64, [20]),
+            "num_slots": columns.pack(columns.INT32, [1]),
+            "num_tokens": columns.pack(columns.INT32, [1]),
+            "token_ids": columns.pack(columns.INT32, [7]),
         }
         fuzz = Fuzz(method.name, good)
         cls = GetMessageClass(method.input_type)
@@ -197,7 +200,7 @@ def test_garbage_gets_a_typed_answer_and_both_planes_go_on(
                 messages = [fuzz.message(cls).SerializeToString() for _ in range(3)]
                 tell(channel, method, messages)
                 tell(channel, method, [fuzz.garbage(messages[0])])
-        stub.CloseSession(control_pb2.CloseSessionRequest(session_id=opened.session_id))
+        stub.CloseSession(control_pb2.CloseSessionRequest(session=opened.session))
     usage_is_sound(llm)
     (output,) = llm.generate(["still there"], SamplingParams(max_tokens=2, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 2

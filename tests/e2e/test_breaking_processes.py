@@ -36,15 +36,15 @@ def num_held(pool: control_pb2.DescribePoolResponse) -> int:
 
 
 def num_in_use(pool: control_pb2.DescribePoolResponse) -> int:
-    """Blocks held or in limbo. Every block must be in one state."""
+    """Blocks held or retired. Every block must be in one state."""
     for tier in pool.usage.tiers:
         parts = (
             tier.num_free_blocks, tier.num_cached_blocks, tier.num_held_blocks,
-            tier.num_limbo_blocks, tier.num_reserved_blocks,
+            tier.num_retired_blocks, tier.num_reserved_blocks,
         )  # fmt: skip
         assert min(parts) >= 0
         assert sum(parts) == tier.num_blocks
-    return sum(t.num_held_blocks + t.num_limbo_blocks for t in pool.usage.tiers)
+    return sum(t.num_held_blocks + t.num_retired_blocks for t in pool.usage.tiers)
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
@@ -192,7 +192,7 @@ def test_a_killed_embedded_engine_leaves_nothing_held_and_another_takes_its_pool
     wait_until(lambda: is_busy(pair, "embedded"))
     engine.process.kill()
     engine.process.wait()
-    # Its data plane died with it, and can not quit its plans: limbo is where the blocks stay.
+    # Its data plane died with it, and can not receipt its plans: the blocks stay retired.
     wait_until(lambda: num_held(describe(pair, "embedded")) == 0)
     assert Engine(model, pair, tmp_path, *EMBEDDED, pool="embedded").answers() == calm
     assert Engine(model, pair, tmp_path).answers() == calm

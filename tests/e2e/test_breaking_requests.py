@@ -16,6 +16,7 @@ from engine import LLM, SamplingParams
 from kvplane import ControlClient, ops
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
+from kvplane.results import require_done
 from kvplane.v1 import control_pb2
 
 NUM_DEVICE_BLOCKS = 24
@@ -42,7 +43,7 @@ def llm(model: Path, pair: Pair) -> Iterator[LLM]:
 
 def check_nothing_is_held(llm: LLM) -> None:
     for tier in llm.describe_pool().usage.tiers:
-        assert tier.num_held_blocks == tier.num_limbo_blocks == tier.num_reserved_blocks == 0
+        assert tier.num_held_blocks == tier.num_retired_blocks == tier.num_reserved_blocks == 0
         assert tier.num_free_blocks + tier.num_cached_blocks == tier.num_blocks
 
 
@@ -123,15 +124,14 @@ def test_a_full_pool_says_later_and_takes_the_same_prompt_once_something_was_fre
             async with await client.open_session(POOL, layout) as session:
                 admissions = [ops.admit(i, [i] * 40, num_compute_tokens=0) for i in range(1, 10)]
                 results = (await session.step(admissions)).results
-                full = [r.status == control_pb2.OPERATION_STATUS_LATER for r in results]
+                later = control_pb2.OPERATION_STATUS_LATER
+                full = [[f.status for f in r.failures] == [later] for r in results]
                 first = full.index(True)
                 assert first >= NUM_DEVICE_BLOCKS // 3 - 1
                 assert all(full[first:])
-                shortage = results[first].shortage
+                shortage = results[first].failures[0].shortage
                 assert shortage.num_blocks_needed == 3 > shortage.num_blocks_available
-                again = [ops.free(1), admissions[first]]
-                results = (await session.step(again)).results
-                assert [r.status for r in results] == [control_pb2.OPERATION_STATUS_OK] * 2
+                require_done(await session.step([ops.free([1]), admissions[first]]))
 
     asyncio.run(fill())
     llm.generate(["and it serves"], SamplingParams(max_tokens=2, ignore_eos=True))

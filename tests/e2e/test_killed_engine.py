@@ -29,7 +29,7 @@ def describe(pair: Pair) -> control_pb2.DescribePoolResponse:
 
 def num_in_use(pool: control_pb2.DescribePoolResponse) -> int:
     """Blocks, of both tiers, that somebody holds or that wait for somebody's plans."""
-    return sum(tier.num_held_blocks + tier.num_limbo_blocks for tier in pool.usage.tiers)
+    return sum(tier.num_held_blocks + tier.num_retired_blocks for tier in pool.usage.tiers)
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float) -> None:

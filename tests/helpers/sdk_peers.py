@@ -11,9 +11,11 @@ from kvplane.layout import LayerGroup, Layout
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
 from kvplane.v1 import data_pb2 as dpb
-from kvplane.v1.types_pb2 import SignedPayload
+from kvplane.v1.types_pb2 import SessionRef, SignedPayload
 
 LAYOUT = Layout("m", 16, "float32", "float32", (LayerGroup("full", (0, 1, 2), 1, 8),))
+
+SESSION = SessionRef(incarnation=5, session_id=2**53 - 1)
 
 
 class Hangup(Exception):
@@ -22,36 +24,36 @@ class Hangup(Exception):
 
 class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
     """Answers every request with what ``script(request)`` returns, and remembers the requests.
+    A script may return several answers to a request of a stream.
 
     ``streams``: how many Step streams were opened.
     """
 
     def __init__(self, time_to_live_s: float = 30.0) -> None:
         self.requests: list[Any] = []
-        self.renewals: list[int] = []
+        self.renewals: list[SessionRef] = []
         self.streams = 0
         self.script: Callable[[Any], Any] = answer_step
         self._time_to_live_s = time_to_live_s
 
     @property
     def numbers(self) -> list[int]:
-        return [request.number for request in self.requests]
+        return [numbered(request).number for request in self.requests]
 
     async def OpenSession(self, request: cpb.OpenSessionRequest, context: Any) -> Any:
         response = cpb.OpenSessionResponse(
-            session_id=7,
-            protocol_version=1,
+            session=SESSION,
+            protocol_version=2,
             max_plans_in_flight=4,
             grant=payload(b"grant"),
             layout=request.layout,
             num_device_blocks=100,
-            incarnation=5,
         )
         response.time_to_live.FromMilliseconds(int(self._time_to_live_s * 1000))
         return response
 
     async def RenewSession(self, request: cpb.RenewSessionRequest, context: Any) -> Any:
-        self.renewals.append(request.session_id)
+        self.renewals.append(request.session)
         return cpb.RenewSessionResponse()
 
     async def CloseSession(self, request: cpb.CloseSessionRequest, context: Any) -> Any:
@@ -60,12 +62,14 @@ class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
     async def Step(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         self.streams += 1
         async for request in requests:
-            yield await self._answer(request, context)
+            answer = await self._answer(request, context)
+            for response in answer if isinstance(answer, list) else [answer]:
+                yield response
 
-    async def Admit(self, request: cpb.AdmitRequest, context: Any) -> Any:
+    async def Resync(self, request: Any, context: Any) -> Any:
         return await self._answer(request, context)
 
-    Resync = Free = SubmitReceipts = DescribeSequence = DescribePool = Admit
+    RunStep = AbortPlan = SubmitReceipts = DescribeSequence = DescribePool = Resync
 
     async def _answer(self, request: Any, context: Any) -> Any:
         self.requests.append(request)
@@ -73,7 +77,7 @@ class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
 
 
 class ScriptedDataPlane(data_pb2_grpc.DataPlaneServiceServicer):
-    """As ScriptedControlPlane. A script may return several answers to a request of a stream."""
+    """As ScriptedControlPlane; answers to requests of a stream are always lists."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
@@ -81,11 +85,8 @@ class ScriptedDataPlane(data_pb2_grpc.DataPlaneServiceServicer):
 
     @property
     def kinds(self) -> list[str]:
-        """What came on streams, in order; a unary call is "call"."""
-        return [
-            request.WhichOneof("message") if isinstance(request, dpb.ExecuteRequest) else "call"
-            for request in self.requests
-        ]
+        """What came on streams, in order."""
+        return [request.WhichOneof("message") for request in self.requests]
 
     async def Execute(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         async for request in requests:
@@ -93,9 +94,6 @@ class ScriptedDataPlane(data_pb2_grpc.DataPlaneServiceServicer):
                 if isinstance(answer, Exception):
                     await hang_up(context)
                 yield answer
-
-    async def PagedAttention(self, request: dpb.PagedAttentionRequest, context: Any) -> Any:
-        return await self._answer(request, context)
 
     async def _answer(self, request: Any, context: Any) -> Any:
         self.requests.append(request)
@@ -114,25 +112,30 @@ async def hang_up(context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 
 
+def numbered(request: Any) -> Any:
+    """The part of a request that has the number."""
+    return request.step if isinstance(request, cpb.RunStepRequest) else request
+
+
 def answer_step(request: Any) -> Any:
-    """A plan named after the request's number."""
-    if isinstance(request, cpb.AdmitRequest):
-        return cpb.AdmitResponse(plan=plan_of(request.number))
+    """A plan called after the request's number."""
+    plan = plan_of(numbered(request).number)
+    if isinstance(request, cpb.RunStepRequest):
+        return cpb.RunStepResponse(result=cpb.StepResult(plan=plan))
     if isinstance(request, cpb.ResyncRequest):
-        return cpb.ResyncResponse(plan=plan_of(request.number))
+        return cpb.ResyncResponse(plan=plan)
+    if isinstance(request, cpb.AbortPlanRequest):
+        return cpb.AbortPlanResponse()
     if isinstance(request, cpb.SubmitReceiptsRequest):
         return cpb.SubmitReceiptsResponse()
-    result = cpb.StepResult(plan=plan_of(request.number))
-    return cpb.StepResponse(number=request.number, result=result)
+    return cpb.StepResponse(number=request.number, result=cpb.StepResult(plan=plan))
 
 
 def answer_execution(request: Any) -> Any:
     """Layers 0 to 2 of plans of two tokens; a layer's output is its query."""
-    if isinstance(request, dpb.PagedAttentionRequest):
-        return dpb.PagedAttentionResponse(output=request.query)
     kind = request.WhichOneof("message")
     if kind == "open":
-        opened = dpb.ExecutionOpened(protocol_version=1, layers=[0, 1, 2])
+        opened = dpb.ExecutionOpened(protocol_version=2, layers=[0, 1, 2])
         return [dpb.ExecuteResponse(opened=opened)]
     if kind == "plan":
         started = dpb.PlanStarted(plan_number=1, num_tokens=2)

@@ -19,6 +19,7 @@ import torch
 from emulated_build import emulated_module
 
 from data_plane.kernels.cuda import DeviceKernels
+from kvplane.attention_options import AttentionOptions
 
 
 def chosen_backend(*, split_tokens: int = 64) -> DeviceBackend:
@@ -56,9 +57,7 @@ class DeviceBackend:
         query_starts: torch.Tensor,
         context_lens: torch.Tensor,
         *,
-        scale: float,
-        sliding_window_tokens: int = 0,
-        alibi_slopes: torch.Tensor | None = None,
+        options: AttentionOptions = AttentionOptions(),
         key_scales: torch.Tensor | None = None,
         value_scales: torch.Tensor | None = None,
         num_threads: int = 0,
@@ -72,9 +71,7 @@ class DeviceBackend:
             self._there(block_tables),
             self._there(query_starts),
             self._there(context_lens),
-            scale=scale,
-            sliding_window_tokens=sliding_window_tokens,
-            alibi_slopes=self._there_or_none(alibi_slopes),
+            options=options,
             key_scales=self._there_or_none(key_scales),
             value_scales=self._there_or_none(value_scales),
             lse=lse,

@@ -15,6 +15,7 @@ import oracle
 import torch
 
 from data_plane.kernels import cpu as kernels
+from kvplane.attention_options import AttentionOptions
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # of pages only
@@ -64,6 +65,12 @@ class Batch:
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
 
+    @property
+    def options(self) -> AttentionOptions:
+        """How the kernel attends."""
+        slopes = () if self.alibi_slopes is None else tuple(self.alibi_slopes.tolist())
+        return AttentionOptions(self.scale, self.window, slopes)
+
     def write(self) -> None:
         """Puts the keys and values into the pages, by the kernel."""
         kernels.reshape_and_cache(
@@ -83,9 +90,7 @@ class Batch:
             self.block_tables,
             self.query_starts,
             self.context_lens,
-            scale=self.scale,
-            sliding_window_tokens=self.window,
-            alibi_slopes=self.alibi_slopes,
+            options=self.options,
             key_scales=self.key_scales,
             value_scales=self.value_scales,
             num_threads=num_threads,

@@ -39,7 +39,7 @@ def test_a_graph_captured_at_some_lengths_replays_at_others(
             tables,
             starts,
             lens,
-            scale=batch.scale,
+            options=batch.options,
             max_query_len=1,
             out=out,
             lse=lse,

@@ -226,7 +226,7 @@ def test_room_in_the_tables_and_a_known_query_length_do_not_matter(
             tables,
             batch.query_starts,
             batch.context_lens,
-            scale=batch.scale,
+            options=batch.options,
             max_query_len=max_query_len,
         )
         assert_same_bits(out, expected)

@@ -13,6 +13,7 @@ import torch
 from device_backends import DeviceBackend, chosen_backend, in_place_of_the_cpu
 from kernel_cases import Batch, Case, build
 
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 
 
@@ -107,9 +108,9 @@ BAD_BEFORE: dict[str, dict[str, Any]] = {
     "block_tables: must be [2, 3]": {"block_tables": torch.zeros(3, 3, dtype=I64)},
     "query_starts: must be [3]": {"query_starts": torch.tensor([0, 41])},
     "context_lens: must be of": {"context_lens": torch.tensor([20, 41]).int()},
-    "alibi_slopes: must be [4]": {"alibi_slopes": torch.zeros(2)},
-    "scale: must be finite": {"scale": float("nan")},
-    "sliding_window_tokens: must be from 0": {"sliding_window_tokens": -1},
+    "options.alibi_slopes: must be none or 4": {
+        "options": AttentionOptions(alibi_slopes=(0.0,) * 2)
+    },
     "max_query_len: must be at least 0": {"max_query_len": -1},
 }
 
@@ -129,10 +130,10 @@ def test_a_workspace_that_is_too_small_is_refused(backend: DeviceBackend) -> Non
     for num_bytes, fits in ((needed - 1, False), (needed, True)):
         workspace = torch.empty(num_bytes, dtype=torch.uint8, device=backend.device)
         if fits:
-            backend.kernels.paged_attention(*there, scale=1.0, workspace=workspace)
+            backend.kernels.paged_attention(*there, workspace=workspace)
             continue
         with pytest.raises(InvalidRequestError) as caught:
-            backend.kernels.paged_attention(*there, scale=1.0, workspace=workspace)
+            backend.kernels.paged_attention(*there, workspace=workspace)
         assert caught.value.field == "workspace_bytes"
 
 
@@ -152,7 +153,7 @@ def attend(backend: DeviceBackend, batch: Batch, **changed: Any) -> torch.Tensor
         "block_tables": batch.block_tables,
         "query_starts": batch.query_starts,
         "context_lens": batch.context_lens,
-        "scale": 0.25,
+        "options": AttentionOptions(scale=0.25),
     } | changed
     out: torch.Tensor = backend.paged_attention(**arguments)
     return out

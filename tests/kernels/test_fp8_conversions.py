@@ -10,6 +10,7 @@ import torch
 from kernel_cases import FLOATS, FP8, assert_same_bits
 
 from data_plane.kernels import cpu as kernels
+from kvplane.attention_options import AttentionOptions
 
 pytestmark = pytest.mark.usefixtures("every_cpu_isa")
 
@@ -49,7 +50,9 @@ def loaded(codes: torch.Tensor, query_dtype: torch.dtype) -> torch.Tensor:
     query = torch.zeros((1, 1, codes.numel()), dtype=query_dtype)
     one = torch.ones(1, dtype=torch.int64)
     tables, starts = torch.zeros((1, 1), dtype=torch.int64), torch.tensor([0, 1])
-    return kernels.paged_attention(query, pages, tables, starts, one, scale=1.0)[0, 0]
+    return kernels.paged_attention(
+        query, pages, tables, starts, one, options=AttentionOptions(1.0)
+    )[0, 0]
 
 
 def around_every_boundary(dtype: torch.dtype) -> torch.Tensor:
@@ -88,7 +91,7 @@ def test_every_code_is_the_same_number_in_a_key(
         torch.zeros((1, 1), dtype=torch.int64),
         torch.tensor([0, 1]),
         torch.tensor([1]),
-        scale=1.0,
+        options=AttentionOptions(scale=1.0),
         return_lse=True,
     )
     assert lse[0].equal(codes.float())

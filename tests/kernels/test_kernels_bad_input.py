@@ -10,6 +10,7 @@ import torch
 from kernel_cases import Case, assert_same_bits, build
 
 from data_plane.kernels import cpu as kernels
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 
 I64 = torch.int64
@@ -23,7 +24,7 @@ def attention(**changed: Any) -> dict[str, Any]:
         "block_tables": batch.block_tables,
         "query_starts": batch.query_starts,
         "context_lens": batch.context_lens,
-        "scale": 0.25,
+        "options": AttentionOptions(scale=0.25),
     } | changed
 
 
@@ -73,14 +74,11 @@ BAD_ATTENTION: dict[str, dict[str, Any]] = {
     "context_lens[1]: must be at least 3 and below 81": {
         "context_lens": torch.tensor([20, 2**63 - 1])
     },
-    "scale: must be finite": {"scale": float("nan")},
-    "scale: must be finite in float32": {"scale": 1e39},
-    "sliding_window_tokens: must be": {"sliding_window_tokens": -1},
-    "sliding_window_tokens: must": {"sliding_window_tokens": 2**31},
     "num_threads: must be": {"num_threads": -1},
     "num_threads: must": {"num_threads": 100_000},
-    "alibi_slopes: must be of float32": {"alibi_slopes": torch.zeros(4, dtype=torch.float64)},
-    "alibi_slopes: must be [4]": {"alibi_slopes": torch.zeros(2)},
+    "options.alibi_slopes: must be none or 4": {
+        "options": AttentionOptions(alibi_slopes=(0.0,) * 2)
+    },
 }
 
 

@@ -34,7 +34,7 @@ def test_other_threads_run_during_a_kernel() -> None:
     thread = threading.Thread(
         target=kernels.paged_attention,
         args=(query, pages, tables, starts, lens),
-        kwargs={"scale": 0.1, "num_threads": 1},
+        kwargs={"num_threads": 1},
     )
     thread.start()
     turns = 0

@@ -11,7 +11,7 @@ from control_wire import LAYOUT, RawShard
 from flaky_proxy import FlakyProxy
 
 from control_plane.server.server import ControlPlaneServer
-from kvplane import ControlClient, Session, ops
+from kvplane import ControlClient, Session, columns, ops
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -19,21 +19,22 @@ from kvplane.errors import (
     PoolFullError,
     PoolNotFoundError,
     PoolNotReadyError,
+    PositionMismatchError,
     SequenceExistsError,
     SequenceNotFoundError,
     SessionExpiredError,
     SessionNotFoundError,
-    StaleError,
+    StaleIncarnationError,
     StepConflictError,
     TooManyPlansInFlightError,
 )
 from kvplane.layout import LayerGroup, Layout
+from kvplane.protocol import PAYLOAD_VERSION
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 
 StartServer = Callable[..., Awaitable[ControlPlaneServer]]
 POOL = "pool"
-OK = pb.OPERATION_STATUS_OK
 
 
 @pytest.fixture
@@ -52,6 +53,10 @@ async def client(proxy: FlakyProxy) -> AsyncIterator[ControlClient]:
 async def session(client: ControlClient, shard: RawShard) -> AsyncIterator[Session]:
     async with await client.open_session(POOL, LAYOUT, "test") as session:
         yield session
+
+
+def int32(column: bytes) -> list[int]:
+    return columns.read(columns.INT32, column, "column").tolist()
 
 
 async def lose_the_answer(
@@ -91,7 +96,8 @@ async def test_a_session_knows_its_terms(
     control_server: ControlPlaneServer, session: Session
 ) -> None:
     grant = tpb.SessionGrant.FromString(session.grant.payload)
-    assert (grant.session_id, grant.pool_id, grant.tenant) == (session.id, POOL, "default")
+    assert (grant.session, grant.pool_id, grant.tenant) == (session.ref, POOL, "default")
+    assert grant.version == PAYLOAD_VERSION
     assert session.layout == LAYOUT
     assert (session.num_device_blocks, session.num_host_blocks) == (16, 8)
     assert session.max_plans_in_flight == 4
@@ -132,14 +138,29 @@ async def test_a_prompt_is_cached_for_others_once_its_receipt_is_in(
 ) -> None:
     prompt = list(range(20))
     admitted = await session.admit(1, prompt)
-    assert admitted.result.num_scheduled_tokens == 20
+    assert admitted.results[0].admit.num_scheduled_tokens == 20
     assert (await session.lookup_prefix(prompt)).num_cached_tokens == 0
     session.add_receipt(shard.receipt(admitted.plan))
     again = await session.step([ops.admit(2, prompt)])
     assert again.results[0].admit.num_cached_tokens == 16
     assert (await session.describe_sequence(2)).num_cached_tokens == 16
-    tables = [(await session.block_table(i)).tables[0].indices[:2] for i in (1, 2)]
-    assert tables[0] == tables[1]
+    tables = [indices((await session.block_table(i)).tables[0]) for i in (1, 2)]
+    assert tables[0][:2] == tables[1][:2]
+
+
+def indices(blocks: tpb.Blocks) -> list[int]:
+    return int32(blocks.indices)
+
+
+async def test_a_prompt_is_not_cached_for_another_namespace(
+    client: ControlClient, session: Session, shard: RawShard
+) -> None:
+    prompt = list(range(20))
+    session.add_receipt(shard.receipt((await session.admit(1, prompt)).plan))
+    await session.submit_receipts()
+    assert (await session.lookup_prefix(prompt)).num_cached_tokens == 16
+    async with await client.open_session(POOL, LAYOUT, namespace="adapter 3") as other:
+        assert (await other.lookup_prefix(prompt)).num_cached_tokens == 0
 
 
 async def test_operations_run_as_unary_calls_too(session: Session, shard: RawShard) -> None:
@@ -147,14 +168,17 @@ async def test_operations_run_as_unary_calls_too(session: Session, shard: RawSha
         session.add_receipt(shard.receipt(plan))
 
     ran((await session.admit(1, [1] * 12, max_total_tokens=24)).plan)
-    appended = await session.append(1, [2], 1)
-    assert appended.result.first_position == 12
+    with pytest.raises(PositionMismatchError) as caught:
+        await session.append(1, [2], 1, first_position=11)
+    assert caught.value.field == "operations[0].append.first_positions[0]"
+    appended = await session.append(1, [2], 1, first_position=12)
+    assert int32(appended.results[0].append.num_blocks) == [2]
     ran(appended.plan)
     forked = await session.fork(1, 2)
-    assert forked.result.num_blocks == 2
+    assert int32(forked.results[0].fork.num_blocks) == [2]
     ran(forked.plan)
     swapped = await session.swap_out([1, 2])
-    assert swapped.result.num_blocks == 2
+    assert swapped.results[0].swap_out.num_blocks == 2
     ran(swapped.plan)
     ran((await session.swap_in([1, 2])).plan)
     await session.free(1)
@@ -167,24 +191,26 @@ async def test_what_there_is_no_room_for_is_told_apart_from_what_never_fits(
     session: Session,
 ) -> None:
     await session.admit(1, [1] * 100)
-    with pytest.raises(PoolFullError):
+    with pytest.raises(PoolFullError) as full:
         await session.admit(2, [2] * 100)
+    assert full.value.retry_delay_s is not None
     with pytest.raises(NeverFitsError):
         await session.admit(2, [2] * 1000)
     with pytest.raises(SequenceExistsError):
         await session.admit(1, [1])
     with pytest.raises(InvalidRequestError) as caught:
         await session.admit(3, [])
-    assert caught.value.field == "operation.token_ids"
-    assert session.last_number == 1
+    assert caught.value.field == "operations[0].admit.token_ids"
 
 
 async def test_plans_in_flight_are_bounded(session: Session, shard: RawShard) -> None:
     plans = [(await session.admit(i, [i] * 4)).plan for i in range(1, 5)]
     with pytest.raises(TooManyPlansInFlightError):
         await session.admit(5, [5])
+    assert session.last_number == 5
     session.add_receipt(shard.receipt(plans[0]))
     await session.admit(5, [5])
+    assert session.last_number == 6
 
 
 async def test_a_step_whose_answer_is_lost_runs_once(
@@ -196,7 +222,7 @@ async def test_a_step_whose_answer_is_lost_runs_once(
     step = session.step([ops.admit(1, [1] * 20)])
     result = await lose_the_answer(control_server, client, proxy, step)
     assert isinstance(result, pb.StepResult)
-    assert result.results[0].status == OK
+    assert not result.results[0].failures
     assert tpb.Plan.FromString(result.plan.payload).number == session.last_number == 1
     assert proxy.num_connections == 2
 
@@ -208,7 +234,7 @@ async def test_a_unary_call_whose_answer_is_lost_runs_once(
     session: Session,
 ) -> None:
     admitted = await lose_the_answer(control_server, client, proxy, session.admit(1, [1] * 20))
-    assert isinstance(admitted, pb.AdmitResponse)
+    assert isinstance(admitted, pb.StepResult)
     assert tpb.Plan.FromString(admitted.plan.payload).number == session.last_number == 1
 
 
@@ -217,7 +243,7 @@ async def test_a_step_that_ran_but_was_cancelled_is_answered_when_it_is_made_aga
 ) -> None:
     await cancel_after_it_ran(control_server, proxy, session)
     result = await session.step([ops.admit(1, [1] * 20)])
-    assert result.results[0].status == OK
+    assert not result.results[0].failures
     assert session.last_number == 1
 
 
@@ -261,8 +287,8 @@ async def test_every_step_runs_once_however_often_the_connection_breaks(
     session.add_receipt(shard.receipt(result.plan))
     breaking = asyncio.create_task(break_it())
     for token in range(30):
-        result = await session.step([ops.append(1, [token], 1)])
-        assert result.results[0].append.first_position == token + 1
+        result = await session.step([ops.append(1, [token], 1, first_position=token + 1)])
+        assert not result.results[0].failures
         session.add_receipt(shard.receipt(result.plan))
         await asyncio.sleep(random.uniform(0, 0.02))
     breaking.cancel()
@@ -270,30 +296,30 @@ async def test_every_step_runs_once_however_often_the_connection_breaks(
     await session.submit_receipts()
     state = await session.describe_sequence(1)
     assert (state.num_tokens, state.num_written_tokens) == (31, 31)
-    assert session.last_number == 31
+    assert session.last_number == 32
     assert proxy.num_connections > 5
 
 
-async def test_a_plan_that_was_given_up_is_cut_back_to_what_was_written(
+async def test_an_aborted_plan_is_cut_back_to_what_was_written(
     session: Session, shard: RawShard
 ) -> None:
     first = await session.admit(1, [1] * 12, max_total_tokens=24)
     session.add_receipt(shard.receipt(first.plan))
-    await session.append(1, [2], 1)
-    aborted = await session.abort_plan(session.last_number)
-    assert [state.num_scheduled_tokens for state in aborted.sequences] == [12]
+    await session.append(1, [2], 1, first_position=12)
+    (aborted,) = await session.abort_plan(session.last_number)
+    assert (aborted.num_scheduled_tokens, aborted.admitted_by) == (12, 1)
     resynced = await session.resync()
     plan = tpb.Plan.FromString(resynced.plan.payload)
     assert (plan.number, plan.resync) == (session.last_number, True)
-    assert [change.sequence_id for change in plan.changes] == [1]
+    changed = columns.read(columns.INT64, plan.changes.sequence_ids, "sequence_ids")
+    assert changed.tolist() == [state.sequence_id for state in resynced.sequences] == [1]
 
 
 async def test_a_number_used_behind_the_clients_back_does_not_lock_the_session(
     stub: object, session: Session
 ) -> None:
-    operation = ops.admit(9, [9]).admit
-    request = pb.AdmitRequest(session_id=session.id, number=1, operation=operation)
-    await stub.Admit(request)  # type: ignore[attr-defined]
+    step = pb.StepRequest(session=session.ref, number=1, operations=[ops.admit(9, [9])])
+    await stub.RunStep(pb.RunStepRequest(step=step))  # type: ignore[attr-defined]
     with pytest.raises(StepConflictError):
         await session.admit(1, [1])
     resynced = await session.resync()
@@ -344,11 +370,11 @@ async def test_a_session_is_opened_again_after_the_control_plane_was_replaced(
         second = await start_control_plane(bind=first.address)
         shard = RawShard(connect(second), epoch=12)  # type: ignore[arg-type]
         await shard.register()
-        await shard.report(max_session_id=session.id)
-        with pytest.raises((SessionNotFoundError, StaleError)):
-            await session.step([ops.append(1, [2], 1)])
+        await shard.report()
+        with pytest.raises(StaleIncarnationError):
+            await session.step([ops.append(1, [2], 1, first_position=20)])
         again = await session.reopen()
-        assert again.id > session.id
+        assert again.id != session.id
         assert again.incarnation > session.incarnation
         assert (again.layout, again.client_name) == (session.layout, "engine")
         readmitted = await again.readmit({1: ([1] * 20, 40), 2: ([2] * 120, 0)})

@@ -11,6 +11,7 @@ import pytest
 from sdk_peers import Hangup, ScriptedDataPlane, answer_execution, payload, plan_of
 
 from kvplane import DataClient, Execution, Tensor
+from kvplane.attention_options import AttentionOptions
 from kvplane.error_codec import to_wire
 from kvplane.errors import (
     DeadlineExceededError,
@@ -82,13 +83,15 @@ async def test_a_plan_runs_layer_by_layer_to_its_receipt(plane, execution) -> No
 
 async def test_options_of_attention_travel_with_the_layer(plane, execution) -> None:
     await execution.start(plan_of(1))
-    await execution.layer(0, QUERY, KV, KV, scale=0.5, sliding_window_tokens=4, alibi_slopes=[0.25])
-    options = plane.requests[-1].layer.options
-    assert (options.scale, options.sliding_window_tokens) == (0.5, 4)
-    assert list(options.alibi_slopes) == [0.25]
+    options = AttentionOptions(scale=0.5, sliding_window_tokens=4, alibi_slopes=(0.25,))
+    await execution.layer(0, QUERY, KV, KV, options=options)
+    travelled = plane.requests[-1].layer.options
+    assert (travelled.scale, travelled.sliding_window_tokens) == (0.5, 4)
+    assert list(travelled.alibi_slopes) == [0.25]
+    assert AttentionOptions.from_proto(travelled, field="options") == options
 
 
-async def test_a_plan_without_rows_brings_its_receipt_at_once(plane, execution) -> None:
+async def test_a_plan_without_spans_brings_its_receipt_at_once(plane, execution) -> None:
     plane.script = on(
         "plan",
         lambda _: [
@@ -116,44 +119,52 @@ async def test_a_stream_that_breaks_in_a_layer_goes_on_with_that_layer(plane, ex
     assert execution.receipt == payload(b"receipt")
 
 
-async def test_a_last_layers_lost_answer_is_asked_for_by_itself(plane, execution) -> None:
-    """The plan has run, so the data plane expects no layer: what is missing is attention alone."""
-    has_run = False
+class RunsOnce:
+    """A script of a data plane that remembers whether its plan has run; ``act`` is done once, in
+    place of the last layer's answers or after their first.
+    """
 
-    def script(request: Any) -> Any:
-        nonlocal has_run
-        kind = request.WhichOneof("message") if isinstance(request, pb.ExecuteRequest) else ""
-        if kind == "layer" and request.layer.layer == 2:
-            has_run = True
-            raise Hangup
-        if kind == "plan" and has_run:
+    def __init__(self, act: Any) -> None:
+        self._act: Any = act
+        self._has_run = False
+
+    def __call__(self, request: pb.ExecuteRequest) -> Any:
+        receipt = pb.ExecuteResponse(receipt=payload(b"receipt"))
+        kind = request.WhichOneof("message")
+        if kind == "plan" and self._has_run:
             started = pb.PlanStarted(plan_number=1, num_tokens=2, finished=True)
-            receipt = payload(b"receipt")
-            return [pb.ExecuteResponse(started=started), pb.ExecuteResponse(receipt=receipt)]
+            return [pb.ExecuteResponse(started=started), receipt]
+        if kind == "layer" and self._has_run:
+            return [answer_execution(request)[0], receipt]
+        if kind == "layer" and request.layer.layer == 2:
+            self._has_run = True
+            return self._act(request)
         return answer_execution(request)
 
-    plane.script = script
-    await execution.start(plan_of(1))
-    for index in execution.layers:
-        assert await execution.layer(index, QUERY, KV, KV, scale=0.5) == QUERY
-    assert execution.receipt == payload(b"receipt")
-    call = plane.requests[-1]
-    assert isinstance(call, pb.PagedAttentionRequest)
-    assert (call.layer, call.plan, call.options.scale) == (2, plan_of(1), 0.5)
+
+def lose_the_receipt(request: Any) -> Any:
+    return [answer_execution(request)[0], Hangup()]
 
 
-async def test_a_stream_that_breaks_between_output_and_receipt_loses_neither(
-    plane, execution
-) -> None:
-    def script(request: Any) -> Any:
-        answers = answer_execution(request)
-        return [answers[0], Hangup()]
-
-    plane.script = on("layer", script, layer=2)
+@pytest.mark.parametrize("act", [hang_up, lose_the_receipt])
+async def test_a_last_layers_lost_answer_is_got_by_the_same_layer(plane, execution, act) -> None:
+    """The plan has run: the layer, sent again, is answered with its output and the receipt."""
+    plane.script = RunsOnce(act)
     await execution.start(plan_of(1))
     for index in execution.layers:
         assert await execution.layer(index, QUERY, KV, KV) == QUERY
     assert execution.receipt == payload(b"receipt")
+    assert plane.kinds == ["open", "plan", *["layer"] * 3, "open", "plan", "layer"]
+
+
+async def test_every_layer_of_a_plan_that_has_run_can_be_had_again(plane, execution) -> None:
+    plane.script = RunsOnce(answer_execution)
+    await execution.start(plan_of(1))
+    for index in (*execution.layers, 1, 0, 2):
+        assert await execution.layer(index, QUERY, KV, KV) == QUERY
+    assert (await execution.start(plan_of(1))).receipt == payload(b"receipt")
+    assert await execution.layer(1, QUERY, KV, KV) == QUERY
+    assert plane.kinds.count("open") == 1
 
 
 async def test_a_layer_that_is_refused_raises_and_can_be_sent_right(plane, execution) -> None:

@@ -26,6 +26,7 @@ from kvplane import (
     Session,
     Shard,
     Tensor,
+    columns,
     ops,
 )
 from kvplane.errors import (
@@ -46,7 +47,7 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
 
 class Planes:
-    """Both planes; ``restart_control`` and ``restart_data`` begin a new life of one of them."""
+    """Both planes; ``restart_control`` and ``restart_data`` begin another run of one of them."""
 
     def __init__(self, start_control: StartServer, folder: Path) -> None:
         self._start_control = start_control
@@ -137,8 +138,11 @@ def receipt_of(execution: Execution) -> SignedPayload:
 
 
 def num_published(data_plane: DataPlaneServer) -> int:
-    blocks = data_plane.executor.report().blocks
-    return sum(block.HasField("publication") for block in blocks)
+    return sum(
+        columns.count(columns.INT32, publications.indices)
+        for part in data_plane.executor.report()
+        for publications in part.publications
+    )
 
 
 async def test_the_quickstart_finds_its_prompt_cached(planes: Planes, capsys: Any) -> None:
@@ -177,7 +181,7 @@ async def test_a_lossy_network_changes_no_bit_of_the_attention(
                 between()
                 found += await run(execution, plan, seed=10 * step)
                 session.add_receipt(receipt_of(execution))
-                operation = ops.append(1, [step], 1)
+                operation = ops.append(1, [step], 1, first_position=12 + step)
             return found
 
     undisturbed = await outputs(data, lambda: None)
@@ -241,7 +245,15 @@ async def test_unary_calls_do_what_an_execution_does(session: Session, data: Dat
     blocks = Tensor.from_proto(read.blocks)
     assert blocks.shape == (3, 2, 2, 1, 8, 8)
     plan = (await session.admit(3, [6] * 12)).plan
-    copied = await data.write_blocks(session.grant, plan, 3, blocks)
+    for layer in range(3):
+        part = await data.read_blocks(
+            session.grant, 2, num_blocks=2, first_layer=layer, num_layers=1
+        )
+        copied = await data.write_blocks(
+            session.grant, plan, 3, Tensor.from_proto(part.blocks), first_layer=layer,
+            num_layers=1, source=part.source,
+        )  # fmt: skip
+        assert copied.HasField("receipt") == (layer == 2)
     session.add_receipt(copied.receipt)
     await session.submit_receipts()
     assert (await session.describe_sequence(3)).num_written_tokens == 12
@@ -281,7 +293,7 @@ async def test_a_session_goes_on_after_the_control_plane_was_restarted(
         await asyncio.sleep(0.01)
     await planes.restart_control()
     with pytest.raises((SessionNotFoundError, StaleError, UnavailableError)):
-        await session.step([ops.append(1, [9], 1)])
+        await session.step([ops.append(1, [9], 1, first_position=20)])
     await go_on(await session.reopen(), data, prompt, num_cached_tokens=16)
 
 
@@ -293,12 +305,12 @@ async def test_a_session_goes_on_after_the_data_plane_was_restarted(
     execution = await data.open(session.grant)
     await run(execution, (await session.admit(1, prompt, max_total_tokens=32)).plan)
     session.add_receipt(receipt_of(execution))
-    result = await session.step([ops.append(1, [9], 1)])
+    result = await session.step([ops.append(1, [9], 1, first_position=20)])
     await planes.restart_data()
     with pytest.raises((StaleError, SessionNotFoundError)):
         await execution.start(result.plan)
     with pytest.raises((StaleError, SessionNotFoundError, UnavailableError)):
-        await session.step([ops.append(1, [9], 1)])
+        await session.step([ops.append(1, [9], 1, first_position=20)])
     await go_on(await session.reopen(), data, prompt, num_cached_tokens=0)
 
 
@@ -313,7 +325,10 @@ async def go_on(
         assert await run(execution, readmitted.plan) == []
         session.add_receipt(receipt_of(execution))
         num_missing = len(prompt) - num_cached_tokens
-        for operation in (ops.append(1, [], num_missing), ops.append(1, [9], 1)):
+        for operation in (
+            ops.append(1, [], num_missing, first_position=num_cached_tokens),
+            ops.append(1, [9], 1, first_position=len(prompt)),
+        ):
             result = await session.step([operation])
             assert len(await run(execution, result.plan)) == 3
             session.add_receipt(receipt_of(execution))

@@ -5,7 +5,8 @@ The control plane's core and the data plane's executor are the real ones; only t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
 
-from control_plane.planning import model
-from control_plane.planning.core import ControlPlane
-from control_plane.server import codec
+from control_plane.planning.core import ControlPlane, CoreConfig
 from data_plane import Executor
 from engine import loader
 from engine.backend import Started
 from engine.core import EngineCore
 from engine.request import Delta, RequestOutput, SamplingParams
 from engine.scheduler import Scheduler
+from kvplane.errors import SessionNotFoundError, StaleError
 from kvplane.hf import layout_from_hf
 from kvplane.layout import Layout
+from kvplane.protocol import supported
+from kvplane.results import SequenceState, sequence_states
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 
@@ -71,75 +73,67 @@ class Planes:
         self.restart_control_plane(incarnation=1)
 
     def restart_control_plane(self, incarnation: int) -> None:
-        """A new life: it learns of the pool from the executor's report."""
+        """Another run of it, which learns of the pool from the executor's report."""
         self.core = ControlPlane(
-            incarnation=incarnation,
-            config=model.CoreConfig(),
-            clock=lambda: self.now_s,
-            seal=codec.seal,
+            incarnation=incarnation, config=CoreConfig(), clock=lambda: self.now_s
         )
         executor = self.executor
-        hello = model.Hello(
-            pool_id=POOL,
-            shard=codec.hello_from_proto(self._hello()).shard,
-            epoch=executor.epoch,
-            layout=self.layout,
-            num_device_blocks=executor.pools.num_blocks[types.TIER_DEVICE],
-            num_host_blocks=executor.pools.num_blocks[types.TIER_HOST],
-            address="nowhere:1",
+        welcome = self.core.register(
+            pb.Hello(
+                protocol=supported(),
+                pool_id=POOL,
+                shard=executor.shard.to_proto(),
+                epoch=executor.epoch,
+                layout=self.layout.to_proto(),
+                num_device_blocks=executor.pools.num_blocks[types.TIER_DEVICE],
+                num_host_blocks=executor.pools.num_blocks[types.TIER_HOST],
+                address="nowhere:1",
+                incarnation=executor.incarnation,
+                key_id=executor.key_id,
+            )
         )
-        welcome = self.core.register(hello)
         executor.install(welcome.incarnation, welcome.key)
-        report = executor.report()
-        message = pb.BlockReport(
-            blocks=report.blocks, last=True, max_session_id=report.max_session_id
-        )
-        blocks = codec.reported_blocks_from_proto(message)
-        self.core.report(
-            POOL, 0, executor.epoch, blocks, last=True, max_session_id=report.max_session_id
-        )
+        for part in executor.report():
+            self.core.report(POOL, 0, executor.epoch, part)
 
     def pump(self) -> None:
         """Carry what the control plane has to say to the executor, and its answers back."""
-        for outgoing in self.core.take_outgoing(POOL, 0):
-            message = codec.outgoing_to_proto(outgoing)
+        for message in self.core.take_outgoing(POOL, 0):
             if message.HasField("publish"):
                 self.executor.publish(message.publish.publications)
             if message.HasField("fence"):
-                self.executor.fence(message.fence.session_id)
-                self.core.fence_done(POOL, 0, self.executor.epoch, message.fence.session_id)
+                self.executor.fence(message.fence.session, message.fence.ordinal)
+                done = pb.FenceDone(session=message.fence.session)
+                self.core.fence_done(POOL, 0, self.executor.epoch, done)
 
     def pool(self) -> pb.DescribePoolResponse:
-        return codec.pool_to_proto(self.core.describe_pool(POOL))
+        return self.core.describe_pool(POOL)
 
     def check_integrity(self) -> None:
         self.core.check_integrity()
         self.executor.check_integrity()
 
-    def _hello(self) -> pb.Hello:
-        return pb.Hello(
-            pool_id=POOL,
-            shard=self.executor.shard.to_proto(),
-            epoch=self.executor.epoch,
-            layout=self.layout.to_proto(),
-            num_device_blocks=1,
-            address="nowhere:1",
-        )
-
 
 @dataclass
 class OpenedSession:
-    id: int
+    ref: types.SessionRef
     grant: types.SignedPayload
+
+    @property
+    def id(self) -> int:
+        return self.ref.session_id
 
 
 class Link:
-    """As ``engine.link.ControlLink``, with the core behind it. ``before_step`` may raise."""
+    """As ``engine.link.ControlLink``, with the core behind it. ``faults``: raised by steps, one
+    each, before the control plane has them.
+    """
 
     def __init__(self, planes: Planes) -> None:
         self.planes = planes
         self.receipts: list[types.SignedPayload] = []
         self.number = 0
+        self.last_plan_number = 0
         self.steps: list[list[pb.Operation]] = []
         self.results: list[pb.StepResult] = []
         self.faults: list[Exception] = []
@@ -147,55 +141,50 @@ class Link:
 
     def open(self, layout: Layout) -> OpenedSession:
         core = self.planes.core
-        if self.session is not None and self.session.id in self._known():
-            core.close_session(self.session.id, TENANT)
-        opened = core.open_session(POOL, layout.fingerprint, TENANT, "test")
+        if self.session is not None:
+            with suppress(SessionNotFoundError, StaleError):
+                core.close_session(self.session.ref, TENANT)
+        opened = core.open_session(
+            pb.OpenSessionRequest(
+                pool_id=POOL, protocol=supported(), layout=layout.to_proto(), client_name="test"
+            ),
+            TENANT,
+        )
         self.number, self.receipts = 0, []
-        self.session = OpenedSession(opened.session_id, codec.grant_to_proto(opened))
+        self.session = OpenedSession(opened.session, opened.grant)
         self.planes.pump()
         return self.session
 
     def step(self, operations: Sequence[pb.Operation]) -> pb.StepResult:
         if self.faults:
             raise self.faults.pop(0)
-        core = self.planes.core
-        key = core.pool_key(self.session.id, TENANT)
-        request = pb.StepRequest(operations=operations, receipts=self.receipts)
-        outcome = core.step(
-            self.session.id,
-            TENANT,
-            self.number + 1,
-            codec.operations_from_proto(request.operations),
-            codec.receipts_from_proto(key, request.receipts),
-            [],
-            content=codec.content_digest(request),
-        )
-        self.number, self.receipts = self.number + 1, []
-        self.planes.pump()
+        result = self._call(self.planes.core.step, pb.StepRequest(operations=operations))
         self.steps.append(list(operations))
-        self.results.append(codec.step_result_to_proto(outcome))
-        return self.results[-1]
+        self.results.append(result)
+        if result.HasField("plan"):
+            self.last_plan_number = self.number
+        return result
 
     def add_receipt(self, receipt: types.SignedPayload) -> None:
         self.receipts.append(receipt)
 
     def submit_receipts(self) -> None:
-        key = self.planes.core.pool_key(self.session.id, TENANT)
-        receipts = codec.receipts_from_proto(key, self.receipts)
-        self.planes.core.step(self.session.id, TENANT, 0, [], receipts, [], content=b"")
+        self._call(self.planes.core.submit_receipts, pb.SubmitReceiptsRequest())
+
+    def abort_last_plan(self) -> list[SequenceState]:
+        request = pb.AbortPlanRequest(plan_number=self.last_plan_number)
+        return sequence_states(self._call(self.planes.core.abort_plan, request).sequences)
+
+    def _call(self, method: Callable[[Any, str], Any], request: Any) -> Any:
+        """Fill in who, when and the receipts; the number is used up also by a failure."""
+        request.session.CopyFrom(self.session.ref)
+        self.number += 1
+        request.number = self.number
+        request.receipts.extend(self.receipts)
+        response = method(request, TENANT)
         self.receipts = []
         self.planes.pump()
-
-    def abort_last_plan(self) -> list[pb.SequenceState]:
-        states = self.planes.core.abort_plan(self.session.id, TENANT, self.number)
-        return [codec.sequence_to_proto(state) for state in states]
-
-    def _known(self) -> set[int]:
-        try:
-            self.planes.core.renew_session(self.session.id, TENANT)
-        except Exception:
-            return set()
-        return {self.session.id}
+        return response
 
 
 class Backend:

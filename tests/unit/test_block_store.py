@@ -160,7 +160,7 @@ def test_a_session_reuses_last_the_retired_blocks_that_hold_a_prefix_or_will(
     store.release(kept[::-1], ONE, 2)
     store.release(plain[::-1], ONE, 2)
     if publishes:
-        assert store.publish(b"root", NO_BLOCK, tokens(2), kept) == (kept, kept[1])
+        assert store.publish(b"root", NO_BLOCK, tokens(2), kept) == (kept, [], kept[1])
     else:
         store.keep(kept[::-1])
     check(store)

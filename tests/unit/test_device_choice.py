@@ -22,6 +22,7 @@ from data_plane.memory import sizing as memory
 from data_plane.server.build import build_executor
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.metrics import DataPlaneMetrics
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError, NeverFitsError
 
 NO_KERNELS = Machine(has_cuda_kernels=False, torch_has_cuda=True, gpus=())
@@ -129,9 +130,7 @@ def test_every_kernel_of_the_cpu_is_told_how_many_threads_to_run_on() -> None:
             none.view(0, 0),
             torch.zeros(1, dtype=torch.int64),
             none,
-            scale=1.0,
-            sliding_window_tokens=0,
-            alibi_slopes=None,
+            options=AttentionOptions(),
             max_query_len=0,
             **scales,
         ),

@@ -17,6 +17,7 @@ from plan_author import HOST, fork, ref, row, set_blocks, tokens, transfer
 from data_plane.kernels.backend import cpu_kernels
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from engine.embedded import EmbeddedBackend
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, PlanOutOfOrderError
 
 
@@ -204,7 +205,7 @@ def test_an_answer_that_the_device_lost_is_an_internal_error_in_the_engine() -> 
     backend._executor, backend._session_id = rig.executor, 1
     parts = tokens(3, 4), tokens(3), tokens(3)
     with pytest.raises(InternalError, match="the device failed"):
-        backend.layer(0, *parts, scale=0.25, sliding_window_tokens=0)
+        backend.layer(0, *parts, options=AttentionOptions(scale=0.25))
 
 
 def fail() -> None:

@@ -18,9 +18,10 @@ from engine import loader
 from engine.backend import from_wire, to_wire
 from engine.detokenizer import Detokenizer
 from engine.request import Request, SamplingParams
-from engine.runner import Row, Runner
+from engine.runner import Runner, Span
 from engine.sampler import new_generator
-from engine.sequence import Sequence
+from engine.sequence import EngineSequence
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 
 
@@ -28,7 +29,7 @@ class DenseStep:
     """Attention over a cache of whole tensors, one for each sequence and layer."""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.spans: list[Span] = []
         self.cache: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.layers_seen: dict[int, int] = defaultdict(int)
 
@@ -39,24 +40,23 @@ class DenseStep:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scale: float,
-        sliding_window_tokens: int,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         self.layers_seen[index] += 1
-        assert sliding_window_tokens == 0
+        assert options.sliding_window_tokens == 0
         outs, at = [], 0
-        for row in self.rows:
-            end = at + row.num_tokens
-            name = (row.sequence.kv_id, index)
+        for span in self.spans:
+            end = at + span.num_tokens
+            name = (span.sequence.kv_id, index)
             old_k, old_v = self.cache.get(name, (key[:0], value[:0]))
-            k = torch.cat([old_k[: row.first_position], key[at:end]])
-            v = torch.cat([old_v[: row.first_position], value[at:end]])
+            k = torch.cat([old_k[: span.first_position], key[at:end]])
+            v = torch.cat([old_v[: span.first_position], value[at:end]])
             self.cache[name] = (k, v)
             groups = query.shape[1] // key.shape[1]
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
             scores = torch.einsum("qhd,khd->hqk", query[at:end], k)
-            scores = scores * (scale or query.shape[-1] ** -0.5)
-            last = torch.arange(row.first_position, row.first_position + row.num_tokens)
+            scores = scores * (options.scale or query.shape[-1] ** -0.5)
+            last = torch.arange(span.first_position, span.first_position + span.num_tokens)
             seen = torch.arange(k.shape[0])[None, :] <= last[:, None]
             weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
             outs.append(torch.einsum("hqk,khd->qhd", weights, v))
@@ -87,9 +87,11 @@ def save(config: LlamaConfig | OPTConfig, folder: Path) -> Path:
     return folder
 
 
-def sequence(kv_id: int, tokens: list[int]) -> Sequence:
+def sequence(kv_id: int, tokens: list[int]) -> EngineSequence:
     request = Request(f"r{kv_id}", kv_id, "", tokens, SamplingParams())
-    return Sequence(request, 0, list(tokens), new_generator(0, 0), Detokenizer(None), kv_id=kv_id)
+    return EngineSequence(
+        request, 0, list(tokens), new_generator(0, 0), Detokenizer(None), kv_id=kv_id
+    )
 
 
 @pytest.fixture(params=["llama", "opt"])
@@ -97,8 +99,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return save(LLAMA if request.param == "llama" else OPT, tmp_path / request.param)
 
 
-def rows_of(cuts: list[tuple[Sequence, int, int]]) -> list[Row]:
-    return [Row(s, a, b - a, b == len(s.tokens)) for s, a, b in cuts]
+def spans_of(cuts: list[tuple[EngineSequence, int, int]]) -> list[Span]:
+    return [Span(s, a, b - a, b == len(s.tokens)) for s, a, b in cuts]
 
 
 def test_packed_chunks_give_the_logits_that_the_model_gives_alone(folder: Path) -> None:
@@ -113,9 +115,9 @@ def test_packed_chunks_give_the_logits_that_the_model_gives_alone(folder: Path) 
         [(two, 0, 10), (one, 9, 20)],
         [(two, 10, 11), (one, 20, 23)],
     ):
-        step.rows = rows_of(cuts)
-        logits = runner.run(step.rows, step)
-        due = [row.sequence.kv_id for row in step.rows if row.is_last]
+        step.spans = spans_of(cuts)
+        logits = runner.run(step.spans, step)
+        due = [span.sequence.kv_id for span in step.spans if span.is_last]
         assert logits.shape == (len(due), 97)
         got.update(zip(due, logits, strict=True))
     for each in (one, two):
@@ -125,15 +127,15 @@ def test_packed_chunks_give_the_logits_that_the_model_gives_alone(folder: Path) 
     assert step.layers_seen == {0: 3, 1: 3}
 
 
-def test_a_neighbour_in_the_row_changes_nothing(folder: Path) -> None:
+def test_a_neighbour_in_the_batch_changes_nothing(folder: Path) -> None:
     loaded = loader.load(folder, "float32")
     runner = Runner(loaded.model)
     one, two = sequence(1, [5, 6, 7, 8]), sequence(2, [9, 10, 11])
     alone, both = DenseStep(), DenseStep()
-    alone.rows = rows_of([(one, 0, 4)])
-    both.rows = rows_of([(two, 0, 3), (one, 0, 4)])
+    alone.spans = spans_of([(one, 0, 4)])
+    both.spans = spans_of([(two, 0, 3), (one, 0, 4)])
     torch.testing.assert_close(
-        runner.run(alone.rows, alone)[0], runner.run(both.rows, both)[1], atol=1e-5, rtol=0
+        runner.run(alone.spans, alone)[0], runner.run(both.spans, both)[1], atol=1e-5, rtol=0
     )
 
 
@@ -141,7 +143,7 @@ def test_the_model_keeps_no_cache(folder: Path) -> None:
     loaded = loader.load(folder, "float32")
     step = DenseStep()
     one = sequence(1, [5, 6, 7])
-    step.rows = rows_of([(one, 0, 3)])
+    step.spans = spans_of([(one, 0, 3)])
     shapes = []
     original = step.layer
 
@@ -153,10 +155,10 @@ def test_the_model_keeps_no_cache(folder: Path) -> None:
 
     step.layer = layer  # type: ignore[method-assign]
     runner = Runner(loaded.model)
-    runner.run(step.rows, step)
+    runner.run(step.spans, step)
     one.tokens.append(8)
-    step.rows = rows_of([(one, 3, 4)])
-    runner.run(step.rows, step)
+    step.spans = spans_of([(one, 3, 4)])
+    runner.run(step.spans, step)
     assert shapes == [(3, 3), (3, 3), (1, 1), (1, 1)]
 
 

@@ -146,7 +146,9 @@ def test_wider_types_have_no_scales(name: str) -> None:
         ("groups[0].num_kv_heads", {"groups": (replace(FULL, num_kv_heads=65_537),)}),
         ("groups[0].head_size", {"groups": (replace(FULL, head_size=0),)}),
         ("groups[0].head_size", {"groups": (replace(FULL, head_size=12),)}),
-        ("groups[0].head_size", {"groups": (replace(FULL, head_size=264),)}),
+        ("groups[0].head_size", {"groups": (replace(FULL, head_size=520),)}),
+        ("groups[0].cache_kind", {"groups": (replace(FULL, cache_kind="latent"),)}),
+        ("groups[0].value_head_size", {"groups": (replace(FULL, value_head_size=32),)}),
         ("groups[0].sliding_window_tokens", {"groups": (replace(FULL, sliding_window_tokens=-1),)}),
     ],
 )
@@ -161,6 +163,46 @@ def test_a_layout_comes_back_from_its_message() -> None:
     message = layout.to_proto()
     assert message.fingerprint == layout.fingerprint
     assert Layout.from_proto(pb.Layout.FromString(message.SerializeToString())) == layout
+
+
+def test_a_layout_may_have_heads_of_512_elements() -> None:
+    assert replace(LAYOUT, groups=(replace(FULL, head_size=512),)).groups[0].head_size == 512
+
+
+def test_the_defaults_of_cache_kind_and_value_head_size_may_be_said() -> None:
+    message = LAYOUT.to_proto()
+    message.groups[0].cache_kind = pb.CACHE_KIND_KEYS_AND_VALUES
+    message.groups[0].value_head_size = FULL.head_size
+    assert Layout.from_proto(message) == LAYOUT
+
+
+@pytest.mark.parametrize("kind", [pb.CACHE_KIND_LATENT, pb.CACHE_KIND_STATE, 99])
+def test_a_cache_kind_that_is_not_served_is_refused_with_what_is(kind: pb.CacheKind) -> None:
+    message = LAYOUT.to_proto()
+    message.groups[0].cache_kind = kind
+    with pytest.raises(InvalidRequestError, match="keys_and_values, the only kind") as caught:
+        Layout.from_proto(message)
+    assert caught.value.field == "layout.groups[0].cache_kind"
+
+
+@pytest.mark.parametrize("change", [{"cache_kind": "latent"}, {"value_head_size": 32}])
+def test_a_cache_kind_and_a_value_head_size_count_in_the_fingerprint(
+    change: dict[str, Any],
+) -> None:
+    assert replace(FULL, **change).canonical() == FULL.canonical() | change
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_field_of_a_later_release_is_refused(inside: bool) -> None:
+    message = LAYOUT.to_proto()
+    unknown = b"\xf8\x07\x01"  # field 127: 1
+    if inside:
+        message.groups[0].MergeFromString(unknown)
+    else:
+        message.MergeFromString(unknown)
+    with pytest.raises(InvalidRequestError, match="does not know") as caught:
+        Layout.from_proto(message)
+    assert caught.value.field == "layout"
 
 
 @pytest.mark.parametrize("field", ["dtype", "kv_dtype"])

@@ -26,7 +26,7 @@ def block_of(token: int) -> bytes:
 
 
 def publish_all(index: PrefixIndex, root: bytes, prefix: Prefix, blocks: list[int]) -> list[int]:
-    entered, _ = index.publish(root, NO_BLOCK, b"".join(prefix), blocks)
+    entered, _, _ = index.publish(root, NO_BLOCK, b"".join(prefix), blocks)
     return entered
 
 
@@ -72,9 +72,9 @@ def test_it_finds_what_a_dict_of_whole_prefixes_finds(
 
 def test_a_prefix_goes_on_from_the_block_that_holds_its_parent() -> None:
     index = PrefixIndex(NUM_BLOCKS, SIZE)
-    assert index.publish(b"ann", NO_BLOCK, block_of(1), [7]) == ([7], 7)
-    assert index.publish(b"ann", NO_BLOCK, block_of(1), [8]) == ([], 7), "8 stays private"
-    assert index.publish(b"ann", 7, block_of(2) + block_of(3), [9, 4]) == ([9, 4], 4)
+    assert index.publish(b"ann", NO_BLOCK, block_of(1), [7]) == ([7], [], 7)
+    assert index.publish(b"ann", NO_BLOCK, block_of(1), [8]) == ([], [], 7), "8 stays private"
+    assert index.publish(b"ann", 7, block_of(2) + block_of(3), [9, 4]) == ([9, 4], [], 4)
     assert index.match(b"ann", block_of(1) + block_of(2) + block_of(3)) == [7, 9, 4]
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
 
-from engine.sequence import Status
+from engine.sequence import SequenceStatus
+from kvplane import columns
 from kvplane.errors import NeverFitsError
 from kvplane.v1 import control_pb2 as pb
 
@@ -40,6 +41,36 @@ def test_requests_run_together_and_each_is_right(folder: Path, reference: Refere
         assert engine.tokens(request_id) == [reference.greedy(prompt, 10)]
     assert max(engine.backend.batch_sizes) > 30  # several prompts in one forward
     assert engine.backend.batch_sizes.count(4) >= 5  # four decoding sequences in one forward
+    engine.check_quiet()
+
+
+def test_a_step_has_one_append_for_all_sequences_that_decode(folder: Path) -> None:
+    engine = Engine(folder)
+    for seed in range(5):
+        engine.add(prompt_of(6 + seed, seed), max_tokens=4)
+    engine.run()
+    decoding = engine.link.steps[2]
+    assert kinds(decoding) == ["append"]
+    append = decoding[0].append
+    positions = columns.read(columns.INT64, append.first_positions, "")
+    assert positions.tolist() == [7 + seed for seed in range(5)]
+    for column in (append.num_slots, append.num_tokens):
+        assert columns.read(columns.INT32, column, "").tolist() == [1] * 5
+    engine.check_quiet()
+
+
+def test_a_disagreement_on_positions_is_settled_and_costs_no_token(
+    folder: Path, reference: Reference
+) -> None:
+    engine = Engine(folder)
+    ids = [engine.add(prompt_of(9, seed), max_tokens=8) for seed in range(2)]
+    for _ in range(3):
+        engine.core.step()
+    engine.scheduler.running[0].num_computed -= 1
+    engine.run()
+    assert engine.core.stats.num_aborted_plans == 1
+    for seed, request_id in enumerate(ids):
+        assert engine.tokens(request_id) == [reference.greedy(prompt_of(9, seed), 8)]
     engine.check_quiet()
 
 
@@ -149,8 +180,8 @@ def test_the_first_request_is_never_preempted(folder: Path) -> None:
     engine, _, ids = crowded(folder, num_host_blocks=0)
     first = engine.scheduler.waiting[0]
     engine.core.step()
-    while first.status is not Status.FINISHED:
-        assert first.status is Status.RUNNING
+    while first.status is not SequenceStatus.FINISHED:
+        assert first.status is SequenceStatus.RUNNING
         engine.core.step()
     assert engine.core.stats.num_preemptions > 0
     assert engine.core.take_output(ids[0]) is not None
@@ -164,8 +195,9 @@ def test_blocks_that_come_back_by_themselves_are_waited_for(folder: Path) -> Non
     steps = list(zip(engine.link.steps, engine.link.results, strict=True))
     for (step, result), (following, _) in itertools.pairwise(steps):
         waiting = any(
-            r.status == pb.OPERATION_STATUS_LATER and r.shortage.num_blocks_pending > 0
-            for r in result.results
+            failure.status == pb.OPERATION_STATUS_LATER and failure.shortage.num_blocks_pending > 0
+            for operation in result.results
+            for failure in operation.failures
         )
         if "swap_out" in kinds(step) and waiting:
             assert "swap_out" not in kinds(following)
@@ -189,7 +221,8 @@ def test_continuations_share_the_prompt_and_copy_what_they_write(folder: Path) -
     prompt = prompt_of(20, 1)
     together = engine.add(prompt, max_tokens=12, n=4, temperature=1.5, seed=11)
     engine.run()
-    assert all_kinds(engine).count("fork") == 3
+    forks = [o.fork for step in engine.link.steps for o in step if o.HasField("fork")]
+    assert [columns.count(columns.INT64, fork.sequence_ids) for fork in forks] == [3]
     assert engine.planes.pool().counters.num_copies_on_write >= 3
     tokens = engine.tokens(together)
     assert len({tuple(each) for each in tokens}) == 4
@@ -211,7 +244,7 @@ def test_forks_come_before_appends_and_nothing_is_freed_before_it_is_forked(fold
         ranks = [order[kind] for kind in kinds(step)]
         assert ranks == sorted(ranks)
     for result in engine.link.results:
-        assert all(r.status == pb.OPERATION_STATUS_OK for r in result.results)
+        assert not any(operation.failures for operation in result.results)
 
 
 def test_continuations_that_end_at_once_are_not_forked(folder: Path) -> None:

@@ -7,12 +7,16 @@ import itertools
 import subprocess
 import sys
 import time
+from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvplane
-from kvplane import ops, protocol
+from kvplane import columns, ops, protocol
+from kvplane.attention_options import AttentionOptions
+from kvplane.columns import INT32, INT64
 from kvplane.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -24,6 +28,7 @@ from kvplane.errors import (
 from kvplane.retry import Deadline, retry_until
 from kvplane.tensor import Tensor
 from kvplane.tls import TlsOptions
+from kvplane.v1 import data_pb2 as data_pb
 from kvplane.v1 import types_pb2 as pb
 
 
@@ -91,8 +96,8 @@ def test_a_tensor_message_that_is_wrong_names_the_field_of_the_request(
 
 def test_tokens_travel_as_little_endian_int32() -> None:
     assert ops.pack_tokens([1, 258, 2**31 - 1]) == b"\1\0\0\0\2\1\0\0\xff\xff\xff\x7f"
-    assert ops.unpack_tokens(ops.pack_tokens([5, 6])) == [5, 6]
     assert ops.pack_tokens(b"\1\0\0\0") == b"\1\0\0\0"
+    assert list(columns.read(INT32, ops.pack_tokens(array("i", [5, 6])), "")) == [5, 6]
 
 
 @pytest.mark.parametrize("tokens", [[2**31], [-(2**31) - 1], ["a"], [1.5]])
@@ -102,10 +107,10 @@ def test_tokens_that_are_no_int32_are_refused(tokens: list[int]) -> None:
     assert caught.value.field == "token_ids"
 
 
-def test_a_cut_token_is_refused() -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        ops.unpack_tokens(b"\1\0\0", field="operations[0].admit.token_ids")
-    assert caught.value.field == "operations[0].admit.token_ids"
+def test_an_id_that_is_no_int64_is_refused_by_the_column() -> None:
+    with pytest.raises(InvalidRequestError, match="64 bits") as caught:
+        ops.append(2**63, first_position=0)
+    assert caught.value.field == "sequence_ids"
 
 
 def test_to_compute_nothing_yet_is_not_to_compute_all() -> None:
@@ -113,16 +118,37 @@ def test_to_compute_nothing_yet_is_not_to_compute_all() -> None:
     assert ops.admit(1, [1], num_compute_tokens=0).admit.HasField("num_compute_tokens")
 
 
+def int32(column: bytes) -> list[int]:
+    return columns.read(INT32, column, "").tolist()
+
+
+def int64(column: bytes) -> list[int]:
+    return columns.read(INT64, column, "").tolist()
+
+
+def test_an_append_of_one_sequence_is_one_element_of_each_column() -> None:
+    append = ops.append(3, [7, 8], 2, first_position=5)
+    assert append == ops.appends([3], [5], [2], [2], [7, 8])
+    assert int64(append.append.first_positions) == [5]
+    assert int32(append.append.num_tokens) == int32(append.append.num_slots) == [2]
+    assert int32(append.append.token_ids) == [7, 8]
+
+
 def test_operations_carry_their_arguments() -> None:
-    append = ops.append(3, [7], 2).append
-    assert (append.sequence_id, append.token_ids, append.num_slots) == (3, b"\7\0\0\0", 2)
-    fork = ops.fork(3, 4).fork
-    assert (fork.parent_sequence_id, fork.sequence_id) == (3, 4)
-    assert ops.free(4).free.sequence_id == 4
-    assert list(ops.swap_out([3, 4]).swap_out.sequence_ids) == [3, 4]
-    assert list(ops.swap_in([4]).swap_in.sequence_ids) == [4]
-    late = ops.late_tokens(3, 9, [7])
-    assert (late.sequence_id, late.first_position, late.token_ids) == (3, 9, b"\7\0\0\0")
+    append = ops.appends([3, 4], array("q", [9, 2]), [1, 3], [0, 2], [5, 6]).append
+    assert (int64(append.sequence_ids), int64(append.first_positions)) == ([3, 4], [9, 2])
+    assert (int32(append.num_slots), int32(append.num_tokens)) == ([1, 3], [0, 2])
+    assert int32(append.token_ids) == [5, 6]
+    forks = ops.forks([3, 3], [4, 5]).fork
+    assert (int64(forks.parent_sequence_ids), int64(forks.sequence_ids)) == ([3, 3], [4, 5])
+    assert ops.fork(3, 4) == ops.forks([3], [4])
+    assert int64(ops.free([4, 5]).free.sequence_ids) == [4, 5]
+    assert int64(ops.swap_out([3, 4]).swap_out.sequence_ids) == [3, 4]
+    assert int64(ops.swap_in([4]).swap_in.sequence_ids) == [4]
+    deferred = ops.deferred_tokens([3], [1], [9], [2], [7, 8])
+    assert (int64(deferred.sequence_ids), int64(deferred.admitted_by)) == ([3], [1])
+    assert (int64(deferred.first_positions), int32(deferred.num_tokens)) == ([9], [2])
+    assert int32(deferred.token_ids) == [7, 8]
 
 
 def test_the_newest_version_that_both_speak_is_chosen() -> None:
@@ -218,3 +244,53 @@ def test_tls_options_that_do_not_fit_are_named(field: str, options: TlsOptions) 
     with pytest.raises(InvalidRequestError) as caught:
         options.credentials()
     assert caught.value.field == field
+
+
+BAD_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "an infinite scale": ("scale", {"scale": float("inf")}),
+    "no number as scale": ("scale", {"scale": float("nan")}),
+    "a scale too large for float32": ("scale", {"scale": 1e39}),
+    "a negative window": ("sliding_window_tokens", {"sliding_window_tokens": -1}),
+    "a huge window": ("sliding_window_tokens", {"sliding_window_tokens": 2**31}),
+    "infinite slopes": ("alibi_slopes", {"alibi_slopes": (float("inf"),) * 4}),
+    "slopes that are no numbers": ("alibi_slopes", {"alibi_slopes": (float("nan"),) * 4}),
+    "slopes too large for float32": ("alibi_slopes", {"alibi_slopes": (-1e39,) * 4}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_attention_is_not_asked_for_with(name: str) -> None:
+    field, options = BAD_OPTIONS[name]
+    with pytest.raises(InvalidRequestError) as caught:
+        AttentionOptions(**options)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("scale", data_pb.AttentionOptions(scale=float("-inf"))),
+        ("sliding_window_tokens", data_pb.AttentionOptions(sliding_window_tokens=-(2**31))),
+        ("alibi_slopes", data_pb.AttentionOptions(alibi_slopes=[1.0, float("nan")])),
+    ],
+)
+def test_bad_options_that_travelled_name_their_field(
+    field: str, message: data_pb.AttentionOptions
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        AttentionOptions.from_proto(message, field="layer.options")
+    assert caught.value.field == f"layer.options.{field}"
+
+
+def test_options_at_their_limits_come_back_from_their_message() -> None:
+    largest = (2 - 2**-23) * 2.0**127
+    options = AttentionOptions(-largest, 2**31 - 1, (largest, -0.5, 0.0))
+    assert AttentionOptions.from_proto(options.to_proto(), field="options") == options
+
+
+def test_a_layer_groups_window_holds_where_the_options_have_none() -> None:
+    options = AttentionOptions(scale=0.5, alibi_slopes=(1.0,))
+    assert options.in_group(0) == options
+    windowed = AttentionOptions(0.5, 8, (1.0,))
+    assert options.in_group(8) == windowed
+    assert windowed.in_group(16) == windowed

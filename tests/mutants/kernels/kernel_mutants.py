@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,11 +88,12 @@ def groups_interleaved(a: dict[str, Any]) -> None:
 
 
 def window_one_token_wider(a: dict[str, Any]) -> None:
-    a["sliding_window_tokens"] += a["sliding_window_tokens"] > 0
+    window = a["options"].sliding_window_tokens
+    a["options"] = replace(a["options"], sliding_window_tokens=window + (window > 0))
 
 
 def alibi_dropped(a: dict[str, Any]) -> None:
-    a["alibi_slopes"] = None
+    a["options"] = replace(a["options"], alibi_slopes=())
 
 
 def pages_rounded_to_bf16(a: dict[str, Any]) -> None:

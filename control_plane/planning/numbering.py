@@ -1,0 +1,103 @@
+"""The numbers of one session's requests: each is used once, whatever comes of it.
+
+    number == last + 1      the next: it runs
+    number remembered       the answer that it got, an error too; STEP_CONFLICT for other content
+    any other               STEP_OUT_OF_ORDER
+
+Invariant: at most ``num_kept`` answers are remembered, those of the last numbers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import xxhash
+from google.protobuf.message import Message
+
+from kvplane.errors import (
+    InvalidRequestError,
+    KvplaneError,
+    StepConflictError,
+    StepOutOfOrderError,
+)
+
+
+class Answer:
+    """What came of a number: a message, or why the request failed as a whole."""
+
+    __slots__ = ("_error", "_message", "content")
+
+    def __init__(self, content: bytes, message: Any, error: KvplaneError | None) -> None:
+        self.content = content
+        self._message = message
+        # A copy without a traceback, which would keep the request alive.
+        self._error = None if error is None else _copy(error)
+
+    def give(self) -> Any:
+        """The message. Raises the error instead when there is one."""
+        if self._error is not None:
+            raise _copy(self._error)
+        return self._message
+
+
+class Numbering:
+    """The last number used, and the answers that are still remembered."""
+
+    __slots__ = ("_answers", "_num_kept", "last")
+
+    def __init__(self, num_kept: int) -> None:
+        self.last = 0
+        self._num_kept = num_kept
+        self._answers: OrderedDict[int, Answer] = OrderedDict()
+
+    def repeated(self, number: int, content: bytes) -> Answer | None:
+        """The answer that the number got, or None when it is the next one.
+
+        Raises InvalidRequestError, StepOutOfOrderError, StepConflictError; none uses a number.
+        """
+        if number < 1:
+            raise InvalidRequestError("must be at least 1: count requests from 1", field="number")
+        if number == self.last + 1:
+            return None
+        answer = self._answers.get(number)
+        if answer is None:
+            raise StepOutOfOrderError(
+                f"{number} is not the next: send the next request as {self.last + 1}",
+                field="number",
+            )
+        if answer.content != content:
+            raise StepConflictError(
+                f"{number} was used for a request of other content: send this one as "
+                f"{self.last + 1}",
+                field="number",
+            )
+        return answer
+
+    def use(self) -> None:
+        """The next number is used up."""
+        self.last += 1
+
+    def remember(self, content: bytes, message: Any, error: KvplaneError | None = None) -> None:
+        """Keep what came of the last number."""
+        self._answers[self.last] = Answer(content, message, error)
+        while len(self._answers) > self._num_kept:
+            self._answers.popitem(last=False)
+
+
+def content_of(request: Any) -> bytes:
+    """What makes two requests of one number the same: all but the receipts, which a repeat may add
+    to. Requests of two methods are never the same.
+    """
+    content = xxhash.xxh3_128(request.DESCRIPTOR.name)
+    if request.receipts:
+        bare: Message = type(request)()
+        bare.CopyFrom(request)
+        bare.ClearField("receipts")
+        request = bare
+    content.update(request.SerializeToString(deterministic=True))
+    return content.digest()
+
+
+def _copy(error: KvplaneError) -> KvplaneError:
+    return type(error)(error.message, field=error.field, retry_delay_s=error.retry_delay_s)

@@ -1,0 +1,46 @@
+"""What the scheduler asks of one step, and what the step brought."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from engine.runner import Span
+from engine.sequence import EngineSequence
+from kvplane.errors import KvplaneError
+from kvplane.v1 import control_pb2 as pb
+
+
+class Kind(Enum):
+    """What an operation is for."""
+
+    FORK = "fork"
+    FREE = "free"
+    SWAP_OUT = "swap_out"
+    APPEND = "append"
+    SWAP_IN = "swap_in"
+    ADMIT = "admit"
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """One operation of a step. ``sequences``: those that its items concern, in order.
+    ``num_slots``: what an APPEND computes of each.
+    """
+
+    kind: Kind
+    operation: pb.Operation
+    sequences: tuple[EngineSequence, ...] = ()
+    num_slots: tuple[int, ...] = ()
+
+
+Failures = dict[int, pb.ItemFailure]
+"""Items of an operation that were not done, by index."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step brought: spans to compute in the plan's order, and requests that failed alone."""
+
+    spans: list[Span] = field(default_factory=list)
+    failed: list[tuple[EngineSequence, KvplaneError]] = field(default_factory=list)

@@ -1,0 +1,100 @@
+"""Errors as the ``kvplane.v1.Error`` message that streams carry, and back.
+
+What one side raises is what the other catches, field and retry delay included. An error that names
+a reason of a later release falls back on the gRPC status code, so that it still lands in the right
+branch of the tree. Knows no gRPC: the control plane's core answers with such messages.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from google.protobuf import duration_pb2
+from google.rpc import code_pb2  # type: ignore[import-untyped]
+
+from kvplane.errors import (
+    CODES,
+    REASONS,
+    ConflictError,
+    DeadlineExceededError,
+    IntegrityError,
+    InternalError,
+    InvalidRequestError,
+    KvplaneError,
+    NeverFitsError,
+    NotFoundError,
+    NotPermittedError,
+    PlaneUnavailableError,
+    ProtocolMismatchError,
+    QuotaExceededError,
+    SequenceExistsError,
+    UnauthenticatedError,
+)
+from kvplane.v1 import types_pb2 as pb
+
+# Statuses travel as HTTP/2 trailers, of which a peer takes 8 KiB by default.
+_MAX_MESSAGE_CHARS: Final = 1024
+_MAX_FIELD_CHARS: Final = 256
+
+_BY_CODE: Final[dict[str, type[KvplaneError]]] = {
+    # A server that stops cancels its calls; a call that this side cancels does not come here.
+    "CANCELLED": PlaneUnavailableError,
+    "INVALID_ARGUMENT": InvalidRequestError,
+    "DEADLINE_EXCEEDED": DeadlineExceededError,
+    "NOT_FOUND": NotFoundError,
+    "ALREADY_EXISTS": SequenceExistsError,
+    "PERMISSION_DENIED": NotPermittedError,
+    # gRPC itself answers so when a message is over the size limit.
+    "RESOURCE_EXHAUSTED": QuotaExceededError,
+    "FAILED_PRECONDITION": ConflictError,
+    "OUT_OF_RANGE": NeverFitsError,
+    # The peer does not know the method.
+    "UNIMPLEMENTED": ProtocolMismatchError,
+    "UNAVAILABLE": PlaneUnavailableError,
+    "DATA_LOSS": IntegrityError,
+    "UNAUTHENTICATED": UnauthenticatedError,
+}
+
+
+def to_wire(error: KvplaneError) -> pb.Error:
+    """As the message that streams carry."""
+    return pb.Error(
+        code=_code(error),
+        reason=error.reason,
+        message=error.message[:_MAX_MESSAGE_CHARS],
+        field=error.field[:_MAX_FIELD_CHARS],
+        retry_delay=duration_of(error.retry_delay_s),
+    )
+
+
+def from_wire(message: pb.Error) -> KvplaneError:
+    """The inverse of ``to_wire``."""
+    delay_s = seconds_of(message.retry_delay) if message.HasField("retry_delay") else None
+    return make_error(message.reason, message.code, message.message, message.field, delay_s)
+
+
+def make_error(
+    reason: str, code: int, message: str, field: str, retry_delay_s: float | None
+) -> KvplaneError:
+    """The error of a reason, or where that is not known of a gRPC status code."""
+    cls = REASONS.get(reason)
+    if cls is None:
+        known = code in code_pb2.Code.values()
+        cls = _BY_CODE.get(code_pb2.Code.Name(code), InternalError) if known else InternalError
+    return cls(message, field=field, retry_delay_s=retry_delay_s)
+
+
+def _code(error: KvplaneError) -> int:
+    return int(code_pb2.Code.Value(CODES.get(type(error), "INTERNAL")))
+
+
+def duration_of(seconds: float | None) -> duration_pb2.Duration | None:
+    """None stays None."""
+    if seconds is None:
+        return None
+    return duration_pb2.Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
+
+
+def seconds_of(duration: duration_pb2.Duration) -> float:
+    """The inverse of ``duration_of``."""
+    return duration.seconds + duration.nanos / 1e9

@@ -1,0 +1,80 @@
+"""A client's connection: leases are renewed, and waits for an absent plane have an end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+import grpc.aio
+import pytest
+from sdk_peers import LAYOUT, SESSION, ScriptedControlPlane
+
+from kvplane import ControlClient
+from kvplane.errors import DeadlineExceededError, KvplaneError, PlaneUnavailableError
+from kvplane.v1 import control_pb2_grpc
+
+
+async def test_a_lease_is_renewed_three_times_in_its_life() -> None:
+    plane = ScriptedControlPlane(time_to_live_s=0.3)
+    server = grpc.aio.server()
+    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with ControlClient(f"127.0.0.1:{port}") as client:
+        session = await client.open_session("p", LAYOUT)
+        await asyncio.sleep(0.75)
+        assert 3 <= len(plane.renewals) <= 7
+        assert all(renewed == session.ref for renewed in plane.renewals)
+        await session.close()
+        seen = len(plane.renewals)
+        await asyncio.sleep(0.3)
+        assert len(plane.renewals) == seen
+    await server.stop(0)
+
+
+async def test_a_plane_that_is_not_there_is_unavailable_at_the_deadline() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    async with ControlClient(f"127.0.0.1:{port}", timeout_s=0.3) as client:
+        begin = time.monotonic()
+        with pytest.raises((PlaneUnavailableError, DeadlineExceededError)):
+            await client.describe()
+        with pytest.raises(PlaneUnavailableError, match="not ready"):
+            await client.wait_ready("p")
+        assert time.monotonic() - begin < 5
+
+
+async def test_a_plane_that_accepts_and_says_nothing_is_late_not_for_ever() -> None:
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        async with ControlClient(f"127.0.0.1:{mute.getsockname()[1]}", timeout_s=0.3) as client:
+            with pytest.raises((DeadlineExceededError, PlaneUnavailableError)):
+                await client.describe()
+
+
+async def test_a_call_reaches_a_plane_that_comes_up_late() -> None:
+    server = grpc.aio.server()
+    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(ScriptedControlPlane(), server)
+    port = server.add_insecure_port("127.0.0.1:0")  # bound, but not served yet
+    async with ControlClient(f"127.0.0.1:{port}") as client:
+        opening = asyncio.create_task(client.open_session("p", LAYOUT))
+        await asyncio.sleep(0.2)
+        await server.start()
+        session = await opening
+        assert session.ref == SESSION
+        await session.close()
+    await server.stop(0)
+
+
+async def test_a_method_that_the_peer_lacks_is_a_protocol_mismatch() -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with ControlClient(f"127.0.0.1:{port}") as client:
+        with pytest.raises(KvplaneError) as caught:
+            await client.list_pools()
+    assert caught.value.reason == "PROTOCOL_MISMATCH"
+    await server.stop(0)
