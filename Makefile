@@ -44,9 +44,8 @@ fix: setup  ## Format the code and mend what ruff can mend
 	find csrc -not -path 'csrc/build/*' \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) \
 	  -exec $(BIN)/clang-format -i {} +
 
-protos: setup  ## Generate the stubs in kvplane/v1 anew
-	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. \
-	  protos/kvplane/v1/types.proto protos/kvplane/v1/control.proto protos/kvplane/v1/data.proto
+protos:  ## Generate the stubs in kvplane/v1 anew
+	@scripts/protos.sh
 
 node_modules: package.json
 	@command -v npm >/dev/null || { echo "make lint needs npm (on Debian: apt install npm)" >&2; exit 1; }
