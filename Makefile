@@ -5,8 +5,10 @@
 PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh benchmarks/gpu/*.sh)
 BIN := .venv/bin
-# More for pytest: make test PYTEST_ARGS="-k fork -x"
+# More for pytest, such as PYTEST_ARGS="-k fork -x", or PYTEST_ARGS="-n 0" for a single process.
 PYTEST_ARGS ?=
+# A worker a core. Each begins with neighbouring tests, so that what they share is made once.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 help:  ## List the targets
 	@sed -nE 's/^([a-z-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -18,10 +20,10 @@ run: setup  ## Start both planes, serve the shipped model through them, and chec
 	@$(BIN)/python -m demo
 
 test: setup  ## Run the push tier of the tests
-	@$(BIN)/python -m pytest -m "not nightly" $(PYTEST_ARGS)
+	@$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
 
 test-nightly: setup  ## Run the nightly tier: the long tests that make test leaves out
-	@$(BIN)/python -m pytest -m nightly $(PYTEST_ARGS)
+	@$(PYTEST) -m nightly $(PYTEST_ARGS)
 
 serve: setup  ## Run both planes with the shipped model's layout until Ctrl-C
 	@$(BIN)/python -m scripts.serve
