@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from data_plane.executor import Executor
 from data_plane.plans.answers import ExecutorReport, StartedPlan
-from data_plane.shard import Shard
 
 if TYPE_CHECKING:
     from data_plane.server.config import DataPlaneConfig
@@ -22,7 +21,6 @@ __all__ = [
     "EmbeddedDataPlane",
     "Executor",
     "ExecutorReport",
-    "Shard",
     "StartedPlan",
 ]
 

@@ -31,7 +31,6 @@ from data_plane.plans.sessions import Run, Session, Sessions
 from data_plane.plans.table_changes import apply_changes
 from data_plane.plans.transfers import check_transfers, cut_into_batches
 from data_plane.plans.verifier import Authority
-from data_plane.shard import Shard
 from kvplane import signing
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
@@ -42,6 +41,7 @@ from kvplane.errors import (
     PlanOutOfOrderError,
 )
 from kvplane.layout import Layout
+from kvplane.shard import Shard
 from kvplane.v1 import types_pb2 as pb
 
 Observer = Callable[[str, float], None]

@@ -9,8 +9,9 @@ import torch
 
 from engine.loop import LoopThread
 from kvplane.attention_options import AttentionOptions
+from kvplane.data_client import DataClient
 from kvplane.errors import InternalError, InvalidRequestError
-from kvplane.execution import DataClient, Execution
+from kvplane.execution import Execution
 from kvplane.session import Session
 from kvplane.tensor import Tensor
 from kvplane.v1 import types_pb2 as pb

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from kvplane import ops
     from kvplane.attention_options import AttentionOptions
     from kvplane.control_client import ControlClient
+    from kvplane.data_client import DataClient
     from kvplane.errors import KvplaneError
-    from kvplane.execution import DataClient, Execution, Started
+    from kvplane.execution import Execution, Started
     from kvplane.hf import layout_from_hf
     from kvplane.layout import LayerGroup, Layout
     from kvplane.session import Readmission, Session
+    from kvplane.shard import Shard
     from kvplane.step_numbering import UnclaimedAnswer
     from kvplane.tensor import Tensor
     from kvplane.tls import TlsOptions
@@ -36,6 +38,7 @@ __all__ = [
     "Layout",
     "Readmission",
     "Session",
+    "Shard",
     "Started",
     "Tensor",
     "TlsOptions",
@@ -47,13 +50,14 @@ __all__ = [
 _HOMES: Final = {
     "AttentionOptions": "kvplane.attention_options",
     "ControlClient": "kvplane.control_client",
-    "DataClient": "kvplane.execution",
+    "DataClient": "kvplane.data_client",
     "Execution": "kvplane.execution",
     "KvplaneError": "kvplane.errors",
     "LayerGroup": "kvplane.layout",
     "Layout": "kvplane.layout",
     "Readmission": "kvplane.session",
     "Session": "kvplane.session",
+    "Shard": "kvplane.shard",
     "Started": "kvplane.execution",
     "Tensor": "kvplane.tensor",
     "TlsOptions": "kvplane.tls",

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from control_plane.planning.model import CoreConfig
-from kvplane.errors import InvalidRequestError
-from kvplane.protocol import MAX_MESSAGE_BYTES
-from kvplane.serving.logs import LEVELS
-from kvplane.serving.server import ServerTls
+from kvplane.serving.config import ServingConfig, bind_setting, metrics_port_setting
 from kvplane.serving.settings import setting
 
 PROGRAM: Final = "control_plane"
 _CORE = CoreConfig()
 
 
-@dataclass(frozen=True)
-class ControlPlaneConfig:
+@dataclass(frozen=True, kw_only=True)
+class ControlPlaneConfig(ServingConfig):
     """Serve names: block tables, reference counts and the prefix index of any number of pools."""
 
-    bind: str = setting(
-        "127.0.0.1:50051", help="Address to serve gRPC on, host:port; port 0 picks a free one."
-    )
-    metrics_port: int = setting(
-        9101,
-        help="Port of /metrics, on the same host; 0 picks a free one, -1 is off.",
-        minimum=-1,
-        maximum=65_535,
-    )
-    port_file: Path | None = setting(None, help="File to write the gRPC port to, once it serves.")
+    bind: str = bind_setting("127.0.0.1:50051")
+    metrics_port: int = metrics_port_setting(9101)
     lease_s: float = setting(
         _CORE.lease_s,
         help="How long a session lives when no message renews it.",
@@ -68,13 +56,6 @@ class ControlPlaneConfig:
         minimum=0.05,
         maximum=3600,
     )
-    grace_s: float = setting(
-        5.0,
-        help="Time that calls in flight have to end when the program is told to stop.",
-        unit="s",
-        minimum=0,
-        maximum=3600,
-    )
     incarnation: int = setting(
         0,
         help="This process's life, above that of any control plane before it; 0 takes the clock's"
@@ -82,30 +63,6 @@ class ControlPlaneConfig:
         minimum=0,
         maximum=2**63 - 1,
     )
-    max_message_bytes: int = setting(
-        MAX_MESSAGE_BYTES,
-        help="Largest message taken or sent.",
-        unit="bytes",
-        minimum=4096,
-        maximum=2**31 - 1,
-    )
-    tls_certificate: Path | None = setting(None, help="PEM file of the server's certificate.")
-    tls_key: Path | None = setting(None, help="PEM file of the certificate's key.")
-    tls_client_ca: Path | None = setting(
-        None,
-        help="PEM file of the authority that signs clients' certificates. Clients must then show"
-        " one, and its common name is their tenant.",
-    )
-    log_level: str = setting("info", help="Least severe log level written.", choices=LEVELS)
-
-    def __post_init__(self) -> None:
-        host, colon, port = self.bind.rpartition(":")
-        if not (host and colon and port.isdecimal() and int(port) <= 65_535):
-            raise InvalidRequestError("must be host:port", field="bind")
-        if (self.tls_certificate is None) != (self.tls_key is None):
-            raise InvalidRequestError("needs --tls-key beside it", field="tls_certificate")
-        if self.tls_client_ca is not None and self.tls_certificate is None:
-            raise InvalidRequestError("needs --tls-certificate beside it", field="tls_client_ca")
 
     @property
     def core(self) -> CoreConfig:
@@ -118,10 +75,3 @@ class ControlPlaneConfig:
             max_sequences=self.max_sequences,
             max_sessions=self.max_sessions,
         )
-
-    @property
-    def tls(self) -> ServerTls | None:
-        """How to serve TLS; None means in the clear."""
-        if self.tls_certificate is None or self.tls_key is None:
-            return None
-        return ServerTls(self.tls_certificate, self.tls_key, self.tls_client_ca)

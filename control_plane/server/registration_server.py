@@ -24,9 +24,9 @@ from kvplane.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     KvplaneError,
-    PlaneUnavailableError,
     StaleEpochError,
 )
+from kvplane.serving.streams import stopping_error
 from kvplane.v1 import control_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -86,11 +86,11 @@ class Registrar:
         """
         self._stopping = True
         for stream in self._streams.values():
-            stream.fail(stopping_error())
+            stream.fail(stopping_error("control plane"))
 
     async def _open(self, requests: AsyncIterator[pb.RegisterRequest]) -> _Stream:
         if self._stopping:
-            raise stopping_error()
+            raise stopping_error("control plane")
         first = await self._next(requests)
         if first is None or first.WhichOneof("message") != "hello":
             raise InvalidRequestError("must come first", field="hello")
@@ -190,8 +190,3 @@ def _encoded(message: pb.RegisterResponse | Outgoing) -> pb.RegisterResponse:
     if isinstance(message, pb.RegisterResponse):
         return message
     return codec.outgoing_to_proto(message)
-
-
-def stopping_error() -> KvplaneError:
-    """What ends a stream when this process is told to stop."""
-    return PlaneUnavailableError("the control plane is stopping", retry_delay_s=1.0)

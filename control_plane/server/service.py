@@ -7,7 +7,6 @@ no locks.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -19,7 +18,7 @@ from control_plane.planning.core import ControlPlane
 from control_plane.planning.model import OperationResult, Status, StepOutcome
 from control_plane.server import codec
 from control_plane.server.metrics import ControlPlaneMetrics
-from control_plane.server.registration_server import Registrar, stopping_error
+from control_plane.server.registration_server import Registrar
 from kvplane import protocol
 from kvplane.error_codec import to_wire
 from kvplane.errors import (
@@ -29,6 +28,7 @@ from kvplane.errors import (
     PoolFullError,
 )
 from kvplane.serving.identity import tenant_of
+from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 
@@ -56,14 +56,11 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self._registrar = registrar
         self._metrics = metrics
         self._version = version
-        self._idle_streams: set[asyncio.Task[Any]] = set()
-        self._stopping = asyncio.Event()
+        self._streams = RequestStreams("control plane")
 
     def stop(self) -> None:
         """End the streams that wait for a request, and each other one after its present answer."""
-        self._stopping.set()
-        for task in self._idle_streams:
-            task.cancel()
+        self._streams.stop()
         self._registrar.stop()
 
     async def DescribeControlPlane(
@@ -119,7 +116,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         tenant = tenant_of(context)
         while True:
             try:
-                request = await self._next(request_iterator)
+                request = await self._streams.next(request_iterator)
             except InvalidRequestError as error:  # no StepRequest at all; the next may be one
                 yield self._refuse(0, error)
                 continue
@@ -213,22 +210,6 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self, request_iterator: AsyncIterator[pb.RegisterRequest], context: _Context
     ) -> AsyncIterator[pb.RegisterResponse]:
         return self._registrar.serve(request_iterator)
-
-    async def _next(self, requests: AsyncIterator[pb.StepRequest]) -> pb.StepRequest | None:
-        """The next request of a stream, None at its end. Raises PlaneUnavailableError."""
-        task = asyncio.current_task()
-        if self._stopping.is_set() or task is None:
-            raise stopping_error()
-        self._idle_streams.add(task)
-        try:
-            return await anext(requests, None)
-        except asyncio.CancelledError:
-            if not self._stopping.is_set():
-                raise
-            task.uncancel()
-            raise stopping_error() from None
-        finally:
-            self._idle_streams.discard(task)
 
     def _answer(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse:
         number = request.number

@@ -17,9 +17,9 @@ from contextlib import suppress
 import torch
 
 from data_plane.memory import huge_pages, pinned
-from data_plane.shard import Shard, only_group
 from kvplane.errors import InternalError, InvalidRequestError, NeverFitsError
 from kvplane.layout import Layout
+from kvplane.shard import Shard, only_group
 from kvplane.v1 import types_pb2 as pb
 
 TORCH_DTYPES = {

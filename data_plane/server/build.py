@@ -12,10 +12,10 @@ from data_plane.kernels.backend import Kernels, kernels_of
 from data_plane.kernels.devices import choose_device, this_machine
 from data_plane.memory.sizing import GPU_SCRATCH_BYTES, free_bytes, measure_num_blocks
 from data_plane.server.config import DataPlaneConfig
-from data_plane.shard import Shard
 from kvplane.errors import InvalidRequestError
 from kvplane.hf import layout_from_hf
 from kvplane.layout import LayerGroup, Layout
+from kvplane.shard import Shard
 
 _LOGGER: Final = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ stream, which stays open.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -21,6 +20,7 @@ from kvplane import protocol
 from kvplane.attention_options import AttentionOptions
 from kvplane.error_codec import to_wire
 from kvplane.errors import InternalError, InvalidRequestError, KvplaneError, PlaneUnavailableError
+from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
 
@@ -44,14 +44,11 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         self._lane = lane
         self._version = version
         self._max_message_bytes = max_message_bytes
-        self._idle_streams: set[asyncio.Task[Any]] = set()
-        self._stopping = False
+        self._streams = RequestStreams("data plane")
 
     def stop(self) -> None:
         """End the streams that wait for a request, and each other one after its present answer."""
-        self._stopping = True
-        for task in self._idle_streams:
-            task.cancel()
+        self._streams.stop()
 
     async def DescribeDataPlane(
         self, request: pb.DescribeDataPlaneRequest, context: _Context
@@ -76,7 +73,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         stream = _ExecuteStream(self._executor)
         while True:
             try:
-                request = await self._next(request_iterator)
+                request = await self._streams.next(request_iterator)
                 if request is None:
                     return
                 answers = await self._run(partial(stream.answer, request))
@@ -171,21 +168,6 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
             await self._lane.run(self._executor.device_watch.check)
             raise
 
-    async def _next(self, requests: AsyncIterator[pb.ExecuteRequest]) -> pb.ExecuteRequest | None:
-        """The next request, None at the stream's end. Raises PlaneUnavailableError on stopping."""
-        task = asyncio.current_task()
-        if self._stopping or task is None:
-            raise _stopping_error()
-        self._idle_streams.add(task)
-        try:
-            return await anext(requests, None)
-        except asyncio.CancelledError:
-            if self._stopping:
-                raise _stopping_error() from None
-            raise
-        finally:
-            self._idle_streams.discard(task)
-
     def _start(
         self, request: pb.ReshapeAndCacheRequest | pb.PagedAttentionRequest | pb.WriteBlocksRequest
     ) -> tuple[int, int]:
@@ -273,7 +255,3 @@ class _ExecuteStream:
 def _check_group(group: int) -> None:
     if group != 0:
         raise InvalidRequestError("no such layer group", field="group")
-
-
-def _stopping_error() -> KvplaneError:
-    return PlaneUnavailableError("the data plane is stopping", retry_delay_s=1.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -115,22 +115,6 @@ def announce(server: Server, port_file: Path | None = None) -> None:
         except OSError as error:
             raise OSError(f"can not write port_file {port_file}: {error.strerror}") from error
     _LOGGER.info("listening address=%s", server.address)
-
-
-async def run_until_signal(
-    server: Server, grace_s: float, *, drain: Callable[[], Awaitable[None]] | None = None
-) -> None:
-    """Serve until SIGTERM or SIGINT, then stop.
-
-    ``drain`` is called once health says NOT_SERVING, to end long-lived streams that are idle.
-    """
-    await wait_for_signal()
-    _LOGGER.info("stopping grace_s=%g", grace_s)
-    await server.health.enter_graceful_shutdown()
-    if drain is not None:
-        await drain()
-    await server.stop(grace_s)
-    _LOGGER.info("stopped")
 
 
 async def wait_for_signal() -> None:

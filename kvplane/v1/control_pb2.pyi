@@ -1,5 +1,3 @@
-import datetime
-
 from google.protobuf import duration_pb2 as _duration_pb2
 from kvplane.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
@@ -70,7 +68,7 @@ class DescribePoolResponse(_message.Message):
     num_sessions: int
     num_sequences: int
     counters: PoolCounters
-    def __init__(self, layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., ready: _Optional[bool] = ..., usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., counters: _Optional[_Union[PoolCounters, _Mapping]] = ...) -> None: ...
+    def __init__(self, layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., ready: bool = ..., usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., counters: _Optional[_Union[PoolCounters, _Mapping]] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
     __slots__ = ("shard", "epoch", "address", "connected")
@@ -82,7 +80,7 @@ class ShardInfo(_message.Message):
     epoch: int
     address: str
     connected: bool
-    def __init__(self, shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., connected: _Optional[bool] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., connected: bool = ...) -> None: ...
 
 class PoolUsage(_message.Message):
     __slots__ = ("tiers",)
@@ -162,7 +160,7 @@ class OpenSessionResponse(_message.Message):
     num_device_blocks: int
     num_host_blocks: int
     incarnation: int
-    def __init__(self, session_id: _Optional[int] = ..., protocol_version: _Optional[int] = ..., time_to_live: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_plans_in_flight: _Optional[int] = ..., grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., protocol_version: _Optional[int] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., max_plans_in_flight: _Optional[int] = ..., grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class RenewSessionRequest(_message.Message):
     __slots__ = ("session_id",)
@@ -174,7 +172,7 @@ class RenewSessionResponse(_message.Message):
     __slots__ = ("time_to_live",)
     TIME_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
     time_to_live: _duration_pb2.Duration
-    def __init__(self, time_to_live: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session_id",)
@@ -258,7 +256,7 @@ class Admit(_message.Message):
     num_compute_tokens: int
     max_total_tokens: int
     skip_prefix_lookup: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_compute_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., skip_prefix_lookup: _Optional[bool] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_compute_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., skip_prefix_lookup: bool = ...) -> None: ...
 
 class Append(_message.Message):
     __slots__ = ("sequence_id", "token_ids", "num_slots")
@@ -672,7 +670,7 @@ class Welcome(_message.Message):
     resumed: bool
     key: bytes
     heartbeat_interval: _duration_pb2.Duration
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., resumed: _Optional[bool] = ..., key: _Optional[bytes] = ..., heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., resumed: bool = ..., key: _Optional[bytes] = ..., heartbeat_interval: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class BlockReport(_message.Message):
     __slots__ = ("blocks", "last", "max_session_id")
@@ -682,7 +680,7 @@ class BlockReport(_message.Message):
     blocks: _containers.RepeatedCompositeFieldContainer[ReportedBlock]
     last: bool
     max_session_id: int
-    def __init__(self, blocks: _Optional[_Iterable[_Union[ReportedBlock, _Mapping]]] = ..., last: _Optional[bool] = ..., max_session_id: _Optional[int] = ...) -> None: ...
+    def __init__(self, blocks: _Optional[_Iterable[_Union[ReportedBlock, _Mapping]]] = ..., last: bool = ..., max_session_id: _Optional[int] = ...) -> None: ...
 
 class ReportedBlock(_message.Message):
     __slots__ = ("block", "publication")

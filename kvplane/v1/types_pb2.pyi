@@ -1,5 +1,3 @@
-import datetime
-
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -134,7 +132,7 @@ class Error(_message.Message):
     message: str
     field: str
     retry_delay: _duration_pb2.Duration
-    def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_delay: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class SignedPayload(_message.Message):
     __slots__ = ("type", "payload", "signature")
@@ -186,7 +184,7 @@ class Plan(_message.Message):
     changes: _containers.RepeatedCompositeFieldContainer[TableChange]
     transfers: _containers.RepeatedCompositeFieldContainer[Transfer]
     rows: _containers.RepeatedCompositeFieldContainer[Row]
-    def __init__(self, pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ..., session_id: _Optional[int] = ..., number: _Optional[int] = ..., previous: _Optional[int] = ..., resync: _Optional[bool] = ..., changes: _Optional[_Iterable[_Union[TableChange, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ...) -> None: ...
+    def __init__(self, pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ..., session_id: _Optional[int] = ..., number: _Optional[int] = ..., previous: _Optional[int] = ..., resync: bool = ..., changes: _Optional[_Iterable[_Union[TableChange, _Mapping]]] = ..., transfers: _Optional[_Iterable[_Union[Transfer, _Mapping]]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ...) -> None: ...
 
 class TableChange(_message.Message):
     __slots__ = ("sequence_id", "group", "set", "fork", "drop")
@@ -212,7 +210,7 @@ class SetBlocks(_message.Message):
     blocks: Blocks
     fresh: _containers.RepeatedScalarFieldContainer[bool]
     replace: bool
-    def __init__(self, first_block: _Optional[int] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., fresh: _Optional[_Iterable[bool]] = ..., replace: _Optional[bool] = ...) -> None: ...
+    def __init__(self, first_block: _Optional[int] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., fresh: _Optional[_Iterable[bool]] = ..., replace: bool = ...) -> None: ...
 
 class ForkTable(_message.Message):
     __slots__ = ("parent_sequence_id", "num_blocks")

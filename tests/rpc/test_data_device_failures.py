@@ -23,8 +23,8 @@ from data_plane.kernels.cpu import CpuKernels
 from data_plane.kernels.cuda_streams import DeviceStreams
 from data_plane.server import build
 from data_plane.server.tensor_codec import tensor_to_message
+from kvplane.data_client import DataClient
 from kvplane.errors import InternalError
-from kvplane.execution import DataClient
 from kvplane.health import check
 from kvplane.tensor import Tensor
 

@@ -24,8 +24,8 @@ from plan_author import (
 
 from data_plane.memory.pool import TORCH_DTYPES
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
+from kvplane.data_client import DataClient
 from kvplane.errors import InvalidRequestError, LayoutMismatchError
-from kvplane.execution import DataClient
 from kvplane.layout import Layout
 from kvplane.tensor import Tensor
 

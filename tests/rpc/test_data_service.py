@@ -25,6 +25,7 @@ from plan_author import (
 
 from data_plane.server.server import DataPlaneServer
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
+from kvplane.data_client import DataClient
 from kvplane.error_codec import from_rpc_error, from_wire
 from kvplane.errors import (
     BadSignatureError,
@@ -35,7 +36,6 @@ from kvplane.errors import (
     SessionExpiredError,
     StaleEpochError,
 )
-from kvplane.execution import DataClient
 from kvplane.tensor import Tensor
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc, types_pb2

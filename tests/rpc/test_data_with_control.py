@@ -17,8 +17,9 @@ from data_plane.server.server import DataPlaneServer
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane import ops
 from kvplane.control_client import ControlClient
+from kvplane.data_client import DataClient
 from kvplane.errors import StaleError
-from kvplane.execution import DataClient, Execution
+from kvplane.execution import Execution
 from kvplane.session import Session
 from kvplane.tensor import Tensor
 from kvplane.v1 import control_pb2 as pb

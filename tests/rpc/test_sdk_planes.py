@@ -17,7 +17,17 @@ from flaky_proxy import FlakyProxy
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, DataClient, Execution, LayerGroup, Layout, Session, Tensor, ops
+from kvplane import (
+    ControlClient,
+    DataClient,
+    Execution,
+    LayerGroup,
+    Layout,
+    Session,
+    Shard,
+    Tensor,
+    ops,
+)
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -147,6 +157,7 @@ async def test_the_data_plane_describes_itself(data: DataClient, planes: Planes)
     description = await data.describe()
     assert description.pool_id == POOL
     assert Layout.from_proto(description.layout) == LAYOUT
+    assert Shard.from_proto(description.shard) == Shard.whole(LAYOUT)
     assert description.incarnation == planes.control.core.incarnation
 
 

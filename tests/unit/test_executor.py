@@ -27,7 +27,7 @@ from plan_author import (
     transfer,
 )
 
-from data_plane import Executor, Shard
+from data_plane import Executor
 from kvplane import signing
 from kvplane.errors import (
     InvalidRequestError,
@@ -39,6 +39,7 @@ from kvplane.errors import (
     SessionNotFoundError,
     StaleIncarnationError,
 )
+from kvplane.shard import Shard
 
 
 @pytest.fixture

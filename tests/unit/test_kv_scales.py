@@ -10,8 +10,8 @@ from plan_author import LAYOUT, POOL_ID, PlanAuthor, row, set_blocks, tokens
 
 from data_plane import Executor
 from data_plane.kernels.scales import layer_scales
-from data_plane.shard import Shard
 from kvplane.layout import LayerGroup, Layout
+from kvplane.shard import Shard
 
 CPU = torch.device("cpu")
 HEADS = 4

@@ -14,6 +14,7 @@ import pytest
 from kvplane.errors import InvalidRequestError
 from kvplane.hf import layout_from_hf
 from kvplane.layout import LayerGroup, Layout
+from kvplane.shard import Shard
 from kvplane.v1 import types_pb2 as pb
 
 FULL = LayerGroup("full", (0, 1), 2, 64)
@@ -250,3 +251,13 @@ def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InvalidRequestError, match="is not JSON"):
         layout_from_hf(tmp_path)
+
+
+def test_a_shard_travels_and_says_what_it_holds_of_a_layout() -> None:
+    shard = Shard(1, 2, first_layer=1, num_layers=1, first_kv_head=1, num_kv_heads=1)
+    assert Shard.from_proto(shard.to_proto()) == shard
+    assert shard.layers(LAYOUT) == (1,)
+    assert shard.block_bytes(LAYOUT) == 16 * 2 * 64 * 2  # slots, K and V, head size, bytes
+    whole = Shard.whole(LAYOUT)
+    assert whole.layers(LAYOUT) == (0, 1)
+    assert whole.block_bytes(LAYOUT) == LAYOUT.block_bytes()

@@ -1,0 +1,170 @@
+"""A client of a data plane."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from kvplane.attention_options import AttentionOptions
+from kvplane.connection import Connection
+from kvplane.execution import Execution
+from kvplane.tensor import Tensor
+from kvplane.tls import TlsOptions
+from kvplane.v1 import data_pb2 as pb
+from kvplane.v1 import data_pb2_grpc
+from kvplane.v1.types_pb2 import SignedPayload
+
+
+class DataClient:
+    """Calls a data plane at ``target`` ("host:port").
+
+    ``timeout_s``: default deadline of each call. Every call may be repeated, and is while the
+    plane is UNAVAILABLE. Errors raised are those of ``kvplane.errors``: BadSignatureError,
+    StaleError, ConflictError for payloads that do not fit, InvalidRequestError naming the field.
+    """
+
+    def __init__(
+        self, target: str, *, tls: TlsOptions | None = None, timeout_s: float = 10.0
+    ) -> None:
+        self._connection = Connection(target, tls=tls, timeout_s=timeout_s)
+        self._stub = data_pb2_grpc.DataPlaneServiceStub(self._connection.channel)
+
+    async def __aenter__(self) -> DataClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def describe(self, *, timeout_s: float | None = None) -> pb.DescribeDataPlaneResponse:
+        """Who is answering."""
+        response: pb.DescribeDataPlaneResponse = await self._connection.call(
+            self._stub.DescribeDataPlane, pb.DescribeDataPlaneRequest(), timeout_s
+        )
+        return response
+
+    async def open(self, grant: SignedPayload, *, timeout_s: float | None = None) -> Execution:
+        """Begin to run plans of the session that ``grant`` is of."""
+        execution = Execution(self._connection, self._stub, grant)
+        await execution.connect(timeout_s=timeout_s)
+        return execution
+
+    async def reshape_and_cache(
+        self,
+        grant: SignedPayload,
+        plan: SignedPayload,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+        *,
+        timeout_s: float | None = None,
+    ) -> pb.ReshapeAndCacheResponse:
+        """Write one layer's keys and values [num_tokens, num_kv_heads, head_size]."""
+        request = pb.ReshapeAndCacheRequest(
+            grant=grant, plan=plan, layer=layer, key=key.to_proto(), value=value.to_proto()
+        )
+        response: pb.ReshapeAndCacheResponse = await self._connection.call(
+            self._stub.ReshapeAndCache, request, timeout_s
+        )
+        return response
+
+    async def paged_attention(
+        self,
+        grant: SignedPayload,
+        plan: SignedPayload,
+        layer: int,
+        query: Tensor,
+        *,
+        options: AttentionOptions = AttentionOptions(),
+        timeout_s: float | None = None,
+    ) -> pb.PagedAttentionResponse:
+        """Attend from ``query`` [num_tokens, num_heads, head_size] in a layer that was written."""
+        request = pb.PagedAttentionRequest(
+            grant=grant,
+            plan=plan,
+            layer=layer,
+            query=query.to_proto(),
+            options=options.to_proto(),
+        )
+        response: pb.PagedAttentionResponse = await self._connection.call(
+            self._stub.PagedAttention, request, timeout_s
+        )
+        return response
+
+    async def copy_blocks(
+        self, grant: SignedPayload, plan: SignedPayload, *, timeout_s: float | None = None
+    ) -> pb.CopyBlocksResponse:
+        """Start a plan whose transfers are all copies inside the device tier."""
+        request = pb.CopyBlocksRequest(grant=grant, plan=plan)
+        response: pb.CopyBlocksResponse = await self._connection.call(
+            self._stub.CopyBlocks, request, timeout_s
+        )
+        return response
+
+    async def swap_blocks(
+        self, grant: SignedPayload, plan: SignedPayload, *, timeout_s: float | None = None
+    ) -> pb.SwapBlocksResponse:
+        """Start a plan whose transfers are all swaps between the tiers."""
+        request = pb.SwapBlocksRequest(grant=grant, plan=plan)
+        response: pb.SwapBlocksResponse = await self._connection.call(
+            self._stub.SwapBlocks, request, timeout_s
+        )
+        return response
+
+    async def read_blocks(
+        self,
+        grant: SignedPayload,
+        sequence_id: int,
+        *,
+        first_block: int = 0,
+        num_blocks: int = 1,
+        group: int = 0,
+        timeout_s: float | None = None,
+    ) -> pb.ReadBlocksResponse:
+        """Read table entries [first_block, first_block + num_blocks) of a sequence, all layers."""
+        request = pb.ReadBlocksRequest(
+            grant=grant,
+            sequence_id=sequence_id,
+            first_block=first_block,
+            num_blocks=num_blocks,
+            group=group,
+        )
+        response: pb.ReadBlocksResponse = await self._connection.call(
+            self._stub.ReadBlocks, request, timeout_s
+        )
+        return response
+
+    async def write_blocks(
+        self,
+        grant: SignedPayload,
+        plan: SignedPayload,
+        sequence_id: int,
+        blocks: Tensor,
+        *,
+        first_block: int = 0,
+        group: int = 0,
+        timeout_s: float | None = None,
+    ) -> pb.WriteBlocksResponse:
+        """Write the slots of the plan's row for a sequence, all layers.
+
+        ``blocks``: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of kv_dtype.
+        """
+        request = pb.WriteBlocksRequest(
+            grant=grant,
+            plan=plan,
+            sequence_id=sequence_id,
+            first_block=first_block,
+            blocks=blocks.to_proto(),
+            group=group,
+        )
+        response: pb.WriteBlocksResponse = await self._connection.call(
+            self._stub.WriteBlocks, request, timeout_s
+        )
+        return response
+
+    async def close(self) -> None:
+        """Ends every call and execution."""
+        await self._connection.close()

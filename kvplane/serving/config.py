@@ -1,0 +1,83 @@
+"""The settings that every server has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvplane.errors import InvalidRequestError
+from kvplane.protocol import MAX_MESSAGE_BYTES
+from kvplane.serving.logs import LEVELS
+from kvplane.serving.server import ServerTls
+from kvplane.serving.settings import setting
+
+
+def bind_setting(default: str) -> Any:
+    """The field ``bind`` of a ``ServingConfig``, each of which has its own default."""
+    return setting(default, help="Address to serve gRPC on, host:port; port 0 picks a free one.")
+
+
+def metrics_port_setting(default: int) -> Any:
+    """The field ``metrics_port`` of a ``ServingConfig``, each of which has its own default."""
+    return setting(
+        default,
+        help="Port of /metrics, on the same host; 0 picks a free one, -1 is off.",
+        minimum=-1,
+        maximum=65_535,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingConfig:
+    """Settings of a server; a plane adds its own, and gives ``bind`` and ``metrics_port`` defaults.
+
+    Raises InvalidRequestError for a bind address that is none, and for TLS files that lack others.
+    """
+
+    bind: str
+    metrics_port: int
+    port_file: Path | None = setting(None, help="File to write the gRPC port to, once it serves.")
+    grace_s: float = setting(
+        5.0,
+        help="Time that calls in flight have to end when the program is told to stop.",
+        unit="s",
+        minimum=0,
+        maximum=3600,
+    )
+    max_message_bytes: int = setting(
+        MAX_MESSAGE_BYTES,
+        help="Largest message taken or sent.",
+        unit="bytes",
+        minimum=4096,
+        maximum=2**31 - 1,
+    )
+    tls_certificate: Path | None = setting(None, help="PEM file of the server's certificate.")
+    tls_key: Path | None = setting(None, help="PEM file of the certificate's key.")
+    tls_client_ca: Path | None = setting(
+        None,
+        help="PEM file of the authority that signs clients' certificates. Clients must then show"
+        " one; to the control plane its common name is their tenant.",
+    )
+    log_level: str = setting("info", help="Least severe log level written.", choices=LEVELS)
+
+    def __post_init__(self) -> None:
+        check_address(self.bind, "bind")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise InvalidRequestError("needs --tls-key beside it", field="tls_certificate")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise InvalidRequestError("needs --tls-certificate beside it", field="tls_client_ca")
+
+    @property
+    def tls(self) -> ServerTls | None:
+        """How to serve TLS; None means in the clear."""
+        if self.tls_certificate is None or self.tls_key is None:
+            return None
+        return ServerTls(self.tls_certificate, self.tls_key, self.tls_client_ca)
+
+
+def check_address(address: str, field: str) -> None:
+    """Raise InvalidRequestError unless ``address`` is "host:port"."""
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isdecimal() and int(port) <= 65_535):
+        raise InvalidRequestError("must be host:port", field=field)

@@ -1,0 +1,124 @@
+"""What is the same in the servers of both planes: one service, its health and metrics, from the
+port that is bound to the last call that is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import grpc.aio
+from prometheus_client import CollectorRegistry
+
+from kvplane.serving import server as serving
+from kvplane.serving.config import ServingConfig
+from kvplane.serving.interceptor import ErrorInterceptor
+from kvplane.serving.metrics import RpcMetrics, serve_metrics
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+
+class ServerMetrics(Protocol):
+    """A plane's metrics."""
+
+    registry: CollectorRegistry
+    rpc: RpcMetrics
+
+
+class Service(Protocol):
+    """A servicer."""
+
+    def stop(self) -> None:
+        """End the streams that are open, and refuse new ones."""
+
+
+class PlaneServer:
+    """The base of a plane's server. The plane calls ``_serve``, then ``_announce``."""
+
+    def __init__(
+        self,
+        config: ServingConfig,
+        service_name: str,
+        service: Service,
+        add_service: Callable[[Any, grpc.aio.Server], None],
+        metrics: ServerMetrics,
+    ) -> None:
+        """Bind what ``config`` says, on the running event loop. ``service_name``: the full one.
+        ``add_service``: the generated function that adds the servicer.
+
+        Raises OSError when an address can not be bound or a TLS file can not be read.
+        """
+        self._config = config
+        self._service_name = service_name
+        self._service = service
+        self._server = serving.build(
+            config.bind,
+            tls=config.tls,
+            max_message_bytes=config.max_message_bytes,
+            interceptors=[ErrorInterceptor(metrics.rpc)],
+        )
+        add_service(service, self._server.grpc_server)
+        self._endpoint = None
+        if config.metrics_port >= 0:
+            host, port = self._server.host, config.metrics_port
+            self._endpoint = serve_metrics(metrics.registry, host, port)
+
+    @property
+    def address(self) -> str:
+        """Where the server listens, "host:port"."""
+        return self._server.address
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Port of ``/metrics``; None when it is off."""
+        return self._endpoint.port if self._endpoint is not None else None
+
+    async def run_until_signal(self) -> None:
+        """Serve until SIGTERM or SIGINT, then stop."""
+        await serving.wait_for_signal()
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Refuse new calls, answer those in flight, end the streams, and return when all is
+        quiet.
+        """
+        _LOGGER.info("stopping grace_s=%g", self._config.grace_s)
+        self._service.stop()
+        await self._server.stop(self._config.grace_s)
+        await self._finish()
+        if self._endpoint is not None:
+            await asyncio.to_thread(self._endpoint.close)
+        _LOGGER.info("stopped")
+
+    async def _serve(self, *, serving: bool = True) -> None:
+        """Take calls. ``serving``: what health says."""
+        await self._server.start([self._service_name], serving=serving)
+
+    async def _set_serving(self, serving: bool) -> None:
+        """Set what health says."""
+        for service in ("", self._service_name):
+            await self._server.set_serving(service, serving)
+
+    async def _announce(self) -> None:
+        """Tell whoever waits where it listens. Stops, and raises OSError, when the port file can
+        not be written.
+        """
+        try:
+            serving.announce(self._server, self._config.port_file)
+        except OSError:
+            await self.stop()
+            raise
+
+    async def _finish(self) -> None:
+        """Called by ``stop`` once no call is left: ends what else the plane runs."""
+
+
+def package_version() -> str:
+    """The version of kvplane, as servers tell it."""
+    try:
+        return importlib.metadata.version("kvplane")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "0+unknown"
