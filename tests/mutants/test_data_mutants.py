@@ -28,12 +28,12 @@ BASIC = {
     "receipt_given_early": INVARIANTS,
     "transfers_run_twice": EXECUTOR,
     "receipts_before_the_end": STREAMS,
-    "zero-attention": EXECUTOR,
-    "swap-two-blocks": EXECUTOR,
     "skip-newest-slot": EXECUTOR,
-    "shift-table": EXECUTOR,
 }
 MORE = {
+    "zero-attention": EXECUTOR,
+    "swap-two-blocks": EXECUTOR,
+    "shift-table": EXECUTOR,
     "epoch_unchecked": INVARIANTS,
     "publication_forgotten_at_the_kernel": REJECTIONS,
     "publication_survives_hand_out": INVARIANTS,

@@ -16,10 +16,11 @@ from plan_author import LAYOUT, POOL_ID
 from data_plane import Executor
 from data_plane.memory import sizing as memory
 from data_plane.server.build import build_executor, layout_from_json
-from data_plane.server.config import DataPlaneConfig
+from data_plane.server.config import PROGRAM, DataPlaneConfig
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.errors import InvalidRequestError, NeverFitsError
 from kvplane.layout import LayerGroup
+from kvplane.serving.settings import parse
 from kvplane.shard import Shard
 from kvplane.v1 import types_pb2 as pb
 
@@ -173,15 +174,22 @@ def test_the_epoch_is_a_setting(layout_file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("argument", "complaint"),
-    [
-        (["--num-device-blocks=-1", "--model=m"], "--num-device-blocks"),
-        (["--layout=/nowhere.json"], "layout"),
-        ([], "model"),
-    ],
+    [(["--num-device-blocks=-1", "--model=m"], "--num-device-blocks"), ([], "model")],
 )
-def test_the_program_refuses_bad_settings_in_one_line(argument: list[str], complaint: str) -> None:
-    command = [sys.executable, "-m", "data_plane", "--log-level=error", *argument]
+def test_bad_settings_are_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], argument: list[str], complaint: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(DataPlaneConfig, PROGRAM, argument, {})
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert said.count("\n") == 1
+
+
+def test_the_program_refuses_a_layout_that_is_not_there_in_one_line() -> None:
+    command = [sys.executable, "-m", "data_plane", "--log-level=error", "--layout=/nowhere.json"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert complaint in result.stderr
+    assert "layout" in result.stderr
     assert result.stderr.count("\n") == 1
