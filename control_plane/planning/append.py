@@ -1,8 +1,8 @@
 """Append: sequences grow, all of a step in columns.
 
 In most decode steps a sequence writes one slot of a block that it has to itself: that costs a few
-comparisons of integers. Only one that crosses the edge of a block, or writes a block that it shares,
-does more.
+comparisons of integers. Only one that crosses the edge of a block, or writes a block that others
+share, does more.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 Knows neither grpc nor torch. Single-threaded: it is only ever called from the event loop, and every
 call runs to its end. Invariant: ``check_integrity`` holds after every call, one that raises too.
 
-    registration   register, report, disconnect, fence_done, take_outgoing     registration.py
-    sessions       open_session, renew_session, close_session, tick            session.py
-    requests       step, submit_receipts, abort_plan, resync: in the order of  numbering.py
-                   their numbers, each applying its receipts first             receipts.py planner.py
-    questions      block_table, lookup_prefix, describe_*, check_integrity     integrity.py
+    registration   register, report, disconnect, fence_done, take_outgoing
+    sessions       open_session, renew_session, close_session, tick
+    requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
+                   applying its receipts first
+    questions      block_table, lookup_prefix, describe_*, check_integrity
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def content_of(request: Any) -> bytes:
     """What makes two requests of one number the same: all but the receipts, which a repeat may add
     to. Requests of two methods are never the same.
     """
-    content = xxhash.xxh3_128(request.DESCRIPTOR.name)
+    content = xxhash.xxh3_128(request.DESCRIPTOR.name.encode())
     if request.receipts:
         bare: Message = type(request)()
         bare.CopyFrom(request)

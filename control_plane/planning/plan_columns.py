@@ -7,14 +7,15 @@ made for each sequence or block.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 from kvplane import columns
 from kvplane.columns import INT32, INT64, UINT8
 from kvplane.v1 import types_pb2 as tpb
 
 # A block as it was when it was allocated: tier, index, generation.
-Ref = tuple[int, int, int]
+Ref = tuple[tpb.Tier, int, int]
 
 
 class TableChangeColumns:
@@ -149,7 +150,8 @@ class _RefColumns:
         self.generations = array(INT64)
 
     def __iter__(self) -> Iterator[Ref]:
-        return zip(self.tiers, self.indices, self.generations, strict=True)
+        tiers = cast(Iterable[tpb.Tier], self.tiers)
+        return zip(tiers, self.indices, self.generations, strict=True)
 
     def add(self, ref: Ref) -> None:
         tier, index, generation = ref

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
-from control_plane.planning.layouts import require_known_fields
 from control_plane.planning.publish import publish
 from control_plane.planning.session import Session
 from kvplane import protocol, signing
@@ -62,7 +61,7 @@ def _read(session: Session, payload: tpb.SignedPayload, at: str) -> tpb.Receipt:
             f"is {receipt.version}; this control plane reads {protocol.PAYLOAD_VERSION}",
             field=f"{at}.version",
         )
-    require_known_fields(receipt, field=f"{at}.payload")
+    protocol.refuse_unknown_fields(receipt, field=f"{at}.payload")
     return receipt
 
 

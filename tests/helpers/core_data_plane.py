@@ -1,6 +1,6 @@
-"""A data plane that holds bytes, and checks what a real one must.
+"""A data plane that holds content, and checks what a real one must.
 
-A slot's bytes are stood for by the hash of the whole prefix that they were computed from, so a row
+A slot's content is stood for by the hash of the whole prefix that it was computed from, so a span
 that reads its context sees at once whether every slot before it holds exactly its own prefix. A
 wrong plan is an AssertionError, never a refusal.
 """
@@ -9,37 +9,38 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
-from control_plane.planning.model import (
-    BlockRef,
-    Fence,
-    ForkTable,
-    Hello,
-    Outgoing,
-    Plan,
-    Publication,
-    PublishBlocks,
-    ReportedBlock,
-    SetBlocks,
-    Shard,
-    Tier,
-)
+from kvplane import columns, protocol, signing
+from kvplane.columns import INT32, INT64, UINT8
 from kvplane.layout import LayerGroup, Layout
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
 
 if TYPE_CHECKING:
     from core_model import World
 
 BLOCK = 8
-LAYOUT = Layout("model", BLOCK, "float32", "float32", (LayerGroup("full", (0, 1), 2, 8),))
+NUM_HEADS = 2
+LAYOUT = Layout("model", BLOCK, "float32", "float32", (LayerGroup("full", (0, 1), NUM_HEADS, 8),))
 ROOT = 0
+DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
+TIERS = (DEVICE, HOST)
+POOL = "pool"
 
-Name = tuple[Tier, int]
+Name = tuple[int, int]
+"""Tier and index of a block."""
 
 
 def pack(tokens: Sequence[int]) -> bytes:
     """Token ids as they travel."""
     return struct.pack(f"<{len(tokens)}i", *tokens)
+
+
+def unpack(token_ids: bytes) -> list[int]:
+    """The inverse of ``pack``."""
+    return list(struct.unpack(f"<{len(token_ids) // 4}i", token_ids))
 
 
 def prefix_values(tokens: Sequence[int], start: int = ROOT) -> list[int]:
@@ -51,6 +52,130 @@ def prefix_values(tokens: Sequence[int], start: int = ROOT) -> list[int]:
     return values
 
 
+class Block(NamedTuple):
+    """A block as a plan names it."""
+
+    tier: int
+    index: int
+    generation: int
+
+    @property
+    def name(self) -> Name:
+        return (self.tier, self.index)
+
+
+class Change(NamedTuple):
+    """One change to a table."""
+
+    kind: int
+    sequence_id: int
+    first_block: int
+    num_blocks: int
+    parent_id: int
+    blocks: list[Block]
+    allocated: list[bool]
+
+
+class Span(NamedTuple):
+    """The tokens that a plan computes for a sequence."""
+
+    sequence_id: int
+    first_position: int
+    num_tokens: int
+
+
+class Published(NamedTuple):
+    """A publication as a data plane keeps it."""
+
+    owner: tuple[str, str]
+    generation: int
+    parent: tuple[int, int]
+    hash: bytes
+    token_ids: bytes
+
+
+def changes_of(plan: tpb.Plan) -> list[Change]:
+    """A plan's changes, one by one."""
+    message = plan.changes
+    entries = zip(
+        columns.read(INT32, message.indices, "indices"),
+        columns.read(INT64, message.generations, "generations"),
+        columns.read(UINT8, message.allocated, "allocated"),
+        strict=True,
+    )
+    parents = iter(columns.read(INT64, message.parent_sequence_ids, "parents"))
+    changes = []
+    for kind, sequence_id, tier, first, num in zip(
+        columns.read(UINT8, message.kinds, "kinds"),
+        columns.read(INT64, message.sequence_ids, "sequence_ids"),
+        columns.read(UINT8, message.tiers, "tiers"),
+        columns.read(INT32, message.first_blocks, "first_blocks"),
+        columns.read(INT32, message.num_blocks, "num_blocks"),
+        strict=True,
+    ):
+        sets = kind in (tpb.TABLE_CHANGE_KIND_SET, tpb.TABLE_CHANGE_KIND_REPLACE)
+        own = list(islice(entries, num)) if sets else []
+        assert not sets or len(own) == num
+        assert sets == bool(tier)
+        parent = next(parents) if kind == tpb.TABLE_CHANGE_KIND_FORK else 0
+        blocks = [Block(tier, index, generation) for index, generation, _ in own]
+        allocated = [bool(flag) for _, _, flag in own]
+        changes.append(Change(kind, sequence_id, first, num, parent, blocks, allocated))
+    assert not list(entries)
+    assert not list(parents)
+    return changes
+
+
+def transfers_of(plan: tpb.Plan) -> list[tuple[Block, Block]]:
+    """A plan's transfers, (source, destination) each."""
+    message = plan.transfers
+    sources, destinations = (
+        map(
+            Block,
+            columns.read(UINT8, getattr(message, f"{end}_tiers"), "tiers"),
+            columns.read(INT32, getattr(message, f"{end}_indices"), "indices"),
+            columns.read(INT64, getattr(message, f"{end}_generations"), "generations"),
+        )
+        for end in ("source", "destination")
+    )
+    return list(zip(sources, destinations, strict=True))
+
+
+def spans_of(plan: tpb.Plan) -> list[Span]:
+    """A plan's spans."""
+    message = plan.spans
+    return [
+        Span(*each)
+        for each in zip(
+            columns.read(INT64, message.sequence_ids, "sequence_ids"),
+            columns.read(INT64, message.first_positions, "first_positions"),
+            columns.read(INT32, message.num_tokens, "num_tokens"),
+            strict=True,
+        )
+    ]
+
+
+def publications_of(message: tpb.Publications) -> dict[int, Published]:
+    """Publications by the index of their block."""
+    parents = zip(
+        columns.read(INT32, message.parent_indices, "parent_indices"),
+        columns.read(INT64, message.parent_generations, "parent_generations"),
+        strict=True,
+    )
+    owner = (message.tenant, message.namespace)
+    return {
+        index: Published(owner, *rest)
+        for index, *rest in zip(
+            columns.read(INT32, message.indices, "indices"),
+            columns.read(INT64, message.generations, "generations"),
+            parents,
+            columns.fixed(message.hashes, 16),
+            columns.fixed(message.token_ids, 4 * BLOCK),
+            strict=True,
+        )
+    }
+
+
 class DataPlane:
     """One shard's blocks, tables and publications."""
 
@@ -58,8 +183,16 @@ class DataPlane:
         self, world: World, index: int, num_shards: int, num_device: int, num_host: int
     ) -> None:
         self.world = world
-        self.shard = Shard(index, num_shards, num_layers=1, num_kv_heads=1)
-        self.sizes = {Tier.DEVICE: num_device, Tier.HOST: num_host}
+        self.index = index
+        num_heads = NUM_HEADS // num_shards
+        self.shard = tpb.Shard(
+            index=index,
+            num_shards=num_shards,
+            num_layers=2,
+            first_kv_head=index * num_heads,
+            num_kv_heads=num_heads,
+        )
+        self.sizes = {DEVICE: num_device, HOST: num_host}
         self.restart()
 
     def restart(self) -> None:
@@ -67,10 +200,10 @@ class DataPlane:
         self.world.epoch += 1
         self.epoch = self.world.epoch
         self.incarnation = 0
+        self.key = b""
         self.generation: dict[Name, int] = {}
         self.content: dict[Name, list[int | None]] = {}
-        self.published: dict[int, Publication] = {}
-        self.max_session_id = 0
+        self.published: dict[int, Published] = {}
         self.quit_all()
 
     def quit_all(self) -> None:
@@ -80,76 +213,114 @@ class DataPlane:
         self.running: dict[int, tuple[int, dict[int, list[Name]]]] = {}
         self.quit: set[int] = set()
 
-    def hello(self) -> Hello:
-        return Hello(
-            pool_id="pool",
+    # Registration
+
+    def hello(self) -> cpb.Hello:
+        return cpb.Hello(
+            protocol=protocol.supported(),
+            pool_id=POOL,
             shard=self.shard,
             epoch=self.epoch,
-            layout=self.world.layout,
-            num_device_blocks=self.sizes[Tier.DEVICE],
-            num_host_blocks=self.sizes[Tier.HOST],
-            address=f"shard{self.shard.index}:1",
+            layout=self.world.layout.to_proto(),
+            num_device_blocks=self.sizes[DEVICE],
+            num_host_blocks=self.sizes[HOST],
+            address=f"shard{self.index}:1",
             incarnation=self.incarnation,
+            key_id=signing.key_id(self.key),
         )
 
     def join(self) -> bool:
         """Register, and report unless resumed. Returns whether it was resumed."""
-        core = self.world.core
-        welcome = core.register(self.hello())
+        welcome = self.world.core.register(self.hello())
         self.incarnation = welcome.incarnation
         if not welcome.resumed:
+            self.key = welcome.key
             self.quit_all()
-            blocks = self.report()
-            half = len(blocks) // 2
-            for part, last in ((blocks[:half], False), (blocks[half:], True)):
-                core.report(
-                    "pool",
-                    self.shard.index,
-                    self.epoch,
-                    part,
-                    last=last,
-                    max_session_id=self.max_session_id,
-                )
+            self.report()
         return welcome.resumed
 
-    def report(self) -> list[ReportedBlock]:
-        reported = []
-        for (tier, index), generation in self.generation.items():
-            publication = self.published.get(index) if tier is Tier.DEVICE else None
-            reported.append(ReportedBlock(BlockRef(tier, index, generation), publication))
-        return reported
+    def report(self) -> None:
+        """Say what every block holds, in two parts."""
+        owned: dict[tuple[str, str], list[int]] = {}
+        for index, published in self.published.items():
+            owned.setdefault(published.owner, []).append(index)
+        parts = [
+            cpb.BlockReport(blocks=map(self._reported, TIERS)),
+            cpb.BlockReport(
+                publications=[self._publications(owner, owned[owner]) for owner in owned],
+                last=True,
+            ),
+        ]
+        for part in parts:
+            self.world.core.report(POOL, self.index, self.epoch, part)
+
+    def _reported(self, tier: tpb.Tier) -> tpb.Blocks:
+        known = {index: g for (of, index), g in self.generation.items() if of == tier}
+        return tpb.Blocks(
+            tier=tier,
+            indices=columns.pack(INT32, known.keys()),
+            generations=columns.pack(INT64, known.values()),
+        )
+
+    def _publications(self, owner: tuple[str, str], indices: list[int]) -> tpb.Publications:
+        published = [self.published[index] for index in indices]
+        return tpb.Publications(
+            tenant=owner[0],
+            namespace=owner[1],
+            hash_algorithm="xxh3-128",
+            indices=columns.pack(INT32, indices),
+            generations=columns.pack(INT64, [p.generation for p in published]),
+            parent_indices=columns.pack(INT32, [p.parent[0] for p in published]),
+            parent_generations=columns.pack(INT64, [p.parent[1] for p in published]),
+            hashes=b"".join(p.hash for p in published),
+            token_ids=b"".join(p.token_ids for p in published),
+        )
 
     def leave(self) -> None:
         """The registration stream breaks; what was under way on it is lost."""
-        self.world.core.take_outgoing("pool", self.shard.index)
-        self.world.core.disconnect("pool", self.shard.index, self.epoch)
+        self.world.core.take_outgoing(POOL, self.index)
+        self.world.core.disconnect(POOL, self.index, self.epoch)
 
     def pump(self) -> None:
-        core = self.world.core
-        for message in core.take_outgoing("pool", self.shard.index):
-            self.take(message)
+        """Receive all that waits on the registration stream."""
+        while messages := self.world.core.take_outgoing(POOL, self.index):
+            for message in messages:
+                self.take(message)
 
-    def take(self, message: Outgoing) -> None:
-        if isinstance(message, Fence):
-            self.tables.pop(message.session_id, None)
-            self.quit.add(message.session_id)
-            self.world.core.fence_done("pool", self.shard.index, self.epoch, message.session_id)
-        elif isinstance(message, PublishBlocks):
-            for publication in message.publications:
-                self._publish(publication)
+    def take(self, message: cpb.RegisterResponse) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "fence":
+            session = message.fence.session
+            self.tables.pop(session.session_id, None)
+            self.quit.add(session.session_id)
+            done = cpb.FenceDone(session=session)
+            self.world.core.fence_done(POOL, self.index, self.epoch, done)
+        elif kind == "publish":
+            for index, published in publications_of(message.publish.publications).items():
+                self._publish(index, published)
+        else:
+            assert kind == "report_request", kind
+            self.report()
 
-    def _publish(self, publication: Publication) -> None:
-        name = (publication.block.tier, publication.block.index)
-        if self.generation.get(name) != publication.block.generation:
+    def _publish(self, index: int, published: Published) -> None:
+        name = (DEVICE, index)
+        if self.generation.get(name) != published.generation:
             return
-        start = ROOT
-        if publication.parent_hash:
-            start = self.world.values[(publication.tenant, publication.parent_hash)]
-        tokens = struct.unpack(f"<{BLOCK}i", publication.token_ids)
-        values = prefix_values(tokens, start)
-        assert self.content[name] == values, f"{name} was published before it was written"
-        assert self.world.values[(publication.tenant, publication.hash)] == values[-1]
-        self.published[publication.block.index] = publication
+        content = self.content[name]
+        value = self.world.values[(published.owner, published.hash)]
+        assert content[-1] == value, f"{name} was published before it was written"
+        parent, generation = published.parent
+        start: int | None = None
+        if parent == -1:
+            assert generation == 0
+            start = ROOT
+        elif self.generation.get((DEVICE, parent)) == generation:
+            start = self.content[(DEVICE, parent)][-1]
+            assert start is not None, f"the parent of {name} is not written"
+        if start is not None:
+            values = prefix_values(unpack(published.token_ids), start)
+            assert content == values, f"{name} does not hold what was published of it"
+        self.published[index] = published
 
     # Plans
 
@@ -158,15 +329,40 @@ class DataPlane:
         running = self.running[session_id][0] if session_id in self.running else 0
         return max(running, self.finished.get(session_id, 0))
 
-    def run(self, plan: Plan, expected: dict[int, list[int]], *, halfway: bool = False) -> bool:
+    def receipt(self, plan: tpb.Plan, digest: bytes) -> tpb.SignedPayload:
+        """The signed statement that the plan ran."""
+        return self.sign_receipt(
+            tpb.Receipt(
+                version=protocol.PAYLOAD_VERSION,
+                session=plan.session,
+                pool_id=POOL,
+                shard_index=self.index,
+                epoch=self.epoch,
+                plan_number=plan.number,
+                plan_digest=digest,
+            )
+        )
+
+    def sign_receipt(self, receipt: tpb.Receipt) -> tpb.SignedPayload:
+        payload = receipt.SerializeToString(deterministic=True)
+        signature = signing.sign(self.key, signing.RECEIPT, payload)
+        return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
+
+    def run(
+        self, signed: tpb.SignedPayload, expected: dict[int, list[int]], *, halfway: bool = False
+    ) -> bool:
         """Run a plan from its start; False when it was refused, or stopped ``halfway``.
 
-        ``expected[sequence]``: the values of all positions up to the end of its row.
+        ``expected[sequence]``: the values of all positions up to the end of its span.
         """
-        session_id = plan.session_id
+        if signed.signature != signing.sign(self.key, signed.type, signed.payload):
+            return False
+        plan = tpb.Plan.FromString(signed.payload)
+        assert (signed.type, plan.version) == (signing.PLAN, protocol.PAYLOAD_VERSION)
+        session_id = plan.session.session_id
         if (
-            plan.shard_epochs[self.shard.index] != self.epoch
-            or plan.incarnation != self.incarnation
+            plan.shard_epochs[self.index] != self.epoch
+            or plan.session.incarnation != self.incarnation
             or session_id in self.quit
         ):
             return False
@@ -183,44 +379,45 @@ class DataPlane:
         else:
             before = {i: list(t) for i, t in self.tables.get(session_id, {}).items()}
         self.running[session_id] = (plan.number, before)
-        self.max_session_id = max(self.max_session_id, session_id)
         self.tables[session_id] = {} if plan.resync else {i: list(t) for i, t in before.items()}
         self._apply(plan, again=again[0] == plan.number)
-        for transfer in plan.transfers:
-            self._copy(transfer.source, transfer.destination)
-        rows = plan.rows[: len(plan.rows) // 2] if halfway else plan.rows
-        for row in rows:
-            self._compute(plan, row.sequence_id, row.first_position, row.num_tokens, expected)
+        for source, destination in transfers_of(plan):
+            self._copy(source, destination)
+        spans = spans_of(plan)
+        for span in spans[: len(spans) // 2] if halfway else spans:
+            self._compute(plan, span, expected[span.sequence_id])
         if halfway:
             return False
         self.finished[session_id] = plan.number
         return True
 
-    def _apply(self, plan: Plan, *, again: bool) -> None:
-        tables = self.tables[plan.session_id]
-        for change in plan.changes:
-            if isinstance(change, SetBlocks):
-                for block, fresh in zip(change.blocks, change.fresh, strict=True):
-                    self._check_block(plan.session_id, block, fresh=fresh, again=again)
-                names = [(block.tier, block.index) for block in change.blocks]
-                table = [] if change.replace else tables.setdefault(change.sequence_id, [])
+    def _apply(self, plan: tpb.Plan, *, again: bool) -> None:
+        session_id = plan.session.session_id
+        tables = self.tables[session_id]
+        for change in changes_of(plan):
+            if change.kind == tpb.TABLE_CHANGE_KIND_FORK:
+                assert change.sequence_id not in tables, "a fork over a live table"
+                parent = tables[change.parent_id]
+                assert change.num_blocks <= len(parent)
+                tables[change.sequence_id] = parent[: change.num_blocks]
+            elif change.kind == tpb.TABLE_CHANGE_KIND_DROP:
+                del tables[change.sequence_id]
+            else:
+                for block, allocated in zip(change.blocks, change.allocated, strict=True):
+                    self._check_block(session_id, block, allocated=allocated, again=again)
+                names = [block.name for block in change.blocks]
+                replace = change.kind == tpb.TABLE_CHANGE_KIND_REPLACE
+                table = [] if replace else tables.setdefault(change.sequence_id, [])
                 assert change.first_block <= len(table), "a table with a hole"
                 table[change.first_block : change.first_block + len(names)] = names
                 assert len({tier for tier, _ in table}) == 1, "a table in two tiers"
                 tables[change.sequence_id] = table
-            elif isinstance(change, ForkTable):
-                assert change.sequence_id not in tables, "a fork over a live table"
-                parent = tables[change.parent_sequence_id]
-                assert change.num_blocks <= len(parent)
-                tables[change.sequence_id] = parent[: change.num_blocks]
-            else:
-                del tables[change.sequence_id]
 
-    def _check_block(self, session_id: int, block: BlockRef, *, fresh: bool, again: bool) -> None:
-        name = (block.tier, block.index)
+    def _check_block(self, session_id: int, block: Block, *, allocated: bool, again: bool) -> None:
+        name = block.name
         assert block.index < self.sizes[block.tier]
         known = self.generation.get(name, 0)
-        if not fresh:
+        if not allocated:
             assert block.generation == known, f"{name} is of generation {known}: {block}"
             return
         if again and block.generation <= known:
@@ -229,44 +426,36 @@ class DataPlane:
         for other, tables in self.tables.items():
             if other != session_id:
                 assert all(name not in table for table in tables.values()), (
-                    f"{name} was handed to session {session_id} while session {other} names it"
+                    f"{name} was allocated to session {session_id} while a table of session "
+                    f"{other} refers to it"
                 )
         self.generation[name] = block.generation
         self.content[name] = [None] * BLOCK
-        if block.tier is Tier.DEVICE:
+        if block.tier == DEVICE:
             self.published.pop(block.index, None)
 
-    def _copy(self, source: BlockRef, destination: BlockRef) -> None:
+    def _copy(self, source: Block, destination: Block) -> None:
         for block in (source, destination):
-            known = self.generation.get((block.tier, block.index))
+            known = self.generation.get(block.name)
             assert known == block.generation, f"a transfer of {block}, which is {known}"
-        if destination.tier is Tier.DEVICE:
+        if destination.tier == DEVICE:
             assert destination.index not in self.published, "a copy over a published block"
-        self.content[(destination.tier, destination.index)] = list(
-            self.content[(source.tier, source.index)]
-        )
+        self.content[destination.name] = list(self.content[source.name])
 
-    def _compute(
-        self,
-        plan: Plan,
-        sequence_id: int,
-        first: int,
-        num_tokens: int,
-        expected: dict[int, list[int]],
-    ) -> None:
-        table = self.tables[plan.session_id][sequence_id]
-        values = expected[sequence_id]
-        for position in range(first):
+    def _compute(self, plan: tpb.Plan, span: Span, values: list[int]) -> None:
+        session_id, sequence_id = plan.session.session_id, span.sequence_id
+        table = self.tables[session_id][sequence_id]
+        for position in range(span.first_position):
             name = table[position // BLOCK]
             assert self.content[name][position % BLOCK] == values[position], (
-                f"session {plan.session_id} sequence {sequence_id} reads a wrong position "
-                f"{position} of {name} in plan {plan.number}"
+                f"session {session_id} sequence {sequence_id} reads a wrong position {position} "
+                f"of {name} in plan {plan.number}"
             )
-        for position in range(first, first + num_tokens):
+        for position in range(span.first_position, span.first_position + span.num_tokens):
             name = table[position // BLOCK]
-            assert name[0] is Tier.DEVICE, "a write to the host tier"
+            assert name[0] == DEVICE, "a write to the host tier"
             assert name[1] not in self.published, f"a write to published block {name}"
-            self._check_alone(plan.session_id, sequence_id, name)
+            self._check_alone(session_id, sequence_id, name)
             self.content[name][position % BLOCK] = values[position]
 
     def _check_alone(self, session_id: int, sequence_id: int, name: Name) -> None:

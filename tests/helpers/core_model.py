@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from core_data_plane import BLOCK, LAYOUT, DataPlane, Name, pack, prefix_values
+from core_data_plane import (
+    BLOCK,
+    DEVICE,
+    HOST,
+    LAYOUT,
+    POOL,
+    DataPlane,
+    Name,
+    pack,
+    prefix_values,
+    spans_of,
+    unpack,
+)
 
 from control_plane.blocks.prefix_index import chained_hash, root_hash
+from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
-from control_plane.planning.model import (
-    Admit,
-    AdmitResult,
-    Append,
-    CoreConfig,
-    Fork,
-    Free,
-    LateTokens,
-    OpenedSession,
-    Operation,
-    Plan,
-    Receipt,
-    ResyncOutcome,
-    SealedPlan,
-    SequenceState,
-    Status,
-    StepOutcome,
-    SwapIn,
-    SwapOut,
-    Tier,
-)
-from control_plane.planning.publish import root_of
+from control_plane.planning.publications import root_of
+from kvplane import columns, ops, signing
+from kvplane.columns import INT32, INT64
+from kvplane.errors import KvplaneError, StepOutOfOrderError
 from kvplane.layout import Layout
+from kvplane.results import SequenceState, error_of, sequence_states
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+
+OK, LATER, NEVER, FAILED = (
+    cpb.OPERATION_STATUS_OK,
+    cpb.OPERATION_STATUS_LATER,
+    cpb.OPERATION_STATUS_NEVER,
+    cpb.OPERATION_STATUS_FAILED,
+)
 
 
 class Clock:
@@ -60,11 +65,11 @@ class World:
     ) -> None:
         self.clock = Clock()
         self.config = config or CoreConfig(watermark=0.0)
-        self.plans: dict[bytes, Plan] = {}
         self.layout = layout
-        # What the last slot of a hashed prefix is computed from.
-        self.values: dict[tuple[str, bytes], int] = {}
+        # What the last slot of a hashed prefix of a tenant's namespace is computed from.
+        self.values: dict[tuple[tuple[str, str], bytes], int] = {}
         self.incarnation = 1
+        self._random = random.Random(1)
         self.core = self._core()
         self.epoch = 100
         self.shards = [
@@ -75,14 +80,11 @@ class World:
 
     def _core(self) -> ControlPlane:
         return ControlPlane(
-            incarnation=self.incarnation, config=self.config, clock=self.clock, seal=self.seal
+            incarnation=self.incarnation,
+            config=self.config,
+            clock=self.clock,
+            new_session_id=lambda: self._random.randrange(1, 2**53),
         )
-
-    def seal(self, key: bytes, plan: Plan) -> SealedPlan:
-        payload = repr(plan).encode()
-        digest = hashlib.sha256(key + payload).digest()
-        self.plans[digest] = plan
-        return SealedPlan(payload, b"signature", digest)
 
     def restart_control_plane(self) -> None:
         """Another process with a higher incarnation; every shard registers and reports."""
@@ -96,134 +98,258 @@ class World:
         for shard in self.shards:
             shard.pump()
 
-    def engine(self, tenant: str = "tenant") -> Engine:
+    def engine(self, tenant: str = "tenant", namespace: str = "") -> Engine:
         """A new engine with an open session."""
-        return Engine(self, tenant)
+        return Engine(self, tenant, namespace)
 
-    def usage(self, tier: Tier = Tier.DEVICE) -> dict[str, int]:
+    def pool(self) -> cpb.DescribePoolResponse:
+        return self.core.describe_pool(POOL)
+
+    def usage(self, tier: int = DEVICE) -> dict[str, int]:
         """Blocks of a tier by state."""
-        for usage in self.core.describe_pool("pool").usage:
-            if usage.tier is tier:
-                return {
-                    "free": usage.num_free_blocks,
-                    "cached": usage.num_cached_blocks,
-                    "held": usage.num_held_blocks,
-                    "limbo": usage.num_limbo_blocks,
-                    "reserved": usage.num_reserved_blocks,
-                }
-        raise AssertionError(tier)
+        (usage,) = (usage for usage in self.pool().usage.tiers if usage.tier == tier)
+        return {
+            "free": usage.num_free_blocks,
+            "cached": usage.num_cached_blocks,
+            "held": usage.num_held_blocks,
+            "retired": usage.num_retired_blocks,
+            "reserved": usage.num_reserved_blocks,
+        }
 
 
 @dataclass
 class ModelSequence:
-    """What an engine knows of a sequence. ``truth``: its tokens, also those not yet told."""
+    """What an engine knows of a sequence. ``truth``: its tokens, also those not yet submitted."""
 
+    admitted_by: int
     truth: list[int]
     num_known: int
     num_scheduled: int
-    tier: Tier = Tier.DEVICE
+    tier: int = DEVICE
 
 
 @dataclass
 class MadePlan:
-    """A plan as an engine got it, and what its rows compute."""
+    """A plan as an engine got it, and what its spans compute."""
 
-    plan: Plan
-    digest: bytes
+    signed: tpb.SignedPayload
+    plan: tpb.Plan
     expected: dict[int, list[int]] = field(default_factory=dict)
     ran_on: set[int] = field(default_factory=set)
 
+    @property
+    def digest(self) -> bytes:
+        return signing.digest(self.signed.payload)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A request with a number, and what came of it."""
+
+    method: str
+    request: Any
+    answer: Any
+    error: KvplaneError | None
+
 
 class Engine:
-    """One client: numbers its steps, runs its plans in order, keeps its receipts."""
+    """One client: numbers its requests, runs its plans in order, keeps its receipts."""
 
-    def __init__(self, world: World, tenant: str) -> None:
+    def __init__(self, world: World, tenant: str, namespace: str = "") -> None:
         self.world = world
         self.tenant = tenant
-        self.opened: OpenedSession = world.core.open_session("pool", LAYOUT.fingerprint, tenant)
-        self.id = self.opened.session_id
+        self.owner = (tenant, namespace)
+        request = cpb.OpenSessionRequest(
+            pool_id=POOL, layout=LAYOUT.to_proto(), namespace=namespace, client_name="engine"
+        )
+        self.opened = world.core.open_session(request, tenant)
+        self.ref = self.opened.session
+        self.id = self.ref.session_id
         self.number = 0
         self.sequences: dict[int, ModelSequence] = {}
         self.queue: list[MadePlan] = []
-        self.receipts: list[Receipt] = []
-        self.last: tuple[tuple[Operation, ...], tuple[Receipt, ...], StepOutcome] | None = None
+        self.receipts: list[tpb.SignedPayload] = []
+        self.sent: list[Sent] = []
+
+    # Requests
+
+    def call(self, method: str, request: Any) -> Any:
+        """Send a request under the next number, which is used up whatever comes of it."""
+        self.number += 1
+        request.session.CopyFrom(self.ref)
+        request.number = self.number
+        try:
+            answer = getattr(self.world.core, method)(request, self.tenant)
+        except KvplaneError as error:
+            self.sent.append(Sent(method, request, None, error))
+            raise
+        self.sent.append(Sent(method, request, answer, None))
+        return answer
+
+    def repeat(self, sent: Sent) -> None:
+        """A request arrives again: it is answered as before, or not at all, and changes nothing."""
+        before = self.everything()
+        num_kept = self.world.config.max_plans_in_flight + 1
+        run: Callable[[Any, str], Any] = getattr(self.world.core, sent.method)
+        try:
+            answer = run(sent.request, self.tenant)
+        except StepOutOfOrderError:
+            assert sent.request.number <= self.number - num_kept, "an answer was forgotten"
+        except KvplaneError as error:
+            assert sent.error is not None, f"answered at first, then {error!r}"
+            assert str(error) == str(sent.error)
+        else:
+            assert answer == sent.answer
+        assert self.everything() == before, "a repeat changed something"
+
+    def everything(self) -> tuple[Any, ...]:
+        """All that requests of this session could change."""
+        states = [
+            self.world.core.describe_sequence(self._about(i), self.tenant) for i in self.sequences
+        ]
+        session = self.world.core._sessions[self.id]
+        return (self.world.pool(), states, sorted(session.plans), session.resync_due)
 
     def step(
-        self, *operations: Operation, receipts: Sequence[Receipt] = (), late: bool = False
-    ) -> StepOutcome:
-        """Send the next step, and believe its answer."""
-        number = self.number + 1
-        late_tokens = self.late_tokens() if late else ()
-        outcome = self.world.core.step(
-            self.id,
-            self.tenant,
-            number,
-            operations,
-            receipts,
-            late_tokens,
-            content=str(number).encode(),
-        )
-        self.number = number
-        for tokens in late_tokens:
-            sequence = self.sequences[tokens.sequence_id]
-            sequence.num_known = tokens.first_position + len(tokens.token_ids) // 4
-        for operation, result in zip(operations, outcome.results, strict=True):
-            if result.status is Status.OK:
-                self._believe(operation, result.done)
-        self.last = (operations, tuple(receipts), outcome)
-        self._made(outcome.plan)
-        return outcome
+        self,
+        *operations: cpb.Operation,
+        receipts: Sequence[tpb.SignedPayload] = (),
+        deferred: bool = False,
+    ) -> cpb.StepResult:
+        """Send the next step, and believe its answer. ``deferred``: with all deferred tokens."""
+        request = cpb.StepRequest(operations=operations, receipts=receipts)
+        if deferred:
+            request.deferred_tokens.CopyFrom(self.deferred_tokens())
+        result: cpb.StepResult = self.call("step", request)
+        if deferred:
+            self._believe_deferred()
+        for operation, done in zip(operations, result.results, strict=True):
+            self._believe(operation, done)
+        self._made(result.plan if result.HasField("plan") else None)
+        return result
 
-    def send(self, *operations: Operation) -> StepOutcome:
-        """A step with all receipts and late tokens at hand; then run its plan."""
+    def send(self, *operations: cpb.Operation) -> cpb.StepResult:
+        """A step with all receipts and deferred tokens at hand; then run its plan."""
         receipts, self.receipts = self.receipts, []
-        outcome = self.step(*operations, receipts=receipts, late=True)
+        result = self.step(*operations, receipts=receipts, deferred=True)
         self.run_all()
-        return outcome
+        return result
 
-    def admit(self, sequence_id: int, tokens: Sequence[int], **options: object) -> StepOutcome:
-        """Admit, run, and hand in the receipt."""
-        outcome = self.send(Admit(sequence_id, pack(tokens), **options))  # type: ignore[arg-type]
+    def admit(self, sequence_id: int, tokens: Sequence[int], **options: Any) -> cpb.StepResult:
+        """Admit, run, and submit the receipt."""
+        result = self.send(ops.admit(sequence_id, pack(tokens), **options))
         self.settle()
-        return outcome
+        return result
 
     def cached(self, sequence_id: int, tokens: Sequence[int]) -> int:
         """Admit, and say how many tokens were found cached."""
-        done = self.admit(sequence_id, tokens).results[0].done
-        assert isinstance(done, AdmitResult)
-        return done.num_cached_tokens
+        (result,) = self.admit(sequence_id, tokens).results
+        assert status_of(result) == OK, result
+        return result.admit.num_cached_tokens
+
+    def append(
+        self, sequence_id: int, *tokens: int, num_slots: int | None = None
+    ) -> cpb.StepResult:
+        """Append known tokens, run, and submit the receipt."""
+        slots = len(tokens) if num_slots is None else num_slots
+        result = self.send(self.growth(sequence_id, tokens, slots))
+        self.settle()
+        return result
+
+    def growth(
+        self, sequence_id: int, tokens: Sequence[int] = (), num_slots: int = 0
+    ) -> cpb.Operation:
+        """An append at the position where the sequence is."""
+        first_position = self.sequences[sequence_id].num_scheduled
+        return ops.append(sequence_id, pack(tokens), num_slots, first_position=first_position)
+
+    def settle(self) -> None:
+        """Submit all receipts and deferred tokens, without a step."""
+        receipts, self.receipts = self.receipts, []
+        self.submit(receipts, deferred=True)
+
+    def submit(
+        self,
+        receipts: Sequence[tpb.SignedPayload] = (),
+        *,
+        deferred: bool | cpb.DeferredTokens = False,
+    ) -> cpb.SubmitReceiptsResponse:
+        """Submit receipts; ``deferred``: and all deferred tokens, or these."""
+        request = cpb.SubmitReceiptsRequest(receipts=receipts)
+        if deferred is True:
+            request.deferred_tokens.CopyFrom(self.deferred_tokens())
+        elif deferred:
+            request.deferred_tokens.CopyFrom(deferred)
+        response: cpb.SubmitReceiptsResponse = self.call("submit_receipts", request)
+        if deferred is True:
+            self._believe_deferred()
+        return response
+
+    def deferred_tokens(self) -> cpb.DeferredTokens:
+        """Tokens of computed positions that the core was not given yet."""
+        late = {i: s for i, s in self.sequences.items() if s.num_known < s.num_scheduled}
+        tokens = [s.truth[s.num_known : s.num_scheduled] for s in late.values()]
+        return ops.deferred_tokens(
+            list(late),
+            [s.admitted_by for s in late.values()],
+            [s.num_known for s in late.values()],
+            list(map(len, tokens)),
+            pack(sum(tokens, [])),
+        )
+
+    def abort(
+        self, plan_number: int, receipts: Sequence[tpb.SignedPayload] = ()
+    ) -> cpb.AbortPlanResponse:
+        """Abort a plan and all after it, and believe what is left."""
+        request = cpb.AbortPlanRequest(plan_number=plan_number, receipts=receipts)
+        response: cpb.AbortPlanResponse = self.call("abort_plan", request)
+        self._believe_states(response.sequences)
+        return response
+
+    def resync(self, receipts: Sequence[tpb.SignedPayload] = ()) -> cpb.ResyncResponse:
+        """Ask for whole tables."""
+        response: cpb.ResyncResponse = self.call("resync", cpb.ResyncRequest(receipts=receipts))
+        self._believe_states(response.sequences)
+        self._made(response.plan)
+        return response
+
+    # Requests without numbers
 
     def renew(self) -> None:
         """Renew the lease."""
-        self.world.core.renew_session(self.id, self.tenant)
+        self.world.core.renew_session(self.ref, self.tenant)
 
-    def append(self, sequence_id: int, *tokens: int, num_slots: int | None = None) -> StepOutcome:
-        """Append known tokens, run, and hand in the receipt."""
-        slots = len(tokens) if num_slots is None else num_slots
-        outcome = self.send(Append(sequence_id, pack(tokens), slots))
-        self.settle()
-        return outcome
+    def close(self) -> None:
+        """End the session."""
+        self.world.core.close_session(self.ref, self.tenant)
 
-    def settle(self) -> None:
-        """Hand in all receipts and late tokens, without a step."""
-        receipts, self.receipts = self.receipts, []
-        self.submit(receipts, self.late_tokens())
+    def lookup(self, tokens: Sequence[int]) -> int:
+        """How many tokens of a prompt are cached."""
+        request = cpb.LookupPrefixRequest(session=self.ref, token_ids=pack(tokens))
+        return self.world.core.lookup_prefix(request, self.tenant).num_cached_tokens
 
-    def submit(self, receipts: Sequence[Receipt], late_tokens: Sequence[LateTokens] = ()) -> None:
-        """A step of number 0."""
-        core = self.world.core
-        core.step(self.id, self.tenant, 0, (), receipts, late_tokens, content=b"")
-        for tokens in late_tokens:
-            sequence = self.sequences[tokens.sequence_id]
-            sequence.num_known = tokens.first_position + len(tokens.token_ids) // 4
+    def blocks(self, sequence_id: int) -> list[tuple[int, int, int]]:
+        """(tier, index, generation) of each block of the core's table of a sequence."""
+        request = cpb.GetBlockTableRequest(session=self.ref, sequence_id=sequence_id)
+        (table,) = self.world.core.block_table(request, self.tenant).tables
+        indices = columns.read(INT32, table.indices, "indices")
+        generations = columns.read(INT64, table.generations, "generations")
+        return [(table.tier, i, g) for i, g in zip(indices, generations, strict=True)]
 
-    def late_tokens(self) -> tuple[LateTokens, ...]:
-        """Tokens of computed positions that the core was not told yet."""
-        return tuple(
-            LateTokens(i, s.num_known, pack(s.truth[s.num_known : s.num_scheduled]))
-            for i, s in self.sequences.items()
-            if s.num_known < s.num_scheduled
-        )
+    def table(self, sequence_id: int) -> list[Name]:
+        """(tier, index) of each block of the core's table of a sequence."""
+        return [(tier, index) for tier, index, _ in self.blocks(sequence_id)]
+
+    def state(self, sequence_id: int) -> SequenceState:
+        """The core's state of a sequence."""
+        response = self.world.core.describe_sequence(self._about(sequence_id), self.tenant)
+        (state,) = sequence_states(response.sequences)
+        return state
+
+    def _about(self, sequence_id: int) -> cpb.DescribeSequenceRequest:
+        return cpb.DescribeSequenceRequest(session=self.ref, sequence_id=sequence_id)
+
+    # Plans
 
     def run_next(self, shard: int = 0, *, halfway: bool = False, skip: bool = False) -> None:
         """Run the next plan of the queue on a shard; ``skip``: go to the next whole tables."""
@@ -234,9 +360,9 @@ class Engine:
         if not waiting:
             return
         made, plane = waiting[0], self.world.shards[shard]
-        if plane.run(made.plan, made.expected, halfway=halfway):
+        if plane.run(made.signed, made.expected, halfway=halfway):
             made.ran_on.add(shard)
-            self.receipts.append(self.receipt(made, shard))
+            self.receipts.append(plane.receipt(made.plan, made.digest))
         elif made.plan.number < plane.started(self.id):
             made.ran_on.add(shard)  # passed over by whole tables
 
@@ -247,45 +373,7 @@ class Engine:
                 self.run_next(shard)
         self.queue = [m for m in self.queue if len(m.ran_on) < len(self.world.shards)]
 
-    def receipt(self, made: MadePlan, shard: int = 0) -> Receipt:
-        """The shard's word that the plan ran."""
-        plane = self.world.shards[shard]
-        return Receipt(
-            session_id=self.id,
-            plan_number=made.plan.number,
-            plan_digest=made.digest,
-            shard_index=shard,
-            epoch=plane.epoch,
-            incarnation=plane.incarnation,
-        )
-
-    def abort(self, plan_number: int) -> None:
-        """Give up a plan, and believe what is left."""
-        states = self.world.core.abort_plan(self.id, self.tenant, plan_number)
-        self._believe_states(states)
-
-    def resync(self) -> ResyncOutcome:
-        """Ask for whole tables."""
-        number = self.number + 1
-        outcome = self.world.core.resync(self.id, self.tenant, number, content=str(number).encode())
-        self.number = number
-        self.last = None
-        self._believe_states(outcome.sequences)
-        self._made(outcome.plan)
-        return outcome
-
-    def close(self) -> None:
-        """End the session."""
-        self.world.core.close_session(self.id, self.tenant)
-
-    def table(self, sequence_id: int) -> list[Name]:
-        """The core's table of a sequence."""
-        blocks, _ = self.world.core.block_table(self.id, self.tenant, sequence_id)
-        return [(block.tier, block.index) for block in blocks]
-
-    def state(self, sequence_id: int) -> SequenceState:
-        """The core's state of a sequence."""
-        return self.world.core.describe_sequence(self.id, self.tenant, sequence_id)
+    # What it believes
 
     def check(self) -> None:
         """The core knows what this engine believes, and shards that are up to date agree."""
@@ -293,7 +381,8 @@ class Engine:
             state = self.state(i)
             assert state.num_tokens == sequence.num_known
             assert state.num_scheduled_tokens == sequence.num_scheduled
-            assert state.tier is sequence.tier
+            assert state.tier == sequence.tier
+            assert state.admitted_by == sequence.admitted_by
         number = self.queue[-1].plan.number if self.queue else None
         for plane in self.world.shards:
             if number is not None and plane.finished.get(self.id) == number:
@@ -306,36 +395,76 @@ class Engine:
         session = self.world.core._sessions[self.id]
         return not session.resync_due and session.last_plan == plane.finished.get(self.id)
 
-    def _believe(self, operation: Operation, done: object) -> None:
-        sequences = self.sequences
-        if isinstance(operation, Admit):
-            tokens = list(struct.unpack(f"<{len(operation.token_ids) // 4}i", operation.token_ids))
-            assert isinstance(done, AdmitResult)
-            scheduled = done.num_cached_tokens + done.num_scheduled_tokens
-            sequences[operation.sequence_id] = ModelSequence(tokens, len(tokens), scheduled)
-        elif isinstance(operation, Append):
-            sequence = sequences[operation.sequence_id]
-            tokens = list(struct.unpack(f"<{len(operation.token_ids) // 4}i", operation.token_ids))
+    def _believe(self, operation: cpb.Operation, result: cpb.OperationResult) -> None:
+        kind = operation.WhichOneof("operation")
+        failed = {failure.item for failure in result.failures}
+        assert len(failed) == len(result.failures)
+        if result.WhichOneof("done") is None:
+            assert failed == {0}
+            return
+        assert result.WhichOneof("done") == kind
+        if kind == "admit":
+            self._believe_admit(operation.admit, result.admit)
+        elif kind == "append":
+            self._believe_append(operation.append, failed)
+        elif kind == "fork":
+            parents = columns.read(INT64, operation.fork.parent_sequence_ids, "parents")
+            ids = columns.read(INT64, operation.fork.sequence_ids, "ids")
+            for item, (parent_id, i) in enumerate(zip(parents, ids, strict=True)):
+                if item not in failed:
+                    parent = self.sequences[parent_id]
+                    self.sequences[i] = ModelSequence(
+                        self.number,
+                        list(parent.truth),
+                        parent.num_known,
+                        parent.num_scheduled,
+                        parent.tier,
+                    )
+        elif kind == "free":
+            for item, i in enumerate(columns.read(INT64, operation.free.sequence_ids, "ids")):
+                if item not in failed:
+                    del self.sequences[i]
+        else:
+            for i in columns.read(INT64, getattr(operation, kind or "").sequence_ids, "ids"):
+                self.sequences[i].tier = HOST if kind == "swap_out" else DEVICE
+
+    def _believe_admit(self, admit: cpb.Admit, done: cpb.AdmitResult) -> None:
+        tokens = unpack(admit.token_ids)
+        scheduled = done.num_cached_tokens + done.num_scheduled_tokens
+        self.sequences[admit.sequence_id] = ModelSequence(
+            self.number, tokens, len(tokens), scheduled
+        )
+
+    def _believe_append(self, append: cpb.Append, failed: set[int]) -> None:
+        token_ids, begin = unpack(append.token_ids), 0
+        for item, (i, slots, num_tokens) in enumerate(
+            zip(
+                columns.read(INT64, append.sequence_ids, "ids"),
+                columns.read(INT32, append.num_slots, "slots"),
+                columns.read(INT32, append.num_tokens, "num_tokens"),
+                strict=True,
+            )
+        ):
+            tokens = token_ids[begin : begin + num_tokens]
+            begin += num_tokens
+            if item in failed:
+                continue
+            sequence = self.sequences[i]
             end = sequence.num_known + len(tokens)
             sequence.truth[sequence.num_known : end] = tokens
             sequence.num_known = end
-            sequence.num_scheduled += operation.num_slots
+            sequence.num_scheduled += slots
             # Tokens of slots beyond those known: this engine knows them first.
             while len(sequence.truth) < sequence.num_scheduled:
                 sequence.truth.append(len(sequence.truth) % 2)
-        elif isinstance(operation, Fork):
-            parent = sequences[operation.parent_sequence_id]
-            sequences[operation.sequence_id] = ModelSequence(
-                list(parent.truth), parent.num_known, parent.num_scheduled, parent.tier
-            )
-        elif isinstance(operation, Free):
-            del sequences[operation.sequence_id]
-        elif isinstance(operation, SwapOut | SwapIn):
-            for i in operation.sequence_ids:
-                sequences[i].tier = Tier.HOST if isinstance(operation, SwapOut) else Tier.DEVICE
 
-    def _believe_states(self, states: Sequence[SequenceState]) -> None:
-        assert {state.sequence_id for state in states} == set(self.sequences)
+    def _believe_deferred(self) -> None:
+        for sequence in self.sequences.values():
+            sequence.num_known = max(sequence.num_known, sequence.num_scheduled)
+
+    def _believe_states(self, message: cpb.SequenceStates) -> None:
+        states = sequence_states(message)
+        assert [state.sequence_id for state in states] == sorted(self.sequences)
         for state in states:
             sequence = self.sequences[state.sequence_id]
             assert state.num_tokens == state.num_scheduled_tokens == state.num_written_tokens
@@ -343,17 +472,28 @@ class Engine:
             del sequence.truth[state.num_tokens :]
             sequence.tier = state.tier
 
-    def _made(self, sealed: SealedPlan | None) -> None:
-        if sealed is None:
+    def _made(self, signed: tpb.SignedPayload | None) -> None:
+        if signed is None:
             return
-        plan = self.world.plans[sealed.digest]
-        made = MadePlan(plan, sealed.digest)
-        for row in plan.rows:
-            end = row.first_position + row.num_tokens
-            tokens = self.sequences[row.sequence_id].truth[:end]
-            made.expected[row.sequence_id] = values = prefix_values(tokens)
-            chained = root_hash(root_of(self.tenant))
+        made = MadePlan(signed, tpb.Plan.FromString(signed.payload))
+        fingerprint = self.world.layout.fingerprint
+        for span in spans_of(made.plan):
+            end = span.first_position + span.num_tokens
+            tokens = self.sequences[span.sequence_id].truth[:end]
+            made.expected[span.sequence_id] = values = prefix_values(tokens)
+            chained = root_hash(root_of(fingerprint, *self.owner))
             for start in range(0, end - BLOCK + 1, BLOCK):
                 chained = chained_hash(chained, pack(tokens[start : start + BLOCK]))
-                self.world.values[(self.tenant, chained)] = values[start + BLOCK - 1]
+                self.world.values[(self.owner, chained)] = values[start + BLOCK - 1]
         self.queue.append(made)
+
+
+def status_of(result: cpb.OperationResult) -> int:
+    """The status of an operation's only item."""
+    return result.failures[0].status if result.failures else OK
+
+
+def error_in(result: cpb.OperationResult) -> KvplaneError:
+    """Why an operation's only item failed."""
+    (failure,) = result.failures
+    return error_of(failure)
