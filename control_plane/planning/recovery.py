@@ -97,7 +97,7 @@ def _enter(
     its prefix is in another block, or its hash does not follow from its tokens.
     """
     token_ids = b"".join([agreed[block].token_ids for block in run])
-    entered, _ = index.publish(agreed[run[0]].root, parent, token_ids, run)
+    entered, _, _ = index.publish(agreed[run[0]].root, parent, token_ids, run)
     num_sound = 0
     for block, is_at, hash_ in zip(run, entered, index.hashes(entered), strict=False):
         if block != is_at or agreed[block].hash != hash_:

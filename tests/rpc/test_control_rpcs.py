@@ -351,7 +351,7 @@ async def test_receipts_that_are_forged_are_refused_and_change_nothing(
             shard.receipt(plan, version=2),
             "FAILED_PRECONDITION",
             "PROTOCOL_MISMATCH",
-            "payload.version",
+            "version",
         ),
     ]
     for receipt, code, reason, field in refusals:

@@ -179,8 +179,8 @@ class Walk:
                 process.published.pop(block, None)
         first = self.rng.randrange(3)
         tokens = ops.pack_tokens(list(range(first, first + 8 * num)))
-        entered, _ = pool.device.publish(ROOT, -1, tokens, placed)
-        pool.announce(ROOT, [b for b in entered if b in placed])
+        entered, refilled, _ = pool.device.publish(ROOT, -1, tokens, placed)
+        pool.announce(ROOT, entered + pool.device.index.below(refilled))
         pool.device.release(placed[::-1], session, 0)
         pool.device.plans_finished(session, 0)
 
