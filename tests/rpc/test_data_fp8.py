@@ -124,7 +124,7 @@ async def test_stored_bytes_are_written_and_read_bit_for_bit(peer: Peer) -> None
         got = torch.frombuffer(bytearray(read.data), dtype=torch.uint8).view(shape)
         assert torch.equal(got[:, :2], octets[:, :2])
         assert torch.equal(got[:, 2, :, :, :4], octets[:, 2, :, :, :4])
-        assert not got[:, 2, :, :, 4:].any()  # beyond the row
+        assert not got[:, 2, :, :, 4:].any()  # beyond the span
 
 
 async def test_8_bits_are_no_type_of_keys_and_values_that_arrive(peer: Peer) -> None:
