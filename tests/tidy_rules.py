@@ -111,16 +111,6 @@ def only_the_server_of_a_plane_knows_grpc(root: Path) -> list[str]:
     ]
 
 
-def the_core_of_the_control_plane_knows_no_messages(root: Path) -> list[str]:
-    return [
-        says(root, path, line, f"imports {name}")
-        for path, tree in modules(root, "control_plane")
-        for line, name in imports(tree)
-        if name.startswith(("google.", "kvplane.v1"))
-        and path.relative_to(root).parts[1] != GRPC_FOLDER
-    ]
-
-
 def the_blocks_of_the_control_plane_know_nothing_above_them(root: Path) -> list[str]:
     """They are ints and bytes, for native code to take their place."""
     return [
