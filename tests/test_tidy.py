@@ -62,18 +62,6 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
         ],
     ),
     (
-        rules.the_core_of_the_control_plane_knows_no_messages,
-        {
-            "control_plane/planning/core.py": "from kvplane.v1 import control_pb2\n",
-            "control_plane/tables.py": "from google.protobuf import duration_pb2\n",
-            "control_plane/server/service.py": "from kvplane.v1 import control_pb2\n",
-        },
-        [
-            "control_plane/planning/core.py:1: imports kvplane.v1.control_pb2",
-            "control_plane/tables.py:1: imports google.protobuf.duration_pb2",
-        ],
-    ),
-    (
         rules.the_blocks_of_the_control_plane_know_nothing_above_them,
         {
             "control_plane/blocks/a.py": "from control_plane.planning import model\n",

@@ -113,16 +113,6 @@ def only_the_server_of_a_plane_knows_grpc(root: Path) -> list[str]:
     ]
 
 
-def the_core_of_the_control_plane_knows_no_messages(root: Path) -> list[str]:
-    return [
-        says(root, path, line, f"imports {name}")
-        for path, tree in modules(root, "control_plane")
-        for line, name in imports(tree)
-        if name.startswith(("google.", "kvplane.v1"))
-        and path.relative_to(root).parts[1] != GRPC_FOLDER
-    ]
-
-
 def no_module_imports_itself_by_way_of_others(root: Path) -> list[str]:
     """Imports for type checkers count too: they show who knows whom."""
     files = {module_name(root, path): (path, tree) for path, tree in modules(root, *PACKAGES)}

@@ -25,6 +25,14 @@ def two_groups() -> tpb.Layout:
     return message
 
 
+def test_a_field_of_a_later_release_is_refused_also_beside_a_fingerprint() -> None:
+    alone = tpb.Layout(fingerprint=LAYOUT.fingerprint).SerializeToString()
+    for message in (LAYOUT.to_proto().SerializeToString(), alone):
+        with pytest.raises(InvalidRequestError) as refusal:
+            layout_fingerprint(tpb.Layout.FromString(message + b"\x98\x06\x01"), field="layout")
+        assert refusal.value.field == "layout"
+
+
 @pytest.mark.parametrize(
     ("message", "field"),
     [
