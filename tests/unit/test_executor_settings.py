@@ -21,6 +21,7 @@ from data_plane.server.tensor_codec import tensor_from_message, tensor_to_messag
 from kvplane.errors import InvalidRequestError, NeverFitsError
 from kvplane.layout import LayerGroup
 from kvplane.shard import Shard
+from kvplane.v1 import types_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -116,6 +117,8 @@ def test_memory_that_holds_no_block_is_never_enough() -> None:
         ("num_host_blocks", {"num_host_blocks": -1}),
         ("num_threads", {"num_threads": -1}),
         ("pool_id", {"pool_id": ""}),
+        ("epoch", {"epoch": -1}),
+        ("epoch", {"epoch": 2**64}),
         ("shard.index", {"shard": Shard(1, 1, 0, 2, 0, 2)}),
         ("shard.num_layers", {"shard": Shard(0, 1, 0, 0, 0, 2)}),
         ("shard.first_layer", {"shard": Shard(0, 1, 5, 2, 0, 2)}),
@@ -153,6 +156,19 @@ def test_tensors_travel_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) 
     assert torch.equal(back, tensor)
     turned = tensor.transpose(0, -1)
     assert torch.equal(tensor_from_message(tensor_to_message(turned), CPU, field="t"), turned)
+
+
+def test_a_tensor_in_shared_memory_is_refused() -> None:
+    memory_range = pb.MemoryRange(region_id=1, offset_bytes=0)
+    message = pb.Tensor(dtype=pb.ELEMENT_TYPE_FLOAT32, shape=[0], memory=memory_range)
+    with pytest.raises(InvalidRequestError, match="shares no memory") as caught:
+        tensor_from_message(message, CPU, field="key")
+    assert caught.value.field == "key.memory"
+
+
+def test_the_epoch_is_a_setting(layout_file: Path) -> None:
+    config = DataPlaneConfig(layout=layout_file, num_device_blocks=1, device="cpu", epoch=77)
+    assert build_executor(config).epoch == 77
 
 
 @pytest.mark.parametrize(
