@@ -198,6 +198,7 @@ class DataPlane:
             num_kv_heads=num_heads,
         )
         self.sizes = {DEVICE: num_device, HOST: num_host}
+        self.check_values = True  # that a hash stands for one prefix
         self.restart()
 
     def restart(self) -> None:
@@ -312,8 +313,9 @@ class DataPlane:
         if self.generation.get(name) != published.generation:
             return
         content = self.content[name]
-        value = self.world.values[(published.owner, published.hash)]
-        assert content[-1] == value, f"{name} was published before it was written"
+        if self.check_values:
+            value = self.world.values[(published.owner, published.hash)]
+            assert content[-1] == value, f"{name} was published before it was written"
         parent, generation = published.parent
         start: int | None = None
         if parent == -1:

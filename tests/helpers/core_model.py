@@ -295,7 +295,7 @@ class Engine:
             [s.admitted_by for s in late.values()],
             [s.num_known for s in late.values()],
             list(map(len, tokens)),
-            pack(sum(tokens, [])),
+            pack([token for each in tokens for token in each]),
         )
 
     def abort(
