@@ -1,16 +1,18 @@
-"""A random walk over every call of the core, next to a data plane that checks each byte.
+"""A random walk over every call of the core, next to a data plane that checks each slot.
 
-Engines, losses, repeats, aborts, restarts of either plane; after every rule ``check_integrity``.
+Engines, losses, repeats, late duplicates, aborts, restarts of either plane; after every rule
+``check_integrity``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from random import Random
 from typing import Any
 
 import pytest
-from core_data_plane import BLOCK, pack
-from core_model import Engine, ModelSequence, World
+from core_data_plane import BLOCK, DEVICE, TIERS, DataPlane, pack
+from core_model import LATER, NEVER, OK, Engine, ModelSequence, World, status_of
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -20,19 +22,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from control_plane.planning.model import (
-    Admit,
-    Append,
-    CoreConfig,
-    Fork,
-    Free,
-    Operation,
-    Status,
-    SwapIn,
-    SwapOut,
-    Tier,
-)
-from kvplane.errors import StaleError, TooManyPlansInFlightError
+from control_plane.planning.config import CoreConfig
+from kvplane import columns, ops
+from kvplane.columns import INT64
+from kvplane.errors import StaleError, StepConflictError, TooManyPlansInFlightError
+from kvplane.v1 import control_pb2 as cpb
 
 LEASE_S = 30.0
 MAX_ENGINES = 3
@@ -63,10 +57,12 @@ class CoreMachine(RuleBasedStateMachine):
     # Sessions
 
     @precondition(lambda self: len(self.engines) < MAX_ENGINES)
-    @rule(tenant=st.sampled_from(["ann", "bob"]))
-    def open(self, tenant: str) -> None:
-        if self.world.core.describe_pool("pool").ready:
-            self.engines.append(self.world.engine(tenant))
+    @rule(
+        owner=st.sampled_from([("ann", ""), ("ann", ""), ("ann", "adapter"), ("bob", "")]),
+    )
+    def open(self, owner: tuple[str, str]) -> None:
+        if self.world.pool().ready:
+            self.engines.append(self.world.engine(*owner))
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data(), really=RARELY)
@@ -90,31 +86,32 @@ class CoreMachine(RuleBasedStateMachine):
             clock.now += LEASE_S * 0.4
             for engine in self.engines:
                 if engine is not gone:
-                    core.renew_session(engine.id, engine.tenant)
+                    engine.renew()
             core.tick()
         with pytest.raises(StaleError):
-            core.renew_session(gone.id, gone.tenant)
+            gone.renew()
         self.engines.remove(gone)
 
     # Steps
 
     @precondition(lambda self: self.engines)
-    @rule(data=st.data(), rng=RANDOMS, num_operations=st.integers(1, 3), tells=st.booleans())
-    def step(self, data: st.DataObject, rng: Random, num_operations: int, tells: bool) -> None:
+    @rule(data=st.data(), rng=RANDOMS, num_operations=st.integers(1, 3), submits=st.booleans())
+    def step(self, data: st.DataObject, rng: Random, num_operations: int, submits: bool) -> None:
         engine = self.pick(data)
         operations = [self.operation(rng, engine) for _ in range(num_operations)]
-        receipts = list(engine.receipts) if tells else []
-        try:
-            outcome = engine.step(*operations, receipts=receipts, late=data.draw(st.booleans()))
-        except TooManyPlansInFlightError:
-            return
-        if tells:
+        receipts = list(engine.receipts) if submits else []
+        if submits:
             engine.receipts.clear()
-        for operation, result in zip(operations, outcome.results, strict=True):
-            if result.status is Status.LATER:
-                assert result.shortage is not None
-            if result.status is Status.NEVER:
-                assert self.never_fits(engine, operation)
+        try:
+            result = engine.step(*operations, receipts=receipts, deferred=data.draw(st.booleans()))
+        except TooManyPlansInFlightError:
+            engine.believe_past()
+            return
+        for operation, done in zip(operations, result.results, strict=True):
+            for failure in done.failures:
+                assert failure.HasField("shortage") == (failure.status in (LATER, NEVER))
+                if failure.status == NEVER:
+                    assert self.never_fits(operation)
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data(), rng=RANDOMS, num_steps=st.integers(5, 30), runs=st.booleans())
@@ -127,7 +124,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.make_steps_possible(engine)
             operations = [self.operation(rng, engine) for _ in range(rng.randint(1, 3))]
             receipts, engine.receipts = engine.receipts, []
-            engine.step(*operations, receipts=receipts, late=True)
+            engine.step(*operations, receipts=receipts, deferred=True)
             if runs:
                 engine.run_all()
             self.world.core.check_integrity()
@@ -135,30 +132,17 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engines)
     @rule(data=st.data(), num_tokens=st.sampled_from([1, 1, 2, 8]))
     def decode(self, data: st.DataObject, num_tokens: int) -> None:
-        """Every sequence on the device grows by the same tokens."""
+        """Every sequence on the device grows by the same tokens, all in one operation."""
         engine = self.pick(data)
         self.make_steps_possible(engine)
-        grown = [
-            Append(i, pack(s.truth[s.num_known : s.num_scheduled] + [1] * num_tokens), num_tokens)
+        growths = [
+            engine.growth(i, ahead_of(s) + [1] * num_tokens, num_tokens)
             for i, s in engine.sequences.items()
-            if s.tier is Tier.DEVICE
+            if s.tier == DEVICE
         ]
-        engine.step(*grown)
+        engine.step(joined(growths))
         engine.run_all()
         engine.settle()
-
-    @precondition(lambda self: self.engines)
-    @rule(data=st.data())
-    def repeat_a_step(self, data: st.DataObject) -> None:
-        engine = self.pick(data)
-        if engine.last is None:
-            return
-        operations, receipts, answer = engine.last
-        content = str(engine.number).encode()
-        again = self.world.core.step(
-            engine.id, engine.tenant, engine.number, operations, receipts, content=content
-        )
-        assert again is answer
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data(), loses=st.booleans())
@@ -167,10 +151,35 @@ class CoreMachine(RuleBasedStateMachine):
         receipts = data.draw(st.permutations(engine.receipts))
         if loses:
             receipts = receipts[: len(receipts) // 2]
-        engine.submit(receipts, engine.late_tokens() if data.draw(st.booleans()) else ())
+        engine.submit(receipts, deferred=data.draw(st.booleans()))
         engine.submit(receipts)
         if not loses:
             engine.receipts.clear()
+
+    @precondition(lambda self: any(engine.sent for engine in self.engines))
+    @rule(data=st.data(), rng=RANDOMS)
+    def duplicates_arrive_late(self, data: st.DataObject, rng: Random) -> None:
+        """Requests that were answered long ago, or refused, are delivered again."""
+        engine = data.draw(st.sampled_from([e for e in self.engines if e.sent]))
+        for sent in rng.sample(engine.sent, min(len(engine.sent), 3)) + engine.sent[-4:]:
+            engine.repeat(sent)
+
+    @precondition(lambda self: any(engine.sent for engine in self.engines))
+    @rule(data=st.data(), rng=RANDOMS)
+    def a_number_is_used_again(self, data: st.DataObject, rng: Random) -> None:
+        """The last number with other content is refused, whatever came of it."""
+        engine = data.draw(st.sampled_from([e for e in self.engines if e.sent]))
+        before = engine.everything()
+        request = cpb.StepRequest(
+            session=engine.ref,
+            number=engine.number,
+            operations=[self.operation(rng, engine), ops.free([99])],
+        )
+        with pytest.raises(StepConflictError):
+            self.world.core.step(request, engine.tenant)
+        assert engine.everything() == before
+
+    # Plans
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data(), halfway=st.booleans(), skip=st.booleans())
@@ -187,21 +196,25 @@ class CoreMachine(RuleBasedStateMachine):
         engine.settle()
 
     @precondition(lambda self: self.engines)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), submits=st.booleans())
+    def abort(self, data: st.DataObject, submits: bool) -> None:
         engine = self.pick(data)
         session = self.world.core._sessions[engine.id]
         if session.plans:
             number = data.draw(st.sampled_from(sorted(session.plans)))
-            engine.abort(number)
-            before = self.world.core.describe_pool("pool")
-            engine.abort(number)
-            assert self.world.core.describe_pool("pool") == before
+            receipts = list(engine.receipts) if submits else []
+            if number > engine.done_with(receipts):
+                engine.abort(number, receipts)
+                engine.repeat(engine.sent[-1])
+                before = engine.everything()
+                engine.abort(number)
+                assert engine.everything() == before
 
     @precondition(lambda self: self.engines)
-    @rule(data=st.data())
-    def resync(self, data: st.DataObject) -> None:
-        self.pick(data).resync()
+    @rule(data=st.data(), submits=st.booleans())
+    def resync(self, data: st.DataObject, submits: bool) -> None:
+        engine = self.pick(data)
+        engine.resync(list(engine.receipts) if submits else [])
 
     # Restarts and losses
 
@@ -214,18 +227,19 @@ class CoreMachine(RuleBasedStateMachine):
         if resumes:
             resumed = plane.join()
             assert resumed
-            plane.pump()
-            self.assert_knows_all_published(plane)
+            self.pump()
 
     @rule()
     def mend_registrations(self) -> None:
         for plane in self.world.shards:
             plane.join()
-            plane.pump()
+        self.pump()
 
     @rule()
     def pump(self) -> None:
         self.world.pump()
+        for plane in self.world.shards:
+            self.check_publications(plane)
 
     @rule(data=st.data(), grows=st.booleans(), really=RARELY)
     def restart_a_data_plane(self, data: st.DataObject, grows: bool, really: bool) -> None:
@@ -233,8 +247,8 @@ class CoreMachine(RuleBasedStateMachine):
             return
         plane = data.draw(st.sampled_from(self.world.shards))
         plane.restart()
-        plane.sizes[Tier.DEVICE] += grows
-        self.num_device = min(shard.sizes[Tier.DEVICE] for shard in self.world.shards)
+        plane.sizes[DEVICE] += grows
+        self.num_device = min(shard.sizes[DEVICE] for shard in self.world.shards)
         plane.join()
         self.lose_engines()
 
@@ -243,7 +257,7 @@ class CoreMachine(RuleBasedStateMachine):
         if not really:
             return
         self.world.restart_control_plane()
-        self.engines.clear()
+        self.lose_engines()
 
     # After every rule
 
@@ -264,14 +278,12 @@ class CoreMachine(RuleBasedStateMachine):
             plane.join()
         self.world.pump()
         self.world.core.check_integrity()
-        for tier in Tier:
+        for tier in TIERS:
             usage = self.world.usage(tier)
-            assert usage["held"] == usage["limbo"] == usage["reserved"] == 0, usage
+            assert usage["held"] == usage["retired"] == usage["reserved"] == 0, usage
         engine = self.world.engine("eve")
-        outcome = engine.step(Admit(1, pack([5] * (self.num_device * BLOCK))))
-        assert outcome.results[0].status is Status.OK, (
-            "a whole pool is never too small for its size"
-        )
+        result = engine.step(ops.admit(1, pack([5] * (self.num_device * BLOCK))))
+        assert status_of(result.results[0]) == OK, "a whole pool is never too small for its size"
 
     # Helpers
 
@@ -288,22 +300,32 @@ class CoreMachine(RuleBasedStateMachine):
     def lose_engines(self) -> None:
         for engine in self.engines:
             with pytest.raises(StaleError):
-                self.world.core.renew_session(engine.id, engine.tenant)
+                engine.renew()
         self.engines.clear()
 
-    def never_fits(self, engine: Engine, operation: Operation) -> bool:
-        if isinstance(operation, Admit):
-            num_tokens = max(len(operation.token_ids) // 4, operation.max_total_tokens)
+    def never_fits(self, operation: cpb.Operation) -> bool:
+        if operation.HasField("admit"):
+            admit = operation.admit
+            num_tokens = max(len(admit.token_ids) // 4, admit.max_total_tokens)
             return num_tokens > self.num_device * BLOCK
-        return isinstance(operation, Append | SwapOut | SwapIn)
+        return operation.WhichOneof("operation") in ("append", "swap_out", "swap_in")
 
-    def assert_knows_all_published(self, plane: Any) -> None:
-        index = self.world.core._pools["pool"].device.index
-        blocks = [block for _, block in index.published()]
-        for block, hash_ in zip(blocks, index.hashes(blocks), strict=True):
-            assert plane.published[block].hash == hash_
+    def check_publications(self, plane: DataPlane) -> None:
+        """A connected data plane knows of all that can be found, and what it follows."""
+        pool = self.world.core._pools["pool"]
+        device, index = pool.device, pool.device.index
+        if not pool.built or not pool.shards.states[plane.index].connected:
+            return
+        blocks = [block for _, block in index.findable()]
+        for block, hash_, parent in zip(
+            blocks, index.hashes(blocks), index.parents(blocks), strict=True
+        ):
+            published = plane.published[block]
+            assert published.generation == device.generation[block]
+            assert published.hash == hash_
+            assert published.parent == (parent, device.generation[parent] if parent >= 0 else 0)
 
-    def operation(self, rng: Random, engine: Engine) -> Operation:
+    def operation(self, rng: Random, engine: Engine) -> cpb.Operation:
         """A change that makes sense most of the time."""
         live = sorted(engine.sequences)
         unused = [i for i in range(1, 7) if i not in live]
@@ -314,28 +336,50 @@ class CoreMachine(RuleBasedStateMachine):
         if kind == "admit":
             token = rng.choice([0, 1])
             num_tokens = rng.choice([1, 7, 8, 9, 16, 17, 24, 32, 45])
-            return Admit(
+            return ops.admit(
                 rng.choice(unused + live[:1]),
                 pack([token] * num_tokens + rng.choice([[], [], [2], [3, 2]])),
                 num_compute_tokens=rng.choice([None, None, None, 0, 8, 11]),
                 max_total_tokens=rng.choice([0, 0, 20, 48, 200]),
                 skip_prefix_lookup=rng.random() < 0.1,
             )
-        sequence_id = rng.choice(live)
-        sequence = engine.sequences[sequence_id]
+        chosen = rng.sample(live, rng.choice([1, 1, 1, min(2, len(live)), len(live)]))
         if kind == "append":
-            return self.append(rng, sequence_id, sequence)
+            return joined([growth(rng, engine, i) for i in chosen])
         if kind == "fork":
-            return Fork(sequence_id, rng.choice(unused + live[:1]))
+            return ops.forks(chosen[:2], rng.sample(unused + live[:1] + [9], len(chosen[:2])))
         if kind == "free":
-            return Free(sequence_id)
-        same = [i for i in live if engine.sequences[i].tier is sequence.tier]
-        chosen = tuple(rng.sample(same, rng.randint(1, len(same))))
-        return SwapOut(chosen) if sequence.tier is Tier.DEVICE else SwapIn(chosen)
+            return ops.free(chosen if rng.random() < 0.3 else chosen[:1])
+        tier = engine.sequences[chosen[0]].tier
+        same = [i for i in chosen if engine.sequences[i].tier == tier]
+        return ops.swap_out(same) if tier == DEVICE else ops.swap_in(same)
 
-    def append(self, rng: Random, sequence_id: int, sequence: ModelSequence) -> Append:
-        ahead = sequence.truth[sequence.num_known : sequence.num_scheduled]
-        tokens = ahead if rng.random() < 0.7 else []
-        if len(tokens) == len(ahead):
-            tokens = tokens + [rng.choice([0, 1])] * rng.choice([0, 1, 1, 2, 9])
-        return Append(sequence_id, pack(tokens), rng.choice([0, 1, 1, 1, 2, 8, 10]))
+
+def growth(rng: Random, engine: Engine, sequence_id: int) -> cpb.Operation:
+    """An append, now and then of tokens that can not be known yet or at a wrong position."""
+    ahead = ahead_of(engine.sequences[sequence_id])
+    tokens = ahead if rng.random() < 0.7 else []
+    if len(tokens) == len(ahead):
+        tokens = tokens + [rng.choice([0, 1])] * rng.choice([0, 1, 1, 2, 9])
+    operation = engine.growth(sequence_id, tokens, rng.choice([0, 1, 1, 1, 2, 8, 10]))
+    if rng.random() < 0.05:
+        wrong = engine.sequences[sequence_id].num_scheduled + rng.choice([-1, 1])
+        operation.append.first_positions = columns.pack(INT64, [wrong])
+    return operation
+
+
+def ahead_of(sequence: ModelSequence) -> list[int]:
+    """Tokens of scheduled slots that the core was not given yet."""
+    return sequence.truth[sequence.num_known : sequence.num_scheduled]
+
+
+def joined(appends: Iterable[cpb.Operation]) -> cpb.Operation:
+    """All in one operation."""
+    columns_of: dict[str, bytes] = dict.fromkeys(
+        ("sequence_ids", "first_positions", "num_slots", "num_tokens", "token_ids"), b""
+    )
+    for operation in appends:
+        for name in columns_of:
+            columns_of[name] += getattr(operation.append, name)
+    fields: dict[str, Any] = columns_of
+    return ops.appends(**fields)

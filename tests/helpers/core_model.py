@@ -17,6 +17,7 @@ from core_data_plane import (
     Name,
     pack,
     prefix_values,
+    root_value,
     spans_of,
     unpack,
 )
@@ -294,7 +295,7 @@ class Engine:
             [s.admitted_by for s in late.values()],
             [s.num_known for s in late.values()],
             list(map(len, tokens)),
-            pack(sum(tokens, [])),
+            pack([token for each in tokens for token in each]),
         )
 
     def abort(
@@ -437,9 +438,10 @@ class Engine:
 
     def _believe_append(self, append: cpb.Append, failed: set[int]) -> None:
         token_ids, begin = unpack(append.token_ids), 0
-        for item, (i, slots, num_tokens) in enumerate(
+        for item, (i, first, slots, num_tokens) in enumerate(
             zip(
                 columns.read(INT64, append.sequence_ids, "ids"),
+                columns.read(INT64, append.first_positions, "first_positions"),
                 columns.read(INT32, append.num_slots, "slots"),
                 columns.read(INT32, append.num_tokens, "num_tokens"),
                 strict=True,
@@ -450,6 +452,7 @@ class Engine:
             if item in failed:
                 continue
             sequence = self.sequences[i]
+            assert first == sequence.num_scheduled, "appended at another position than meant"
             end = sequence.num_known + len(tokens)
             sequence.truth[sequence.num_known : end] = tokens
             sequence.num_known = end
@@ -457,6 +460,21 @@ class Engine:
             # Tokens of slots beyond those known: this engine knows them first.
             while len(sequence.truth) < sequence.num_scheduled:
                 sequence.truth.append(len(sequence.truth) % 2)
+
+    def done_with(self, receipts: Sequence[tpb.SignedPayload]) -> int:
+        """The last plan that has run by what the core was told, these receipts included."""
+        highest = list(self.world.core._sessions[self.id].receipted)
+        for signed in receipts:
+            receipt = tpb.Receipt.FromString(signed.payload)
+            shard = receipt.shard_index
+            if receipt.plan_number in self.world.core._sessions[self.id].plans:
+                highest[shard] = max(highest[shard], receipt.plan_number)
+        return min(highest)
+
+    def believe_past(self) -> None:
+        """The last step failed as a whole, after its deferred tokens were taken."""
+        if self.sent[-1].request.HasField("deferred_tokens"):
+            self._believe_deferred()
 
     def _believe_deferred(self) -> None:
         for sequence in self.sequences.values():
@@ -476,15 +494,15 @@ class Engine:
         if signed is None:
             return
         made = MadePlan(signed, tpb.Plan.FromString(signed.payload))
-        fingerprint = self.world.layout.fingerprint
+        fingerprint, start = self.world.layout.fingerprint, root_value(self.owner)
         for span in spans_of(made.plan):
             end = span.first_position + span.num_tokens
             tokens = self.sequences[span.sequence_id].truth[:end]
-            made.expected[span.sequence_id] = values = prefix_values(tokens)
+            made.expected[span.sequence_id] = values = prefix_values(tokens, start)
             chained = root_hash(root_of(fingerprint, *self.owner))
-            for start in range(0, end - BLOCK + 1, BLOCK):
-                chained = chained_hash(chained, pack(tokens[start : start + BLOCK]))
-                self.world.values[(self.owner, chained)] = values[start + BLOCK - 1]
+            for last in range(BLOCK - 1, end, BLOCK):
+                chained = chained_hash(chained, pack(tokens[last + 1 - BLOCK : last + 1]))
+                self.world.values[(self.owner, chained)] = values[last]
         self.queue.append(made)
 
 

@@ -12,6 +12,8 @@ from core_machine import CoreMachine
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from kvplane.errors import KvplaneError
+
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -52,5 +54,5 @@ def assert_caught(fault: Fault, patch: pytest.MonkeyPatch, *, max_examples: int)
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    with pytest.raises((AssertionError, KeyError, IndexError)):
+    with pytest.raises((AssertionError, KeyError, IndexError, KvplaneError, pytest.fail.Exception)):
         run_state_machine_as_test(CoreMachine, settings=walk)

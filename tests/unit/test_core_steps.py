@@ -3,54 +3,57 @@
 from __future__ import annotations
 
 import pytest
-from core_data_plane import pack
-from core_model import World
-
-from control_plane.planning.model import (
-    Admit,
-    Append,
-    CoreConfig,
-    Fork,
-    Free,
-    LateTokens,
-    Operation,
-    OperationResult,
-    Status,
-    SwapIn,
-    SwapOut,
-    Tier,
+from core_data_plane import DEVICE, HOST, pack
+from core_model import (
+    FAILED,
+    LATER,
+    NEVER,
+    OK,
+    World,
+    error_in,
+    status_of,
 )
+
+from control_plane.planning.config import CoreConfig
+from kvplane import columns, ops
+from kvplane.columns import INT32, INT64
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
-    NeverFitsError,
-    PoolFullError,
+    PositionMismatchError,
+    QuotaExceededError,
     SequenceBusyError,
     SequenceExistsError,
     SequenceNotFoundError,
     SequenceSwappedError,
-    StepOutOfOrderError,
     TooManyPlansInFlightError,
 )
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
 
 
-def only(results: tuple[OperationResult, ...]) -> OperationResult:
-    assert len(results) == 1
-    return results[0]
+def only(result: cpb.StepResult) -> cpb.OperationResult:
+    (operation,) = result.results
+    return operation
 
 
-def test_a_fork_that_was_not_told_its_tokens_shares_what_its_parent_publishes() -> None:
+def statuses(result: cpb.StepResult) -> list[int]:
+    return [status_of(operation) for operation in result.results]
+
+
+def test_a_fork_without_all_its_tokens_shares_what_its_parent_publishes() -> None:
     world = World()
     engine = world.engine()
     engine.admit(1, range(10))
-    engine.step(Append(1, b"", num_slots=6))
-    engine.step(Fork(1, 2))
+    engine.step(engine.growth(1, num_slots=6))
+    engine.step(ops.fork(1, 2))
     engine.run_all()
-    told = [late for late in engine.late_tokens() if late.sequence_id == 1]
-    engine.submit(engine.receipts, told)
-    assert world.core.describe_pool("pool").counters.num_publications == 2
+    tokens = pack(engine.sequences[1].truth[10:])
+    engine.submit(engine.receipts, deferred=ops.deferred_tokens([1], [1], [10], [6], tokens))
+    assert world.pool().counters.num_publications == 2
     world.core.check_integrity()
     assert engine.table(2) == engine.table(1)
+    engine.sequences[1].num_known = 16
     engine.receipts.clear()
     engine.append(2, num_slots=1)
     assert engine.table(2)[:2] == engine.table(1)[:2]
@@ -59,52 +62,190 @@ def test_a_fork_that_was_not_told_its_tokens_shares_what_its_parent_publishes() 
 
 def test_an_empty_step_has_no_plan_but_uses_its_number() -> None:
     engine = World().engine()
-    assert engine.step().plan is None
-    assert engine.step().number == 2
+    assert not engine.step().HasField("plan")
+    engine.step()
+    assert engine.number == 2
+
+
+OVERFLOW = ops.append(1, pack([1, 2]), 1, first_position=4)
+OVERFLOW.append.num_tokens = columns.pack(INT32, [1])
+CUT_OFF = ops.append(1, b"", 1, first_position=4)
+CUT_OFF.append.sequence_ids += b"x"
+UNEVEN = ops.appends([1, 1], [4], [0, 0], [0, 0], b"")
+FEW_SLOTS = ops.appends([1, 1], [4, 4], [0], [0, 0], b"")
+FEW_COUNTS = ops.appends([1, 1], [4, 4], [0, 0], [0], b"")
 
 
 @pytest.mark.parametrize(
     ("operation", "error", "field"),
     [
-        (Admit(0, pack([1])), InvalidRequestError, "operations[0].admit.sequence_id"),
-        (Admit(2**63, pack([1])), InvalidRequestError, "operations[0].admit.sequence_id"),
-        (Admit(2, b""), InvalidRequestError, "operations[0].admit.token_ids"),
-        (Admit(2, b"abc"), InvalidRequestError, "operations[0].admit.token_ids"),
-        (Admit(2, pack([-1])), InvalidRequestError, "operations[0].admit.token_ids"),
-        (Admit(2, pack([1]), -1), InvalidRequestError, "operations[0].admit.num_compute_tokens"),
-        (Admit(1, pack([1])), SequenceExistsError, "operations[0].admit.sequence_id"),
-        (Append(9), SequenceNotFoundError, "operations[0].append.sequence_id"),
-        (Append(1, b"", -1), InvalidRequestError, "operations[0].append.num_slots"),
-        (Append(1, b"", 2**50), InvalidRequestError, "operations[0].append.num_slots"),
-        (Fork(9, 2), SequenceNotFoundError, "operations[0].fork.parent_sequence_id"),
-        (Fork(1, 1), SequenceExistsError, "operations[0].fork.sequence_id"),
-        (Free(9), SequenceNotFoundError, "operations[0].free.sequence_id"),
-        (SwapOut(()), InvalidRequestError, "operations[0].swap_out.sequence_ids"),
-        (SwapOut((1, 1)), InvalidRequestError, "operations[0].swap_out.sequence_ids"),
-        (SwapOut((9,)), SequenceNotFoundError, "operations[0].swap_out.sequence_ids[0]"),
-        (SwapIn((1,)), SequenceSwappedError, "operations[0].swap_in.sequence_ids[0]"),
+        (ops.admit(0, [1]), InvalidRequestError, "admit.sequence_id"),
+        (ops.admit(-1, [1]), InvalidRequestError, "admit.sequence_id"),
+        (ops.admit(1, [1]), SequenceExistsError, "admit.sequence_id"),
+        (ops.admit(2, b""), InvalidRequestError, "admit.token_ids"),
+        (ops.admit(2, b"abc"), InvalidRequestError, "admit.token_ids"),
+        (ops.admit(2, [-1]), InvalidRequestError, "admit.token_ids"),
+        (
+            ops.admit(2, [1], num_compute_tokens=-1),
+            InvalidRequestError,
+            "admit.num_compute_tokens",
+        ),
+        (
+            ops.admit(2, [1], max_total_tokens=2**50),
+            InvalidRequestError,
+            "admit.max_total_tokens",
+        ),
+        (ops.append(9, first_position=0), SequenceNotFoundError, "append.sequence_ids[0]"),
+        (ops.append(3, [1], first_position=4), SequenceSwappedError, "append.sequence_ids[0]"),
+        (
+            ops.append(1, [9], 1, first_position=3),
+            PositionMismatchError,
+            "append.first_positions[0]",
+        ),
+        (
+            ops.append(1, [9], 1, first_position=5),
+            PositionMismatchError,
+            "append.first_positions[0]",
+        ),
+        (
+            ops.append(1, [9], 0, first_position=-1),
+            PositionMismatchError,
+            "append.first_positions[0]",
+        ),
+        (ops.append(1, b"", -1, first_position=4), InvalidRequestError, "append.num_slots[0]"),
+        (ops.append(1, [-1], 1, first_position=4), InvalidRequestError, "append.token_ids[0]"),
+        (
+            ops.appends([1], [4], [1], [-1], b""),
+            InvalidRequestError,
+            "append.num_tokens[0]",
+        ),
+        (ops.appends([1], [4], [1], [1], b"abc"), InvalidRequestError, "append.token_ids"),
+        (OVERFLOW, InvalidRequestError, "append.token_ids"),
+        (CUT_OFF, InvalidRequestError, "append.sequence_ids"),
+        (UNEVEN, InvalidRequestError, "append.first_positions"),
+        (FEW_SLOTS, InvalidRequestError, "append.num_slots"),
+        (FEW_COUNTS, InvalidRequestError, "append.num_tokens"),
+        (ops.fork(9, 2), SequenceNotFoundError, "fork.parent_sequence_ids[0]"),
+        (ops.fork(1, 1), SequenceExistsError, "fork.sequence_ids[0]"),
+        (ops.fork(1, 0), InvalidRequestError, "fork.sequence_ids[0]"),
+        (ops.forks([1, 1], [2]), InvalidRequestError, "fork.parent_sequence_ids"),
+        (ops.free([9]), SequenceNotFoundError, "free.sequence_ids[0]"),
+        (ops.free(b"1234"), InvalidRequestError, "free.sequence_ids"),
+        (ops.swap_out([]), InvalidRequestError, "swap_out.sequence_ids"),
+        (ops.swap_out([1, 1]), InvalidRequestError, "swap_out.sequence_ids"),
+        (ops.swap_out([1, 9]), SequenceNotFoundError, "swap_out.sequence_ids[1]"),
+        (ops.swap_out([1, 3]), SequenceSwappedError, "swap_out.sequence_ids[1]"),
+        (ops.swap_in([1]), SequenceSwappedError, "swap_in.sequence_ids[0]"),
+        (cpb.Operation(), InvalidRequestError, ""),
     ],
 )
 def test_a_wrong_operation_fails_alone_and_names_its_field(
-    operation: Operation, error: type[KvplaneError], field: str
+    operation: cpb.Operation, error: type[KvplaneError], field: str
 ) -> None:
     world = World()
     engine = world.engine()
     engine.admit(1, range(4))
-    result = only(engine.step(operation).results)
-    assert result.status is Status.FAILED
-    assert type(result.error) is error
-    assert result.error.field == field
+    engine.admit(3, range(4))
+    engine.send(ops.swap_out([3]))
+    engine.settle()
+    before = engine.everything()
+    result = only(engine.step(operation))
+    (failure,) = result.failures
+    assert (failure.item, failure.status) == (0, FAILED)
+    assert type(error_in(result)) is error
+    assert failure.error.field == f"operations[0].{field}".rstrip(".")
+    assert engine.everything() == before
     world.core.check_integrity()
+
+
+def test_items_of_one_operation_fail_one_by_one_in_sparse_failures() -> None:
+    world = World(config=CoreConfig(watermark=0.0, max_sequences=7))
+    engine = world.engine()
+    for i in range(1, 6):
+        engine.admit(i, [i] * 6)
+    append = ops.appends(
+        [1, 9, 2, 3, 1, 4],
+        [6, 6, 6, 5, 7, 6],
+        [1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 1, 3],
+        pack([10, 11, 12, 13, 14, 15, 16, 17]),
+    )
+    forks = ops.forks([5, 9, 5, 5, 5], [6, 7, 5, 7, 8])
+    frees = ops.free([4, 4, 1, 6])
+    appended, forked, freed = engine.step(append, forks, frees).results
+    assert [failure.item for failure in appended.failures] == [1, 3, 4]
+    assert [failure.error.field for failure in appended.failures] == [
+        "operations[0].append.sequence_ids[1]",
+        "operations[0].append.first_positions[3]",
+        "operations[0].append.num_slots[4]",
+    ]
+    assert columns.read(INT32, appended.append.num_blocks, "").tolist() == [1, 0, 1, 0, 0, 1]
+    assert [failure.item for failure in forked.failures] == [1, 2, 4]
+    assert forked.failures[2].error.reason == "QUOTA_EXCEEDED"
+    assert columns.read(INT32, forked.fork.num_blocks, "").tolist() == [1, 0, 0, 1, 0]
+    assert [failure.error.reason for failure in freed.failures] == [
+        "SEQUENCE_NOT_FOUND",
+        "SEQUENCE_BUSY",
+    ]
+    assert columns.read(INT32, freed.free.num_released_blocks, "").tolist() == [1, 0, 0, 0]
+    plan = engine.queue[-1].plan
+    assert columns.read(INT64, plan.spans.sequence_ids, "").tolist() == [1, 2]
+    assert columns.read(INT64, plan.spans.first_positions, "").tolist() == [6, 6]
+    assert engine.state(1).num_tokens == 7
+    engine.run_all()
+    engine.settle()
+    engine.check()
+    world.core.check_integrity()
+
+
+def test_a_negative_token_spoils_its_own_item_alone() -> None:
+    engine = World().engine()
+    engine.admit(1, range(4))
+    engine.admit(2, range(4))
+    appended = only(engine.step(ops.appends([1, 2], [4, 4], [1, 1], [1, 1], [-5, 5])))
+    assert [failure.item for failure in appended.failures] == [0]
+    assert appended.failures[0].error.field == "operations[0].append.token_ids[0]"
+    assert engine.state(2).num_tokens == 5
 
 
 def test_a_sequence_that_computes_in_a_step_is_busy_for_the_rest_of_it() -> None:
     engine = World().engine()
-    outcome = engine.step(
-        Admit(1, pack(range(4))), Fork(1, 2), Free(1), SwapOut((1,)), Append(1, pack([5]), 1)
+    result = engine.step(
+        ops.admit(1, range(4)),
+        ops.fork(1, 2),
+        ops.free([1]),
+        ops.swap_out([1]),
+        ops.append(1, [5], 1, first_position=4),
     )
-    errors = [type(result.error) for result in outcome.results[1:]]
+    errors = [type(error_in(operation)) for operation in result.results[1:]]
     assert errors == [SequenceBusyError] * 3 + [InvalidRequestError]
+
+
+def test_a_step_has_a_bounded_number_of_items() -> None:
+    world = World(config=CoreConfig(watermark=0.0, max_operations=4))
+    engine = world.engine()
+    engine.admit(1, range(4))
+    for operations in (
+        [ops.free([7, 8, 9]), ops.free([7]), ops.admit(2, [1])],
+        [ops.swap_out(range(5))],
+        [ops.free([])] * 5,
+        [cpb.Operation()] * 5,
+    ):
+        before = engine.everything()
+        with pytest.raises(InvalidRequestError, match="operations: must have at most 4 items"):
+            engine.step(*operations)
+        assert engine.everything() == before
+    with pytest.raises(InvalidRequestError, match=r"deferred_tokens\.sequence_ids"):
+        engine.submit(deferred=ops.deferred_tokens([1] * 5, [1] * 5, [3] * 5, [1] * 5, [3] * 5))
+    with pytest.raises(InvalidRequestError, match="receipts: must be at most 4"):
+        engine.submit([tpb.SignedPayload()] * 5)
+    assert statuses(engine.step(ops.free([7, 8, 9]), ops.admit(2, [1])))[1] == OK
+
+
+def test_a_session_has_a_bounded_number_of_sequences() -> None:
+    engine = World(config=CoreConfig(watermark=0.0, max_sequences=1)).engine()
+    engine.admit(1, [1])
+    assert type(error_in(only(engine.step(ops.admit(2, [1]))))) is QuotaExceededError
 
 
 def test_a_prompt_can_be_computed_in_chunks() -> None:
@@ -113,48 +254,77 @@ def test_a_prompt_can_be_computed_in_chunks() -> None:
     engine.admit(1, range(20), num_compute_tokens=8)
     assert engine.state(1).num_written_tokens == 8
     assert engine.state(1).num_blocks == 3
-    engine.send(Append(1, b"", 12))
+    engine.send(engine.growth(1, num_slots=12))
     engine.settle()
     assert engine.state(1).num_written_tokens == 20
-    assert world.core.lookup_prefix(engine.id, engine.tenant, pack(range(20))).num_cached_tokens
+    assert engine.lookup(range(20)) == 16
 
 
 def test_slots_reserved_without_tokens_are_published_when_the_tokens_come() -> None:
     world = World()
     engine = world.engine()
     engine.admit(1, range(7))
-    engine.step(Append(1, b"", 1))
+    engine.step(engine.growth(1, num_slots=1))
     engine.run_all()
     engine.submit(engine.receipts)
-    prompt = pack([*range(7), 1, 9])
-    lookup = world.core.lookup_prefix
-    assert lookup(engine.id, engine.tenant, prompt).num_cached_tokens == 0
-    engine.submit([], engine.late_tokens())
-    assert lookup(engine.id, engine.tenant, prompt).num_cached_tokens == 8
-    engine.submit([], [LateTokens(1, 7, pack([1]))])  # again: nothing new
-    with pytest.raises(InvalidRequestError, match=r"late_tokens\[0\]"):
-        engine.submit([], [LateTokens(1, 7, pack([2]))])
-    with pytest.raises(InvalidRequestError, match=r"late_tokens\[0\].first_position"):
-        engine.submit([], [LateTokens(1, 9, pack([2]))])
+    prompt = [*range(7), 1, 9]
+    assert engine.lookup(prompt) == 0
+    engine.submit(deferred=True)
+    assert engine.lookup(prompt) == 8
+    engine.submit(deferred=ops.deferred_tokens([1], [1], [7], [1], [1]))  # again: nothing new
+
+
+@pytest.mark.parametrize(
+    ("deferred", "error", "field"),
+    [
+        (ops.deferred_tokens([9], [1], [6], [1], [0]), SequenceNotFoundError, "sequence_ids[0]"),
+        (ops.deferred_tokens([1], [3], [6], [1], [0]), SequenceNotFoundError, "admitted_by[0]"),
+        (ops.deferred_tokens([1], [1], [7], [1], [0]), InvalidRequestError, "first_positions[0]"),
+        (ops.deferred_tokens([1], [1], [-1], [1], [0]), InvalidRequestError, "first_positions[0]"),
+        (ops.deferred_tokens([1], [1], [6], [3], [0] * 3), InvalidRequestError, "num_tokens[0]"),
+        (ops.deferred_tokens([1], [1], [6], [0], []), InvalidRequestError, "num_tokens[0]"),
+        (ops.deferred_tokens([1], [1], [6], [1], [-2]), InvalidRequestError, "token_ids[0]"),
+        (ops.deferred_tokens([1], [1], [6], [1], []), InvalidRequestError, "token_ids"),
+        (ops.deferred_tokens([1], [1], [5], [2], [9, 9]), InvalidRequestError, "token_ids[0]"),
+        (ops.deferred_tokens([1], [], [6], [1], [9]), InvalidRequestError, "admitted_by"),
+        (ops.deferred_tokens([1], [1], [], [1], [9]), InvalidRequestError, "first_positions"),
+        (ops.deferred_tokens([1], [1], [6], [], [9]), InvalidRequestError, "num_tokens"),
+        (
+            ops.deferred_tokens([1, 1], [1, 1], [6, 8], [1, 1], [9, 9]),
+            InvalidRequestError,
+            "first_positions[1]",
+        ),
+    ],
+)
+def test_wrong_deferred_tokens_fail_the_request_and_name_their_column(
+    deferred: cpb.DeferredTokens, error: type[KvplaneError], field: str
+) -> None:
+    engine = World().engine()
+    engine.admit(1, range(6))
+    engine.send(engine.growth(1, num_slots=2))
+    before = engine.everything()
+    with pytest.raises(error) as refused:
+        engine.submit(deferred=deferred)
+    assert refused.value.field == f"deferred_tokens.{field}"
+    assert engine.everything() == before
 
 
 def test_what_a_freed_sequence_wrote_is_published_when_its_receipts_come() -> None:
     world = World(num_device=6)
     engine, other = world.engine(), world.engine()
-    prompt = pack([*range(32), 99])
-    engine.step(Admit(1, prompt))
-    engine.step(Free(1))
+    prompt = [*range(32), 99]
+    engine.step(ops.admit(1, prompt))
+    engine.step(ops.free([1]))
     # The session allocates first what holds no prefix: of the five blocks it freed, the last.
-    assert only(engine.step(Admit(2, pack([7] * 9))).results).status is Status.OK
-    cached = world.core.lookup_prefix(other.id, other.tenant, prompt).num_cached_tokens
-    assert cached == 0, "nothing is written yet"
+    assert status_of(only(engine.step(ops.admit(2, [7] * 9)))) == OK
+    assert other.lookup(prompt) == 0, "nothing is written yet"
     engine.run_all()
     engine.settle()
-    assert world.core.lookup_prefix(other.id, other.tenant, prompt).num_cached_tokens == 32
+    assert other.lookup(prompt) == 32
     world.core.check_integrity()
-    assert world.usage() == {"free": 0, "cached": 4, "held": 2, "limbo": 0, "reserved": 0}
+    assert world.usage() == {"free": 0, "cached": 4, "held": 2, "retired": 0, "reserved": 0}
     world.pump()
-    engine.send(Free(2))
+    engine.send(ops.free([2]))
     engine.settle()
     assert other.cached(1, [*range(32), 99]) == 32
 
@@ -162,30 +332,28 @@ def test_what_a_freed_sequence_wrote_is_published_when_its_receipts_come() -> No
 def test_a_freed_sequences_blocks_that_were_reused_are_not_published() -> None:
     world = World(num_device=5)
     engine = world.engine()
-    prompt = pack([*range(32), 99])
-    engine.step(Admit(1, prompt))
-    engine.step(Free(1))
-    assert only(engine.step(Admit(2, pack([7] * 24))).results).status is Status.OK
+    prompt = [*range(32), 99]
+    engine.step(ops.admit(1, prompt))
+    engine.step(ops.free([1]))
+    assert status_of(only(engine.step(ops.admit(2, [7] * 24)))) == OK
     engine.run_all()
     engine.settle()
-    lookup = world.core.lookup_prefix(engine.id, engine.tenant, prompt)
-    assert lookup.num_cached_tokens == 16, "tails are reused before heads"
+    assert engine.lookup(prompt) == 16, "tails are reused before heads"
     world.core.check_integrity()
 
 
 def test_a_freed_sequence_whose_plans_are_aborted_publishes_nothing() -> None:
     world = World()
     engine = world.engine()
-    engine.step(Admit(1, pack(range(17))))
-    engine.step(Free(1))
+    engine.step(ops.admit(1, range(17)))
+    engine.step(ops.free([1]))
     engine.abort(1)
     engine.queue.clear()
     engine.step()
     engine.run_all()
     engine.settle()
-    lookup = world.core.lookup_prefix(engine.id, engine.tenant, pack(range(17)))
-    assert lookup.num_cached_tokens == 0
-    assert world.usage()["limbo"] == 0
+    assert engine.lookup(range(17)) == 0
+    assert world.usage()["retired"] == 0
     world.core.check_integrity()
 
 
@@ -193,27 +361,26 @@ def test_tokens_that_complete_a_written_block_are_published_when_the_sequence_is
     world = World()
     engine = world.engine()
     engine.admit(1, range(7))
-    engine.step(Append(1, b"", 1))
+    engine.step(engine.growth(1, num_slots=1))
     engine.run_all()
     engine.submit(engine.receipts)
     engine.receipts.clear()
-    engine.step(Append(1, pack([7])), Free(1))
-    lookup = world.core.lookup_prefix(engine.id, engine.tenant, pack(range(9)))
-    assert lookup.num_cached_tokens == 8
+    engine.step(engine.growth(1, [7]), ops.free([1]))
+    assert engine.lookup(range(9)) == 8
 
 
 def test_forks_share_blocks_until_one_writes() -> None:
     world = World()
     engine = world.engine()
     engine.admit(1, range(12))
-    engine.send(Fork(1, 2), Fork(1, 3))
+    engine.send(ops.forks([1, 1], [2, 3]))
     engine.settle()
     assert engine.table(1) == engine.table(2) == engine.table(3)
-    engine.send(Append(1, pack([50]), 1), Append(2, pack([51]), 1), Append(3, pack([52]), 1))
+    engine.send(ops.appends([1, 2, 3], [12] * 3, [1] * 3, [1] * 3, [50, 51, 52]))
     engine.settle()
     tails = {engine.table(i)[1] for i in (1, 2, 3)}
     assert len(tails) == 3
-    assert world.core.describe_pool("pool").counters.num_copies_on_write >= 2
+    assert world.pool().counters.num_copies_on_write >= 2
     engine.append(2, 60)
     engine.check()
 
@@ -222,17 +389,15 @@ def test_swapped_forks_stay_shared_both_ways() -> None:
     world = World()
     engine = world.engine()
     engine.admit(1, range(12))
-    engine.send(Fork(1, 2))
-    engine.send(SwapOut((1, 2)))
-    assert engine.state(1).tier is Tier.HOST
+    engine.send(ops.fork(1, 2))
+    engine.send(ops.swap_out([1, 2]))
+    assert engine.state(1).tier == HOST
     assert world.usage()["held"] == 2, "sources are held until the receipt"
     engine.settle()
     assert world.usage()["held"] == 0
     assert engine.table(1) == engine.table(2)
-    assert isinstance(
-        only(engine.step(Append(1, pack([1]), 1)).results).error, SequenceSwappedError
-    )
-    engine.send(SwapIn((2, 1)), Append(1, pack([7]), 1))
+    assert type(error_in(only(engine.step(engine.growth(1, [1], 1))))) is SequenceSwappedError
+    engine.send(ops.swap_in([2, 1]), engine.growth(1, [7], 1))
     engine.settle()
     assert engine.table(1)[0] == engine.table(2)[0]
     engine.append(2, 8)
@@ -242,7 +407,7 @@ def test_swapped_forks_stay_shared_both_ways() -> None:
 def test_a_cached_prompt_of_the_pools_size_is_admitted_without_room_for_a_copy() -> None:
     engine = World(num_device=4).engine()
     engine.admit(1, range(32))
-    engine.send(Free(1))
+    engine.send(ops.free([1]))
     engine.settle()
     assert engine.cached(2, range(32)) == 24, "the last block is computed anew"
 
@@ -251,23 +416,22 @@ def test_tails_of_prefixes_are_evicted_before_their_heads() -> None:
     world = World(num_device=6)
     engine = world.engine()
     engine.admit(1, range(32))
-    engine.send(Free(1))
+    engine.send(ops.free([1]))
     engine.settle()
     engine.admit(2, range(50, 74))
-    assert world.core.describe_pool("pool").counters.num_evictions == 1
-    assert (
-        world.core.lookup_prefix(engine.id, engine.tenant, pack(range(33))).num_cached_tokens == 24
-    )
+    assert world.pool().counters.num_evictions == 1
+    assert engine.lookup(range(33)) == 24
 
 
 def test_the_watermark_leaves_blocks_free_once_something_is_held() -> None:
     engine = World(num_device=10, config=CoreConfig(watermark=0.2)).engine()
-    assert engine.admit(1, range(8 * 5)).results[0].status is Status.OK
-    later = only(engine.step(Admit(2, pack(range(100, 132)))).results)
-    assert later.status is Status.LATER
-    assert later.shortage is not None
+    assert status_of(engine.admit(1, range(8 * 5)).results[0]) == OK
+    (later,) = only(engine.step(ops.admit(2, range(100, 132)))).failures
+    assert later.status == LATER
+    assert later.shortage.reason == cpb.SHORTAGE_REASON_HEADROOM
     assert (later.shortage.num_blocks_needed, later.shortage.num_blocks_available) == (4, 3)
-    assert engine.admit(2, range(100, 124)).results[0].status is Status.OK
+    assert later.shortage.retry_delay.ToMilliseconds() == 50
+    assert status_of(engine.admit(2, range(100, 124)).results[0]) == OK
 
 
 def test_each_session_is_guaranteed_its_longest_sequence() -> None:
@@ -275,46 +439,59 @@ def test_each_session_is_guaranteed_its_longest_sequence() -> None:
     one, other = world.engine(), world.engine()
     one.admit(1, range(8), max_total_tokens=48)
     assert world.usage()["reserved"] == 5
-    assert only(other.step(Admit(1, pack(range(200, 240)))).results).status is Status.LATER
-    assert other.admit(1, range(200, 232)).results[0].status is Status.OK
-    assert other.append(1, 99).results[0].status is Status.LATER
+    (later,) = only(other.step(ops.admit(1, range(200, 240)))).failures
+    assert (later.status, later.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_RESERVED)
+    assert status_of(other.admit(1, range(200, 232)).results[0]) == OK
+    assert status_of(other.append(1, 99).results[0]) == LATER
     for token in range(8, 48):
-        assert one.append(1, token).results[0].status is Status.OK
+        assert status_of(one.append(1, token).results[0]) == OK
 
 
-def test_a_unary_step_that_is_not_done_raises_and_keeps_its_number() -> None:
+def test_a_shortage_says_what_is_in_the_way() -> None:
+    world = World(num_device=4, num_host=1)
+    one, other = world.engine(), world.engine()
+    one.admit(1, range(24))
+    (later,) = only(other.step(ops.admit(1, range(50, 66)))).failures
+    assert (later.status, later.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_BLOCKS)
+    assert later.shortage.tier == DEVICE
+    assert (later.shortage.num_blocks_needed, later.shortage.num_blocks_available) == (2, 1)
+    assert (later.shortage.num_blocks_pending, later.shortage.place_in_line) == (0, 0)
+    one.step(ops.free([1]))
+    (later,) = only(other.step(ops.admit(1, range(50, 66)))).failures
+    assert later.shortage.num_blocks_pending == 3
+    (never,) = only(other.step(ops.admit(1, range(33)))).failures
+    assert (never.status, never.shortage.reason) == (NEVER, cpb.SHORTAGE_REASON_BLOCKS)
+    assert not never.shortage.HasField("retry_delay")
+    one.run_all()
+    one.settle()
+    other.admit(1, [1])
+    other.admit(2, [2] * 8)
+    (never,) = only(other.step(ops.swap_out([1, 2]))).failures
+    assert (never.status, never.shortage.tier) == (NEVER, HOST)
+
+
+def test_the_revision_counts_publications_and_evictions() -> None:
     world = World(num_device=4)
     engine = world.engine()
-
-    def unary(operation: Operation) -> None:
-        world.core.step(
-            engine.id, engine.tenant, engine.number + 1, [operation], content=b"", atomic=True
-        )
-
-    with pytest.raises(NeverFitsError):
-        unary(Admit(1, pack(range(80))))
     engine.admit(1, range(24))
-    with pytest.raises(PoolFullError):
-        unary(Admit(2, pack(range(50, 74))))
-    with pytest.raises(SequenceNotFoundError):
-        unary(Free(9))
-    assert engine.step().number == 2
+    revision = engine.step().revision
+    assert revision == 3
+    engine.send(ops.free([1]))
+    engine.settle()
+    assert engine.step(ops.admit(2, range(50, 82))).revision == revision + 3
 
 
-def test_plans_in_flight_and_numbers_are_bounded() -> None:
+def test_plans_in_flight_are_bounded() -> None:
     world = World(config=CoreConfig(max_plans_in_flight=2, watermark=0.0))
     engine = world.engine()
-    engine.step(Admit(1, pack([1])))
-    engine.step(Append(1, b"", 1))
+    engine.step(ops.admit(1, [1]))
+    engine.step(engine.growth(1, num_slots=1))
     with pytest.raises(TooManyPlansInFlightError):
-        engine.step(Append(1, b"", 1))
-    engine.step(Append(1, pack([5]), 0))
+        engine.step(engine.growth(1, num_slots=1))
+    engine.step(engine.growth(1, [5]))
     engine.run_all()
-    engine.settle()
-    engine.step(Append(1, b"", 1))
-    for number in (1, 9):
-        with pytest.raises(StepOutOfOrderError):
-            world.core.step(engine.id, engine.tenant, number, [], content=b"")
+    engine.step(engine.growth(1, num_slots=1), receipts=engine.receipts)
+    assert engine.queue
 
 
 def test_an_abort_undoes_swaps_and_copies_and_keeps_cached_hits() -> None:
@@ -323,15 +500,46 @@ def test_an_abort_undoes_swaps_and_copies_and_keeps_cached_hits() -> None:
     engine.admit(1, range(20))
     engine.admit(2, range(100, 112))
     before = {i: engine.table(i) for i in (1, 2)}
-    engine.step(Fork(2, 3), SwapOut((1,)), Append(2, pack([7]), 1), Admit(4, pack(range(17))))
+    engine.step(
+        ops.fork(2, 3), ops.swap_out([1]), engine.growth(2, [7], 1), ops.admit(4, range(17))
+    )
     engine.abort(engine.number)
     assert {i: engine.table(i) for i in (1, 2)} == before
     assert engine.table(3) == before[2]
     assert engine.state(4).num_tokens == 16
-    assert engine.state(1).tier is Tier.DEVICE
+    assert engine.state(1).tier == DEVICE
     world.core.check_integrity()
-    plan = engine.send(Append(4, pack([16]), 1)).plan
-    assert plan is not None
-    assert world.plans[plan.digest].resync
+    engine.send(engine.growth(4, [16], 1))
     engine.settle()
     engine.check()
+
+
+def test_the_step_after_an_abort_carries_whole_tables_also_without_operations() -> None:
+    engine = World().engine()
+    engine.admit(1, range(12))
+    engine.step(engine.growth(1, [12], 1))
+    engine.abort(engine.number)
+    engine.queue.clear()
+    engine.submit()
+    assert not engine.queue, "SubmitReceipts makes no plan"
+    engine.step()
+    assert engine.queue[0].plan.resync
+    assert engine.queue[0].plan.changes.kinds == bytes([tpb.TABLE_CHANGE_KIND_REPLACE])
+    engine.run_all()
+    engine.settle()
+    engine.check()
+
+
+def test_receipts_that_an_abort_brings_count_before_it() -> None:
+    engine = World().engine()
+    engine.step(ops.admit(1, range(12)))
+    engine.step(engine.growth(1, [12], 1))
+    engine.run_all()
+    first, _ = engine.receipts
+    engine.abort(2, [first])
+    assert engine.state(1).num_tokens == 12
+    engine.queue.clear()
+    engine.step(engine.growth(1, [13], 1))
+    engine.run_all()
+    engine.resync(engine.receipts)
+    assert engine.state(1).num_tokens == 13

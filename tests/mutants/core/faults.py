@@ -12,20 +12,28 @@ import pytest
 
 from control_plane.blocks.block_store import ENDED, BlockStore
 from control_plane.blocks.eviction import LeastRecentlyUsed
-from control_plane.planning import planner, publish, receipts
+from control_plane.blocks.prefix_index import PrefixIndex
+from control_plane.planning import core, planner, publish, receipts
+from control_plane.planning.draft import Draft
+from control_plane.planning.failures import Failures
+from control_plane.planning.numbering import Numbering
+from control_plane.planning.publications import root_of
 from control_plane.planning.sequence import Sequence
+from kvplane import columns
+from kvplane.columns import INT64
+from kvplane.v1 import control_pb2 as cpb
 
 
 def publish_before_receipt(patch: pytest.MonkeyPatch) -> None:
     """Slots count as written as soon as they are scheduled."""
-    row = planner.Planner._row
 
-    def early(self: planner.Planner, sequence: Sequence, num_tokens: int) -> None:
-        row(self, sequence, num_tokens)
+    def early(self: Draft, sequence: Sequence, num_tokens: int) -> None:
+        schedule(self, sequence, num_tokens)
         sequence.num_written = sequence.num_scheduled
-        self._pool.announce(self._session.tenant, receipts.publish(self._session, sequence))
+        self.pool.announce(self.session.root, receipts.publish(self.session, sequence))
 
-    patch.setattr(planner.Planner, "_row", early)
+    schedule = Draft.schedule
+    patch.setattr(Draft, "schedule", early)
 
 
 def retirement_skipped(patch: pytest.MonkeyPatch) -> None:
@@ -88,13 +96,13 @@ def reference_leaked(patch: pytest.MonkeyPatch) -> None:
 def pins_let_go_early(patch: pytest.MonkeyPatch) -> None:
     """A transfer's source is not held until the plan has run."""
 
-    def transfer(self: planner.Planner, *args: Any) -> None:
+    def transfer(self: Draft, *args: Any) -> None:
         original(self, *args)
         tier, block = self._pins.pop()
         tier.unpin([block])
 
-    original = planner.Planner._transfer
-    patch.setattr(planner.Planner, "_transfer", transfer)
+    original = Draft.transfer
+    patch.setattr(Draft, "transfer", transfer)
 
 
 def reused_blocks_published(patch: pytest.MonkeyPatch) -> None:
@@ -102,11 +110,63 @@ def reused_blocks_published(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(publish, "_num_still_there", lambda session, sequence, num: num)
 
 
-QUICK = (copy_on_write_skipped, reference_leaked, retirement_skipped, generation_not_bumped)
+def duplicates_run_again(patch: pytest.MonkeyPatch) -> None:
+    """A request whose number was used runs once more."""
+    patch.setattr(Numbering, "repeated", lambda self, number, content: None)
+
+
+def refused_numbers_stay_free(patch: pytest.MonkeyPatch) -> None:
+    """A request that fails as a whole does not use its number."""
+
+    def remember(self: Numbering, content: bytes, message: Any, error: Any = None) -> None:
+        if error is None:
+            original(self, content, message)
+        else:
+            self.last -= 1
+
+    original = Numbering.remember
+    patch.setattr(Numbering, "remember", remember)
+
+
+def positions_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Tokens are appended where the sequence ends, wherever their caller meant them to be."""
+
+    def moved(draft: Draft, message: cpb.Append, failures: Failures) -> cpb.AppendResult:
+        live = draft.session.sequences
+        ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
+        ends = [live[i].num_scheduled if i in live else 0 for i in ids]
+        message.first_positions = columns.pack(INT64, ends)
+        return original(draft, message, failures)
+
+    original = planner.append
+    patch.setattr(planner, "append", moved)
+
+
+def namespaces_shared(patch: pytest.MonkeyPatch) -> None:
+    """A tenant's namespaces share their prefixes."""
+    patch.setattr(core, "root_of", lambda print_, tenant, namespace: root_of(print_, tenant, ""))
+
+
+def new_parents_kept_quiet(patch: pytest.MonkeyPatch) -> None:
+    """Data planes do not learn that a published block follows another one now."""
+    patch.setattr(PrefixIndex, "below", lambda self, blocks: [])
+
+
+QUICK = (
+    copy_on_write_skipped,
+    reference_leaked,
+    retirement_skipped,
+    generation_not_bumped,
+    duplicates_run_again,
+    refused_numbers_stay_free,
+    positions_ignored,
+)
 SLOW = (
     publish_before_receipt,
     fence_ignored,
     eviction_head_first,
     pins_let_go_early,
     reused_blocks_published,
+    namespaces_shared,
+    new_parents_kept_quiet,
 )
