@@ -64,6 +64,8 @@ def apply_changes(tables: BlockTables, session_id: int, plan: pb.Plan) -> Alloca
     Raises InvalidRequestError, SequenceNotFoundError, StaleGenerationError and BlockInUseError,
     each naming its field.
     """
+    if not plan.changes.ByteSize() and not plan.resync:
+        return {}  # as in most steps that decode
     changes = _Changes.read(tables, plan.changes)
     allocated = _allocate(tables, changes)
     _check_generations(tables, changes, allocated)
