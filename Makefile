@@ -5,8 +5,10 @@
 PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh benchmarks/gpu/*.sh)
 BIN := .venv/bin
-# More for pytest: make test PYTEST_ARGS="-k fork -x"
+# More for pytest, such as PYTEST_ARGS="-k fork -x", or PYTEST_ARGS="-n 0" for a single process.
 PYTEST_ARGS ?=
+# A worker a core. Each begins with neighbouring tests, so that what they share is made once.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 help:  ## List the targets
 	@sed -nE 's/^([a-z-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -18,10 +20,10 @@ run: setup  ## Start both planes, serve the shipped model through them, and chec
 	@$(BIN)/python -m demo
 
 test: setup  ## Run the push tier of the tests
-	@$(BIN)/python -m pytest -m "not nightly" $(PYTEST_ARGS)
+	@$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
 
 test-nightly: setup  ## Run the nightly tier: the long tests that make test leaves out
-	@$(BIN)/python -m pytest -m nightly $(PYTEST_ARGS)
+	@$(PYTEST) -m nightly $(PYTEST_ARGS)
 
 serve: setup  ## Run both planes with the shipped model's layout until Ctrl-C
 	@$(BIN)/python -m scripts.serve
@@ -44,9 +46,8 @@ fix: setup  ## Format the code and mend what ruff can mend
 	find csrc -not -path 'csrc/build/*' \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) \
 	  -exec $(BIN)/clang-format -i {} +
 
-protos: setup  ## Generate the stubs in kvplane/v1 anew
-	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. \
-	  protos/kvplane/v1/types.proto protos/kvplane/v1/control.proto protos/kvplane/v1/data.proto
+protos:  ## Generate the stubs in kvplane/v1 anew
+	@scripts/protos.sh
 
 node_modules: package.json
 	@command -v npm >/dev/null || { echo "make lint needs npm (on Debian: apt install npm)" >&2; exit 1; }

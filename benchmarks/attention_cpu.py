@@ -28,13 +28,15 @@ from benchmarks.attention_cpu_tables import tables
 from benchmarks.calls import Calls, call_in_rounds
 from benchmarks.core_step import cpu_name
 from benchmarks.memory import EVICTING_CACHES, Memory, cold_caches, last_level_cache_bytes
-from data_plane.kernels import cpu as kernels
+from data_plane.kernels.arguments import AttentionArguments, WriteArguments
+from data_plane.kernels.cpu import CpuKernels, cpu_isa
 from data_plane.memory import huge_pages
 
 HEAD_SIZE, BLOCK_SIZE, NUM_KV_HEADS = 128, 16, 8
 BATCH, GROUPS, PREFILL_GROUP = 8, (1, 4, 8), 4
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
 SCALE = HEAD_SIZE**-0.5
+KERNELS = CpuKernels()
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def decode_rows(name: str, dtype: torch.dtype, context_tokens: int) -> list[Call
         packed = query.view(BATCH, NUM_KV_HEADS, group, HEAD_SIZE)
 
         def ours(query: torch.Tensor = query) -> object:
-            return kernels.paged_attention(query, pages, tables, starts, lens)
+            return KERNELS.paged_attention(AttentionArguments(query, pages, tables, starts, lens))
 
         def torchs(packed: torch.Tensor = packed) -> object:
             return F.scaled_dot_product_attention(packed, key, value, scale=SCALE)
@@ -107,7 +109,7 @@ def prefill_rows(num_tokens: int) -> list[Calls]:
     heads_first = query.transpose(0, 1)[None].contiguous()
 
     def ours() -> object:
-        return kernels.paged_attention(query, pages, tables, starts, lens)
+        return KERNELS.paged_attention(AttentionArguments(query, pages, tables, starts, lens))
 
     def torchs() -> object:
         return F.scaled_dot_product_attention(
@@ -135,12 +137,12 @@ def block_rows(num_blocks: int) -> list[Calls]:
     _, key, value = qkv.unbind(1)
 
     def write() -> None:
-        kernels.reshape_and_cache(key, value, device[:, 0], slots)
+        KERNELS.reshape_and_cache(WriteArguments(key, value, device[:, 0], slots))
 
     return [
-        Calls("copy_blocks", "GB/s", num_bytes, lambda: kernels.copy_blocks(device, inside)),
-        Calls("swap_out", "GB/s", num_bytes, lambda: kernels.swap_blocks(device, host, out)),
-        Calls("swap_in", "GB/s", num_bytes, lambda: kernels.swap_blocks(host, device, back)),
+        Calls("copy_blocks", "GB/s", num_bytes, lambda: KERNELS.copy_blocks(device, inside)),
+        Calls("swap_out", "GB/s", num_bytes, lambda: KERNELS.swap_blocks(device, host, out)),
+        Calls("swap_in", "GB/s", num_bytes, lambda: KERNELS.swap_blocks(host, device, back)),
         Calls("reshape_and_cache", "GB/s", key.nbytes + value.nbytes, write),
     ]
 
@@ -154,7 +156,7 @@ def machine(num_threads: int, num_passes: int) -> dict[str, object]:
         "runs": num_passes,
         "cache_bytes": last_level_cache_bytes(),
         "evicting_bytes": EVICTING_CACHES * last_level_cache_bytes(),
-        "isa": kernels.cpu_isa(),
+        "isa": cpu_isa(),
         "load_average": round(os.getloadavg()[0], 2),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "not set"),
         "torch": torch.__version__,

@@ -46,7 +46,8 @@ from benchmarks.attention_cpu import (
 )
 from benchmarks.calls import Calls, Spread, call_in_rounds
 from benchmarks.memory import Memory, cold_caches
-from data_plane.kernels import cpu as kernels
+from data_plane.kernels.arguments import AttentionArguments
+from data_plane.kernels.cpu import CpuKernels
 
 CACHE_BYTES = 256 << 10  # that fit into any core's cache, and are far more than one tile
 HALF_SIZE = HEAD_SIZE // 2
@@ -60,14 +61,14 @@ def attend(
 ) -> Calls:
     """One query token for each row of the tables."""
     batch, context_tokens = tables.shape[0], tables.shape[1] * BLOCK_SIZE
-    head_size = pages.shape[-1]
-    shape = (batch, NUM_KV_HEADS * group, head_size)
+    shape = (batch, NUM_KV_HEADS * group, pages.shape[-1])
     query = torch.randn(shape).to(query_dtype_of(pages.dtype))
     starts, lens = torch.arange(batch + 1), torch.full((batch,), context_tokens)
     num_bytes = tables.numel() * pages[0].nbytes
+    kernels = CpuKernels(num_threads)
 
     def run() -> object:
-        return kernels.paged_attention(query, pages, tables, starts, lens, num_threads=num_threads)
+        return kernels.paged_attention(AttentionArguments(query, pages, tables, starts, lens))
 
     return Calls("", "GB/s", num_bytes, run, is_warm)
 

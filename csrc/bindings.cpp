@@ -1,7 +1,8 @@
 // The operations as Python functions of plain addresses, shapes and strides.
 //
 // kvplane_kernels._native knows no tensor library: a caller describes each tensor by a TensorView.
-// data_plane/kernels/cpu.py is the face that checks shapes and types; nothing is checked here.
+// Shapes and types were checked by data_plane/kernels/arguments.py. The operations check the values
+// of ids and lengths.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

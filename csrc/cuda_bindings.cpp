@@ -1,5 +1,5 @@
 // The CUDA operations as Python functions: the module `_cuda`, or the emulator's. As in
-// bindings.cpp, shapes are checked by the caller.
+// bindings.cpp, shapes and types were checked by data_plane/kernels/arguments.py.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

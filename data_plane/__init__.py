@@ -1,4 +1,4 @@
-"""The service of bytes: pools, resident block tables, and the kernels that plans run on them.
+"""The memory service: pools, block tables, and the kernels that plans run on them.
 
 ``Executor`` is the data plane in the caller's process; ``EmbeddedDataPlane`` also keeps it
 registered and serves it to others.
@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from data_plane.executor import Executor
-from data_plane.plans.answers import ExecutorReport, StartedPlan
+from data_plane.plans.answers import StartedPlan
 
 if TYPE_CHECKING:
     from data_plane.server.config import DataPlaneConfig
@@ -20,7 +20,6 @@ __all__ = [
     "DataPlaneConfig",
     "EmbeddedDataPlane",
     "Executor",
-    "ExecutorReport",
     "StartedPlan",
 ]
 

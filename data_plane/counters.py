@@ -20,5 +20,7 @@ class ExecutorCounters:
     """By direction: "copy", "swap_out" or "swap_in"."""
     num_transferred_blocks: Counter[str] = field(default_factory=Counter)
     """By direction."""
+    num_cleared_blocks: int = 0
+    """Blocks zeroed because another tenant's data may have been in them."""
     num_rejections: Counter[str] = field(default_factory=Counter)
     """Commands refused, by the error's reason."""

@@ -3,45 +3,46 @@
     install ──► open ──► start ──► layer, once for each layer held ──► receipt
     (key)      (grant)   (plan)     writes keys and values, attends
 
-A model runner in the same process calls this class with tensors; the gRPC service is a thin coat
-over it. Commands run one at a time, in the order in which they come. One that is refused changes
-neither tables nor bytes.
+A model runner in the same process calls this class with tensors; the gRPC service is a thin wrapper
+around it. Commands run one at a time, in the order in which they come. One that is refused changes
+neither tables nor memory.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from data_plane.counters import ExecutorCounters
-from data_plane.kernels.backend import KernelSet, kernels_of
-from data_plane.kernels.checks import require
+from data_plane.kernels.arguments import require
+from data_plane.kernels.backend import Kernels, kernels_of
 from data_plane.kernels.device_watch import DeviceWatch
 from data_plane.kernels.devices import with_index
 from data_plane.kernels.shard_kernels import Compute
 from data_plane.memory.pool import Pools
-from data_plane.plans.answers import ExecutorReport, StartedPlan
-from data_plane.plans.attention_batch import check_writable, prepare_rows
-from data_plane.plans.block_tables import ResidentTables
-from data_plane.plans.sessions import Run, Session, Sessions
-from data_plane.plans.table_changes import apply_changes
-from data_plane.plans.transfers import check_transfers, cut_into_batches
-from data_plane.plans.verifier import Authority
-from kvplane import signing
+from data_plane.plan_runner import PlanRunner
+from data_plane.plans.answers import StartedPlan
+from data_plane.plans.block_report import block_report
+from data_plane.plans.block_tables import BlockTables
+from data_plane.plans.sessions import Sessions, check_ordinal
+from data_plane.plans.transfers import Transfers
+from data_plane.plans.verifier import Verifier
+from kvplane import columns
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
     KvplaneError,
     LayoutMismatchError,
-    PlanOutOfOrderError,
 )
 from kvplane.layout import Layout
 from kvplane.shard import Shard
+from kvplane.v1 import control_pb2, data_pb2
 from kvplane.v1 import types_pb2 as pb
 
 Observer = Callable[[str, float], None]
@@ -66,19 +67,22 @@ class Executor:
         shard: Shard | None = None,
         device: str | torch.device = "cpu",
         num_threads: int = 0,
-        kernels: KernelSet | None = None,
+        kernels: Kernels | None = None,
+        epoch: int = 0,
         observe: Observer | None = None,
     ) -> None:
         """Allocate the pools. ``num_threads``: of the CPU kernels, 0 for as many as torch uses.
-        ``kernels``: those to run on; None for those of ``device``.
+        ``kernels``: those to run on; None for those of ``device``. ``epoch``: the number of this
+        run, above that of the process whose place it takes; 0 takes the clock's nanoseconds.
 
         Raises InvalidRequestError for a setting out of range, and NeverFitsError for pools that a
         GPU or the host beside it has no room for.
         """
         require(1 <= len(pool_id) <= 128, "must be 1 to 128 characters", "pool_id")
-        require(num_threads >= 0, "must be at least 0", "num_threads")
+        shard = shard if shard is not None else Shard.whole(layout)
+        self._verifier = Verifier(pool_id, shard.index, shard.num_shards, epoch)
         self.layout = layout
-        self.shard = shard if shard is not None else Shard.whole(layout)
+        self.shard = shard
         self.layers = self.shard.layers(layout)
         self.device = with_index(torch.device(device))
         self.kernels = kernels if kernels is not None else kernels_of(self.device, num_threads)
@@ -92,8 +96,7 @@ class Executor:
             device=self.device,
             drain=self.kernels.streams.drain,
         )
-        self._authority = Authority(pool_id, self.shard.index, self.shard.num_shards)
-        self._tables = ResidentTables(self.pools.num_blocks, layout.block_size_tokens)
+        self._tables = BlockTables(self.pools.num_blocks, layout.block_size_tokens)
         self._sessions = Sessions()
         self._compute = Compute(
             layout,
@@ -103,6 +106,15 @@ class Executor:
             device=self.device,
             kernels=self.kernels,
         )
+        self._plans = PlanRunner(
+            self._tables,
+            self._sessions,
+            self._compute,
+            self._verifier,
+            self.counters,
+            num_layers=len(self.layers),
+            check_device=self.device_watch.check,
+        )
         self._observe = observe
         self._lock = threading.RLock()
         self._depth = 0
@@ -110,17 +122,22 @@ class Executor:
     @property
     def pool_id(self) -> str:
         """The pool that this is a shard of."""
-        return self._authority.pool_id
+        return self._verifier.pool_id
 
     @property
     def epoch(self) -> int:
-        """The life of this executor: random, above 0."""
-        return self._authority.epoch
+        """The number of this run; a later run of the shard has a higher one."""
+        return self._verifier.epoch
 
     @property
     def incarnation(self) -> int:
         """The control plane's incarnation registered with; 0 before the first."""
-        return self._authority.incarnation
+        return self._verifier.incarnation
+
+    @property
+    def key_id(self) -> bytes:
+        """Names the key held; empty before there is one."""
+        return self._verifier.key_id
 
     @property
     def num_sessions(self) -> int:
@@ -129,7 +146,7 @@ class Executor:
 
     @property
     def num_sequences(self) -> int:
-        """Resident tables."""
+        """Block tables kept here."""
         return self._tables.num_sequences
 
     @property
@@ -144,44 +161,57 @@ class Executor:
     def finish(self) -> None:
         """Wait until the device has done all that it was given."""
         with self._command("finish"):
-            self._quiesce()
+            self._plans.quiesce()
+
+    def block_source(self) -> data_pb2.BlockSource:
+        """Where blocks that are read here come from."""
+        return data_pb2.BlockSource(
+            pool_id=self.pool_id,
+            shard_index=self.shard.index,
+            epoch=self.epoch,
+            layout_fingerprint=self.layout.fingerprint,
+        )
 
     def install(self, incarnation: int, key: bytes) -> None:
         """Begin to serve a control plane: running plans stop, every table goes, the key is taken.
 
-        Generations and publications stay, because the bytes do. Raises StaleIncarnationError when a
-        higher incarnation was seen.
+        Generations and publications stay, because the data does. Raises StaleIncarnationError when
+        a higher incarnation was seen.
         """
         with self._command("install"):
-            self._authority.install(incarnation, key)
-            self._quiesce()
-            self._sessions.close_all()
+            former_key_id = self.key_id
+            self._verifier.install(incarnation, key)
+            self._plans.quiesce()
+            self._sessions.end_all(same_key=self.key_id == former_key_id)
             self._tables.drop_all()
 
-    def report(self) -> ExecutorReport:
-        """Generations and published contents of all blocks ever handed out."""
+    def report(self, blocks_per_part: int = 2048) -> list[control_pb2.BlockReport]:
+        """Generations and published contents of all blocks ever allocated, in parts."""
         with self._command("report"):
-            return ExecutorReport(list(self._tables.report()), self._sessions.max_session_id)
+            return block_report(self._tables, blocks_per_part)
 
-    def publish(self, publications: Iterable[pb.Publication]) -> int:
+    def publish(self, publications: pb.Publications) -> int:
         """Keep what blocks hold, beside them. Returns how many were of their block's present
         generation; the others are ignored.
 
-        Raises InvalidRequestError for a malformed one; those before it are kept.
+        Raises InvalidRequestError for a malformed column; nothing is kept then.
         """
         with self._command("publish"):
-            return sum(
-                self._tables.publish(publication, f"publications[{i}]")
-                for i, publication in enumerate(publications)
-            )
+            present = self._tables.generations[pb.TIER_DEVICE]
+            return self._tables.publications.keep(publications, present, "publications")
 
-    def fence(self, session_id: int) -> None:
-        """End a session: when this returns none of its commands runs and none ever will again."""
+    def fence(self, session: pb.SessionRef, ordinal: int) -> None:
+        """End a session, open here or not: when this returns none of its commands runs and none
+        ever will again. ``ordinal``: as in its grant. Safe to repeat.
+
+        Raises StaleIncarnationError and InvalidRequestError.
+        """
         with self._command("fence"):
-            require(session_id >= 1, "must be above 0", "session_id")
-            self._quiesce()
-            self._sessions.fence(session_id)
-            self._tables.drop_session(session_id)
+            self._verifier.check_incarnation(session.incarnation, "session.incarnation")
+            check_ordinal(ordinal, "ordinal")
+            self._plans.quiesce()
+            self._sessions.fence(session.session_id, ordinal)
+            self._tables.drop_session(session.session_id)
 
     def open(self, grant: pb.SignedPayload) -> int:
         """Verify a session's grant. Returns the session's id. Safe to repeat.
@@ -190,23 +220,30 @@ class Executor:
         LayoutMismatchError and InvalidRequestError.
         """
         with self._command("open"):
-            verified = self._authority.grant(grant)
+            verified = self._verifier.grant(grant)
             if verified.layout_fingerprint != self.layout.fingerprint:
-                raise LayoutMismatchError("is not this pool's", field="grant.layout_fingerprint")
+                raise LayoutMismatchError(
+                    "the session was opened with another layout than this pool's",
+                    field="grant.layout_fingerprint",
+                )
             return self._sessions.open(verified).id
 
     def start(self, session: int | pb.SignedPayload, plan: pb.SignedPayload) -> StartedPlan:
-        """Verify a plan, change the resident tables as it says, and run its transfers.
+        """Verify a plan, change the block tables as it says, and run its transfers.
 
         ``session``: the id that ``open`` returned, or the grant. A plan that runs already goes on,
-        one that has run returns its receipt; neither changes anything. One without rows has run
+        one that has run returns its receipt; neither changes anything. One without spans has run
         when this returns. Raises whatever the service's comment in ``data.proto`` lists.
         """
         with self._command("start"):
             session_id = session if isinstance(session, int) else self.open(session)
-            verified = self._authority.plan(plan)
-            require(verified.session_id == session_id, "is another session's", "plan.session_id")
-            return self._start(self._sessions.get(session_id), verified, plan.payload)
+            verified = self._verifier.plan(plan)
+            require(
+                verified.session.session_id == session_id,
+                f"the plan is for session {verified.session.session_id}, not for {session_id}",
+                "plan.session.session_id",
+            )
+            return self._plans.start(self._sessions.get(session_id), verified, plan.payload)
 
     def write_layer(
         self,
@@ -217,20 +254,20 @@ class Executor:
         *,
         plan_number: int | None = None,
     ) -> pb.SignedPayload | None:
-        """Write one layer's keys and values to the slots of the latest plan's rows.
+        """Write one layer's keys and values to the slots of the latest plan's spans.
 
         key, value: [num_tokens, num_kv_heads, head_size]. Returns the receipt if this was the last
         that was missing. ``plan_number`` None stands for the latest plan. Raises
         InvalidRequestError, PlanOutOfOrderError, BlockNotWritableError, SessionExpiredError.
         """
         with self._command("write_layer"):
-            session, run = self._latest(session_id, plan_number)
+            session, run = self._plans.latest(session_id, plan_number)
             index = self._layer_index(layer)
-            self._compute.check_input(run.rows, key, value, "")
+            arguments = self._compute.write_arguments(run.batch, index, key, value)
             if not run.is_complete:
-                self._write(run, index, key, value)
-                run.written[index] = True
-            return self._receipt(session, run)
+                self._plans.write(run, arguments)
+                run.progress.finish_layer(index)
+            return self._plans.receipt(session, run)
 
     def attend(
         self,
@@ -241,18 +278,22 @@ class Executor:
         options: AttentionOptions = AttentionOptions(),
         plan_number: int | None = None,
     ) -> torch.Tensor:
-        """Attend from the latest plan's rows over their sequences, in a layer that was written.
+        """Attend from the latest plan's spans over their sequences, in a layer that was written.
 
         query: [num_tokens, num_heads, head_size], num_heads a multiple of the KV heads. The output
         has its shape. Raises as ``write_layer`` does.
         """
         with self._command("attend"):
-            _session, run = self._latest(session_id, plan_number)
+            _session, run = self._plans.latest(session_id, plan_number)
             index = self._layer_index(layer)
-            self._compute.check_query(run.rows, query, options, "")
-            require(bool(run.written[index].all()), "was not written yet", "layer")
+            arguments = self._compute.attention_arguments(run.batch, index, query, options)
+            require(
+                run.progress.is_written(index),
+                f"layer {layer} of the plan was not written yet: write it first",
+                "layer",
+            )
             run.used_after_receipt |= run.receipt is not None
-            return self._compute.attend(run.rows, index, query, options)
+            return self._compute.attend(arguments)
 
     def layer(
         self,
@@ -267,22 +308,29 @@ class Executor:
         field: str = "",
     ) -> torch.Tensor | None:
         """``write_layer`` and ``attend`` in one; None without a query. Layers come in ascending
-        order, and again from any that was written. ``field`` prefixes the fields that errors name.
+        order, and again from any that was written. A layer of a plan that has run is attended, and
+        nothing is written. ``field`` prefixes the fields that errors name.
         """
         with self._command("layer"):
-            _session, run = self._latest(session_id, plan_number)
-            require(not run.is_complete, "its plan has run", f"{field}layer")
+            _session, run = self._plans.latest(session_id, plan_number)
             index = self._layer_index(layer, field)
-            in_order = index == 0 or bool(run.written[index - 1].all())
-            require(in_order, "comes before an earlier one", f"{field}layer")
-            self._compute.check_input(run.rows, key, value, field)
+            require(
+                index == 0 or run.progress.is_written(index - 1),
+                f"layer {self.layers[index - 1]} of the plan comes before layer {layer}: send it "
+                "first",
+                f"{field}layer",
+            )
+            to_write = self._compute.write_arguments(run.batch, index, key, value, field)
+            to_attend = None
             if query is not None:
-                self._compute.check_query(run.rows, query, options, field)
-            self._write(run, index, key, value)
-            output = None
-            if query is not None:
-                output = self._compute.attend(run.rows, index, query, options)
-            run.written[index] = True
+                to_attend = self._compute.attention_arguments(
+                    run.batch, index, query, options, field
+                )
+            if not run.is_complete:
+                self._plans.write(run, to_write)
+            run.used_after_receipt |= run.receipt is not None
+            output = None if to_attend is None else self._compute.attend(to_attend)
+            run.progress.finish_layer(index)
             return output
 
     def receipt(self, session_id: int) -> pb.SignedPayload | None:
@@ -291,7 +339,7 @@ class Executor:
         none.
         """
         with self._command("receipt"):
-            return self._receipt(*self._latest(session_id, None))
+            return self._plans.receipt(*self._plans.latest(session_id, None))
 
     def start_transfers(
         self, session: int | pb.SignedPayload, plan: pb.SignedPayload, *, swaps: bool
@@ -302,35 +350,61 @@ class Executor:
         InvalidRequestError naming the transfer that is of the other kind.
         """
         with self._command("swap_blocks" if swaps else "copy_blocks"):
-            transfers = self._authority.plan(plan).transfers
-            for i, transfer in enumerate(transfers):
-                is_swap = transfer.source.tier != transfer.destination.tier
-                wanted = "a swap" if swaps else "a copy within the device tier"
-                require(is_swap == swaps, f"is not {wanted}", f"plan.transfers[{i}]")
+            transfers = Transfers.read(self.pools.num_blocks, self._verifier.plan(plan).transfers)
+            is_swap = transfers.sources.tiers != transfers.destinations.tiers
+            wrong = np.flatnonzero(is_swap != swaps)
+            if len(wrong):
+                kinds = "swaps between the tiers", "copies inside the device tier"
+                raise InvalidRequestError(
+                    f"this call runs plans whose transfers are all {kinds[not swaps]}",
+                    field=f"plan.transfers.destination_tiers[{wrong[0]}]",
+                )
             return len(transfers), self.start(session, plan).receipt
 
     def read_blocks(
-        self, session_id: int, sequence_id: int, first_block: int, num_blocks: int
+        self,
+        session_id: int,
+        sequence_id: int,
+        first_block: int,
+        num_blocks: int,
+        *,
+        first_layer: int = 0,
+        num_layers: int = 0,
     ) -> tuple[torch.Tensor, pb.Blocks]:
-        """Whole blocks of a resident table, of either tier, and their names.
+        """Whole blocks of a block table, of either tier, and which they are.
 
-        The tensor is [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the
+        ``num_layers``: of the layers held here, from the model's layer ``first_layer`` on; 0 for
+        all. The tensor is [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the
         layout's kv_dtype, on the device or, of the host tier, on the CPU. Raises
-        SequenceNotFoundError, InvalidRequestError, SessionExpiredError.
+        SequenceNotFoundError, InvalidRequestError, SessionExpiredError, and PlanOutOfOrderError
+        while the latest plan's transfers have not all run.
         """
         with self._command("read_blocks"):
-            self._sessions.get(session_id)
+            latest = self._sessions.get(session_id).latest
+            if latest is not None:
+                latest.check_transferred()
             table = self._tables.get(session_id, sequence_id, "sequence_id")
-            num_left = len(table.blocks) - first_block
-            require(first_block >= 0 and num_left > 0, "is outside the table", "first_block")
-            require(1 <= num_blocks <= num_left, f"must be 1 to {num_left}", "num_blocks")
-            end = first_block + num_blocks
+            length = len(table.blocks)
+            require(
+                0 <= first_block < length,
+                f"the table has {length} entries, from 0 on: {first_block} is none of them",
+                "first_block",
+            )
+            num_left = length - first_block
+            require(
+                1 <= num_blocks <= num_left,
+                f"must be 1 to {num_left}, the entries from {first_block} on, is {num_blocks}",
+                "num_blocks",
+            )
+            layers = self._layer_range(first_layer, num_layers)
+            entries = slice(first_block, first_block + num_blocks)
+            blocks = table.blocks[entries]
             names = pb.Blocks(
                 tier=table.tier,
-                indices=table.blocks[first_block:end],
-                generations=table.generations[first_block:end],
+                indices=columns.pack(columns.INT32, blocks.tolist()),
+                generations=columns.pack(columns.INT64, table.generations[entries].tolist()),
             )
-            return self._compute.read(table.tier, names.indices), names
+            return self._compute.read(table.tier, blocks, layers), names
 
     def write_blocks(
         self,
@@ -339,24 +413,28 @@ class Executor:
         first_block: int,
         blocks: torch.Tensor,
         *,
+        first_layer: int = 0,
+        num_layers: int = 0,
         plan_number: int | None = None,
     ) -> pb.SignedPayload | None:
-        """Write the slots of the latest plan's row for a sequence, in all layers.
+        """Write slots of the latest plan's span for a sequence.
 
-        blocks: as ``read_blocks`` returns them; table entries from ``first_block`` on, which must
-        cover the row. Returns the receipt if this was the last that was missing. Raises as
-        ``write_layer`` does.
+        blocks: as ``read_blocks`` returns them, table entries from ``first_block`` on, of the
+        layers that ``first_layer`` and ``num_layers`` say as there. They leave no gap after what
+        was given of the span before; a layer of it is written once its last slot is. Returns the
+        receipt if this was the last that was missing. Raises as ``write_layer`` does.
         """
         with self._command("write_blocks"):
-            session, run = self._latest(session_id, plan_number)
-            require(sequence_id in run.rows.sequence_ids, "is in no row", "sequence_id")
-            row = run.rows.sequence_ids.index(sequence_id)
-            self._compute.check_blocks(run.rows, row, first_block, blocks)
+            session, run = self._plans.latest(session_id, plan_number)
+            span = run.batch.span_of(sequence_id)
+            layers = self._layer_range(first_layer, num_layers)
+            tokens = self._compute.check_blocks(run.batch, span, layers, first_block, blocks)
+            run.progress.check_no_gap(layers, span, tokens.start)
             if not run.is_complete:
-                self._check_still_writable(run)
-                self._compute.write_row(run.rows, row, first_block, blocks)
-                run.written[:, row] = True
-            return self._receipt(session, run)
+                self._plans.check_still_writable(run)
+                self._compute.write_span(run.batch, span, layers, first_block, blocks, tokens)
+                run.progress.extend(layers, span, tokens.stop)
+            return self._plans.receipt(session, run)
 
     def check_integrity(self) -> None:
         """Raise InternalError unless tables, counts, generations and publications agree."""
@@ -365,100 +443,32 @@ class Executor:
             for session_id in self._tables.session_ids():
                 self._sessions.get(session_id)
 
-    def _start(self, session: Session, plan: pb.Plan, payload: bytes) -> StartedPlan:
-        digest = signing.digest(payload)
-        num_rows = len(plan.rows)
-        if plan.number not in session.receipts:
-            self._settle(session, voided=plan.resync)
-        known = session.place(plan, digest)
-        if isinstance(known, pb.SignedPayload):
-            num_tokens = sum(row.num_tokens for row in plan.rows)
-            return StartedPlan(plan.number, num_tokens, num_rows, known, had_run=True)
-        run = known
-        if run is None:
-            with self._tables.transaction():
-                handed_out = apply_changes(self._tables, session.id, plan)
-                check_transfers(self._tables, plan, handed_out)
-                # In the transaction too: a device without memory refuses the plan.
-                rows = self._compute.prepare(prepare_rows(self._tables, session.id, plan))
-                batches = cut_into_batches(plan.transfers)
-            run = Run(
-                number=plan.number,
-                digest=digest,
-                rows=rows,
-                batches=batches,
-                written=torch.zeros((len(self.layers), num_rows), dtype=torch.bool),
-                checked_version=self._tables.publication_version,
-            )
-            session.latest = run
-            self.counters.num_plans_started += 1
-        while not run.transferred:
-            self._compute.transfer(run.batches[run.num_batches_given])
-            run.num_batches_given += 1
-        receipt = self._receipt(session, run)
-        return StartedPlan(run.number, run.rows.num_tokens, num_rows, receipt)
-
-    def _write(self, run: Run, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self._check_still_writable(run)
-        self._compute.write(run.rows, index, key, value)
-
-    def _receipt(self, session: Session, run: Run) -> pb.SignedPayload | None:
-        """Sign that a run has ended, once all of it is done and nothing went wrong."""
-        if run.receipt is None and run.is_complete and not run.failure:
-            self._quiesce()
-            if not run.failure:
-                session.finish(run, self._authority.receipt(session.id, run.number, run.digest))
-                self.counters.num_plans_run += 1
-        if run.failure:
-            raise InternalError(run.failure)
-        return run.receipt
-
-    def _settle(self, session: Session, *, voided: bool) -> None:
-        """Before another plan: the one that runs is done, or ``voided`` and at least quiet. Then
-        nothing reads its rows any more.
-        """
-        if session.latest is not None and session.latest.used_after_receipt:
-            self._quiesce()
-        run = session.running
-        if run is None:
-            return
-        if voided:
-            self._quiesce()
-        if not (voided and run.failure):
-            self._receipt(session, run)
-
-    def _quiesce(self) -> None:
-        """Wait for the device. Where it failed, no plan that runs can be said to have done so."""
-        try:
-            self._compute.finish()
-        except InternalError as error:
-            for run in self._sessions.running():
-                run.failure = error.message
-            self.device_watch.check()
-
-    def _latest(self, session_id: int, plan_number: int | None) -> tuple[Session, Run]:
-        session = self._sessions.get(session_id)
-        run = session.latest
-        if run is None or (plan_number is not None and run.number != plan_number):
-            raise PlanOutOfOrderError("the plan is not the session's latest", field="plan.number")
-        if run.failure:
-            raise InternalError(run.failure)
-        if not run.transferred:
-            raise PlanOutOfOrderError(
-                "its transfers have not all run: start it again", field="plan.number"
-            )
-        return session, run
-
-    def _check_still_writable(self, run: Run) -> None:
-        """Look again if anything was published since the plan started."""
-        if run.checked_version != self._tables.publication_version:
-            check_writable(self._tables, run.rows.written_blocks)
-            run.checked_version = self._tables.publication_version
-
     def _layer_index(self, layer: int, prefix: str = "") -> int:
         if layer not in self.layers:
-            raise InvalidRequestError("is not held here", field=f"{prefix}layer")
+            raise InvalidRequestError(
+                f"layer {layer} is not held here: this shard has {list(self.layers)}",
+                field=f"{prefix}layer",
+            )
         return self.layers.index(layer)
+
+    def _layer_range(self, first_layer: int, num_layers: int) -> range:
+        """Indices of ``num_layers`` layers held from a model's layer on; 0 for all."""
+        if num_layers == 0:
+            require(first_layer == 0, "is given with num_layers only", "first_layer")
+            return range(len(self.layers))
+        require(
+            first_layer in self.layers,
+            f"layer {first_layer} is not held here: this shard has {list(self.layers)}",
+            "first_layer",
+        )
+        first = self.layers.index(first_layer)
+        num_left = len(self.layers) - first
+        require(
+            1 <= num_layers <= num_left,
+            f"must be 1 to {num_left}, the layers held from {first_layer} on, is {num_layers}",
+            "num_layers",
+        )
+        return range(first, first + num_layers)
 
     @contextmanager
     def _command(self, name: str) -> Iterator[None]:

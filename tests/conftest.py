@@ -1,4 +1,8 @@
-"""Every test begins from the same random state; the header of a run says which."""
+"""Every test begins from the same random state; the header of a run says which.
+
+The tests run side by side, one worker a core, so each process computes on one thread: OpenMP's
+threads wait by spinning, and too many of them make a second's work take a minute.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import os
 import random
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; children inherit it
 
 SEED = int(os.environ.get("KVPLANE_TEST_SEED", "0"))
 

@@ -1,10 +1,15 @@
 """The contract and its stubs: the stubs are what the protos generate, and the protos keep rules
 that ``buf lint`` knows, so that they hold without it, and some that it does not.
+
+The compiler is that of scripts/protos.sh, which downloads it the first time.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +20,9 @@ from google.protobuf.descriptor_pb2 import (
     FileDescriptorProto,
     FileDescriptorSet,
 )
-from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ["types", "control", "data"]
-WELL_KNOWN = str(Path(protoc.__file__).parent / "_proto")
 
 # A number that measures something says in what: its name ends in a unit or begins with num_.
 QUANTITY = re.compile(r"size|length|duration|time|delay|capacity|memory")
@@ -30,17 +33,17 @@ UNITLESS = {
 }  # elements of a vector: the field's name everywhere else
 
 
-def compile_protos(*args: str, folder: Path = ROOT / "protos") -> int:
+def compile_protos(*args: str, folder: Path = ROOT / "protos") -> None:
     paths = [f"kvplane/v1/{name}.proto" for name in PROTOS]
-    return int(protoc.main(["protoc", f"-I{folder}", f"-I{WELL_KNOWN}", *args, *paths]))
+    command = [str(ROOT / "scripts" / "protos.sh"), f"-I{folder}", *args, *paths]
+    env = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def describe(out: Path, folder: Path = ROOT / "protos") -> dict[str, FileDescriptorProto]:
     target = out / "protos.bin"
-    assert (
-        compile_protos("--include_source_info", f"--descriptor_set_out={target}", folder=folder)
-        == 0
-    )
+    compile_protos("--include_source_info", f"--descriptor_set_out={target}", folder=folder)
     files = FileDescriptorSet.FromString(target.read_bytes()).file
     return {Path(f.name).stem: f for f in files}
 
@@ -103,12 +106,8 @@ def without_units(file: FileDescriptorProto) -> list[str]:
 
 
 def test_the_committed_stubs_are_what_the_protos_generate(tmp_path: Path) -> None:
-    assert (
-        compile_protos(
-            f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", f"--grpc_python_out={tmp_path}"
-        )
-        == 0
-    )
+    outputs = ("python_out", "pyi_out", "grpc_python_out")
+    compile_protos(*(f"--{output}={tmp_path}" for output in outputs))
     generated = {p.name: p.read_text() for p in (tmp_path / "kvplane" / "v1").iterdir()}
     committed = {
         p.name: p.read_text() for p in (ROOT / "kvplane" / "v1").glob("*_pb2*") if p.is_file()

@@ -62,18 +62,6 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
         ],
     ),
     (
-        rules.the_core_of_the_control_plane_knows_no_messages,
-        {
-            "control_plane/planning/core.py": "from kvplane.v1 import control_pb2\n",
-            "control_plane/tables.py": "from google.protobuf import duration_pb2\n",
-            "control_plane/server/service.py": "from kvplane.v1 import control_pb2\n",
-        },
-        [
-            "control_plane/planning/core.py:1: imports kvplane.v1.control_pb2",
-            "control_plane/tables.py:1: imports google.protobuf.duration_pb2",
-        ],
-    ),
-    (
         rules.the_blocks_of_the_control_plane_know_nothing_above_them,
         {
             "control_plane/blocks/a.py": "from control_plane.planning import model\n",
@@ -111,6 +99,51 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
             "docs/a.md:1: names csrc/",
             "docs/adr/b.md:1: names tests/*.py",
         ],
+    ),
+    (
+        rules.named_symbols_exist,
+        {
+            "docs/a.md": "`kvplane/a.py::f` `kvplane/a.py::C.m` `kvplane/a.py::C.g`\n`b.py::f`\n",
+            "kvplane/a.py": "def f(): ...\nclass C:\n    def m(self): ...\n",
+        },
+        ["docs/a.md:1: names kvplane/a.py::C.g", "docs/a.md:2: names b.py::f"],
+    ),
+    (
+        rules.each_invariant_names_its_code_and_its_test,
+        {
+            "docs/architecture.md": "## What always holds\n"
+            "| 1 | a | `kvplane/a.py::f` | `tests/unit/test_a.py::test_f` |\n"
+            "| 2 | b | `kvplane/a.py::f` | |\n| 3 | c | | `tests/unit/test_a.py::test_f` |\n"
+            "## More\n| 4 | d |\n",
+        },
+        ["invariant 2: names no test", "invariant 3: names no code"],
+    ),
+    (
+        rules.no_module_imports_itself_by_way_of_others,
+        {
+            "kvplane/a.py": "import kvplane.b\n",
+            "kvplane/b.py": "if TYPE_CHECKING:\n    from kvplane.c import C\n",
+            "kvplane/c.py": "def f():\n    from kvplane import a\n",
+            "engine/d.py": "import kvplane.a\n",
+        },
+        ["circle: kvplane.a -> kvplane.b -> kvplane.c -> kvplane.a"],
+    ),
+    (
+        rules.modules_of_the_core_are_named_by_a_test,
+        {
+            "data_plane/a.py": "",
+            "data_plane/b/c.py": "",
+            "data_plane/b/d.py": "",
+            "data_plane/b/__init__.py": "",
+            "engine/e.py": "",
+            "tests/unit/test_a.py": "from data_plane.a import f\nfrom data_plane.b import c\n",
+        },
+        ["data_plane/b/d.py: no test imports it"],
+    ),
+    (
+        rules.folders_of_many_files_have_floors,
+        {f"kvplane/many/{name}.py": "" for name in "abcdefghijklmnopqrstuvwxy"},
+        ["kvplane/many: 25 files"],
     ),
     (rules.the_readme_is_short, {"README.md": "\n" * 150}, ["README.md: 150 lines"]),
     (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PLANES = ("control_plane", "data_plane")
@@ -21,6 +22,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 MAX_LINE_CHARACTERS = 100
 MAX_README_LINES = 149
+MAX_FOLDER_FILES = 24
 
 # Who may not import whom, by the first part of a module's name.
 FORBIDDEN_IMPORTS = {
@@ -111,14 +113,51 @@ def only_the_server_of_a_plane_knows_grpc(root: Path) -> list[str]:
     ]
 
 
-def the_core_of_the_control_plane_knows_no_messages(root: Path) -> list[str]:
+def no_module_imports_itself_by_way_of_others(root: Path) -> list[str]:
+    """Imports for type checkers count too: they show who knows whom."""
+    files = {module_name(root, path): (path, tree) for path, tree in modules(root, *PACKAGES)}
+    graph = {
+        name: {found for _, imported in imports(tree) if (found := _module_of(imported, files))}
+        for name, (_, tree) in files.items()
+    }
+    try:
+        list(TopologicalSorter({n: found - {n} for n, found in graph.items()}).static_order())
+    except CycleError as error:
+        return ["circle: " + " -> ".join(reversed(error.args[1]))]
+    return []
+
+
+def module_name(root: Path, path: Path) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _module_of(imported: str, files: Container[str]) -> str | None:
+    """The module that an imported name is, or is in; a package counts for its __init__ alone."""
+    parent = imported.rpartition(".")[0]
+    return imported if imported in files else parent if parent in files else None
+
+
+# What only puts parts together is tested through the programs.
+ASSEMBLY = {"__init__", "__main__"}
+
+
+def modules_of_the_core_are_named_by_a_test(root: Path) -> list[str]:
+    named = {name for _, tree in modules(root, "tests") for _, name in imports(tree)}
+    named |= {name.rpartition(".")[0] for name in named}
     return [
-        says(root, path, line, f"imports {name}")
-        for path, tree in modules(root, "control_plane")
-        for line, name in imports(tree)
-        if name.startswith(("google.", "kvplane.v1"))
-        and path.relative_to(root).parts[1] != GRPC_FOLDER
+        f"{path.relative_to(root)}: no test imports it"
+        for path, _ in modules(root, *PLANES)
+        if path.stem not in ASSEMBLY and module_name(root, path) not in named
     ]
+
+
+def folders_of_many_files_have_floors(root: Path) -> list[str]:
+    num_files = Counter(
+        path.parent.relative_to(root)
+        for path, _ in modules(root, *PACKAGES)
+        if path.stem not in ASSEMBLY
+    )
+    return [f"{folder}: {num} files" for folder, num in num_files.items() if num > MAX_FOLDER_FILES]
 
 
 def the_blocks_of_the_control_plane_know_nothing_above_them(root: Path) -> list[str]:
@@ -175,6 +214,45 @@ def named_files_exist(root: Path) -> list[str]:
                 )
                 if not found:
                     faults.append(says(root, document, number, f"names {path}"))
+    return faults
+
+
+SYMBOL = re.compile(r"`([\w./]+\.py)::([\w.]+)`")
+INVARIANTS = "## What always holds"
+
+
+def named_symbols_exist(root: Path) -> list[str]:
+    """Documents name a function, class or test as `folder/file.py::Name` or `::Class.method`."""
+    return [
+        says(root, document, number, f"names {path}::{symbol}")
+        for document in documents(root)
+        for number, line in enumerate(document.read_text().splitlines(), 1)
+        for path, symbol in SYMBOL.findall(line)
+        if symbol not in _symbols(root / path)
+    ]
+
+
+def _symbols(path: Path) -> set[str]:
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    if not path.is_file():
+        return set()
+    top = [node for node in ast.parse(path.read_text()).body if isinstance(node, kinds)]
+    members = {f"{n.name}.{m.name}" for n in top for m in n.body if isinstance(m, kinds)}
+    return members | {node.name for node in top}
+
+
+def each_invariant_names_its_code_and_its_test(root: Path) -> list[str]:
+    """Rows of the table of invariants begin with their number."""
+    document = root / "docs" / "architecture.md"
+    section = document.read_text().partition(INVARIANTS)[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \|(.*)$", section, re.MULTILINE)
+    faults = [] if rows else ["docs/architecture.md: no invariants"]
+    for number, row in rows:
+        paths = [path for path, _ in SYMBOL.findall(row)]
+        if not any(not path.startswith("tests/") for path in paths):
+            faults.append(f"invariant {number}: names no code")
+        if not any(path.startswith("tests/") for path in paths):
+            faults.append(f"invariant {number}: names no test")
     return faults
 
 

@@ -12,6 +12,7 @@ import torch
 from benchmarks.gpu.measurement import Measurement
 from benchmarks.gpu.shapes import KV_DTYPES
 from benchmarks.gpu.verdict import COPIES, SWAPS
+from data_plane.kernels.arguments import WriteArguments
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _reshape_and_cache(m: Measurement, num_tokens: int, kv_dtype: str) -> None:
     kernels = m.machine.kernels()
 
     def run() -> None:
-        kernels.reshape_and_cache(key, value, pages, slots, key_scales=scales, value_scales=scales)
+        kernels.reshape_and_cache(WriteArguments(key, value, pages, slots, scales, scales))
 
     run()
     kernels.check_faults()

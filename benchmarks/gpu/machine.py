@@ -14,9 +14,9 @@ from typing import Any, Final
 import torch
 
 from benchmarks.gpu.timing import Watch
-from data_plane.kernels.cuda import DeviceKernels
+from data_plane.kernels.cuda import CudaKernels
 
-DEFAULT_SPLIT: Final[int] = inspect.signature(DeviceKernels).parameters["split_tokens"].default
+DEFAULT_SPLIT: Final[int] = inspect.signature(CudaKernels).parameters["split_tokens"].default
 """What the data plane takes, and so what targets are held against."""
 METHOD: Final = (
     "medians, the L2 cache filled by reading before each run; of replayed graphs, but swaps, links "
@@ -36,16 +36,16 @@ class Machine:
     native: ModuleType
     watch: Watch
     large_bytes: int = 4 << 30
-    _kernels: dict[int, DeviceKernels] = field(default_factory=dict, init=False)
+    _kernels: dict[int, CudaKernels] = field(default_factory=dict, init=False)
 
     @property
     def is_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def kernels(self, split_tokens: int = DEFAULT_SPLIT) -> DeviceKernels:
+    def kernels(self, split_tokens: int = DEFAULT_SPLIT) -> CudaKernels:
         """Made once for each ``split_tokens``."""
         if split_tokens not in self._kernels:
-            self._kernels[split_tokens] = DeviceKernels(
+            self._kernels[split_tokens] = CudaKernels(
                 self.native, self.device, split_tokens=split_tokens
             )
         return self._kernels[split_tokens]

@@ -8,7 +8,8 @@ from typing import Final
 import torch
 
 from benchmarks.gpu.shapes import KV_DTYPES, Shape
-from data_plane.kernels.cuda import DeviceKernels
+from data_plane.kernels.arguments import AttentionArguments
+from data_plane.kernels.cuda import CudaKernels
 from kvplane.attention_options import AttentionOptions
 
 MAX_ERROR: Final = 0.01
@@ -50,26 +51,30 @@ class Problem:
             for scale in (FP8_KEY_SCALE, FP8_VALUE_SCALE)
         )
 
-    def attention(self, kernels: DeviceKernels) -> Callable[[], torch.Tensor]:
+    def arguments(self) -> AttentionArguments:
+        """What our kernels are asked."""
+        return AttentionArguments(
+            self.query,
+            self.pages,
+            self.tables,
+            self.starts,
+            self.lens,
+            AttentionOptions(self.scale),
+            self.key_scales,
+            self.value_scales,
+            self.shape.new,
+        )
+
+    def attention(self, kernels: CudaKernels) -> Callable[[], torch.Tensor]:
         """Our answer, with all memory made beforehand."""
         out = torch.full_like(self.query, torch.nan)
-        num_bytes = kernels.attention_workspace_bytes(self.query, self.pages, self.tables)
+        arguments = self.arguments()
+        num_bytes = kernels.attention_workspace_bytes(arguments)
         workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
         def run() -> torch.Tensor:
-            return kernels.paged_attention(
-                self.query,
-                self.pages,
-                self.tables,
-                self.starts,
-                self.lens,
-                options=AttentionOptions(self.scale),
-                key_scales=self.key_scales,
-                value_scales=self.value_scales,
-                max_query_len=self.shape.new,
-                out=out,
-                workspace=workspace,
-            )
+            # Made anew each time, as an executor does: what is measured has the checks in it.
+            return kernels.paged_attention(self.arguments(), out=out, workspace=workspace)
 
         return run
 

@@ -339,6 +339,8 @@ class ControlPlane:
     # What the above share
 
     def _pool(self, pool_id: str) -> Pool:
+        if not pool_id:
+            raise InvalidRequestError("is missing: it names a pool", field="pool_id")
         pool = self._pools.get(pool_id)
         if pool is None:
             raise PoolNotFoundError(f"no shard of pool {pool_id!r} has registered", field="pool_id")

@@ -13,10 +13,8 @@ from reports which block holds which prefix, and an old one does when a shard ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from control_plane.blocks.block_store import BlockStore
-from control_plane.blocks.prefix_index import NO_BLOCK, chained_hash, root_hash
+from control_plane.blocks.prefix_index import NO_BLOCK, PrefixIndex
 from control_plane.planning.pool import Pool
 from control_plane.planning.publications import Published
 from control_plane.planning.shards import TIERS, Report
@@ -64,33 +62,46 @@ def _agreed(device: BlockStore, reports: list[Report]) -> dict[int, Published]:
 
 def _restore(device: BlockStore, agreed: dict[int, Published]) -> None:
     """Fill the index, parents before children; what has no way to its root is left out."""
-    firsts: list[int] = []
+    runs: list[tuple[int, int]] = []  # (parent, its child) where a run of prefixes begins
     children: dict[int, list[int]] = {}
     for block, published in agreed.items():
         parent = published.parent
         if parent == NO_BLOCK:
-            firsts.append(block)
-        elif parent in agreed and agreed[parent].generation == published.parent_generation:
+            runs.append((NO_BLOCK, block))
+            continue
+        before = agreed.get(parent)
+        if (
+            before is not None
+            and before.generation == published.parent_generation
+            and before.root == published.root
+        ):
             children.setdefault(parent, []).append(block)
     restored: list[int] = []
-    ready = _entered(device, agreed, NO_BLOCK, firsts)
-    while ready:
-        block = ready.pop()
-        restored.append(block)
-        ready += _entered(device, agreed, block, children.get(block, ()))
+    while runs:
+        parent, block = runs.pop()
+        run = [block]
+        while len(following := children.get(run[-1], ())) == 1:
+            run += following
+        entered = _enter(device.index, agreed, parent, run)
+        restored += entered
+        if len(entered) == len(run):
+            runs += [(run[-1], block) for block in following]
     # Parents come before children here; in the cache children go first.
     device.restore(restored[::-1])
 
 
-def _entered(
-    device: BlockStore, agreed: dict[int, Published], parent: int, blocks: Iterable[int]
+def _enter(
+    index: PrefixIndex, agreed: dict[int, Published], parent: int, run: list[int]
 ) -> list[int]:
-    """Enter those of the blocks in the index that follow from the parent as they say."""
-    entered: list[int] = []
-    for block in blocks:
-        root, *_, hash_, token_ids = agreed[block]
-        before = root_hash(root) if parent == NO_BLOCK else agreed[parent].hash
-        same_root = parent == NO_BLOCK or agreed[parent].root == root
-        if same_root and hash_ == chained_hash(before, token_ids):
-            entered += device.index.publish(root, parent, token_ids, [block])[0]
-    return entered
+    """Enter blocks, each the only child of the one before it, up to the first that can not be:
+    its prefix is in another block, or its hash does not follow from its tokens.
+    """
+    token_ids = b"".join([agreed[block].token_ids for block in run])
+    entered, _, _ = index.publish(agreed[run[0]].root, parent, token_ids, run)
+    num_sound = 0
+    for block, is_at, hash_ in zip(run, entered, index.hashes(entered), strict=False):
+        if block != is_at or agreed[block].hash != hash_:
+            break
+        num_sound += 1
+    index.evict(entered[num_sound:])
+    return entered[:num_sound]

@@ -54,13 +54,14 @@ class Registrar:
         reader.add_done_callback(lambda _: stream.changed.set())
         try:
             while stream.failure is None:
-                while stream.outbox:
+                if stream.outbox:
                     yield stream.outbox.popleft()
-                if reader.done():
+                elif reader.done():
                     await reader
                     return
-                await stream.changed.wait()
-                stream.changed.clear()
+                else:
+                    await stream.changed.wait()
+                    stream.changed.clear()
             raise stream.failure
         finally:
             reader.cancel()

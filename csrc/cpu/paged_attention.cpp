@@ -1,8 +1,10 @@
-// Attention of ragged query rows over paged keys and values: decode, prefill and append alike.
+// Attention of ragged query tokens over paged keys and values: decode, prefill and append alike.
 //
-//   item   up to kAttendRows query rows: some tokens of one sequence, all query heads of one KV
-//   head split  kSplitTokens positions of the sequence, from a multiple of kSplitTokens on tile
-//   kTileTokens positions, from a multiple of kTileTokens on
+// - row: one query token at one query head.
+// - item: up to kAttendRows rows: some query tokens of one sequence, at all query heads of one KV
+//   head. Row r of an item is its query token r / group, query head kv_head * group + r % group.
+// - split: kSplitTokens positions of the sequence, from a multiple of kSplitTokens on.
+// - tile: kTileTokens positions, from a multiple of kTileTokens on.
 //
 //   positions   |tile|tile|...|tile|tile|tile|...|tile|tile|...
 //               |----- split ------|----- split ------|--...     state of a row: merged in order
@@ -12,7 +14,7 @@
 // keys and values it sees: not on the item it is in, the batch, or the threads. A call of few items
 // may therefore give the splits of an item to different threads, which leave their states for a
 // second pass that merges them. Slots past the item's last position are not read, and table
-// entries that no row needs are not looked at.
+// entries that no query token needs are not looked at.
 
 #include <algorithm>
 #include <cmath>
@@ -38,7 +40,7 @@ alignas(kLineBytes) const char kZeros[kMaxRowSize * sizeof(float)] = {};
 
 struct Item {
   int64_t sequence;
-  int64_t first_token;  // row of the query tensor
+  int64_t first_token;  // index into the query tensor
   int64_t num_tokens;
   int64_t first_position;  // of first_token in its sequence
   int64_t kv_head;
@@ -72,7 +74,8 @@ int64_t first_position(const PagedAttentionParams& p, int64_t sequence) {
   return p.context_lens[sequence] - query_len;
 }
 
-// Rows add up, contexts cover their rows, and every table entry that some row needs names a block.
+// Starts rise to num_tokens, contexts cover their query tokens, and every table entry that some
+// query token needs is the id of a block.
 void check_batch(const PagedAttentionParams& p) {
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
   const int64_t* starts = p.query_starts;

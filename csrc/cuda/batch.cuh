@@ -1,12 +1,13 @@
 // A batch as the attention kernels see it: its sequences, and how they are cut into items of work.
 //
-//   short sequence  one row, or up to kShortRows rows of a KV head: cut into splits at multiples of
-//                   split_tokens of its positions, and each split into tiles of rows
-//   long sequence   cut into tiles of rows; never split
-//   item            one KV head of one tile of rows of one split
+// - row: one query token at one query head. Row r of a sequence and KV head is the sequence's query
+//   token r / group, at query head r % group of the KV head's group.
+// - short sequence: one query token, or up to kShortRows rows of a KV head. It is cut into splits,
+//   at multiples of split_tokens of its positions, and each split into tiles of rows.
+// - long sequence: cut into tiles of rows; never split.
+// - item: one KV head of one tile of rows of one split.
 //
-// A row (of a sequence and KV head) is a query token and a query head of the group: row r is token
-// r / group, head r % group. How a sequence is cut depends on nothing but its own lengths.
+// How a sequence is cut depends on nothing but its own lengths.
 #pragma once
 
 #include <cfloat>
@@ -35,10 +36,10 @@ struct Span {
 struct Plan {
   int32_t* short_ends;      // [num_sequences]: items of all short sequences up to this one
   int32_t* long_ends;       // [num_sequences]
-  int64_t* partial_starts;  // [num_sequences]: its first row in the arrays below
-  // One row for each split, token and query head of a short sequence of more than one split.
-  float* partial_states;  // [rows, 2]: maximum (base 2) and sum of the exponentials
-  float* partial_outs;    // [rows, head_size], not yet divided by the sum, nor scaled
+  int64_t* partial_starts;  // [num_sequences]: its first entry in the arrays below
+  // One entry for each split, token and query head of a short sequence of more than one split.
+  float* partial_states;  // [entries, 2]: maximum (base 2) and sum of the exponentials
+  float* partial_outs;    // [entries, head_size], not yet divided by the sum, nor scaled
 };
 
 // The parameter of every attention kernel.
@@ -56,7 +57,7 @@ struct Sequence {
   int32_t index;
   int32_t query_len;  // 0 when there is nothing to do, or its lengths are wrong
   int32_t context_len;
-  int64_t first_token;  // row of the query tensor
+  int64_t first_token;  // index into the query tensor
 
   __device__ int32_t first_position() const { return context_len - query_len; }
 };
@@ -104,7 +105,7 @@ __device__ inline Sequence sequence_at(const Work& work, int32_t s) {
   if (check_sequence(work, s) != 0) return {s, 0, 0, 0};
   const int64_t begin = work.p.query_starts[s];
   const int32_t query_len = static_cast<int32_t>(work.p.query_starts[s + 1] - begin);
-  // The context of a sequence without rows may be of any length, and nobody looks at it.
+  // The context of a sequence without query tokens may be of any length, and nobody looks at it.
   const int32_t context_len = query_len == 0 ? 0 : static_cast<int32_t>(work.p.context_lens[s]);
   return {s, query_len, context_len, begin};
 }
@@ -115,7 +116,7 @@ __device__ inline Span visible(const PagedAttentionParams& p, int32_t position) 
   return {static_cast<int32_t>(max_of<int64_t>(0, begin)), position + 1};
 }
 
-// All that some row of the sequence sees.
+// All that some query token of the sequence sees.
 __device__ inline Span visible_to_any(const PagedAttentionParams& p, const Sequence& sequence) {
   return {visible(p, sequence.first_position()).begin, sequence.context_len};
 }
@@ -207,7 +208,7 @@ __device__ inline bool is_scale(float number) { return number > 0.0f && number <
 // infinity would make NaN.
 __device__ inline float finite(float factor) { return fminf(fmaxf(factor, -FLT_MAX), FLT_MAX); }
 
-// The row of partial_states and partial_outs of a split, token and query head.
+// The entry of partial_states and partial_outs of a split, token and query head.
 __device__ inline int64_t partial_row(const Work& work, const Sequence& sequence, int32_t split,
                                       int32_t token, int32_t head) {
   return work.plan.partial_starts[sequence.index] +

@@ -27,7 +27,7 @@ struct Context {
 };
 
 struct AttentionOptions {
-  int64_t max_query_len;  // no sequence has more rows; 0: not known
+  int64_t max_query_len;  // no sequence has more query tokens; 0: not known
   int64_t split_tokens;   // a sequence with few rows is cut at multiples of it; of 64
   void* workspace;        // on the device; 256-byte aligned
   int64_t workspace_bytes;

@@ -1,6 +1,6 @@
 """The native kernels of kvplane: paged KV cache operations on plain addresses, shapes and strides.
 
-Shapes and types are not checked here: ``data_plane.kernels.cpu`` is the face to call.
+Shapes and types are not checked here: ``data_plane.kernels.cpu.CpuKernels`` is what to call.
 """
 
 from importlib import import_module

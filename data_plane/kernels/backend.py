@@ -1,133 +1,110 @@
-"""The kernels that an executor runs on, and the streams that keep their calls in order.
+"""The kernels that an executor runs on: one interface, on the CPU or on a GPU.
 
-    cpu_kernels    csrc/cpu       every call is done when it returns
-    cuda_kernels   csrc/cuda      calls are put on streams; ``check_faults`` waits for the caller's
+    CpuKernels     csrc/cpu       every call is done when it returns
+    CudaKernels    csrc/cuda      calls are put on streams; ``check_faults`` waits for the caller's
 
 Both have the same operations with the same arguments, so that nothing above knows which it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from data_plane.kernels import cpu as kernels
-from data_plane.kernels.cuda import DeviceKernels
-from data_plane.kernels.cuda_streams import CudaRuntime, DeviceStreams, HostStreams, Streams
-from kvplane.attention_options import AttentionOptions
+from data_plane.kernels.arguments import AttentionArguments, WriteArguments
+from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.cuda import CudaKernels
+from data_plane.kernels.cuda_streams import CudaRuntime, DeviceStreams, Streams
 
 
-class ReshapeAndCache(Protocol):
-    """Writes keys and values into slots."""
+class Kernels(Protocol):
+    """The operations of one backend. ``data_plane.kernels.arguments`` describes pages and pools.
 
-    def __call__(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: torch.Tensor,
-        slots: torch.Tensor,
-        *,
-        key_scales: torch.Tensor | None,
-        value_scales: torch.Tensor | None,
-    ) -> None: ...
-
-
-class PagedAttention(Protocol):
-    """Attends. ``max_query_len``: of the rows, the most tokens that one has."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        pages: torch.Tensor,
-        block_tables: torch.Tensor,
-        query_starts: torch.Tensor,
-        context_lens: torch.Tensor,
-        *,
-        options: AttentionOptions,
-        key_scales: torch.Tensor | None,
-        value_scales: torch.Tensor | None,
-        max_query_len: int,
-    ) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class KernelSet:
-    """One backend. ``data_plane.kernels.cpu`` says what the operations mean."""
-
-    backend: str
-    """Its name, in the log and in a metric: "cpu" or "cuda"."""
-    detail: str
-    """What more the log says of it."""
-    streams: Streams
-    reshape_and_cache: ReshapeAndCache
-    paged_attention: PagedAttention
-    copy_blocks: Callable[[torch.Tensor, torch.Tensor], None]
-    swap_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-    gather_blocks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """Of the device tier."""
-    gather_host_blocks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    check_faults: Callable[[], None]
-    """Raises InvalidRequestError for what kernels found wrong only while they ran."""
-
-
-def kernels_of(device: torch.device, num_threads: int) -> KernelSet:
-    """The kernels that compute on ``device``. ``num_threads``: of the CPU's."""
-    return cpu_kernels(num_threads) if device.type == "cpu" else cuda_kernels(device)
-
-
-def cpu_kernels(num_threads: int = 0) -> KernelSet:
-    """Those of ``data_plane.kernels.cpu``. ``num_threads``: 0 for as many as torch uses.
-
-    Raises InvalidRequestError when KVPLANE_KERNELS_ISA names what the machine does not have.
+    Each raises InvalidRequestError, naming the argument, before it writes anything; ids and lengths
+    that only a GPU can read are checked there, followed nowhere, and told by ``check_faults``.
     """
 
-    def paged_attention(*batch: torch.Tensor, max_query_len: int, **options: Any) -> torch.Tensor:
-        output: torch.Tensor = kernels.paged_attention(*batch, num_threads=num_threads, **options)
-        return output
+    @property
+    def backend(self) -> str:
+        """Its name in the log and in a metric: "cpu" or "cuda"."""
+        ...
 
-    return KernelSet(
-        backend="cpu",
-        detail=f"isa={kernels.cpu_isa()}",
-        streams=HostStreams(),
-        reshape_and_cache=partial(kernels.reshape_and_cache, num_threads=num_threads),
-        paged_attention=paged_attention,
-        copy_blocks=partial(kernels.copy_blocks, num_threads=num_threads),
-        swap_blocks=partial(kernels.swap_blocks, num_threads=num_threads),
-        gather_blocks=kernels.gather_blocks,
-        gather_host_blocks=kernels.gather_blocks,
-        check_faults=lambda: None,
-    )
+    @property
+    def detail(self) -> str:
+        """What more the log says of it."""
+        ...
+
+    @property
+    def streams(self) -> Streams:
+        """They keep calls in order."""
+        ...
+
+    def reshape_and_cache(self, arguments: WriteArguments) -> None:
+        """Write each token's key and value into its slot, rounded to nearest even."""
+        ...
+
+    def paged_attention(
+        self, arguments: AttentionArguments, *, lse: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Causal attention of ragged query tokens over paged KV: decode, prefill and append alike.
+
+        Returns [num_tokens, num_heads, head_size] of the query's dtype. ``lse``, contiguous float32
+        [num_tokens, num_heads], gets the natural logarithm of the sum of the exponentials of the
+        scores. Sums are in fp32. Not a bit of the result depends on what else is in the batch.
+        """
+        ...
+
+    def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
+        """Copy whole blocks inside a pool, in order: a later pair may read what an earlier wrote.
+
+        pairs: int64 [num_pairs, 2] on the host, from and to.
+        """
+        ...
+
+    def swap_blocks(
+        self, source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor
+    ) -> None:
+        """Copy whole blocks from one pool to another of the same layout, in order. Either may be on
+        the host; pinned memory is faster.
+
+        pairs: int64 [num_pairs, 2] on the host, a block of source and a block of destination.
+        """
+        ...
+
+    def gather_blocks(self, pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        """Copy blocks out of a pool on the device, layer before block: the canonical order.
+
+        block_ids: int64 [num_block_ids] on the host.
+        Returns [num_layers, num_block_ids, 2, num_kv_heads, block_size, head_size].
+        """
+        ...
+
+    def scatter_blocks(
+        self, pool: torch.Tensor, block_ids: torch.Tensor, blocks: torch.Tensor
+    ) -> None:
+        """Copy blocks in: the inverse of ``gather_blocks``. Of equal ids the last one stays."""
+        ...
+
+    def clear_blocks(self, pool: torch.Tensor, block_ids: torch.Tensor) -> None:
+        """Set whole blocks of a pool on the device to zero. block_ids: int64 [num_block_ids] on the
+        host.
+        """
+        ...
+
+    def check_faults(self) -> None:
+        """Wait for the caller's stream. Raises InvalidRequestError for the first bad tensor that
+        kernels met since last.
+        """
+        ...
 
 
-def cuda_kernels(device: torch.device) -> KernelSet:
-    """Those of csrc/cuda on ``device``, which ``data_plane.kernels.devices`` found to be one."""
-    gpu = torch.cuda.get_device_properties(device)
-    return device_kernel_set(
-        DeviceKernels(import_module("kvplane_kernels._cuda"), device),
-        backend="cuda",
-        detail=f'device="{gpu.name}" arch=sm_{gpu.major}{gpu.minor}',
-        streams=DeviceStreams(CudaRuntime(device)),
-    )
-
-
-def device_kernel_set(
-    device_kernels: DeviceKernels, *, backend: str, detail: str, streams: Streams
-) -> KernelSet:
-    """A device's kernels as a set; blocks of the host tier are read by the CPU's."""
-    return KernelSet(
-        backend=backend,
-        detail=detail,
-        streams=streams,
-        reshape_and_cache=device_kernels.reshape_and_cache,
-        paged_attention=device_kernels.paged_attention,
-        copy_blocks=device_kernels.copy_blocks,
-        swap_blocks=device_kernels.swap_blocks,
-        gather_blocks=device_kernels.gather_blocks,
-        gather_host_blocks=kernels.gather_blocks,
-        check_faults=device_kernels.check_faults,
-    )
+def kernels_of(device: torch.device, num_threads: int) -> Kernels:
+    """The kernels that compute on ``device``, which ``data_plane.kernels.devices`` found to be
+    there. ``num_threads``: of the CPU's. Raises as ``CpuKernels`` does.
+    """
+    if device.type == "cpu":
+        return CpuKernels(num_threads)
+    streams = DeviceStreams(CudaRuntime(device))
+    return CudaKernels(import_module("kvplane_kernels._cuda"), device, streams=streams)

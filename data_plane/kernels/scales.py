@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from data_plane.shard import Shard, only_group
 from kvplane.layout import Layout
+from kvplane.shard import Shard, only_group
 
 LayerScales = tuple[torch.Tensor | None, torch.Tensor | None]
 """Of one layer's keys and values."""

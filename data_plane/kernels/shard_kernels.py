@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from data_plane.counters import ExecutorCounters
-from data_plane.kernels.backend import KernelSet
-from data_plane.kernels.checks import check_tensor, require
+from data_plane.kernels.arguments import (
+    AttentionArguments,
+    WriteArguments,
+    check_blocks,
+    require,
+)
+from data_plane.kernels.backend import Kernels
+from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.cuda_streams import device_errors
 from data_plane.kernels.scales import layer_scales
 from data_plane.memory.pool import TORCH_DTYPES, Pools
-from data_plane.plans.attention_batch import Rows
+from data_plane.plans.attention_batch import AttentionBatch
+from data_plane.plans.last_tenants import BlocksByTier
 from data_plane.plans.transfers import Batch
-from data_plane.shard import Shard, only_group
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.layout import Layout
+from kvplane.shard import Shard, only_group
 from kvplane.v1 import types_pb2 as pb
 
 # Numbers of an element's size, to copy elements of any type as they are.
@@ -39,43 +50,80 @@ class Compute:
         counters: ExecutorCounters,
         *,
         device: torch.device,
-        kernels: KernelSet,
+        kernels: Kernels,
     ) -> None:
         self._group = only_group(layout)
         self._dtype = TORCH_DTYPES[layout.dtype]
-        self._num_kv_heads = shard.num_kv_heads
         self._block_size_tokens = layout.block_size_tokens
         self._pools = pools
         self._counters = counters
         self._device = device
         self._kernels = kernels
+        self._host_kernels = CpuKernels(1)
         self._streams = kernels.streams
         self._scales = layer_scales(layout, shard, device)
 
-    def check_input(self, rows: Rows, key: torch.Tensor, value: torch.Tensor, prefix: str) -> None:
-        """Refuse keys and values that are not [num_tokens, num_kv_heads, head_size]."""
-        shape = (rows.num_tokens, self._num_kv_heads, self._group.head_size)
-        check_tensor(key, shape, self._dtype, self._device, f"{prefix}key")
-        check_tensor(value, shape, self._dtype, self._device, f"{prefix}value")
+    def write_arguments(
+        self,
+        batch: AttentionBatch,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        prefix: str = "",
+    ) -> WriteArguments:
+        """What ``write`` takes. Raises InvalidRequestError naming the tensor, with ``prefix``,
+        unless key and value are [num_tokens, num_kv_heads, head_size] of the layout's dtype.
+        """
+        with _errors_under(prefix):
+            pages = self._pools.pages(layer)
+            arguments = WriteArguments(key, value, pages, batch.slots, *self._scales[layer])
+            self._check_dtype("key", key)
+            self._check_dtype("value", value)
+        return arguments
 
-    def check_query(
-        self, rows: Rows, query: torch.Tensor, options: AttentionOptions, prefix: str
-    ) -> None:
-        """Refuse a query that is not [num_tokens, num_heads, head_size], and bad options."""
-        num_heads = query.shape[1] if query.dim() == 3 else 0
-        shape = (rows.num_tokens, num_heads, self._group.head_size)
-        check_tensor(query, shape, self._dtype, self._device, f"{prefix}query")
-        require(
-            num_heads >= 1 and num_heads % self._num_kv_heads == 0,
-            f"must have a multiple of {self._num_kv_heads} heads",
-            f"{prefix}query",
-        )
-        num_slopes = len(options.alibi_slopes)
-        require(
-            num_slopes in (0, num_heads),
-            f"must be none or {num_heads}, one a query head, are {num_slopes}",
-            f"{prefix}options.alibi_slopes",
-        )
+    def attention_arguments(
+        self,
+        batch: AttentionBatch,
+        layer: int,
+        query: torch.Tensor,
+        options: AttentionOptions,
+        prefix: str = "",
+    ) -> AttentionArguments:
+        """What ``attend`` takes. Raises InvalidRequestError naming the argument, with ``prefix``,
+        unless the query is [num_tokens, num_heads, head_size] of the layout's dtype and the options
+        fit it, and InternalError when the device failed.
+        """
+        key_scales, value_scales = self._scales[layer]
+        with device_errors(), _errors_under(prefix):
+            arguments = AttentionArguments(
+                query,
+                self._pools.pages(layer),
+                batch.block_tables,
+                batch.query_starts,
+                batch.context_lens,
+                options.in_group(self._group.sliding_window_tokens),
+                key_scales,
+                value_scales,
+                batch.max_tokens,
+            )
+            self._check_dtype("query", query)
+            num_tokens = query.shape[0]  # which a device would compare with query_starts too late
+            wanted = f"must have the plan's {batch.num_tokens} tokens, has {num_tokens}"
+            require(num_tokens == batch.num_tokens, wanted, "query")
+        return arguments
+
+    def clear(self, blocks: BlocksByTier) -> None:
+        """Zero whole blocks, after all that was given before."""
+        for tier, of_tier in blocks.items():
+            ids = torch.from_numpy(of_tier)
+            if tier == pb.TIER_HOST:
+                # Only swaps touch this tier beside the host.
+                self._streams.finish_swaps()
+                self._host_kernels.clear_blocks(self._pools.host_tier, ids)
+            else:
+                with self._streams.computing():
+                    self._kernels.clear_blocks(self._pools.device_tier, ids)
+            self._counters.num_cleared_blocks += len(of_tier)
 
     def transfer(self, batch: Batch) -> None:
         """Start copies or swaps, to run after all that was given before."""
@@ -92,55 +140,35 @@ class Compute:
         self._counters.num_transferred_blocks[direction] += num_blocks
         self._counters.transfer_bytes[direction] += num_blocks * source[0].nbytes
 
-    def prepare(self, rows: Rows) -> Rows:
-        """The rows with their tensors where the kernels read them."""
+    def prepare(self, batch: AttentionBatch) -> AttentionBatch:
+        """The batch with its tensors where the kernels read them."""
         with self._streams.computing():
-            return rows.to(self._device)
+            return batch.to(self._device)
 
-    def write(self, rows: Rows, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write all rows' keys and values of one layer."""
-        key_scales, value_scales = self._scales[layer]
+    def write(self, arguments: WriteArguments) -> None:
+        """Write all spans' keys and values of one layer."""
         with self._streams.computing():
-            self._kernels.reshape_and_cache(
-                key,
-                value,
-                self._pools.pages(layer),
-                rows.slots,
-                key_scales=key_scales,
-                value_scales=value_scales,
-            )
-        self._counters.num_written_tokens += rows.num_tokens
+            self._kernels.reshape_and_cache(arguments)
+        self._counters.num_written_tokens += len(arguments.slots)
 
-    def attend(
-        self, rows: Rows, layer: int, query: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
-        """Attend from all rows in one layer. The output has the query's shape and dtype."""
-        key_scales, value_scales = self._scales[layer]
+    def attend(self, arguments: AttentionArguments) -> torch.Tensor:
+        """Attend from all spans in one layer. The output has the query's shape and dtype."""
         with self._streams.computing():
-            output = self._kernels.paged_attention(
-                query,
-                self._pools.pages(layer),
-                rows.block_tables,
-                rows.query_starts,
-                rows.context_lens,
-                options=options.in_group(self._group.sliding_window_tokens),
-                key_scales=key_scales,
-                value_scales=value_scales,
-                max_query_len=rows.max_tokens,
-            )
-        self._counters.num_attention_tokens += rows.num_tokens
+            output = self._kernels.paged_attention(arguments)
+        self._counters.num_attention_tokens += len(arguments.query)
         return output
 
-    def read(self, tier: pb.Tier, block_ids: Sequence[int]) -> torch.Tensor:
-        """Copy blocks out: [num_layers, n, 2, num_kv_heads, block_size, head_size], where the tier
-        is.
+    def read(self, tier: pb.Tier, blocks: NDArray[np.int32], layers: range) -> torch.Tensor:
+        """Copy layers of blocks out: [num_layers, n, 2, num_kv_heads, block_size, head_size], where
+        the tier is.
         """
-        ids = torch.tensor(block_ids, dtype=torch.int64)
+        ids = torch.from_numpy(blocks.astype(np.int64))
+        of_layers = self._pools.tier(tier)[:, layers.start : layers.stop]
         if tier == pb.TIER_HOST:
             self._streams.finish_swaps()
-            return self._kernels.gather_host_blocks(self._pools.host_tier, ids)
+            return self._host_kernels.gather_blocks(of_layers, ids)
         with self._streams.computing():
-            return self._kernels.gather_blocks(self._pools.device_tier, ids)
+            return self._kernels.gather_blocks(of_layers, ids)
 
     def finish(self) -> None:
         """Wait until all that was given is done. Raises InternalError when the device failed, or a
@@ -153,34 +181,70 @@ class Compute:
         except InvalidRequestError as error:
             raise InternalError(f"a kernel stopped: {error}") from error
 
-    def check_blocks(self, rows: Rows, row: int, first_block: int, blocks: torch.Tensor) -> None:
-        """Raise InvalidRequestError unless ``blocks``, the table entries from ``first_block`` on as
-        ``read`` returns them, cover a row.
-        """
-        pool = self._pools.device_tier
-        num_blocks = blocks.shape[1] if blocks.dim() == 6 else 0
-        shape = (pool.shape[1], num_blocks, *pool.shape[2:])
-        check_tensor(blocks, shape, pool.dtype, self._device, "blocks")
-        first = rows.first_positions[row] - first_block * self._block_size_tokens
-        begin, end = rows.spans[row]
-        covered = first >= 0 and first + end - begin <= num_blocks * self._block_size_tokens
-        require(first_block >= 0 and covered, "do not cover the row", "first_block")
+    def check_blocks(
+        self,
+        batch: AttentionBatch,
+        span: int,
+        layers: range,
+        first_block: int,
+        blocks: torch.Tensor,
+    ) -> range:
+        """The span's tokens, counted from its first, that ``blocks`` hold: table entries from
+        ``first_block`` on, as ``read`` returns them.
 
-    def write_row(self, rows: Rows, row: int, first_block: int, blocks: torch.Tensor) -> None:
-        """Write the slots of one row, all layers, from checked ``blocks``, and no other slot.
+        Raises InvalidRequestError for a tensor of another shape, and when they hold none.
+        """
+        pool, block_size = self._pools.device_tier, self._block_size_tokens
+        num_blocks = blocks.shape[1] if blocks.dim() == 6 else 0
+        check_blocks(blocks, (len(layers), num_blocks, *pool.shape[2:]), pool)
+        first = int(batch.first_positions[span])
+        num_tokens = int(batch.starts[span + 1] - batch.starts[span])
+        begin = max(first_block * block_size - first, 0)
+        end = min((first_block + num_blocks) * block_size - first, num_tokens)
+        require(
+            first_block >= 0 and begin < end,
+            f"the blocks hold nothing of the span, whose tokens are in the table's entries "
+            f"{first // block_size} to {(first + num_tokens - 1) // block_size}",
+            "first_block",
+        )
+        return range(begin, end)
+
+    def write_span(
+        self,
+        batch: AttentionBatch,
+        span: int,
+        layers: range,
+        first_block: int,
+        blocks: torch.Tensor,
+        tokens: range,
+    ) -> None:
+        """Write the slots of some tokens of a span from checked ``blocks``, and no other slot.
 
         Blocks hold what is stored, so their bits are copied: fp8 is not rounded again.
         """
         block_size = self._block_size_tokens
-        begin, end = rows.spans[row]
-        first = rows.first_positions[row] - first_block * block_size
+        start = int(batch.starts[span])
+        first = int(batch.first_positions[span]) + tokens.start - first_block * block_size
         bits = _BITS[blocks.element_size()]
         with self._streams.computing():
-            slots = rows.slots[begin:end]
+            slots = batch.slots[start + tokens.start : start + tokens.stop]
             block_ids, offsets = slots // block_size, slots % block_size
-            for layer in range(blocks.shape[0]):
+            for i, layer in enumerate(layers):
                 # [num_blocks, 2, heads, block_size, head_size] -> [tokens, 2, heads, head_size]
-                tokens = blocks[layer].view(bits).permute(0, 3, 1, 2, 4).flatten(0, 1)
+                given = blocks[i].view(bits).permute(0, 3, 1, 2, 4).flatten(0, 1)
                 pages = self._pools.pages(layer).view(bits)
-                pages[block_ids, :, :, offsets] = tokens[first : first + end - begin]
-        self._counters.num_written_tokens += (end - begin) * blocks.shape[0]
+                pages[block_ids, :, :, offsets] = given[first : first + len(tokens)]
+        self._counters.num_written_tokens += len(tokens) * len(layers)
+
+    def _check_dtype(self, name: str, tensor: torch.Tensor) -> None:
+        """The kernels would take others too, and round."""
+        require(tensor.dtype == self._dtype, f"is {tensor.dtype}, not {self._dtype}", name)
+
+
+@contextmanager
+def _errors_under(prefix: str) -> Iterator[None]:
+    """A refused argument is called as the caller knows it."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.message, field=f"{prefix}{error.field}") from None

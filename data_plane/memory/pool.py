@@ -1,11 +1,12 @@
-"""The bytes: one tensor for each tier.
+"""The memory: one tensor for each tier.
 
     pool   [num_blocks, num_layers, 2, num_kv_heads, block_size_tokens, head_size]
              block      layer   K, V
 
 A block is contiguous over all its layers, so that a swap or a copy of it is one memcpy; a layer's
 pages are the strided view ``pool[:, layer]``. Both tiers have this form. Nothing is filled: a slot
-that was never written holds what the memory held.
+that was never written holds what the memory held, until its block goes to another tenant
+(``data_plane/plans/last_tenants.py``).
 """
 
 from __future__ import annotations

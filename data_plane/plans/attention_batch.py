@@ -1,46 +1,78 @@
-"""A plan's rows as the kernels take them: checked against the resident tables, computed once.
+"""A plan's spans as the kernels take them: checked against the block tables, computed once.
 
-Token i of a row stands at position p = first_position + i of its sequence and is written to slot
+Token i of a span stands at position p = first_position + i of its sequence and is written to slot
 ``table[p // block_size] * block_size + p % block_size``.
+
+All is computed with numpy: for tensors as small as a decode step's, torch would wake its threads.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from data_plane.memory.upload import upload
-from data_plane.plans.block_tables import ResidentTables, Table
-from kvplane.errors import BlockNotWritableError, InvalidRequestError, SequenceSwappedError
+from data_plane.plans.block_tables import BlockTables, Table, no_table
+from data_plane.plans.plan_columns import ints, refuse
+from kvplane import columns
+from kvplane.errors import (
+    BlockNotWritableError,
+    InvalidRequestError,
+    SequenceNotFoundError,
+    SequenceSwappedError,
+)
 from kvplane.v1 import types_pb2 as pb
+
+_AT = "plan.spans"
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """S rows of T tokens in all. Tensors are on the CPU unless moved with ``to``."""
+class AttentionBatch:
+    """S spans of T tokens in all. Arrays are on the host; tensors too unless moved with ``to``."""
 
-    sequence_ids: tuple[int, ...]
-    first_positions: tuple[int, ...]
+    sequence_ids: NDArray[np.int64]
+    """[S]."""
+    first_positions: NDArray[np.int64]
+    """[S]."""
     num_tokens: int
-    spans: tuple[tuple[int, int], ...]
-    """Row s has the tokens [begin, end)."""
+    """T."""
+    starts: NDArray[np.int64]
+    """[S + 1]: span s has the tokens [starts[s], starts[s + 1])."""
     max_tokens: int
-    """The most tokens that a row has; 0 without rows."""
+    """The most tokens that a span has; 0 without spans."""
     slots: torch.Tensor
     """[T] int64: where each token is written."""
     block_tables: torch.Tensor
-    """[S, max_blocks] int32: each row's table as far as it attends, padded with 0."""
+    """[S, max_blocks] int32: each span's table as far as it attends, padded with 0."""
     query_starts: torch.Tensor
-    """[S + 1] int64: the rows' spans once more."""
+    """[S + 1] int64: ``starts`` for the kernels."""
     context_lens: torch.Tensor
-    """[S] int64: positions that the row's last token attends to, itself included."""
-    written_blocks: tuple[tuple[int, str], ...]
-    """Device blocks written, each with the field to blame."""
+    """[S] int64: positions that the span's last token attends to, itself included."""
+    written_blocks: NDArray[np.int64]
+    """Device blocks written, each once for a span."""
+    written_by: NDArray[np.int64]
+    """The span of each."""
 
-    def to(self, device: torch.device) -> Rows:
+    @property
+    def num_spans(self) -> int:
+        """S."""
+        return len(self.sequence_ids)
+
+    def span_of(self, sequence_id: int) -> int:
+        """A sequence's span. Raises InvalidRequestError when the plan has none for it."""
+        spans = np.flatnonzero(self.sequence_ids == sequence_id)
+        if not len(spans):
+            raise InvalidRequestError(
+                f"the plan computes no tokens of sequence {sequence_id}", field="sequence_id"
+            )
+        return int(spans[0])
+
+    def to(self, device: torch.device) -> AttentionBatch:
         """The same with the tensors on ``device``, which is not waited for."""
         if device.type == "cpu":
             return self
@@ -55,80 +87,136 @@ class Rows:
         )
 
 
-def prepare_rows(tables: ResidentTables, session_id: int, plan: pb.Plan) -> Rows:
-    """Check ``plan.rows`` and compute what the kernels need.
+def prepare_batch(tables: BlockTables, session_id: int, spans: pb.Spans) -> AttentionBatch:
+    """Check a plan's spans and compute what the kernels need.
 
-    Raises InvalidRequestError, SequenceNotFoundError, SequenceSwappedError and BlockNotWritableError,
-    naming the field.
+    Raises InvalidRequestError, SequenceNotFoundError, SequenceSwappedError and
+    BlockNotWritableError, naming the field.
     """
-    block_size = tables.block_size_tokens
-    row_tables: list[Table] = []
-    written: list[tuple[int, str]] = []
-    seen: set[int] = set()
-    for i, row in enumerate(plan.rows):
-        at = f"plan.rows[{i}]"
-        table = tables.get(session_id, row.sequence_id, f"{at}.sequence_id")
-        if row.sequence_id in seen:
-            raise InvalidRequestError("is in two rows", field=f"{at}.sequence_id")
-        seen.add(row.sequence_id)
-        if table.tier != pb.TIER_DEVICE:
-            raise SequenceSwappedError("is on the host tier", field=f"{at}.sequence_id")
-        num_slots = len(table.blocks) * block_size
-        if not 0 <= row.first_position < num_slots:
-            raise InvalidRequestError("is outside the table", field=f"{at}.first_position")
-        if not 1 <= row.num_tokens <= num_slots - row.first_position:
-            raise InvalidRequestError(
-                f"must be 1 to {num_slots - row.first_position}, the slots left in the table",
-                field=f"{at}.num_tokens",
-            )
-        first_block = row.first_position // block_size
-        end_block = -(-(row.first_position + row.num_tokens) // block_size)
-        written += [(index, at) for index in table.blocks[first_block:end_block]]
-        row_tables.append(table)
-    check_writable(tables, written)
-    return _rows(plan, row_tables, tuple(written), block_size)
+    sequence_ids = ints(columns.INT64, spans.sequence_ids, f"{_AT}.sequence_ids")
+    num_spans = len(sequence_ids)
+    first = ints(columns.INT64, spans.first_positions, f"{_AT}.first_positions", num_spans)
+    counts = ints(columns.INT32, spans.num_tokens, f"{_AT}.num_tokens", num_spans)
+    found = _tables_of(tables.of_session(session_id), sequence_ids)
+    blocks = list(map(attrgetter("blocks"), found))
+    lengths = np.fromiter(map(len, blocks), np.int64, num_spans)
+    _check_positions(first, counts, lengths * tables.block_size_tokens)
+    batch = _batch(sequence_ids, first, counts, blocks, lengths, tables.block_size_tokens)
+    check_writable(tables, batch)
+    return batch
 
 
-def check_writable(tables: ResidentTables, blocks: Sequence[tuple[int, str]]) -> None:
-    """Raise BlockNotWritableError if a block is published, or named by more than one table entry."""
-    for index, field in blocks:
-        if index in tables.publications:
-            raise BlockNotWritableError(f"block {index} is published", field=field)
-        if tables.num_names(pb.TIER_DEVICE, index) != 1:
-            raise BlockNotWritableError(f"block {index} is shared", field=field)
+def check_writable(tables: BlockTables, batch: AttentionBatch) -> None:
+    """Raise BlockNotWritableError if a block that is written is published, or if another table
+    entry refers to it.
+    """
+    blocks = batch.written_blocks
+    published = tables.publications.published[blocks]
+    bad = published | (tables.ref_counts[pb.TIER_DEVICE][blocks] != 1)
+    if bad.any():
+        i = int(bad.argmax())
+        why = "published" if published[i] else "shared with another table"
+        raise BlockNotWritableError(
+            f"block {blocks[i]} is {why}, so that it may not be written: a plan has to copy it to "
+            "a block of the sequence's own first",
+            field=f"{_AT}.sequence_ids[{batch.written_by[i]}]",
+        )
 
 
-def _rows(
-    plan: pb.Plan,
-    row_tables: list[Table],
-    written: tuple[tuple[int, str], ...],
-    block_size: int,
-) -> Rows:
-    first = torch.tensor([row.first_position for row in plan.rows], dtype=torch.int64)
-    counts = torch.tensor([row.num_tokens for row in plan.rows], dtype=torch.int64)
-    context_lens = first + counts
-    num_rows = len(plan.rows)
-    num_blocks = ((context_lens + block_size - 1) // block_size).tolist()
-    block_tables = torch.zeros((num_rows, max(num_blocks, default=0)), dtype=torch.int32)
-    for i, table in enumerate(row_tables):
-        entries = torch.frombuffer(table.blocks, dtype=torch.int64, count=num_blocks[i])
-        block_tables[i, : num_blocks[i]] = entries
-    query_starts = torch.zeros(num_rows + 1, dtype=torch.int64)
-    query_starts[1:] = counts.cumsum(0)
-    row_of_token = torch.repeat_interleave(torch.arange(num_rows), counts)
-    starts = query_starts.tolist()
-    num_tokens = starts[-1]
-    positions = torch.arange(num_tokens) - query_starts[row_of_token] + first[row_of_token]
-    blocks = block_tables[row_of_token, positions // block_size].to(torch.int64)
-    return Rows(
-        sequence_ids=tuple(row.sequence_id for row in plan.rows),
-        first_positions=tuple(row.first_position for row in plan.rows),
-        num_tokens=num_tokens,
-        spans=tuple(itertools.pairwise(starts)),
-        max_tokens=max((row.num_tokens for row in plan.rows), default=0),
-        slots=blocks * block_size + positions % block_size,
-        block_tables=block_tables,
-        query_starts=query_starts,
-        context_lens=context_lens,
-        written_blocks=written,
+def _tables_of(tables: Mapping[int, Table], sequence_ids: NDArray[np.int64]) -> list[Table]:
+    """The table of each span. All on the device tier, and no sequence twice."""
+    ids = sequence_ids.tolist()
+    found = list(map(tables.get, ids))
+    if None in found:
+        i = found.index(None)
+        raise SequenceNotFoundError(no_table(ids[i]), field=f"{_AT}.sequence_ids[{i}]")
+    if len(set(ids)) != len(ids):
+        again = np.ones(len(ids), np.bool_)
+        again[np.unique(sequence_ids, return_index=True)[1]] = False
+        refuse(
+            again,
+            InvalidRequestError,
+            lambda i: f"sequence {ids[i]} is in two spans: a plan computes it in one",
+            f"{_AT}.sequence_ids",
+        )
+    tiers = np.fromiter(map(attrgetter("tier"), found), np.int64, len(found))
+    refuse(
+        tiers != pb.TIER_DEVICE,
+        SequenceSwappedError,
+        lambda i: f"sequence {ids[i]} is on the host tier: it has to be swapped in first",
+        f"{_AT}.sequence_ids",
     )
+    return found  # type: ignore[return-value]
+
+
+def _check_positions(
+    first: NDArray[np.int64], counts: NDArray[np.int64], num_slots: NDArray[np.int64]
+) -> None:
+    refuse(
+        (first < 0) | (first >= num_slots),
+        InvalidRequestError,
+        lambda i: f"the table has slots for positions 0 to {num_slots[i] - 1}, not for {first[i]}",
+        f"{_AT}.first_positions",
+    )
+    refuse(
+        (counts < 1) | (counts > num_slots - first),
+        InvalidRequestError,
+        lambda i: (
+            f"must be 1 to {num_slots[i] - first[i]}, the slots that the table has from position "
+            f"{first[i]} on, is {counts[i]}"
+        ),
+        f"{_AT}.num_tokens",
+    )
+
+
+def _batch(
+    sequence_ids: NDArray[np.int64],
+    first: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    blocks: list[NDArray[np.int32]],
+    lengths: NDArray[np.int64],
+    block_size: int,
+) -> AttentionBatch:
+    num_spans = len(sequence_ids)
+    context_lens = first + counts
+    num_blocks = (context_lens + block_size - 1) // block_size
+    block_tables = _pad(blocks, lengths, num_blocks)
+    starts = np.zeros(num_spans + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    num_tokens = int(starts[-1])
+    span_of_token = np.repeat(np.arange(num_spans), counts)
+    positions = np.arange(num_tokens) - (starts[:-1] - first)[span_of_token]
+    entries, offsets = np.divmod(positions, block_size)
+    written = block_tables[span_of_token, entries].astype(np.int64)
+    # A block begins with the first token of its span that is in it.
+    begins = offsets == 0
+    begins[starts[:-1]] = True
+    return AttentionBatch(
+        sequence_ids=sequence_ids,
+        first_positions=first,
+        num_tokens=num_tokens,
+        starts=starts,
+        max_tokens=int(counts.max(initial=0)),
+        slots=torch.from_numpy(written * block_size + offsets),
+        block_tables=torch.from_numpy(block_tables),
+        query_starts=torch.from_numpy(starts),
+        context_lens=torch.from_numpy(context_lens),
+        written_blocks=written[begins],
+        written_by=span_of_token[begins],
+    )
+
+
+def _pad(
+    blocks: list[NDArray[np.int32]], lengths: NDArray[np.int64], wanted: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """[S, max(wanted)]: the first ``wanted`` of each of ``blocks``, and 0 behind them."""
+    padded = np.zeros((len(blocks), int(wanted.max(initial=0))), np.int32)
+    if not len(blocks):
+        return padded
+    flat = np.concatenate(blocks)
+    if not np.array_equal(lengths, wanted):
+        starts = np.cumsum(lengths) - lengths
+        entry = np.arange(len(flat)) - np.repeat(starts, lengths)
+        flat = flat[entry < np.repeat(wanted, lengths)]
+    padded[np.arange(padded.shape[1]) < wanted[:, None]] = flat
+    return padded

@@ -1,4 +1,4 @@
-"""The sessions that are open here, the order of their plans, and the ids that are dead for good.
+"""The sessions that are open here, the order of their plans, and which have ended for good.
 
 plan numbers of one session:   1 ─► 4 ─► 5 ─► 9        each names the one before it
                                receipts of the last  ▲
@@ -10,21 +10,22 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-import torch
-
-from data_plane.plans.attention_batch import Rows
+from data_plane.plans.attention_batch import AttentionBatch
+from data_plane.plans.ended_sessions import EndedSessions
+from data_plane.plans.last_tenants import BlocksByTier
+from data_plane.plans.progress import Progress
+from data_plane.plans.table_changes import AllocatedBlocks
 from data_plane.plans.transfers import Batch
 from kvplane.errors import (
     InvalidRequestError,
     PlanConflictError,
     PlanOutOfOrderError,
     SessionExpiredError,
-    SessionNotFoundError,
 )
 from kvplane.v1 import types_pb2 as pb
 
 MAX_PLANS_IN_FLIGHT = 1024
-_MAX_REMEMBERED_FENCES = 65_536
+MAX_SESSION_ID = 2**53 - 1
 _MAX_NUMBER = 2**63 - 2
 
 
@@ -34,40 +35,59 @@ class Run:
 
     number: int
     digest: bytes
-    rows: Rows
-    batches: list[Batch]
-    written: torch.Tensor
-    """[num_layers, num_rows] bool: what has been written."""
+    batch: AttentionBatch
+    allocated: AllocatedBlocks
+    to_clear: BlocksByTier
+    """Blocks that another tenant's data may still be in."""
+    transfers: list[Batch]
+    progress: Progress
     checked_version: int
-    """The tables' publication version when the written blocks were last found writable."""
-    num_batches_given: int = 0
-    """Of ``batches``; each is given once."""
+    """The publications' version when the written blocks were last found writable."""
+    cleared: bool = False
+    """Whether ``to_clear`` was given to the device, which comes before all transfers."""
+    num_transfers_given: int = 0
+    """Of ``transfers``; each is given once."""
     receipt: pb.SignedPayload | None = None
     used_after_receipt: bool = False
-    """Whether the device may still read its rows though it has its receipt."""
+    """Whether the device may still read its batch though it has its receipt."""
     failure: str = ""
     """Why there will be no receipt; empty while there may be one."""
 
     @property
     def transferred(self) -> bool:
         """Whether all transfers were given to the kernels. Layers may only come after them."""
-        return self.num_batches_given == len(self.batches)
+        return self.cleared and self.num_transfers_given == len(self.transfers)
 
     @property
     def is_complete(self) -> bool:
         """Whether all that it asks for was given to the kernels."""
-        return self.transferred and bool(self.written.all())
+        return self.transferred and self.progress.is_complete
+
+    def check_transferred(self) -> None:
+        """Raise PlanOutOfOrderError unless all transfers were given to the kernels."""
+        if not self.transferred:
+            raise PlanOutOfOrderError(
+                "the transfers of the session's latest plan have not all run: start it again",
+                field="plan.number",
+            )
 
 
 @dataclass(slots=True)
 class Session:
     """One open session."""
 
-    id: int
+    ref: pb.SessionRef
+    ordinal: int
+    tenant: str
     max_plans_in_flight: int
     finished: int = 0
     latest: Run | None = None
     receipts: OrderedDict[int, tuple[bytes, pb.SignedPayload]] = field(default_factory=OrderedDict)
+
+    @property
+    def id(self) -> int:
+        """The session's id."""
+        return self.ref.session_id
 
     @property
     def running(self) -> Run | None:
@@ -81,7 +101,9 @@ class Session:
         Raises PlanConflictError, PlanOutOfOrderError and InvalidRequestError.
         """
         if not 1 <= plan.number <= _MAX_NUMBER:
-            raise InvalidRequestError("must be above 0", field="plan.number")
+            raise InvalidRequestError(
+                f"{plan.number} is no number of a plan: they begin with 1", field="plan.number"
+            )
         known = self.receipts.get(plan.number)
         running = self.running
         if known is not None:
@@ -92,14 +114,24 @@ class Session:
             return running
         newest = running.number if running is not None else self.finished
         if plan.number <= newest:
-            raise PlanOutOfOrderError(f"plan {newest} has started here", field="plan.number")
+            raise PlanOutOfOrderError(
+                f"plan {newest} of the session was started here, so that plan {plan.number} is "
+                "void or its receipt is no longer kept",
+                field="plan.number",
+            )
         if plan.resync:
             return None
         if running is not None:
-            raise PlanOutOfOrderError(f"plan {newest} has not finished", field="plan.previous")
+            raise PlanOutOfOrderError(
+                f"plan {newest} of the session has not finished: send its missing layers, or abort "
+                "it at the control plane",
+                field="plan.previous",
+            )
         if plan.previous != self.finished:
             raise PlanOutOfOrderError(
-                f"the plan that finished last is {self.finished}", field="plan.previous"
+                f"the plan follows plan {plan.previous}, and the session's last one to finish here "
+                f"is {self.finished}: start the plans between first",
+                field="plan.previous",
             )
         return None
 
@@ -113,21 +145,14 @@ class Session:
 
 
 class Sessions:
-    """The open sessions and the fenced ones. Ids are never given twice, so a fence is for good."""
+    """The open sessions, and the ended ones: a session that has ended is never opened again."""
 
     def __init__(self) -> None:
-        self.max_session_id = 0
         self._open: dict[int, Session] = {}
-        self._fenced: set[int] = set()
-        # Ids up to here are dead unless open, so that the set can stay small.
-        self._fenced_through = 0
+        self._ended = EndedSessions()
 
     def __len__(self) -> int:
         return len(self._open)
-
-    def ids(self) -> list[int]:
-        """The open sessions."""
-        return list(self._open)
 
     def running(self) -> list[Run]:
         """The plans that have started and not finished."""
@@ -136,52 +161,72 @@ class Sessions:
     def open(self, grant: pb.SessionGrant) -> Session:
         """The session of a verified grant; made when it is new.
 
-        Raises SessionExpiredError when it was fenced, InvalidRequestError for numbers out of range.
+        Raises SessionExpiredError when it has ended, InvalidRequestError for numbers out of range.
         """
-        if not 1 <= grant.session_id <= _MAX_NUMBER:
-            raise InvalidRequestError("must be above 0", field="grant.session_id")
+        session_id = grant.session.session_id
+        if not 1 <= session_id <= MAX_SESSION_ID:
+            raise InvalidRequestError(
+                f"must be 1 to {MAX_SESSION_ID}, is {session_id}", field="grant.session.session_id"
+            )
+        check_ordinal(grant.ordinal, "grant.ordinal")
         if not 1 <= grant.max_plans_in_flight <= MAX_PLANS_IN_FLIGHT:
             raise InvalidRequestError(
-                f"must be 1 to {MAX_PLANS_IN_FLIGHT}", field="grant.max_plans_in_flight"
+                f"must be 1 to {MAX_PLANS_IN_FLIGHT}, is {grant.max_plans_in_flight}",
+                field="grant.max_plans_in_flight",
             )
-        session = self._open.get(grant.session_id)
-        if session is not None:
-            return session
-        if grant.session_id in self._fenced or grant.session_id <= self._fenced_through:
+        if grant.ordinal in self._ended:
             raise SessionExpiredError(
-                f"session {grant.session_id} has ended", field="grant.session_id"
+                f"session {session_id} has ended: open another one", field="grant.session"
             )
-        session = Session(grant.session_id, grant.max_plans_in_flight)
-        self._open[session.id] = session
-        self.max_session_id = max(self.max_session_id, session.id)
+        session = self._open.get(session_id)
+        if session is None:
+            session = Session(grant.session, grant.ordinal, grant.tenant, grant.max_plans_in_flight)
+            self._open[session_id] = session
+        elif session.ordinal != grant.ordinal:
+            raise InvalidRequestError(
+                f"session {session_id} is the pool's session {session.ordinal}, not "
+                f"{grant.ordinal}",
+                field="grant.ordinal",
+            )
         return session
 
     def get(self, session_id: int) -> Session:
-        """An open session. Raises SessionExpiredError or SessionNotFoundError."""
+        """An open session. Raises SessionExpiredError."""
         session = self._open.get(session_id)
-        if session is not None:
-            return session
-        if session_id <= self.max_session_id:
-            raise SessionExpiredError(f"session {session_id} is not open")
-        raise SessionNotFoundError(f"session {session_id} was never opened here")
+        if session is None:
+            raise SessionExpiredError(
+                f"session {session_id} is not open here: it has ended, or its grant was not shown"
+            )
+        return session
 
-    def fence(self, session_id: int) -> None:
-        """End a session, open or not: its id is refused from now on."""
+    def fence(self, session_id: int, ordinal: int) -> None:
+        """End a session, open or not: its grant is refused from now on."""
         self._open.pop(session_id, None)
-        self.max_session_id = max(self.max_session_id, session_id)
-        if session_id > self._fenced_through:
-            self._fenced.add(session_id)
-        if len(self._fenced) > _MAX_REMEMBERED_FENCES:
-            self._fenced_through = min(self._fenced)
-            self._fenced.discard(self._fenced_through)
+        self._ended.add(ordinal)
 
-    def close_all(self) -> None:
-        """End every session: ids seen so far are refused from now on."""
+    def end_all(self, *, same_key: bool) -> None:
+        """End every open session. Under another key no earlier grant is valid any more, and
+        ordinals begin anew.
+        """
+        if same_key:
+            for session in self._open.values():
+                self._ended.add(session.ordinal)
+        else:
+            self._ended = EndedSessions()
         self._open.clear()
-        self._fenced.clear()
-        self._fenced_through = self.max_session_id
+
+
+def check_ordinal(ordinal: int, field: str) -> None:
+    """Raise InvalidRequestError unless a session can have this ordinal."""
+    if not 1 <= ordinal <= _MAX_NUMBER:
+        raise InvalidRequestError(
+            f"{ordinal} is no ordinal of a session: they begin with 1", field=field
+        )
 
 
 def _check_digest(known: bytes, digest: bytes) -> None:
     if known != digest:
-        raise PlanConflictError("was shown with another content", field="plan.number")
+        raise PlanConflictError(
+            "another plan of this number was started here: it goes on when it is shown again",
+            field="plan.number",
+        )

@@ -1,13 +1,23 @@
-"""Applies a plan's changes to the resident tables, checking every field and every generation.
+"""Applies a plan's changes to the block tables, checking every field and every generation.
 
-Run it inside ``ResidentTables.transaction``: what fails half way is undone there.
+Entries of all changes are checked and counted as whole columns; the loop over changes only puts
+tables together. A plan may allocate a block that its own session still refers to, or allocate one
+twice, as long as no table refers to a former generation when all changes are made.
+
+Run it inside ``BlockTables.transaction``: what fails half way is undone there.
 """
 
 from __future__ import annotations
 
-from array import array
+from collections import Counter
+from dataclasses import dataclass, field
 
-from data_plane.plans.block_tables import ResidentTables, Table
+import numpy as np
+from numpy.typing import NDArray
+
+from data_plane.plans.block_tables import BlockTables, Table, no_table
+from data_plane.plans.plan_columns import Mask, check_groups, ints, limits_of_tiers, refuse
+from kvplane import columns
 from kvplane.errors import (
     BlockInUseError,
     InvalidRequestError,
@@ -16,128 +26,385 @@ from kvplane.errors import (
 )
 from kvplane.v1 import types_pb2 as pb
 
-HandedOut = set[tuple["pb.Tier", int, int]]
-"""(tier, index, generation) of blocks that a plan hands out."""
-
 _MAX_GENERATION = 2**63 - 2
+_AT = "plan.changes"
+_SET, _REPLACE, _FORK, _DROP = (
+    pb.TABLE_CHANGE_KIND_SET,
+    pb.TABLE_CHANGE_KIND_REPLACE,
+    pb.TABLE_CHANGE_KIND_FORK,
+    pb.TABLE_CHANGE_KIND_DROP,
+)
 
 
-def apply_changes(tables: ResidentTables, session_id: int, plan: pb.Plan) -> HandedOut:
-    """Apply ``plan.changes`` in order. Returns the blocks that the plan hands out.
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """The blocks of one tier that a plan allocates; one may come again with a higher generation."""
+
+    blocks: NDArray[np.int64]
+    generations: NDArray[np.int64]
+    former_generations: NDArray[np.int64]
+    """Those that these generations follow."""
+
+    def pairs(self) -> set[tuple[int, int]]:
+        """(block, generation) of each."""
+        return set(zip(self.blocks.tolist(), self.generations.tolist(), strict=True))
+
+    def former_pairs(self) -> set[tuple[int, int]]:
+        """(block, former generation) of each."""
+        return set(zip(self.blocks.tolist(), self.former_generations.tolist(), strict=True))
+
+
+AllocatedBlocks = dict["pb.Tier", Allocated]
+"""By tier; a tier without any is not in it."""
+
+
+def apply_changes(tables: BlockTables, session_id: int, plan: pb.Plan) -> AllocatedBlocks:
+    """Apply ``plan.changes`` in order. Returns the blocks that the plan allocates.
 
     Raises InvalidRequestError, SequenceNotFoundError, StaleGenerationError and BlockInUseError,
     each naming its field.
     """
-    return _Changes(tables, session_id).apply(plan)
+    changes = _Changes.read(tables, plan.changes)
+    allocated = _allocate(tables, changes)
+    _check_generations(tables, changes, allocated)
+    counts = _Counts()
+    if plan.resync:
+        for sequence_id, table in list(tables.of_session(session_id).items()):
+            tables.put(session_id, sequence_id, None)
+            counts.remove(table)
+    _change_tables(tables, session_id, changes, counts)
+    _check_no_stale_references(tables, session_id, changes, allocated, counts)
+    counts.apply(tables)
+    return allocated
 
 
+@dataclass(frozen=True, slots=True)
 class _Changes:
-    """One plan's changes on their way into the tables."""
+    """The columns of ``plan.changes``, checked one by one. C changes set E entries in all."""
 
-    def __init__(self, tables: ResidentTables, session_id: int) -> None:
-        self._tables = tables
-        self._session_id = session_id
-        self._handed_out: HandedOut = set()
-        # Blocks handed out while the same session still names them: it may drop the old name later
-        # in the plan, and must have done so by the end.
-        self._still_named: set[tuple[pb.Tier, int]] = set()
+    kinds: NDArray[np.int64]
+    sequence_ids: NDArray[np.int64]
+    tiers: NDArray[np.int64]
+    first_blocks: NDArray[np.int64]
+    num_blocks: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    """[forks]."""
+    blocks: NDArray[np.int64]
+    """[E]."""
+    generations: NDArray[np.int64]
+    """[E]."""
+    allocated: Mask
+    """[E]."""
+    entry_tiers: NDArray[np.int64]
+    """[E]."""
 
-    def apply(self, plan: pb.Plan) -> HandedOut:
-        if plan.resync:
-            self._tables.drop_session(self._session_id)
-        for i, change in enumerate(plan.changes):
-            at = f"plan.changes[{i}]"
-            if change.sequence_id < 1:
-                raise InvalidRequestError("must be above 0", field=f"{at}.sequence_id")
-            if change.group != 0:
-                raise InvalidRequestError("no such layer group", field=f"{at}.group")
-            kind = change.WhichOneof("change")
-            if kind == "set":
-                self._set_blocks(change.sequence_id, change.set, f"{at}.set")
-            elif kind == "fork":
-                self._fork(change.sequence_id, change.fork, f"{at}.fork")
-            elif kind == "drop":
-                self._tables.get(self._session_id, change.sequence_id, f"{at}.sequence_id")
-                self._tables.drop(self._session_id, change.sequence_id)
-            else:
-                raise InvalidRequestError("must be set", field=f"{at}.change")
-        self._tables.check_present(self._session_id, self._still_named)
-        return self._handed_out
-
-    def _set_blocks(self, sequence_id: int, change: pb.SetBlocks, at: str) -> None:
-        tables, session_id = self._tables, self._session_id
-        blocks = change.blocks
-        num_blocks_of_tier = check_tier(tables, blocks.tier, f"{at}.blocks.tier")
-        num_blocks = len(blocks.indices)
-        if len(blocks.generations) != num_blocks:
-            raise InvalidRequestError("one a block", field=f"{at}.blocks.generations")
-        if len(change.fresh) != num_blocks:
-            raise InvalidRequestError("one a block", field=f"{at}.fresh")
-        table = tables.find(session_id, sequence_id)
-        if table is None or change.replace:
-            tables.put(session_id, sequence_id, table := Table(blocks.tier))
-        elif table.tier != blocks.tier:
-            raise InvalidRequestError(
-                "differs from the table's, which is not replaced", field=f"{at}.blocks.tier"
-            )
-        if not 0 <= change.first_block <= len(table.blocks):
-            raise InvalidRequestError("is past the table's end", field=f"{at}.first_block")
-        if change.first_block + num_blocks > num_blocks_of_tier:
-            raise InvalidRequestError("more than the pool has", field=f"{at}.blocks.indices")
-        for j in range(num_blocks):
-            where = f"{at}.blocks"
-            index, generation = blocks.indices[j], blocks.generations[j]
-            if not 0 <= index < num_blocks_of_tier:
-                raise InvalidRequestError("no such block", field=f"{where}.indices[{j}]")
-            if change.fresh[j]:
-                self._hand_out(blocks.tier, index, generation, f"{where}.generations[{j}]")
-            else:
-                check_generation(
-                    tables, blocks.tier, index, generation, f"{where}.generations[{j}]"
-                )
-        tables.splice(
-            session_id,
-            sequence_id,
-            change.first_block,
-            array("q", blocks.indices),
-            array("q", blocks.generations),
+    @classmethod
+    def read(cls, tables: BlockTables, message: pb.TableChanges) -> _Changes:
+        kinds = ints(columns.UINT8, message.kinds, f"{_AT}.kinds")
+        num = len(kinds)
+        refuse(
+            (kinds < _SET) | (kinds > _DROP),
+            InvalidRequestError,
+            lambda i: f"{kinds[i]} is no kind of change: see TableChangeKind",
+            f"{_AT}.kinds",
+        )
+        sequence_ids = ints(columns.INT64, message.sequence_ids, f"{_AT}.sequence_ids", num)
+        refuse(
+            sequence_ids < 1,
+            InvalidRequestError,
+            lambda i: f"{sequence_ids[i]} is no sequence: ids are at least 1",
+            f"{_AT}.sequence_ids",
+        )
+        check_groups(message.groups, num, f"{_AT}.groups")
+        sets = (kinds == _SET) | (kinds == _REPLACE)
+        tiers = ints(columns.UINT8, message.tiers, f"{_AT}.tiers", num)
+        limits = limits_of_tiers(tables.num_blocks)
+        refuse(
+            np.where(sets, limits[tiers] < 0, tiers != 0),
+            InvalidRequestError,
+            lambda i: (
+                f"{tiers[i]} is no tier" if sets[i] else "must be 0: only SET and REPLACE have one"
+            ),
+            f"{_AT}.tiers",
+        )
+        first_blocks = ints(columns.INT32, message.first_blocks, f"{_AT}.first_blocks", num)
+        refuse(
+            np.where(sets, first_blocks < 0, first_blocks != 0),
+            InvalidRequestError,
+            lambda i: (
+                f"{first_blocks[i]} is no entry of a table"
+                if sets[i]
+                else "must be 0: only SET and REPLACE have one"
+            ),
+            f"{_AT}.first_blocks",
+        )
+        num_blocks = ints(columns.INT32, message.num_blocks, f"{_AT}.num_blocks", num)
+        refuse(
+            np.where(kinds == _DROP, num_blocks != 0, num_blocks < 0),
+            InvalidRequestError,
+            lambda i: f"{num_blocks[i]} is no number of blocks of such a change",
+            f"{_AT}.num_blocks",
+        )
+        parents = ints(
+            columns.INT64,
+            message.parent_sequence_ids,
+            f"{_AT}.parent_sequence_ids",
+            int(np.count_nonzero(kinds == _FORK)),
+        )
+        num_entries = int(num_blocks[sets].sum())
+        blocks = ints(columns.INT32, message.indices, f"{_AT}.indices", num_entries)
+        entry_tiers = np.repeat(tiers[sets], num_blocks[sets])
+        refuse(
+            (blocks < 0) | (blocks >= limits[entry_tiers]),
+            InvalidRequestError,
+            lambda i: (
+                f"there is no block {blocks[i]} in this tier: it has {limits[entry_tiers[i]]}"
+            ),
+            f"{_AT}.indices",
+        )
+        generations = ints(columns.INT64, message.generations, f"{_AT}.generations", num_entries)
+        allocated = ints(columns.UINT8, message.allocated, f"{_AT}.allocated", num_entries)
+        refuse(
+            allocated > 1,
+            InvalidRequestError,
+            lambda i: f"must be 0 or 1, is {allocated[i]}",
+            f"{_AT}.allocated",
+        )
+        return cls(
+            kinds,
+            sequence_ids,
+            tiers,
+            first_blocks,
+            num_blocks,
+            parents,
+            blocks,
+            generations,
+            allocated == 1,
+            entry_tiers,
         )
 
-    def _hand_out(self, tier: pb.Tier, index: int, generation: int, field: str) -> None:
-        present = self._tables.generation(tier, index)
-        if not present < generation <= _MAX_GENERATION:
-            raise StaleGenerationError(
-                f"a block handed out must be of a generation above {present}", field=field
-            )
-        for session_id in self._tables.naming_sessions(tier, index):
-            if session_id != self._session_id:
-                raise BlockInUseError(f"another session names block {index}", field=field)
-            self._still_named.add((tier, index))
-        self._tables.hand_out(tier, index, generation)
-        self._handed_out.add((tier, index, generation))
 
-    def _fork(self, sequence_id: int, change: pb.ForkTable, at: str) -> None:
-        if change.parent_sequence_id == sequence_id:
-            raise InvalidRequestError("is the sequence itself", field=f"{at}.parent_sequence_id")
-        parent = self._tables.find(self._session_id, change.parent_sequence_id)
-        if parent is None:
-            raise SequenceNotFoundError("has no table", field=f"{at}.parent_sequence_id")
-        if not 0 <= change.num_blocks <= len(parent.blocks):
-            raise InvalidRequestError("more than the parent has", field=f"{at}.num_blocks")
-        self._tables.put(self._session_id, sequence_id, parent.copy(change.num_blocks))
+@dataclass(slots=True)
+class _Counts:
+    """Table entries that the changes add and remove, by tier: (blocks, generations) pieces."""
+
+    added: dict[pb.Tier, list[Table]] = field(default_factory=dict)
+    removed: dict[pb.Tier, list[Table]] = field(default_factory=dict)
+
+    def add(self, table: Table) -> None:
+        self.added.setdefault(table.tier, []).append(table)
+
+    def remove(self, table: Table) -> None:
+        self.removed.setdefault(table.tier, []).append(table)
+
+    def apply(self, tables: BlockTables) -> None:
+        for pieces, num in ((self.added, 1), (self.removed, -1)):
+            for tier, parts in pieces.items():
+                tables.add_references(tier, np.concatenate([part.blocks for part in parts]), num)
 
 
-def check_tier(tables: ResidentTables, tier: pb.Tier, field: str) -> int:
-    """The number of blocks of ``tier``. Raises InvalidRequestError for an unknown one."""
-    if tier not in tables.num_blocks:
-        raise InvalidRequestError(f"{tier} is no tier", field=field)
-    return tables.num_blocks[tier]
+def _allocate(tables: BlockTables, changes: _Changes) -> AllocatedBlocks:
+    """Give the allocated blocks their generations."""
+    allocated: AllocatedBlocks = {}
+    if not changes.allocated.any():
+        return allocated
+    for tier, present in tables.generations.items():
+        entries = np.flatnonzero(changes.allocated & (changes.entry_tiers == tier))
+        if not len(entries):
+            continue
+        # By block, and in the order of the changes where a block comes again.
+        entries = entries[np.argsort(changes.blocks[entries], kind="stable")]
+        blocks, generations = changes.blocks[entries], changes.generations[entries]
+        former = present[blocks]
+        again = np.flatnonzero(blocks[1:] == blocks[:-1]) + 1
+        former[again] = generations[again - 1]
+        bad = np.zeros(len(changes.blocks), np.bool_)
+        bad[entries] = (generations <= former) | (generations > _MAX_GENERATION)
+        _refuse_generations(
+            bad,
+            changes,
+            "a plan that allocates it has to name a higher one",
+            np.where(bad, present[np.where(bad, changes.blocks, 0)], 0),
+        )
+        allocated[tier] = Allocated(blocks, generations, former)
+        tables.allocate(tier, blocks, generations)
+    return allocated
 
 
-def check_generation(
-    tables: ResidentTables, tier: pb.Tier, index: int, generation: int, field: str
+def _check_generations(tables: BlockTables, changes: _Changes, allocated: AllocatedBlocks) -> None:
+    """Entries that are not allocated must be of the present generation, or of one that this very
+    plan ends.
+    """
+    for tier, present in tables.generations.items():
+        others = ~changes.allocated & (changes.entry_tiers == tier)
+        if not others.any():
+            continue
+        now = present[np.where(others, changes.blocks, 0)]
+        bad = others & ((changes.generations != now) | (now < 1))
+        if bad.any() and tier in allocated:
+            ended = allocated[tier].former_pairs()
+            for i in np.flatnonzero(bad).tolist():
+                pair = int(changes.blocks[i]), int(changes.generations[i])
+                bad[i] = pair[1] < 1 or pair not in ended
+        _refuse_generations(bad, changes, "it was allocated again since, or never", now)
+
+
+def _refuse_generations(
+    bad: Mask, changes: _Changes, reason: str, present: NDArray[np.int64]
 ) -> None:
-    """Raise StaleGenerationError unless ``generation`` is the block's present one."""
-    present = tables.generation(tier, index)
-    if generation != present or generation < 1:
-        raise StaleGenerationError(f"block {index} is of generation {present}", field=field)
+    refuse(
+        bad,
+        StaleGenerationError,
+        lambda i: (
+            f"block {changes.blocks[i]} is of generation {present[i]}, the plan names "
+            f"{changes.generations[i]}: {reason}"
+        ),
+        f"{_AT}.generations",
+    )
+
+
+def _change_tables(
+    tables: BlockTables, session_id: int, changes: _Changes, counts: _Counts
+) -> None:
+    blocks = changes.blocks.astype(np.int32)
+    entry = num_forks = 0
+    for i, (kind, sequence_id, tier, first, num) in enumerate(
+        zip(
+            changes.kinds.tolist(),
+            changes.sequence_ids.tolist(),
+            changes.tiers.tolist(),
+            changes.first_blocks.tolist(),
+            changes.num_blocks.tolist(),
+            strict=True,
+        )
+    ):
+        table = tables.of_session(session_id).get(sequence_id)
+        if kind in (_SET, _REPLACE):
+            end = entry + num
+            piece = Table(tier, blocks[entry:end], changes.generations[entry:end])
+            entry = end
+            old = table if kind == _SET else None
+            if old is not table:
+                counts.remove(table)  # type: ignore[arg-type]
+            made = _set_entries(tables, old, piece, first, counts, i)
+        elif kind == _FORK:
+            made = _fork(tables, session_id, sequence_id, changes, num_forks, num)
+            num_forks += 1
+            counts.add(made)
+            if table is not None:
+                counts.remove(table)
+        else:
+            if table is None:
+                raise SequenceNotFoundError(no_table(sequence_id), field=f"{_AT}.sequence_ids[{i}]")
+            counts.remove(table)
+            tables.put(session_id, sequence_id, None)
+            continue
+        tables.put(session_id, sequence_id, made)
+
+
+def _set_entries(
+    tables: BlockTables, old: Table | None, piece: Table, first: int, counts: _Counts, i: int
+) -> Table:
+    """The table with the entries of ``piece`` from ``first`` on. ``i``: the change, for errors."""
+    if old is not None and old.tier != piece.tier:
+        raise InvalidRequestError(
+            "the table is in the other tier: only REPLACE may change it", field=f"{_AT}.tiers[{i}]"
+        )
+    length = len(old.blocks) if old is not None else 0
+    if first > length:
+        raise InvalidRequestError(
+            f"the table has {length} entries, so that the first one set is {length} at most",
+            field=f"{_AT}.first_blocks[{i}]",
+        )
+    end = first + len(piece.blocks)
+    if end > tables.num_blocks[piece.tier]:
+        raise InvalidRequestError(
+            f"the table would have {end} entries, more than its tier has blocks",
+            field=f"{_AT}.num_blocks[{i}]",
+        )
+    counts.add(piece)
+    if old is None:
+        return Table(piece.tier, piece.blocks.copy(), piece.generations.copy())
+    if first < length:
+        counts.remove(Table(old.tier, old.blocks[first:end], old.generations[first:end]))
+    return Table(
+        piece.tier,
+        np.concatenate((old.blocks[:first], piece.blocks, old.blocks[end:])),
+        np.concatenate((old.generations[:first], piece.generations, old.generations[end:])),
+    )
+
+
+def _fork(
+    tables: BlockTables,
+    session_id: int,
+    sequence_id: int,
+    changes: _Changes,
+    fork: int,
+    num_blocks: int,
+) -> Table:
+    """A copy of a parent's first entries. ``fork``: which of the plan's forks it is."""
+    parent_id = int(changes.parents[fork])
+    at = f"{_AT}.parent_sequence_ids[{fork}]"
+    if parent_id == sequence_id:
+        raise InvalidRequestError("a sequence can not be forked from itself", field=at)
+    parent = tables.get(session_id, parent_id, at)
+    if num_blocks > len(parent.blocks):
+        i = np.flatnonzero(changes.kinds == _FORK)[fork]
+        raise InvalidRequestError(
+            f"the parent's table has {len(parent.blocks)} entries, not {num_blocks}",
+            field=f"{_AT}.num_blocks[{i}]",
+        )
+    return Table(
+        parent.tier, parent.blocks[:num_blocks].copy(), parent.generations[:num_blocks].copy()
+    )
+
+
+def _check_no_stale_references(
+    tables: BlockTables,
+    session_id: int,
+    changes: _Changes,
+    allocated: AllocatedBlocks,
+    counts: _Counts,
+) -> None:
+    """No table may refer to a former generation of a block that the plan allocates.
+
+    All references to such a block that were there before are of former generations, and only this
+    session's can have gone since, so that what is left over is found by counting.
+    """
+    for tier, new in allocated.items():
+        left = Counter[int]()
+        for pieces, sign in ((counts.added, 1), (counts.removed, -1)):
+            parts = pieces.get(tier)
+            if parts:
+                blocks = np.concatenate([part.blocks for part in parts])
+                generations = np.concatenate([part.generations for part in parts])
+                for block in blocks[generations != tables.generations[tier][blocks]].tolist():
+                    left[block] += sign
+        before = tables.ref_counts[tier][new.blocks]
+        if before.any():
+            for block, num in set(zip(new.blocks.tolist(), before.tolist(), strict=True)):
+                left[block] += num
+        for block, num in left.items():
+            if num != 0:
+                _refuse_stale_reference(tables, session_id, changes, tier, block)
+
+
+def _refuse_stale_reference(
+    tables: BlockTables, session_id: int, changes: _Changes, tier: pb.Tier, block: int
+) -> None:
+    entry = np.flatnonzero(
+        changes.allocated & (changes.entry_tiers == tier) & (changes.blocks == block)
+    )[-1]
+    at = f"{_AT}.generations[{entry}]"
+    generation = tables.generations[tier][block]
+    for sequence_id, table in tables.of_session(session_id).items():
+        of_block = table.blocks == block
+        if table.tier == tier and (table.generations[of_block] != generation).any():
+            raise StaleGenerationError(
+                f"block {block} is allocated while the table of sequence {sequence_id} refers to "
+                "it: the plan has to drop that entry",
+                field=at,
+            )
+    raise BlockInUseError(
+        f"block {block} is allocated while a table of another session refers to it", field=at
+    )

@@ -7,15 +7,21 @@ ones of the same direction make one call of a kernel, which keeps their order.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from data_plane.plans.block_tables import ResidentTables
-from data_plane.plans.table_changes import HandedOut, check_generation, check_tier
+from data_plane.plans.block_tables import BlockTables
+from data_plane.plans.plan_columns import Mask, check_groups, ints, limits_of_tiers, refuse
+from data_plane.plans.table_changes import AllocatedBlocks
+from kvplane import columns
 from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.v1 import types_pb2 as pb
+
+_AT = "plan.transfers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,42 +34,152 @@ class Batch:
     """[num_blocks, 2] int64, CPU: source index, destination index."""
 
 
-def check_transfers(tables: ResidentTables, plan: pb.Plan, handed_out: HandedOut) -> None:
-    """Check ``plan.transfers`` against the tables after the plan's changes.
+@dataclass(frozen=True, slots=True)
+class TransferEnds:
+    """The blocks that transfers read, or those that they write; one element for each transfer."""
 
-    Raises InvalidRequestError and StaleGenerationError, naming the field.
-    """
-    for i, transfer in enumerate(plan.transfers):
-        at = f"plan.transfers[{i}]"
-        if transfer.group != 0:
-            raise InvalidRequestError("no such layer group", field=f"{at}.group")
-        source, destination = transfer.source, transfer.destination
-        for ref, where in ((source, f"{at}.source"), (destination, f"{at}.destination")):
-            if not 0 <= ref.index < check_tier(tables, ref.tier, f"{where}.tier"):
-                raise InvalidRequestError("no such block", field=f"{where}.index")
-        if source.tier == destination.tier == pb.TIER_HOST:
-            raise InvalidRequestError("host to host is no transfer", field=f"{at}.destination.tier")
-        if (source.tier, source.index) == (destination.tier, destination.index):
-            raise InvalidRequestError("is the source", field=f"{at}.destination.index")
-        if (destination.tier, destination.index, destination.generation) not in handed_out:
-            raise StaleGenerationError(
-                f"block {destination.index} is not handed out by this plan",
-                field=f"{at}.destination.generation",
+    tiers: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    generations: NDArray[np.int64]
+
+
+_NONE = TransferEnds(*(np.zeros(0, np.int64) for _ in range(3)))
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """The columns of ``plan.transfers``, checked one by one."""
+
+    sources: TransferEnds
+    destinations: TransferEnds
+
+    @classmethod
+    def read(cls, num_blocks: dict[pb.Tier, int], message: pb.Transfers) -> Transfers:
+        """Raises InvalidRequestError. ``num_blocks``: of each tier."""
+        if not message.ByteSize():
+            return cls(_NONE, _NONE)
+        sources = _read_ends(
+            num_blocks,
+            "source",
+            message.source_tiers,
+            message.source_indices,
+            message.source_generations,
+            None,
+        )
+        num = len(sources.blocks)
+        destinations = _read_ends(
+            num_blocks,
+            "destination",
+            message.destination_tiers,
+            message.destination_indices,
+            message.destination_generations,
+            num,
+        )
+        check_groups(message.groups, num, f"{_AT}.groups")
+        same_tier = sources.tiers == destinations.tiers
+        refuse(
+            same_tier & (sources.tiers == pb.TIER_HOST),
+            InvalidRequestError,
+            lambda i: "blocks are not copied inside the host tier",
+            f"{_AT}.destination_tiers",
+        )
+        refuse(
+            same_tier & (sources.blocks == destinations.blocks),
+            InvalidRequestError,
+            lambda i: "a block can not be copied to itself",
+            f"{_AT}.destination_indices",
+        )
+        return cls(sources, destinations)
+
+    def __len__(self) -> int:
+        return len(self.sources.blocks)
+
+    def check_generations(self, tables: BlockTables, allocated: AllocatedBlocks) -> None:
+        """Refuse what does not fit the tables after the plan's changes: a destination that the plan
+        does not allocate, and a source that is of a former generation. Raises StaleGenerationError.
+        """
+        if not len(self):
+            return
+        present, of_plan = _look_up(self.sources, tables, allocated)
+        refuse(
+            ~of_plan & ((self.sources.generations != present) | (present < 1)),
+            StaleGenerationError,
+            lambda i: (
+                f"block {self.sources.blocks[i]} is of generation {present[i]}, the plan names "
+                f"{self.sources.generations[i]}: it was allocated again since, or never"
+            ),
+            f"{_AT}.source_generations",
+        )
+        _, of_plan = _look_up(self.destinations, tables, allocated)
+        refuse(
+            ~of_plan,
+            StaleGenerationError,
+            lambda i: (
+                f"block {self.destinations.blocks[i]} is not allocated by this plan, so that it "
+                "may hold what is still needed"
+            ),
+            f"{_AT}.destination_generations",
+        )
+
+    def batches(self) -> list[Batch]:
+        """To be run one after the other."""
+        if not len(self):
+            return []
+        sources, destinations = self.sources, self.destinations
+        pairs = np.stack((sources.blocks, destinations.blocks), axis=1)
+        turns = np.flatnonzero((np.diff(sources.tiers) != 0) | (np.diff(destinations.tiers) != 0))
+        bounds = [0, *(turns + 1).tolist(), len(self)]
+        return [
+            Batch(
+                cast(pb.Tier, int(sources.tiers[begin])),
+                cast(pb.Tier, int(destinations.tiers[begin])),
+                torch.from_numpy(pairs[begin:end]),
             )
-        if (source.tier, source.index, source.generation) not in handed_out:
-            check_generation(
-                tables, source.tier, source.index, source.generation, f"{at}.source.generation"
-            )
+            for begin, end in itertools.pairwise(bounds)
+        ]
 
 
-def cut_into_batches(transfers: Iterable[pb.Transfer]) -> list[Batch]:
-    """The batches, to be run one after the other."""
+def _look_up(
+    ends: TransferEnds, tables: BlockTables, allocated: AllocatedBlocks
+) -> tuple[NDArray[np.int64], Mask]:
+    """The present generation of each block, and whether the plan allocates it as it is named."""
+    present = np.zeros(len(ends.blocks), np.int64)
+    of_plan = np.zeros(len(ends.blocks), np.bool_)
+    for tier, generations in tables.generations.items():
+        of_tier = ends.tiers == tier
+        blocks = ends.blocks[of_tier]
+        present[of_tier] = generations[blocks]
+        if tier in allocated:
+            of_plan[of_tier] = np.isin(blocks, allocated[tier].blocks)
+    # A plan may allocate a block twice, and fill it each time.
+    for i in np.flatnonzero(of_plan & (ends.generations != present)).tolist():
+        pair = int(ends.blocks[i]), int(ends.generations[i])
+        of_plan[i] = pair in allocated[cast(pb.Tier, int(ends.tiers[i]))].pairs()
+    return present, of_plan
 
-    def direction(transfer: pb.Transfer) -> tuple[pb.Tier, pb.Tier]:
-        return transfer.source.tier, transfer.destination.tier
 
-    batches = []
-    for (source_tier, destination_tier), group in itertools.groupby(transfers, direction):
-        pairs = torch.tensor([(t.source.index, t.destination.index) for t in group])
-        batches.append(Batch(source_tier, destination_tier, pairs))
-    return batches
+def _read_ends(
+    num_blocks: dict[pb.Tier, int],
+    name: str,
+    tiers_column: bytes,
+    indices_column: bytes,
+    generations_column: bytes,
+    length: int | None,
+) -> TransferEnds:
+    tiers = ints(columns.UINT8, tiers_column, f"{_AT}.{name}_tiers", length)
+    limits = limits_of_tiers(num_blocks)
+    refuse(
+        limits[tiers] < 0,
+        InvalidRequestError,
+        lambda i: f"{tiers[i]} is no tier",
+        f"{_AT}.{name}_tiers",
+    )
+    blocks = ints(columns.INT32, indices_column, f"{_AT}.{name}_indices", len(tiers))
+    refuse(
+        (blocks < 0) | (blocks >= limits[tiers]),
+        InvalidRequestError,
+        lambda i: f"there is no block {blocks[i]} in this tier: it has {limits[tiers[i]]}",
+        f"{_AT}.{name}_indices",
+    )
+    generations = ints(columns.INT64, generations_column, f"{_AT}.{name}_generations", len(tiers))
+    return TransferEnds(tiers, blocks, generations)

@@ -1,5 +1,4 @@
-"""Who may speak: the key, the names of this life, and the check that a signed payload was written
-for them.
+"""Checks that a signed payload was written by this pool's control plane for this very process.
 
 Nothing that fails here is looked at any further, so that a forged or outdated payload never reaches
 tables or kernels.
@@ -7,8 +6,9 @@ tables or kernels.
 
 from __future__ import annotations
 
-import secrets
-from typing import TypeVar
+import threading
+import time
+from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -17,24 +17,38 @@ from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
     PoolNotReadyError,
+    ProtocolMismatchError,
     StaleEpochError,
     StaleIncarnationError,
 )
+from kvplane.protocol import PAYLOAD_VERSION, refuse_unknown_fields
 from kvplane.v1 import types_pb2 as pb
 
 Payload = TypeVar("Payload", pb.Plan, pb.SessionGrant)
 
+_MAX_EPOCH: Final = 2**64 - 1
 
-class Authority:
+
+class Verifier:
     """Holds the epoch, the incarnation and the key. Signs receipts, verifies grants and plans."""
 
-    def __init__(self, pool_id: str, shard_index: int, num_shards: int) -> None:
+    def __init__(self, pool_id: str, shard_index: int, num_shards: int, epoch: int = 0) -> None:
+        """``epoch``: above that of the process whose place this one takes; 0 takes the clock's
+        nanoseconds.
+        """
+        if not 0 <= epoch <= _MAX_EPOCH:
+            raise InvalidRequestError(f"must be 0 to {_MAX_EPOCH}, is {epoch}", field="epoch")
         self.pool_id = pool_id
         self.shard_index = shard_index
         self.num_shards = num_shards
-        self.epoch = secrets.randbits(63) or 1
+        self.epoch = epoch or _epochs.next()
         self.incarnation = 0
         self._key = b""
+
+    @property
+    def key_id(self) -> bytes:
+        """Names the key held; empty before there is one."""
+        return signing.key_id(self._key)
 
     def install(self, incarnation: int, key: bytes) -> None:
         """Take a control plane's key. Raises StaleIncarnationError when a higher incarnation was
@@ -42,33 +56,48 @@ class Authority:
         """
         if incarnation < max(1, self.incarnation):
             raise StaleIncarnationError(
-                f"incarnation {incarnation} comes after {self.incarnation}", field="incarnation"
+                f"a control plane of incarnation {self.incarnation} was registered with, so that "
+                f"this one of {incarnation} has been replaced: stop it",
+                field="incarnation",
             )
         if len(key) != signing.KEY_BYTES:
-            raise InvalidRequestError(f"must be {signing.KEY_BYTES} bytes", field="key")
+            raise InvalidRequestError(
+                f"must be {signing.KEY_BYTES} bytes, is {len(key)}", field="key"
+            )
         self.incarnation, self._key = incarnation, key
+
+    def check_incarnation(self, incarnation: int, field: str) -> None:
+        """Raise StaleIncarnationError unless it is the one registered with."""
+        if incarnation != self.incarnation:
+            raise StaleIncarnationError(
+                f"this data plane is registered with incarnation {self.incarnation} of the control "
+                f"plane, not {incarnation}: open another session",
+                field=field,
+            )
 
     def grant(self, signed: pb.SignedPayload) -> pb.SessionGrant:
         """A verified grant. Raises as ``plan`` does."""
         return self._read(signed, signing.GRANT, pb.SessionGrant, "grant")
 
     def plan(self, signed: pb.SignedPayload) -> pb.Plan:
-        """A verified plan of this pool, epoch and incarnation.
+        """A verified plan for this pool, epoch and incarnation.
 
         Raises PoolNotReadyError before there is a key, BadSignatureError, StaleEpochError,
-        StaleIncarnationError, and InvalidRequestError for a payload that does not parse or names
-        another pool.
+        StaleIncarnationError, ProtocolMismatchError for another version, and InvalidRequestError
+        for a payload that does not parse, is for another pool, or has fields unknown here.
         """
         return self._read(signed, signing.PLAN, pb.Plan, "plan")
 
-    def receipt(self, session_id: int, plan_number: int, plan_digest: bytes) -> pb.SignedPayload:
-        """The signed word that a plan has run."""
+    def receipt(
+        self, session: pb.SessionRef, plan_number: int, plan_digest: bytes
+    ) -> pb.SignedPayload:
+        """The signed statement that a plan has run."""
         payload = pb.Receipt(
+            version=PAYLOAD_VERSION,
+            session=session,
             pool_id=self.pool_id,
             shard_index=self.shard_index,
             epoch=self.epoch,
-            incarnation=self.incarnation,
-            session_id=session_id,
             plan_number=plan_number,
             plan_digest=plan_digest,
         ).SerializeToString()
@@ -82,31 +111,45 @@ class Authority:
         self, signed: pb.SignedPayload, want_type: str, cls: type[Payload], field: str
     ) -> Payload:
         if not self._key:
-            raise PoolNotReadyError("the data plane has not registered yet", retry_delay_s=0.5)
+            raise PoolNotReadyError(
+                "the data plane has not registered with a control plane yet: try again",
+                retry_delay_s=0.5,
+            )
         try:
             signing.verify(
                 self._key, want_type, signed.type, signed.payload, signed.signature, field=field
             )
         except BadSignatureError:
-            # A payload of an earlier life was signed with an earlier key. It is refused either way;
-            # if it says what life it is of, the caller is told that instead, because opening a new
-            # session helps then.
+            # A payload for an earlier run was signed with an earlier key. It is refused either way;
+            # if it says which run it is for, the caller is told that instead, because opening
+            # another session helps then.
             if signed.type == want_type:
                 self._refuse_if_stale(signed.payload, cls, field)
             raise
         try:
             message = cls.FromString(signed.payload)
         except DecodeError as error:
-            raise InvalidRequestError("does not parse", field=f"{field}.payload") from error
+            raise InvalidRequestError(
+                f"is no {want_type}: it does not parse", field=f"{field}.payload"
+            ) from error
+        if message.version != PAYLOAD_VERSION:
+            raise ProtocolMismatchError(
+                f"is of version {message.version}, and this data plane reads version "
+                f"{PAYLOAD_VERSION}: run both planes from the same release",
+                field=f"{field}.version",
+            )
+        refuse_unknown_fields(message, field=f"{field}.payload")
         if message.pool_id != self.pool_id:
             raise InvalidRequestError(
-                f"is not {self.pool_id!r}, the pool held here", field=f"{field}.pool_id"
+                f"is for pool {message.pool_id!r}, this is {self.pool_id!r}",
+                field=f"{field}.pool_id",
             )
         if len(message.shard_epochs) != self.num_shards:
             raise InvalidRequestError(
-                f"must name {self.num_shards} shards", field=f"{field}.shard_epochs"
+                f"has {len(message.shard_epochs)} epochs, and the pool {self.num_shards} shards",
+                field=f"{field}.shard_epochs",
             )
-        self._check_life(message, field)
+        self._check_run(message, field)
         return message
 
     def _refuse_if_stale(self, payload: bytes, cls: type[Payload], field: str) -> None:
@@ -115,14 +158,30 @@ class Authority:
         except DecodeError:
             return
         if message.pool_id == self.pool_id and len(message.shard_epochs) == self.num_shards:
-            self._check_life(message, field)
+            self._check_run(message, field)
 
-    def _check_life(self, message: pb.Plan | pb.SessionGrant, field: str) -> None:
-        if message.shard_epochs[self.shard_index] != self.epoch:
+    def _check_run(self, message: pb.Plan | pb.SessionGrant, field: str) -> None:
+        epoch = message.shard_epochs[self.shard_index]
+        if epoch != self.epoch:
             raise StaleEpochError(
-                "is not this process's epoch", field=f"{field}.shard_epochs[{self.shard_index}]"
+                f"is for epoch {epoch} of this shard, which runs with {self.epoch}: open another "
+                "session",
+                field=f"{field}.shard_epochs[{self.shard_index}]",
             )
-        if message.incarnation != self.incarnation:
-            raise StaleIncarnationError(
-                "is not the incarnation registered with", field=f"{field}.incarnation"
-            )
+        self.check_incarnation(message.session.incarnation, f"{field}.session.incarnation")
+
+
+class _Epochs:
+    """Nanoseconds since 1970, and never the same twice in a process."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._lock = threading.Lock()
+
+    def next(self) -> int:
+        with self._lock:
+            self._last = max(self._last + 1, time.time_ns())
+            return self._last
+
+
+_epochs: Final = _Epochs()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from data_plane.executor import Executor, Observer
-from data_plane.kernels.backend import KernelSet, kernels_of
+from data_plane.kernels.backend import Kernels, kernels_of
 from data_plane.kernels.devices import choose_device, this_machine
 from data_plane.memory.sizing import GPU_SCRATCH_BYTES, free_bytes, measure_num_blocks
 from data_plane.server.config import DataPlaneConfig
@@ -21,7 +21,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 
 def build_executor(
-    config: DataPlaneConfig, observe: Observer | None = None, kernels: KernelSet | None = None
+    config: DataPlaneConfig, observe: Observer | None = None, kernels: Kernels | None = None
 ) -> Executor:
     """``kernels``: those to run on; None for those of the device that the settings name.
 
@@ -53,6 +53,7 @@ def build_executor(
         num_host_blocks=config.num_host_blocks,
         device=device,
         kernels=kernels,
+        epoch=config.epoch,
         observe=observe,
     )
 

@@ -34,6 +34,12 @@ class DataPlaneConfig(ServingConfig):
         "", help="Address that clients are told, host:port; empty means the one bound."
     )
     pool_id: str = setting("default", help="The pool that this process is a shard of.")
+    epoch: int = setting(
+        0,
+        help="Number of this run, above that of the process whose place it takes; 0 takes the"
+        " clock. For a machine whose clock is behind.",
+        minimum=0,
+    )
     model: Path | None = setting(
         None, help="Folder of the Hugging Face model whose KV the pool holds."
     )

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from data_plane.executor import Executor
-from data_plane.kernels import cpu as kernels
+from data_plane.kernels.cpu import cpu_isa
 from data_plane.memory.pool import TIER_NAMES
 from kvplane.serving.metrics import LATENCY_BUCKETS_S, RpcMetrics
 
@@ -33,7 +33,7 @@ class DataPlaneMetrics:
             "tier with them.",
             ["isa"],
             registry=self.registry,
-        ).labels(kernels.cpu_isa()).set(1)
+        ).labels(cpu_isa()).set(1)
         self._command_duration = Histogram(
             "kvplane_command_duration_seconds",
             "Time that the executor takes for a command, waiting included.",
@@ -73,13 +73,13 @@ class _ExecutorCollector(Collector):
         executor = self._executor
         for name, help, value in (
             ("kvplane_resident_sessions", "Sessions open here.", executor.num_sessions),
-            ("kvplane_resident_sequences", "Resident block tables.", executor.num_sequences),
+            ("kvplane_resident_sequences", "Block tables kept here.", executor.num_sequences),
             (
                 "kvplane_published_blocks",
                 "Device blocks that hold a published prefix.",
                 executor.num_published_blocks,
             ),
-            ("kvplane_epoch", "The life of this process, as a number.", executor.epoch),
+            ("kvplane_epoch", "The number of this run of the process.", executor.epoch),
         ):
             yield GaugeMetricFamily(name, help, value=value)
         blocks = GaugeMetricFamily("kvplane_pool_blocks", "Blocks of a tier.", labels=("tier",))
@@ -100,6 +100,11 @@ class _ExecutorCollector(Collector):
                 "kvplane_attention_tokens",
                 "Query tokens attended for x layers.",
                 counters.num_attention_tokens,
+            ),
+            (
+                "kvplane_cleared_blocks",
+                "Blocks zeroed before another tenant got them.",
+                counters.num_cleared_blocks,
             ),
         ):
             yield CounterMetricFamily(name, help, value=value)

@@ -1,7 +1,7 @@
 """Keeps this process registered with its control plane, for ever.
 
-    Hello ─► Welcome ─┬─ resumed ──────────────────────────┬─► publications, fences
-                      └─ new ─► install, report, accepted ─┘   heartbeats, finished fences
+    Hello ─► Welcome ─┬─ resumed ──────────────────────────┬─► publications, fences, report requests
+                      └─ new ─► install, report, accepted ─┘   heartbeats, finished fences, reports
 
 What ends the stream (a restart, a lost network) is followed by another attempt, after a growing
 delay that is never the same for two processes.
@@ -10,7 +10,6 @@ delay that is never the same for two processes.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -90,13 +89,13 @@ class Registrar:
                 _HEARTBEAT_RANGE_S[1],
             )
             async with _beating(stream, interval_s):
-                await self._meet(stream, welcome)
+                await self._begin(stream, welcome)
                 self._delay_s = _FIRST_DELAY_S
                 _LOGGER.info(
                     "registered incarnation=%d resumed=%s", welcome.incarnation, welcome.resumed
                 )
                 await self._on_change(True)
-                await self._obey(stream)
+                await self._follow(stream)
         finally:
             stream.cancel()
 
@@ -112,33 +111,33 @@ class Registrar:
             num_host_blocks=executor.pools.host_tier.shape[0],
             address=self._address,
             incarnation=executor.incarnation,
+            key_id=executor.key_id,
         )
 
-    async def _meet(self, stream: _Stream, welcome: pb.Welcome) -> None:
-        """Go on with a control plane that knows this life, or begin anew."""
+    async def _begin(self, stream: _Stream, welcome: pb.Welcome) -> None:
+        """Go on with a control plane that knows this run, or begin anew."""
         executor = self._executor
         if welcome.resumed:
-            if welcome.incarnation != executor.incarnation:
-                raise StaleIncarnationError("resumed what was never begun", field="welcome")
+            if welcome.incarnation != executor.incarnation or not executor.key_id:
+                raise StaleIncarnationError(
+                    f"the control plane of incarnation {welcome.incarnation} resumes a "
+                    "registration that this data plane does not have: it has to begin anew",
+                    field="welcome.resumed",
+                )
             return
         await self._lane.run(lambda: executor.install(welcome.incarnation, welcome.key))
-        report = await self._lane.run(executor.report)
-        blocks = iter(report.blocks)
-        part = list(itertools.islice(blocks, _BLOCKS_PER_REPORT))
-        while True:
-            following = list(itertools.islice(blocks, _BLOCKS_PER_REPORT))
-            message = pb.BlockReport(
-                blocks=part, last=not following, max_session_id=report.max_session_id
-            )
-            await stream.send(pb.RegisterRequest(report=message))
-            if not following:
-                break
-            part = following
+        await self._report(stream)
         await stream.expect("report_accepted")
 
-    async def _obey(self, stream: _Stream) -> None:
+    async def _report(self, stream: _Stream) -> None:
+        """Send generations and publications of all blocks."""
+        for part in await self._lane.run(partial(self._executor.report, _BLOCKS_PER_REPORT)):
+            await stream.send(pb.RegisterRequest(report=part))
+
+    async def _follow(self, stream: _Stream) -> None:
         """Do as the control plane says until the stream ends."""
         executor = self._executor
+        num_reports = 0
         while True:
             response = await stream.receive()
             kind = response.WhichOneof("message")
@@ -146,12 +145,19 @@ class Registrar:
                 publications = response.publish.publications
                 await self._lane.run(partial(executor.publish, publications))
             elif kind == "fence":
-                session_id = response.fence.session_id
-                await self._lane.run(partial(executor.fence, session_id))
-                done = pb.FenceDone(session_id=session_id)
+                fence = response.fence
+                await self._lane.run(partial(executor.fence, fence.session, fence.ordinal))
+                done = pb.FenceDone(session=fence.session)
                 await stream.send(pb.RegisterRequest(fence_done=done))
+            elif kind == "report_request":
+                num_reports += 1
+                await self._report(stream)
+            elif kind == "report_accepted" and num_reports > 0:
+                num_reports -= 1
             else:
-                raise PlaneUnavailableError(f"{kind} came where it has no meaning")
+                raise PlaneUnavailableError(
+                    f"the control plane sent {kind} where it has no meaning: registering again"
+                )
 
 
 class _Stream:

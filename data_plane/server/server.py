@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, Final
 
-from data_plane.kernels.backend import KernelSet
+from data_plane.kernels.backend import Kernels
 from data_plane.server.build import build_executor
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.metrics import DataPlaneMetrics
@@ -34,7 +34,7 @@ class DataPlaneServer(PlaneServer):
 
     _registration: asyncio.Task[None]
 
-    def __init__(self, config: DataPlaneConfig, kernels: KernelSet | None = None) -> None:
+    def __init__(self, config: DataPlaneConfig, kernels: Kernels | None = None) -> None:
         """Allocate and bind, but take no calls yet; see ``start``."""
         self.metrics = DataPlaneMetrics()
         self.executor = build_executor(config, self.metrics.observe_command, kernels)
@@ -55,7 +55,7 @@ class DataPlaneServer(PlaneServer):
 
     @classmethod
     async def start(
-        cls, config: DataPlaneConfig, kernels: KernelSet | None = None
+        cls, config: DataPlaneConfig, kernels: Kernels | None = None
     ) -> DataPlaneServer:
         """Serve as ``config`` says, on the running event loop, and begin to register.
         ``kernels``: those to run on; None for those of the device.

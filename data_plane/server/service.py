@@ -1,4 +1,4 @@
-"""The gRPC face of the data plane: each call becomes commands of the executor, which does the work.
+"""The data plane's gRPC service: each call becomes commands of the executor, which does the work.
 
 Commands run on the lane's thread. A request of an execution stream that fails is answered in the
 stream, which stays open.
@@ -19,16 +19,22 @@ from data_plane.server.worker_thread import Lane
 from kvplane import protocol
 from kvplane.attention_options import AttentionOptions
 from kvplane.error_codec import to_wire
-from kvplane.errors import InternalError, InvalidRequestError, KvplaneError, PlaneUnavailableError
+from kvplane.errors import (
+    InternalError,
+    InvalidRequestError,
+    KvplaneError,
+    LayoutMismatchError,
+    PlaneUnavailableError,
+)
 from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["DataPlaneService"].full_name
 _LOGGER: Final = logging.getLogger(__name__)
-# What a response takes beside its tensor's bytes, at most.
+# What a response takes beside its tensor, at most.
 _OVERHEAD_BYTES: Final = 1024
-_BLOCK_NAME_BYTES: Final = 20
+_BLOCK_REF_BYTES: Final = 12
 
 T = TypeVar("T")
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -103,7 +109,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     ) -> pb.PagedAttentionResponse:
         def command() -> pb.PagedAttentionResponse:
             query = self._tensor(request.query, "query")
-            options = AttentionOptions.from_proto(request.options, field="options")
+            options = _options(request.options, "options")
             session_id, number = self._start(request)
             output = self._executor.attend(
                 session_id, request.layer, query, options=options, plan_number=number
@@ -132,14 +138,21 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         self, request: pb.ReadBlocksRequest, context: _Context
     ) -> pb.ReadBlocksResponse:
         _check_group(request.group)
-        self._check_answer_fits(request.num_blocks)
+        self._check_answer_fits(request)
 
         def command() -> pb.ReadBlocksResponse:
             session_id = self._executor.open(request.grant)
             blocks, table = self._executor.read_blocks(
-                session_id, request.sequence_id, request.first_block, request.num_blocks
+                session_id,
+                request.sequence_id,
+                request.first_block,
+                request.num_blocks,
+                first_layer=request.first_layer,
+                num_layers=request.num_layers,
             )
-            return pb.ReadBlocksResponse(blocks=tensor_to_message(blocks), table=table)
+            return pb.ReadBlocksResponse(
+                blocks=tensor_to_message(blocks), table=table, source=self._executor.block_source()
+            )
 
         return await self._run(command)
 
@@ -147,12 +160,25 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         self, request: pb.WriteBlocksRequest, context: _Context
     ) -> pb.WriteBlocksResponse:
         _check_group(request.group)
+        source, layout = request.source, self._executor.layout
+        if request.HasField("source") and source.layout_fingerprint != layout.fingerprint:
+            raise LayoutMismatchError(
+                f"the blocks were read in pool {source.pool_id!r}, whose layout is another than "
+                "this pool's",
+                field="source.layout_fingerprint",
+            )
 
         def command() -> pb.WriteBlocksResponse:
             blocks = self._tensor(request.blocks, "blocks")
             session_id, number = self._start(request)
             receipt = self._executor.write_blocks(
-                session_id, request.sequence_id, request.first_block, blocks, plan_number=number
+                session_id,
+                request.sequence_id,
+                request.first_block,
+                blocks,
+                first_layer=request.first_layer,
+                num_layers=request.num_layers,
+                plan_number=number,
             )
             return pb.WriteBlocksResponse(receipt=receipt)
 
@@ -178,11 +204,17 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     def _tensor(self, message: Any, field: str) -> Any:
         return tensor_from_message(message, self._executor.device, field=field)
 
-    def _check_answer_fits(self, num_blocks: int) -> None:
-        block_bytes = self._executor.pools.device_tier[0].nbytes + _BLOCK_NAME_BYTES
+    def _check_answer_fits(self, request: pb.ReadBlocksRequest) -> None:
+        pool = self._executor.pools.device_tier
+        num_layers = request.num_layers if 0 < request.num_layers < pool.shape[1] else pool.shape[1]
+        block_bytes = pool[0, 0].nbytes * num_layers + _BLOCK_REF_BYTES
         most = (self._max_message_bytes - _OVERHEAD_BYTES) // block_bytes
-        if num_blocks > most:
-            raise InvalidRequestError(f"a message holds {most} at most", field="num_blocks")
+        if request.num_blocks > most:
+            raise InvalidRequestError(
+                f"a message holds {most} blocks of {num_layers} layers: read fewer at a time, or "
+                "fewer layers of them",
+                field="num_blocks",
+            )
 
 
 class _ExecuteStream:
@@ -202,7 +234,9 @@ class _ExecuteStream:
             return self._start(request)
         if kind == "layer":
             return self._layer(request.layer)
-        raise InvalidRequestError("must be set", field="message")
+        raise InvalidRequestError(
+            "the request holds no message that this data plane knows", field="message"
+        )
 
     def _open(self, request: pb.OpenExecution) -> list[pb.ExecuteResponse]:
         version = protocol.negotiate(request.protocol, field="open.protocol")
@@ -214,7 +248,9 @@ class _ExecuteStream:
     def _start(self, request: pb.ExecuteRequest) -> list[pb.ExecuteResponse]:
         self._plan_number = None
         if self._session_id is None:
-            raise InvalidRequestError("must come first", field="open")
+            raise InvalidRequestError(
+                "the stream is not open: the first request has to open it", field="open"
+            )
         started = self._executor.start(self._session_id, request.plan)
         self._plan_number = started.number
         answer = pb.PlanStarted(
@@ -227,7 +263,9 @@ class _ExecuteStream:
 
     def _layer(self, request: pb.LayerInput) -> list[pb.ExecuteResponse]:
         if self._session_id is None or self._plan_number is None:
-            raise InvalidRequestError("no plan was started", field="layer")
+            raise InvalidRequestError(
+                "no plan was started on this stream: send one before its layers", field="layer"
+            )
         executor = self._executor
         query = None
         if request.HasField("query"):
@@ -238,7 +276,7 @@ class _ExecuteStream:
             query,
             tensor_from_message(request.key, executor.device, field="layer.key"),
             tensor_from_message(request.value, executor.device, field="layer.value"),
-            options=AttentionOptions.from_proto(request.options, field="layer.options"),
+            options=_options(request.options, "layer.options"),
             plan_number=self._plan_number,
             field="layer.",
         )
@@ -252,6 +290,13 @@ class _ExecuteStream:
         return answers
 
 
+def _options(message: pb.AttentionOptions, field: str) -> AttentionOptions:
+    protocol.refuse_unknown_fields(message, field=field)
+    return AttentionOptions.from_proto(message, field=field)
+
+
 def _check_group(group: int) -> None:
     if group != 0:
-        raise InvalidRequestError("no such layer group", field="group")
+        raise InvalidRequestError(
+            f"there is no layer group {group}: this pool has group 0 alone", field="group"
+        )

@@ -1,5 +1,5 @@
-"""Tensors from messages and back. On the CPU the one copy that each way takes is the bytes' own; to
-and from a GPU there is one more.
+"""Tensors from messages and back. On the CPU each way takes one copy of the data; to and from a GPU
+there is one more.
 """
 
 from __future__ import annotations
@@ -19,14 +19,22 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 def tensor_from_message(message: pb.Tensor, device: torch.device, *, field: str) -> torch.Tensor:
     """A contiguous tensor of the message's shape, on ``device``.
 
-    Raises InvalidRequestError naming the part of ``field`` that is malformed, and InternalError
-    when the device failed.
+    Raises InvalidRequestError naming the part of ``field`` that is malformed, and for a tensor in
+    shared memory, of which none is agreed on yet; InternalError when the device failed.
     """
+    if message.HasField("memory"):
+        raise InvalidRequestError(
+            "this data plane shares no memory with its callers: send the tensor's data",
+            field=f"{field}.memory",
+        )
     tensor = Tensor.from_proto(message, field=field)
     dtype = TORCH_DTYPES[tensor.dtype]
     if tensor.num_elements == 0:
         if any(extent >= 2**31 for extent in tensor.shape):
-            raise InvalidRequestError("has a huge extent", field=f"{field}.shape")
+            raise InvalidRequestError(
+                f"no extent of {list(tensor.shape)} may be above {2**31 - 1}",
+                field=f"{field}.shape",
+            )
         with device_errors():
             return torch.empty(tensor.shape, dtype=dtype, device=device)
     here = torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)

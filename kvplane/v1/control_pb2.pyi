@@ -1,5 +1,3 @@
-import datetime
-
 from google.protobuf import duration_pb2 as _duration_pb2
 from kvplane.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
@@ -83,7 +81,7 @@ class DescribePoolResponse(_message.Message):
     num_sessions: int
     num_sequences: int
     counters: PoolCounters
-    def __init__(self, layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., ready: _Optional[bool] = ..., usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., counters: _Optional[_Union[PoolCounters, _Mapping]] = ...) -> None: ...
+    def __init__(self, layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., ready: bool = ..., usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., counters: _Optional[_Union[PoolCounters, _Mapping]] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
     __slots__ = ("shard", "epoch", "address", "connected")
@@ -95,7 +93,7 @@ class ShardInfo(_message.Message):
     epoch: int
     address: str
     connected: bool
-    def __init__(self, shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., connected: _Optional[bool] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., connected: bool = ...) -> None: ...
 
 class PoolUsage(_message.Message):
     __slots__ = ("tiers",)
@@ -175,7 +173,7 @@ class OpenSessionResponse(_message.Message):
     layout: _types_pb2.Layout
     num_device_blocks: int
     num_host_blocks: int
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., protocol_version: _Optional[int] = ..., time_to_live: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_plans_in_flight: _Optional[int] = ..., grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., protocol_version: _Optional[int] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., max_plans_in_flight: _Optional[int] = ..., grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
 
 class RenewSessionRequest(_message.Message):
     __slots__ = ("session",)
@@ -187,7 +185,7 @@ class RenewSessionResponse(_message.Message):
     __slots__ = ("time_to_live",)
     TIME_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
     time_to_live: _duration_pb2.Duration
-    def __init__(self, time_to_live: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session",)
@@ -241,7 +239,7 @@ class Pressure(_message.Message):
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     deadline: _duration_pb2.Duration
-    def __init__(self, num_blocks: _Optional[int] = ..., deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, num_blocks: _Optional[int] = ..., deadline: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class RunStepRequest(_message.Message):
     __slots__ = ("step",)
@@ -309,7 +307,7 @@ class Admit(_message.Message):
     num_compute_tokens: int
     max_total_tokens: int
     skip_prefix_lookup: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_compute_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., skip_prefix_lookup: _Optional[bool] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_compute_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., skip_prefix_lookup: bool = ...) -> None: ...
 
 class Append(_message.Message):
     __slots__ = ("sequence_ids", "first_positions", "num_slots", "num_tokens", "token_ids")
@@ -397,7 +395,7 @@ class Shortage(_message.Message):
     reason: ShortageReason
     place_in_line: int
     retry_delay: _duration_pb2.Duration
-    def __init__(self, tier: _Optional[_Union[_types_pb2.Tier, str]] = ..., num_blocks_needed: _Optional[int] = ..., num_blocks_available: _Optional[int] = ..., num_blocks_pending: _Optional[int] = ..., reason: _Optional[_Union[ShortageReason, str]] = ..., place_in_line: _Optional[int] = ..., retry_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, tier: _Optional[_Union[_types_pb2.Tier, str]] = ..., num_blocks_needed: _Optional[int] = ..., num_blocks_available: _Optional[int] = ..., num_blocks_pending: _Optional[int] = ..., reason: _Optional[_Union[ShortageReason, str]] = ..., place_in_line: _Optional[int] = ..., retry_delay: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class AdmitResult(_message.Message):
     __slots__ = ("num_cached_tokens", "num_blocks", "num_scheduled_tokens")
@@ -617,7 +615,7 @@ class Welcome(_message.Message):
     resumed: bool
     key: bytes
     heartbeat_interval: _duration_pb2.Duration
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., resumed: _Optional[bool] = ..., key: _Optional[bytes] = ..., heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., resumed: bool = ..., key: _Optional[bytes] = ..., heartbeat_interval: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class BlockReport(_message.Message):
     __slots__ = ("blocks", "publications", "last")
@@ -627,7 +625,7 @@ class BlockReport(_message.Message):
     blocks: _containers.RepeatedCompositeFieldContainer[_types_pb2.Blocks]
     publications: _containers.RepeatedCompositeFieldContainer[_types_pb2.Publications]
     last: bool
-    def __init__(self, blocks: _Optional[_Iterable[_Union[_types_pb2.Blocks, _Mapping]]] = ..., publications: _Optional[_Iterable[_Union[_types_pb2.Publications, _Mapping]]] = ..., last: _Optional[bool] = ...) -> None: ...
+    def __init__(self, blocks: _Optional[_Iterable[_Union[_types_pb2.Blocks, _Mapping]]] = ..., publications: _Optional[_Iterable[_Union[_types_pb2.Publications, _Mapping]]] = ..., last: bool = ...) -> None: ...
 
 class ReportAccepted(_message.Message):
     __slots__ = ()

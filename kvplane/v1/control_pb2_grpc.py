@@ -5,7 +5,7 @@ import warnings
 
 from kvplane.v1 import control_pb2 as kvplane_dot_v1_dot_control__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.72.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in kvplane/v1/control_pb2_grpc.py depends on'
+        + f' but the generated code in kvplane/v1/control_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class ControlPlaneServiceStub:
+class ControlPlaneServiceStub(object):
     """Plans what a data plane then carries out.
 
     Requests that change a session's metadata (Step, RunStep, SubmitReceipts, AbortPlan, Resync) share one numbering: the caller counts
@@ -125,7 +125,7 @@ class ControlPlaneServiceStub:
                 _registered_method=True)
 
 
-class ControlPlaneServiceServicer:
+class ControlPlaneServiceServicer(object):
     """Plans what a data plane then carries out.
 
     Requests that change a session's metadata (Step, RunStep, SubmitReceipts, AbortPlan, Resync) share one numbering: the caller counts
@@ -337,7 +337,7 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class ControlPlaneService:
+class ControlPlaneService(object):
     """Plans what a data plane then carries out.
 
     Requests that change a session's metadata (Step, RunStep, SubmitReceipts, AbortPlan, Resync) share one numbering: the caller counts

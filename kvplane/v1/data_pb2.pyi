@@ -83,7 +83,7 @@ class PlanStarted(_message.Message):
     plan_number: int
     num_tokens: int
     finished: bool
-    def __init__(self, plan_number: _Optional[int] = ..., num_tokens: _Optional[int] = ..., finished: _Optional[bool] = ...) -> None: ...
+    def __init__(self, plan_number: _Optional[int] = ..., num_tokens: _Optional[int] = ..., finished: bool = ...) -> None: ...
 
 class LayerInput(_message.Message):
     __slots__ = ("layer", "query", "key", "value", "options")

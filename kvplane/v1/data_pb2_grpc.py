@@ -5,7 +5,7 @@ import warnings
 
 from kvplane.v1 import data_pb2 as kvplane_dot_v1_dot_data__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.72.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in kvplane/v1/data_pb2_grpc.py depends on'
+        + f' but the generated code in kvplane/v1/data_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class DataPlaneServiceStub:
+class DataPlaneServiceStub(object):
     """Carries out plans.
 
     Every call shows the session's signed grant, and every call that writes shows a signed plan. A plan is started by the first call
@@ -85,7 +85,7 @@ class DataPlaneServiceStub:
                 _registered_method=True)
 
 
-class DataPlaneServiceServicer:
+class DataPlaneServiceServicer(object):
     """Carries out plans.
 
     Every call shows the session's signed grant, and every call that writes shows a signed plan. A plan is started by the first call
@@ -207,7 +207,7 @@ def add_DataPlaneServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class DataPlaneService:
+class DataPlaneService(object):
     """Carries out plans.
 
     Every call shows the session's signed grant, and every call that writes shows a signed plan. A plan is started by the first call

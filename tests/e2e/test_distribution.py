@@ -1,15 +1,22 @@
-"""What ``pip install .`` gives: one pure wheel, whose base needs neither compiler nor torch."""
+"""What ``pip install .`` gives: one pure wheel, whose base needs neither compiler nor torch, and
+runs beside the protobuf and the grpcio that an engine pins.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+
+from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.server import ControlPlaneServer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("kvplane", "control_plane", "data_plane", "engine")
@@ -21,7 +28,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("tree")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    for name in (*PACKAGES, "tests", "benchmarks", "scripts"):
+    for name in (*PACKAGES, "demo", "tests", "benchmarks", "scripts"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     out = copy / "wheels"
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
@@ -77,3 +84,48 @@ assert kvplane.__file__.startswith(sys.argv[1])
     subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], cwd=tmp_path, check=True, timeout=60
     )
+
+
+ROUND_TRIP = """
+import asyncio, sys
+from importlib import import_module, metadata
+
+import kvplane
+
+for name in kvplane.__all__:
+    getattr(kvplane, name)
+for name in ("types", "control", "data"):
+    import_module(f"kvplane.v1.{name}_pb2")
+    import_module(f"kvplane.v1.{name}_pb2_grpc")
+
+async def ask():
+    async with kvplane.ControlClient(sys.argv[1]) as client:
+        return await client.describe()
+
+print(metadata.version("protobuf"), metadata.version("grpcio"), asyncio.run(ask()).incarnation)
+"""
+
+
+@pytest.mark.parametrize(
+    ("protobuf", "grpcio"), [("6.31.0", "1.72.1"), ("7.34.0", "1.81.0")], ids=["floors", "first-7"]
+)
+async def test_the_client_reaches_a_control_plane_beside_what_an_engine_pins(
+    wheel: Path, tmp_path: Path, protobuf: str, grpcio: str
+) -> None:
+    venv.create(tmp_path / "venv")
+    python = str(tmp_path / "venv" / "bin" / "python")
+    pins = [f"protobuf=={protobuf}", f"grpcio=={grpcio}", f"grpcio-status=={grpcio}"]
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", str(wheel)]
+    subprocess.run([*command, "--only-binary", ":all:", *pins], check=True, timeout=100)
+    config = ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, incarnation=7)
+    server = await ControlPlaneServer.start(config)
+    try:
+        client = await asyncio.create_subprocess_exec(
+            *(python, "-W", "error", "-c", ROUND_TRIP, server.address),
+            cwd=tmp_path,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        said, _ = await asyncio.wait_for(client.communicate(), 60)
+    finally:
+        await server.stop()
+    assert said.decode().split() == [protobuf, grpcio, "7"]

@@ -51,7 +51,7 @@ def engine(model: Path, pair: Pair, max_tokens: int) -> subprocess.Popen[bytes]:
     )
 
 
-@pytest.mark.parametrize("kill_after_s", [0.0, 0.13])
+@pytest.mark.parametrize("kill_after_s", [0.0, pytest.param(0.13, marks=pytest.mark.nightly)])
 def test_an_engine_killed_mid_step_leaves_no_block_held_after_its_lease(
     tmp_path: Path, kill_after_s: float
 ) -> None:

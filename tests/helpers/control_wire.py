@@ -9,13 +9,13 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from registration_messages import LAYOUT, hello, report
 
-from kvplane import ops, protocol, signing
-from kvplane.layout import LayerGroup, Layout
+from kvplane import columns, ops, protocol, signing
+from kvplane.columns import INT64
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 
-LAYOUT = Layout("test-model", 8, "float32", "float32", (LayerGroup("full", (0, 1), 2, 8),))
 PATIENCE_S = 10.0
 
 Stub = Any  # a ControlPlaneServiceStub; grpc generates no types for it
@@ -24,20 +24,21 @@ Stub = Any  # a ControlPlaneServiceStub; grpc generates no types for it
 class RawShard:
     """A data plane's end of the registration wire. It runs no plan, but can say that one ran."""
 
-    def __init__(self, stub: Stub, **hello: Any) -> None:
-        defaults = {
-            "protocol": protocol.supported(),
-            "pool_id": "pool",
-            "shard": tpb.Shard(num_shards=1, num_layers=2, num_kv_heads=2),
-            "epoch": 11,
-            "layout": LAYOUT.to_proto(),
-            "num_device_blocks": 16,
-            "num_host_blocks": 8,
-            "address": "127.0.0.1:1",
-        }
-        self.hello = pb.Hello(**{**defaults, **hello})
+    def __init__(self, stub: Stub, **fields: Any) -> None:
+        """``fields``: of its Hello."""
+        self.hello = hello(**fields)
+        self.key = b""
         self.welcome = pb.Welcome()
         self.call: Any = stub.Register()
+
+    def again(self, stub: Stub) -> RawShard:
+        """The same process on another stream: it holds what its last registration gave it."""
+        other = RawShard(stub)
+        other.hello.CopyFrom(self.hello)
+        other.hello.incarnation = self.welcome.incarnation
+        other.hello.key_id = signing.key_id(self.key)
+        other.key = self.key
+        return other
 
     async def register(self) -> pb.Welcome:
         """Say Hello and wait for the Welcome."""
@@ -45,15 +46,14 @@ class RawShard:
         answer = await self.receive()
         assert answer.WhichOneof("message") == "welcome"
         self.welcome = answer.welcome
+        self.key = self.welcome.key or self.key
         return self.welcome
 
-    async def report(
-        self, *blocks: pb.ReportedBlock, last: bool = True, max_session_id: int = 0
-    ) -> None:
+    async def report(self, part: pb.BlockReport | None = None) -> None:
         """Report, and after the last part wait for its acceptance."""
-        report = pb.BlockReport(blocks=blocks, last=last, max_session_id=max_session_id)
-        await self.send(report=report)
-        if last:
+        part = part or report()
+        await self.send(report=part)
+        if part.last:
             answer = await self.receive()
             assert answer.WhichOneof("message") == "report_accepted"
 
@@ -69,6 +69,12 @@ class RawShard:
         assert isinstance(answer, pb.RegisterResponse)
         return answer
 
+    async def published(self, num_blocks: int) -> tpb.Publications:
+        """The next publications, which are of so many blocks."""
+        publications = (await self.receive()).publish.publications
+        assert columns.count(columns.INT32, publications.indices) == num_blocks
+        return publications
+
     async def failure(self) -> grpc.aio.AioRpcError:
         """What the stream ends with, whatever comes before."""
         with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -80,40 +86,44 @@ class RawShard:
         self.call.cancel()
 
     def receipt(self, plan: tpb.SignedPayload, **changes: Any) -> tpb.SignedPayload:
-        """Its word that ``plan`` has run."""
+        """Its statement that ``plan`` has run."""
         what = tpb.Plan.FromString(plan.payload)
         fields = {
+            "version": protocol.PAYLOAD_VERSION,
+            "session": what.session,
             "pool_id": what.pool_id,
             "shard_index": self.hello.shard.index,
             "epoch": self.hello.epoch,
-            "incarnation": what.incarnation,
-            "session_id": what.session_id,
             "plan_number": what.number,
             "plan_digest": signing.digest(plan.payload),
         }
-        payload = tpb.Receipt(**{**fields, **changes}).SerializeToString()
-        signature = signing.sign(self.welcome.key, signing.RECEIPT, payload)
+        return self.signed(tpb.Receipt(**{**fields, **changes}).SerializeToString())
+
+    def signed(self, payload: bytes) -> tpb.SignedPayload:
+        """These bytes as a receipt that it signed."""
+        signature = signing.sign(self.key, signing.RECEIPT, payload)
         return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
 
 
 class RawSession:
-    """An engine's end: it counts its steps, and trusts the shard to have run every plan."""
+    """An engine's end: it counts its requests, and trusts the shard to have run every plan."""
 
     def __init__(self, stub: Stub, shard: RawShard, opened: pb.OpenSessionResponse) -> None:
         self.stub = stub
         self.shard = shard
         self.opened = opened
-        self.id = opened.session_id
+        self.ref = opened.session
         self.number = 0
         self.receipts: list[tpb.SignedPayload] = []
 
     @classmethod
-    async def open(cls, stub: Stub, shard: RawShard) -> RawSession:
+    async def open(cls, stub: Stub, shard: RawShard, **fields: Any) -> RawSession:
         request = pb.OpenSessionRequest(
             pool_id=shard.hello.pool_id,
             protocol=protocol.supported(),
             layout=tpb.Layout(fingerprint=LAYOUT.fingerprint),
             client_name="test",
+            **fields,
         )
         return cls(stub, shard, await stub.OpenSession(request))
 
@@ -121,7 +131,7 @@ class RawSession:
         """The fields of the next numbered request, with the receipts that are due."""
         self.number += 1
         receipts, self.receipts = self.receipts, []
-        return {"session_id": self.id, "number": self.number, "receipts": receipts}
+        return {"session": self.ref, "number": self.number, "receipts": receipts}
 
     def ran(self, answer: Any) -> Any:
         """Take it that the answer's plan, if it has one, has run. Returns ``answer``."""
@@ -129,16 +139,28 @@ class RawSession:
             self.receipts.append(self.shard.receipt(answer.plan))
         return answer
 
-    async def admit(self, sequence_id: int, tokens: list[int], **more: Any) -> pb.AdmitResponse:
-        operation = ops.admit(sequence_id, tokens, **more).admit
-        answer = await self.stub.Admit(pb.AdmitRequest(operation=operation, **self.next()))
-        assert isinstance(answer, pb.AdmitResponse)
-        return answer
+    async def step(self, *operations: pb.Operation, **fields: Any) -> pb.StepResult:
+        """The next step, by a unary call. What it plans counts as run."""
+        step = pb.StepRequest(**{**self.next(), "operations": operations, **fields})
+        answer = await self.stub.RunStep(pb.RunStepRequest(step=step))
+        assert isinstance(answer, pb.RunStepResponse)
+        return self.ran(answer.result)  # type: ignore[no-any-return]
+
+    async def admit(self, sequence_id: int, tokens: list[int], **more: Any) -> pb.StepResult:
+        """A step that admits one sequence, which must be done."""
+        result = await self.step(ops.admit(sequence_id, tokens, **more))
+        assert not result.results[0].failures
+        return result
 
     async def submit(self) -> pb.SubmitReceiptsResponse:
-        """Hand in the receipts that are due."""
-        receipts, self.receipts = self.receipts, []
-        request = pb.SubmitReceiptsRequest(session_id=self.id, receipts=receipts)
-        answer = await self.stub.SubmitReceipts(request)
+        """Submit the receipts that are due."""
+        answer = await self.stub.SubmitReceipts(pb.SubmitReceiptsRequest(**self.next()))
         assert isinstance(answer, pb.SubmitReceiptsResponse)
         return answer
+
+    async def num_written(self, sequence_id: int) -> int:
+        """Tokens of the sequence that are written, by receipts."""
+        name = pb.DescribeSequenceRequest(session=self.ref, sequence_id=sequence_id)
+        states = (await self.stub.DescribeSequence(name)).sequences
+        [num] = columns.read(INT64, states.num_written_tokens, "num_written_tokens")
+        return num

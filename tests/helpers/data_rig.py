@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_author import LAYOUT, POOL_ID, PlanAuthor, publication, row, set_blocks, tokens
+from plan_author import LAYOUT, POOL_ID, PlanAuthor, publications, set_blocks, span, tokens
 
 from data_plane import Executor, StartedPlan
 from kvplane.errors import KvplaneError
@@ -22,20 +22,24 @@ class Rig:
 
     def __init__(self, **settings: Any) -> None:
         values: dict[str, Any] = {
+            "layout": LAYOUT,
             "pool_id": POOL_ID,
             "num_device_blocks": 8,
             "num_host_blocks": 4,
             "num_threads": 1,
         }
-        self.executor = Executor(LAYOUT, **{**values, **settings})
-        self.executor.pools.device_tier.zero_()
-        self.executor.pools.host_tier.zero_()
-        self.author = PlanAuthor(self.executor.epoch)
+        self.executor = Executor(**{**values, **settings})
+        for tier in (self.executor.pools.device_tier, self.executor.pools.host_tier):
+            tier.view(torch.uint8).zero_()
+        self.author = PlanAuthor(self.executor.epoch, layout=self.executor.layout)
         self.executor.install(self.author.incarnation, self.author.key)
         self.session = self.open(1)
 
-    def open(self, session_id: int) -> int:
-        return self.executor.open(self.author.grant(session_id))
+    def open(self, session_id: int, **fields: Any) -> int:
+        return self.executor.open(self.author.grant(session_id, **fields))
+
+    def fence(self, session_id: int) -> None:
+        self.executor.fence(self.author.session(session_id), session_id)
 
     def start(self, number: int, session_id: int = 1, **fields: Any) -> StartedPlan:
         return self.executor.start(session_id, self.author.plan(number, session_id, **fields))
@@ -62,25 +66,24 @@ class Rig:
         return self.run(
             number,
             changes=[set_blocks(sequence_id, [(0, 1), (1, 1)])],
-            rows=[row(sequence_id, 0, num_tokens)],
+            spans=[span(sequence_id, 0, num_tokens)],
         )
 
     def publish(self, index: int, generation: int = 1) -> None:
-        assert self.executor.publish([publication(index, generation)]) == 1
+        assert self.executor.publish(publications((index, generation))) == 1
 
     def snapshot(self) -> tuple[bytes, ...]:
-        """All bytes of both tiers, and all that is known of the blocks."""
-        report = self.executor.report()
+        """What both tiers hold, and all that is known of the blocks."""
         return (
             self.executor.pools.device_tier.numpy().tobytes(),
             self.executor.pools.host_tier.numpy().tobytes(),
-            *(block.SerializeToString(deterministic=True) for block in report.blocks),
+            *(part.SerializeToString(deterministic=True) for part in self.executor.report()),
         )
 
     @contextmanager
     def refuses(self, error: type[KvplaneError], field: str | None = None) -> Iterator[None]:
-        """What runs inside raises exactly ``error`` naming ``field``, and leaves bytes, names and
-        counts as they were.
+        """What runs inside raises exactly ``error`` naming ``field``, and leaves memory, tables
+        and counts as they were.
         """
         before = self.snapshot(), self.executor.num_sequences
         with pytest.raises(error) as caught:

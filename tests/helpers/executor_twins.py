@@ -18,12 +18,15 @@ from plan_author import (
     HOST,
     LAYOUT,
     POOL_ID,
+    Change,
     PlanAuthor,
+    Span,
+    Transfer,
     drop,
     fork,
     ref,
-    row,
     set_blocks,
+    span,
     transfer,
 )
 
@@ -74,7 +77,7 @@ class Side:
         return [output.cpu() for output in outputs]
 
     def blocks(self, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
-        """The bytes of a table."""
+        """What a table holds, as bytes."""
         blocks, _ = self.executor.read_blocks(session_id, sequence_id, 0, num_blocks)
         self.executor.kernels.streams.finish()
         return blocks.cpu().view(torch.uint8)
@@ -91,9 +94,9 @@ class Sequence:
 class Plan:
     """One that is being made."""
 
-    changes: list[pb.TableChange] = field(default_factory=list)
-    transfers: list[pb.Transfer] = field(default_factory=list)
-    rows: list[pb.Row] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     freed: list[tuple[pb.Tier, int]] = field(default_factory=list)
     """Free from the next plan on: sources of transfers must stay until the receipt."""
 
@@ -139,9 +142,9 @@ class SessionAuthor:
         for tier, index in plan.freed:
             self._free[tier].append(index)
         self.number += 1
-        self.num_tokens = sum(each.num_tokens for each in plan.rows)
+        self.num_tokens = sum(each.num_tokens for each in plan.spans)
         self.next_layer = 0
-        return {"changes": plan.changes, "transfers": plan.transfers, "rows": plan.rows}
+        return {"changes": plan.changes, "transfers": plan.transfers, "spans": plan.spans}
 
     def _admit(self, plan: Plan) -> int:
         num_tokens = self._chance.randint(1, MAX_TOKENS)
@@ -151,7 +154,7 @@ class SessionAuthor:
         self._next_sequence += 1
         self._sequences[self._next_sequence] = Sequence(DEVICE, [i for i, _ in blocks], num_tokens)
         plan.changes.append(set_blocks(self._next_sequence, blocks))
-        plan.rows.append(row(self._next_sequence, 0, num_tokens))
+        plan.spans.append(span(self._next_sequence, 0, num_tokens))
         return self._next_sequence
 
     def _extend(self, plan: Plan, chosen: int) -> int:
@@ -167,7 +170,7 @@ class SessionAuthor:
             change = set_blocks(chosen, blocks, first_block=len(sequence.blocks))
             plan.changes.append(change)
         sequence.blocks += [i for i, _ in blocks]
-        plan.rows.append(row(chosen, sequence.num_tokens, num_new))
+        plan.spans.append(span(chosen, sequence.num_tokens, num_new))
         sequence.num_tokens += num_new
         return chosen
 
@@ -182,7 +185,7 @@ class SessionAuthor:
         child, last = self._next_sequence, len(parent.blocks) - 1
         plan.changes += [fork(child, chosen, last + 1), set_blocks(child, blocks, first_block=last)]
         plan.transfers.append(transfer(self._ref(DEVICE, parent.blocks[last]), ref(*blocks[0])))
-        plan.rows.append(row(child, parent.num_tokens, 1))
+        plan.spans.append(span(child, parent.num_tokens, 1))
         table = [*parent.blocks[:last], blocks[0][0]]
         self._sequences[child] = Sequence(DEVICE, table, parent.num_tokens + 1)
         return child
@@ -195,7 +198,7 @@ class SessionAuthor:
         self._swap(plan, chosen, DEVICE)
         sequence = self._sequences[chosen]
         if sequence.tier == DEVICE and sequence.num_tokens % BLOCK_SIZE:
-            plan.rows.append(row(chosen, sequence.num_tokens, 1))
+            plan.spans.append(span(chosen, sequence.num_tokens, 1))
             sequence.num_tokens += 1
         return chosen
 

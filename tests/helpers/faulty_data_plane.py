@@ -8,7 +8,7 @@ import sys
 
 from kernel_faults import with_fault
 
-from data_plane.kernels.backend import cpu_kernels
+from data_plane.kernels.cpu import CpuKernels
 from data_plane.server.config import PROGRAM, DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
 from kvplane.serving.settings import parse
@@ -16,7 +16,7 @@ from kvplane.serving.settings import parse
 
 async def serve(fault: str, arguments: list[str]) -> None:
     config = parse(DataPlaneConfig, PROGRAM, [*arguments, "--device", "cpu"], os.environ)
-    kernels = with_fault(cpu_kernels(config.num_threads), fault)
+    kernels = with_fault(CpuKernels(config.num_threads), fault)
     server = await DataPlaneServer.start(config, kernels)
     await server.run_until_signal()
 

@@ -4,28 +4,38 @@ would notice them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from data_plane.kernels.backend import KernelSet, PagedAttention
+from data_plane.kernels.arguments import AttentionArguments, WriteArguments
+from data_plane.kernels.backend import Kernels
 
 
-def with_fault(kernels: KernelSet, fault: str) -> KernelSet:
+def with_fault(kernels: Kernels, fault: str) -> Kernels:
     """The kernels with one fault of ``FAULTS``."""
     return FAULTS[fault](kernels)
 
 
-def _zero_attention(kernels: KernelSet) -> KernelSet:
-    def paged_attention(query: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
-        return torch.zeros_like(query)
+def with_operations(kernels: Kernels, **operations: Callable[..., Any]) -> Kernels:
+    """The kernels with other operations in place of those named."""
+    changed = copy.copy(kernels)
+    for name, operation in operations.items():
+        setattr(changed, name, operation)
+    return changed
 
-    return replace(kernels, paged_attention=paged_attention)
+
+def _zero_attention(kernels: Kernels) -> Kernels:
+    def paged_attention(arguments: AttentionArguments) -> torch.Tensor:
+        return torch.zeros_like(arguments.query)
+
+    return with_operations(kernels, paged_attention=paged_attention)
 
 
-def _swap_two_blocks(kernels: KernelSet) -> KernelSet:
+def _swap_two_blocks(kernels: Kernels) -> Kernels:
     """The first two blocks of every table change places."""
 
     def swap(block_tables: torch.Tensor) -> torch.Tensor:
@@ -33,52 +43,39 @@ def _swap_two_blocks(kernels: KernelSet) -> KernelSet:
         swapped[:, :2] = block_tables[:, :2].flip(1)
         return swapped
 
-    return replace(kernels, paged_attention=_with_tables(kernels.paged_attention, swap))
+    return _with_tables(kernels, swap)
 
 
-def _shift_table(kernels: KernelSet) -> KernelSet:
+def _shift_table(kernels: Kernels) -> Kernels:
     """Every table is read from its second entry on."""
 
     def shift(block_tables: torch.Tensor) -> torch.Tensor:
         return block_tables.roll(-1, dims=1)
 
-    return replace(kernels, paged_attention=_with_tables(kernels.paged_attention, shift))
+    return _with_tables(kernels, shift)
 
 
-def _skip_newest_slot(kernels: KernelSet) -> KernelSet:
+def _skip_newest_slot(kernels: Kernels) -> Kernels:
     """The last slot of every run of slots, which holds the newest token, is not written."""
-    write = kernels.reshape_and_cache
 
-    def reshape_and_cache(
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: torch.Tensor,
-        slots: torch.Tensor,
-        **scales: Any,
-    ) -> None:
+    def reshape_and_cache(arguments: WriteArguments) -> None:
+        slots = arguments.slots
         ends_run = torch.ones_like(slots, dtype=torch.bool)
         ends_run[:-1] = slots[1:] != slots[:-1] + 1
-        write(key, value, pages, torch.where(ends_run, -1, slots), **scales)
+        kernels.reshape_and_cache(replace(arguments, slots=torch.where(ends_run, -1, slots)))
 
-    return replace(kernels, reshape_and_cache=reshape_and_cache)
-
-
-def _with_tables(
-    attention: PagedAttention, change: Callable[[torch.Tensor], torch.Tensor]
-) -> PagedAttention:
-    def paged_attention(
-        query: torch.Tensor,
-        pages: torch.Tensor,
-        block_tables: torch.Tensor,
-        *args: Any,
-        **options: Any,
-    ) -> torch.Tensor:
-        return attention(query, pages, change(block_tables), *args, **options)
-
-    return paged_attention
+    return with_operations(kernels, reshape_and_cache=reshape_and_cache)
 
 
-FAULTS: dict[str, Callable[[KernelSet], KernelSet]] = {
+def _with_tables(kernels: Kernels, change: Callable[[torch.Tensor], torch.Tensor]) -> Kernels:
+    def paged_attention(arguments: AttentionArguments) -> torch.Tensor:
+        tables = change(arguments.block_tables)
+        return kernels.paged_attention(replace(arguments, block_tables=tables))
+
+    return with_operations(kernels, paged_attention=paged_attention)
+
+
+FAULTS: dict[str, Callable[[Kernels], Kernels]] = {
     "zero-attention": _zero_attention,
     "swap-two-blocks": _swap_two_blocks,
     "skip-newest-slot": _skip_newest_slot,

@@ -7,20 +7,21 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from kernel_faults import with_operations
 
-from data_plane.kernels.backend import KernelSet, device_kernel_set
-from data_plane.kernels.cuda import DeviceKernels
-from data_plane.kernels.cuda_streams import DeviceStreams, HostStreams
+from data_plane.kernels.arguments import AttentionArguments
+from data_plane.kernels.backend import Kernels
+from data_plane.kernels.cuda import CudaKernels
+from data_plane.kernels.cuda_streams import DeviceStreams
 
 _KERNEL_TESTS = Path(__file__).parents[1] / "kernels"
 
 
-def emulated_kernels(*, split_tokens: int = 64) -> KernelSet:
+def emulated_kernels(*, split_tokens: int = 64) -> Kernels:
     """The CUDA kernels on the CPU, their threads in the order of seed 0."""
     if str(_KERNEL_TESTS) not in sys.path:
         sys.path.append(str(_KERNEL_TESTS))
@@ -28,12 +29,9 @@ def emulated_kernels(*, split_tokens: int = 64) -> KernelSet:
 
     native = emulated_module()
     native.set_seed(0)
-    return device_kernel_set(
-        DeviceKernels(native, torch.device("cpu"), split_tokens=split_tokens),
-        backend="emulated",
-        detail="",
-        streams=HostStreams(),
-    )
+    kernels = CudaKernels(native, torch.device("cpu"), split_tokens=split_tokens)
+    kernels.backend = "emulated"
+    return kernels
 
 
 class LateRuntime:
@@ -119,16 +117,16 @@ class LateRuntime:
             self._passed.add(what)
 
 
-def late_kernels(kernels: KernelSet, seed: int) -> tuple[KernelSet, LateRuntime]:
+def late_kernels(kernels: Kernels, seed: int) -> tuple[Kernels, LateRuntime]:
     """``kernels`` with every call given to a stream, its results there only when it is done."""
     runtime = LateRuntime(seed)
 
     def late(call: Callable[..., None]) -> Callable[..., None]:
         return lambda *args, **options: runtime.give(lambda: call(*args, **options))
 
-    def paged_attention(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        out = torch.full_like(query, torch.nan)
-        runtime.give(lambda: _fill(out, kernels.paged_attention(query, *args, **options)))
+    def paged_attention(arguments: AttentionArguments) -> torch.Tensor:
+        out = torch.full_like(arguments.query, torch.nan)
+        runtime.give(lambda: _fill(out, kernels.paged_attention(arguments)))
         return out
 
     def gather_blocks(pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
@@ -137,15 +135,16 @@ def late_kernels(kernels: KernelSet, seed: int) -> tuple[KernelSet, LateRuntime]
         runtime.give(lambda: _fill(out, kernels.gather_blocks(pool, block_ids)))
         return out
 
-    made = replace(
+    made = with_operations(
         kernels,
-        streams=DeviceStreams(runtime),
         reshape_and_cache=late(kernels.reshape_and_cache),
         paged_attention=paged_attention,
         copy_blocks=late(kernels.copy_blocks),
         swap_blocks=late(kernels.swap_blocks),
         gather_blocks=gather_blocks,
+        clear_blocks=late(kernels.clear_blocks),
     )
+    made.streams = DeviceStreams(runtime)  # type: ignore[misc]
     return made, runtime
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from kvplane import signing
+from kvplane import columns, signing
 from kvplane.layout import LayerGroup, Layout
+from kvplane.protocol import PAYLOAD_VERSION
 from kvplane.v1 import types_pb2 as pb
 
 DEVICE, HOST = pb.TIER_DEVICE, pb.TIER_HOST
@@ -38,12 +39,17 @@ class PlanAuthor:
         signature = signing.sign(self.key, tag, payload)
         return pb.SignedPayload(type=tag, payload=payload, signature=signature)
 
+    def session(self, session_id: int) -> pb.SessionRef:
+        return pb.SessionRef(incarnation=self.incarnation, session_id=session_id)
+
     def grant(self, session_id: int = 1, **fields: Any) -> pb.SignedPayload:
+        """Of the pool's session of this ordinal, unless ``ordinal`` is given."""
         values: dict[str, Any] = {
+            "version": PAYLOAD_VERSION,
+            "session": self.session(session_id),
+            "ordinal": session_id,
             "pool_id": POOL_ID,
             "shard_epochs": [self.epoch],
-            "incarnation": self.incarnation,
-            "session_id": session_id,
             "tenant": "default",
             "layout_fingerprint": self.layout.fingerprint,
             "max_plans_in_flight": 2,
@@ -51,15 +57,29 @@ class PlanAuthor:
         grant = pb.SessionGrant(**{**values, **fields})
         return self.sign(signing.GRANT, grant.SerializeToString())
 
-    def plan(self, number: int, session_id: int = 1, **fields: Any) -> pb.SignedPayload:
+    def plan(
+        self,
+        number: int,
+        session_id: int = 1,
+        *,
+        changes: Sequence[Change] | pb.TableChanges = (),
+        transfers: Sequence[Transfer] | pb.Transfers = (),
+        spans: Sequence[Span] | pb.Spans = (),
+        **fields: Any,
+    ) -> pb.SignedPayload:
         """Follows plan ``number - 1`` unless ``previous`` is given."""
         values: dict[str, Any] = {
+            "version": PAYLOAD_VERSION,
+            "session": self.session(session_id),
             "pool_id": POOL_ID,
             "shard_epochs": [self.epoch],
-            "incarnation": self.incarnation,
-            "session_id": session_id,
             "number": number,
             "previous": number - 1,
+            "changes": changes if isinstance(changes, pb.TableChanges) else pack_changes(changes),
+            "transfers": (
+                transfers if isinstance(transfers, pb.Transfers) else pack_transfers(transfers)
+            ),
+            "spans": spans if isinstance(spans, pb.Spans) else pack_spans(spans),
         }
         plan = pb.Plan(**{**values, **fields})
         return self.sign(signing.PLAN, plan.SerializeToString())
@@ -78,58 +98,137 @@ class PlanAuthor:
         return pb.Receipt.FromString(signed.payload)
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of a table. ``blocks``: (index, generation) of each entry set."""
+
+    kind: int
+    sequence_id: int
+    tier: int = 0
+    first_block: int = 0
+    num_blocks: int = 0
+    parent: int | None = None
+    blocks: tuple[tuple[int, int], ...] = ()
+    allocated: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    source: pb.BlockRef
+    destination: pb.BlockRef
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    sequence_id: int
+    first_position: int
+    num_tokens: int
+
+
 def set_blocks(
     sequence_id: int,
     blocks: Sequence[tuple[int, int]],
     *,
-    fresh: bool | Sequence[bool] = True,
+    allocated: bool | Sequence[bool] = True,
     first_block: int = 0,
     tier: pb.Tier = DEVICE,
     replace: bool = False,
-) -> pb.TableChange:
+) -> Change:
     """``blocks``: (index, generation) pairs."""
-    flags = [fresh] * len(blocks) if isinstance(fresh, bool) else list(fresh)
-    change = pb.SetBlocks(
-        first_block=first_block,
-        blocks=pb.Blocks(
-            tier=tier,
-            indices=[index for index, _ in blocks],
-            generations=[generation for _, generation in blocks],
-        ),
-        fresh=flags,
-        replace=replace,
+    kind = pb.TABLE_CHANGE_KIND_REPLACE if replace else pb.TABLE_CHANGE_KIND_SET
+    flags = [allocated] * len(blocks) if isinstance(allocated, bool) else allocated
+    return Change(
+        kind, sequence_id, tier, first_block, len(blocks), None, tuple(blocks), tuple(flags)
     )
-    return pb.TableChange(sequence_id=sequence_id, set=change)
 
 
-def fork(sequence_id: int, parent: int, num_blocks: int) -> pb.TableChange:
-    change = pb.ForkTable(parent_sequence_id=parent, num_blocks=num_blocks)
-    return pb.TableChange(sequence_id=sequence_id, fork=change)
+def fork(sequence_id: int, parent: int, num_blocks: int) -> Change:
+    return Change(pb.TABLE_CHANGE_KIND_FORK, sequence_id, num_blocks=num_blocks, parent=parent)
 
 
-def drop(sequence_id: int) -> pb.TableChange:
-    return pb.TableChange(sequence_id=sequence_id, drop=pb.DropTable())
+def drop(sequence_id: int) -> Change:
+    return Change(pb.TABLE_CHANGE_KIND_DROP, sequence_id)
 
 
 def ref(index: int, generation: int = 1, tier: pb.Tier = DEVICE) -> pb.BlockRef:
     return pb.BlockRef(tier=tier, index=index, generation=generation)
 
 
-def transfer(source: pb.BlockRef, destination: pb.BlockRef) -> pb.Transfer:
-    return pb.Transfer(source=source, destination=destination)
+def transfer(source: pb.BlockRef, destination: pb.BlockRef) -> Transfer:
+    return Transfer(source, destination)
 
 
-def row(sequence_id: int, first_position: int, num_tokens: int) -> pb.Row:
-    return pb.Row(sequence_id=sequence_id, first_position=first_position, num_tokens=num_tokens)
+def span(sequence_id: int, first_position: int, num_tokens: int) -> Span:
+    return Span(sequence_id, first_position, num_tokens)
 
 
-def publication(index: int, generation: int = 1) -> pb.Publication:
-    return pb.Publication(
-        block=ref(index, generation),
-        tenant="default",
-        hash=bytes([index]) * 16,
-        token_ids=bytes(4 * BLOCK_SIZE),
+def pack_changes(changes: Sequence[Change]) -> pb.TableChanges:
+    entries = [block for change in changes for block in change.blocks]
+    return pb.TableChanges(
+        kinds=_uint8(c.kind for c in changes),
+        sequence_ids=_int64(c.sequence_id for c in changes),
+        tiers=_uint8(c.tier for c in changes),
+        first_blocks=_int32(c.first_block for c in changes),
+        num_blocks=_int32(c.num_blocks for c in changes),
+        parent_sequence_ids=_int64(c.parent for c in changes if c.parent is not None),
+        indices=_int32(index for index, _ in entries),
+        generations=_int64(generation for _, generation in entries),
+        allocated=_uint8(int(flag) for c in changes for flag in c.allocated),
     )
+
+
+def pack_transfers(transfers: Sequence[Transfer]) -> pb.Transfers:
+    return pb.Transfers(
+        source_tiers=_uint8(t.source.tier for t in transfers),
+        source_indices=_int32(t.source.index for t in transfers),
+        source_generations=_int64(t.source.generation for t in transfers),
+        destination_tiers=_uint8(t.destination.tier for t in transfers),
+        destination_indices=_int32(t.destination.index for t in transfers),
+        destination_generations=_int64(t.destination.generation for t in transfers),
+    )
+
+
+def pack_spans(spans: Sequence[Span]) -> pb.Spans:
+    return pb.Spans(
+        sequence_ids=_int64(s.sequence_id for s in spans),
+        first_positions=_int64(s.first_position for s in spans),
+        num_tokens=_int32(s.num_tokens for s in spans),
+    )
+
+
+def publications(*blocks: tuple[int, int]) -> pb.Publications:
+    """One for each (index, generation), each the child of the one before it."""
+    parents = [(-1, 0), *blocks[:-1]] if blocks else []
+    return pb.Publications(
+        tenant="default",
+        namespace="",
+        hash_algorithm="xxh3-128",
+        indices=_int32(index for index, _ in blocks),
+        generations=_int64(generation for _, generation in blocks),
+        parent_indices=_int32(index for index, _ in parents),
+        parent_generations=_int64(generation for _, generation in parents),
+        hashes=b"".join(bytes([index % 256]) * 16 for index, _ in blocks),
+        token_ids=b"".join(_int32([index] * BLOCK_SIZE) for index, _ in blocks),
+    )
+
+
+def blocks_of(message: pb.Blocks | pb.Publications) -> list[tuple[int, int]]:
+    """(index, generation) of each block."""
+    indices = columns.read(columns.INT32, message.indices, "indices")
+    generations = columns.read(columns.INT64, message.generations, "generations")
+    return list(zip(indices, generations, strict=True))
+
+
+def _uint8(values: Iterable[int]) -> bytes:
+    return columns.pack(columns.UINT8, values)
+
+
+def _int32(values: Iterable[int]) -> bytes:
+    return columns.pack(columns.INT32, values)
+
+
+def _int64(values: Iterable[int]) -> bytes:
+    return columns.pack(columns.INT64, values)
 
 
 def tokens(num_tokens: int, num_heads: int = 2, *, seed: int = 0) -> torch.Tensor:

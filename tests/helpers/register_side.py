@@ -10,9 +10,9 @@ import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
-from kvplane import signing
+from kvplane import protocol, signing
 from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import control_pb2_grpc
+from kvplane.v1 import control_pb2_grpc, types_pb2
 
 
 class RegisterSide(control_pb2_grpc.ControlPlaneServiceServicer):
@@ -23,10 +23,11 @@ class RegisterSide(control_pb2_grpc.ControlPlaneServiceServicer):
         self.key = signing.new_key()
         self.heartbeat_s = heartbeat_s
         self.hellos: list[pb.Hello] = []
-        self.reported: list[pb.ReportedBlock] = []
-        self.num_report_parts = 0
-        self.max_session_id = -1
-        self.fences_done: asyncio.Queue[int] = asyncio.Queue()
+        self.reports: list[pb.BlockReport] = []
+        """Parts of reports, as they came."""
+        self.num_reports = 0
+        """Whole ones."""
+        self.fences_done: asyncio.Queue[types_pb2.SessionRef] = asyncio.Queue()
         self.heartbeats: asyncio.Queue[None] = asyncio.Queue()
         self.accepted = asyncio.Event()
         self._known_epochs: set[int] = set()
@@ -69,12 +70,16 @@ class RegisterSide(control_pb2_grpc.ControlPlaneServiceServicer):
         self.accepted.clear()
         hello = (await anext(aiter(request_iterator))).hello
         self.hellos.append(hello)
-        resumed = hello.epoch in self._known_epochs and hello.incarnation == self.incarnation
+        resumed = (
+            hello.epoch in self._known_epochs
+            and hello.incarnation == self.incarnation
+            and hello.key_id == signing.key_id(self.key)
+        )
         interval = Duration()
         interval.FromNanoseconds(int(self.heartbeat_s * 1e9))
         yield pb.RegisterResponse(
             welcome=pb.Welcome(
-                protocol_version=1,
+                protocol_version=protocol.NEWEST,
                 incarnation=self.incarnation,
                 resumed=resumed,
                 key=self.key,
@@ -97,13 +102,12 @@ class RegisterSide(control_pb2_grpc.ControlPlaneServiceServicer):
         async for request in requests:
             kind = request.WhichOneof("message")
             if kind == "report":
-                self.num_report_parts += 1
-                self.reported.extend(request.report.blocks)
-                self.max_session_id = request.report.max_session_id
+                self.reports.append(request.report)
                 if request.report.last:
+                    self.num_reports += 1
                     self.say(report_accepted=pb.ReportAccepted())
                     self.accepted.set()
             elif kind == "fence_done":
-                self.fences_done.put_nowait(request.fence_done.session_id)
+                self.fences_done.put_nowait(request.fence_done.session)
             elif kind == "heartbeat":
                 self.heartbeats.put_nowait(None)

@@ -1,4 +1,4 @@
-"""The backends `emulated` and `cuda`, with the interface of ``data_plane.kernels.cpu``.
+"""The backends `emulated` and `cuda`, for tensors on the CPU.
 
 Tensors come and go on the CPU, as the cases make them; `cuda` moves them there and back.
 KVPLANE_DEVICE_BACKEND chooses: `emulated` (the default) needs a C++ compiler, `cuda` a GPU and a
@@ -10,16 +10,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 import kernel_cases
 import torch
 from emulated_build import emulated_module
 
-from data_plane.kernels.cuda import DeviceKernels
-from kvplane.attention_options import AttentionOptions
+from data_plane.kernels.arguments import AttentionArguments, WriteArguments
+from data_plane.kernels.cuda import CudaKernels
+
+Arguments = TypeVar("Arguments", AttentionArguments, WriteArguments)
 
 
 def chosen_backend(*, split_tokens: int = 64) -> DeviceBackend:
@@ -36,13 +39,13 @@ def chosen_backend(*, split_tokens: int = 64) -> DeviceBackend:
 
 
 class DeviceBackend:
-    """``data_plane.kernels.cpu`` on a device: num_threads is ignored, faults are raised."""
+    """``Kernels`` of a device for tensors on the CPU; faults are raised at once."""
 
     def __init__(self, native: ModuleType, device: str, *, split_tokens: int = 64) -> None:
         self.native = native
         self.device = torch.device(device)
         self.split_tokens = split_tokens
-        self.kernels = DeviceKernels(native, self.device, split_tokens=split_tokens)
+        self.kernels = CudaKernels(native, self.device, split_tokens=split_tokens)
 
     def set_seed(self, seed: int) -> None:
         """Chooses the order of the emulator's threads; a GPU takes its own."""
@@ -50,57 +53,23 @@ class DeviceBackend:
             self.native.set_seed(seed)
 
     def paged_attention(
-        self,
-        query: torch.Tensor,
-        pages: torch.Tensor,
-        block_tables: torch.Tensor,
-        query_starts: torch.Tensor,
-        context_lens: torch.Tensor,
-        *,
-        options: AttentionOptions = AttentionOptions(),
-        key_scales: torch.Tensor | None = None,
-        value_scales: torch.Tensor | None = None,
-        num_threads: int = 0,
-        return_lse: bool = False,
-        max_query_len: int = 0,
-    ) -> Any:
-        lse = torch.full(query.shape[:2], torch.nan, device=self.device)
-        out = self.kernels.paged_attention(
-            self._there(query),
-            self._there(pages),
-            self._there(block_tables),
-            self._there(query_starts),
-            self._there(context_lens),
-            options=options,
-            key_scales=self._there_or_none(key_scales),
-            value_scales=self._there_or_none(value_scales),
-            lse=lse,
-            max_query_len=max_query_len,
-        )
-        self.kernels.check_faults()
-        return (out.cpu(), lse.cpu()) if return_lse else out.cpu()
+        self, arguments: AttentionArguments, *, lse: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        there = torch.full(arguments.query.shape[:2], torch.nan, device=self.device)
+        out = self.kernels.paged_attention(self._all_there(arguments), lse=there)
+        self.check_faults()
+        if lse is not None:
+            lse.copy_(there)
+        return out.cpu()
 
-    def reshape_and_cache(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: torch.Tensor,
-        slots: torch.Tensor,
-        *,
-        key_scales: torch.Tensor | None = None,
-        value_scales: torch.Tensor | None = None,
-    ) -> None:
-        there = self._there(pages)
-        self.kernels.reshape_and_cache(
-            self._there(key),
-            self._there(value),
-            there,
-            self._there(slots),
-            key_scales=self._there_or_none(key_scales),
-            value_scales=self._there_or_none(value_scales),
-        )
+    def reshape_and_cache(self, arguments: WriteArguments) -> None:
+        there = self._all_there(arguments)
+        self.kernels.reshape_and_cache(there)
+        self.check_faults()
+        self._back(there.pages, arguments.pages)
+
+    def check_faults(self) -> None:
         self.kernels.check_faults()
-        self._back(there, pages)
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
         there = self._there(pool)
@@ -134,8 +103,13 @@ class DeviceBackend:
         whole = tensor.as_strided((room,), (1,)).to(self.device)
         return whole.as_strided(tensor.shape, tensor.stride())
 
-    def _there_or_none(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else self._there(tensor)
+    def _all_there(self, arguments: Arguments) -> Arguments:
+        tensors = {
+            f.name: self._there(getattr(arguments, f.name))
+            for f in fields(arguments)
+            if f.init and isinstance(getattr(arguments, f.name), torch.Tensor)
+        }
+        return replace(arguments, **tensors)
 
     def _back(self, there: torch.Tensor, tensor: torch.Tensor) -> None:
         if self.device.type != "cpu":
@@ -145,9 +119,9 @@ class DeviceBackend:
 @contextmanager
 def in_place_of_the_cpu(backend: DeviceBackend) -> Iterator[DeviceBackend]:
     """Lets the cases of ``kernel_cases`` run on the backend."""
-    before = kernel_cases.kernels
-    kernel_cases.kernels = backend  # type: ignore[assignment, attr-defined]
+    before = kernel_cases.make_kernels
+    kernel_cases.make_kernels = lambda _: backend  # type: ignore[assignment, return-value]
     try:
         yield backend
     finally:
-        kernel_cases.kernels = before  # type: ignore[attr-defined]
+        kernel_cases.make_kernels = before

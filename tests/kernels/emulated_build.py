@@ -5,6 +5,7 @@ What is built lies under build/emulated/, named by the digest of the sources and
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import os
@@ -25,7 +26,7 @@ KEPT = ROOT / "build" / "emulated"
 MODULE = "kvplane_emulated"  # as csrc/cuda_bindings.cpp calls it
 COMPILER = os.environ.get("CXX", "g++")
 FLAGS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-DKVPLANE_EMULATED")
-NUM_KEPT_FILES = 200
+NUM_KEPT_FILES = 400  # objects, programs, and a lock of each
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 
@@ -105,16 +106,20 @@ def included(source: Path, folders: Sequence[Path]) -> list[Path]:
 
 
 def made(path: Path, command: Sequence[str]) -> Path:
-    """The file, by the command with -o where there is none; another process may make it too."""
-    if path.exists():
-        path.touch()
-        return path
-    scratch = path.with_name(f"{path.name}.{os.getpid()}")
-    result = subprocess.run(
-        [*command, "-o", str(scratch)], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr}"
-    scratch.rename(path)
+    """The file, by the command with -o where there is none. Processes that want the same file wait
+    for the first of them.
+    """
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            path.touch()
+            return path
+        scratch = path.with_name(f"{path.name}.{os.getpid()}")
+        result = subprocess.run(
+            [*command, "-o", str(scratch)], capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr}"
+        scratch.rename(path)
     return path
 
 

@@ -7,6 +7,7 @@ values, so that a wrong one shows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -14,11 +15,15 @@ from typing import Literal
 import oracle
 import torch
 
-from data_plane.kernels import cpu as kernels
+from data_plane.kernels.arguments import AttentionArguments, WriteArguments
+from data_plane.kernels.backend import Kernels
+from data_plane.kernels.cpu import CpuKernels
 from kvplane.attention_options import AttentionOptions
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # of pages only
+make_kernels: Callable[[int], Kernels] = CpuKernels
+"""The kernels under test, on so many threads."""
 _INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -49,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Batch:
-    """A case's tensors; shapes as in ``data_plane.kernels.cpu``."""
+    """A case's tensors; shapes as in ``data_plane.kernels.arguments``."""
 
     query: torch.Tensor
     pages: torch.Tensor
@@ -73,29 +78,31 @@ class Batch:
 
     def write(self) -> None:
         """Puts the keys and values into the pages, by the kernel."""
-        kernels.reshape_and_cache(
-            self.key,
-            self.value,
-            self.pages,
-            self.slots,
-            key_scales=self.key_scales,
-            value_scales=self.value_scales,
+        make_kernels(0).reshape_and_cache(self.to_write())
+
+    def to_write(self) -> WriteArguments:
+        """The arguments of the kernel that writes."""
+        return WriteArguments(
+            self.key, self.value, self.pages, self.slots, self.key_scales, self.value_scales
         )
 
-    def attend(self, *, num_threads: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """The kernel's output and lse."""
-        return kernels.paged_attention(
+    def to_attend(self) -> AttentionArguments:
+        """The arguments of the kernel that attends."""
+        return AttentionArguments(
             self.query,
             self.pages,
             self.block_tables,
             self.query_starts,
             self.context_lens,
-            options=self.options,
-            key_scales=self.key_scales,
-            value_scales=self.value_scales,
-            num_threads=num_threads,
-            return_lse=True,
+            self.options,
+            self.key_scales,
+            self.value_scales,
         )
+
+    def attend(self, *, num_threads: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """The kernel's output and lse."""
+        lse = torch.full(self.query.shape[:2], torch.nan)
+        return make_kernels(num_threads).paged_attention(self.to_attend(), lse=lse), lse
 
     def oracle(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """The same, computed by torch in ``dtype`` on pages that the oracle wrote."""

@@ -11,6 +11,8 @@ from device_backends import chosen_backend, in_place_of_the_cpu
 from kernel_cases import FLOATS, FP8, Case, assert_same_bits, build
 from probes import STEPS, assert_same_numbers
 
+from data_plane.kernels.arguments import AttentionArguments
+
 LENS = ((1, 900), (1, 17), (1, 512), (1, 1))
 TYPES = (*((dtype, None) for dtype in FLOATS), *zip(FLOATS[1:], FP8, strict=True))
 
@@ -27,24 +29,16 @@ def test_a_graph_captured_at_some_lengths_replays_at_others(
         expected, expected_lse = batch.attend()
     tensors = (batch.query, batch.pages, batch.block_tables, batch.query_starts, batch.context_lens)
     query, pages, tables, starts, lens = (tensor.to("cuda") for tensor in tensors)
+    arguments = AttentionArguments(
+        query, pages, tables, starts, lens, batch.options, max_query_len=1
+    )
     out = torch.zeros_like(query)
     lse = torch.zeros(query.shape[:2], device="cuda")
-    num_bytes = backend.kernels.attention_workspace_bytes(query, pages, tables)
+    num_bytes = backend.kernels.attention_workspace_bytes(arguments)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
 
     def run() -> None:
-        backend.kernels.paged_attention(
-            query,
-            pages,
-            tables,
-            starts,
-            lens,
-            options=batch.options,
-            max_query_len=1,
-            out=out,
-            lse=lse,
-            workspace=workspace,
-        )
+        backend.kernels.paged_attention(arguments, out=out, lse=lse, workspace=workspace)
 
     right_lens = lens.clone()
     lens.fill_(1)  # Captured at other lengths than it is replayed at.

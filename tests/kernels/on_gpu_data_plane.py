@@ -15,7 +15,7 @@ import pytest
 import torch
 from executor_twins import HEAD_SIZE, LAYERS, NUM_HEADS, NUM_KV_HEADS, Side, run_twins
 from kernel_faults import FAULTS, with_fault
-from plan_author import HOST, LAYOUT, POOL_ID, ref, row, set_blocks, transfer
+from plan_author import HOST, LAYOUT, POOL_ID, ref, set_blocks, span, transfer
 
 from data_plane import Executor
 from data_plane.kernels.backend import kernels_of
@@ -105,7 +105,7 @@ def test_a_planted_fault_is_noticed(fault: str) -> None:
 
 def run_a_prompt(side: Side) -> None:
     """Also loads the kernels that a later plan of 12 tokens takes: loading one may wait."""
-    side.start(1, 1, changes=[set_blocks(1, [(0, 1), (1, 1)])], rows=[row(1, 0, 12)])
+    side.start(1, 1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
     for layer in LAYERS:
         side.layer(1, layer, *qkv(12))
     side.finish(1)
@@ -113,7 +113,7 @@ def run_a_prompt(side: Side) -> None:
 
 def test_layers_run_ahead_of_the_device_and_the_receipt_waits_for_it(side: Side) -> None:
     run_a_prompt(side)
-    side.start(2, 1, changes=[set_blocks(2, [(2, 1), (3, 1)])], rows=[row(2, 0, 12)])
+    side.start(2, 1, changes=[set_blocks(2, [(2, 1), (3, 1)])], spans=[span(2, 0, 12)])
     tensors = qkv(12)
     torch.cuda.synchronize()
     end = long_work()
@@ -135,7 +135,7 @@ def test_swaps_go_on_beside_the_callers_own_work(side: Side) -> None:
             set_blocks(2, [(4, 1)]),
         ],
         transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
-        rows=[row(2, 0, 2)],
+        spans=[span(2, 0, 2)],
     )
     end = long_work()
     blocks, _ = side.executor.read_blocks(1, 1, 0, 2)
@@ -144,7 +144,7 @@ def test_swaps_go_on_beside_the_callers_own_work(side: Side) -> None:
 
 
 def test_threads_with_streams_of_their_own_keep_the_order_of_commands(side: Side) -> None:
-    side.start(1, 1, changes=[set_blocks(1, [(0, 1), (1, 1)])], rows=[row(1, 0, 12)])
+    side.start(1, 1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
     tensors = qkv(12)
     torch.cuda.synchronize()
     end = long_work()
@@ -158,7 +158,7 @@ def test_threads_with_streams_of_their_own_keep_the_order_of_commands(side: Side
 
 
 def test_a_fence_waits_for_the_device(side: Side) -> None:
-    side.start(1, 1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 8)])
+    side.start(1, 1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 8)])
     end = long_work()
     side.layer(1, 0, *qkv(8))
     fence = threading.Thread(target=side.executor.fence, args=(1,))
@@ -168,17 +168,17 @@ def test_a_fence_waits_for_the_device(side: Side) -> None:
 
 
 def test_what_a_kernel_could_not_follow_takes_the_receipt(side: Side) -> None:
-    side.start(1, 1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 8)])
+    side.start(1, 1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 8)])
     side.layer(1, 0, *qkv(8))
     run = side.executor._sessions.get(1).latest
     assert run is not None
-    run.rows.slots.fill_(10**6)
+    run.batch.slots.fill_(10**6)
     side.layer(1, 1, *qkv(8))
     with pytest.raises(InternalError, match="slots"):
         side.executor.receipt(1)
     side.outputs[1].clear()
-    whole = set_blocks(1, [(0, 1)], fresh=False)
-    side.start(3, 1, previous=0, resync=True, changes=[whole], rows=[row(1, 0, 8)])
+    whole = set_blocks(1, [(0, 1)], allocated=False)
+    side.start(3, 1, previous=0, resync=True, changes=[whole], spans=[span(1, 0, 8)])
     for layer in LAYERS:
         side.layer(1, layer, *qkv(8))
     side.finish(1)

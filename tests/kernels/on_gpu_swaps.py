@@ -10,7 +10,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from data_plane.kernels.cuda import DeviceKernels
+from data_plane.kernels.cuda import CudaKernels
 
 CUDA = torch.device("cuda")
 
@@ -37,7 +37,7 @@ def random_pairs(num_from: int, num_to: int) -> torch.Tensor:
 @pytest.mark.parametrize("seed", range(3))
 def test_swaps_give_what_one_by_one_gives(seed: int, kind: str, layers: int) -> None:
     torch.manual_seed(seed)
-    kernels = DeviceKernels(import_module("kvplane_kernels._cuda"), CUDA)
+    kernels = CudaKernels(import_module("kvplane_kernels._cuda"), CUDA)
     shape = (layers, 2, 4, 4, 64)
     device, host = torch.randn(60, *shape).bfloat16(), torch.randn(90, *shape).bfloat16()
     there = device.to(CUDA)
@@ -64,7 +64,7 @@ def test_swaps_give_what_one_by_one_gives(seed: int, kind: str, layers: int) -> 
 
 
 def test_a_kernel_that_follows_sees_what_was_swapped_in() -> None:
-    kernels = DeviceKernels(import_module("kvplane_kernels._cuda"), CUDA)
+    kernels = CudaKernels(import_module("kvplane_kernels._cuda"), CUDA)
     host = torch.randn(300, 1, 2, 1, 8, 64).pin_memory()
     there = torch.zeros(300, 1, 2, 1, 8, 64, device=CUDA)
     order = torch.randperm(300)

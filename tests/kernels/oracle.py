@@ -1,6 +1,6 @@
 """What the kernels mean, in plain torch and float64.
 
-Arguments and results are those of ``data_plane.kernels.cpu``.
+Arguments and results are described in ``data_plane.kernels.arguments``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ import pytest
 import torch
 from kernel_cases import FLOATS, FP8, assert_same_bits
 
-from data_plane.kernels import cpu as kernels
+from data_plane.kernels.cpu import CpuKernels
+
+kernels = CpuKernels()
 
 SHAPE = (3, 2, 2, 4, 8)  # [num_layers, 2, num_kv_heads, block_size, head_size]
 

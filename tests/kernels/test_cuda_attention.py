@@ -220,15 +220,8 @@ def test_room_in_the_tables_and_a_known_query_length_do_not_matter(
     expected, _ = batch.attend()
     wide = torch.nn.functional.pad(batch.block_tables, (0, 100), value=-1)
     for tables, max_query_len in ((wide, 0), (batch.block_tables, 2), (wide, 2)):
-        out = backend.paged_attention(
-            batch.query,
-            batch.pages,
-            tables,
-            batch.query_starts,
-            batch.context_lens,
-            options=batch.options,
-            max_query_len=max_query_len,
-        )
+        arguments = replace(batch, block_tables=tables).to_attend()
+        out = backend.paged_attention(replace(arguments, max_query_len=max_query_len))
         assert_same_bits(out, expected)
 
 
@@ -249,7 +242,7 @@ def test_block_size_and_place_of_blocks_do_not_matter(
     lens = ((1, 200), (9, 130), (40, 65))
     batch = build(Case(lens=lens, dtype=dtype))
     moved = build(Case(lens=lens, block_size=block_size, dtype=dtype))
-    backend.reshape_and_cache(batch.key, batch.value, moved.pages, moved.slots)
+    backend.reshape_and_cache(replace(moved, key=batch.key, value=batch.value).to_write())
     assert_same_bits(replace(moved, query=batch.query).attend()[0], batch.attend()[0])
 
 

@@ -13,6 +13,7 @@ import torch
 from device_backends import DeviceBackend, chosen_backend, in_place_of_the_cpu
 from kernel_cases import Batch, Case, build
 
+from data_plane.kernels.arguments import AttentionArguments
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 
@@ -124,16 +125,15 @@ def test_attention_refuses(backend: DeviceBackend, message: str) -> None:
 
 def test_a_workspace_that_is_too_small_is_refused(backend: DeviceBackend) -> None:
     batch = batch_of(backend, torch.float32)
-    tensors = (batch.query, batch.pages, batch.block_tables, batch.query_starts, batch.context_lens)
-    there = [tensor.to(backend.device) for tensor in tensors]
-    needed = backend.kernels.attention_workspace_bytes(*there[:3])
+    there = backend._all_there(batch.to_attend())
+    needed = backend.kernels.attention_workspace_bytes(there)
     for num_bytes, fits in ((needed - 1, False), (needed, True)):
         workspace = torch.empty(num_bytes, dtype=torch.uint8, device=backend.device)
         if fits:
-            backend.kernels.paged_attention(*there, workspace=workspace)
+            backend.kernels.paged_attention(there, workspace=workspace)
             continue
         with pytest.raises(InvalidRequestError) as caught:
-            backend.kernels.paged_attention(*there, workspace=workspace)
+            backend.kernels.paged_attention(there, workspace=workspace)
         assert caught.value.field == "workspace_bytes"
 
 
@@ -155,5 +155,4 @@ def attend(backend: DeviceBackend, batch: Batch, **changed: Any) -> torch.Tensor
         "context_lens": batch.context_lens,
         "options": AttentionOptions(scale=0.25),
     } | changed
-    out: torch.Tensor = backend.paged_attention(**arguments)
-    return out
+    return backend.paged_attention(AttentionArguments(**arguments))

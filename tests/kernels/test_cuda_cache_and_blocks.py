@@ -15,6 +15,7 @@ import torch
 from device_backends import DeviceBackend, chosen_backend, in_place_of_the_cpu
 from kernel_cases import FLOATS, assert_same_bits
 
+from data_plane.kernels.arguments import WriteArguments
 from kvplane.errors import InvalidRequestError
 
 test_tokens_land_in_their_slots = caching.test_tokens_land_in_their_slots
@@ -106,6 +107,6 @@ def test_slots_outside_the_pages_are_not_written_and_told(backend: DeviceBackend
     key = torch.zeros(2, 1, 8)
     for slot in (8, 2**62):
         with pytest.raises(InvalidRequestError) as caught:
-            backend.reshape_and_cache(key, key, pages, torch.tensor([-1, slot]))
+            backend.reshape_and_cache(WriteArguments(key, key, pages, torch.tensor([-1, slot])))
         assert caught.value.field == "slots"
     assert (pages == 1).all()

@@ -21,7 +21,8 @@ from kernel_cases import (
     build,
 )
 
-from data_plane.kernels import cpu as kernels
+from data_plane.kernels.arguments import WriteArguments
+from data_plane.kernels.cpu import CpuKernels
 
 E4M3, E5M2 = FP8
 HALVES = (torch.float16, torch.bfloat16)
@@ -107,14 +108,7 @@ def test_pages_hold_the_bits_that_the_cpu_writes(
         large = replace(batch, key=batch.key * 1e3, value=batch.value / 1e3)
         large.write()
         cpu = torch.full_like(batch.pages, torch.nan)
-        kernels.reshape_and_cache(
-            large.key,
-            large.value,
-            cpu,
-            batch.slots,
-            key_scales=batch.key_scales,
-            value_scales=batch.value_scales,
-        )
+        CpuKernels().reshape_and_cache(replace(large, pages=cpu).to_write())
         assert_same_bits(batch.pages, cpu)
 
 
@@ -136,7 +130,7 @@ def test_rows_that_start_anywhere_are_written_as_others(
             (torch.zeros_like(batch.pages), moved(batch.key)),
         ):
             pages.fill_(torch.nan)
-            backend.reshape_and_cache(key, batch.value, pages, batch.slots)
+            backend.reshape_and_cache(WriteArguments(key, batch.value, pages, batch.slots))
             assert_same_bits(pages, batch.pages)
 
 

@@ -40,7 +40,7 @@ def test_attention_over_far_blocks_gives_the_bits_of_near_ones(
         block_tables=torch.where(near.block_tables < 0, near.block_tables, far_block),
         slots=(NUM_BLOCKS - 1 - near.slots // 16) * 16 + near.slots % 16,
     )
-    backend.reshape_and_cache(far.key, far.value, far.pages, far.slots)
+    backend.reshape_and_cache(far.to_write())
     assert_same_bits(far.attend()[0], near.attend()[0])
 
 

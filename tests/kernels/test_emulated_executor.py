@@ -11,19 +11,20 @@ from data_rig import Rig
 from executor_twins import run_twins
 from kernel_faults import FAULTS, with_fault
 from kernel_sets import emulated_kernels, late_kernels
-from plan_author import BLOCK_SIZE, LAYOUT, PlanAuthor, row, set_blocks, tokens
+from plan_author import BLOCK_SIZE, LAYOUT, PlanAuthor, set_blocks, span, tokens
 
 from data_plane import Executor
-from data_plane.kernels.backend import KernelSet, cpu_kernels
+from data_plane.kernels.backend import Kernels
+from data_plane.kernels.cpu import CpuKernels
 from kvplane.errors import InternalError
 from kvplane.layout import Layout
 
-BACKENDS = {"cpu": lambda: cpu_kernels(1), "emulated": emulated_kernels}
+BACKENDS = {"cpu": lambda: CpuKernels(1), "emulated": emulated_kernels}
 
 
 @pytest.fixture(params=BACKENDS)
-def kernels(request: pytest.FixtureRequest) -> KernelSet:
-    make: Callable[[], KernelSet] = BACKENDS[request.param]
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    make: Callable[[], Kernels] = BACKENDS[request.param]
     return make()
 
 
@@ -51,7 +52,7 @@ def test_random_plans_do_the_same_on_emulated_kernels_that_run_late() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_can_be_planted_in_any_kernels(kernels: KernelSet, fault: str) -> None:
+def test_a_fault_can_be_planted_in_any_kernels(kernels: Kernels, fault: str) -> None:
     with pytest.raises(AssertionError):
         run_twins(3, 40, kernels=with_fault(kernels, fault))
 
@@ -59,17 +60,17 @@ def test_a_fault_can_be_planted_in_any_kernels(kernels: KernelSet, fault: str) -
 def test_what_a_kernel_could_not_follow_takes_the_receipt() -> None:
     rig = Rig(kernels=emulated_kernels())
     rig.admit(1)
-    rig.start(2, rows=[row(1, 12, 1)])
+    rig.start(2, spans=[span(1, 12, 1)])
     rig.layer(0, 1)
     run = rig.executor._sessions.get(1).latest
     assert run is not None
-    run.rows.slots.fill_(10**6)  # as a stray write on the device would
+    run.batch.slots.fill_(10**6)  # as a stray write on the device would
     rig.layer(1, 1)
     for _ in range(2):
         with pytest.raises(InternalError, match="a kernel stopped: slots: must be slots"):
             rig.executor.receipt(1)
-    whole = set_blocks(1, [(0, 1), (1, 1)], fresh=False)
-    again = rig.run(5, previous=0, resync=True, changes=[whole], rows=[row(1, 12, 1)])
+    whole = set_blocks(1, [(0, 1), (1, 1)], allocated=False)
+    again = rig.run(5, previous=0, resync=True, changes=[whole], spans=[span(1, 12, 1)])
     assert again.plan_number == 5
 
 
@@ -81,7 +82,7 @@ def layout_of(kv_dtype: str) -> Layout:
 @pytest.mark.parametrize(
     "kv_dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 )
-def test_blocks_written_whole_keep_their_bits(kernels: KernelSet, kv_dtype: str) -> None:
+def test_blocks_written_whole_keep_their_bits(kernels: Kernels, kv_dtype: str) -> None:
     layout = layout_of(kv_dtype)
     executor = Executor(layout, pool_id="pool", num_device_blocks=4, kernels=kernels)
     executor.pools.device_tier.view(torch.uint8).fill_(0x33)
@@ -89,7 +90,7 @@ def test_blocks_written_whole_keep_their_bits(kernels: KernelSet, kv_dtype: str)
     executor.install(1, author.key)
     executor.open(author.grant())
     whole = set_blocks(1, [(2, 1), (1, 1)])
-    executor.start(1, author.plan(1, changes=[whole], rows=[row(1, 3, BLOCK_SIZE)]))
+    executor.start(1, author.plan(1, changes=[whole], spans=[span(1, 3, BLOCK_SIZE)]))
     shape = (2, 2, 2, 2, BLOCK_SIZE, 16)
     blocks = torch.empty(shape, dtype=executor.pools.device_tier.dtype)
     bits = blocks.view(torch.uint8)
@@ -102,13 +103,13 @@ def test_blocks_written_whole_keep_their_bits(kernels: KernelSet, kv_dtype: str)
     assert torch.equal(executor.read_blocks(1, 1, 0, 2)[0].view(torch.uint8), expected)
 
 
-def test_scales_reach_the_kernels_that_write_and_those_that_attend(kernels: KernelSet) -> None:
+def test_scales_reach_the_kernels_that_write_and_those_that_attend(kernels: Kernels) -> None:
     layout = layout_of("float8_e4m3fn")
     executor = Executor(layout, pool_id="pool", num_device_blocks=4, kernels=kernels)
     author = PlanAuthor(executor.epoch, layout=layout)
     executor.install(1, author.key)
     executor.open(author.grant())
-    plan = author.plan(1, changes=[set_blocks(1, [(2, 1)])], rows=[row(1, 0, 1)])
+    plan = author.plan(1, changes=[set_blocks(1, [(2, 1)])], spans=[span(1, 0, 1)])
     executor.start(1, plan)
     key, value = tokens(1, seed=1) * 100, tokens(1, seed=2) * 300
     # One token alone attends to itself, so that the answer is its value as it was rounded.

@@ -9,8 +9,11 @@ import pytest
 import torch
 from kernel_cases import FLOATS, FP8, assert_same_bits
 
-from data_plane.kernels import cpu as kernels
+from data_plane.kernels.arguments import AttentionArguments, WriteArguments
+from data_plane.kernels.cpu import CpuKernels
 from kvplane.attention_options import AttentionOptions
+
+kernels = CpuKernels()
 
 pytestmark = pytest.mark.usefixtures("every_cpu_isa")
 
@@ -37,7 +40,7 @@ def stored(
     rows = rows.view(count, 1, HEAD_SIZE)
     pages = torch.full((count, 2, 1, 1, HEAD_SIZE), torch.nan, dtype=dtype)
     kernels.reshape_and_cache(
-        rows, rows, pages, torch.arange(count), key_scales=scales, value_scales=scales
+        WriteArguments(rows, rows, pages, torch.arange(count), scales, scales)
     )
     assert_same_bits(pages[:, 0], pages[:, 1])
     return pages[:, 0].flatten()[: numbers.numel()]
@@ -50,9 +53,8 @@ def loaded(codes: torch.Tensor, query_dtype: torch.dtype) -> torch.Tensor:
     query = torch.zeros((1, 1, codes.numel()), dtype=query_dtype)
     one = torch.ones(1, dtype=torch.int64)
     tables, starts = torch.zeros((1, 1), dtype=torch.int64), torch.tensor([0, 1])
-    return kernels.paged_attention(
-        query, pages, tables, starts, one, options=AttentionOptions(1.0)
-    )[0, 0]
+    arguments = AttentionArguments(query, pages, tables, starts, one, AttentionOptions(1.0))
+    return kernels.paged_attention(arguments)[0, 0]
 
 
 def around_every_boundary(dtype: torch.dtype) -> torch.Tensor:
@@ -85,15 +87,16 @@ def test_every_code_is_the_same_number_in_a_key(
     pages = torch.zeros((1, 2, 1, 1, 248), dtype=dtype)
     pages[0, 0, 0, 0] = codes
     query = torch.eye(248, dtype=query_dtype)[None].contiguous()
-    _, lse = kernels.paged_attention(
+    arguments = AttentionArguments(
         query,
         pages,
         torch.zeros((1, 1), dtype=torch.int64),
         torch.tensor([0, 1]),
         torch.tensor([1]),
-        options=AttentionOptions(scale=1.0),
-        return_lse=True,
+        AttentionOptions(scale=1.0),
     )
+    lse = torch.full((1, 248), torch.nan)
+    kernels.paged_attention(arguments, lse=lse)
     assert lse[0].equal(codes.float())
 
 

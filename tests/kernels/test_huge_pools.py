@@ -11,7 +11,9 @@ import pytest
 import torch
 from kernel_cases import Case, assert_same_bits, build
 
-from data_plane.kernels import cpu as kernels
+from data_plane.kernels.cpu import CpuKernels
+
+kernels = CpuKernels()
 
 BLOCK = (2, 1, 16, 64)  # [2, num_kv_heads, block_size, head_size]: 2^11 elements
 NUM_BLOCKS = 2**20 + 64  # just past 2^31 elements
@@ -32,7 +34,7 @@ def test_attention_over_far_blocks_gives_the_bits_of_near_ones(huge: torch.Tenso
         block_tables=torch.where(near.block_tables < 0, near.block_tables, far_block),
         slots=(NUM_BLOCKS - 1 - near.slots // 16) * 16 + near.slots % 16,
     )
-    kernels.reshape_and_cache(far.key, far.value, far.pages, far.slots)
+    kernels.reshape_and_cache(far.to_write())
     assert_same_bits(far.attend()[0], near.attend()[0])
 
 

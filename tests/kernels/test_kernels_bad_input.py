@@ -9,9 +9,12 @@ import pytest
 import torch
 from kernel_cases import Case, assert_same_bits, build
 
-from data_plane.kernels import cpu as kernels
+from data_plane.kernels.arguments import AttentionArguments, WriteArguments
+from data_plane.kernels.cpu import CpuKernels
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
+
+kernels = CpuKernels()
 
 I64 = torch.int64
 
@@ -26,6 +29,14 @@ def attention(**changed: Any) -> dict[str, Any]:
         "context_lens": batch.context_lens,
         "options": AttentionOptions(scale=0.25),
     } | changed
+
+
+def attend(**arguments: Any) -> torch.Tensor:
+    return kernels.paged_attention(AttentionArguments(**arguments))
+
+
+def write(**arguments: Any) -> None:
+    kernels.reshape_and_cache(WriteArguments(**arguments))
 
 
 def without_memory(*shape: int) -> torch.Tensor:
@@ -74,8 +85,6 @@ BAD_ATTENTION: dict[str, dict[str, Any]] = {
     "context_lens[1]: must be at least 3 and below 81": {
         "context_lens": torch.tensor([20, 2**63 - 1])
     },
-    "num_threads: must be": {"num_threads": -1},
-    "num_threads: must": {"num_threads": 100_000},
     "options.alibi_slopes: must be none or 4": {
         "options": AttentionOptions(alibi_slopes=(0.0,) * 2)
     },
@@ -103,10 +112,7 @@ def test_bad_scales_are_refused_before_anything_is_written(message: str, field: 
     attended = attention(pages=torch.zeros(9, 2, 2, 16, 16, dtype=E4M3))
     cached = caching(pages=torch.ones(4, 2, 2, 8, 16).to(E4M3))
     run: Callable[..., Any]
-    for run, arguments in (
-        (kernels.paged_attention, attended),
-        (kernels.reshape_and_cache, cached),
-    ):
+    for run, arguments in ((attend, attended), (write, cached)):
         with pytest.raises(InvalidRequestError) as caught:
             run(**arguments, **{field: BAD_SCALES[message]})
         assert str(caught.value).startswith(f"{field}: {message}")
@@ -120,10 +126,7 @@ def test_only_fp8_pages_have_scales(dtype: torch.dtype, field: str) -> None:
     attended = attention(pages=torch.zeros(9, 2, 2, 16, 16, dtype=dtype))
     cached = caching(pages=torch.ones(4, 2, 2, 8, 16, dtype=dtype))
     run: Callable[..., Any]
-    for run, arguments in (
-        (kernels.paged_attention, attended),
-        (kernels.reshape_and_cache, cached),
-    ):
+    for run, arguments in ((attend, attended), (write, cached)):
         with pytest.raises(InvalidRequestError) as caught:
             run(**arguments, **{field: torch.ones(1)})
         assert str(caught.value) == f"{field}: only fp8 pages have scales"
@@ -133,23 +136,23 @@ def test_queries_keys_and_values_are_never_fp8() -> None:
     for arguments in (attention(), attention(pages=torch.zeros(9, 2, 2, 16, 16, dtype=E4M3))):
         arguments["query"] = arguments["query"].to(E4M3)
         with pytest.raises(InvalidRequestError, match="query: must be of float32"):
-            kernels.paged_attention(**arguments)
+            attend(**arguments)
     for name in ("key", "value"):
         narrow = torch.zeros(3, 2, 16, dtype=E4M3)
         with pytest.raises(InvalidRequestError, match=f"{name}: must be of float32"):
-            kernels.reshape_and_cache(**caching(**{name: narrow}))
+            write(**caching(**{name: narrow}))
 
 
 @pytest.mark.parametrize("message", BAD_ATTENTION)
 def test_attention_refuses(message: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        kernels.paged_attention(**attention(**BAD_ATTENTION[message]))
+        attend(**attention(**BAD_ATTENTION[message]))
     assert str(caught.value).startswith(message)
     assert caught.value.field == message.partition(":")[0]
 
 
 def test_the_arguments_are_right_before_they_are_spoilt() -> None:
-    assert not kernels.paged_attention(**attention()).isnan().any()
+    assert not attend(**attention()).isnan().any()
 
 
 def caching(**changed: Any) -> dict[str, Any]:
@@ -179,7 +182,7 @@ BAD_CACHING: dict[str, dict[str, Any]] = {
 def test_caching_refuses_and_writes_nothing(message: str) -> None:
     arguments = caching(**BAD_CACHING[message])
     with pytest.raises(InvalidRequestError) as caught:
-        kernels.reshape_and_cache(**arguments)
+        write(**arguments)
     assert str(caught.value).startswith(message)
     assert caught.value.field == message.partition(":")[0]
     assert (arguments["pages"] == 1).all()

@@ -8,7 +8,8 @@ import threading
 
 import torch
 
-from data_plane.kernels import cpu as kernels
+from data_plane.kernels.arguments import AttentionArguments
+from data_plane.kernels.cpu import CpuKernels
 
 _IMPORT_WITHOUT_IT = """
 import sys
@@ -17,7 +18,7 @@ import data_plane.kernels.cpu
 """
 
 
-def test_without_the_native_module_the_face_does_not_import() -> None:
+def test_without_the_native_module_the_cpu_kernels_do_not_import() -> None:
     command = [sys.executable, "-c", _IMPORT_WITHOUT_IT]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1
@@ -32,9 +33,8 @@ def test_other_threads_run_during_a_kernel() -> None:
     lens = torch.tensor([2000])
     tables, starts = torch.arange(125)[None], torch.tensor([0, 2000])
     thread = threading.Thread(
-        target=kernels.paged_attention,
-        args=(query, pages, tables, starts, lens),
-        kwargs={"num_threads": 1},
+        target=CpuKernels(1).paged_attention,
+        args=(AttentionArguments(query, pages, tables, starts, lens),),
     )
     thread.start()
     turns = 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import FLOATS, Batch, Case, assert_same_bits, build
 
-from data_plane.kernels import cpu as kernels
+from data_plane.kernels.cpu import CpuKernels
 
 pytestmark = pytest.mark.usefixtures("every_cpu_isa")
 
@@ -85,7 +85,7 @@ def test_a_prompt_cut_in_chunks_gives_the_bits_of_the_whole(window: int) -> None
 def test_block_size_and_place_of_blocks_do_not_matter(block_size: int) -> None:
     batch = build(Case(lens=LENS))
     moved = build(Case(lens=LENS, block_size=block_size))
-    kernels.reshape_and_cache(batch.key, batch.value, moved.pages, moved.slots)
+    CpuKernels().reshape_and_cache(replace(moved, key=batch.key, value=batch.value).to_write())
     assert_same_bits(replace(moved, query=batch.query).attend()[0], batch.attend()[0])
 
 

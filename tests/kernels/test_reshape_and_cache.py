@@ -7,7 +7,10 @@ import pytest
 import torch
 from kernel_cases import FLOATS, FP8, assert_same_bits
 
-from data_plane.kernels import cpu as kernels
+from data_plane.kernels.arguments import WriteArguments
+from data_plane.kernels.cpu import CpuKernels
+
+kernels = CpuKernels()
 
 NUM_TOKENS, NUM_HEADS = 42, 3
 
@@ -26,9 +29,7 @@ def check(
 ) -> None:
     expected = pages.clone()
     oracle.reshape_and_cache(key, value, expected, slots, key_scales, value_scales)
-    kernels.reshape_and_cache(
-        key, value, pages, slots, key_scales=key_scales, value_scales=value_scales
-    )
+    kernels.reshape_and_cache(WriteArguments(key, value, pages, slots, key_scales, value_scales))
     assert_same_bits(pages, expected)
 
 
@@ -63,10 +64,11 @@ def test_every_number_of_16_bits_survives_the_way_to_fp32(dtype: torch.dtype) ->
     numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).nan_to_num(nan=1.0)
     numbers = numbers.view(512, 1, 128)
     pages = torch.zeros((512, 2, 1, 1, 128))
-    kernels.reshape_and_cache(numbers, numbers, pages, torch.arange(512))
+    kernels.reshape_and_cache(WriteArguments(numbers, numbers, pages, torch.arange(512)))
     assert_same_bits(pages[:, 0, 0], numbers.float())
     back = torch.zeros((512, 2, 1, 1, 128), dtype=dtype)
-    kernels.reshape_and_cache(numbers.float(), numbers.float(), back, torch.arange(512))
+    wide = WriteArguments(numbers.float(), numbers.float(), back, torch.arange(512))
+    kernels.reshape_and_cache(wide)
     assert_same_bits(back[:, 1, 0], numbers)
 
 
@@ -74,7 +76,7 @@ def test_every_number_of_16_bits_survives_the_way_to_fp32(dtype: torch.dtype) ->
 def test_nan_stays_nan(dtype: torch.dtype) -> None:
     key = torch.full((1, NUM_HEADS, 8), torch.nan)
     pages = torch.zeros((1, 2, NUM_HEADS, 1, 8), dtype=dtype)
-    kernels.reshape_and_cache(key, -key, pages, torch.tensor([0]))
+    kernels.reshape_and_cache(WriteArguments(key, -key, pages, torch.tensor([0])))
     assert pages.isnan().all()
 
 

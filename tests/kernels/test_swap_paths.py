@@ -13,7 +13,7 @@ import pytest
 import torch
 from emulated_build import emulated_module
 
-from data_plane.kernels.cuda import DeviceKernels
+from data_plane.kernels.cuda import CudaKernels
 from kvplane.errors import InvalidRequestError
 
 ENGINE_BYTES = 128 << 10  # kMinBytesOfEngine of csrc/cuda/blocks.cu
@@ -151,7 +151,7 @@ def test_an_old_driver_takes_smaller_launches(
 
 
 def test_many_pages_are_gathered_and_scattered(native: ModuleType) -> None:
-    kernels = DeviceKernels(native, torch.device("cpu"))
+    kernels = CudaKernels(native, torch.device("cpu"))
     pool = torch.randn(2300, 1, 2, 1, 1, 8)
     ids = torch.randperm(2300)
     before = native.num_launches()
@@ -201,7 +201,7 @@ def test_a_bad_id_is_refused_before_anything_is_written(
     native.set_host_memory_is_mapped(mapped)
     source, destination = torch.randn(2, 5, 1, 2, 1, 4, 8).unbind()
     before = destination.clone()
-    kernels = DeviceKernels(native, torch.device("cpu"))
+    kernels = CudaKernels(native, torch.device("cpu"))
     with pytest.raises(InvalidRequestError) as caught:
         kernels.swap_blocks(source, destination, torch.tensor([[0, 1], [2, 3], bad]))
     assert caught.value.field is not None and caught.value.field.startswith("pairs[2, ")
@@ -215,7 +215,7 @@ def test_fp8_blocks_with_room_of_8_bytes_between_them_are_copied(
     shape = (2, 2, 1, 3, 8)  # 96 bytes; the next block begins 104 bytes on
     room = torch.randint(120, (7, 104), dtype=torch.uint8)
     pool = room[:, :96].view(dtype).unflatten(1, shape)
-    kernels = DeviceKernels(native, torch.device("cpu"))
+    kernels = CudaKernels(native, torch.device("cpu"))
     expected = room.clone()
     expected[[5, 6], :96] = room[[1, 2], :96]
     kernels.copy_blocks(pool, torch.tensor([[1, 5], [2, 6]]))

@@ -19,6 +19,8 @@ STREAMS = "test_streams.py"
 FAILURES = "test_device_failures.py"
 LAYOUT = "test_layout.py"
 SCALES = "test_kv_scales.py"
+CLEARED = "test_cleared_blocks.py"
+ENDED = "test_ended_sessions.py"
 
 # Fault: the file of tests that must notice it.
 BASIC = {
@@ -26,22 +28,34 @@ BASIC = {
     "generation_unchecked": INVARIANTS,
     "published_write_allowed": INVARIANTS,
     "receipt_given_early": INVARIANTS,
+    "clearing_skipped": CLEARED,
+    "version_unchecked": REJECTIONS,
+    "fenced_ordinals_forgotten": EXECUTOR,
     "transfers_run_twice": EXECUTOR,
     "receipts_before_the_end": STREAMS,
-    "zero-attention": EXECUTOR,
-    "swap-two-blocks": EXECUTOR,
     "skip-newest-slot": EXECUTOR,
-    "shift-table": EXECUTOR,
 }
 MORE = {
+    "zero-attention": EXECUTOR,
+    "swap-two-blocks": EXECUTOR,
+    "shift-table": EXECUTOR,
     "epoch_unchecked": INVARIANTS,
     "publication_forgotten_at_the_kernel": REJECTIONS,
-    "publication_survives_hand_out": INVARIANTS,
-    "other_sessions_blocks_handed_out": INVARIANTS,
+    "publication_survives_allocation": INVARIANTS,
+    "stale_publications_kept": EXECUTOR,
+    "stale_references_unchecked": INVARIANTS,
+    "ref_counts_not_kept": CLEARED,
+    "unknown_fields_ignored": REJECTIONS,
+    "clearing_of_one_tier_only": CLEARED,
+    "clearing_after_the_transfers": STREAMS,
+    "tenant_taken_over_early": FAILURES,
+    "gaps_in_blocks_allowed": EXECUTOR,
+    "layers_written_again_after_the_end": EXECUTOR,
     "refused_plans_not_undone": REJECTIONS,
     "receipted_plan_writes_again": INVARIANTS,
     "order_unchecked": INVARIANTS,
-    "fenced_sessions_open_again": EXECUTOR,
+    "ended_ranges_grow_together": ENDED,
+    "ended_sessions_forgotten_under_the_same_key": EXECUTOR,
     "transfers_skipped": EXECUTOR,
     "compute_ahead_of_swaps": STREAMS,
     "swaps_ahead_of_compute": STREAMS,

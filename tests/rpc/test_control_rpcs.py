@@ -9,12 +9,14 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from control_wire import LAYOUT, RawSession, RawShard, Stub
+from control_wire import RawSession, RawShard, Stub
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from registration_messages import LAYOUT
 
 from control_plane.server.server import ControlPlaneServer
-from kvplane import ops, protocol, signing
+from kvplane import columns, ops, protocol, signing
+from kvplane.columns import INT32, INT64, UINT8
 from kvplane.error_codec import from_rpc_error
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
@@ -74,7 +76,7 @@ async def test_it_refuses_pools_that_are_not_there(stub: Stub) -> None:
 async def test_a_session_is_opened_with_a_signed_grant(stub: Stub, shard: RawShard) -> None:
     session = await RawSession.open(stub, shard)
     opened = session.opened
-    assert opened.protocol_version == 1
+    assert opened.protocol_version == 2
     assert opened.time_to_live.seconds == 30
     assert (opened.num_device_blocks, opened.num_host_blocks) == (16, 8)
     assert opened.layout == LAYOUT.to_proto()
@@ -83,10 +85,11 @@ async def test_a_session_is_opened_with_a_signed_grant(stub: Stub, shard: RawSha
     key = shard.welcome.key
     signing.verify(key, signing.GRANT, sealed.type, sealed.payload, sealed.signature, field="grant")
     grant = tpb.SessionGrant.FromString(sealed.payload)
-    assert (grant.session_id, grant.pool_id) == (opened.session_id, "pool")
-    assert (grant.tenant, list(grant.shard_epochs)) == ("default", [11])
-    assert grant.incarnation == opened.incarnation
-    assert (await RawSession.open(stub, shard)).id > session.id
+    assert (grant.version, grant.session, grant.pool_id) == (1, opened.session, "pool")
+    assert (grant.tenant, list(grant.shard_epochs), grant.ordinal) == ("default", [11], 1)
+    assert grant.layout_fingerprint == LAYOUT.fingerprint
+    assert grant.max_plans_in_flight == opened.max_plans_in_flight
+    assert (await RawSession.open(stub, shard)).ref.session_id != session.ref.session_id
 
 
 @pytest.mark.parametrize(
@@ -94,7 +97,7 @@ async def test_a_session_is_opened_with_a_signed_grant(stub: Stub, shard: RawSha
     [
         ({"protocol": None}, "INVALID_ARGUMENT", "INVALID_REQUEST", "protocol"),
         (
-            {"protocol": tpb.ProtocolRange(oldest=2, newest=9)},
+            {"protocol": tpb.ProtocolRange(oldest=1, newest=1)},
             "FAILED_PRECONDITION",
             "PROTOCOL_MISMATCH",
             "protocol",
@@ -106,6 +109,13 @@ async def test_a_session_is_opened_with_a_signed_grant(stub: Stub, shard: RawSha
             "LAYOUT_MISMATCH",
             "layout",
         ),
+        (
+            {"layout": tpb.Layout(groups=LAYOUT.to_proto().groups)},
+            "INVALID_ARGUMENT",
+            "INVALID_REQUEST",
+            "layout.dtype",
+        ),
+        ({"namespace": "x" * 129}, "INVALID_ARGUMENT", "INVALID_REQUEST", "namespace"),
         ({"client_name": "x" * 129}, "INVALID_ARGUMENT", "INVALID_REQUEST", "client_name"),
         ({"pool_id": ""}, "INVALID_ARGUMENT", "INVALID_REQUEST", "pool_id"),
     ],
@@ -148,81 +158,102 @@ async def test_an_error_carries_reason_domain_and_field_in_its_details(stub: Stu
 async def test_a_lease_is_renewed_and_a_session_closed_twice(
     stub: Stub, session: RawSession
 ) -> None:
-    renewed = await stub.RenewSession(pb.RenewSessionRequest(session_id=session.id))
+    renewed = await stub.RenewSession(pb.RenewSessionRequest(session=session.ref))
     assert renewed.time_to_live.seconds == 30
-    await stub.CloseSession(pb.CloseSessionRequest(session_id=session.id))
-    await stub.CloseSession(pb.CloseSessionRequest(session_id=session.id))
-    call = stub.RenewSession(pb.RenewSessionRequest(session_id=session.id))
-    await refused(call, "NOT_FOUND", "SESSION_NOT_FOUND", "session_id")
+    await stub.CloseSession(pb.CloseSessionRequest(session=session.ref))
+    await stub.CloseSession(pb.CloseSessionRequest(session=session.ref))
+    call = stub.RenewSession(pb.RenewSessionRequest(session=session.ref))
+    await refused(call, "NOT_FOUND", "SESSION_NOT_FOUND", "session.session_id")
 
 
-async def test_the_six_operations_are_unary_calls_too(stub: Stub, session: RawSession) -> None:
-    admitted = session.ran(await session.admit(1, PROMPT, max_total_tokens=40))
-    assert admitted.result == pb.AdmitResult(num_blocks=3, num_scheduled_tokens=20)
+async def test_every_operation_is_run_by_a_unary_call_too(session: RawSession) -> None:
+    admitted = await session.admit(1, PROMPT, max_total_tokens=40)
+    assert admitted.results[0].admit == pb.AdmitResult(num_blocks=3, num_scheduled_tokens=20)
     plan = tpb.Plan.FromString(admitted.plan.payload)
-    assert (plan.number, plan.previous, plan.session_id) == (1, 0, session.id)
-    assert [(r.sequence_id, r.first_position, r.num_tokens) for r in plan.rows] == [(1, 0, 20)]
+    assert (plan.version, plan.number, plan.previous, plan.session) == (1, 1, 0, session.ref)
+    assert plan.spans.sequence_ids == columns.pack(INT64, [1])
+    assert plan.spans.first_positions == columns.pack(INT64, [0])
+    assert plan.spans.num_tokens == columns.pack(INT32, [20])
 
-    operation = ops.append(1, [21], 1).append
-    appended = await stub.Append(pb.AppendRequest(operation=operation, **session.next()))
-    session.ran(appended)
-    assert appended.result == pb.AppendResult(first_position=20, num_blocks=3)
-
-    forked = await stub.Fork(pb.ForkRequest(operation=ops.fork(1, 2).fork, **session.next()))
-    session.ran(forked)
-    assert forked.result.num_blocks == 3
-
-    both = ops.swap_out([1, 2]).swap_out
-    gone = session.ran(await stub.SwapOut(pb.SwapOutRequest(operation=both, **session.next())))
-    assert gone.result.num_blocks == 3
-    assert len(tpb.Plan.FromString(gone.plan.payload).transfers) == 3
+    appended = await session.step(ops.append(1, [21], 1, first_position=20))
+    assert appended.results[0].append.num_blocks == columns.pack(INT32, [3])
+    forked = await session.step(ops.fork(1, 2))
+    assert forked.results[0].fork.num_blocks == columns.pack(INT32, [3])
+    gone = await session.step(ops.swap_out([1, 2]))
+    assert gone.results[0].swap_out.num_blocks == 3
+    transfers = tpb.Plan.FromString(gone.plan.payload).transfers
+    assert transfers.destination_tiers == columns.pack(UINT8, [tpb.TIER_HOST] * 3)
     await session.submit()
-
-    back = ops.swap_in([1, 2]).swap_in
-    returned = session.ran(await stub.SwapIn(pb.SwapInRequest(operation=back, **session.next())))
-    assert returned.result.num_blocks == 3
-
-    one = ops.free(1).free
-    freed = session.ran(await stub.Free(pb.FreeRequest(operation=one, **session.next())))
-    assert freed.result.num_released_blocks == 0
-    two = ops.free(2).free
-    freed = session.ran(await stub.Free(pb.FreeRequest(operation=two, **session.next())))
-    assert freed.result.num_released_blocks == 3
+    back = await session.step(ops.swap_in([1, 2]))
+    assert back.results[0].swap_in.num_blocks == 3
+    freed = await session.step(ops.free([1, 2]))
+    assert freed.results[0].free.num_released_blocks == columns.pack(INT32, [0, 3])
     usage = (await session.submit()).usage
     assert usage.tiers[0].num_held_blocks == 0
     assert usage.tiers[0].num_cached_blocks == 2  # the full blocks stay to be found
 
 
-async def test_a_published_prefix_is_found_again(stub: Stub, session: RawSession) -> None:
-    lookup = pb.LookupPrefixRequest(session_id=session.id, token_ids=ops.pack_tokens(PROMPT))
-    assert (await stub.LookupPrefix(lookup)).num_cached_tokens == 0
-    session.ran(await session.admit(1, PROMPT))
-    await session.submit()
+async def test_a_call_without_a_step_is_refused(stub: Stub, session: RawSession) -> None:
+    call = stub.RunStep(pb.RunStepRequest())
+    await refused(call, "INVALID_ARGUMENT", "INVALID_REQUEST", "step")
+    step = pb.StepRequest(session=session.ref, number=0)
+    call = stub.RunStep(pb.RunStepRequest(step=step))
+    await refused(call, "INVALID_ARGUMENT", "INVALID_REQUEST", "number")
+    await session.admit(1, PROMPT)
+
+
+async def test_an_item_that_is_not_done_is_no_failure_of_the_call(session: RawSession) -> None:
+    await session.admit(1, list(range(100)))  # 13 of 16 blocks
+    for num_tokens, status in (
+        (40, pb.OPERATION_STATUS_LATER),
+        (1000, pb.OPERATION_STATUS_NEVER),
+    ):
+        [result] = (await session.step(ops.admit(2, list(range(1000, 1000 + num_tokens))))).results
+        [failure] = result.failures
+        assert (failure.item, failure.status) == (0, status)
+        assert result.WhichOneof("done") is None
+    assert (await session.admit(2, [1] * 8)).results[0].admit.num_blocks == 1
+
+
+async def test_a_published_prefix_is_found_again_in_its_namespace(
+    stub: Stub, session: RawSession
+) -> None:
+    lookup = pb.LookupPrefixRequest(session=session.ref, token_ids=ops.pack_tokens(PROMPT))
+    before = await stub.LookupPrefix(lookup)
+    assert (before.num_cached_tokens, before.hashes) == (0, b"")
+    revision = (await session.admit(1, PROMPT)).revision
+    assert (await session.submit()).revision == revision + 2
     found = await stub.LookupPrefix(lookup)
-    assert found.num_cached_tokens == 16
-    assert [len(hash) for hash in found.hashes] == [16, 16]
-    second = session.ran(await session.admit(2, PROMPT))
-    assert second.result.num_cached_tokens == 16
+    assert (found.num_cached_tokens, len(found.hashes)) == (16, 32)
+    assert (await session.admit(2, PROMPT)).results[0].admit.num_cached_tokens == 16
+    other = await RawSession.open(stub, session.shard, namespace="lora-7")
+    lookup.session.CopyFrom(other.ref)
+    assert (await stub.LookupPrefix(lookup)).num_cached_tokens == 0
+    assert (await other.admit(1, PROMPT)).results[0].admit.num_cached_tokens == 0
 
 
 async def test_a_table_and_a_sequence_can_be_looked_at(stub: Stub, session: RawSession) -> None:
-    session.ran(await session.admit(5, PROMPT))
-    name = {"session_id": session.id, "sequence_id": 5}
+    await session.admit(5, PROMPT)
+    name = {"session": session.ref, "sequence_id": 5}
     table = await stub.GetBlockTable(pb.GetBlockTableRequest(**name))
     assert table.num_tokens == 20
-    [blocks] = table.tables
-    assert blocks.tier == tpb.TIER_DEVICE
-    assert len(set(blocks.indices)) == 3
-    assert all(generation >= 1 for generation in blocks.generations)
-    before = (await stub.DescribeSequence(pb.DescribeSequenceRequest(**name))).sequence
-    assert (before.num_tokens, before.num_scheduled_tokens, before.num_written_tokens) == (
-        20,
-        20,
-        0,
-    )
+    [held] = table.tables
+    assert held.tier == tpb.TIER_DEVICE
+    assert len(set(columns.read(INT32, held.indices, "indices"))) == 3
+    assert list(columns.read(INT64, held.generations, "generations")) == [1, 1, 1]
+    assert await session.num_written(5) == 0
     await session.submit()
-    after = (await stub.DescribeSequence(pb.DescribeSequenceRequest(**name))).sequence
-    assert (after.num_written_tokens, after.num_blocks, after.tier) == (20, 3, tpb.TIER_DEVICE)
+    state = (await stub.DescribeSequence(pb.DescribeSequenceRequest(**name))).sequences
+    assert state == pb.SequenceStates(
+        sequence_ids=columns.pack(INT64, [5]),
+        admitted_by=columns.pack(INT64, [1]),
+        num_tokens=columns.pack(INT64, [20]),
+        num_scheduled_tokens=columns.pack(INT64, [20]),
+        num_written_tokens=columns.pack(INT64, [20]),
+        num_cached_tokens=columns.pack(INT64, [0]),
+        num_blocks=columns.pack(INT32, [3]),
+        tiers=columns.pack(UINT8, [tpb.TIER_DEVICE]),
+    )
     name["sequence_id"] = 6
     for call in (
         stub.GetBlockTable(pb.GetBlockTableRequest(**name)),
@@ -231,110 +262,140 @@ async def test_a_table_and_a_sequence_can_be_looked_at(stub: Stub, session: RawS
         await refused(call, "NOT_FOUND", "SEQUENCE_NOT_FOUND", "sequence_id")
 
 
-async def test_a_plan_that_has_not_run_can_be_given_up_and_one_that_has_can_not(
+async def test_a_plan_that_has_not_run_can_be_aborted_and_one_that_has_can_not(
     stub: Stub, session: RawSession
 ) -> None:
-    session.ran(await session.admit(1, PROMPT))
-    abort = pb.AbortPlanRequest(session_id=session.id, plan_number=1)
-    [state] = (await stub.AbortPlan(abort)).sequences
-    assert (state.sequence_id, state.num_scheduled_tokens) == (1, 0)
-    assert (await stub.AbortPlan(abort)).sequences == [state]
+    await session.admit(1, PROMPT)
     session.receipts.clear()
-    operation = ops.append(1, [], 20).append
-    appended = await stub.Append(pb.AppendRequest(operation=operation, **session.next()))
+    abort = pb.AbortPlanRequest(plan_number=1, **session.next())
+    answer = await stub.AbortPlan(abort)
+    assert columns.read(INT64, answer.sequences.num_scheduled_tokens, "scheduled").tolist() == [0]
+    assert await stub.AbortPlan(abort) == answer
+    appended = await session.step(ops.append(1, [], 20, first_position=0))
     assert tpb.Plan.FromString(appended.plan.payload).resync
-    session.ran(appended)
+    assert await stub.AbortPlan(abort) == answer, "a late duplicate"
     await session.submit()
-    done = pb.AbortPlanRequest(session_id=session.id, plan_number=2)
+    assert await session.num_written(1) == 20, "the late duplicate took effect"
+    done = pb.AbortPlanRequest(plan_number=3, **session.next())
     await refused(stub.AbortPlan(done), "FAILED_PRECONDITION", "PLAN_RECEIPTED", "plan_number")
 
 
 async def test_a_resync_answers_with_whole_tables_and_the_same_when_repeated(
     stub: Stub, session: RawSession
 ) -> None:
-    session.ran(await session.admit(1, PROMPT))
-    await session.submit()
-    session.number += 1
-    request = pb.ResyncRequest(session_id=session.id, number=session.number)
+    await session.admit(1, PROMPT)
+    request = pb.ResyncRequest(**session.next())  # it brings the receipt
     answer = await stub.Resync(request)
     plan = tpb.Plan.FromString(answer.plan.payload)
     assert plan.resync
-    assert [len(change.set.blocks.indices) for change in plan.changes] == [3]
-    assert [state.num_written_tokens for state in answer.sequences] == [20]
+    assert columns.read(INT32, plan.changes.num_blocks, "num_blocks").tolist() == [3]
+    written = columns.read(INT64, answer.sequences.num_written_tokens, "written")
+    assert written.tolist() == [20]
     assert await stub.Resync(request) == answer
 
 
-async def test_later_and_never_are_statuses_of_a_unary_call_and_use_up_no_number(
+async def test_a_number_is_used_once_whatever_came_of_it(stub: Stub, session: RawSession) -> None:
+    step = pb.StepRequest(session=session.ref, number=1, operations=[ops.admit(1, PROMPT)])
+    first = pb.RunStepRequest(step=step)
+    answer = await stub.RunStep(first)
+    assert await stub.RunStep(first) == answer
+    other = pb.RunStepRequest(step=step)
+    other.step.operations[0].admit.sequence_id = 2
+    await refused(stub.RunStep(other), "FAILED_PRECONDITION", "STEP_CONFLICT", "number")
+    other.step.number = 5
+    await refused(stub.RunStep(other), "FAILED_PRECONDITION", "STEP_OUT_OF_ORDER", "number")
+    assert await stub.RunStep(first) == answer
+    wrong = pb.AbortPlanRequest(session=session.ref, number=2, plan_number=77)
+    for _ in range(2):
+        await refused(stub.AbortPlan(wrong), "INVALID_ARGUMENT", "INVALID_REQUEST", "plan_number")
+    submit = pb.SubmitReceiptsRequest(session=session.ref, number=2)
+    await refused(stub.SubmitReceipts(submit), "FAILED_PRECONDITION", "STEP_CONFLICT", "number")
+    submit.number = 3
+    await stub.SubmitReceipts(submit)
+
+
+async def test_a_repeated_request_still_has_its_receipts_applied(
     stub: Stub, session: RawSession
 ) -> None:
-    await session.admit(1, list(range(100)))  # 13 of 16 blocks
-
-    def admit(num_tokens: int) -> Awaitable[Any]:
-        operation = ops.admit(2, list(range(1000, 1000 + num_tokens))).admit
-        return stub.Admit(pb.AdmitRequest(session_id=session.id, number=2, operation=operation))
-
-    await refused(admit(40), "RESOURCE_EXHAUSTED", "POOL_FULL")
-    await refused(admit(1000), "OUT_OF_RANGE", "NEVER_FITS")
-    assert (await admit(8)).result.num_blocks == 1
-
-
-async def test_a_unary_call_that_fails_names_its_own_field(stub: Stub, session: RawSession) -> None:
-    missing = pb.FreeRequest(session_id=session.id, number=1)
-    await refused(stub.Free(missing), "INVALID_ARGUMENT", "INVALID_REQUEST", "operation")
-    missing.operation.sequence_id = 9
-    wanted = ("NOT_FOUND", "SEQUENCE_NOT_FOUND", "operation.sequence_id")
-    await refused(stub.Free(missing), *wanted)
-    missing.number = 0
-    await refused(stub.Free(missing), "INVALID_ARGUMENT", "INVALID_REQUEST", "number")
-    empty = pb.AdmitRequest(session_id=session.id, number=1, operation=pb.Admit(sequence_id=1))
-    wanted = ("INVALID_ARGUMENT", "INVALID_REQUEST", "operation.token_ids")
-    await refused(stub.Admit(empty), *wanted)
-
-
-async def test_a_repeated_number_gets_the_same_answer_and_another_content_a_conflict(
-    stub: Stub, session: RawSession
-) -> None:
-    first = pb.AdmitRequest(session_id=session.id, number=1, operation=ops.admit(1, PROMPT).admit)
-    answer = await stub.Admit(first)
-    assert await stub.Admit(first) == answer
-    other = pb.FreeRequest(session_id=session.id, number=1, operation=ops.free(1).free)
-    await refused(stub.Free(other), "FAILED_PRECONDITION", "STEP_CONFLICT", "number")
-    other.number = 5
-    await refused(stub.Free(other), "FAILED_PRECONDITION", "STEP_OUT_OF_ORDER", "number")
-    assert await stub.Admit(first) == answer
+    plan = (await session.admit(1, PROMPT)).plan
+    session.receipts.clear()
+    submit = pb.SubmitReceiptsRequest(**session.next())
+    await stub.SubmitReceipts(submit)
+    submit.receipts.append(session.shard.receipt(plan))
+    await stub.SubmitReceipts(submit)
+    assert await session.num_written(1) == 20
 
 
 async def test_receipts_that_are_forged_are_refused_and_change_nothing(
     stub: Stub, session: RawSession
 ) -> None:
     plan = (await session.admit(1, PROMPT)).plan
-    forged = session.shard.receipt(plan)
-    forged.signature = bytes(32)
-    request = pb.SubmitReceiptsRequest(session_id=session.id, receipts=[forged])
-    call = stub.SubmitReceipts(request)
-    await refused(call, "DATA_LOSS", "BAD_SIGNATURE", "receipts[0].signature")
-    name = pb.DescribeSequenceRequest(session_id=session.id, sequence_id=1)
-    assert (await stub.DescribeSequence(name)).sequence.num_written_tokens == 0
-
-
-async def test_receipts_may_come_twice(stub: Stub, session: RawSession) -> None:
-    receipt = session.shard.receipt((await session.admit(1, PROMPT)).plan)
-    request = pb.SubmitReceiptsRequest(session_id=session.id, receipts=[receipt, receipt])
-    first = await stub.SubmitReceipts(request)
-    assert await stub.SubmitReceipts(request) == first
-
-
-async def test_sessions_of_others_do_not_exist(stub: Stub, session: RawSession) -> None:
-    name = {"session_id": session.id + 1}
-    calls = [
-        stub.RenewSession(pb.RenewSessionRequest(**name)),
-        stub.SubmitReceipts(pb.SubmitReceiptsRequest(**name)),
-        stub.AbortPlan(pb.AbortPlanRequest(plan_number=1, **name)),
-        stub.Resync(pb.ResyncRequest(number=1, **name)),
-        stub.GetBlockTable(pb.GetBlockTableRequest(sequence_id=1, **name)),
-        stub.LookupPrefix(pb.LookupPrefixRequest(token_ids=b"abcd", **name)),
-        stub.DescribeSequence(pb.DescribeSequenceRequest(sequence_id=1, **name)),
-        stub.Free(pb.FreeRequest(number=1, operation=ops.free(1).free, **name)),
+    session.receipts.clear()
+    shard = session.shard
+    unsigned = shard.receipt(plan)
+    unsigned.signature = bytes(32)
+    retyped = shard.receipt(plan)
+    retyped.type = signing.PLAN
+    good = shard.receipt(plan)
+    refusals = [
+        (unsigned, "DATA_LOSS", "BAD_SIGNATURE", "signature"),
+        (retyped, "DATA_LOSS", "BAD_SIGNATURE", "type"),
+        (shard.signed(b"\xff\xff"), "INVALID_ARGUMENT", "INVALID_REQUEST", "payload"),
+        (
+            shard.signed(good.payload + b"\x98\x06\x01"),
+            "INVALID_ARGUMENT",
+            "INVALID_REQUEST",
+            "payload",
+        ),
+        (
+            shard.receipt(plan, version=2),
+            "FAILED_PRECONDITION",
+            "PROTOCOL_MISMATCH",
+            "version",
+        ),
     ]
-    for call in calls:
-        await refused(call, "NOT_FOUND", "SESSION_NOT_FOUND", "session_id")
+    for receipt, code, reason, field in refusals:
+        session.receipts = [good, receipt]
+        call = stub.SubmitReceipts(pb.SubmitReceiptsRequest(**session.next()))
+        await refused(call, code, reason, f"receipts[1].{field}")
+        assert await session.num_written(1) == 0
+
+
+async def test_receipts_may_come_twice(session: RawSession) -> None:
+    receipt = session.shard.receipt((await session.admit(1, PROMPT)).plan)
+    session.receipts = [receipt, receipt]
+    await session.submit()
+    session.receipts = [receipt]
+    await session.submit()
+    assert await session.num_written(1) == 20
+
+
+async def test_requests_name_the_incarnation_and_sessions_of_others_do_not_exist(
+    stub: Stub, session: RawSession
+) -> None:
+    ref = session.ref
+    unknown = tpb.SessionRef(incarnation=ref.incarnation, session_id=ref.session_id ^ 1)
+    other = tpb.SessionRef(incarnation=ref.incarnation - 1, session_id=ref.session_id)
+    step = pb.StepRequest(number=1, operations=[ops.admit(1, PROMPT)])
+    calls: list[tuple[Any, Any]] = [
+        (stub.RenewSession, pb.RenewSessionRequest()),
+        (stub.SubmitReceipts, pb.SubmitReceiptsRequest(number=1)),
+        (stub.AbortPlan, pb.AbortPlanRequest(number=1, plan_number=1)),
+        (stub.Resync, pb.ResyncRequest(number=1)),
+        (stub.GetBlockTable, pb.GetBlockTableRequest(sequence_id=1)),
+        (stub.LookupPrefix, pb.LookupPrefixRequest(token_ids=b"abcd")),
+        (stub.DescribeSequence, pb.DescribeSequenceRequest(sequence_id=1)),
+        (stub.RunStep, pb.RunStepRequest(step=step)),
+    ]
+    for method, request in calls:
+        names = request.step if method is stub.RunStep else request
+        names.session.CopyFrom(unknown)
+        await refused(method(request), "NOT_FOUND", "SESSION_NOT_FOUND", "session.session_id")
+        names.session.CopyFrom(other)
+        wanted = ("FAILED_PRECONDITION", "STALE_INCARNATION", "session.incarnation")
+        await refused(method(request), *wanted)
+    await refused(
+        stub.CloseSession(pb.CloseSessionRequest(session=other)),
+        *("FAILED_PRECONDITION", "STALE_INCARNATION", "session.incarnation"),
+    )
+    await session.admit(1, PROMPT)  # its number was not used up

@@ -17,9 +17,10 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from control_wire import LAYOUT, PATIENCE_S, RawSession, RawShard, Stub
+from control_wire import PATIENCE_S, RawSession, RawShard, Stub
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from registration_messages import LAYOUT
 
 from control_plane.server.server import ControlPlaneServer
 from control_plane.server.service import SERVICE
@@ -81,7 +82,7 @@ async def test_truncated_and_garbage_requests_are_the_callers_error(
         pool_id="pool", protocol=protocol.supported(), layout=LAYOUT.to_proto()
     ).SerializeToString()
     async with grpc.aio.insecure_channel(control_server.address) as channel:
-        for name in ("OpenSession", "Admit", "GetBlockTable", "Resync"):
+        for name in ("OpenSession", "RunStep", "GetBlockTable", "Resync"):
             call: Any = channel.unary_unary(f"/{SERVICE}/{name}")
             for garbage in (b"\xff" * 20, request[:-1], b"\x0a\xff\xff\xff\xff\x7f"):
                 with pytest.raises(grpc.aio.AioRpcError) as failure:
@@ -98,19 +99,15 @@ async def test_a_message_over_the_limit_is_refused_and_the_next_is_served(
     start_control_plane: Any, connect: Callable[[ControlPlaneServer], Stub]
 ) -> None:
     stub = connect(await start_control_plane(max_message_bytes=65_536))
-    with pytest.raises(grpc.aio.AioRpcError) as failure:
-        await stub.LookupPrefix(pb.LookupPrefixRequest(session_id=1, token_ids=bytes(70_000)))
-    assert failure.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    with pytest.raises(grpc.aio.AioRpcError) as failure:
-        await stub.LookupPrefix(pb.LookupPrefixRequest(session_id=1, token_ids=bytes(60_000)))
-    assert failure.value.code() is grpc.StatusCode.NOT_FOUND
+    for num_bytes, code in ((70_000, "RESOURCE_EXHAUSTED"), (60_000, "FAILED_PRECONDITION")):
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await stub.LookupPrefix(pb.LookupPrefixRequest(token_ids=bytes(num_bytes)))
+        assert failure.value.code().name == code
 
 
 async def test_a_long_prompt_fits_the_default_limit(stub: Stub, session: RawSession) -> None:
     tokens = ops.pack_tokens(range(2_000_000))  # 8 MB; gRPC's own default is 4 MiB
-    answer = await stub.LookupPrefix(
-        pb.LookupPrefixRequest(session_id=session.id, token_ids=tokens)
-    )
+    answer = await stub.LookupPrefix(pb.LookupPrefixRequest(session=session.ref, token_ids=tokens))
     assert answer.num_cached_tokens == 0
 
 
@@ -121,12 +118,12 @@ async def test_a_bug_is_internal_and_neither_it_nor_the_log_repeats_the_request(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def broken(session_id: int, tenant: str, token_ids: bytes) -> None:
-        raise KeyError(f"secret prompt {token_ids!r}")
+    def broken(request: pb.LookupPrefixRequest, tenant: str) -> None:
+        raise KeyError(f"secret prompt {request.token_ids!r}")
 
     monkeypatch.setattr(control_server.core, "lookup_prefix", broken)
     with pytest.raises(grpc.aio.AioRpcError) as failure:
-        await stub.LookupPrefix(pb.LookupPrefixRequest(session_id=session.id, token_ids=b"abcd"))
+        await stub.LookupPrefix(pb.LookupPrefixRequest(session=session.ref, token_ids=b"abcd"))
     assert failure.value.code() is grpc.StatusCode.INTERNAL
     assert isinstance(from_rpc_error(failure.value), InternalError)
     assert "KeyError at" in caplog.text
@@ -144,21 +141,22 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
     await shard.report()
     session = await RawSession.open(stub, shard)
     prompt = list(range(1, 21))
-    session.ran(await session.admit(1, prompt))
+    await session.admit(1, prompt)
     await session.submit()
-    forged = session.shard.receipt((await session.admit(2, prompt)).plan)
+    await session.admit(2, prompt)
+    forged = session.receipts.pop()
     forged.signature = bytes(32)
+    await session.step(ops.admit(2, prompt), ops.free([77, 78]), ops.admit(3, [1] * 1000))
+    session.receipts = [forged]
     with pytest.raises(grpc.aio.AioRpcError):
-        await session.admit(2, prompt)
-    with pytest.raises(grpc.aio.AioRpcError):
-        request = pb.SubmitReceiptsRequest(session_id=session.id, receipts=[forged])
-        await stub.SubmitReceipts(request)
+        await session.submit()
+    await session.step(ops.appends([1, 2, 9], [20, 20, 0], [1] * 3, [1] * 3, [1] * 3))
     call: Any = stub.Step()
-    await call.write(pb.StepRequest(session_id=session.id, number=77))
+    await call.write(pb.StepRequest(session=session.ref, number=77))
     assert (await call.read()).error.reason == "STEP_OUT_OF_ORDER"
     call.cancel()
     told = await scrape(control_server)
-    states = ("free", "cached", "held", "limbo", "reserved")
+    states = ("free", "cached", "held", "retired", "reserved")
     device = [told[f'kvplane_blocks{{pool="pool",state="{s}",tier="device"}}'] for s in states]
     assert sum(device) == 16
     assert device[2] == 4
@@ -174,19 +172,28 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
         assert told[f'kvplane_{name}_total{{pool="pool"}}'] == 0
     for direction in ("in", "out"):
         assert told[f'kvplane_swapped_blocks_total{{direction="{direction}",pool="pool"}}'] == 0
-    assert told['kvplane_operations_total{operation="admit",status="ok"}'] == 2
-    assert told["kvplane_plans_total"] == 2
-    assert told["kvplane_step_duration_seconds_count"] >= 3
+    counted = {
+        (kind, status): told[f'kvplane_operations_total{{operation="{kind}",status="{status}"}}']
+        for kind, status in (
+            ("admit", "ok"),
+            ("admit", "failed"),
+            ("admit", "never"),
+            ("free", "failed"),
+            ("append", "ok"),
+            ("append", "failed"),
+        )
+    }
+    assert list(counted.values()) == [2, 1, 1, 2, 2, 1]
+    assert told["kvplane_plans_total"] == 3
+    assert told["kvplane_step_duration_seconds_count"] == 4
     assert told["kvplane_sessions_expired_total"] == 0
     assert told["kvplane_incarnation"] == float(control_server.core.incarnation)
-    assert told['kvplane_rejections_total{reason="SEQUENCE_EXISTS"}'] == 1
     assert told['kvplane_rejections_total{reason="BAD_SIGNATURE"}'] == 1
     assert told['kvplane_rejections_total{reason="STEP_OUT_OF_ORDER"}'] == 1
-    admits = "kvplane_rpc_handled_total{code="
-    method = f',method="/{SERVICE}/Admit"}}'
-    assert told[f'{admits}"OK"{method}'] == 2
-    assert told[f'{admits}"ALREADY_EXISTS"{method}'] == 1
-    assert told[f'kvplane_rpc_duration_seconds_count{{method="/{SERVICE}/Admit"}}'] == 3
+    handled = "kvplane_rpc_handled_total{code="
+    assert told[f'{handled}"OK",method="/{SERVICE}/RunStep"}}'] == 4
+    assert told[f'{handled}"DATA_LOSS",method="/{SERVICE}/SubmitReceipts"}}'] == 1
+    assert told[f'kvplane_rpc_duration_seconds_count{{method="/{SERVICE}/RunStep"}}'] == 4
 
 
 async def test_metrics_can_be_off(start_control_plane: Any) -> None:
@@ -236,11 +243,11 @@ async def test_a_tenant_is_whom_the_client_certificate_names(start_control_plane
         session = await RawSession.open(stub, shard)
         grant = tpb.SessionGrant.FromString(session.opened.grant.payload)
         assert grant.tenant == "tenant-a"
-        session.ran(await session.admit(1, list(range(20))))
+        await session.admit(1, list(range(20)))
         await session.submit()
-        assert (await shard.receive()).publish.publications[0].tenant == "tenant-a"
+        assert (await shard.published(2)).tenant == "tenant-a"
         with pytest.raises(SessionNotFoundError):
-            server.core.renew_session(session.id, "tenant-b")
+            server.core.renew_session(session.ref, "tenant-b")
 
 
 async def test_stopping_answers_what_is_in_flight_and_ends_idle_streams_at_once(
@@ -253,11 +260,10 @@ async def test_stopping_answers_what_is_in_flight_and_ends_idle_streams_at_once(
     await shard.report()
     session = await RawSession.open(stub, shard)
     call: Any = stub.Step()
-    fields = {"session_id": session.id, "number": 1, "operations": [ops.admit(1, [1, 2])]}
-    await call.write(pb.StepRequest(**fields))
+    await call.write(pb.StepRequest(operations=[ops.admit(1, [1, 2])], **session.next()))
     await asyncio.sleep(0)
     answer = await call.read()
-    assert answer.result.results[0].status == pb.OPERATION_STATUS_OK
+    assert not answer.result.results[0].failures
     async with asyncio.timeout(PATIENCE_S):
         await server.stop()
     assert await call.code() is grpc.StatusCode.UNAVAILABLE

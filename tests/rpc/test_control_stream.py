@@ -12,7 +12,8 @@ import pytest
 from control_wire import PATIENCE_S, RawSession, Stub
 
 from control_plane.server.server import ControlPlaneServer
-from kvplane import ops
+from kvplane import columns, ops
+from kvplane.columns import INT32, INT64
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 
@@ -28,7 +29,7 @@ class Steps:
         self.call: Any = session.stub.Step()
 
     async def send(self, *operations: pb.Operation, **more: Any) -> None:
-        fields = {"session_id": self.session.id, "operations": operations, **more}
+        fields = {"session": self.session.ref, "operations": operations, **more}
         await self.call.write(pb.StepRequest(**fields))
 
     async def receive(self) -> pb.StepResponse:
@@ -38,9 +39,7 @@ class Steps:
 
     async def step(self, *operations: pb.Operation, **more: Any) -> pb.StepResponse:
         """The next step, with the receipts that are due; what is answered counts as run."""
-        fields = self.session.next()
-        del fields["session_id"]
-        await self.send(*operations, **{**fields, **more})
+        await self.send(*operations, **{**self.session.next(), **more})
         answer = await self.receive()
         if answer.HasField("result"):
             self.session.ran(answer.result)
@@ -60,16 +59,20 @@ async def steps(session: RawSession) -> Steps:
 
 
 def statuses(answer: pb.StepResponse) -> list[int]:
-    return [result.status for result in answer.result.results]
+    """Of operations of one item each."""
+    return [
+        result.failures[0].status if result.failures else OK for result in answer.result.results
+    ]
 
 
 async def test_a_step_answers_each_operation_and_one_plan(steps: Steps) -> None:
     answer = await steps.step(ops.admit(1, [1, 2, 3]), ops.admit(2, [4, 5]))
     assert (answer.number, statuses(answer)) == (1, [OK, OK])
     plan = tpb.Plan.FromString(answer.result.plan.payload)
-    assert [(row.sequence_id, row.num_tokens) for row in plan.rows] == [(1, 3), (2, 2)]
+    assert columns.read(INT64, plan.spans.sequence_ids, "sequence_ids").tolist() == [1, 2]
+    assert columns.read(INT32, plan.spans.num_tokens, "num_tokens").tolist() == [3, 2]
     assert answer.result.usage.tiers[0].num_held_blocks == 2
-    answer = await steps.step(ops.append(1, [4], 1), ops.free(2))
+    answer = await steps.step(ops.append(1, [4], 1, first_position=3), ops.free([2]))
     assert (answer.number, statuses(answer)) == (2, [OK, OK])
 
 
@@ -82,7 +85,7 @@ async def test_a_step_with_nothing_to_carry_out_has_no_plan(steps: Steps) -> Non
 async def test_an_operation_that_fails_leaves_its_neighbours_alone(steps: Steps) -> None:
     answer = await steps.step(
         ops.admit(1, [1, 2, 3]),
-        ops.free(99),
+        ops.free([99]),
         ops.admit(1, [1]),
         pb.Operation(admit=pb.Admit(sequence_id=2)),
         pb.Operation(admit=pb.Admit(sequence_id=2, token_ids=b"abc")),
@@ -91,9 +94,9 @@ async def test_an_operation_that_fails_leaves_its_neighbours_alone(steps: Steps)
         ops.admit(4, [9]),
     )
     assert statuses(answer) == [OK, *[FAILED] * 6, OK]
-    errors = [result.error for result in answer.result.results[1:7]]
+    errors = [result.failures[0].error for result in answer.result.results[1:7]]
     assert [(error.reason, error.field) for error in errors] == [
-        ("SEQUENCE_NOT_FOUND", "operations[1].free.sequence_id"),
+        ("SEQUENCE_NOT_FOUND", "operations[1].free.sequence_ids[0]"),
         ("SEQUENCE_EXISTS", "operations[2].admit.sequence_id"),
         ("INVALID_REQUEST", "operations[3].admit.token_ids"),
         ("INVALID_REQUEST", "operations[4].admit.token_ids"),
@@ -102,14 +105,30 @@ async def test_an_operation_that_fails_leaves_its_neighbours_alone(steps: Steps)
     ]
 
 
+async def test_an_item_that_fails_leaves_the_items_beside_it_alone(steps: Steps) -> None:
+    await steps.step(ops.admit(1, [1, 2, 3]), ops.admit(2, [4, 5]))
+    answer = await steps.step(
+        ops.appends([1, 9, 2, 2], [3, 0, 7, 2], [1, 1, 1, 1], [1] * 4, [6, 7, 8, 9])
+    )
+    [result] = answer.result.results
+    assert [(f.item, f.status, f.error.reason, f.error.field) for f in result.failures] == [
+        (1, FAILED, "SEQUENCE_NOT_FOUND", "operations[0].append.sequence_ids[1]"),
+        (2, FAILED, "POSITION_MISMATCH", "operations[0].append.first_positions[2]"),
+    ]
+    assert columns.read(INT32, result.append.num_blocks, "num_blocks").tolist() == [1, 0, 0, 1]
+
+
 async def test_no_room_now_and_no_room_ever_are_told_apart(steps: Steps) -> None:
     answer = await steps.step(
         ops.admit(1, list(range(100))), ops.admit(2, list(range(40))), ops.admit(3, [1] * 1000)
     )
     assert statuses(answer) == [OK, LATER, NEVER]
-    shortage = answer.result.results[1].shortage
+    shortage = answer.result.results[1].failures[0].shortage
     assert (shortage.tier, shortage.num_blocks_needed) == (tpb.TIER_DEVICE, 5)
     assert shortage.num_blocks_available < 5
+    assert shortage.reason == pb.SHORTAGE_REASON_BLOCKS
+    assert shortage.HasField("retry_delay")
+    assert not answer.result.results[2].failures[0].shortage.HasField("retry_delay")
 
 
 async def test_huge_numbers_are_refused_and_hurt_nothing(steps: Steps) -> None:
@@ -119,8 +138,10 @@ async def test_huge_numbers_are_refused_and_hurt_nothing(steps: Steps) -> None:
         ops.admit(2, [1], max_total_tokens=low),
         ops.admit(3, [1], num_compute_tokens=high),
         ops.admit(high, [1]),
-        pb.Operation(append=pb.Append(sequence_id=high, num_slots=high)),
-        pb.Operation(append=pb.Append(sequence_id=high, num_slots=low)),
+        ops.appends([high], [1], [2**31 - 1], [0], []),
+        ops.appends([high], [1], [-(2**31)], [0], []),
+        ops.appends([high], [1], [0], [-1], []),
+        ops.appends([high], [high], [0], [0], []),
         ops.swap_out([low]),
         ops.fork(low, high - 1),
         ops.admit(4, [1], max_total_tokens=high),
@@ -130,20 +151,46 @@ async def test_huge_numbers_are_refused_and_hurt_nothing(steps: Steps) -> None:
     assert told[3] == OK
     assert told[1] == told[2] == FAILED
     assert OK not in told[4:]
-    assert (await steps.step(ops.free(high))).result.results[0].status == OK
+    assert statuses(await steps.step(ops.free([high]))) == [OK]
+
+
+async def test_columns_that_are_no_columns_fail_their_operation_alone(steps: Steps) -> None:
+    await steps.step(ops.admit(1, [1]))
+    two = columns.pack(INT64, [1, 1])
+    answer = await steps.step(
+        pb.Operation(append=pb.Append(sequence_ids=two[:15])),
+        pb.Operation(append=pb.Append(sequence_ids=two, first_positions=two[:8])),
+        pb.Operation(append=pb.Append(sequence_ids=two, first_positions=two)),
+        ops.appends([1], [1], [1], [2], [5]),
+        ops.appends([1], [1], [1], [1], [5, 6]),
+        pb.Operation(fork=pb.Fork(parent_sequence_ids=two[:8])),
+        pb.Operation(free=pb.Free(sequence_ids=two[:7])),
+        pb.Operation(swap_out=pb.SwapOut(sequence_ids=two[:7])),
+        pb.Operation(),
+        ops.append(1, [5], 1, first_position=1),
+    )
+    assert statuses(answer) == [FAILED] * 9 + [OK]
 
 
 async def test_a_step_that_is_wrong_as_a_whole_is_refused_in_the_stream(steps: Steps) -> None:
-    session_id = steps.session.id
-    refusal = steps.refusal
-    invalid, free = "INVALID_REQUEST", ops.free(1)
-    assert await refusal(free, pb.Operation(), number=1) == (1, invalid, "operations[1]")
-    assert await refusal(free, number=0) == (0, invalid, "operations")
-    assert await refusal(free, number=-1) == (-1, "STEP_OUT_OF_ORDER", "number")
+    refusal, ref = steps.refusal, steps.session.ref
+    assert await refusal(number=0) == (0, "INVALID_REQUEST", "number")
+    assert await refusal(number=-1) == (-1, "INVALID_REQUEST", "number")
     assert await refusal(number=2) == (2, "STEP_OUT_OF_ORDER", "number")
-    missing = await refusal(session_id=session_id + 1, number=1)
-    assert missing == (1, "SESSION_NOT_FOUND", "session_id")
+    unknown = tpb.SessionRef(incarnation=ref.incarnation, session_id=ref.session_id ^ 1)
+    missing = await refusal(session=unknown, number=1)
+    assert missing == (1, "SESSION_NOT_FOUND", "session.session_id")
     assert statuses(await steps.step(ops.admit(1, [1, 2]))) == [OK]
+
+
+async def test_a_step_of_more_items_than_allowed_is_refused_by_its_bytes_alone(
+    steps: Steps,
+) -> None:
+    many = pb.Operation(free=pb.Free(sequence_ids=bytes(8 * 5000)))
+    for _ in range(2):  # its number is used up
+        assert await steps.refusal(many, number=1) == (1, "INVALID_REQUEST", "operations")
+    steps.session.number = 1
+    assert statuses(await steps.step(ops.admit(1, [1]))) == [OK]
 
 
 async def test_bytes_that_are_no_request_are_refused_and_the_stream_goes_on(
@@ -156,7 +203,7 @@ async def test_bytes_that_are_no_request_are_refused_and_the_stream_goes_on(
             answer = pb.StepResponse.FromString(await call.read())
             assert (answer.number, answer.error.reason) == (0, "INVALID_REQUEST")
         operation = ops.admit(1, [1])
-        request = pb.StepRequest(session_id=session.id, number=1, operations=[operation])
+        request = pb.StepRequest(session=session.ref, number=1, operations=[operation])
         await call.write(request.SerializeToString()[:-1])
         assert pb.StepResponse.FromString(await call.read()).HasField("error")
         await call.write(request.SerializeToString())
@@ -184,44 +231,48 @@ async def test_a_number_repeated_over_another_stream_gets_the_same_answer(
 async def test_the_stream_and_the_unary_calls_share_their_numbers_and_answers(
     stub: Stub, session: RawSession
 ) -> None:
-    unary = await session.admit(1, [1, 2])
+    operation = ops.admit(1, [1, 2])
+    unary = await session.step(operation)
     steps = Steps(session)
-    await steps.send(ops.admit(1, [1, 2]), number=1)
-    assert (await steps.receive()).result.plan == unary.plan
+    await steps.send(operation, number=1)
+    assert (await steps.receive()).result == unary
     answer = await steps.step(ops.admit(2, list(range(1000))))
     assert statuses(answer) == [NEVER]
-    operation = ops.admit(2, list(range(1000))).admit
-    again = pb.AdmitRequest(session_id=session.id, number=2, operation=operation)
-    with pytest.raises(grpc.aio.AioRpcError) as failure:
-        await stub.Admit(again)
-    assert failure.value.code() is grpc.StatusCode.OUT_OF_RANGE
+    step = pb.StepRequest(
+        session=session.ref, number=2, operations=[ops.admit(2, list(range(1000)))]
+    )
+    assert (await stub.RunStep(pb.RunStepRequest(step=step))).result == answer.result
 
 
-async def test_late_tokens_may_follow_in_a_later_step_or_without_one(
+async def test_deferred_tokens_may_follow_in_a_later_step_or_without_one(
     stub: Stub, session: RawSession, steps: Steps
 ) -> None:
     await steps.step(ops.admit(1, [1, 2], max_total_tokens=16))
-    await steps.step(ops.append(1, [], 2))
-    late = pb.LateTokens(sequence_id=1, first_position=2, token_ids=ops.pack_tokens([3]))
-    await steps.step(late_tokens=[late])
-    late.first_position = 3
-    request = pb.SubmitReceiptsRequest(session_id=session.id, late_tokens=[late])
+    await steps.step(ops.append(1, [], 2, first_position=2))
+    await steps.step(deferred_tokens=ops.deferred_tokens([1], [1], [2], [1], [3]))
+    last = ops.deferred_tokens([1], [1], [3], [1], [4])
+    request = pb.SubmitReceiptsRequest(deferred_tokens=last, **session.next())
     await stub.SubmitReceipts(request)
-    name = pb.DescribeSequenceRequest(session_id=session.id, sequence_id=1)
-    assert (await stub.DescribeSequence(name)).sequence.num_tokens == 4
-    late.first_position = 9
-    number, reason, field = await steps.refusal(number=0, late_tokens=[late])
-    assert (number, reason) == (0, "INVALID_REQUEST")
-    assert field.startswith("late_tokens[0]")
+    name = pb.DescribeSequenceRequest(session=session.ref, sequence_id=1)
+    known = (await stub.DescribeSequence(name)).sequences.num_tokens
+    assert known == columns.pack(INT64, [4])
+    for wrong, reason, field in (
+        (ops.deferred_tokens([1], [1], [9], [1], [3]), "INVALID_REQUEST", "first_positions[0]"),
+        (ops.deferred_tokens([1], [2], [4], [1], [3]), "SEQUENCE_NOT_FOUND", "admitted_by[0]"),
+        (ops.deferred_tokens([1], [1], [4], [2], [3]), "INVALID_REQUEST", "token_ids"),
+    ):
+        fields = session.next()
+        told = await steps.refusal(**{**fields, "deferred_tokens": wrong})
+        assert told == (fields["number"], reason, f"deferred_tokens.{field}")
 
 
 async def test_no_more_plans_than_agreed_are_in_flight(steps: Steps) -> None:
     await steps.step(ops.admit(1, [1]))
     steps.session.receipts.clear()
     for number in range(2, 5):
-        await steps.send(ops.append(1, [], 1), number=number)
+        await steps.send(ops.append(1, [], 1, first_position=number - 1), number=number)
         assert statuses(await steps.receive()) == [OK]
-    told = await steps.refusal(ops.append(1, [], 1), number=5)
+    told = await steps.refusal(ops.append(1, [], 1, first_position=4), number=5)
     assert told[:2] == (5, "TOO_MANY_PLANS_IN_FLIGHT")
 
 
@@ -232,8 +283,8 @@ async def test_two_engines_step_side_by_side_over_streams_of_their_own(
     first, second = Steps(session), Steps(other)
     for token in range(1, 20):
         answers = await asyncio.gather(
-            first.step(ops.admit(token, [token]), ops.free(token - 1)),
-            second.step(ops.admit(token, [token]), ops.free(token - 1)),
+            first.step(ops.admit(token, [token]), ops.free([token - 1])),
+            second.step(ops.admit(token, [token]), ops.free([token - 1])),
         )
         assert all(statuses(answer)[0] == OK for answer in answers)
 

@@ -6,19 +6,20 @@ import asyncio
 import socket
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from data_server import author_of, config_of, serving
+from kernel_faults import with_operations
 from kernel_sets import LateRuntime, late_kernels
-from plan_author import row, set_blocks, tokens
+from plan_author import set_blocks, span, tokens
 from register_side import RegisterSide
 
 from data_plane import EmbeddedDataPlane
-from data_plane.kernels.backend import KernelSet, cpu_kernels
+from data_plane.kernels.arguments import AttentionArguments
+from data_plane.kernels.backend import Kernels
+from data_plane.kernels.cpu import CpuKernels
 from data_plane.kernels.cuda_streams import DeviceStreams
 from data_plane.server import build
 from data_plane.server.tensor_codec import tensor_to_message
@@ -32,14 +33,14 @@ HOST = "127.0.0.1"
 SERVICE = "kvplane.v1.DataPlaneService"
 
 
-def use(monkeypatch: pytest.MonkeyPatch, kernels: KernelSet) -> None:
+def use(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     """Servers that start from now on run on ``kernels``."""
     monkeypatch.setattr(build, "kernels_of", lambda _device, _num_threads: kernels)
 
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> LateRuntime:
-    kernels, runtime = late_kernels(cpu_kernels(1), 0)
+    kernels, runtime = late_kernels(CpuKernels(1), 0)
     use(monkeypatch, kernels)
     return runtime
 
@@ -56,19 +57,19 @@ async def test_an_answer_lost_on_its_way_is_an_error_in_a_stream_that_stays_open
 ) -> None:
     num_lost = 0
 
-    def attention(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    def attention(arguments: AttentionArguments) -> torch.Tensor:
         nonlocal num_lost
-        output = cpu_kernels(1).paged_attention(query, *args, **options)
+        output = CpuKernels(1).paged_attention(arguments)
         num_lost += 1
         # What is on no device can not be copied, as what a failed device should have computed.
         return output.to("meta") if num_lost == 1 else output
 
-    use(monkeypatch, replace(cpu_kernels(1), paged_attention=attention))
+    use(monkeypatch, with_operations(CpuKernels(1), paged_attention=attention))
     async with serving(tmp_path) as (server, side):
         author, client = author_of(server, side), DataClient(server.address)
         parts = [Tensor.from_proto(tensor_to_message(tokens(3, n))) for n in (4, 2, 2)]
         async with await client.open(author.grant()) as execution:
-            plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)])
+            plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
             await execution.start(plan)
             with pytest.raises(InternalError, match="the device failed"):
                 await execution.layer(0, *parts)
@@ -85,7 +86,7 @@ async def test_a_server_that_stops_waits_for_the_device(
     async with serving(tmp_path) as (server, side):
         author, executor = author_of(server, side), server.executor
         executor.open(author.grant())
-        executor.start(1, author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)]))
+        executor.start(1, author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)]))
         runtime.let_go = 0.0
         executor.layer(1, 0, tokens(3, 4), tokens(3), tokens(3))
         assert runtime.num_waiting == 2
@@ -119,18 +120,19 @@ async def test_a_device_that_is_lost_ends_the_server_with_an_error(
 async def test_a_device_that_is_lost_while_an_answer_is_on_its_way_is_noticed(
     tmp_path: Path, runtime: LateRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def attention(query: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
+    def attention(arguments: AttentionArguments) -> torch.Tensor:
         runtime.is_lost = True
-        return query.to("meta")
+        return arguments.query.to("meta")
 
-    kernels, _ = late_kernels(cpu_kernels(1), 0)
-    kernels = replace(kernels, streams=DeviceStreams(runtime), paged_attention=attention)
+    kernels, _ = late_kernels(CpuKernels(1), 0)
+    kernels = with_operations(kernels, paged_attention=attention)
+    kernels.streams = DeviceStreams(runtime)  # type: ignore[misc]
     use(monkeypatch, kernels)
     async with serving(tmp_path) as (server, side):
         author, client = author_of(server, side), DataClient(server.address)
         parts = [Tensor.from_proto(tensor_to_message(tokens(3, n))) for n in (4, 2, 2)]
         async with await client.open(author.grant()) as execution:
-            plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)])
+            plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
             await execution.start(plan)
             with pytest.raises(InternalError, match="the device failed"):
                 await execution.layer(0, *parts)
@@ -156,10 +158,10 @@ LOSES_ITS_DEVICE = """
 import sys
 from data_plane import __main__
 from data_plane.server import build
-from data_plane.kernels.backend import cpu_kernels
+from data_plane.kernels.cpu import CpuKernels
 from kernel_sets import late_kernels
 
-kernels, runtime = late_kernels(cpu_kernels(1), 0)
+kernels, runtime = late_kernels(CpuKernels(1), 0)
 build.kernels_of = lambda device, num_threads: kernels
 runtime.is_lost = True
 sys.exit(__main__.main())

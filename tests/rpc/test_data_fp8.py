@@ -16,8 +16,8 @@ from plan_author import (
     PlanAuthor,
     dense_attention,
     ref,
-    row,
     set_blocks,
+    span,
     tokens,
     transfer,
 )
@@ -79,7 +79,7 @@ async def test_keys_and_values_are_stored_by_their_scales_and_attended_to(peer: 
     grant = peer.author.grant()
     async with await peer.client.open(grant) as execution:
         changes = [set_blocks(1, [(5, 1), (2, 1)])]
-        await execution.start(peer.author.plan(1, changes=changes, rows=[row(1, 0, 12)]))
+        await execution.start(peer.author.plan(1, changes=changes, spans=[span(1, 0, 12)]))
         outputs = [await execution.layer(i, wire(query), wire(key), wire(value)) for i in (0, 1)]
     read = await peer.client.read_blocks(grant, 1, num_blocks=2)
     blocks = tensor_from_message(read.blocks, CPU, field="blocks")
@@ -108,7 +108,7 @@ async def test_stored_bytes_are_written_and_read_bit_for_bit(peer: Peer) -> None
     assert octets.unique().numel() == 256
     blocks = Tensor(peer.layout.kv_dtype, shape, octets.numpy().tobytes())
     changes = [set_blocks(1, [(5, 1), (2, 1), (7, 1)])]
-    write = author.plan(1, changes=changes, rows=[row(1, 0, 20)])
+    write = author.plan(1, changes=changes, spans=[span(1, 0, 20)])
     written = await client.write_blocks(grant, write, 1, blocks)
     assert author.read_receipt(written.receipt).plan_number == 1
     out = author.plan(
@@ -124,11 +124,11 @@ async def test_stored_bytes_are_written_and_read_bit_for_bit(peer: Peer) -> None
         got = torch.frombuffer(bytearray(read.data), dtype=torch.uint8).view(shape)
         assert torch.equal(got[:, :2], octets[:, :2])
         assert torch.equal(got[:, 2, :, :, :4], octets[:, 2, :, :, :4])
-        assert not got[:, 2, :, :, 4:].any()  # beyond the row
+        assert not got[:, 2, :, :, 4:].any()  # beyond the span
 
 
 async def test_8_bits_are_no_type_of_keys_and_values_that_arrive(peer: Peer) -> None:
-    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 4)])
+    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 4)])
     key = wire(tokens(4).to(peer.dtype))
     with pytest.raises(InvalidRequestError) as caught:
         await peer.client.reshape_and_cache(peer.author.grant(), plan, 0, key, key)

@@ -1,4 +1,4 @@
-"""A data plane registers, reports, obeys, and comes back after every break."""
+"""A data plane registers, reports, does as it is told, and comes back after every break."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from data_server import author_of, config_of, serving
-from plan_author import publication, row, set_blocks, tokens
+from plan_author import DEVICE, blocks_of, publications, set_blocks, span, tokens
 from register_side import RegisterSide
 
 from data_plane import EmbeddedDataPlane
 from data_plane.server.registration_client import _BLOCKS_PER_REPORT
 from data_plane.server.server import DataPlaneServer
+from kvplane import signing
 from kvplane.data_client import DataClient
 from kvplane.errors import PoolNotReadyError, SessionExpiredError
 from kvplane.health import check
@@ -29,7 +30,7 @@ async def test_hello_says_who_and_what_registers(tmp_path: Path) -> None:
         assert hello.layout.fingerprint == server.executor.layout.fingerprint
         assert (hello.num_device_blocks, hello.num_host_blocks) == (8, 4)
         assert hello.address == server.address
-        assert hello.incarnation == 0
+        assert (hello.incarnation, hello.key_id) == (0, b"")
         assert (hello.shard.num_shards, hello.shard.num_layers) == (1, 2)
 
 
@@ -54,13 +55,14 @@ async def test_a_broken_stream_is_resumed_and_sessions_live_on(tmp_path: Path) -
     async with serving(tmp_path) as (server, side):
         author = author_of(server, side)
         server.executor.open(author.grant())
-        plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 2)])
+        plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
         server.executor.start(1, plan)
         side.break_streams()
         await side.until(lambda: len(side.hellos) == 2)
         await side.until(side.accepted.is_set)
         assert side.hellos[1].incarnation == side.incarnation
-        assert side.num_report_parts == 1, "a resumed data plane does not report again"
+        assert side.hellos[1].key_id == signing.key_id(side.key)
+        assert side.num_reports == 1, "a resumed data plane does not report again"
         server.executor.layer(1, 0, None, tokens(2), tokens(2))
 
 
@@ -69,22 +71,50 @@ async def test_a_new_control_plane_learns_blocks_and_old_sessions_end(tmp_path: 
         author = author_of(server, side)
         server.executor.open(author.grant(7))
         server.executor.start(7, author.plan(1, 7, changes=[set_blocks(1, [(0, 5), (1, 1)])]))
-        side.say(publish=pb.PublishBlocks(publications=[publication(0, 5)]))
+        published = publications((0, 5))
+        side.say(publish=pb.PublishBlocks(publications=published))
         await side.until(lambda: server.executor.num_published_blocks == 1)
         await side.stop()
         successor = await RegisterSide(incarnation=2).start(side.port)
         try:
             await successor.until(successor.accepted.is_set)
-            known = {b.block.index: b for b in successor.reported}
-            assert {i: b.block.generation for i, b in known.items()} == {0: 5, 1: 1}
-            assert known[0].publication == publication(0, 5)
-            assert not known[1].HasField("publication")
-            assert successor.max_session_id == 7
+            assert reported(successor) == [(0, 5), (1, 1)]
+            assert [p for part in successor.reports for p in part.publications] == [published]
             assert server.executor.incarnation == 2
             with pytest.raises(SessionExpiredError):
                 server.executor.receipt(7)
         finally:
             await successor.stop()
+
+
+def reported(side: RegisterSide) -> list[tuple[int, int]]:
+    """(index, generation) of each block of the device tier."""
+    parts = [blocks for part in side.reports for blocks in part.blocks]
+    return [block for part in parts if part.tier == DEVICE for block in blocks_of(part)]
+
+
+async def test_blocks_are_reported_again_when_the_control_plane_asks(tmp_path: Path) -> None:
+    """On the same stream and under the same key, as when another shard has restarted."""
+    async with serving(tmp_path) as (server, side):
+        author = author_of(server, side)
+        server.executor.open(author.grant(1))
+        server.executor.start(1, author.plan(1, changes=[set_blocks(1, [(2, 4)])]))
+        side.reports.clear()
+        side.say(fence=pb.Fence(session=author.session(1), ordinal=1))
+        side.say(report_request=pb.ReportRequest())
+        await side.until(lambda: side.num_reports == 2)
+        assert side.fences_done.get_nowait() == author.session(1)
+        assert reported(side) == [(2, 4)]
+        side.say(publish=pb.PublishBlocks(publications=publications((2, 4))))
+        await side.until(lambda: server.executor.num_published_blocks == 1)
+        assert len(side.hellos) == 1, "the stream goes on"
+        assert server.executor.open(author.grant(2)) == 2, "the key stays"
+
+
+async def test_a_report_that_nobody_sent_is_not_accepted(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_server, side):
+        side.say(report_accepted=pb.ReportAccepted())
+        await side.until(lambda: len(side.hellos) == 2)
 
 
 async def test_a_control_plane_of_a_lower_incarnation_gets_nothing(tmp_path: Path) -> None:
@@ -97,7 +127,7 @@ async def test_a_control_plane_of_a_lower_incarnation_gets_nothing(tmp_path: Pat
         await older.until(lambda: bool(older.hellos))
         await asyncio.sleep(0.1)
         await older.stop()
-        assert older.num_report_parts == 0
+        assert not older.reports
         assert server.executor.incarnation == 2
 
 
@@ -112,16 +142,16 @@ async def test_large_reports_come_in_parts(tmp_path: Path) -> None:
         successor = await RegisterSide(incarnation=2).start(side.port)
         await successor.until(successor.accepted.is_set)
         await successor.stop()
-        assert successor.num_report_parts == 2
-        assert len(successor.reported) == num_blocks
+        assert len(successor.reports) == 2
+        assert len(reported(successor)) == num_blocks
 
 
 async def test_a_fence_ends_the_session_before_it_is_answered(tmp_path: Path) -> None:
     async with serving(tmp_path) as (server, side):
         author = author_of(server, side)
         server.executor.open(author.grant(3))
-        side.say(fence=pb.Fence(session_id=3))
-        assert await asyncio.wait_for(side.fences_done.get(), 10) == 3
+        side.say(fence=pb.Fence(session=author.session(3), ordinal=3))
+        assert await asyncio.wait_for(side.fences_done.get(), 10) == author.session(3)
         with pytest.raises(SessionExpiredError):
             server.executor.open(author.grant(3))
 
@@ -134,8 +164,7 @@ async def test_heartbeats_come_at_the_interval_asked_for(tmp_path: Path) -> None
 
 async def test_a_malformed_publication_does_not_end_the_data_plane(tmp_path: Path) -> None:
     async with serving(tmp_path) as (server, side):
-        bad = publication(99)
-        side.say(publish=pb.PublishBlocks(publications=[bad]))
+        side.say(publish=pb.PublishBlocks(publications=publications((99, 1))))
         await side.until(lambda: len(side.hellos) == 2)
         await side.until(side.accepted.is_set)
         async with DataClient(server.address) as client:

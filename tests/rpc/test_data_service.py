@@ -14,22 +14,25 @@ from data_server import author_of, serving
 from plan_author import (
     HOST,
     PlanAuthor,
+    blocks_of,
     dense_attention,
     fork,
     ref,
-    row,
     set_blocks,
+    span,
     tokens,
     transfer,
 )
 
 from data_plane.server.server import DataPlaneServer
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
+from kvplane import protocol
 from kvplane.data_client import DataClient
 from kvplane.error_codec import from_rpc_error, from_wire
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
+    LayoutMismatchError,
     PlanOutOfOrderError,
     ProtocolMismatchError,
     QuotaExceededError,
@@ -41,7 +44,7 @@ from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc, types_pb2
 
 CPU = torch.device("cpu")
-VERSION_1 = types_pb2.ProtocolRange(oldest=1, newest=1)
+SPOKEN = protocol.supported()
 
 
 class Peer:
@@ -57,11 +60,11 @@ class Peer:
         """A raw execution stream that is open."""
         call = self.stub.Execute()
         grant = self.author.grant(session_id)
-        opened = await ask(call, open=pb.OpenExecution(protocol=VERSION_1, grant=grant))
+        opened = await ask(call, open=pb.OpenExecution(protocol=SPOKEN, grant=grant))
         assert opened.opened.layers == [0, 1]
         return call
 
-    def bytes(self) -> bytes:
+    def memory(self) -> bytes:
         pools = self.server.executor.pools
         return pools.device_tier.numpy().tobytes() + pools.host_tier.numpy().tobytes()
 
@@ -115,7 +118,9 @@ async def test_an_execution_runs_a_plan_and_ends_with_its_receipt(peer: Peer) ->
     query, key, value = tokens(12, 4), tokens(12, seed=1), tokens(12, seed=2)
     async with await peer.client.open(peer.author.grant()) as execution:
         changes = [set_blocks(1, [(5, 1), (2, 1)])]
-        started = await execution.start(peer.author.plan(1, changes=changes, rows=[row(1, 0, 12)]))
+        started = await execution.start(
+            peer.author.plan(1, changes=changes, spans=[span(1, 0, 12)])
+        )
         assert (started.num_tokens, started.receipt) == (12, None)
         for layer in execution.layers:
             assert execution.receipt is None
@@ -125,14 +130,14 @@ async def test_an_execution_runs_a_plan_and_ends_with_its_receipt(peer: Peer) ->
         assert peer.author.read_receipt(execution.receipt).plan_number == 1
 
 
-async def test_a_plan_without_rows_is_receipted_at_once(peer: Peer) -> None:
+async def test_a_plan_without_spans_is_receipted_at_once(peer: Peer) -> None:
     async with await peer.client.open(peer.author.grant()) as execution:
         started = await execution.start(peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])]))
         assert peer.author.read_receipt(started.receipt).plan_number == 1
 
 
 async def test_a_plan_shown_over_a_second_stream_goes_on_where_it_was(peer: Peer) -> None:
-    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)])
+    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
     first = await peer.opened()
     assert (await ask(first, plan=plan)).started.num_tokens == 3
     assert (await ask(first, layer=layer_input(0, 3))).output.layer == 0
@@ -149,14 +154,14 @@ async def test_a_plan_shown_over_a_second_stream_goes_on_where_it_was(peer: Peer
 
 async def test_a_stream_answers_errors_and_stays_open(peer: Peer) -> None:
     call = peer.stub.Execute()
-    before = peer.bytes()
+    before = peer.memory()
 
     async def refused(error: type[Exception], field: str, **message: Any) -> None:
         answer = await ask(call, **message)
         assert answer.WhichOneof("message") == "error", answer
         caught = from_wire(answer.error)
         assert (type(caught), caught.field) == (error, field)
-        assert peer.bytes() == before
+        assert peer.memory() == before
         peer.server.executor.check_integrity()
 
     grant = peer.author.grant()
@@ -169,15 +174,15 @@ async def test_a_stream_answers_errors_and_stays_open(peer: Peer) -> None:
     opening = pb.OpenExecution(grant=grant)
     await refused(InvalidRequestError, "open.protocol", open=opening)
     forged = types_pb2.SignedPayload(type=grant.type, payload=grant.payload, signature=b"no")
-    opening = pb.OpenExecution(protocol=VERSION_1, grant=forged)
+    opening = pb.OpenExecution(protocol=SPOKEN, grant=forged)
     await refused(BadSignatureError, "grant.signature", open=opening)
-    opening = pb.OpenExecution(protocol=VERSION_1, grant=grant)
-    assert (await ask(call, open=opening)).opened.protocol_version == 1
+    opening = pb.OpenExecution(protocol=SPOKEN, grant=grant)
+    assert (await ask(call, open=opening)).opened.protocol_version == protocol.NEWEST
     await refused(InvalidRequestError, "layer", layer=layer_input(0, 1))
     stale = peer.author.plan(1, shard_epochs=[4])
     await refused(StaleEpochError, "plan.shard_epochs[0]", plan=stale)
     await refused(PlanOutOfOrderError, "plan.previous", plan=peer.author.plan(2))
-    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 2)])
+    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
     assert (await ask(call, plan=plan)).started.num_tokens == 2
     await refused(InvalidRequestError, "layer.layer", layer=layer_input(7, 2))
     await refused(InvalidRequestError, "layer.key", layer=layer_input(0, 2, key=tokens(3)))
@@ -192,6 +197,12 @@ async def test_a_stream_answers_errors_and_stays_open(peer: Peer) -> None:
     huge.key.shape[:] = [0, 2**62, 2**62]
     huge.key.data = b""
     await refused(InvalidRequestError, "layer.key.shape", layer=huge)
+    shared = layer_input(0, 2)
+    shared.key.memory.region_id = 1
+    await refused(InvalidRequestError, "layer.key.memory", layer=shared)
+    unknown = layer_input(0, 2)
+    unknown.options.MergeFromString(b"\x98\x06\x01")  # field 99, which may come one day
+    await refused(InvalidRequestError, "layer.options", layer=unknown)
     untyped = layer_input(0, 2)
     untyped.query.dtype = 9
     await refused(InvalidRequestError, "layer.query.dtype", layer=untyped)
@@ -207,7 +218,7 @@ async def test_bytes_that_are_no_request_are_answered_on_the_stream(peer: Peer) 
         answer = pb.ExecuteResponse.FromString(await call.read())
         assert answer.error.reason == "INVALID_REQUEST"
         request = pb.ExecuteRequest(
-            open=pb.OpenExecution(protocol=VERSION_1, grant=peer.author.grant())
+            open=pb.OpenExecution(protocol=SPOKEN, grant=peer.author.grant())
         )
         await call.write(request.SerializeToString())
         assert pb.ExecuteResponse.FromString(await call.read()).HasField("opened")
@@ -216,7 +227,7 @@ async def test_bytes_that_are_no_request_are_answered_on_the_stream(peer: Peer) 
 
 async def test_a_layer_without_a_query_answers_an_empty_output(peer: Peer) -> None:
     call = await peer.opened()
-    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 2)])
+    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
     await ask(call, plan=plan)
     request = layer_input(0, 2)
     request.ClearField("query")
@@ -229,7 +240,7 @@ async def test_a_plan_can_be_run_by_unary_calls_alone(peer: Peer) -> None:
     author, client = peer.author, peer.client
     grant = author.grant()
     query, key, value = tokens(9, 4), tokens(9, seed=1), tokens(9, seed=2)
-    plan = author.plan(1, changes=[set_blocks(1, [(3, 1), (1, 1)])], rows=[row(1, 0, 9)])
+    plan = author.plan(1, changes=[set_blocks(1, [(3, 1), (1, 1)])], spans=[span(1, 0, 9)])
     for _ in range(2):
         response = await client.reshape_and_cache(grant, plan, 1, wire(key), wire(value))
         assert not response.HasField("receipt")
@@ -251,7 +262,7 @@ async def test_copies_and_swaps_are_calls_of_their_own(peer: Peer) -> None:
     grant = author.grant()
     await client.copy_blocks(grant, author.plan(1, changes=[set_blocks(1, [(0, 1)])]))
     blocks = wire(torch.randn(2, 1, 2, 2, 8, 16))
-    write = author.plan(2, rows=[row(1, 0, 8)])
+    write = author.plan(2, spans=[span(1, 0, 8)])
     written = await client.write_blocks(grant, write, 1, blocks)
     assert author.read_receipt(written.receipt).plan_number == 2
     copy = author.plan(
@@ -261,7 +272,7 @@ async def test_copies_and_swaps_are_calls_of_their_own(peer: Peer) -> None:
     )
     with pytest.raises(InvalidRequestError) as caught:
         await client.swap_blocks(grant, copy)
-    assert caught.value.field == "plan.transfers[0]"
+    assert caught.value.field == "plan.transfers.destination_tiers[0]"
     copied = await client.copy_blocks(grant, copy)
     assert copied.num_blocks == 1
     assert author.read_receipt(copied.receipt).plan_number == 3
@@ -273,7 +284,64 @@ async def test_copies_and_swaps_are_calls_of_their_own(peer: Peer) -> None:
     assert (await client.swap_blocks(grant, swap)).num_blocks == 1
     read = await client.read_blocks(grant, 2)
     assert Tensor.from_proto(read.blocks).data == blocks.data
-    assert (read.table.tier, list(read.table.indices)) == (HOST, [1])
+    assert (read.table.tier, blocks_of(read.table)) == (HOST, [(1, 1)])
+    executor = peer.server.executor
+    assert read.source == pb.BlockSource(
+        pool_id=executor.pool_id,
+        shard_index=0,
+        epoch=executor.epoch,
+        layout_fingerprint=executor.layout.fingerprint,
+    )
+
+
+async def test_blocks_travel_in_parts_of_layers_and_say_where_from(peer: Peer) -> None:
+    author, client, stub = peer.author, peer.client, peer.stub
+    grant = author.grant()
+    blocks = wire(torch.randn(2, 2, 2, 2, 8, 16))
+    fill = author.plan(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 16)])
+    await client.write_blocks(grant, fill, 1, blocks)
+    plan = author.plan(2, changes=[set_blocks(2, [(4, 1), (5, 1)])], spans=[span(2, 0, 16)])
+    for layer in (0, 1):
+        part = await stub.ReadBlocks(
+            pb.ReadBlocksRequest(
+                grant=grant, sequence_id=1, num_blocks=2, first_layer=layer, num_layers=1
+            )
+        )
+        request = pb.WriteBlocksRequest(
+            grant=grant,
+            plan=plan,
+            sequence_id=2,
+            first_layer=layer,
+            num_layers=1,
+            blocks=part.blocks,
+            source=part.source,
+        )
+        foreign = pb.WriteBlocksRequest()
+        foreign.CopyFrom(request)
+        foreign.source.layout_fingerprint = bytes(32)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.WriteBlocks(foreign)
+        error = from_rpc_error(caught.value)
+        assert (type(error), error.field) == (LayoutMismatchError, "source.layout_fingerprint")
+        written = await stub.WriteBlocks(request)
+        assert written.HasField("receipt") == (layer == 1)
+    copied = await client.read_blocks(grant, 2, num_blocks=2)
+    assert Tensor.from_proto(copied.blocks).data == blocks.data
+
+
+async def test_a_layer_of_a_plan_that_another_stream_has_finished_is_answered(peer: Peer) -> None:
+    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
+    first, second = await peer.opened(), await peer.opened()
+    await ask(first, plan=plan)
+    await ask(first, layer=layer_input(0, 3))
+    assert not (await ask(second, plan=plan)).started.finished
+    output = await ask(first, layer=layer_input(1, 3))
+    receipt = (await first.read()).receipt
+    before = peer.memory()
+    other = layer_input(1, 3, key=tokens(3, seed=8), value=tokens(3, seed=9))
+    assert await ask(second, layer=other) == output
+    assert (await second.read()).receipt == receipt
+    assert peer.memory() == before
 
 
 async def test_unary_calls_fail_with_the_error_and_its_field(peer: Peer) -> None:
@@ -287,10 +355,10 @@ async def test_unary_calls_fail_with_the_error_and_its_field(peer: Peer) -> None
     with pytest.raises(InvalidRequestError) as caught:
         await client.read_blocks(grant, 1, num_blocks=2**40)
     assert caught.value.field == "num_blocks"
-    peer.server.executor.fence(1)
+    peer.server.executor.fence(author.session(1), 1)
     with pytest.raises(SessionExpiredError) as expired:
         await client.read_blocks(grant, 1)
-    assert expired.value.field == "grant.session_id"
+    assert expired.value.field == "grant.session"
 
 
 async def test_a_message_over_the_limit_is_refused_and_the_next_one_served(peer: Peer) -> None:
@@ -306,7 +374,7 @@ async def test_a_message_over_the_limit_is_refused_and_the_next_one_served(peer:
 async def test_metrics_tell_what_the_executor_did(peer: Peer) -> None:
     async with await peer.client.open(peer.author.grant()) as execution:
         changes = [set_blocks(1, [(0, 1)])]
-        await execution.start(peer.author.plan(1, changes=changes, rows=[row(1, 0, 2)]))
+        await execution.start(peer.author.plan(1, changes=changes, spans=[span(1, 0, 2)]))
         part = wire(tokens(2))
         for layer in execution.layers:
             await execution.layer(layer, part, part, part)
@@ -318,6 +386,7 @@ async def test_metrics_tell_what_the_executor_did(peer: Peer) -> None:
         "kvplane_written_tokens_total 4.0",
         "kvplane_attention_tokens_total 4.0",
         "kvplane_plans_run_total 1.0",
+        "kvplane_cleared_blocks_total 0.0",
         "kvplane_resident_sequences 1.0",
         "kvplane_registered 1.0",
         'kvplane_pool_blocks{tier="host"} 4.0',

@@ -1,4 +1,4 @@
-"""Both planes together: the control plane's own plans run on the data plane's bytes."""
+"""Both planes together: the control plane's own plans run on the data plane's memory."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from kvplane.control_client import ControlClient
 from kvplane.data_client import DataClient
 from kvplane.errors import StaleError
 from kvplane.execution import Execution
+from kvplane.results import require_done
 from kvplane.session import Session
 from kvplane.tensor import Tensor
 from kvplane.v1 import control_pb2 as pb
@@ -40,30 +41,29 @@ class Engine:
         self.session = session
         self.execution = execution
 
-    async def step(self, *operations: pb.Operation, rows: list[tuple[int, int]]) -> pb.StepResult:
-        """``rows``: first position and number of tokens of each row of the plan."""
-        result = await self.session.step(operations)
-        assert [r.status for r in result.results] == [pb.OPERATION_STATUS_OK] * len(operations)
+    async def step(self, *operations: pb.Operation, spans: list[tuple[int, int]]) -> pb.StepResult:
+        """``spans``: first position and number of tokens of each span of the plan."""
+        result = require_done(await self.session.step(operations))
         started = await self.execution.start(result.plan)
-        assert started.num_tokens == sum(num for _, num in rows)
+        assert started.num_tokens == sum(num for _, num in spans)
         if started.receipt is None:
             for layer in self.execution.layers:
-                await self._layer(layer, rows)
+                await self._layer(layer, spans)
         assert self.execution.receipt is not None
         self.session.add_receipt(self.execution.receipt)
         return result
 
-    async def _layer(self, layer: int, rows: list[tuple[int, int]]) -> None:
-        spans = [torch.arange(first, first + num) for first, num in rows]
-        key = key_of(torch.cat(spans))
+    async def _layer(self, layer: int, spans: list[tuple[int, int]]) -> None:
+        positions = [torch.arange(first, first + num) for first, num in spans]
+        key = key_of(torch.cat(positions))
         query = key.repeat_interleave(2, dim=1)
         parts = (Tensor.from_proto(tensor_to_message(t)) for t in (query, key, key))
         answer = await self.execution.layer(layer, *parts)
         got = tensor_from_message(answer.to_proto(), CPU, field="output")
         begin = 0
-        for (first, num), span in zip(rows, spans, strict=True):
+        for (first, num), own in zip(spans, positions, strict=True):
             seen = key_of(torch.arange(first + num))
-            want = dense_attention(key_of(span).repeat_interleave(2, dim=1), seen, seen)
+            want = dense_attention(key_of(own).repeat_interleave(2, dim=1), seen, seen)
             torch.testing.assert_close(got[begin : begin + num], want, atol=1e-5, rtol=1e-5)
             begin += num
 
@@ -97,15 +97,17 @@ async def test_a_sequence_lives_its_whole_life(
             await remote.open(session.grant) as execution,
         ):
             engine = Engine(session, execution)
-            await engine.step(ops.admit(1, prompt), rows=[(0, 20)])
-            await engine.step(ops.append(1, [20], num_slots=1), rows=[(20, 1)])
-            await engine.step(ops.fork(1, 2), rows=[])
-            both = [ops.append(n, [21], num_slots=1) for n in (2, 1)]
-            await engine.step(*both, rows=[(21, 1), (21, 1)])
-            await engine.step(ops.swap_out([1, 2]), rows=[])
-            await engine.step(ops.swap_in([1, 2]), rows=[])
-            await engine.step(ops.append(2, [22], num_slots=1), ops.free(1), rows=[(22, 1)])
-            hit = await engine.step(ops.admit(3, prompt), rows=[(16, 4)])
+            await engine.step(ops.admit(1, prompt), spans=[(0, 20)])
+            await engine.step(ops.append(1, [20], num_slots=1, first_position=20), spans=[(20, 1)])
+            await engine.step(ops.fork(1, 2), spans=[])
+            both = [ops.append(n, [21], num_slots=1, first_position=21) for n in (2, 1)]
+            await engine.step(*both, spans=[(21, 1), (21, 1)])
+            await engine.step(ops.swap_out([1, 2]), spans=[])
+            await engine.step(ops.swap_in([1, 2]), spans=[])
+            await engine.step(
+                ops.append(2, [22], num_slots=1, first_position=22), ops.free([1]), spans=[(22, 1)]
+            )
+            hit = await engine.step(ops.admit(3, prompt), spans=[(16, 4)])
             assert hit.results[0].admit.num_cached_tokens == 16
             counters = data.executor.counters.num_transferred_blocks
             assert all(counters[direction] > 0 for direction in ("copy", "swap_out", "swap_in"))
@@ -124,8 +126,8 @@ async def test_a_restarted_control_plane_finds_what_was_published(
         session = await client.open_session(POOL, LAYOUT)
         execution = await remote.open(session.grant)
         engine = Engine(session, execution)
-        await engine.step(ops.admit(1, prompt), rows=[(0, 20)])
-        await engine.step(ops.append(1, [20], num_slots=1), rows=[(20, 1)])
+        await engine.step(ops.admit(1, prompt), spans=[(0, 20)])
+        await engine.step(ops.append(1, [20], num_slots=1, first_position=20), spans=[(20, 1)])
         async with asyncio.timeout(20):
             while data.executor.num_published_blocks < 2:
                 await asyncio.sleep(0.01)
@@ -140,7 +142,7 @@ async def test_a_restarted_control_plane_finds_what_was_published(
             session = await client.open_session(POOL, LAYOUT)
             async with await remote.open(session.grant) as execution:
                 engine = Engine(session, execution)
-                hit = await engine.step(ops.admit(1, prompt), rows=[(16, 4)])
+                hit = await engine.step(ops.admit(1, prompt), spans=[(16, 4)])
                 assert hit.results[0].admit.num_cached_tokens == 16
             await session.close()
         finally:

@@ -7,8 +7,9 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from control_wire import LAYOUT, RawShard
+from control_wire import RawShard
 from flaky_proxy import FlakyProxy
+from registration_messages import LAYOUT
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, Session, columns, ops

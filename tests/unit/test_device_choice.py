@@ -8,21 +8,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import kvplane_kernels
 import pytest
 import torch
 from plan_author import LAYOUT
 from prometheus_client import generate_latest
 
-from data_plane.kernels import cpu as kernels
-from data_plane.kernels.backend import cpu_kernels
+from data_plane.kernels.arguments import AttentionArguments, WriteArguments
+from data_plane.kernels.cpu import CpuKernels, cpu_isa
 from data_plane.kernels.devices import Machine, choose_device, this_machine, with_index
 from data_plane.memory import pinned
 from data_plane.memory import sizing as memory
 from data_plane.server.build import build_executor
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.metrics import DataPlaneMetrics
-from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError, NeverFitsError
 
 NO_KERNELS = Machine(has_cuda_kernels=False, torch_has_cuda=True, gpus=())
@@ -111,33 +112,45 @@ def test_by_default_the_log_and_a_metric_say_what_this_machine_has(
     backend = "cuda" if on_gpu else "cpu"
     assert str(executor.device) == device
     assert f'kvplane_kernel_backend{{backend="{backend}",device="{device}"}} 1.0' in text
-    said = "kernels backend=cuda" if on_gpu else f"kernels backend=cpu isa={kernels.cpu_isa()}"
+    said = "kernels backend=cuda" if on_gpu else f"kernels backend=cpu isa={cpu_isa()}"
     assert any(message.startswith(said) for message in caplog.messages)
 
 
-def test_every_kernel_of_the_cpu_is_told_how_many_threads_to_run_on() -> None:
-    too_many = cpu_kernels(num_threads=2000)
+@pytest.mark.parametrize("num_threads", (-1, 1025))
+def test_kernels_of_the_cpu_are_not_made_for(num_threads: int) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        CpuKernels(num_threads)
+    assert caught.value.field == "num_threads"
+
+
+def test_every_kernel_of_the_cpu_is_told_how_many_threads_to_run_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = []
+
+    def recorded(name: str) -> None:
+        function = getattr(kvplane_kernels, name)
+
+        def call(**arguments: Any) -> Any:
+            told.append((name, arguments["num_threads"]))
+            return function(**arguments)
+
+        monkeypatch.setattr(kvplane_kernels, name, call)
+
+    operations = ("copy_blocks", "swap_blocks", "reshape_and_cache", "paged_attention")
+    for name in operations:
+        recorded(name)
     pool = torch.zeros(2, 1, 2, 1, 8, 8)
     heads, none = torch.zeros(0, 1, 8), torch.zeros(0, dtype=torch.int64)
-    pairs, scales = none.view(0, 2), {"key_scales": None, "value_scales": None}
-    for call in (
-        lambda: too_many.copy_blocks(pool, pairs),
-        lambda: too_many.swap_blocks(pool, pool, pairs),
-        lambda: too_many.reshape_and_cache(heads, heads, pool[:, 0], none, **scales),
-        lambda: too_many.paged_attention(
-            heads,
-            pool[:, 0],
-            none.view(0, 0),
-            torch.zeros(1, dtype=torch.int64),
-            none,
-            options=AttentionOptions(),
-            max_query_len=0,
-            **scales,
-        ),
-    ):
-        with pytest.raises(InvalidRequestError) as caught:
-            call()
-        assert caught.value.field == "num_threads"
+    pairs, start = none.view(0, 2), torch.zeros(1, dtype=torch.int64)
+    for num_threads, expected in ((3, 3), (0, torch.get_num_threads())):
+        kernels = CpuKernels(num_threads)
+        kernels.copy_blocks(pool, pairs)
+        kernels.swap_blocks(pool, pool, pairs)
+        kernels.reshape_and_cache(WriteArguments(heads, heads, pool[:, 0], none))
+        kernels.paged_attention(AttentionArguments(heads, pool[:, 0], none.view(0, 0), start, none))
+        assert told == [(name, expected) for name in operations]
+        told.clear()
 
 
 def test_a_measured_pool_leaves_room_beside_it() -> None:

@@ -1,20 +1,19 @@
-"""What a device that fails costs: an error, and neither tables, nor bytes, nor a wrong receipt."""
+"""What a device that fails costs: an error, and neither tables, nor data, nor a wrong receipt."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from data_rig import Rig
+from kernel_faults import with_operations
 from kernel_sets import LateRuntime, late_kernels
-from plan_author import HOST, fork, ref, row, set_blocks, tokens, transfer
+from plan_author import HOST, fork, ref, set_blocks, span, tokens, transfer
 
-from data_plane.kernels.backend import cpu_kernels
+from data_plane.kernels.cpu import CpuKernels
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from engine.embedded import EmbeddedBackend
 from kvplane.attention_options import AttentionOptions
@@ -27,14 +26,14 @@ class LateRig(Rig):
     runtime: LateRuntime
 
     def __init__(self, seed: int = 0) -> None:
-        kernels, self.runtime = late_kernels(cpu_kernels(1), seed)
+        kernels, self.runtime = late_kernels(CpuKernels(1), seed)
         super().__init__(kernels=kernels)
 
 
-def test_a_plan_whose_rows_find_no_memory_changes_nothing_and_can_be_shown_again() -> None:
+def test_a_plan_whose_batch_finds_no_memory_changes_nothing_and_can_be_shown_again() -> None:
     rig = LateRig()
     changes = [set_blocks(1, [(0, 1), (1, 1)])]
-    plan = rig.author.plan(1, changes=changes, rows=[row(1, 0, 12)])
+    plan = rig.author.plan(1, changes=changes, spans=[span(1, 0, 12)])
     rig.runtime.failures.append(torch.OutOfMemoryError("no memory left"))
     with rig.refuses(InternalError):
         rig.executor.start(1, plan)
@@ -49,14 +48,14 @@ class FlakyCopies:
     """The CPU's kernels, whose first copy of blocks fails."""
 
     def __init__(self) -> None:
-        self.rig = Rig(kernels=replace(cpu_kernels(1), copy_blocks=self._copy))
+        self.rig = Rig(kernels=with_operations(CpuKernels(1), copy_blocks=self._copy))
         self._num_copies = 0
 
     def _copy(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
         self._num_copies += 1
         if self._num_copies == 1:
             raise InternalError("the launch failed")
-        cpu_kernels(1).copy_blocks(pool, pairs)
+        CpuKernels(1).copy_blocks(pool, pairs)
 
 
 def test_no_layer_is_taken_before_all_transfers_of_the_plan_were_given() -> None:
@@ -66,7 +65,7 @@ def test_no_layer_is_taken_before_all_transfers_of_the_plan_were_given() -> None
         2,
         changes=[fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)],
         transfers=[transfer(ref(1), ref(2))],
-        rows=[row(2, 12, 1)],
+        spans=[span(2, 12, 1)],
     )
     with pytest.raises(InternalError):
         rig.executor.start(1, plan)
@@ -107,15 +106,36 @@ def test_a_start_that_failed_goes_on_with_the_transfer_that_failed() -> None:
     assert rig.executor.counters.transfer_bytes == {"swap_out": block_bytes, "copy": block_bytes}
 
 
+def test_blocks_that_could_not_be_cleared_are_still_anothers_for_the_next_plan() -> None:
+    failures: list[Exception] = [InternalError("the launch failed")]
+
+    def clear(pool: torch.Tensor, block_ids: torch.Tensor) -> None:
+        if failures:
+            raise failures.pop()
+        CpuKernels(1).clear_blocks(pool, block_ids)
+
+    rig = Rig(kernels=with_operations(CpuKernels(1), clear_blocks=clear))
+    rig.admit(1)
+    rig.fence(1)
+    rig.open(2, tenant="another")
+    with pytest.raises(InternalError):
+        rig.start(1, 2, changes=[set_blocks(1, [(0, 2)])])
+    with rig.refuses(PlanOutOfOrderError, "plan.number"):
+        rig.executor.read_blocks(2, 1, 0, 1)
+    assert bool(rig.executor.pools.device_tier[0].any())
+    rig.run(3, 2, resync=True, changes=[set_blocks(1, [(0, 3)])])
+    assert not bool(rig.executor.read_blocks(2, 1, 0, 1)[0].any())
+
+
 def test_a_plan_that_has_its_receipt_is_answered_with_it_when_a_later_one_failed() -> None:
     rig = LateRig()
     changes = [set_blocks(1, [(0, 1), (1, 1)])]
-    first = rig.author.plan(1, changes=changes, rows=[row(1, 0, 12)])
+    first = rig.author.plan(1, changes=changes, spans=[span(1, 0, 12)])
     rig.executor.start(1, first)
     rig.layer(0, 12)
     rig.layer(1, 12)
     receipt = rig.executor.receipt(1)
-    second = rig.author.plan(2, rows=[row(1, 12, 1)])
+    second = rig.author.plan(2, spans=[span(1, 12, 1)])
     rig.executor.start(1, second)
     rig.layer(0, 1)
     rig.runtime.give(fail)
@@ -136,8 +156,8 @@ def test_what_attends_after_the_receipt_is_done_before_the_next_plan(resync: boo
     output = rig.executor.attend(1, 0, tokens(12, 4))
     assert rig.runtime.num_waiting == 1
     rig.runtime.set_stream(0)
-    whole = set_blocks(1, [(0, 1), (1, 1)], fresh=False)
-    rig.start(2, resync=resync, changes=[whole] if resync else [], rows=[row(1, 12, 1)])
+    whole = set_blocks(1, [(0, 1), (1, 1)], allocated=False)
+    rig.start(2, resync=resync, changes=[whole] if resync else [], spans=[span(1, 12, 1)])
     assert rig.runtime.num_waiting == 0
     assert not bool(output.isnan().any())
 
@@ -169,7 +189,7 @@ def rig_with_work_waiting() -> tuple[LateRig, LateRuntime]:
         2,
         changes=[set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True), set_blocks(2, [(4, 1)])],
         transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
-        rows=[row(2, 0, 2)],
+        spans=[span(2, 0, 2)],
     )
     assert rig.runtime.num_waiting == 1
     return rig, rig.runtime
@@ -181,8 +201,8 @@ def test_finish_waits_for_the_device() -> None:
     assert runtime.num_waiting == 0
 
 
-def lost(query: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
-    """An answer whose bytes never come: to copy it raises what a failed device raises."""
+def lost(query: torch.Tensor) -> torch.Tensor:
+    """An answer whose data never comes: to copy it raises what a failed device raises."""
     return torch.empty_like(query, device="meta")
 
 
@@ -199,8 +219,12 @@ def test_a_message_whose_tensor_finds_no_device_is_an_internal_error(num_tokens:
 
 
 def test_an_answer_that_the_device_lost_is_an_internal_error_in_the_engine() -> None:
-    rig = Rig(kernels=replace(cpu_kernels(1), paged_attention=lost))
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)])
+    rig = Rig(
+        kernels=with_operations(
+            CpuKernels(1), paged_attention=lambda arguments: lost(arguments.query)
+        )
+    )
+    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
     backend = EmbeddedBackend.__new__(EmbeddedBackend)  # its data plane would want a control plane
     backend._executor, backend._session_id = rig.executor, 1
     parts = tokens(3, 4), tokens(3), tokens(3)

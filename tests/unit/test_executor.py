@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -16,13 +17,14 @@ from plan_author import (
     LAYOUT,
     POOL_ID,
     PlanAuthor,
+    blocks_of,
     dense_attention,
     drop,
     fork,
-    publication,
+    publications,
     ref,
-    row,
     set_blocks,
+    span,
     tokens,
     transfer,
 )
@@ -36,10 +38,12 @@ from kvplane.errors import (
     PoolNotReadyError,
     SequenceNotFoundError,
     SessionExpiredError,
-    SessionNotFoundError,
     StaleIncarnationError,
 )
+from kvplane.protocol import PAYLOAD_VERSION
 from kvplane.shard import Shard
+from kvplane.v1 import control_pb2
+from kvplane.v1 import types_pb2 as pb
 
 
 @pytest.fixture
@@ -55,64 +59,64 @@ def test_prefill_and_decode_attend_as_dense_attention_does(rig: Rig) -> None:
     keys, values = tokens(num_tokens, seed=1), tokens(num_tokens, seed=2)
     queries = tokens(num_tokens, 4, seed=3)
     # Blocks in no order, so that a wrong table would show.
-    rig.start(1, changes=[set_blocks(5, [(6, 1), (2, 1)])], rows=[row(5, 0, num_prompt_tokens)])
+    rig.start(1, changes=[set_blocks(5, [(6, 1), (2, 1)])], spans=[span(5, 0, num_prompt_tokens)])
     outputs = []
     for number, (begin, end) in enumerate(
         [(0, num_prompt_tokens), *((i, i + 1) for i in range(num_prompt_tokens, num_tokens))], 1
     ):
         if number > 1:
             grow = [set_blocks(5, [(4, 1)], first_block=2)] if begin == 16 else []
-            rig.start(number, changes=grow, rows=[row(5, begin, end - begin)])
+            rig.start(number, changes=grow, spans=[span(5, begin, end - begin)])
         for layer in (0, 1):
-            span = slice(begin, end)
-            output = rig.executor.layer(1, layer, queries[span], keys[span], values[span])
+            own = slice(begin, end)
+            output = rig.executor.layer(1, layer, queries[own], keys[own], values[own])
         assert output is not None
         outputs.append(output)
     want = dense_attention(queries, keys, values)
     torch.testing.assert_close(torch.cat(outputs), want, atol=1e-5, rtol=1e-5)
 
 
-def test_a_batch_of_ragged_rows_gives_each_sequence_its_own_answer(rig: Rig) -> None:
+def test_a_batch_of_ragged_spans_gives_each_sequence_its_own_answer(rig: Rig) -> None:
     lens = {1: 9, 2: 1, 3: 13}
     changes = [
         set_blocks(1, [(7, 1), (0, 1)]),
         set_blocks(2, [(3, 1)]),
         set_blocks(3, [(1, 1), (5, 1)]),
     ]
-    rows = [row(sequence, 0, num) for sequence, num in lens.items()]
-    rig.start(1, changes=changes, rows=rows)
+    spans = [span(sequence, 0, num) for sequence, num in lens.items()]
+    rig.start(1, changes=changes, spans=spans)
     total = sum(lens.values())
     key, value, query = tokens(total, seed=1), tokens(total, seed=2), tokens(total, 4, seed=3)
     output = rig.executor.layer(1, 0, query, key, value)
     assert output is not None
     begin = 0
     for num in lens.values():
-        span = slice(begin, begin + num)
-        want = dense_attention(query[span], key[span], value[span])
-        torch.testing.assert_close(output[span], want, atol=1e-5, rtol=1e-5)
+        own = slice(begin, begin + num)
+        want = dense_attention(query[own], key[own], value[own])
+        torch.testing.assert_close(output[own], want, atol=1e-5, rtol=1e-5)
         begin += num
 
 
 def test_the_receipt_names_the_plan_by_its_digest(rig: Rig) -> None:
-    plan = rig.author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)])
+    plan = rig.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
     rig.executor.start(1, plan)
     rig.layer(0, 3)
     rig.layer(1, 3)
     receipt = rig.author.read_receipt(rig.executor.receipt(1))
     assert receipt.plan_digest == signing.digest(plan.payload)
-    assert (receipt.session_id, receipt.plan_number) == (1, 1)
-    assert (receipt.epoch, receipt.incarnation) == (rig.executor.epoch, 1)
+    assert (receipt.version, receipt.session) == (PAYLOAD_VERSION, rig.author.session(1))
+    assert (receipt.epoch, receipt.plan_number) == (rig.executor.epoch, 1)
 
 
-def test_a_plan_without_rows_has_run_when_it_has_started(rig: Rig) -> None:
+def test_a_plan_without_spans_has_run_when_it_has_started(rig: Rig) -> None:
     started = rig.start(1, changes=[set_blocks(1, [(0, 1)])])
     assert rig.author.read_receipt(started.receipt).plan_number == 1
-    assert (started.num_tokens, started.num_rows) == (0, 0)
+    assert (started.num_tokens, started.num_spans) == (0, 0)
 
 
 def test_layers_written_one_by_one_and_attended_later_agree_with_layer(rig: Rig) -> None:
     key, value, query = tokens(5, seed=1), tokens(5, seed=2), tokens(5, 4)
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 5)])
+    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 5)])
     assert rig.executor.write_layer(1, 1, key, value) is None
     receipt = rig.executor.write_layer(1, 0, key, value)
     assert rig.author.read_receipt(receipt).plan_number == 1
@@ -122,7 +126,7 @@ def test_layers_written_one_by_one_and_attended_later_agree_with_layer(rig: Rig)
 
 
 def test_no_query_writes_and_answers_nothing(rig: Rig) -> None:
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 2)])
+    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
     assert rig.executor.layer(1, 0, None, tokens(2), tokens(2)) is None
 
 
@@ -134,12 +138,12 @@ def test_a_copy_on_write_leaves_the_parent_alone(rig: Rig) -> None:
         seed=10,
         changes=[fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)],
         transfers=[transfer(ref(1), ref(2))],
-        rows=[row(2, 12, 1)],
+        spans=[span(2, 12, 1)],
     )
     after, _ = rig.executor.read_blocks(1, 1, 0, 2)
     child, names = rig.executor.read_blocks(1, 2, 1, 1)
     assert torch.equal(before, after)
-    assert list(names.indices) == [2]
+    assert blocks_of(names) == [(2, 1)]
     assert torch.equal(child[:, :, :, :, :4], before[:, 1:, :, :, :4]), "the tokens before the fork"
     assert not torch.equal(child[:, :, :, :, 4], before[:, 1:, :, :, 4]), "the child's own token"
 
@@ -155,7 +159,7 @@ def test_a_swap_out_and_in_brings_the_same_bytes_back(rig: Rig) -> None:
     rig.executor.pools.device_tier.fill_(7.0)
     swapped, names = rig.executor.read_blocks(1, 1, 0, 2)
     assert torch.equal(swapped, before)
-    assert (names.tier, list(names.indices)) == (HOST, [3, 0])
+    assert (names.tier, blocks_of(names)) == (HOST, [(3, 1), (0, 1)])
     rig.run(
         3,
         changes=[set_blocks(1, [(5, 1), (6, 1)], replace=True)],
@@ -163,7 +167,7 @@ def test_a_swap_out_and_in_brings_the_same_bytes_back(rig: Rig) -> None:
     )
     back, names = rig.executor.read_blocks(1, 1, 0, 2)
     assert torch.equal(back, before)
-    assert (names.tier, list(names.indices)) == (DEVICE, [5, 6])
+    assert (names.tier, blocks_of(names)) == (DEVICE, [(5, 1), (6, 1)])
     assert rig.executor.counters.num_transferred_blocks == {"swap_out": 2, "swap_in": 2}
 
 
@@ -193,7 +197,7 @@ def test_a_plan_shown_again_while_it_runs_goes_on_and_transfers_nothing_twice(ri
         2,
         changes=[fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)],
         transfers=[transfer(ref(1), ref(2))],
-        rows=[row(2, 12, 1)],
+        spans=[span(2, 12, 1)],
     )
     rig.executor.start(1, plan)
     rig.layer(0, 1)
@@ -209,35 +213,35 @@ def test_a_plan_shown_again_while_it_runs_goes_on_and_transfers_nothing_twice(ri
 
 def test_a_resync_voids_the_running_plan_and_brings_whole_tables(rig: Rig) -> None:
     rig.admit(1)
-    rig.start(2, rows=[row(1, 12, 1)])
+    rig.start(2, spans=[span(1, 12, 1)])
     rig.run(
         5,
         previous=0,
         resync=True,
-        changes=[set_blocks(9, [(0, 1), (1, 1)], fresh=False)],
-        rows=[row(9, 12, 1)],
+        changes=[set_blocks(9, [(0, 1), (1, 1)], allocated=False)],
+        spans=[span(9, 12, 1)],
     )
     with rig.refuses(SequenceNotFoundError):
         rig.executor.read_blocks(1, 1, 0, 1)
     with rig.refuses(PlanOutOfOrderError, "plan.number"):
-        rig.start(2, rows=[row(1, 12, 1)])
-    assert rig.run(7, previous=5, rows=[row(9, 13, 1)]).plan_number == 7
+        rig.start(2, spans=[span(1, 12, 1)])
+    assert rig.run(7, previous=5, spans=[span(9, 13, 1)]).plan_number == 7
 
 
 def test_blocks_written_whole_hold_what_blocks_read_gave(rig: Rig) -> None:
     rig.admit(1)
     blocks, _ = rig.executor.read_blocks(1, 1, 0, 2)
-    rig.start(2, changes=[set_blocks(2, [(4, 1), (5, 1)])], rows=[row(2, 0, 12)])
+    rig.start(2, changes=[set_blocks(2, [(4, 1), (5, 1)])], spans=[span(2, 0, 12)])
     receipt = rig.executor.write_blocks(1, 2, 0, blocks)
     assert rig.author.read_receipt(receipt).plan_number == 2
     copied, _ = rig.executor.read_blocks(1, 2, 0, 2)
     assert torch.equal(copied, blocks)
 
 
-def test_blocks_written_whole_touch_no_slot_outside_the_row(rig: Rig) -> None:
+def test_blocks_written_whole_touch_no_slot_outside_the_span(rig: Rig) -> None:
     rig.admit(1)
     before, _ = rig.executor.read_blocks(1, 1, 0, 2)
-    rig.start(2, rows=[row(1, 12, 2)])
+    rig.start(2, spans=[span(1, 12, 2)])
     rig.executor.write_blocks(1, 1, 1, torch.full_like(before[:, 1:], 3.0))
     after, _ = rig.executor.read_blocks(1, 1, 0, 2)
     offset = 12 - BLOCK_SIZE
@@ -246,9 +250,9 @@ def test_blocks_written_whole_touch_no_slot_outside_the_row(rig: Rig) -> None:
     assert torch.equal(after, before)
 
 
-def test_a_multi_row_plan_is_receipted_after_its_last_row_of_blocks(rig: Rig) -> None:
+def test_a_plan_of_two_spans_is_receipted_after_the_blocks_of_both(rig: Rig) -> None:
     changes = [set_blocks(1, [(0, 1)]), set_blocks(2, [(1, 1)])]
-    rig.start(1, changes=changes, rows=[row(1, 0, 3), row(2, 0, 8)])
+    rig.start(1, changes=changes, spans=[span(1, 0, 3), span(2, 0, 8)])
     blocks = torch.ones(2, 1, 2, 2, BLOCK_SIZE, 16)
     assert rig.executor.write_blocks(1, 2, 0, blocks) is None
     assert rig.executor.write_blocks(1, 1, 0, blocks) is not None
@@ -259,7 +263,7 @@ def test_transfers_alone_are_started_by_their_kind(rig: Rig) -> None:
     plan = rig.author.plan(
         2, changes=[set_blocks(2, [(2, 1)])], transfers=[transfer(ref(1), ref(2))]
     )
-    with rig.refuses(InvalidRequestError, "plan.transfers[0]"):
+    with rig.refuses(InvalidRequestError, "plan.transfers.destination_tiers[0]"):
         rig.executor.start_transfers(1, plan, swaps=True)
     num_blocks, receipt = rig.executor.start_transfers(1, plan, swaps=False)
     assert num_blocks == 1
@@ -277,7 +281,7 @@ def test_a_shard_holds_its_own_layers_and_heads(rig: Rig) -> None:
     executor.install(1, author.key)
     epochs = {"shard_epochs": [99, executor.epoch]}
     session = executor.open(author.grant(**epochs))
-    plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 2)], **epochs)
+    plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)], **epochs)
     executor.start(session, plan)
     executor.layer(session, 1, tokens(2, 1), tokens(2, 1), tokens(2, 1))
     receipt = author.read_receipt(executor.receipt(session))
@@ -290,7 +294,7 @@ def test_half_precision_pools_hold_rounded_keys() -> None:
     author = PlanAuthor(executor.epoch, layout=layout)
     executor.install(1, author.key)
     executor.open(author.grant())
-    executor.start(1, author.plan(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 8)]))
+    executor.start(1, author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 8)]))
     key, value = tokens(8, seed=1), tokens(8, seed=2)
     output = executor.layer(1, 0, tokens(8, 4), key, value)
     assert output is not None
@@ -305,13 +309,13 @@ def test_a_grant_for_another_layout_is_refused(rig: Rig) -> None:
         rig.executor.open(rig.author.grant(2, layout_fingerprint=bytes(32)))
 
 
-def test_nothing_runs_before_a_control_plane_was_met() -> None:
+def test_nothing_runs_before_a_control_plane_has_registered_it() -> None:
     executor = Executor(LAYOUT, pool_id=POOL_ID, num_device_blocks=2)
     with pytest.raises(PoolNotReadyError):
         executor.open(PlanAuthor(executor.epoch).grant())
 
 
-def test_a_new_incarnation_drops_tables_and_keeps_bytes_and_publications(rig: Rig) -> None:
+def test_a_new_incarnation_drops_tables_and_keeps_memory_and_publications(rig: Rig) -> None:
     rig.admit(1, num_tokens=16)
     rig.publish(0)
     before = rig.snapshot()
@@ -324,26 +328,50 @@ def test_a_new_incarnation_drops_tables_and_keeps_bytes_and_publications(rig: Ri
         rig.executor.install(1, signing.new_key())
 
 
-def test_a_report_names_generations_publications_and_the_highest_session(rig: Rig) -> None:
+def test_a_report_has_generations_and_publications_of_both_tiers_in_parts(rig: Rig) -> None:
     rig.admit(1, num_tokens=16)
-    rig.open(7)
+    rig.run(2, changes=[set_blocks(2, [(3, 4)]), set_blocks(3, [(1, 9)], tier=HOST)])
     rig.publish(1)
-    report = rig.executor.report()
-    assert report.max_session_id == 7
-    assert [(b.block.index, b.block.generation) for b in report.blocks] == [(0, 1), (1, 1)]
-    assert [b.HasField("publication") for b in report.blocks] == [False, True]
+    rig.publish(0)
+    parts = rig.executor.report(2)
+    assert [part.last for part in parts] == [False] * 3 + [True]
+    reported = [(blocks.tier, blocks_of(blocks)) for part in parts for blocks in part.blocks]
+    want = [(DEVICE, [(0, 1), (1, 1)]), (DEVICE, [(3, 4)]), (HOST, [(1, 9)])]
+    assert reported == want
+    published = [blocks_of(p) for part in parts for p in part.publications]
+    assert published == [[(1, 1), (0, 1)]], "in the order in which they were published"
+
+
+def test_an_empty_report_is_one_part() -> None:
+    executor = Executor(LAYOUT, pool_id=POOL_ID, num_device_blocks=2)
+    assert executor.report() == [control_pb2.BlockReport(last=True)]
+
+
+def test_what_is_published_is_reported_as_it_came_parents_first(rig: Rig) -> None:
+    rig.run(1, changes=[set_blocks(1, [(i, i + 1) for i in (6, 2, 4)])])
+    chain = publications((6, 7), (2, 3), (4, 5))
+    other = publications((2, 3))
+    other.tenant, other.namespace = "ann", "n"
+    assert rig.executor.publish(chain) == 3
+    assert [p for part in rig.executor.report() for p in part.publications] == [chain]
+    assert rig.executor.publish(other) == 1, "another scope takes the block over"
+    reported = [p for part in rig.executor.report() for p in part.publications]
+    assert [(p.tenant, p.namespace, blocks_of(p)) for p in reported] == [
+        ("default", "", [(6, 7), (4, 5)]),
+        ("ann", "n", [(2, 3)]),
+    ]
 
 
 def test_a_publication_of_another_generation_is_ignored(rig: Rig) -> None:
     rig.admit(1)
-    assert rig.executor.publish([publication(0, 2), publication(1, 1)]) == 1
+    assert rig.executor.publish(publications((0, 2), (1, 1))) == 1
     assert rig.executor.num_published_blocks == 1
 
 
 def test_a_fence_waits_for_the_command_that_runs() -> None:
     inside, go_on = threading.Event(), threading.Event()
     rig = Rig()
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 2)])
+    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
     compute = rig.executor._compute
     write = compute.write
 
@@ -356,7 +384,7 @@ def test_a_fence_waits_for_the_command_that_runs() -> None:
     writer = threading.Thread(target=rig.layer, args=(0, 2))
     writer.start()
     assert inside.wait(10)
-    fence = threading.Thread(target=rig.executor.fence, args=(1,))
+    fence = threading.Thread(target=rig.fence, args=(1,))
     fence.start()
     fence.join(0.1)
     assert fence.is_alive(), "the fence is done while a kernel runs"
@@ -371,19 +399,140 @@ def test_a_fence_waits_for_the_command_that_runs() -> None:
 def test_sessions_open_in_any_order_and_a_fenced_one_never_again(rig: Rig) -> None:
     rig.open(9)
     rig.open(4)
-    rig.executor.fence(4)
-    rig.executor.fence(5)
+    rig.fence(4)
+    rig.fence(5)
     for fenced in (4, 5):
-        with rig.refuses(SessionExpiredError, "grant.session_id"):
+        with rig.refuses(SessionExpiredError, "grant.session"):
             rig.open(fenced)
     assert rig.open(9) == 9
-    with pytest.raises(SessionNotFoundError):
+    with pytest.raises(SessionExpiredError):
         rig.executor.receipt(10)
+
+
+def test_a_session_is_known_by_its_ordinal_and_not_by_its_id_alone(rig: Rig) -> None:
+    rig.open(2**53 - 1, ordinal=7)
+    with rig.refuses(InvalidRequestError, "grant.ordinal"):
+        rig.open(2**53 - 1, ordinal=8)
+    rig.executor.fence(rig.author.session(2**53 - 1), 7)
+    with rig.refuses(SessionExpiredError, "grant.session"):
+        rig.open(2**53 - 2, ordinal=7)
+
+
+def test_a_fence_of_another_incarnation_ends_nothing(rig: Rig) -> None:
+    other = pb.SessionRef(incarnation=2, session_id=1)
+    with rig.refuses(StaleIncarnationError, "session.incarnation"):
+        rig.executor.fence(other, 1)
+    with rig.refuses(InvalidRequestError, "ordinal"):
+        rig.executor.fence(rig.author.session(1), 0)
+    assert rig.open(1) == 1
+
+
+def test_an_idle_session_outlives_as_many_others_as_may_come(rig: Rig) -> None:
+    """65,536 fences used to end it, and each further one took milliseconds."""
+    for ordinal in range(2, 70_002):
+        rig.executor.fence(rig.author.session(ordinal), ordinal)
+    assert rig.open(1) == 1
+    assert rig.open(70_002) == 70_002
+    for ordinal in (2, 50_000, 70_001):
+        with pytest.raises(SessionExpiredError):
+            rig.open(ordinal)
+    assert rig.executor._sessions._ended.num_ranges == 1
+
+
+def test_the_same_key_again_keeps_what_has_ended(rig: Rig) -> None:
+    rig.fence(3)
+    rig.executor.install(1, rig.author.key)
+    for ended in (1, 3):
+        with rig.refuses(SessionExpiredError, "grant.session"):
+            rig.open(ended)
+    assert rig.open(2) == 2
+
+
+def test_epochs_rise_with_the_clock_and_may_be_given() -> None:
+    before = time.time_ns()
+    first, second = (Executor(LAYOUT, pool_id=POOL_ID, num_device_blocks=1) for _ in range(2))
+    assert before <= first.epoch < second.epoch <= time.time_ns()
+    assert Executor(LAYOUT, pool_id=POOL_ID, num_device_blocks=1, epoch=5).epoch == 5
+
+
+def test_a_block_allocated_twice_in_one_plan_is_of_the_last_generation(rig: Rig) -> None:
+    """A sequence admitted, swapped out and freed, and others in its blocks, all in one step."""
+    rig.admit(1)
+    rig.run(
+        2,
+        changes=[
+            set_blocks(2, [(0, 1), (4, 1)], allocated=[False, True]),
+            drop(2),
+            set_blocks(3, [(2, 1)], tier=HOST),
+            drop(3),
+            set_blocks(4, [(2, 2)], tier=HOST),
+            drop(1),
+            set_blocks(5, [(4, 3), (0, 2)]),
+        ],
+        transfers=[
+            transfer(ref(1), ref(2, 1, HOST)),
+            transfer(ref(1), ref(4, 1)),
+            transfer(ref(4, 1), ref(2, 2, HOST)),
+        ],
+        spans=[span(5, 0, 9)],
+    )
+    host = rig.executor.pools.host_tier
+    assert bool(host[2].any())
+    _, table = rig.executor.read_blocks(1, 5, 0, 2)
+    assert blocks_of(table) == [(4, 3), (0, 2)]
+    assert rig.executor.num_sequences == 2
+
+
+def test_blocks_are_read_and_written_in_ranges_of_blocks_and_layers(rig: Rig) -> None:
+    rig.admit(1)
+    whole, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    rig.start(2, changes=[set_blocks(2, [(4, 1), (5, 1)])], spans=[span(2, 0, 12)])
+    for layer in (0, 1):
+        for block in (0, 1):
+            part, table = rig.executor.read_blocks(1, 1, block, 1, first_layer=layer, num_layers=1)
+            assert torch.equal(part, whole[layer : layer + 1, block : block + 1])
+            assert blocks_of(table) == [(block, 1)]
+            assert rig.executor.receipt(1) is None
+            receipt = rig.executor.write_blocks(1, 2, block, part, first_layer=layer, num_layers=1)
+    assert rig.author.read_receipt(receipt).plan_number == 2
+    copied, _ = rig.executor.read_blocks(1, 2, 0, 2)
+    assert torch.equal(copied, whole)
+
+
+def test_blocks_written_leave_no_gap_in_a_layer_of_a_span(rig: Rig) -> None:
+    rig.admit(1)
+    blocks, _ = rig.executor.read_blocks(1, 1, 0, 2)
+    rig.start(2, changes=[set_blocks(2, [(4, 1), (5, 1)])], spans=[span(2, 3, 9)])
+    with rig.refuses(InvalidRequestError, "first_block"):
+        rig.executor.write_blocks(1, 2, 1, blocks[:, 1:])
+    rig.executor.write_blocks(1, 2, 0, blocks[1:, :1], first_layer=1, num_layers=1)
+    with rig.refuses(InvalidRequestError, "first_block"):
+        rig.executor.write_blocks(1, 2, 1, blocks[:, 1:])
+    rig.executor.write_blocks(1, 2, 0, blocks[:, :1])
+    assert rig.executor.write_blocks(1, 2, 1, blocks[1:, 1:], first_layer=1, num_layers=1) is None
+    rig.executor.write_blocks(1, 2, 0, blocks[:, :1])
+    assert rig.executor.write_blocks(1, 2, 1, blocks[:1, 1:], first_layer=0, num_layers=1)
+
+
+def test_a_layer_of_a_plan_that_has_run_is_answered_and_writes_nothing(rig: Rig) -> None:
+    """As when a second stream finishes the plan between two layers of the first."""
+    rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
+    outputs = [rig.layer(layer, 12) for layer in (0, 1)]
+    receipt = rig.executor.receipt(1)
+    before = rig.snapshot()
+    for layer, output in enumerate(outputs):
+        assert torch.equal(rig.layer(layer, 12), output)
+        assert rig.executor.layer(1, layer, None, tokens(12, seed=8), tokens(12, seed=9)) is None
+        other = rig.executor.layer(1, layer, tokens(12, 4), tokens(12, seed=8), tokens(12, seed=9))
+        assert other is not None
+        assert torch.equal(other, output), "what was written first counts"
+    assert rig.snapshot() == before
+    assert rig.executor.receipt(1) == receipt
 
 
 def test_dropping_a_table_lets_another_session_have_its_blocks(rig: Rig) -> None:
     rig.admit(1)
     rig.open(2)
     rig.run(2, changes=[drop(1)])
-    rig.run(1, 2, changes=[set_blocks(1, [(0, 2)])], rows=[row(1, 0, 1)])
+    rig.run(1, 2, changes=[set_blocks(1, [(0, 2)])], spans=[span(1, 0, 1)])
     assert rig.executor.num_sequences == 1

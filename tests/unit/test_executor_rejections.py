@@ -1,4 +1,4 @@
-"""What the executor refuses. Each refusal names its field; bytes and names stay as they were."""
+"""What the executor refuses. Each refusal names its field; memory and tables stay as they were."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from plan_author import (
     PlanAuthor,
     drop,
     fork,
-    publication,
+    publications,
     ref,
-    row,
     set_blocks,
+    span,
     tokens,
     transfer,
 )
 
-from kvplane import signing
+from kvplane import columns, signing
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BadSignatureError,
@@ -31,6 +31,7 @@ from kvplane.errors import (
     InvalidRequestError,
     PlanConflictError,
     PlanOutOfOrderError,
+    ProtocolMismatchError,
     SessionExpiredError,
     StaleEpochError,
     StaleIncarnationError,
@@ -50,7 +51,9 @@ def rig() -> Iterator[Rig]:
     assert latest is not None
     number = latest.number + 1
     changes = [set_blocks(50, [(7, 99)])]
-    assert rig.run(number, resync=True, changes=changes, rows=[row(50, 0, 3)]).plan_number == number
+    assert (
+        rig.run(number, resync=True, changes=changes, spans=[span(50, 0, 3)]).plan_number == number
+    )
     rig.executor.check_integrity()
 
 
@@ -68,7 +71,7 @@ def test_a_plan_is_refused_for(rig: Rig, name: str) -> None:
     [
         {"changes": [set_blocks(30, [(2, 1), (99, 1)])]},
         {"transfers": [transfer(ref(99), ref(6, 3))]},
-        {"rows": [row(1, 0, 99)]},
+        {"spans": [span(1, 0, 99)]},
     ],
 )
 def test_a_refused_plan_undoes_the_changes_that_came_before_the_bad_part(
@@ -82,7 +85,7 @@ def test_a_refused_plan_undoes_the_changes_that_came_before_the_bad_part(
         set_blocks(23, [(3, 9)], tier=HOST),
         drop(1),
         set_blocks(24, [(0, 2)]),
-        set_blocks(1, [(1, 1)], fresh=False),
+        set_blocks(1, [(1, 1)], allocated=False),
     ]
     with rig.refuses(InvalidRequestError):
         rig.start(2, **{**bad, "changes": [*good, *bad.get("changes", [])]})
@@ -113,7 +116,7 @@ SPOILERS: dict[str, Callable[[pb.SignedPayload], pb.SignedPayload]] = {
 
 @pytest.mark.parametrize("name", SPOILERS)
 def test_a_plan_and_a_grant_are_refused_with(rig: Rig, name: str) -> None:
-    plan = rig.author.plan(2, rows=[row(1, 12, 1)])
+    plan = rig.author.plan(2, spans=[span(1, 12, 1)])
     with rig.refuses(BadSignatureError):
         rig.executor.start(1, SPOILERS[name](plan))
     with rig.refuses(BadSignatureError):
@@ -123,7 +126,7 @@ def test_a_plan_and_a_grant_are_refused_with(rig: Rig, name: str) -> None:
 def test_a_plan_signed_with_another_key_is_refused(rig: Rig) -> None:
     forger = PlanAuthor(rig.executor.epoch)
     with rig.refuses(BadSignatureError, "plan.signature"):
-        rig.executor.start(1, forger.plan(2, rows=[row(1, 12, 1)]))
+        rig.executor.start(1, forger.plan(2, spans=[span(1, 12, 1)]))
 
 
 def test_a_receipt_does_not_pass_for_a_plan(rig: Rig) -> None:
@@ -143,7 +146,7 @@ def test_signed_bytes_that_are_no_plan_are_refused(rig: Rig) -> None:
         rig.executor.start(1, rig.author.sign(signing.PLAN, b"\xff\xff\xff"))
 
 
-def test_a_plan_of_an_earlier_life_is_called_stale_and_not_forged(rig: Rig) -> None:
+def test_a_plan_of_an_earlier_run_is_called_stale_and_not_forged(rig: Rig) -> None:
     former = PlanAuthor(epoch=12345)
     with rig.refuses(StaleEpochError):
         rig.executor.start(1, former.plan(2))
@@ -155,16 +158,16 @@ def test_a_plan_of_an_earlier_life_is_called_stale_and_not_forged(rig: Rig) -> N
 def test_the_same_number_with_another_content_is_a_conflict(rig: Rig) -> None:
     with rig.refuses(PlanConflictError, "plan.number"):
         rig.start(1, previous=0)
-    rig.start(2, rows=[row(1, 12, 1)])
+    rig.start(2, spans=[span(1, 12, 1)])
     with rig.refuses(PlanConflictError, "plan.number"):
-        rig.start(2, rows=[row(1, 12, 2)])
+        rig.start(2, spans=[span(1, 12, 2)])
 
 
 def test_a_replayed_plan_of_a_closed_session_is_refused(rig: Rig) -> None:
     rig.open(2)
     plan = rig.author.plan(1, 2, changes=[set_blocks(1, [(5, 1)])])
     rig.executor.start(2, plan)
-    rig.executor.fence(2)
+    rig.fence(2)
     with rig.refuses(SessionExpiredError):
         rig.executor.start(2, plan)
     with rig.refuses(SessionExpiredError):
@@ -172,19 +175,19 @@ def test_a_replayed_plan_of_a_closed_session_is_refused(rig: Rig) -> None:
 
 
 def test_a_plan_is_refused_while_another_runs(rig: Rig) -> None:
-    rig.start(2, rows=[row(1, 12, 1)])
+    rig.start(2, spans=[span(1, 12, 1)])
     with rig.refuses(PlanOutOfOrderError, "plan.previous"):
-        rig.start(3, rows=[row(1, 13, 1)])
+        rig.start(3, spans=[span(1, 13, 1)])
 
 
-def test_another_sessions_block_is_not_handed_out(rig: Rig) -> None:
+def test_another_sessions_block_is_not_allocated(rig: Rig) -> None:
     rig.open(2)
-    with rig.refuses(BlockInUseError, "plan.changes[0].set.blocks.generations[0]"):
+    with rig.refuses(BlockInUseError, "plan.changes.generations[0]"):
         rig.start(1, 2, changes=[set_blocks(1, [(0, 2)])])
 
 
 def test_a_write_to_a_block_published_after_the_plan_started_is_refused(rig: Rig) -> None:
-    rig.start(2, rows=[row(1, 12, 1)])
+    rig.start(2, spans=[span(1, 12, 1)])
     rig.publish(1)
     with rig.refuses(BlockNotWritableError):
         rig.layer(0, 1)
@@ -216,7 +219,7 @@ BAD_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", BAD_LAYERS)
 def test_a_layer_is_refused_for(rig: Rig, name: str) -> None:
     field, arguments = BAD_LAYERS[name]
-    rig.start(2, rows=[row(1, 12, 1)])
+    rig.start(2, spans=[span(1, 12, 1)])
     values: dict[str, Any] = {"layer": 0, "query": Q, "key": K, "value": K, **arguments}
     with rig.refuses(InvalidRequestError, field):
         rig.executor.layer(1, **values)
@@ -225,18 +228,13 @@ def test_a_layer_is_refused_for(rig: Rig, name: str) -> None:
 
 
 def test_a_layer_that_was_not_written_is_not_attended(rig: Rig) -> None:
-    rig.start(2, rows=[row(1, 12, 1)])
+    rig.start(2, spans=[span(1, 12, 1)])
     with rig.refuses(InvalidRequestError, "layer"):
         rig.executor.attend(1, 0, Q)
 
 
-def test_a_finished_plan_takes_no_more_layers(rig: Rig) -> None:
-    with rig.refuses(InvalidRequestError, "layer"):
-        rig.layer(0, 12)
-
-
 def test_a_layer_for_another_plan_than_the_latest_is_refused(rig: Rig) -> None:
-    rig.start(2, rows=[row(1, 12, 1)])
+    rig.start(2, spans=[span(1, 12, 1)])
     with rig.refuses(PlanOutOfOrderError, "plan.number"):
         rig.executor.layer(1, 0, Q, K, K, plan_number=1)
 
@@ -267,10 +265,10 @@ def test_a_read_outside_the_table_is_refused(rig: Rig, field: str, first: int, n
         ("first_block", 1, 1, (2, 0, 2, 2, 8, 16)),
     ],
 )
-def test_blocks_that_do_not_cover_the_row_are_refused(
+def test_blocks_that_hold_nothing_of_the_span_are_refused(
     rig: Rig, field: str, sequence: int, first: int, shape: tuple[int, ...]
 ) -> None:
-    rig.start(2, rows=[row(1, 12, 1)])
+    rig.start(2, spans=[span(1, 12, 1)])
     with rig.refuses(InvalidRequestError, field):
         rig.executor.write_blocks(1, sequence, first, torch.zeros(shape))
 
@@ -279,8 +277,13 @@ def test_blocks_that_do_not_cover_the_row_are_refused(
     ("field", "fields"),
     [
         ("grant.pool_id", {"pool_id": "other"}),
-        ("grant.session_id", {"session_id": 0}),
-        ("grant.session_id", {"session_id": HUGE}),
+        ("grant.session.session_id", {"session": pb.SessionRef(incarnation=1)}),
+        (
+            "grant.session.session_id",
+            {"session": pb.SessionRef(incarnation=1, session_id=2**53)},
+        ),
+        ("grant.ordinal", {"ordinal": 0}),
+        ("grant.ordinal", {"ordinal": HUGE}),
         ("grant.max_plans_in_flight", {"max_plans_in_flight": 0}),
         ("grant.max_plans_in_flight", {"max_plans_in_flight": 2**31 - 1}),
         ("grant.shard_epochs", {"shard_epochs": []}),
@@ -291,23 +294,76 @@ def test_a_grant_is_refused_for(rig: Rig, field: str, fields: dict[str, Any]) ->
         rig.executor.open(rig.author.grant(**{"session_id": 2, **fields}))
 
 
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_grant_of_another_version_is_refused(rig: Rig, version: int) -> None:
+    with rig.refuses(ProtocolMismatchError, "grant.version"):
+        rig.executor.open(rig.author.grant(2, version=version))
+
+
+# Field 99, of the wire type of numbers, and field 98 inside of field 8: a column of tomorrow.
+UNKNOWN = {"a field": b"\x98\x06\x01", "a column": b"\x42\x04\x92\x06\x01\x00"}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_plan_with_a_field_unknown_here_is_refused(rig: Rig, name: str) -> None:
+    payload = rig.author.plan(2, spans=[span(1, 12, 1)]).payload + UNKNOWN[name]
+    with rig.refuses(InvalidRequestError, "plan.payload"):
+        rig.executor.start(1, rig.author.sign(signing.PLAN, payload))
+
+
+def test_a_grant_with_a_field_unknown_here_is_refused(rig: Rig) -> None:
+    payload = rig.author.grant(2).payload + UNKNOWN["a field"]
+    with rig.refuses(InvalidRequestError, "grant.payload"):
+        rig.executor.open(rig.author.sign(signing.GRANT, payload))
+
+
 @pytest.mark.parametrize(
-    ("field", "spoil"),
+    ("field", "spoiled"),
     [
-        ("block.index", lambda p: setattr(p.block, "index", 8)),
-        ("block.index", lambda p: setattr(p.block, "index", -1)),
-        ("block.tier", lambda p: setattr(p.block, "tier", HOST)),
-        ("block.generation", lambda p: setattr(p.block, "generation", 0)),
-        ("group", lambda p: setattr(p, "group", 1)),
-        ("hash", lambda p: setattr(p, "hash", b"short")),
-        ("parent_hash", lambda p: setattr(p, "parent_hash", b"short")),
-        ("token_ids", lambda p: setattr(p, "token_ids", b"\0" * 4)),
+        ("indices[1]", {"indices": columns.pack(columns.INT32, [0, 8])}),
+        ("indices[0]", {"indices": columns.pack(columns.INT32, [-1, 1])}),
+        ("indices", {"indices": b"\0" * 7}),
+        ("generations[1]", {"generations": columns.pack(columns.INT64, [1, 0])}),
+        ("generations", {"generations": b"\0" * 8}),
+        ("parent_indices[0]", {"parent_indices": columns.pack(columns.INT32, [-2, 0])}),
+        ("parent_indices[1]", {"parent_indices": columns.pack(columns.INT32, [-1, 8])}),
+        (
+            "parent_generations[1]",
+            {"parent_generations": columns.pack(columns.INT64, [0, 0])},
+        ),
+        (
+            "parent_generations[1]",
+            {"parent_generations": columns.pack(columns.INT64, [0, -1])},
+        ),
+        ("group", {"group": 1}),
+        ("hashes", {"hashes": b"short"}),
+        ("token_ids", {"token_ids": b"\0" * 4}),
+        ("namespace", {"namespace": "n" * 257}),
     ],
 )
-def test_a_publication_is_refused_for(
-    rig: Rig, field: str, spoil: Callable[[pb.Publication], None]
+def test_publications_are_refused_whole_for(rig: Rig, field: str, spoiled: dict[str, Any]) -> None:
+    message = publications((0, 1), (1, 1))
+    for name, value in spoiled.items():
+        setattr(message, name, value)
+    with rig.refuses(InvalidRequestError, f"publications.{field}"):
+        rig.executor.publish(message)
+
+
+@pytest.mark.parametrize(
+    ("field", "layers"),
+    [
+        ("first_layer", {"first_layer": 1}),
+        ("first_layer", {"first_layer": 2, "num_layers": 1}),
+        ("first_layer", {"first_layer": -1, "num_layers": 1}),
+        ("num_layers", {"first_layer": 1, "num_layers": 2}),
+        ("num_layers", {"num_layers": -1}),
+    ],
+)
+def test_layers_that_are_not_held_are_neither_read_nor_written(
+    rig: Rig, field: str, layers: dict[str, int]
 ) -> None:
-    bad = publication(0)
-    spoil(bad)
-    with rig.refuses(InvalidRequestError, f"publications[0].{field}"):
-        rig.executor.publish([bad])
+    rig.start(2, spans=[span(1, 12, 1)])
+    with rig.refuses(InvalidRequestError, field):
+        rig.executor.read_blocks(1, 1, 0, 1, **layers)
+    with rig.refuses(InvalidRequestError, field):
+        rig.executor.write_blocks(1, 1, 1, torch.zeros(2, 1, 2, 2, 8, 16), **layers)

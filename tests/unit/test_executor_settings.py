@@ -16,11 +16,13 @@ from plan_author import LAYOUT, POOL_ID
 from data_plane import Executor
 from data_plane.memory import sizing as memory
 from data_plane.server.build import build_executor, layout_from_json
-from data_plane.server.config import DataPlaneConfig
+from data_plane.server.config import PROGRAM, DataPlaneConfig
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.errors import InvalidRequestError, NeverFitsError
 from kvplane.layout import LayerGroup
+from kvplane.serving.settings import parse
 from kvplane.shard import Shard
+from kvplane.v1 import types_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -116,6 +118,8 @@ def test_memory_that_holds_no_block_is_never_enough() -> None:
         ("num_host_blocks", {"num_host_blocks": -1}),
         ("num_threads", {"num_threads": -1}),
         ("pool_id", {"pool_id": ""}),
+        ("epoch", {"epoch": -1}),
+        ("epoch", {"epoch": 2**64}),
         ("shard.index", {"shard": Shard(1, 1, 0, 2, 0, 2)}),
         ("shard.num_layers", {"shard": Shard(0, 1, 0, 0, 0, 2)}),
         ("shard.first_layer", {"shard": Shard(0, 1, 5, 2, 0, 2)}),
@@ -155,17 +159,37 @@ def test_tensors_travel_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) 
     assert torch.equal(tensor_from_message(tensor_to_message(turned), CPU, field="t"), turned)
 
 
+def test_a_tensor_in_shared_memory_is_refused() -> None:
+    memory_range = pb.MemoryRange(region_id=1, offset_bytes=0)
+    message = pb.Tensor(dtype=pb.ELEMENT_TYPE_FLOAT32, shape=[0], memory=memory_range)
+    with pytest.raises(InvalidRequestError, match="shares no memory") as caught:
+        tensor_from_message(message, CPU, field="key")
+    assert caught.value.field == "key.memory"
+
+
+def test_the_epoch_is_a_setting(layout_file: Path) -> None:
+    config = DataPlaneConfig(layout=layout_file, num_device_blocks=1, device="cpu", epoch=77)
+    assert build_executor(config).epoch == 77
+
+
 @pytest.mark.parametrize(
     ("argument", "complaint"),
-    [
-        (["--num-device-blocks=-1", "--model=m"], "--num-device-blocks"),
-        (["--layout=/nowhere.json"], "layout"),
-        ([], "model"),
-    ],
+    [(["--num-device-blocks=-1", "--model=m"], "--num-device-blocks"), ([], "model")],
 )
-def test_the_program_refuses_bad_settings_in_one_line(argument: list[str], complaint: str) -> None:
-    command = [sys.executable, "-m", "data_plane", "--log-level=error", *argument]
+def test_bad_settings_are_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], argument: list[str], complaint: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(DataPlaneConfig, PROGRAM, argument, {})
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert said.count("\n") == 1
+
+
+def test_the_program_refuses_a_layout_that_is_not_there_in_one_line() -> None:
+    command = [sys.executable, "-m", "data_plane", "--log-level=error", "--layout=/nowhere.json"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert complaint in result.stderr
+    assert "layout" in result.stderr
     assert result.stderr.count("\n") == 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 
-from data_plane.kernels import cpu as kernels
+from data_plane.kernels import cpu
 from data_plane.memory import huge_pages
 from data_plane.server.metrics import DataPlaneMetrics
 from kvplane.errors import InvalidRequestError
@@ -38,7 +38,7 @@ def test_the_memory_lives_as_long_as_a_view_of_it() -> None:
 
 def test_a_metric_names_the_instruction_set_of_the_kernels() -> None:
     text = generate_latest(DataPlaneMetrics().registry).decode()
-    assert f'kvplane_kernel_isa{{isa="{kernels.cpu_isa()}"}} 1.0' in text
+    assert f'kvplane_kernel_isa{{isa="{cpu.cpu_isa()}"}} 1.0' in text
 
 
 def test_a_set_that_is_not_there_is_refused_with_the_variables_name(
@@ -47,6 +47,6 @@ def test_a_set_that_is_not_there_is_refused_with_the_variables_name(
     def refuse() -> str:
         raise ValueError("KVPLANE_KERNELS_ISA must be one of baseline, is sse9")
 
-    monkeypatch.setattr(kernels.native, "cpu_isa", refuse)
+    monkeypatch.setattr(cpu.kvplane_kernels, "cpu_isa", refuse)
     with pytest.raises(InvalidRequestError, match="must be one of baseline, is sse9"):
-        kernels.cpu_isa()
+        cpu.cpu_isa()

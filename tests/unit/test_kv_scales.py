@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan_author import LAYOUT, POOL_ID, PlanAuthor, row, set_blocks, tokens
+from plan_author import LAYOUT, POOL_ID, PlanAuthor, set_blocks, span, tokens
 
 from data_plane import Executor
 from data_plane.kernels.scales import layer_scales
@@ -77,7 +77,7 @@ def run(layout: Layout, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
     epochs = {"shard_epochs": [executor.epoch] * shard.num_shards}
     executor.open(author.grant(**epochs))
     changes = [set_blocks(1, [(0, 1), (1, 1)])]
-    executor.start(1, author.plan(1, changes=changes, rows=[row(1, 0, 12)], **epochs))
+    executor.start(1, author.plan(1, changes=changes, spans=[span(1, 0, 12)], **epochs))
     first, end = shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads
     query = tokens(12, 4)[:, 2 * first : 2 * end]
     key, value = (tokens(12, seed=seed)[:, first:end] for seed in (1, 2))

@@ -11,8 +11,8 @@ import pytest
 from registration_messages import LAYOUT, Prefix, blocks, chain, half, hello, publications, report
 
 from control_plane.blocks import prefix_index
+from control_plane.blocks.block_store import CACHED
 from control_plane.blocks.integrity import check_store
-from control_plane.planning import recovery
 from control_plane.planning.pool import Pool
 from control_plane.planning.publications import root_of
 from control_plane.planning.registration import Registration
@@ -155,8 +155,7 @@ def test_equal_hashes_join_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(parent, a if tokens == b else tokens)
 
     monkeypatch.setattr("registration_messages.chained_hash", weak)
-    for module in (prefix_index, recovery):
-        monkeypatch.setattr(module, "chained_hash", weak)
+    monkeypatch.setattr(prefix_index, "chained_hash", weak)
     prompt, other = [*A[:8], *C], [*B[:8], *C]
     first, second = chain(prompt, [(1, 1), (2, 1)])
     [lone] = chain(other, [(3, 1)])
@@ -239,6 +238,23 @@ def test_a_publication_of_a_block_that_the_smallest_shard_lacks_is_left_out() ->
     pools.report(large, report({1: 5, 9: 5, 3: 5}, *prefixes))
     pools.report(small, report({1: 5}, prefixes[0]))
     assert pools.cached(A) == [1]
+
+
+def test_prompts_that_part_are_restored_with_all_their_branches() -> None:
+    trunk = [*range(16)]
+    first = chain([*trunk, *range(100, 116)], [(1, 1), (2, 1), (3, 1), (4, 1)])
+    second = chain([*trunk, *range(200, 216)], [(1, 1), (2, 1), (5, 1), (6, 1)])
+    pools = built_from(report(dict.fromkeys(range(1, 7), 1), *first, *second[2:]))
+    assert pools.cached([*trunk, *range(100, 116)]) == [1, 2, 3, 4]
+    assert pools.cached([*trunk, *range(200, 216)]) == [1, 2, 5, 6]
+
+
+def test_of_two_blocks_that_claim_one_prefix_one_is_restored_and_no_child_of_the_other() -> None:
+    first = chain(A, [(1, 1), (2, 1), (3, 1)])
+    second = chain(A, [(4, 1), (5, 1), (6, 1)])
+    pools = built_from(report(dict.fromkeys(range(1, 7), 1), *first, *second))
+    assert pools.cached(A) in ([1, 2, 3], [4, 5, 6])
+    assert pools.pool.device.num_in[CACHED] == 3
 
 
 def test_restored_prefixes_are_evicted_children_first() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
-from registration_messages import LAYOUT, chain, half, hello, publications, report
+from registration_messages import LAYOUT, chain, half, report
+from registration_world import INCARNATION, Plane, World
 
-from control_plane.planning.pool import Pool
 from control_plane.planning.publications import root_of
-from control_plane.planning.registration import Registration
 from kvplane import columns, signing
 from kvplane.columns import INT32
 from kvplane.errors import (
@@ -22,90 +20,7 @@ from kvplane.errors import (
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 
-INCARNATION = 7
-PROMPT = range(24)
 ROOT = root_of(LAYOUT.fingerprint, "default", "")
-
-
-class World:
-    """Registration of pools whose sessions hold nothing."""
-
-    def __init__(self, incarnation: int = INCARNATION) -> None:
-        self.incarnation = incarnation
-        self.pools: dict[str, Pool] = {}
-        self.session_ids = itertools.count(1)
-        keys = (bytes([i]) * 32 for i in itertools.count(incarnation))
-        self.it = Registration(
-            self.pools,
-            incarnation=incarnation,
-            watermark=0.0,
-            new_key=lambda: next(keys),
-            end_sessions=self.end_sessions,
-        )
-
-    @property
-    def pool(self) -> Pool:
-        return self.pools["pool"]
-
-    def end_sessions(self, pool: Pool) -> None:
-        for session_id in list(pool.session_ids):
-            self.end_session(session_id, pool)
-
-    def open_session(self) -> int:
-        session_id = next(self.session_ids)
-        self.pool.open(session_id)
-        return session_id
-
-    def end_session(self, session_id: int, pool: Pool | None = None) -> None:
-        (pool or self.pool).end(self.ref(session_id), ordinal=session_id)
-
-    def ref(self, session_id: int) -> tpb.SessionRef:
-        return tpb.SessionRef(incarnation=self.incarnation, session_id=session_id)
-
-
-class Plane:
-    """A data plane's process, as far as its registration goes."""
-
-    def __init__(self, world: World, **fields: Any) -> None:
-        self.world = world
-        self.hello = hello(**fields)
-        self.welcome = pb.Welcome()
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        return self.hello.pool_id, self.hello.shard.index, self.hello.epoch
-
-    def register(self, **changes: Any) -> pb.Welcome:
-        said, self.hello = self.hello, pb.Hello()
-        self.hello.CopyFrom(said)
-        self.hello.MergeFrom(pb.Hello(**changes))
-        self.welcome = self.world.it.register(self.hello)
-        if not self.welcome.resumed:
-            self.hello.incarnation = self.welcome.incarnation
-            self.hello.key_id = signing.key_id(self.welcome.key)
-        return self.welcome
-
-    def report(self, part: pb.BlockReport | None = None) -> None:
-        self.world.it.report(*self.key, part or report())
-
-    def join(self, part: pb.BlockReport | None = None) -> pb.Welcome:
-        self.register()
-        self.report(part)
-        return self.welcome
-
-    def leave(self) -> None:
-        self.world.it.disconnect(*self.key)
-
-    def fence_done(self, session_id: int, incarnation: int = INCARNATION) -> None:
-        session = tpb.SessionRef(incarnation=incarnation, session_id=session_id)
-        self.world.it.fence_done(*self.key, pb.FenceDone(session=session))
-
-    def take(self) -> list[pb.RegisterResponse]:
-        return self.world.it.take_outgoing(*self.key[:2])
-
-    def kinds(self) -> list[str | None]:
-        """What it is sent, by kind."""
-        return [message.WhichOneof("message") for message in self.take()]
 
 
 def two_halves(world: World, **fields: Any) -> tuple[Plane, Plane]:
@@ -425,65 +340,6 @@ def test_what_cannot_be_found_any_more_is_not_sent_again() -> None:
     assert columns.count(INT32, publish.publish.publications.indices) == 1
 
 
-def columns_of(prefixes: Any, **changes: Any) -> pb.BlockReport:
-    return pb.BlockReport(publications=[publications(prefixes, **changes)])
-
-
-def device(**columns_: bytes) -> pb.BlockReport:
-    return pb.BlockReport(blocks=[tpb.Blocks(tier=tpb.TIER_DEVICE, **columns_)])
-
-
-PREFIXES = chain(PROMPT, [(4, 2), (5, 2)])
-ONE = columns.pack(INT32, [1])
-LONG = bytes(8)
-
-
-@pytest.mark.parametrize(
-    ("part", "field"),
-    [
-        (pb.BlockReport(blocks=[tpb.Blocks(indices=ONE)]), "blocks[0].tier"),
-        (pb.BlockReport(blocks=[tpb.Blocks(tier=9)]), "blocks[0].tier"),  # type: ignore[arg-type]
-        (pb.BlockReport(blocks=[tpb.Blocks(group=1, tier=tpb.TIER_HOST)]), "blocks[0].group"),
-        (device(indices=ONE[:3]), "blocks[0].indices"),
-        (device(indices=columns.pack(INT32, [1, 16]), generations=LONG), "blocks[0].indices[1]"),
-        (device(indices=columns.pack(INT32, [-1]), generations=LONG), "blocks[0].indices[0]"),
-        (device(indices=bytes(4 * 17)), "blocks[0].indices"),
-        (device(indices=ONE, generations=LONG[:7]), "blocks[0].generations"),
-        (device(indices=ONE, generations=LONG * 2), "blocks[0].generations"),
-        (device(indices=ONE, generations=LONG), "blocks[0].generations"),
-        (device(indices=ONE, generations=b"\xff" * 8), "blocks[0].generations"),
-        (device(indices=ONE, generations=b"\x01" + bytes(6) + b"\x40"), "blocks[0].generations"),
-        (columns_of(PREFIXES, group=1), "publications[0].group"),
-        (columns_of(PREFIXES, hash_algorithm=""), "publications[0].hash_algorithm"),
-        (columns_of(PREFIXES, namespace="x" * 129), "publications[0].namespace"),
-        (columns_of(PREFIXES, indices=bytes(4 * 17)), "publications[0].indices"),
-        (columns_of(PREFIXES, indices=columns.pack(INT32, [4, 16])), "publications[0].indices[1]"),
-        (columns_of(PREFIXES, generations=LONG), "publications[0].generations"),
-        (
-            columns_of(PREFIXES, parent_indices=columns.pack(INT32, [-2, 4])),
-            "publications[0].parent_indices[0]",
-        ),
-        (columns_of(PREFIXES, parent_generations=LONG), "publications[0].parent_generations"),
-        (columns_of(PREFIXES, hashes=bytes(31)), "publications[0].hashes"),
-        (columns_of(PREFIXES, token_ids=bytes(63)), "publications[0].token_ids"),
-        (columns_of(PREFIXES, token_ids=b"\xff" * 64), "publications[0].token_ids"),
-    ],
-)
-def test_a_report_that_can_not_be_is_refused_whole_by_the_name_of_its_column(
-    part: pb.BlockReport, field: str
-) -> None:
-    world = World()
-    plane = Plane(world)
-    plane.register()
-    part.blocks.append(tpb.Blocks(tier=tpb.TIER_HOST, indices=ONE, generations=b"\x09" + bytes(7)))
-    part.last = True
-    with pytest.raises(InvalidRequestError) as refusal:
-        plane.report(part)
-    assert refusal.value.field == f"report.{field}"
-    plane.report()
-    assert world.pool.host.generation[1] == 0, "a part of the refused report counts"
-
-
 def test_the_highest_generation_that_may_be_reported_leaves_room_for_more() -> None:
     world = World()
     plane = Plane(world)
@@ -491,74 +347,3 @@ def test_the_highest_generation_that_may_be_reported_leaves_room_for_more() -> N
     plane.world.open_session()
     blocks = world.pool.device.allocate(1, 2)
     assert world.pool.device.generations(blocks) == [2**62 + 1] * 2
-
-
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"pool_id": ""}, "pool_id"),
-        ({"pool_id": "x" * 129}, "pool_id"),
-        ({"address": ""}, "address"),
-        ({"address": "h" * 513}, "address"),
-        ({"epoch": 0}, "epoch"),
-        ({"key_id": b"short"}, "key_id"),
-        ({"num_device_blocks": 0}, "num_device_blocks"),
-        ({"num_device_blocks": 2**24 + 1}, "num_device_blocks"),
-        ({"num_host_blocks": -1}, "num_host_blocks"),
-        ({"layout": tpb.Layout()}, "layout.dtype"),
-        ({"layout": tpb.Layout(dtype=1, kv_dtype=1, model_id="m")}, "layout.block_size_tokens"),
-        ({"shard": tpb.Shard()}, "shard.num_shards"),
-        ({"shard": tpb.Shard(num_shards=2000)}, "shard.num_shards"),
-        ({"shard": half(2)}, "shard.index"),
-        ({"shard": half(-1)}, "shard.index"),
-        ({"shard": tpb.Shard(num_shards=1, num_kv_heads=2)}, "shard.num_layers"),
-        (
-            {"shard": tpb.Shard(num_shards=1, first_layer=2, num_layers=1, num_kv_heads=2)},
-            "shard.first_layer",
-        ),
-        ({"shard": tpb.Shard(num_shards=1, num_layers=2, num_kv_heads=3)}, "shard.num_kv_heads"),
-        (
-            {"shard": tpb.Shard(num_shards=1, num_layers=2, first_kv_head=-(2**31))},
-            "shard.first_kv_head",
-        ),
-    ],
-)
-def test_a_hello_is_refused_by_the_name_of_its_field(fields: dict[str, Any], field: str) -> None:
-    world = World()
-    with pytest.raises(InvalidRequestError) as refusal:
-        Plane(world, **fields).register()
-    assert refusal.value.field == f"hello.{field}"
-    assert world.pools == {}
-
-
-def unserved(**group: Any) -> tpb.Layout:
-    layout = LAYOUT.to_proto()
-    layout.groups[0].MergeFrom(tpb.LayerGroup(**group))
-    return layout
-
-
-def of_a_later_release() -> tpb.Layout:
-    layout = tpb.Layout.FromString(LAYOUT.to_proto().SerializeToString() + b"\x98\x06\x01")
-    assert layout.fingerprint == LAYOUT.fingerprint
-    return layout
-
-
-def two_groups() -> tpb.Layout:
-    layout = LAYOUT.to_proto()
-    layout.groups.add(name="window", layers=[2], num_kv_heads=2, head_size=8)
-    return layout
-
-
-@pytest.mark.parametrize(
-    ("layout", "field"),
-    [
-        (unserved(cache_kind=tpb.CACHE_KIND_LATENT), "layout.groups[0].cache_kind"),
-        (unserved(value_head_size=16), "layout.groups[0].value_head_size"),
-        (two_groups(), "layout.groups"),
-        (of_a_later_release(), "layout"),
-    ],
-)
-def test_a_layout_that_is_not_served_is_refused(layout: tpb.Layout, field: str) -> None:
-    with pytest.raises(InvalidRequestError) as refusal:
-        Plane(World(), layout=layout).register()
-    assert refusal.value.field == f"hello.{field}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +13,12 @@ from data_rig import Rig
 from executor_twins import run_twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_faults import with_operations
 from kernel_sets import LateRuntime, late_kernels
-from plan_author import HOST, fork, ref, row, set_blocks, tokens, transfer
+from plan_author import HOST, drop, fork, ref, set_blocks, span, tokens, transfer
 
-from data_plane.kernels.backend import cpu_kernels
+from data_plane.kernels.arguments import AttentionArguments
+from data_plane.kernels.cpu import CpuKernels
 from data_plane.kernels.cuda_streams import DeviceStreams
 from data_plane.memory.upload import upload
 from data_plane.server.worker_thread import Lane
@@ -129,7 +130,7 @@ def test_a_failing_device_is_an_internal_error_and_swaps_are_still_waited_for() 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_plans_of_two_sessions_do_on_late_streams_what_they_do_at_once(seed: int) -> None:
-    kernels, runtime = late_kernels(cpu_kernels(1), seed)
+    kernels, runtime = late_kernels(CpuKernels(1), seed)
     threads = [runtime.current_stream(), runtime.new_stream(), runtime.new_stream()]
 
     def other_thread(chance: Any) -> None:
@@ -145,7 +146,7 @@ class LateRig(Rig):
     runtime: LateRuntime
 
     def __init__(self, seed: int = 0) -> None:
-        kernels, self.runtime = late_kernels(cpu_kernels(1), seed)
+        kernels, self.runtime = late_kernels(CpuKernels(1), seed)
         super().__init__(kernels=kernels)
 
 
@@ -155,7 +156,7 @@ SEEDS = range(5)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_receipt_is_given_only_for_what_is_done(seed: int) -> None:
     rig = LateRig(seed)
-    rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], rows=[row(1, 0, 12)])
+    rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
     outputs = [rig.layer(layer, 12) for layer in (0, 1)]
     assert rig.executor.counters.num_plans_run == 0, "nobody has asked yet"
     assert rig.executor.receipt(1) is not None
@@ -200,6 +201,38 @@ def test_copies_and_swaps_of_a_plan_follow_each_other_across_streams(seed: int) 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_blocks_are_cleared_after_what_was_given_before_and_before_the_transfers(seed: int) -> None:
+    rig = LateRig(seed)
+    rig.admit(1)
+    device, host = rig.executor.pools.device_tier, rig.executor.pools.host_tier
+    before = device[:2].clone()
+    rig.start(
+        2,
+        changes=[set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True)],
+        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
+    )
+    rig.run(3, changes=[drop(1)])
+    rig.open(2, tenant="another")
+    rig.start(
+        1,
+        2,
+        changes=[
+            set_blocks(1, [(0, 2), (1, 2), (5, 1)]),
+            set_blocks(2, [(0, 2), (1, 1), (3, 2)], tier=HOST),
+        ],
+        transfers=[transfer(ref(0, 2), ref(1, 1, HOST)), transfer(ref(1, 2), ref(5, 1))],
+        spans=[span(1, 17, 1)],
+    )
+    blocks, _ = rig.executor.read_blocks(2, 2, 0, 3)
+    rig.executor.finish()
+    assert bool(before.any())
+    assert not bool(blocks.any()), "what was copied to the host tier had been cleared"
+    assert not bool(device[[0, 1, 5]].any())
+    assert not bool(host[[0, 1, 3]].any())
+    assert rig.executor.counters.num_cleared_blocks == 4
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_blocks_read_on_the_host_have_been_swapped_out(seed: int) -> None:
     rig = LateRig(seed)
     rig.admit(1)
@@ -211,7 +244,7 @@ def test_blocks_read_on_the_host_have_been_swapped_out(seed: int) -> None:
             set_blocks(2, [(4, 1)]),
         ],
         transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
-        rows=[row(2, 0, 2)],
+        spans=[span(2, 0, 2)],
     )
     blocks, _ = rig.executor.read_blocks(1, 1, 0, 2)
     assert torch.equal(blocks.transpose(0, 1), before)
@@ -220,31 +253,31 @@ def test_blocks_read_on_the_host_have_been_swapped_out(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_next_plan_a_fence_and_a_new_control_plane_wait_for_what_runs(seed: int) -> None:
     rig = LateRig(seed)
-    rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], rows=[row(1, 0, 12)])
+    rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
     for layer in (0, 1):
         rig.layer(layer, 12)
-    rig.start(2, rows=[row(1, 12, 1)])
+    rig.start(2, spans=[span(1, 12, 1)])
     assert rig.runtime.num_waiting == 0
     assert rig.executor.counters.num_plans_run == 1
     rig.layer(0, 1)
-    rig.start(4, resync=True, changes=[set_blocks(1, [(0, 1), (1, 1)], fresh=False)],
-              rows=[row(1, 12, 1)])  # fmt: skip
+    rig.start(4, resync=True, changes=[set_blocks(1, [(0, 1), (1, 1)], allocated=False)],
+              spans=[span(1, 12, 1)])  # fmt: skip
     assert rig.runtime.num_waiting == 0
     rig.layer(0, 1)
-    rig.executor.fence(1)
+    rig.fence(1)
     assert rig.runtime.num_waiting == 0
     rig.open(2)
-    rig.start(1, 2, changes=[set_blocks(7, [(4, 1)])], rows=[row(7, 0, 2)])
+    rig.start(1, 2, changes=[set_blocks(7, [(4, 1)])], spans=[span(7, 0, 2)])
     rig.layer(0, 2, session_id=2)
     rig.executor.install(2, rig.author.key)
     assert rig.runtime.num_waiting == 0
 
 
 def test_a_plan_whose_kernels_failed_gets_no_receipt_and_the_session_resyncs() -> None:
-    kernels, runtime = late_kernels(cpu_kernels(1), 0)
+    kernels, runtime = late_kernels(CpuKernels(1), 0)
     rig = Rig(kernels=kernels)
     rig.admit(1)
-    plan = rig.author.plan(2, rows=[row(1, 12, 1)])
+    plan = rig.author.plan(2, spans=[span(1, 12, 1)])
     rig.executor.start(1, plan)
     rig.layer(0, 1)
     runtime.give(fail)
@@ -253,23 +286,23 @@ def test_a_plan_whose_kernels_failed_gets_no_receipt_and_the_session_resyncs() -
         lambda: rig.executor.receipt(1),
         lambda: rig.executor.receipt(1),
         lambda: rig.executor.start(1, plan),
-        lambda: rig.start(3, rows=[row(1, 13, 1)]),
+        lambda: rig.start(3, spans=[span(1, 13, 1)]),
     ):
         with pytest.raises(InternalError, match="the device failed: no such place"):
             ask()
     assert rig.executor.counters.num_plans_run == 1
-    whole = set_blocks(1, [(0, 1), (1, 1)], fresh=False)
-    again = rig.run(5, previous=0, resync=True, changes=[whole], rows=[row(1, 12, 1)])
+    whole = set_blocks(1, [(0, 1), (1, 1)], allocated=False)
+    again = rig.run(5, previous=0, resync=True, changes=[whole], spans=[span(1, 12, 1)])
     assert again.plan_number == 5
 
 
 def test_a_failure_takes_the_receipt_of_every_plan_that_runs() -> None:
-    kernels, runtime = late_kernels(cpu_kernels(1), 0)
+    kernels, runtime = late_kernels(CpuKernels(1), 0)
     rig = Rig(kernels=kernels)
     rig.open(2)
     for session_id in (1, 2):
         changes = [set_blocks(session_id, [(session_id, 1)])]
-        rig.start(1, session_id, changes=changes, rows=[row(session_id, 0, 2)])
+        rig.start(1, session_id, changes=changes, spans=[span(session_id, 0, 2)])
         rig.layer(0, 2, session_id=session_id)
     runtime.give(fail)
     rig.layer(1, 2, session_id=1)
@@ -281,17 +314,17 @@ def test_a_failure_takes_the_receipt_of_every_plan_that_runs() -> None:
 
 
 def test_a_layer_whose_attention_failed_comes_again_even_if_it_was_the_last() -> None:
-    kernels = cpu_kernels(1)
+    kernels = CpuKernels(1)
     failures = [InternalError("no memory"), None, InternalError("no memory"), None]
 
-    def attention(*args: Any, **options: Any) -> torch.Tensor:
+    def attention(arguments: AttentionArguments) -> torch.Tensor:
         failure = failures.pop(0)
         if failure is not None:
             raise failure
-        return kernels.paged_attention(*args, **options)
+        return kernels.paged_attention(arguments)
 
-    rig = Rig(kernels=replace(kernels, paged_attention=attention))
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], rows=[row(1, 0, 3)])
+    rig = Rig(kernels=with_operations(kernels, paged_attention=attention))
+    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
     for layer in (0, 1):
         with pytest.raises(InternalError):
             rig.layer(layer, 3)
@@ -311,7 +344,7 @@ def test_a_fork_of_a_running_plan_is_shown_again_and_goes_on() -> None:
         2,
         changes=[fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)],
         transfers=[transfer(ref(1), ref(2))],
-        rows=[row(2, 12, 1)],
+        spans=[span(2, 12, 1)],
     )
     rig.executor.start(1, plan)
     rig.layer(0, 1)
@@ -329,7 +362,7 @@ async def test_the_servers_thread_computes_on_a_stream_of_its_own() -> None:
     assert rig.runtime.current_stream() == 0
     report = await lane.run(rig.executor.report)
     lane.close()
-    assert report.max_session_id == 1
+    assert report[-1].last
     assert rig.runtime.current_stream() != 0
 
 

@@ -2,8 +2,8 @@
 //
 // Strides count elements, as int64; the last dimension of every tensor of heads has stride 1.
 // A layer's pages are [num_blocks, 2, num_kv_heads, block_size, head_size], K before V, and slot
-// block * block_size + offset names one token's place. The Python face checks shapes and types;
-// the operations check the values of ids and lengths.
+// block * block_size + offset is one token's place. data_plane/kernels/arguments.py checks
+// shapes and types; the operations check the values of ids and lengths.
 #pragma once
 
 #include <cstdint>

@@ -13,26 +13,29 @@ from typing import Any
 
 from kernel_faults import FAULTS, with_fault
 
-from data_plane import executor
+from data_plane import executor, plan_runner
 from data_plane.kernels import cuda_streams, scales, shard_kernels
 from data_plane.memory import pool
 from data_plane.plans import (
     attention_batch,
     block_tables,
+    ended_sessions,
+    last_tenants,
+    progress,
+    publications,
     sessions,
     table_changes,
     verifier,
 )
+from kvplane import columns
 from kvplane.errors import InternalError
 from kvplane.layout import LayerGroup
 from kvplane.v1 import types_pb2 as pb
 
 _kernels_of = executor.kernels_of
-_start = executor.Executor._start
-_transfer = executor.Compute.transfer
-_hand_out = block_tables.ResidentTables.hand_out
-_open = sessions.Sessions.open
-_get = sessions.Sessions.get
+_start = plan_runner.PlanRunner.start
+_allocate = block_tables.BlockTables.allocate
+_keep = publications.Publications.keep
 _layer_scales = scales.layer_scales
 _canonical = LayerGroup.canonical
 
@@ -47,69 +50,167 @@ def verification_skipped() -> None:
 
 
 def epoch_unchecked() -> None:
-    verifier.Authority._check_life = _nothing  # type: ignore[method-assign]
+    verifier.Verifier._check_run = _nothing  # type: ignore[method-assign]
+
+
+def version_unchecked() -> None:
+    """Payloads of another version are read as if they were of this one."""
+
+    class AnyVersion(int):
+        __hash__ = int.__hash__
+
+        def __ne__(self, other: object) -> bool:
+            return False
+
+    verifier.PAYLOAD_VERSION = AnyVersion(verifier.PAYLOAD_VERSION)  # type: ignore[misc]
+
+
+def unknown_fields_ignored() -> None:
+    verifier.refuse_unknown_fields = _nothing
 
 
 def generation_unchecked() -> None:
-    table_changes.check_generation = _nothing
+    table_changes._check_generations = _nothing
+
+
+def stale_references_unchecked() -> None:
+    """A table may go on referring to a block that is allocated for another."""
+    table_changes._check_no_stale_references = _nothing
+
+
+def ref_counts_not_kept() -> None:
+    """What is dropped stays counted."""
+
+    def apply(self: Any, tables: Any) -> None:
+        for tier, parts in self.added.items():
+            for part in parts:
+                tables.add_references(tier, part.blocks)
+
+    table_changes._Counts.apply = apply  # type: ignore[method-assign]
 
 
 def published_write_allowed() -> None:
     attention_batch.check_writable = _nothing
-    executor.check_writable = _nothing
+    plan_runner.check_writable = _nothing
 
 
 def publication_forgotten_at_the_kernel() -> None:
     """Writable at the start of a plan counts as writable for ever."""
-    executor.Executor._check_still_writable = _nothing  # type: ignore[method-assign]
+    plan_runner.PlanRunner.check_still_writable = _nothing  # type: ignore[method-assign]
 
 
-def publication_survives_hand_out() -> None:
-    def hand_out(self: Any, tier: pb.Tier, index: int, generation: int) -> None:
-        publication = self.publications.get(index)
-        _hand_out(self, tier, index, generation)
-        if publication is not None:
-            self.publications[index] = publication
+def publication_survives_allocation() -> None:
+    def allocate(self: Any, tier: pb.Tier, blocks: Any, generations: Any) -> None:
+        published = self.publications.published.copy()
+        _allocate(self, tier, blocks, generations)
+        self.publications.published[:] = published
 
-    block_tables.ResidentTables.hand_out = hand_out  # type: ignore[method-assign]
+    block_tables.BlockTables.allocate = allocate  # type: ignore[method-assign]
 
 
-def other_sessions_blocks_handed_out() -> None:
-    block_tables.ResidentTables.naming_sessions = lambda *_args: ()  # type: ignore[method-assign]
+def stale_publications_kept() -> None:
+    """Whatever generation they are of."""
+
+    def keep(self: Any, message: Any, generations: Any, field: str) -> int:
+        named = generations.copy()
+        indices = publications.ints(columns.INT32, message.indices, field)
+        named[indices] = publications.ints(columns.INT64, message.generations, field)
+        return _keep(self, message, named, field)
+
+    publications.Publications.keep = keep  # type: ignore[method-assign]
+
+
+def clearing_skipped() -> None:
+    """The next tenant gets blocks as the last one left them."""
+    executor.Compute.clear = _nothing  # type: ignore[method-assign]
+
+
+def clearing_of_one_tier_only() -> None:
+    to_clear = last_tenants.LastTenants.to_clear
+
+    def of_device(self: Any, *args: Any) -> Any:
+        found = to_clear(self, *args)
+        return {tier: blocks for tier, blocks in found.items() if tier == pb.TIER_DEVICE}
+
+    last_tenants.LastTenants.to_clear = of_device  # type: ignore[method-assign]
+
+
+def clearing_after_the_transfers() -> None:
+    def transfer(self: Any, session: Any, run: Any) -> None:
+        for batch in run.transfers:
+            self._compute.transfer(batch)
+        run.num_transfers_given = len(run.transfers)
+        self._compute.clear(run.to_clear)
+        run.cleared = True
+        self._tenants.take_over(session.tenant, run.allocated)
+
+    plan_runner.PlanRunner._transfer = transfer  # type: ignore[method-assign]
+
+
+def tenant_taken_over_early() -> None:
+    """A block counts as the new tenant's before it was cleared."""
+    to_clear = last_tenants.LastTenants.to_clear
+
+    def hasty(self: Any, tenant: str, allocated: Any, transfers: Any) -> Any:
+        found = to_clear(self, tenant, allocated, transfers)
+        self.take_over(tenant, allocated)
+        return found
+
+    last_tenants.LastTenants.to_clear = hasty  # type: ignore[method-assign]
 
 
 def refused_plans_not_undone() -> None:
-    block_tables.ResidentTables._undo = _nothing  # type: ignore[method-assign]
+    block_tables.BlockTables._undo = _nothing  # type: ignore[method-assign]
 
 
 def receipt_given_early() -> None:
     """The first layer counts for all."""
-    sessions.Run.is_complete = property(  # type: ignore[method-assign, assignment]
-        lambda run: run.transferred and (run.written.numel() == 0 or bool(run.written[0].all()))
+    progress.Progress.is_complete = property(  # type: ignore[method-assign, assignment]
+        lambda self: self._written[0]
     )
+
+
+def gaps_in_blocks_allowed() -> None:
+    """Blocks of a span may be given in any order, and the last ones count for all."""
+    progress.Progress.check_no_gap = _nothing  # type: ignore[method-assign]
+
+
+def layers_written_again_after_the_end() -> None:
+    """A layer that comes after its plan has run overwrites what the receipt vouches for."""
+    layer = executor.Executor.layer
+
+    def write_first(self: Any, session_id: int, index: int, *args: Any, **options: Any) -> Any:
+        run = self._sessions.get(session_id).latest
+        if run is not None and run.is_complete:
+            arguments = self._compute.write_arguments(run.batch, index, *args[1:3])
+            self._compute.write(arguments)
+        return layer(self, session_id, index, *args, **options)
+
+    executor.Executor.layer = write_first  # type: ignore[method-assign]
 
 
 def transfers_run_twice() -> None:
     def start(self: Any, session: Any, plan: pb.Plan, payload: bytes) -> Any:
         if session.running is not None:
-            session.running.num_batches_given = 0
+            session.running.num_transfers_given = 0
         return _start(self, session, plan, payload)
 
-    executor.Executor._start = start  # type: ignore[method-assign]
+    plan_runner.PlanRunner.start = start  # type: ignore[method-assign]
 
 
 def receipted_plan_writes_again() -> None:
     """A receipt is forgotten at once, and the plan taken as one that runs."""
 
     def start(self: Any, session: Any, plan: pb.Plan, payload: bytes) -> Any:
-        if session.latest is not None and plan.number == session.latest.number:
-            session.latest.receipt = None
-            session.latest.written[:] = False
-            session.latest.num_batches_given = 0
+        run = session.latest
+        if run is not None and plan.number == run.number:
+            run.receipt = None
+            run.progress._written[:] = [False] * len(run.progress._written)
+            run.num_transfers_given = 0
             session.receipts.clear()
         return _start(self, session, plan, payload)
 
-    executor.Executor._start = start  # type: ignore[method-assign]
+    plan_runner.PlanRunner.start = start  # type: ignore[method-assign]
 
 
 def order_unchecked() -> None:
@@ -123,13 +224,29 @@ def order_unchecked() -> None:
     sessions.Session.place = place  # type: ignore[method-assign]
 
 
-def fenced_sessions_open_again() -> None:
-    def open_again(self: Any, grant: pb.SessionGrant) -> Any:
-        self._fenced.clear()
-        self._fenced_through = 0
-        return _open(self, grant)
+def fenced_ordinals_forgotten() -> None:
+    """A session that was fenced is opened again by its old grant."""
+    ended_sessions.EndedSessions.__contains__ = (  # type: ignore[method-assign]
+        lambda self, ordinal: False
+    )
 
-    sessions.Sessions.open = open_again  # type: ignore[method-assign]
+
+def ended_ranges_grow_together() -> None:
+    """What lies between two ended sessions counts as ended."""
+
+    def contains(self: Any, ordinal: int) -> bool:
+        return bool(self._first) and self._first[0] <= ordinal <= self._last[-1]
+
+    ended_sessions.EndedSessions.__contains__ = contains  # type: ignore[method-assign]
+
+
+def ended_sessions_forgotten_under_the_same_key() -> None:
+    end_all = sessions.Sessions.end_all
+
+    def forget(self: Any, *, same_key: bool) -> None:
+        end_all(self, same_key=False)
+
+    sessions.Sessions.end_all = forget  # type: ignore[method-assign]
 
 
 def transfers_skipped() -> None:
@@ -176,12 +293,17 @@ def receipts_before_the_end() -> None:
 
 def fences_before_the_end() -> None:
     """Only receipts are waited for."""
-    executor.Executor.fence = _without_quiet(executor.Executor.fence)  # type: ignore[method-assign]
+    fence = executor.Executor.fence
+
+    def hasty(self: Any, *args: Any) -> None:
+        _without_quiet(lambda _: fence(self, *args))(self._plans)
+
+    executor.Executor.fence = hasty  # type: ignore[method-assign]
 
 
 def voided_plans_not_waited_for() -> None:
-    executor.Executor._settle = _without_quiet(  # type: ignore[method-assign]
-        executor.Executor._settle
+    plan_runner.PlanRunner._settle = _without_quiet(  # type: ignore[method-assign]
+        plan_runner.PlanRunner._settle
     )
 
 
@@ -198,15 +320,7 @@ def failures_forgotten() -> None:
 
 def layers_before_transfers() -> None:
     """A plan whose transfers failed takes layers."""
-    latest = executor.Executor._latest
-
-    def hasty(self: Any, session_id: int, plan_number: int | None) -> Any:
-        run = self._sessions.get(session_id).latest
-        if run is None or run.transferred:
-            return latest(self, session_id, plan_number)
-        return self._sessions.get(session_id), run
-
-    executor.Executor._latest = hasty  # type: ignore[method-assign]
+    sessions.Run.check_transferred = _nothing  # type: ignore[method-assign]
 
 
 def pools_go_early() -> None:
@@ -221,7 +335,7 @@ def receipts_before_kept_ones() -> None:
         self._settle(session, voided=plan.resync)
         return _start(self, session, plan, payload)
 
-    executor.Executor._start = start  # type: ignore[method-assign]
+    plan_runner.PlanRunner.start = start  # type: ignore[method-assign]
 
 
 def late_attention_not_waited_for() -> None:
@@ -232,11 +346,11 @@ def late_attention_not_waited_for() -> None:
 
 def _without_quiet(method: Any) -> Any:
     def hasty(self: Any, *args: Any, **options: Any) -> None:
-        self._quiesce = _nothing
+        self.quiesce = _nothing
         try:
             method(self, *args, **options)
         finally:
-            del self._quiesce
+            del self.quiesce
 
     return hasty
 
@@ -272,17 +386,29 @@ MUTANTS: dict[str, Callable[[], None]] = {
     for mutant in (
         verification_skipped,
         epoch_unchecked,
+        version_unchecked,
+        unknown_fields_ignored,
         generation_unchecked,
+        stale_references_unchecked,
+        ref_counts_not_kept,
         published_write_allowed,
         publication_forgotten_at_the_kernel,
-        publication_survives_hand_out,
-        other_sessions_blocks_handed_out,
+        publication_survives_allocation,
+        stale_publications_kept,
+        clearing_skipped,
+        clearing_of_one_tier_only,
+        clearing_after_the_transfers,
+        tenant_taken_over_early,
         refused_plans_not_undone,
         receipt_given_early,
+        gaps_in_blocks_allowed,
+        layers_written_again_after_the_end,
         transfers_run_twice,
         receipted_plan_writes_again,
         order_unchecked,
-        fenced_sessions_open_again,
+        fenced_ordinals_forgotten,
+        ended_ranges_grow_together,
+        ended_sessions_forgotten_under_the_same_key,
         transfers_skipped,
         compute_ahead_of_swaps,
         swaps_ahead_of_compute,

@@ -113,6 +113,9 @@ MUTANTS = {
     "value_stored_by_the_scale_of_keys": Mutant(
         CACHE, "value_scale(p.pages, head)", "key_scale(p.pages, head)"
     ),
+    "a_chunk_too_many": Mutant(
+        CACHE, "i < 2 * num_chunks; i +=", "i <= 2 * num_chunks; i +=", found_by=ASAN
+    ),
     "four_numbers_at_once_wherever_a_row_starts": Mutant(
         CACHE, "? Pace::kFours : Pace::kOnes", "? Pace::kFours : Pace::kFours", found_by=UBSAN
     ),

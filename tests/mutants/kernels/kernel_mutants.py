@@ -1,4 +1,4 @@
-"""A pytest plugin that plants one fault in ``data_plane.kernels.cpu``: $KERNEL_MUTANT names it.
+"""A pytest plugin that plants one fault in ``CpuKernels``: $KERNEL_MUTANT names it.
 
 Run with it, the tests in tests/kernels/ must fail.
 """
@@ -7,54 +7,54 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
-from data_plane.kernels import cpu as kernels
+from data_plane.kernels.arguments import AttentionArguments, WriteArguments
+from data_plane.kernels.cpu import CpuKernels
 
-_attention = kernels.paged_attention
-_reshape_and_cache = kernels.reshape_and_cache
-_copy_blocks = kernels.copy_blocks
-_swap_blocks = kernels.swap_blocks
-_gather_blocks = kernels.gather_blocks
+_attention = CpuKernels.paged_attention
+_reshape_and_cache = CpuKernels.reshape_and_cache
+_swap_blocks = CpuKernels.swap_blocks
+_gather_blocks = CpuKernels.gather_blocks
 
-Attend = Callable[..., Any]
+Operation = Callable[..., Any]
 
 
-def _with_arguments(change: Callable[[dict[str, Any]], None]) -> Attend:
+def _with_arguments(change: Callable[[dict[str, Any]], None]) -> Operation:
     """Attention whose arguments are changed on their way in."""
-    names = ("query", "pages", "block_tables", "query_starts", "context_lens")
 
-    def attention(*args: Any, **options: Any) -> Any:
-        arguments = dict(zip(names, args, strict=False)) | options
-        change(arguments)
-        return _attention(**arguments)
+    def attention(self: CpuKernels, arguments: AttentionArguments, **results: Any) -> torch.Tensor:
+        changed = {f.name: getattr(arguments, f.name) for f in fields(arguments) if f.init}
+        change(changed)
+        return _attention(self, AttentionArguments(**changed), **results)
 
     return attention
 
 
-def attention_returns_zeros(*args: Any, **options: Any) -> Any:
-    out, lse = _attention(*args, **options)
-    return torch.zeros_like(out), lse
+def attention_returns_zeros(self: Any, arguments: Any, **results: Any) -> torch.Tensor:
+    return torch.zeros_like(_attention(self, arguments, **results))
 
 
-def lse_in_base_two(*args: Any, **options: Any) -> Any:
-    out, lse = _attention(*args, **options)
-    return out, lse / torch.log(torch.tensor(2.0))
+def lse_in_base_two(self: Any, arguments: Any, lse: torch.Tensor | None = None) -> torch.Tensor:
+    out = _attention(self, arguments, lse=lse)
+    if lse is not None:
+        lse /= torch.log(torch.tensor(2.0))
+    return out
 
 
-def bits_depend_on_the_batch(*args: Any, **options: Any) -> Any:
-    out, lse = _attention(*args, **options)
-    if args[4].shape[0] > 1:
+def bits_depend_on_the_batch(self: Any, arguments: Any, **results: Any) -> torch.Tensor:
+    out = _attention(self, arguments, **results)
+    if arguments.context_lens.shape[0] > 1:
         out = torch.nextafter(out.float(), torch.zeros(())).to(out.dtype)
-    return out, lse
+    return out
 
 
-def bits_depend_on_the_threads(*args: Any, **options: Any) -> Any:
-    out, lse = _attention(*args, **options)
-    return (torch.nextafter(out, out * 2) if options["num_threads"] == 7 else out), lse
+def bits_depend_on_the_threads(self: Any, arguments: Any, **results: Any) -> torch.Tensor:
+    out = _attention(self, arguments, **results)
+    return torch.nextafter(out, out * 2) if self.num_threads == 7 else out
 
 
 def table_shifted_by_one(a: dict[str, Any]) -> None:
@@ -122,37 +122,37 @@ def scales_of_keys_and_values_exchanged(a: dict[str, Any]) -> None:
     a["key_scales"], a["value_scales"] = a["value_scales"], a["key_scales"]
 
 
-def newest_slot_not_written(key: Any, value: Any, pages: Any, slots: Any, **scales: Any) -> None:
-    slots = slots.clone()
+def newest_slot_not_written(self: Any, arguments: WriteArguments) -> None:
+    slots = arguments.slots.clone()
     slots[-1:] = -1
-    _reshape_and_cache(key, value, pages, slots, **scales)
+    _reshape_and_cache(self, replace(arguments, slots=slots))
 
 
-def negative_slots_written(key: Any, value: Any, pages: Any, slots: Any, **scales: Any) -> None:
-    _reshape_and_cache(key, value, pages, slots.clamp(min=0), **scales)
+def negative_slots_written(self: Any, arguments: WriteArguments) -> None:
+    _reshape_and_cache(self, replace(arguments, slots=arguments.slots.clamp(min=0)))
 
 
-def keys_cut_off_instead_of_rounded(
-    key: Any, value: Any, pages: Any, slots: Any, **scales: Any
-) -> None:
-    if pages.dtype == torch.bfloat16 and key.dtype == torch.float32:
+def keys_cut_off_instead_of_rounded(self: Any, arguments: WriteArguments) -> None:
+    key = arguments.key
+    if arguments.pages.dtype == torch.bfloat16 and key.dtype == torch.float32:
         key = (key.contiguous().view(torch.int32) & -65536).view(torch.float32)
-    _reshape_and_cache(key, value, pages, slots, **scales)
+    _reshape_and_cache(self, replace(arguments, key=key))
 
 
-def _with_keys_of_fp8_pages(change: Callable[[torch.Tensor, float], torch.Tensor]) -> Attend:
+def _with_keys_of_fp8_pages(change: Callable[[torch.Tensor, float], torch.Tensor]) -> Operation:
     """Caching whose keys, divided by their scales, are changed before they become fp8.
 
     ``change`` gets them and the largest number of the type.
     """
 
-    def caching(key: Any, value: Any, pages: Any, slots: Any, **scales: Any) -> None:
-        key_scales = scales.get("key_scales")
+    def caching(self: Any, arguments: WriteArguments) -> None:
+        pages, key_scales = arguments.pages, arguments.key_scales
         if pages.element_size() == 1:
-            divided = key.float() / (1 if key_scales is None else key_scales.view(-1, 1))
+            divided = arguments.key.float()
+            divided = divided / (1 if key_scales is None else key_scales.view(-1, 1))
             key = change(divided, torch.finfo(pages.dtype).max)
-            scales["key_scales"] = None
-        _reshape_and_cache(key, value, pages, slots, **scales)
+            arguments = replace(arguments, key=key, key_scales=None)
+        _reshape_and_cache(self, arguments)
 
     return caching
 
@@ -175,26 +175,23 @@ def fp8_nan_becomes_zero(quotients: torch.Tensor, largest: float) -> torch.Tenso
     return quotients.nan_to_num(nan=0.0, posinf=largest, neginf=-largest)
 
 
-def keys_times_the_inverse_of_their_scales(
-    key: Any, value: Any, pages: Any, slots: Any, **scales: Any
-) -> None:
-    key_scales = scales.get("key_scales")
-    if key_scales is not None:
-        key = key.float() * (1 / key_scales.view(-1, 1))
-        scales["key_scales"] = None
-    _reshape_and_cache(key, value, pages, slots, **scales)
+def keys_times_the_inverse_of_their_scales(self: Any, arguments: WriteArguments) -> None:
+    if arguments.key_scales is not None:
+        key = arguments.key.float() * (1 / arguments.key_scales.view(-1, 1))
+        arguments = replace(arguments, key=key, key_scales=None)
+    _reshape_and_cache(self, arguments)
 
 
-def copies_read_the_pool_as_it_was(pool: torch.Tensor, pairs: torch.Tensor) -> None:
-    _swap_blocks(pool.clone(), pool, pairs)
+def copies_read_the_pool_as_it_was(self: Any, pool: torch.Tensor, pairs: torch.Tensor) -> None:
+    _swap_blocks(self, pool.clone(), pool, pairs)
 
 
-def swaps_the_other_way_round(source: Any, destination: Any, pairs: torch.Tensor) -> None:
-    _swap_blocks(source, destination, pairs.flip(1))
+def swaps_the_other_way_round(self: Any, source: Any, destination: Any, pairs: Any) -> None:
+    _swap_blocks(self, source, destination, pairs.flip(1))
 
 
-def gathers_in_order_of_ids(pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-    return _gather_blocks(pool, block_ids.sort().values)
+def gathers_in_order_of_ids(self: Any, pool: Any, block_ids: torch.Tensor) -> torch.Tensor:
+    return _gather_blocks(self, pool, block_ids.sort().values)
 
 
 _CHANGES = (
@@ -252,4 +249,4 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = (
 def pytest_configure() -> None:
     """Plants the fault."""
     name, mutant = MUTANTS[os.environ["KERNEL_MUTANT"]]
-    setattr(kernels, name, mutant)
+    setattr(CpuKernels, name, mutant)

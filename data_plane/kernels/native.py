@@ -1,0 +1,181 @@
+"""The operations as calls of a native module; what CPU and CUDA kernels have in common.
+
+Native functions take addresses, sizes and strides. What is passed to them here was checked by
+``data_plane.kernels.arguments``, and lives until they return.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+
+from data_plane.kernels import arguments as checks
+from data_plane.kernels.arguments import AttentionArguments, WriteArguments
+from data_plane.memory.upload import upload
+from kvplane.errors import InvalidRequestError
+
+_DTYPES: Final = {
+    torch.float32: "FLOAT32",
+    torch.float16: "FLOAT16",
+    torch.bfloat16: "BFLOAT16",
+    torch.float8_e4m3fn: "FLOAT8_E4M3",
+    torch.float8_e5m2: "FLOAT8_E5M2",
+}
+
+
+class NativeKernels:
+    """One native module's functions on tensors of one device, with the meanings that
+    ``data_plane.kernels.backend.Kernels`` gives.
+    """
+
+    def __init__(self, module: ModuleType, device: torch.device) -> None:
+        self.device = device
+        self._module = module
+        self._dtypes = {dtype: module.Dtype.__members__[name] for dtype, name in _DTYPES.items()}
+
+    def reshape_and_cache(self, arguments: WriteArguments) -> None:
+        a = arguments
+        self._check_own("pages", a.pages)
+        self._call(
+            "reshape_and_cache",
+            key=self._view(a.key),
+            value=self._view(a.value),
+            pages=self._view(a.pages),
+            scales=self._scales(a),
+            slots=a.slots.data_ptr(),
+        )
+
+    def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
+        checks.check_pool("pool", pool, self.device)
+        checks.check_pairs(pairs)
+        self._copy("copy_blocks", pool, pool, pairs)
+
+    def swap_blocks(
+        self, source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor
+    ) -> None:
+        checks.check_swap(source, destination, pairs, self.device)
+        self._copy("swap_blocks", source, destination, pairs)
+
+    def gather_blocks(self, pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        checks.check_pool("pool", pool, self.device)
+        shape = checks.shape_of_blocks(pool, block_ids)
+        blocks = torch.empty(shape, dtype=pool.dtype, device=pool.device)
+        self._pack("gather_blocks", pool, block_ids, blocks)
+        return blocks
+
+    def scatter_blocks(
+        self, pool: torch.Tensor, block_ids: torch.Tensor, blocks: torch.Tensor
+    ) -> None:
+        checks.check_pool("pool", pool, self.device)
+        checks.check_blocks(blocks, checks.shape_of_blocks(pool, block_ids), pool)
+        self._pack("scatter_blocks", pool, block_ids, blocks.contiguous())
+
+    def clear_blocks(self, pool: torch.Tensor, block_ids: torch.Tensor) -> None:
+        checks.check_pool("pool", pool, self.device)
+        checks.shape_of_blocks(pool, block_ids)
+        # Numbers of 8 bytes, whatever is stored: heads are of a multiple of 8 elements.
+        words = pool.view(torch.int64).flatten(1)
+        if self.device.type == "cpu":
+            # For torch each block would be work for all of its threads.
+            words.numpy()[block_ids.numpy()] = 0
+        else:
+            words.index_fill_(0, upload([block_ids], self.device)[0], 0)
+
+    def _attend(
+        self,
+        arguments: AttentionArguments,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        **more: Any,
+    ) -> torch.Tensor:
+        a = arguments
+        self._check_own("pages", a.pages)
+        if out is None:
+            out = torch.empty(a.query.shape, dtype=a.query.dtype, device=a.query.device)
+        else:
+            checks.check_result("out", out, a.query.shape, a.query.dtype, a.pages.device)
+        if lse is not None:
+            checks.check_result("lse", lse, a.query.shape[:2], torch.float32, a.pages.device)
+        self._call(
+            "paged_attention",
+            query=self._view(a.query),
+            out=out.data_ptr(),
+            lse=_address(lse),
+            pages=self._view(a.pages),
+            scales=self._scales(a),
+            block_tables=a.block_tables.data_ptr(),
+            wide_block_tables=a.block_tables.dtype == torch.int64,
+            max_blocks=a.block_tables.shape[1],
+            query_starts=a.query_starts.data_ptr(),
+            context_lens=a.context_lens.data_ptr(),
+            num_sequences=a.context_lens.shape[0],
+            alibi_slopes=_address(a.slopes),
+            scale=a.options.scale or 1.0 / math.sqrt(a.query.shape[2]),
+            sliding_window_tokens=a.options.sliding_window_tokens,
+            **more,
+        )
+        return out
+
+    def _copy(
+        self, name: str, source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor
+    ) -> None:
+        pairs = pairs.contiguous()
+        self._call(
+            name,
+            source=source.data_ptr(),
+            destination=destination.data_ptr(),
+            pairs=pairs.data_ptr(),
+            num_pairs=pairs.shape[0],
+            source_num_blocks=source.shape[0],
+            destination_num_blocks=destination.shape[0],
+            source_block_bytes=source.stride(0) * source.element_size(),
+            destination_block_bytes=destination.stride(0) * destination.element_size(),
+            copy_bytes=math.prod(source.shape[1:]) * source.element_size(),
+        )
+
+    def _pack(
+        self, name: str, pool: torch.Tensor, block_ids: torch.Tensor, blocks: torch.Tensor
+    ) -> None:
+        block_ids = block_ids.contiguous()
+        self._call(
+            name,
+            pool=pool.data_ptr(),
+            blocks=blocks.data_ptr(),
+            block_ids=block_ids.data_ptr(),
+            num_block_ids=block_ids.shape[0],
+            num_blocks=pool.shape[0],
+            num_layers=pool.shape[1],
+            block_bytes=pool.stride(0) * pool.element_size(),
+            page_bytes=math.prod(pool.shape[2:]) * pool.element_size(),
+        )
+
+    def _call(self, name: str, **arguments: Any) -> Any:
+        """Call a native function; a bad id or length comes back as "<tensor>[i] must ..."."""
+        try:
+            return getattr(self._module, name)(**arguments)
+        except IndexError as error:
+            field, _, wanted = str(error).partition(" must ")
+            raise InvalidRequestError(f"must {wanted}", field=field) from None
+
+    def _check_own(self, name: str, tensor: torch.Tensor) -> None:
+        if not checks.is_on(tensor, self.device):
+            raise InvalidRequestError(
+                f"must be on {self.device}, is on {tensor.device}", field=name
+            )
+
+    def _view(self, tensor: torch.Tensor) -> Any:
+        return self._module.TensorView(
+            tensor.data_ptr(), self._dtypes[tensor.dtype], tensor.shape, tensor.stride()
+        )
+
+    def _scales(self, arguments: WriteArguments | AttentionArguments) -> Any:
+        key, value = arguments.key_scales, arguments.value_scales
+        strides = [0 if t is None or len(t) == 1 else t.stride(0) for t in (key, value)]
+        return self._module.ScalesView(_address(key), _address(value), *strides)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,35 @@
+"""What a control plane must know of the blocks before it plans for them, in parts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from data_plane.plans.block_tables import BlockTables
+from kvplane.v1 import control_pb2
+from kvplane.v1 import types_pb2 as pb
+
+
+def block_report(tables: BlockTables, blocks_per_part: int) -> list[control_pb2.BlockReport]:
+    """Generations of all blocks that were ever allocated, then what is published of them. At least
+    one part, and the last one says that it is the last.
+    """
+    parts = []
+    for tier, generations in tables.generations.items():
+        allocated = np.flatnonzero(generations)
+        for begin in range(0, len(allocated), blocks_per_part):
+            of_part = allocated[begin : begin + blocks_per_part]
+            blocks = pb.Blocks(
+                tier=tier,
+                indices=of_part.astype("<i4").tobytes(),
+                generations=generations[of_part].astype("<i8").tobytes(),
+            )
+            parts.append(control_pb2.BlockReport(blocks=[blocks]))
+    present = tables.generations[pb.TIER_DEVICE]
+    parts += [
+        control_pb2.BlockReport(publications=[publications])
+        for publications in tables.publications.report(present, blocks_per_part)
+    ]
+    if not parts:
+        parts.append(control_pb2.BlockReport())
+    parts[-1].last = True
+    return parts

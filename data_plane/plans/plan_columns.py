@@ -1,0 +1,54 @@
+"""A plan's columns as numpy arrays, and checks of whole columns at once.
+
+A plan may name thousands of blocks and spans, so that nothing here makes an object for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplane import columns
+from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.v1 import types_pb2 as pb
+
+Ints: TypeAlias = NDArray[np.int32] | NDArray[np.int64] | NDArray[np.uint8]
+Mask: TypeAlias = NDArray[np.bool_]
+
+
+def ints(kind: str, column: bytes, field: str, length: int | None = None) -> NDArray[np.int64]:
+    """A column's elements as int64, so that no sum or product of them wraps around.
+
+    Raises InvalidRequestError naming ``field`` when it has not ``length`` elements.
+    """
+    return np.asarray(columns.read(kind, column, field, length=length)).astype(np.int64)
+
+
+def limits_of_tiers(num_blocks: Mapping[pb.Tier, int]) -> NDArray[np.int64]:
+    """[256]: blocks of each tier, by what a column may hold; -1 where there is no such tier."""
+    limits = np.full(256, -1, np.int64)
+    for tier, limit in num_blocks.items():
+        limits[tier] = limit
+    return limits
+
+
+def check_groups(column: bytes, length: int, field: str) -> None:
+    """Raise InvalidRequestError unless the column is empty or names layer group 0 for each."""
+    if column:
+        groups = ints(columns.UINT8, column, field, length)
+        refuse(
+            groups != 0,
+            InvalidRequestError,
+            lambda i: f"there is no layer group {groups[i]}: this pool has group 0 alone",
+            field,
+        )
+
+
+def refuse(bad: Mask, error: type[KvplaneError], message: Callable[[int], str], field: str) -> None:
+    """Raise ``error`` naming the first element of ``field`` that is ``bad``, if there is one."""
+    if bad.any():
+        i = int(bad.argmax())
+        raise error(message(i), field=f"{field}[{i}]")

@@ -1,0 +1,60 @@
+"""How much of a plan has been written: of each layer, how many leading tokens of each span."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplane.errors import InvalidRequestError
+
+
+class Progress:
+    """Layers are named by their index in the shard."""
+
+    def __init__(self, num_layers: int, num_tokens: NDArray[np.int64]) -> None:
+        """``num_tokens``: [S], of each span."""
+        self._num_tokens = num_tokens
+        self._written = [len(num_tokens) == 0] * num_layers
+        # [num_layers, S]: tokens written; made when spans are first written one by one.
+        self._of_spans: NDArray[np.int64] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every layer was written."""
+        return all(self._written)
+
+    def is_written(self, layer: int) -> bool:
+        """Whether all spans of a layer were written."""
+        return self._written[layer]
+
+    def finish_layer(self, layer: int) -> None:
+        """All spans of the layer were written."""
+        self._written[layer] = True
+
+    def check_no_gap(self, layers: range, span: int, begin: int) -> None:
+        """Raise InvalidRequestError unless all tokens of a span before ``begin`` were written in
+        ``layers``.
+        """
+        for layer in layers:
+            num_written = self._num_written(layer, span)
+            if num_written < begin:
+                raise InvalidRequestError(
+                    f"{num_written} tokens of the span were given so far, and these blocks begin "
+                    f"with token {begin}: give those between first",
+                    field="first_block",
+                )
+
+    def extend(self, layers: range, span: int, end: int) -> None:
+        """The tokens of a span before ``end`` were written in ``layers``."""
+        if self._of_spans is None:
+            self._of_spans = np.zeros((len(self._written), len(self._num_tokens)), np.int64)
+        for layer in layers:
+            of_layer = self._of_spans[layer]
+            of_layer[span] = max(of_layer[span], end)
+            if np.array_equal(of_layer, self._num_tokens):
+                self._written[layer] = True
+
+    def _num_written(self, layer: int, span: int) -> int:
+        if self._written[layer]:
+            return int(self._num_tokens[span])
+        return int(self._of_spans[layer, span]) if self._of_spans is not None else 0

@@ -1,0 +1,171 @@
+"""What was published of the device tier's blocks, kept beside them for the next control plane.
+
+Each attribute is an array with one element for each block of the tier. A block's publication is of
+its present generation: it is forgotten when the block is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_plane.plans.plan_columns import Mask, ints, refuse
+from kvplane import columns
+from kvplane.errors import InvalidRequestError
+from kvplane.v1 import types_pb2 as pb
+
+_HASH_BYTES = 16
+_MAX_SCOPE_CHARACTERS = 256
+
+Scope = tuple[str, str, str]
+"""Tenant, namespace, hash algorithm."""
+
+
+class Publications:
+    """Of one data plane. Not thread-safe: the executor's lock guards it."""
+
+    def __init__(self, num_blocks: int, block_size_tokens: int) -> None:
+        self.published: Mask = np.zeros(num_blocks, np.bool_)
+        """[num_blocks]: whether something was published of the block's present generation."""
+        self.version = 0
+        """Counts the messages that marked a block, so that a check can be known to be old."""
+        self._block_size_tokens = block_size_tokens
+        self._parents = np.zeros(num_blocks, np.int32)
+        self._parent_generations = np.zeros(num_blocks, np.int64)
+        self._hashes = np.zeros((num_blocks, _HASH_BYTES), np.uint8)
+        self._token_ids = np.zeros((num_blocks, block_size_tokens), np.int32)
+        # In which order blocks were published last: parents come before children.
+        self._order = np.zeros(num_blocks, np.int64)
+        self._next_order = 0
+        self._scope_of_block = np.zeros(num_blocks, np.int64)
+        self._scopes: dict[Scope, int] = {}
+        self._next_scope = 0
+        self._prune_at = 64
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self.published))
+
+    def keep(self, message: pb.Publications, generations: NDArray[np.int64], field: str) -> int:
+        """Keep what blocks hold. Returns how many were of their block's present generation, given
+        in ``generations``; the others are ignored.
+
+        Raises InvalidRequestError naming the part of ``field`` at fault, and keeps nothing then.
+        """
+        indices, parents, parent_generations, present = self._check(message, generations, field)
+        blocks = indices[present]
+        num_kept = len(blocks)
+        if num_kept == 0:
+            return 0
+        hashes = np.frombuffer(message.hashes, np.uint8).reshape(-1, _HASH_BYTES)
+        token_ids = np.frombuffer(message.token_ids, "<i4").reshape(-1, self._block_size_tokens)
+        self._parents[blocks] = parents[present]
+        self._parent_generations[blocks] = parent_generations[present]
+        self._hashes[blocks] = hashes[present]
+        self._token_ids[blocks] = token_ids[present]
+        self._order[blocks] = np.arange(self._next_order, self._next_order + num_kept)
+        self._next_order += num_kept
+        scope = (message.tenant, message.namespace, message.hash_algorithm)
+        self._scope_of_block[blocks] = self._number_of(scope)
+        self.published[blocks] = True
+        self.version += 1
+        return num_kept
+
+    def report(
+        self, generations: NDArray[np.int64], blocks_per_message: int
+    ) -> Iterator[pb.Publications]:
+        """All that is kept, parents before children. ``generations``: the blocks' present ones."""
+        blocks = np.flatnonzero(self.published)
+        blocks = blocks[np.argsort(self._order[blocks])]
+        for (tenant, namespace, hash_algorithm), number in self._scopes.items():
+            of_scope = blocks[self._scope_of_block[blocks] == number]
+            for begin in range(0, len(of_scope), blocks_per_message):
+                part = of_scope[begin : begin + blocks_per_message]
+                yield pb.Publications(
+                    tenant=tenant,
+                    namespace=namespace,
+                    hash_algorithm=hash_algorithm,
+                    indices=part.astype("<i4").tobytes(),
+                    generations=generations[part].astype("<i8").tobytes(),
+                    parent_indices=self._parents[part].astype("<i4").tobytes(),
+                    parent_generations=self._parent_generations[part].astype("<i8").tobytes(),
+                    hashes=self._hashes[part].tobytes(),
+                    token_ids=self._token_ids[part].astype("<i4").tobytes(),
+                )
+
+    def _check(
+        self, message: pb.Publications, generations: NDArray[np.int64], field: str
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], Mask]:
+        """Indices, parents' indices and generations, and which are of a present generation."""
+        if message.group != 0:
+            raise InvalidRequestError(
+                f"there is no layer group {message.group}: this pool has group 0 alone",
+                field=f"{field}.group",
+            )
+        for name in ("tenant", "namespace", "hash_algorithm"):
+            if len(getattr(message, name)) > _MAX_SCOPE_CHARACTERS:
+                raise InvalidRequestError(
+                    f"must be at most {_MAX_SCOPE_CHARACTERS} characters", field=f"{field}.{name}"
+                )
+        num_blocks = len(self.published)
+        indices = ints(columns.INT32, message.indices, f"{field}.indices")
+        num = len(indices)
+        own = ints(columns.INT64, message.generations, f"{field}.generations", num)
+        parents = ints(columns.INT32, message.parent_indices, f"{field}.parent_indices", num)
+        parent_generations = ints(
+            columns.INT64, message.parent_generations, f"{field}.parent_generations", num
+        )
+        no_block = f"the device tier has blocks 0 to {num_blocks - 1}"
+        refuse(
+            (indices < 0) | (indices >= num_blocks),
+            InvalidRequestError,
+            lambda i: f"there is no block {indices[i]}: {no_block}",
+            f"{field}.indices",
+        )
+        refuse(own < 1, InvalidRequestError, _too_low, f"{field}.generations")
+        refuse(
+            (parents < -1) | (parents >= num_blocks),
+            InvalidRequestError,
+            lambda i: f"there is no block {parents[i]}: {no_block}, and -1 stands for no parent",
+            f"{field}.parent_indices",
+        )
+        refuse(
+            (parents < 0) != (parent_generations == 0),
+            InvalidRequestError,
+            lambda i: "a parent has a generation of at least 1, and no parent the generation 0",
+            f"{field}.parent_generations",
+        )
+        refuse(
+            parent_generations < 0,
+            InvalidRequestError,
+            _too_low,
+            f"{field}.parent_generations",
+        )
+        for name, size in (("hashes", _HASH_BYTES), ("token_ids", 4 * self._block_size_tokens)):
+            if len(getattr(message, name)) != num * size:
+                raise InvalidRequestError(
+                    f"must have {size} bytes for each of {num} blocks, has "
+                    f"{len(getattr(message, name))} bytes in all",
+                    field=f"{field}.{name}",
+                )
+        return indices, parents, parent_generations, own == generations[indices]
+
+    def _number_of(self, scope: Scope) -> int:
+        number = self._scopes.get(scope)
+        if number is None:
+            if len(self._scopes) >= self._prune_at:
+                self._prune()
+            number = self._scopes[scope] = self._next_scope
+            self._next_scope += 1
+        return number
+
+    def _prune(self) -> None:
+        """Forget the scopes of which nothing is published any more."""
+        used = set(self._scope_of_block[self.published].tolist())
+        self._scopes = {scope: n for scope, n in self._scopes.items() if n in used}
+        self._prune_at = max(64, 2 * len(self._scopes))
+
+
+def _too_low(_: int) -> str:
+    return "generations begin with 1"

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Runs protoc as requirements/protos.txt pins it, in a virtual environment of its own: the compiler
+# needs an older protobuf than everything else here.
+#     scripts/protos.sh            generates the stubs in kvplane/v1 anew
+#     scripts/protos.sh ARG ...    runs protoc with these arguments instead
+#   PYTHON=python3.12   the interpreter to use (default: that of .venv, else python3)
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+protos=("$root"/protos/kvplane/v1/{types,control,data}.proto)
+[ $# -gt 0 ] || set -- "-I$root/protos" "${protos[@]}" \
+  --python_out="$root" --pyi_out="$root" --grpc_python_out="$root"
+
+python=${PYTHON:-$root/.venv/bin/python}
+command -v "$python" >/dev/null || python=python3
+wanted=$({ "$python" --version && cat "$root/requirements/protos.txt"; } | sha256sum | cut -c1-16)
+venv=$root/build/protos-$wanted
+
+mkdir -p "$root/build"
+exec 9>"$root/build/protos.lock"
+flock 9 # so that callers side by side make it once
+if [ ! -x "$venv/bin/python" ]; then
+  rm -rf "$venv.partial"
+  "$python" -m venv "$venv.partial"
+  "$venv.partial/bin/python" -m pip install --quiet --disable-pip-version-check \
+    --only-binary :all: -r "$root/requirements/protos.txt"
+  mv "$venv.partial" "$venv"
+fi
+exec 9>&-
+exec "$venv/bin/python" -m grpc_tools.protoc "$@"

@@ -1,0 +1,97 @@
+"""Registration by itself, and data planes that say to it what a test has them say."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from registration_messages import hello, report
+
+from control_plane.planning.pool import Pool
+from control_plane.planning.registration import Registration
+from kvplane import signing
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
+
+INCARNATION = 7
+
+
+class World:
+    """Registration of pools whose sessions hold nothing."""
+
+    def __init__(self, incarnation: int = INCARNATION) -> None:
+        self.incarnation = incarnation
+        self.pools: dict[str, Pool] = {}
+        self.session_ids = itertools.count(1)
+        keys = (bytes([i]) * 32 for i in itertools.count(incarnation))
+        self.it = Registration(
+            self.pools,
+            incarnation=incarnation,
+            watermark=0.0,
+            new_key=lambda: next(keys),
+            end_sessions=self.end_sessions,
+        )
+
+    @property
+    def pool(self) -> Pool:
+        return self.pools["pool"]
+
+    def end_sessions(self, pool: Pool) -> None:
+        for session_id in list(pool.session_ids):
+            self.end_session(session_id, pool)
+
+    def open_session(self) -> int:
+        session_id = next(self.session_ids)
+        self.pool.open(session_id)
+        return session_id
+
+    def end_session(self, session_id: int, pool: Pool | None = None) -> None:
+        (pool or self.pool).end(self.ref(session_id), ordinal=session_id)
+
+    def ref(self, session_id: int) -> tpb.SessionRef:
+        return tpb.SessionRef(incarnation=self.incarnation, session_id=session_id)
+
+
+class Plane:
+    """A data plane's process, as far as its registration goes."""
+
+    def __init__(self, world: World, **fields: Any) -> None:
+        self.world = world
+        self.hello = hello(**fields)
+        self.welcome = pb.Welcome()
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.hello.pool_id, self.hello.shard.index, self.hello.epoch
+
+    def register(self, **changes: Any) -> pb.Welcome:
+        said, self.hello = self.hello, pb.Hello()
+        self.hello.CopyFrom(said)
+        self.hello.MergeFrom(pb.Hello(**changes))
+        self.welcome = self.world.it.register(self.hello)
+        if not self.welcome.resumed:
+            self.hello.incarnation = self.welcome.incarnation
+            self.hello.key_id = signing.key_id(self.welcome.key)
+        return self.welcome
+
+    def report(self, part: pb.BlockReport | None = None) -> None:
+        self.world.it.report(*self.key, part or report())
+
+    def join(self, part: pb.BlockReport | None = None) -> pb.Welcome:
+        self.register()
+        self.report(part)
+        return self.welcome
+
+    def leave(self) -> None:
+        self.world.it.disconnect(*self.key)
+
+    def fence_done(self, session_id: int, incarnation: int = INCARNATION) -> None:
+        session = tpb.SessionRef(incarnation=incarnation, session_id=session_id)
+        self.world.it.fence_done(*self.key, pb.FenceDone(session=session))
+
+    def take(self) -> list[pb.RegisterResponse]:
+        return self.world.it.take_outgoing(*self.key[:2])
+
+    def kinds(self) -> list[str | None]:
+        """What it is sent, by kind."""
+        return [message.WhichOneof("message") for message in self.take()]

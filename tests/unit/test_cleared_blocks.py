@@ -1,0 +1,140 @@
+"""What one tenant has left in a block is never another's to read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from data_rig import Rig
+from plan_author import (
+    DEVICE,
+    HOST,
+    LAYOUT,
+    PlanAuthor,
+    drop,
+    fork,
+    ref,
+    set_blocks,
+    span,
+    tokens,
+    transfer,
+)
+
+from kvplane.errors import InvalidRequestError
+from kvplane.layout import ELEMENT_BYTES
+
+
+@pytest.fixture
+def rig() -> Rig:
+    """Ann's session 1 wrote 12 tokens to device blocks 0 and 1, swapped them out to host blocks 0
+    and 1, and has ended. Bob's session 2 is open.
+    """
+    return left_by_ann()
+
+
+def left_by_ann(**settings: Any) -> Rig:
+    rig = Rig(**settings)
+    rig.open(3, tenant="ann")
+    dtype = getattr(torch, rig.executor.layout.dtype)
+    rig.start(1, 3, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
+    for layer in (0, 1):
+        part = tokens(12, seed=layer).to(dtype)
+        rig.executor.layer(3, layer, None, part, part)
+    rig.run(
+        2,
+        3,
+        changes=[set_blocks(1, [(0, 1), (1, 1)], tier=HOST, replace=True)],
+        transfers=[transfer(ref(i), ref(i, 1, HOST)) for i in (0, 1)],
+    )
+    rig.fence(3)
+    rig.open(2, tenant="bob")
+    for tier in (rig.executor.pools.device_tier, rig.executor.pools.host_tier):
+        assert bool(tier[:2].view(torch.uint8).any())
+    return rig
+
+
+def read(rig: Rig, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
+    blocks, _ = rig.executor.read_blocks(session_id, sequence_id, 0, num_blocks)
+    return blocks.view(torch.uint8)
+
+
+@pytest.mark.parametrize("tier", [DEVICE, HOST])
+def test_another_tenant_reads_zeros_before_it_has_written(rig: Rig, tier: Any) -> None:
+    rig.run(1, 2, changes=[set_blocks(1, [(1, 2), (0, 2), (3, 1)], tier=tier)])
+    assert not bool(read(rig, 2, 1, 3).any())
+    assert rig.executor.counters.num_cleared_blocks == 2, "block 3 was nobody's"
+
+
+@pytest.mark.parametrize("kv_dtype", ELEMENT_BYTES)
+def test_numbers_of_any_type_are_cleared(kv_dtype: str) -> None:
+    dtype = "float32" if ELEMENT_BYTES[kv_dtype] == 1 else kv_dtype
+    rig = left_by_ann(layout=replace(LAYOUT, dtype=dtype, kv_dtype=kv_dtype))
+    rig.run(1, 2, changes=[set_blocks(1, [(1, 2), (0, 2)])])
+    assert not bool(read(rig, 2, 1, 2).any())
+
+
+def test_blocks_that_stay_with_a_tenant_are_not_cleared(rig: Rig) -> None:
+    rig.open(4, tenant="ann")
+    rig.run(1, 4, changes=[set_blocks(1, [(0, 2), (1, 2)])])
+    assert bool(read(rig, 4, 1, 2).any())
+    rig.run(2, 4, changes=[drop(1), set_blocks(2, [(0, 3)]), fork(3, 2, 1)])
+    assert rig.executor.counters.num_cleared_blocks == 0
+
+
+def test_a_block_that_changes_hands_twice_is_cleared_twice(rig: Rig) -> None:
+    rig.run(1, 2, changes=[set_blocks(1, [(0, 2)])])
+    rig.run(2, 2, changes=[set_blocks(1, [(0, 3)], replace=True)])
+    rig.fence(2)
+    rig.open(5, tenant="ann")
+    rig.run(1, 5, changes=[set_blocks(1, [(0, 4)])])
+    assert rig.executor.counters.num_cleared_blocks == 2
+
+
+def test_what_a_transfer_fills_whole_needs_no_clearing(rig: Rig) -> None:
+    rig.run(1, 2, changes=[set_blocks(1, [(5, 1)])])
+    rig.executor.pools.device_tier[5].fill_(3.0)
+    rig.run(
+        2,
+        2,
+        changes=[set_blocks(2, [(0, 2)]), set_blocks(3, [(1, 2)], tier=HOST)],
+        transfers=[transfer(ref(5), ref(0, 2)), transfer(ref(5), ref(1, 2, HOST))],
+    )
+    assert rig.executor.counters.num_cleared_blocks == 0
+    assert bool((rig.executor.pools.host_tier[1] == 3.0).all())
+
+
+def test_what_is_read_before_a_transfer_fills_it_is_cleared(rig: Rig) -> None:
+    rig.run(1, 2, changes=[set_blocks(1, [(5, 1)])])
+    rig.run(
+        2,
+        2,
+        changes=[set_blocks(2, [(0, 2)]), set_blocks(3, [(6, 1)])],
+        transfers=[transfer(ref(0, 2), ref(6)), transfer(ref(5), ref(0, 2))],
+    )
+    assert not bool(read(rig, 2, 3, 1).any())
+
+
+def test_a_refused_plan_clears_nothing_and_its_blocks_stay_anothers(rig: Rig) -> None:
+    with rig.refuses(InvalidRequestError):
+        rig.start(1, 2, changes=[set_blocks(1, [(0, 2)])], spans=[span(1, 0, 99)])
+    rig.run(1, 2, changes=[set_blocks(1, [(0, 2)])])
+    assert not bool(read(rig, 2, 1, 1).any())
+
+
+def test_a_plan_shown_again_clears_nothing_that_it_has_written(rig: Rig) -> None:
+    plan = rig.author.plan(1, 2, changes=[set_blocks(1, [(0, 2)])], spans=[span(1, 0, 3)])
+    rig.executor.start(2, plan)
+    rig.layer(0, 3, session_id=2)
+    before = rig.snapshot()
+    rig.executor.start(2, plan)
+    assert rig.snapshot() == before
+
+
+def test_a_tenant_is_remembered_over_a_new_control_plane(rig: Rig) -> None:
+    rig.author = PlanAuthor(rig.executor.epoch, incarnation=2)
+    rig.executor.install(2, rig.author.key)
+    rig.open(1, tenant="bob")
+    rig.run(1, 1, changes=[set_blocks(1, [(0, 2), (1, 2)])])
+    assert not bool(read(rig, 1, 1, 2).any())

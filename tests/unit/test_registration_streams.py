@@ -1,0 +1,111 @@
+"""Registration streams that overlap: of one that was superseded nothing counts any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from registration_messages import LAYOUT, hello, report
+
+from control_plane.planning.config import CoreConfig
+from control_plane.planning.core import ControlPlane
+from control_plane.server.registration_server import Registrar
+from kvplane import signing
+from kvplane.errors import CancelledError, InvalidRequestError
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
+
+
+class Stream:
+    """One stream: what the data plane's end says, and what it hears."""
+
+    def __init__(self, registrar: Registrar) -> None:
+        self.said: asyncio.Queue[pb.RegisterRequest] = asyncio.Queue()
+        self.answers = registrar.serve(self._requests())
+
+    async def _requests(self) -> AsyncIterator[pb.RegisterRequest]:
+        while True:
+            yield await self.said.get()
+
+    def say(self, **message: Any) -> None:
+        self.said.put_nowait(pb.RegisterRequest(**message))
+
+    async def hear(self) -> pb.RegisterResponse:
+        async with asyncio.timeout(5):
+            return await anext(self.answers)
+
+
+@pytest.fixture
+def core() -> ControlPlane:
+    return ControlPlane(incarnation=7, config=CoreConfig(), clock=lambda: 0.0)
+
+
+@pytest.fixture
+def registrar(core: ControlPlane) -> Registrar:
+    return Registrar(core, heartbeat_s=5.0)
+
+
+async def joined(registrar: Registrar) -> tuple[Stream, bytes]:
+    """A stream of a whole pool that has reported, and the pool's key."""
+    stream = Stream(registrar)
+    stream.say(hello=hello())
+    welcome = (await stream.hear()).welcome
+    stream.say(report=report())
+    assert (await stream.hear()).HasField("report_accepted")
+    return stream, welcome.key
+
+
+async def test_a_delayed_message_of_a_superseded_stream_changes_nothing(
+    core: ControlPlane, registrar: Registrar
+) -> None:
+    old, key = await joined(registrar)
+    session = core.open_session(
+        pb.OpenSessionRequest(pool_id="pool", layout=tpb.Layout(fingerprint=LAYOUT.fingerprint)),
+        "default",
+    ).session
+    core.close_session(session, "default")
+    registrar.flush()
+    assert (await old.hear()).fence.session == session
+    new = Stream(registrar)
+    new.say(hello=hello(incarnation=7, key_id=signing.key_id(key)))
+    assert (await new.hear()).welcome.resumed
+
+    old.say(fence_done=pb.FenceDone(session=session))
+    old.say(report=report({0: 99}))
+    for _ in range(5):  # let the old stream's reader take what it was said
+        await asyncio.sleep(0)
+    assert core._pools["pool"].shards.is_fencing
+    with pytest.raises(CancelledError):
+        await old.hear()
+    assert (await new.hear()).fence.session == session
+    new.say(fence_done=pb.FenceDone(session=session))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not core._pools["pool"].shards.is_fencing
+    assert core.describe_pool("pool").ready
+    await new.answers.aclose()
+    assert not core.describe_pool("pool").ready
+
+
+async def test_the_end_of_a_superseded_stream_does_not_disconnect_the_new_one(
+    core: ControlPlane, registrar: Registrar
+) -> None:
+    old, key = await joined(registrar)
+    new = Stream(registrar)
+    new.say(hello=hello(incarnation=7, key_id=signing.key_id(key)))
+    await new.hear()
+    with pytest.raises(CancelledError):
+        await old.hear()
+    assert core.describe_pool("pool").ready
+    await new.answers.aclose()
+
+
+async def test_what_a_stream_may_not_say_ends_it(core: ControlPlane, registrar: Registrar) -> None:
+    stream, _ = await joined(registrar)
+    stream.say(report=report())
+    with pytest.raises(InvalidRequestError) as refusal:
+        await stream.hear()
+    assert refusal.value.field == "report"
+    assert not core.describe_pool("pool").ready

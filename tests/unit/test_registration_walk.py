@@ -1,0 +1,226 @@
+"""Shards and control planes that come, break off, restart and come back in any order: whatever a
+pool finds after a rebuild is held by every shard, and no generation is given twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from random import Random
+
+import pytest
+from registration_messages import LAYOUT, Prefix, blocks, half, hello, publications
+
+from control_plane.planning.pool import Pool
+from control_plane.planning.publications import root_of
+from control_plane.planning.registration import Registration
+from kvplane import columns, ops, signing
+from kvplane.columns import INT32, INT64
+from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnationError
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
+
+NUM_SHARDS, NUM_BLOCKS = 2, 6
+ROOT = root_of(LAYOUT.fingerprint, "default", "")
+
+
+class Process:
+    """A data plane's run: what it holds, and what is on its way to it."""
+
+    def __init__(self, index: int, epoch: int) -> None:
+        self.hello = hello(shard=half(index, NUM_SHARDS), epoch=epoch, num_device_blocks=NUM_BLOCKS)
+        self.inbox: deque[pb.RegisterResponse] = deque()
+        self.connected = False
+        self.generations: dict[int, int] = {}
+        self.published: dict[int, Prefix] = {}
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return "pool", self.hello.shard.index, self.hello.epoch
+
+    def break_off(self) -> None:
+        self.connected = False
+        self.inbox.clear()
+
+    def report(self) -> pb.BlockReport:
+        held = [p for p in self.published.values() if self.generations[p.block[0]] == p.block[1]]
+        return pb.BlockReport(
+            blocks=[blocks(self.generations)], publications=[publications(held)], last=True
+        )
+
+    def publish(self, told: tpb.Publications) -> None:
+        size = LAYOUT.block_size_tokens * 4
+        rows = zip(
+            columns.read(INT32, told.indices, "indices"),
+            columns.read(INT64, told.generations, "generations"),
+            columns.read(INT32, told.parent_indices, "parents"),
+            columns.read(INT64, told.parent_generations, "parents"),
+            columns.fixed(told.hashes, 16),
+            columns.fixed(told.token_ids, size),
+            strict=True,
+        )
+        for index, generation, parent, parent_generation, hash_, tokens in rows:
+            if self.generations.get(index) == generation:
+                self.published[index] = Prefix(
+                    (index, generation), (parent, parent_generation), hash_, tokens
+                )
+
+
+class Walk:
+    """One control plane after another, and the processes that claim their pool's shards."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        self.ids = itertools.count(1)
+        self.incarnation = 0
+        self.num_rebuilds = self.num_restored = 0
+        self.processes: dict[int, Process] = {}  # by epoch; those that were replaced go on
+        for index in range(NUM_SHARDS):
+            self.start_process(index)
+        self.restart_control_plane()
+
+    def restart_control_plane(self) -> None:
+        self.incarnation += 1
+        self.pools: dict[str, Pool] = {}
+        self.it = Registration(
+            self.pools,
+            incarnation=self.incarnation,
+            watermark=0.0,
+            new_key=lambda: next(self.ids).to_bytes(32),
+            end_sessions=self.end_sessions,
+        )
+        for process in self.processes.values():
+            process.break_off()
+
+    def end_sessions(self, pool: Pool) -> None:
+        for session_id in list(pool.session_ids):
+            ref = tpb.SessionRef(incarnation=self.incarnation, session_id=session_id)
+            pool.end(ref, pool.shards.next_ordinal())
+
+    def start_process(self, index: int) -> None:
+        epoch = next(self.ids)
+        self.processes[epoch] = Process(index, epoch)
+
+    def registered(self) -> list[Process]:
+        """By shard index."""
+        return [self.processes[epoch] for epoch in self.pools["pool"].epochs]
+
+    def connected(self) -> list[Process]:
+        return [process for process in self.processes.values() if process.connected]
+
+    def step(self) -> None:
+        actions = [self.connect] * 9 + [self.deliver] * 18 + [self.work] * 9
+        actions += [self.break_off, self.restart_process, self.end_all]
+        if self.rng.random() < 0.04:
+            actions = [self.restart_control_plane]
+        was_built = self.is_built()
+        self.rng.choice(actions)()
+        for process in self.connected():
+            process.inbox.extend(self.it.take_outgoing(*process.key[:2]))
+        if self.is_built() and not was_built:
+            self.check_rebuilt(self.pools["pool"])
+
+    def is_built(self) -> bool:
+        return "pool" in self.pools and self.pools["pool"].built
+
+    def connect(self) -> None:
+        """Mostly the latest processes; now and then one that was replaced."""
+        process = self.rng.choice([*self.processes.values()][-4:])
+        index = process.hello.shard.index
+        states = self.pools["pool"].shards.states if self.pools else {}
+        known = states[index].hello.epoch if index in states else 0
+        said = pb.Hello()
+        said.CopyFrom(process.hello)
+        try:
+            welcome = self.it.register(said)
+        except StaleEpochError:
+            assert known > process.hello.epoch
+            return
+        assert known <= process.hello.epoch
+        for other in self.connected():
+            if other.hello.shard.index == index:
+                other.break_off()  # superseded
+        process.connected = True
+        if not welcome.resumed:
+            process.hello.incarnation = welcome.incarnation
+            process.hello.key_id = signing.key_id(welcome.key)
+            self.it.report(*process.key, process.report())
+
+    def deliver(self) -> None:
+        waiting = [process for process in self.connected() if process.inbox]
+        if not waiting:
+            return
+        process = self.rng.choice(waiting)
+        message = process.inbox.popleft()
+        if message.HasField("fence"):
+            self.it.fence_done(*process.key, pb.FenceDone(session=message.fence.session))
+        elif message.HasField("report_request"):
+            self.it.report(*process.key, process.report())
+        else:
+            process.publish(message.publish.publications)
+
+    def work(self) -> None:
+        """A session allocates a few blocks, all shards write them, and they are published."""
+        pool = self.pools.get("pool")
+        if pool is None or not pool.ready:
+            return
+        if not pool.session_ids:
+            pool.open(next(self.ids))
+        [session] = pool.session_ids
+        num = self.rng.randint(1, 3)
+        if pool.device.num_obtainable(session) < num:
+            return
+        placed = pool.device.allocate(session, num)
+        for process in self.registered():
+            for block in placed:
+                generation = pool.device.generation[block]
+                assert process.generations.get(block, 0) < generation, "given before"
+                process.generations[block] = generation
+                process.published.pop(block, None)
+        first = self.rng.randrange(3)
+        tokens = ops.pack_tokens(list(range(first, first + 8 * num)))
+        entered, refilled, _ = pool.device.publish(ROOT, -1, tokens, placed)
+        pool.announce(ROOT, entered + pool.device.index.below(refilled))
+        pool.device.release(placed[::-1], session, 0)
+        pool.device.plans_finished(session, 0)
+
+    def break_off(self) -> None:
+        if processes := self.connected():
+            process = self.rng.choice(processes)
+            process.break_off()
+            self.it.disconnect(*process.key)
+
+    def restart_process(self) -> None:
+        """Another process of a shard starts while the old one may still be there."""
+        self.start_process(self.rng.randrange(NUM_SHARDS))
+
+    def end_all(self) -> None:
+        if self.pools:
+            self.end_sessions(self.pools["pool"])
+
+    def check_rebuilt(self, pool: Pool) -> None:
+        self.num_rebuilds += 1
+        held = self.registered()
+        for process in held:
+            for block, generation in process.generations.items():
+                assert pool.device.generation[block] >= generation
+        for _, block in pool.device.index.findable():
+            self.num_restored += 1
+            for process in held:
+                assert process.published[block].block == (block, pool.device.generation[block])
+                assert process.generations[block] == pool.device.generation[block]
+
+
+def test_whatever_comes_and_goes_only_what_all_hold_is_found_again() -> None:
+    num_rebuilds = num_restored = 0
+    for seed in range(60):
+        walk = Walk(seed)
+        for _ in range(150):
+            try:
+                walk.step()
+            except (StaleIncarnationError, InvalidRequestError) as error:
+                pytest.fail(f"seed {seed}: {error}")
+        num_rebuilds += walk.num_rebuilds
+        num_restored += walk.num_restored
+    assert num_rebuilds > 100
+    assert num_restored > 100

@@ -1,0 +1,51 @@
+"""A session's layout comes whole or by its fingerprint alone; what means nothing is refused."""
+
+from __future__ import annotations
+
+import pytest
+from registration_messages import LAYOUT
+
+from control_plane.planning.layouts import layout_fingerprint, served_layout
+from kvplane.errors import InvalidRequestError
+from kvplane.v1 import types_pb2 as tpb
+
+
+def test_a_layout_is_known_whole_or_by_its_fingerprint() -> None:
+    whole = LAYOUT.to_proto()
+    assert served_layout(whole, field="layout") == LAYOUT
+    assert layout_fingerprint(whole, field="layout") == LAYOUT.fingerprint
+    alone = tpb.Layout(fingerprint=LAYOUT.fingerprint)
+    assert layout_fingerprint(alone, field="layout") == LAYOUT.fingerprint
+
+
+def two_groups() -> tpb.Layout:
+    message = LAYOUT.to_proto()
+    message.groups.add(name="window", layers=[2], num_kv_heads=2, head_size=8)
+    message.fingerprint = b""
+    return message
+
+
+def test_a_field_of_a_later_release_is_refused_also_beside_a_fingerprint() -> None:
+    alone = tpb.Layout(fingerprint=LAYOUT.fingerprint).SerializeToString()
+    for message in (LAYOUT.to_proto().SerializeToString(), alone):
+        with pytest.raises(InvalidRequestError) as refusal:
+            layout_fingerprint(tpb.Layout.FromString(message + b"\x98\x06\x01"), field="layout")
+        assert refusal.value.field == "layout"
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (tpb.Layout(), "fingerprint"),
+        (tpb.Layout(fingerprint=b"short"), "fingerprint"),
+        (tpb.Layout(model_id="m"), "dtype"),
+        (tpb.Layout(model_id="m", dtype=1, kv_dtype=1), "block_size_tokens"),  # type: ignore[arg-type]
+        (two_groups(), "groups"),
+    ],
+)
+def test_a_layout_that_means_nothing_is_refused_by_its_field(
+    message: tpb.Layout, field: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        layout_fingerprint(message, field="hello.layout")
+    assert refusal.value.field == f"hello.layout.{field}"
