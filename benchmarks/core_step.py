@@ -1,9 +1,11 @@
-"""What a step costs inside the control plane: the core in this process, plans encoded and signed.
+"""What a step costs inside the control plane: the core in this process, from the request to the
+answer, receipts verified and the plan encoded and signed.
 
     python -m benchmarks.core_step [--quick] [--json OUT]
 
-No socket, no messages but the plan. Every step has content of its own, so nothing is memoised. The
-garbage collector runs as it does by default; with ``--no-gc`` it is off, which shows its share.
+No socket: requests are made and answers read outside what is timed. Every step has content of its
+own, so nothing is memoised. The garbage collector runs as it does by default; with ``--no-gc`` it
+is off, which shows its share.
 """
 
 from __future__ import annotations
@@ -20,22 +22,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
-from control_plane.planning.model import (
-    Admit,
-    Append,
-    CoreConfig,
-    Free,
-    Hello,
-    Operation,
-    Receipt,
-    SealedPlan,
-    Shard,
-    Status,
-    StepOutcome,
-)
-from control_plane.server import codec
+from kvplane import ops, protocol, signing
 from kvplane.layout import LayerGroup, Layout
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
 
 BLOCK_SIZE_TOKENS = 16
 PROMPT_TOKENS = 32_768
@@ -65,65 +57,80 @@ class Engine:
 
     def __init__(self) -> None:
         self._core = ControlPlane(
-            incarnation=1,
-            config=CoreConfig(lease_s=3600.0),
-            clock=time.monotonic,
-            seal=codec.seal,
+            incarnation=1, config=CoreConfig(lease_s=3600.0), clock=time.monotonic
         )
-        shard = Shard(num_layers=1, num_kv_heads=1)
-        hello = Hello(POOL, shard, EPOCH, LAYOUT, NUM_DEVICE_BLOCKS, 0, "localhost:1")
-        self._core.register(hello)
-        self._core.report(POOL, 0, EPOCH, (), last=True, max_session_id=0)
-        opened = self._core.open_session(POOL, LAYOUT.fingerprint, TENANT)
-        self._session_id = opened.session_id
+        hello = cpb.Hello(
+            pool_id=POOL,
+            shard=tpb.Shard(num_shards=1, num_layers=1, num_kv_heads=1),
+            epoch=EPOCH,
+            layout=LAYOUT.to_proto(),
+            num_device_blocks=NUM_DEVICE_BLOCKS,
+            address="localhost:1",
+        )
+        self._key = self._core.register(hello).key
+        self._core.report(POOL, 0, EPOCH, cpb.BlockReport(last=True))
+        request = cpb.OpenSessionRequest(pool_id=POOL, layout=LAYOUT.to_proto())
+        self._session = self._core.open_session(request, TENANT).session
         self._numbers = itertools.count(1)
         self._ids = itertools.count(1)
-        self._receipts: list[Receipt] = []
+        self._receipts: list[tpb.SignedPayload] = []
 
     def new_ids(self, num: int) -> list[int]:
         """Sequence ids that were not used before."""
         return list(itertools.islice(self._ids, num))
 
-    def step(self, *operations: Operation) -> float:
+    def step(self, *operations: cpb.Operation) -> float:
         """Seconds of a step that brings the receipt of the last one."""
         number = next(self._numbers)
-        content = number.to_bytes(8, "little")
         receipts, self._receipts = self._receipts, []
-        began = time.perf_counter()
-        outcome = self._core.step(
-            self._session_id, TENANT, number, operations, receipts, content=content
+        request = cpb.StepRequest(
+            session=self._session, number=number, operations=operations, receipts=receipts
         )
+        began = time.perf_counter()
+        result = self._core.step(request, TENANT)
         seconds = time.perf_counter() - began
-        self._take(outcome)
+        self._take(number, result)
         return seconds
 
     def settle(self) -> float:
         """Seconds to apply the receipt of the last step, publications queued for the data plane."""
         receipts, self._receipts = self._receipts, []
+        request = cpb.SubmitReceiptsRequest(
+            session=self._session, number=next(self._numbers), receipts=receipts
+        )
         began = time.perf_counter()
-        self._core.step(self._session_id, TENANT, 0, (), receipts, content=b"")
+        self._core.submit_receipts(request, TENANT)
         return time.perf_counter() - began
 
     def announce(self) -> float:
-        """Seconds to make messages of what is queued for the data plane, and to serialise them."""
+        """Seconds to serialise what is queued for the data plane."""
         began = time.perf_counter()
         for outgoing in self._core.take_outgoing(POOL, 0):
-            codec.outgoing_to_proto(outgoing).SerializeToString()
+            outgoing.SerializeToString()
         return time.perf_counter() - began
 
     def num_cached_blocks(self) -> int:
         """Evictable blocks of the device tier."""
-        return self._core.describe_pool(POOL).usage[0].num_cached_blocks
+        return self._core.describe_pool(POOL).usage.tiers[0].num_cached_blocks
 
-    def _take(self, outcome: StepOutcome) -> None:
-        if any(result.status is not Status.OK for result in outcome.results):
-            raise RuntimeError(f"the pool is too small for this benchmark: {outcome.results}")
+    def _take(self, number: int, result: cpb.StepResult) -> None:
+        if any(operation.failures for operation in result.results):
+            raise RuntimeError(f"the pool is too small for this benchmark: {result.results}")
         self._core.take_outgoing(POOL, 0)
-        if outcome.plan is not None:
-            self._receipts.append(self._receipt(outcome.number, outcome.plan))
+        if result.HasField("plan"):
+            self._receipts.append(self._receipt(number, result.plan))
 
-    def _receipt(self, number: int, plan: SealedPlan) -> Receipt:
-        return Receipt(self._session_id, number, plan.digest, 0, EPOCH, 1)
+    def _receipt(self, number: int, plan: tpb.SignedPayload) -> tpb.SignedPayload:
+        payload = tpb.Receipt(
+            version=protocol.PAYLOAD_VERSION,
+            session=self._session,
+            pool_id=POOL,
+            epoch=EPOCH,
+            plan_number=number,
+            plan_digest=signing.digest(plan.payload),
+        ).SerializeToString()
+        signature = signing.sign(self._key, signing.RECEIPT, payload)
+        return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
 
 
 def prompt(seed: int, num_tokens: int = PROMPT_TOKENS) -> bytes:
@@ -136,10 +143,10 @@ def measure_prompts_not_cached(num_steps: int) -> list[Row]:
     engine = Engine()
     admit_s, publish_s, announce_s, free_s = [], [], [], []
     for sequence_id in engine.new_ids(num_steps):
-        admit_s.append(engine.step(Admit(sequence_id, prompt(sequence_id))))
+        admit_s.append(engine.step(ops.admit(sequence_id, prompt(sequence_id))))
         publish_s.append(engine.settle())
         announce_s.append(engine.announce())
-        free_s.append(engine.step(Free(sequence_id)))
+        free_s.append(engine.step(ops.free([sequence_id])))
         engine.settle()
     return [
         Row("prompt, nothing cached: admit", admit_s),
@@ -154,13 +161,13 @@ def measure_prompt_in_use(num_steps: int) -> list[Row]:
     engine = Engine()
     holder, *others = engine.new_ids(1 + num_steps)
     tokens = prompt(0)
-    engine.step(Admit(holder, tokens))
+    engine.step(ops.admit(holder, tokens))
     engine.settle()
     admit_s = []
     for sequence_id in others:
-        admit_s.append(engine.step(Admit(sequence_id, tokens)))
+        admit_s.append(engine.step(ops.admit(sequence_id, tokens)))
         engine.settle()
-        engine.step(Free(sequence_id))
+        engine.step(ops.free([sequence_id]))
         engine.settle()
     return [Row("prompt, all cached, in use: admit", admit_s)]
 
@@ -171,9 +178,9 @@ def measure_prompt_evictable(num_steps: int) -> list[Row]:
     tokens = prompt(0)
     admit_s = []
     for i, sequence_id in enumerate(engine.new_ids(1 + num_steps)):
-        seconds = engine.step(Admit(sequence_id, tokens))
+        seconds = engine.step(ops.admit(sequence_id, tokens))
         engine.settle()
-        engine.step(Free(sequence_id))
+        engine.step(ops.free([sequence_id]))
         engine.settle()
         if engine.num_cached_blocks() != PROMPT_BLOCKS:
             raise RuntimeError("the prompt is not in the cache")
@@ -186,13 +193,16 @@ def measure_decode(num_steps: int) -> list[Row]:
     """One token for each of many sequences, a sixteenth of which needs a block in each step."""
     engine = Engine()
     ids = engine.new_ids(DECODE_SEQUENCES)
-    for i, sequence_id in enumerate(ids):
-        num_tokens = BLOCK_SIZE_TOKENS + i % BLOCK_SIZE_TOKENS
-        engine.step(Admit(sequence_id, prompt(sequence_id, num_tokens)))
+    lengths = [BLOCK_SIZE_TOKENS + i % BLOCK_SIZE_TOKENS for i in range(DECODE_SEQUENCES)]
+    for sequence_id, num_tokens in zip(ids, lengths, strict=True):
+        engine.step(ops.admit(sequence_id, prompt(sequence_id, num_tokens)))
+    ones = [1] * DECODE_SEQUENCES
     decode_s = []
     for token in range(num_steps):
-        packed = token.to_bytes(4, "little")
-        decode_s.append(engine.step(*[Append(i, packed, num_slots=1) for i in ids]))
+        first_positions = [num_tokens + token for num_tokens in lengths]
+        packed = ops.pack_tokens([token] * DECODE_SEQUENCES)
+        append = ops.appends(ids, first_positions, ones, ones, packed)
+        decode_s.append(engine.step(append))
     return [Row(f"decode step of {DECODE_SEQUENCES} sequences", decode_s)]
 
 

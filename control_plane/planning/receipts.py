@@ -96,8 +96,11 @@ def _apply(session: Session, highest: list[int]) -> None:
     live, block_size = session.sequences, session.pool.block_size
     for record in finished:
         for sequence in record.touched:
-            sequence.written_up_to(done)
-            if sequence.num_complete(block_size) > sequence.num_published and (
+            pending, num_written = sequence.pending, sequence.num_written
+            while pending and pending[0][0] <= done:
+                num_written = max(num_written, pending.pop(0)[1])
+            sequence.num_written = num_written
+            if num_written // block_size > sequence.num_published and (
                 live.get(sequence.id) is sequence or sequence.generations is not None
             ):
                 published += publish(session, sequence)

@@ -93,14 +93,6 @@ class Sequence:
         child.resident = self.resident
         return child
 
-    def written_up_to(self, plan: int) -> None:
-        """Plans up to ``plan`` have run."""
-        pending = self.pending
-        while pending and pending[0][0] <= plan:
-            end = pending.pop(0)[1]
-            if end > self.num_written:
-                self.num_written = end
-
     def cut(self) -> None:
         """Forget all but the tokens whose KV is written. The caller cuts the table."""
         del self.tokens[self.num_written * 4 :]

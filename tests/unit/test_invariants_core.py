@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from core_data_plane import pack
+from core_data_plane import HOST, changes_of
 from core_machine import CoreMachine
-from core_model import World
+from core_model import FAILED, LATER, NEVER, OK, World, status_of
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from control_plane.planning.model import Admit, Append, Fork, Free, Status, SwapOut, Tier
+from kvplane import ops
 from kvplane.errors import (
     BadSignatureError,
     PlanReceiptedError,
     SessionExpiredError,
-    SessionNotFoundError,
     StaleEpochError,
+    StaleIncarnationError,
     StepConflictError,
 )
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
 
 SETTINGS = settings(
     deadline=None,
@@ -33,15 +33,15 @@ def test_statement_01_conservation() -> None:
     engine = world.engine()
     engine.admit(1, range(20), max_total_tokens=48)
     engine.admit(2, range(100, 117))
-    engine.send(Fork(1, 3), SwapOut((2,)))
-    engine.step(Free(1))
+    engine.send(ops.fork(1, 3), ops.swap_out([2]))
+    engine.step(ops.free([1]))
     usage = world.usage()
-    assert usage == {"free": 1, "cached": 0, "held": 6, "limbo": 0, "reserved": 3}
+    assert usage == {"free": 1, "cached": 0, "held": 6, "retired": 0, "reserved": 3}
     engine.run_all()
     engine.settle()
     usage = world.usage()
-    assert usage == {"free": 2, "cached": 2, "held": 3, "limbo": 0, "reserved": 3}
-    assert sum(world.usage(Tier.HOST).values()) == 4
+    assert usage == {"free": 2, "cached": 2, "held": 3, "retired": 0, "reserved": 3}
+    assert sum(world.usage(HOST).values()) == 4
     world.core.check_integrity()
 
 
@@ -49,7 +49,7 @@ def test_statement_02_nobody_writes_a_shared_or_published_block() -> None:
     world = World()
     engine = world.engine()
     engine.admit(1, range(12))
-    engine.send(Fork(1, 2))
+    engine.send(ops.fork(1, 2))
     engine.settle()
     shared = engine.table(1)[1]
     engine.append(1, 12)
@@ -65,12 +65,12 @@ def test_statement_02_nobody_writes_a_shared_or_published_block() -> None:
 def test_statement_03_publish_after_write() -> None:
     world = World()
     writer, reader = world.engine(), world.engine()
-    outcome = writer.step(Admit(1, pack(range(16))))
-    assert outcome.plan is not None
+    writer.step(ops.admit(1, range(16)))
     assert reader.cached(1, range(17)) == 0
     writer.run_all()
-    reader.send(Free(1))
-    assert reader.admit(2, range(17), skip_prefix_lookup=True).results[0].status is Status.OK
+    reader.send(ops.free([1]))
+    skipped = reader.admit(2, range(17), skip_prefix_lookup=True)
+    assert status_of(skipped.results[0]) == OK
     writer.settle()
     assert reader.cached(3, range(17)) == 16
 
@@ -79,13 +79,13 @@ def test_statement_04_reuse_after_quiet() -> None:
     world = World(num_device=4)
     one, other = world.engine(), world.engine()
     one.admit(1, range(8 * 3 + 1))
-    one.step(Free(1))
-    assert world.usage()["limbo"] == 4
-    later = other.step(Admit(1, pack(range(50, 70))))
-    assert later.results[0].status is Status.LATER
-    assert later.results[0].shortage.num_blocks_pending == 4  # type: ignore[union-attr]
-    own = one.step(Admit(2, pack(range(50, 70))))
-    assert own.results[0].status is Status.OK, "its own plans run in order"
+    one.step(ops.free([1]))
+    assert world.usage()["retired"] == 4
+    (later,) = other.step(ops.admit(1, range(50, 70))).results[0].failures
+    assert later.status == LATER
+    assert later.shortage.num_blocks_pending == 4
+    own = one.step(ops.admit(2, range(50, 70)))
+    assert status_of(own.results[0]) == OK, "its own plans run in order"
     one.run_all()
     one.settle()
     world.core.check_integrity()
@@ -95,18 +95,18 @@ def test_statement_05_all_or_nothing() -> None:
     world = World(num_device=4)
     engine = world.engine()
     engine.admit(1, range(8))
-    before = world.core.describe_pool("pool").usage
-    outcome = engine.step(
-        Admit(2, pack(range(8 * 9))),
-        Admit(3, pack(range(50, 50 + 8 * 4))),
-        Append(9, pack([1]), 1),
-        Admit(4, b"\xff\xff\xff\xff"),
-        Append(1, pack([8]), 0),
+    before = world.pool().usage
+    result = engine.step(
+        ops.admit(2, range(8 * 9)),
+        ops.admit(3, range(50, 50 + 8 * 4)),
+        ops.append(9, [1], 1, first_position=0),
+        ops.admit(4, b"\xff\xff\xff\xff"),
+        ops.append(1, [8], 0, first_position=8),
     )
-    statuses = [result.status for result in outcome.results]
-    assert statuses == [Status.NEVER, Status.LATER, Status.FAILED, Status.FAILED, Status.OK]
-    assert outcome.plan is None
-    assert world.core.describe_pool("pool").usage == before
+    statuses = [status_of(operation) for operation in result.results]
+    assert statuses == [NEVER, LATER, FAILED, FAILED, OK]
+    assert not result.HasField("plan")
+    assert world.pool().usage == before
 
 
 def test_statement_06_exact_prefixes() -> None:
@@ -122,53 +122,58 @@ def test_statement_06_exact_prefixes() -> None:
 def test_statement_07_three_answers() -> None:
     world = World(num_device=4)
     engine = world.engine()
-    assert engine.step(Admit(1, pack(range(8 * 4 + 1)))).results[0].status is Status.NEVER
-    assert engine.admit(1, range(8 * 3)).results[0].status is Status.OK
-    assert engine.step(Admit(2, pack(range(60, 76)))).results[0].status is Status.LATER
-    engine.send(Free(1))
+    assert status_of(engine.step(ops.admit(1, range(8 * 4 + 1))).results[0]) == NEVER
+    assert status_of(engine.admit(1, range(8 * 3)).results[0]) == OK
+    assert status_of(engine.step(ops.admit(2, range(60, 76))).results[0]) == LATER
+    engine.send(ops.free([1]))
     engine.settle()
-    assert engine.admit(2, range(60, 60 + 32)).results[0].status is Status.OK
+    assert status_of(engine.admit(2, range(60, 60 + 32)).results[0]) == OK
 
 
-def test_statement_08_stale_names_are_refused() -> None:
+def test_statement_08_stale_references_are_refused() -> None:
     world = World(num_device=4)
     engine = world.engine()
     engine.admit(1, range(8))
-    old, _ = world.core.block_table(engine.id, engine.tenant, 1)
-    engine.send(Free(1))
+    ((_, index, generation),) = engine.blocks(1)
+    engine.send(ops.free([1]))
     engine.settle()
     engine.admit(2, range(50, 50 + 32))
-    new, _ = world.core.block_table(engine.id, engine.tenant, 2)
-    again = {b.index: b.generation for b in new}[old[0].index]
-    assert again == old[0].generation + 1
-    engine.step(Append(2, b"", 0))
-    made = engine.step(Free(2)).plan
-    assert made is not None
-    receipt = engine.receipt(engine.queue[-1])
+    assert {i: g for _, i, g in engine.blocks(2)}[index] == generation + 1
+    engine.step(ops.free([2]))
+    engine.run_all()
+    receipt = tpb.Receipt.FromString(engine.receipts[0].payload)
+    receipt.epoch += 1
     with pytest.raises(StaleEpochError, match=r"receipts\[0\]"):
-        engine.submit([replace(receipt, epoch=receipt.epoch + 1)])
+        engine.submit([world.shards[0].sign_receipt(receipt)])
+    receipt.epoch -= 1
+    receipt.plan_digest = b"forged"
     with pytest.raises(BadSignatureError, match=r"receipts\[0\]"):
-        engine.submit([replace(receipt, plan_digest=b"forged")])
+        engine.submit([world.shards[0].sign_receipt(receipt)])
+    engine.ref.incarnation += 1
+    with pytest.raises(StaleIncarnationError, match=r"session\.incarnation"):
+        engine.step()
 
 
 def test_statement_09_retry_is_safe() -> None:
     world = World()
     engine = world.engine()
-    first = engine.step(Admit(1, pack(range(8))))
-    again = world.core.step(engine.id, engine.tenant, 1, [Admit(1, pack(range(8)))], content=b"1")
-    assert again == first
+    engine.step(ops.admit(1, range(8)))
+    engine.repeat(engine.sent[-1])
     with pytest.raises(StepConflictError):
-        world.core.step(engine.id, engine.tenant, 1, [], content=b"other")
+        world.core.step(cpb.StepRequest(session=engine.ref, number=1), engine.tenant)
     engine.run_all()
     engine.settle()
     with pytest.raises(PlanReceiptedError):
         engine.abort(1)
-    engine.step(Append(1, pack([8, 9]), 2))
-    engine.abort(2)
+    engine.repeat(engine.sent[-1])
+    engine.step(engine.growth(1, [8, 9], 2))
+    engine.abort(engine.number)
+    engine.repeat(engine.sent[-1])
     assert engine.state(1).num_tokens == 8
-    plan = world.plans[engine.resync().plan.digest]
+    plan = tpb.Plan.FromString(engine.resync().plan.payload)
+    engine.repeat(engine.sent[-1])
     assert plan.resync
-    assert len(plan.changes) == 1
+    assert len(changes_of(plan)) == 1
 
 
 def test_statement_10_soft_state() -> None:
@@ -177,7 +182,7 @@ def test_statement_10_soft_state() -> None:
     engine.admit(1, range(20))
     world.pump()
     world.restart_control_plane()
-    with pytest.raises(SessionNotFoundError):
+    with pytest.raises(StaleIncarnationError):
         engine.renew()
     engine = world.engine()
     assert engine.cached(1, range(20)) == 16
@@ -199,7 +204,7 @@ def test_statement_11_a_step_answers_the_same_in_any_company() -> None:
         engine.admit(1, range(20))
         engine.append(1, 20, 21)
     assert one.state(1) == two.state(1)
-    assert [m.plan.rows for m in one.queue] == [m.plan.rows for m in two.queue]
+    assert [m.plan.spans for m in one.queue] == [m.plan.spans for m in two.queue]
 
 
 def test_statement_12_a_lease_is_renewed_by_messages() -> None:
@@ -213,16 +218,15 @@ def test_statement_12_a_lease_is_renewed_by_messages() -> None:
         world.core.tick()
     with pytest.raises(SessionExpiredError):
         silent.renew()
-    assert world.usage()["limbo"] == 1, "until the data plane has quit it"
+    assert world.usage()["retired"] == 1, "until the data plane has quit it"
     world.pump()
-    assert world.usage()["held"] == world.usage()["limbo"] == 0
+    assert world.usage()["held"] == world.usage()["retired"] == 0
     for slept_s in (16, 31, 1000):  # more than half a lease between two ticks, and more than all
         world.clock.now += slept_s
         world.core.tick()
         world.clock.now += 14.9
         world.core.tick()
         loud.renew()  # all leases ran anew from the tick after the sleep
-    assert world.engine().id > loud.id
 
 
 def test_a_random_walk_keeps_every_invariant() -> None:
