@@ -143,6 +143,7 @@ ASSEMBLY = {"__init__", "__main__"}
 CORES = (
     "control_plane/blocks",
     "control_plane/planning",
+    "data_plane/counters.py",
     "data_plane/executor.py",
     "data_plane/kernels",
     "data_plane/memory",
