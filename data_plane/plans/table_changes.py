@@ -64,6 +64,8 @@ def apply_changes(tables: BlockTables, session_id: int, plan: pb.Plan) -> Alloca
     Raises InvalidRequestError, SequenceNotFoundError, StaleGenerationError and BlockInUseError,
     each naming its field.
     """
+    if not plan.changes.ByteSize() and not plan.resync:
+        return {}  # as in most steps that decode
     changes = _Changes.read(tables, plan.changes)
     allocated = _allocate(tables, changes)
     _check_generations(tables, changes, allocated)
@@ -145,31 +147,12 @@ class _Changes:
             lambda i: f"{num_blocks[i]} is no number of blocks of such a change",
             f"{_AT}.num_blocks",
         )
+        num_forks = int(np.count_nonzero(kinds == _FORK))
         parents = ints(
-            columns.INT64,
-            message.parent_sequence_ids,
-            f"{_AT}.parent_sequence_ids",
-            int(np.count_nonzero(kinds == _FORK)),
+            columns.INT64, message.parent_sequence_ids, f"{_AT}.parent_sequence_ids", num_forks
         )
-        num_entries = int(num_blocks[sets].sum())
-        blocks = ints(columns.INT32, message.indices, f"{_AT}.indices", num_entries)
         entry_tiers = np.repeat(tiers[sets], num_blocks[sets])
-        refuse(
-            (blocks < 0) | (blocks >= limits[entry_tiers]),
-            InvalidRequestError,
-            lambda i: (
-                f"there is no block {blocks[i]} in this tier: it has {limits[entry_tiers[i]]}"
-            ),
-            f"{_AT}.indices",
-        )
-        generations = ints(columns.INT64, message.generations, f"{_AT}.generations", num_entries)
-        allocated = ints(columns.UINT8, message.allocated, f"{_AT}.allocated", num_entries)
-        refuse(
-            allocated > 1,
-            InvalidRequestError,
-            lambda i: f"must be 0 or 1, is {allocated[i]}",
-            f"{_AT}.allocated",
-        )
+        blocks, generations, allocated = _read_entries(message, limits[entry_tiers])
         return cls(
             kinds,
             sequence_ids,
@@ -179,9 +162,34 @@ class _Changes:
             parents,
             blocks,
             generations,
-            allocated == 1,
+            allocated,
             entry_tiers,
         )
+
+
+def _read_entries(
+    message: pb.TableChanges, limits: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], Mask]:
+    """Blocks, generations and whether they are allocated. ``limits``: of each entry, how many
+    blocks its tier has.
+    """
+    num = len(limits)
+    blocks = ints(columns.INT32, message.indices, f"{_AT}.indices", num)
+    refuse(
+        (blocks < 0) | (blocks >= limits),
+        InvalidRequestError,
+        lambda i: f"there is no block {blocks[i]} in this tier: it has {limits[i]}",
+        f"{_AT}.indices",
+    )
+    generations = ints(columns.INT64, message.generations, f"{_AT}.generations", num)
+    allocated = ints(columns.UINT8, message.allocated, f"{_AT}.allocated", num)
+    refuse(
+        allocated > 1,
+        InvalidRequestError,
+        lambda i: f"must be 0 or 1, is {allocated[i]}",
+        f"{_AT}.allocated",
+    )
+    return blocks, generations, allocated == 1
 
 
 @dataclass(slots=True)

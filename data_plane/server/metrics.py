@@ -72,8 +72,8 @@ class _ExecutorCollector(Collector):
     def _gauges(self) -> Iterator[Metric]:
         executor = self._executor
         for name, help, value in (
-            ("kvplane_resident_sessions", "Sessions open here.", executor.num_sessions),
-            ("kvplane_resident_sequences", "Block tables kept here.", executor.num_sequences),
+            ("kvplane_open_sessions", "Sessions open here.", executor.num_sessions),
+            ("kvplane_block_tables", "Block tables kept here.", executor.num_sequences),
             (
                 "kvplane_published_blocks",
                 "Device blocks that hold a published prefix.",

@@ -217,7 +217,7 @@ class SessionAuthor:
         return chosen
 
     def _drop(self, plan: Plan, chosen: int) -> int:
-        """Its blocks may be handed out again by the very same plan."""
+        """Its blocks may be allocated again by the very same plan."""
         sequence = self._sequences.pop(chosen)
         plan.changes.append(drop(chosen))
         now = Plan()

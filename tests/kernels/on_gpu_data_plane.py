@@ -10,6 +10,7 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -161,10 +162,36 @@ def test_a_fence_waits_for_the_device(side: Side) -> None:
     side.start(1, 1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 8)])
     end = long_work()
     side.layer(1, 0, *qkv(8))
-    fence = threading.Thread(target=side.executor.fence, args=(1,))
+    fence = threading.Thread(target=side.executor.fence, args=(side.author.session(1), 1))
     fence.start()
     fence.join()
     assert end.query()
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_another_tenants_blocks_are_cleared_on_both_tiers(kv_dtype: str) -> None:
+    side = Side(replace(LAYOUT, kv_dtype=kv_dtype), device="cuda")
+    run_a_prompt(side)
+    side.start(
+        2,
+        1,
+        changes=[set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True)],
+        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
+    )
+    side.executor.fence(side.author.session(1), 1)
+    side.executor.open(side.author.grant(3, tenant="another"))
+    side.start(
+        1,
+        3,
+        changes=[
+            set_blocks(1, [(1, 2), (0, 2), (5, 1)]),
+            set_blocks(2, [(0, 2), (3, 2)], tier=HOST),
+        ],
+        transfers=[transfer(ref(0, 2), ref(5, 1))],
+    )
+    assert not side.blocks(3, 1, 3).any()
+    assert not side.blocks(3, 2, 2).any()
+    assert side.executor.counters.num_cleared_blocks == 4
 
 
 def test_what_a_kernel_could_not_follow_takes_the_receipt(side: Side) -> None:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
 
 EXECUTOR = "test_executor.py"
+SESSIONS = "test_executor_sessions.py"
 REJECTIONS = "test_executor_rejections.py"
 INVARIANTS = "test_invariants_data.py"
 STREAMS = "test_streams.py"
@@ -30,7 +31,7 @@ BASIC = {
     "receipt_given_early": INVARIANTS,
     "clearing_skipped": CLEARED,
     "version_unchecked": REJECTIONS,
-    "fenced_ordinals_forgotten": EXECUTOR,
+    "fenced_ordinals_forgotten": SESSIONS,
     "transfers_run_twice": EXECUTOR,
     "receipts_before_the_end": STREAMS,
     "skip-newest-slot": EXECUTOR,
@@ -42,7 +43,7 @@ MORE = {
     "epoch_unchecked": INVARIANTS,
     "publication_forgotten_at_the_kernel": REJECTIONS,
     "publication_survives_allocation": INVARIANTS,
-    "stale_publications_kept": EXECUTOR,
+    "stale_publications_kept": SESSIONS,
     "stale_references_unchecked": INVARIANTS,
     "ref_counts_not_kept": CLEARED,
     "unknown_fields_ignored": REJECTIONS,
@@ -55,7 +56,7 @@ MORE = {
     "receipted_plan_writes_again": INVARIANTS,
     "order_unchecked": INVARIANTS,
     "ended_ranges_grow_together": ENDED,
-    "ended_sessions_forgotten_under_the_same_key": EXECUTOR,
+    "ended_sessions_forgotten_under_the_same_key": SESSIONS,
     "transfers_skipped": EXECUTOR,
     "compute_ahead_of_swaps": STREAMS,
     "swaps_ahead_of_compute": STREAMS,

@@ -387,7 +387,7 @@ async def test_metrics_tell_what_the_executor_did(peer: Peer) -> None:
         "kvplane_attention_tokens_total 4.0",
         "kvplane_plans_run_total 1.0",
         "kvplane_cleared_blocks_total 0.0",
-        "kvplane_resident_sequences 1.0",
+        "kvplane_block_tables 1.0",
         "kvplane_registered 1.0",
         'kvplane_pool_blocks{tier="host"} 4.0',
         'kvplane_rejections_total{reason="PLAN_OUT_OF_ORDER"} 1.0',
