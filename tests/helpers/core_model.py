@@ -13,8 +13,8 @@ from core_data_plane import (
     DEVICE,
     LAYOUT,
     POOL,
+    BlockId,
     DataPlane,
-    Name,
     pack,
     prefix_values,
     root_value,
@@ -325,7 +325,7 @@ class Engine:
         generations = columns.read(INT64, table.generations, "generations")
         return [(table.tier, i, g) for i, g in zip(indices, generations, strict=True)]
 
-    def table(self, sequence_id: int) -> list[Name]:
+    def table(self, sequence_id: int) -> list[BlockId]:
         """(tier, index) of each block of the core's table of a sequence."""
         return [(tier, index) for tier, index, _ in self.blocks(sequence_id)]
 
@@ -375,9 +375,9 @@ class Engine:
         number = self.queue[-1].plan.number if self.queue else None
         for plane in self.world.shards:
             if number is not None and plane.finished.get(self.id) == number:
-                names = {i: self.table(i) for i in self.sequences if self.table(i)}
+                tables = {i: self.table(i) for i in self.sequences if self.table(i)}
                 if self.is_current(plane):
-                    assert plane.tables[self.id] == names
+                    assert plane.tables[self.id] == tables
 
     def is_current(self, plane: DataPlane) -> bool:
         """Whether no abort waits to be told to the data plane."""
