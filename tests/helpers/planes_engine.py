@@ -295,15 +295,13 @@ class Engine:
         session = core._sessions.get(self.id)
         if session is None:
             return (pool,)
-        states = [bytes(s.tokens) for s in session.sequences.values()]
-        return (pool, states, self._states(), sorted(session.plans), session.resync_due)
+        tokens = {i: bytes(sequence.tokens) for i, sequence in session.sequences.items()}
+        states = self._states(sorted(tokens))
+        return (pool, tokens, states, sorted(session.plans), session.resync_due)
 
-    def _states(self) -> list[Any]:
+    def _states(self, ids: list[int]) -> list[Any]:
         core = self.control.core
-        requests = [
-            cpb.DescribeSequenceRequest(session=self.ref, sequence_id=i)
-            for i in sorted(self.sequences)
-        ]
+        requests = [cpb.DescribeSequenceRequest(session=self.ref, sequence_id=i) for i in ids]
         answers = [core.describe_sequence(request, self.tenant) for request in requests]
         return [sequence_states(answer.sequences)[0] for answer in answers]
 
@@ -311,10 +309,8 @@ class Engine:
         """The control plane knows what this engine believes."""
         if self.ended or self.unanswered is not None or self.id not in self.control.core._sessions:
             return
-        for state, (i, known) in zip(
-            self._states(), sorted(self.sequences.items()), strict=True
-        ):
-            assert state.sequence_id == i
+        for state in self._states(sorted(self.sequences)):
+            known = self.sequences[state.sequence_id]
             assert state.admitted_by == known.admitted_by
             assert state.num_tokens == known.num_known
             assert state.num_scheduled_tokens == known.num_scheduled

@@ -183,7 +183,8 @@ class PlanesMachine(RuleBasedStateMachine):
         engine = rng.choice(self.engines + self.gone)
         index = rng.randrange(len(engine.epochs))
         found = [p for p in self.world.processes if p.executor.epoch == engine.epochs[index]]
-        process = rng.choice(found * 9 + self.world.processes)
+        others = [p for p in self.world.processes if p.shard.index == index]
+        process = rng.choice(found * 9 + others)
         for _ in range(num):
             engine.advance(index, process, skip=skip)
 
