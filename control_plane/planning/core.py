@@ -242,15 +242,14 @@ class ControlPlane:
 
     def _step(self, session: Session, request: cpb.StepRequest) -> cpb.StepResult:
         self._take_past(session, request)
-        operations = request.operations
-        if session.resync_due or any(map(may_plan, operations)):
-            self._check_plans_in_flight(session)
-        num, most = num_items(operations), self._config.max_operations
-        if num > most:
+        operations, most = request.operations, self._config.max_operations
+        if len(operations) > most or num_items(operations) > most:
             raise InvalidRequestError(
-                f"must have at most {most} items in all, have {num}: send them in several steps",
+                f"must have at most {most} items in all: send them in several steps",
                 field="operations",
             )
+        if session.resync_due or any(map(may_plan, operations)):
+            self._check_plans_in_flight(session)
         draft = Draft(session, request.number)
         planner = Planner(session, draft, max_sequences=self._config.max_sequences)
         results = [planner.run(i, operation) for i, operation in enumerate(operations)]

@@ -8,7 +8,6 @@ from planning_rig import DEVICE, HOST, PlanningRig, entries_of
 from control_plane.blocks.block_store import RETIRED
 from control_plane.planning.abort import abort_from, abort_plans
 from kvplane import ops
-from kvplane.errors import InvalidRequestError, PlanReceiptedError
 
 
 @pytest.fixture
@@ -45,33 +44,6 @@ def test_blocks_stay_retired_until_the_plan_of_whole_tables_has_run(rig: Plannin
     rig.run()
     assert rig.pool.device.num_obtainable(0) == 6
     rig.check()
-
-
-def test_a_plan_that_was_aborted_is_aborted_again_without_effect(rig: PlanningRig) -> None:
-    rig.session.numbers.use()
-    abort_from(rig.session, 2)
-    rig.step(ops.append(1, [12], 1, first_position=12))
-    abort_from(rig.session, 2)
-    assert list(rig.session.plans) == [4]
-
-
-@pytest.mark.parametrize(
-    ("number", "error"),
-    [
-        (-1, InvalidRequestError),
-        (0, InvalidRequestError),
-        (1, PlanReceiptedError),
-        (3, InvalidRequestError),
-    ],
-)
-def test_a_plan_that_has_run_or_was_never_made_is_refused(
-    rig: PlanningRig, number: int, error: type[Exception]
-) -> None:
-    rig.session.numbers.use()
-    with pytest.raises(error) as refused:
-        abort_from(rig.session, number)
-    assert getattr(refused.value, "field", "") == "plan_number"
-    assert list(rig.session.plans) == [2]
 
 
 def test_earlier_plans_in_flight_are_aborted_too(rig: PlanningRig) -> None:

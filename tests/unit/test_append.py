@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_rig import BLOCK_SIZE, PlanningRig, entries_of, spans_of, transfers_of
+from planning_rig import BLOCK_SIZE, PlanningRig, spans_of, transfers_of
 
 from control_plane.planning.append import append
 from control_plane.planning.draft import Draft
@@ -66,17 +66,6 @@ def test_a_slot_in_a_block_of_its_own_costs_no_block(rig: PlanningRig) -> None:
     rig.check()
 
 
-def test_one_that_crosses_the_edge_of_a_block_gets_more(rig: PlanningRig) -> None:
-    done = run(rig, (1, 12, 13, []))
-    assert done.num_blocks == [4]
-    message = done.draft.changes.message()
-    assert message is not None
-    table = rig.session.sequences[1].table
-    assert [(index, new) for index, _, new in entries_of(message)] == [(b, True) for b in table[2:]]
-    done.draft.finish()
-    rig.check()
-
-
 def test_the_writer_of_a_shared_block_copies_it_first(rig: PlanningRig) -> None:
     rig.step(ops.fork(1, 3))
     shared = list(rig.session.sequences[1].table)
@@ -126,12 +115,6 @@ def test_an_item_that_fails_names_its_column_and_spoils_no_other(
     assert [bytes(sequence.tokens) for sequence in rig.session.sequences.values()] == before
     done.draft.finish()
     rig.check()
-
-
-def test_a_sequence_computes_once_in_a_step(rig: PlanningRig) -> None:
-    done = run(rig, (1, 12, 1, []), (1, 13, 1, []))
-    assert done.spans == [(1, 12, 1)]
-    assert done.failures[0].error.field == "operations[0].append.num_slots[1]"
 
 
 def test_without_room_an_item_is_later_or_never_and_others_go_on(rig: PlanningRig) -> None:

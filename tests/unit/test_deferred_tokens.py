@@ -9,7 +9,7 @@ from planning_rig import PlanningRig
 
 from control_plane.planning.deferred_tokens import take_deferred_tokens
 from kvplane import ops
-from kvplane.errors import InvalidRequestError, KvplaneError, SequenceNotFoundError
+from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2 as cpb
 
 
@@ -54,65 +54,6 @@ def test_pieces_that_touch_what_is_known_add_what_is_new(pieces: list[tuple[int,
             with pytest.raises(InvalidRequestError):
                 take(rig, message)
         assert rig.session.sequences[1].tokens == ops.pack_tokens(range(num_known))
-
-
-BAD: dict[str, tuple[cpb.DeferredTokens, type[KvplaneError], str]] = {
-    "unknown sequence": (
-        ops.deferred_tokens([1, 9], [1, 1], [7, 0], [1, 1], [7, 0]),
-        SequenceNotFoundError,
-        "sequence_ids[1]",
-    ),
-    "another sequence of its id": (
-        ops.deferred_tokens([1], [2], [7], [1], [7]),
-        SequenceNotFoundError,
-        "admitted_by[0]",
-    ),
-    "a gap": (
-        ops.deferred_tokens([1, 1], [1, 1], [7, 9], [1, 1], [7, 9]),
-        InvalidRequestError,
-        "first_positions[1]",
-    ),
-    "a negative position": (
-        ops.deferred_tokens([1], [1], [-1], [1], [0]),
-        InvalidRequestError,
-        "first_positions[0]",
-    ),
-    "no slots": (
-        ops.deferred_tokens([1], [1], [7], [10], range(7, 17)),
-        InvalidRequestError,
-        "num_tokens[0]",
-    ),
-    "no tokens": (
-        ops.deferred_tokens([1], [1], [7], [0], []),
-        InvalidRequestError,
-        "num_tokens[0]",
-    ),
-    "other tokens": (
-        ops.deferred_tokens([1, 1], [1, 1], [7, 5], [1, 2], [7, 5, 66]),
-        InvalidRequestError,
-        "token_ids[1]",
-    ),
-    "a negative token": (
-        ops.deferred_tokens([1], [1], [7], [2], [7, -8]),
-        InvalidRequestError,
-        "token_ids[1]",
-    ),
-    "a short column": (
-        ops.deferred_tokens([1], [], [7], [1], [7]),
-        InvalidRequestError,
-        "admitted_by",
-    ),
-}
-
-
-@pytest.mark.parametrize("reason", BAD)
-def test_what_is_wrong_is_named_and_nothing_of_the_request_is_taken(reason: str) -> None:
-    rig = reserved()
-    message, error, column = BAD[reason]
-    with pytest.raises(error) as refused:
-        take(rig, message)
-    assert refused.value.field == f"deferred_tokens.{column}"
-    assert rig.session.sequences[1].num_tokens == 7
 
 
 def test_more_sequences_than_the_limit_are_refused_unread() -> None:

@@ -1,54 +1,77 @@
-"""A plan's columns as arrays: nothing wraps around, and the first bad element is named."""
+"""The columns of a plan, and what of earlier transfers an abort must know."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from plan_author import DEVICE, HOST
+from core_data_plane import DEVICE, HOST, Block, Span, changes_of, spans_of, transfers_of
 
-from data_plane.plans.plan_columns import check_groups, ints, limits_of_tiers, refuse
-from kvplane import columns
-from kvplane.errors import InvalidRequestError, StaleGenerationError
-
-
-@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1))
-def test_sums_of_narrow_elements_do_not_wrap_around(values: list[int]) -> None:
-    column = columns.pack(columns.INT32, values)
-    read = ints(columns.INT32, column, "c", len(values))
-    assert read.dtype == np.int64
-    assert read.tolist() == values
-    assert int((read + read).sum()) == 2 * sum(values)
+from control_plane.planning import checks
+from control_plane.planning.plan_columns import (
+    Ref,
+    SpanColumns,
+    TableChangeColumns,
+    TransferColumns,
+)
+from kvplane.errors import InvalidRequestError
+from kvplane.v1 import types_pb2 as tpb
 
 
-def test_a_column_of_another_length_is_refused() -> None:
-    for column, length in ((bytes(8), 1), (bytes(8), 3), (bytes(7), None)):
+def test_what_is_empty_has_no_message() -> None:
+    for columns in (TableChangeColumns(), TransferColumns(), SpanColumns()):
+        assert columns.message() is None
+        assert not columns
+
+
+def test_columns_are_read_as_they_were_written() -> None:
+    changes, transfers, spans = TableChangeColumns(), TransferColumns(), SpanColumns()
+    changes.set(7, DEVICE, 2, [5, 6], [1, 2**40], b"\0\1")
+    changes.fork(8, 7, 3)
+    changes.drop(7)
+    changes.set(9, HOST, 0, [4], [3], b"\1", replace=True)
+    transfers.add((DEVICE, 5, 1), (HOST, 4, 3))
+    spans.sequence_ids.append(2**62)
+    spans.first_positions.append(2**33)
+    spans.num_tokens.append(1)
+    plan = tpb.Plan(changes=changes.message(), transfers=transfers.message(), spans=spans.message())
+    first, fork, drop, replaced = changes_of(plan)
+    assert first == (
+        tpb.TABLE_CHANGE_KIND_SET,
+        7,
+        2,
+        2,
+        0,
+        [Block(DEVICE, 5, 1), Block(DEVICE, 6, 2**40)],
+        [False, True],
+    )
+    assert fork == (tpb.TABLE_CHANGE_KIND_FORK, 8, 0, 3, 7, [], [])
+    assert drop == (tpb.TABLE_CHANGE_KIND_DROP, 7, 0, 0, 0, [], [])
+    assert replaced.kind == tpb.TABLE_CHANGE_KIND_REPLACE
+    assert replaced.blocks == [Block(HOST, 4, 3)]
+    assert transfers_of(plan) == [(Block(DEVICE, 5, 1), Block(HOST, 4, 3))]
+    assert spans_of(plan) == [Span(2**62, 2**33, 1)]
+
+
+def test_a_copy_of_a_copy_is_traced_to_where_its_content_was_at_first() -> None:
+    one, two, three = (DEVICE, 1, 1), (HOST, 2, 1), (DEVICE, 3, 1)
+    first, second = TransferColumns(), TransferColumns()
+    first.add(one, two)
+    second.add(two, three)
+    origins: dict[Ref, Ref] = {}
+    first.trace(origins)
+    second.trace(origins)
+    assert origins == {two: one, three: one}
+
+
+def test_tokens_are_counted_before_they_are_read() -> None:
+    checks.token_columns([1, 0, 2], bytes(12), at_least=0, at="")
+    for num_tokens, num_bytes, field in (
+        ([1, -1, 2], 8, "in.num_tokens[1]"),
+        ([1, 2], 8, "in.token_ids"),
+        ([2**31 - 1] * 3, 8, "in.token_ids"),
+        ([], 4, "in.token_ids"),
+    ):
         with pytest.raises(InvalidRequestError) as refused:
-            ints(columns.INT32, column, "plan.c", length)
-        assert refused.value.field == "plan.c"
-
-
-def test_every_byte_stands_for_a_tier_or_for_none() -> None:
-    limits = limits_of_tiers({DEVICE: 8, HOST: 0})
-    assert {tier: limit for tier, limit in enumerate(limits.tolist()) if limit >= 0} == {
-        DEVICE: 8,
-        HOST: 0,
-    }
-    assert len(limits) == 256
-
-
-def test_only_layer_group_0_is_there_and_may_be_left_out() -> None:
-    check_groups(b"", 2, "groups")
-    check_groups(b"\0\0", 2, "groups")
-    for column, field in ((b"\0\3", "groups[1]"), (b"\0", "groups")):
-        with pytest.raises(InvalidRequestError) as refused:
-            check_groups(column, 2, field="groups")
+            checks.token_columns(num_tokens, bytes(num_bytes), at_least=0, at="in.")
         assert refused.value.field == field
-
-
-def test_the_first_bad_element_is_named() -> None:
-    refuse(np.zeros(3, np.bool_), StaleGenerationError, str, "f")
-    with pytest.raises(StaleGenerationError, match="element 1") as refused:
-        refuse(np.array([False, True, True]), StaleGenerationError, lambda i: f"element {i}", "f")
-    assert refused.value.field == "f[1]"
+    assert checks.first_negative(b"\1\0\0\0\0\0\0\x80") == 1
+    assert checks.first_negative(b"\xff\xff\xff\x7f") is None

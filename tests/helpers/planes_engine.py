@@ -1,0 +1,569 @@
+"""An engine: numbers its requests, repeats what was not answered, runs its plans, checks values.
+
+It knows its own tokens, so it knows what every slot of its sequences must hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from planes_values import LAYOUT, Owner, Values, check_blocks, tag_of, values_of
+from planes_world import POOL, ControlProcess, DataProcess, World, wire
+
+from kvplane import columns, ops, signing
+from kvplane.columns import INT32, INT64
+from kvplane.errors import (
+    BadSignatureError,
+    KvplaneError,
+    PoolNotReadyError,
+    SessionNotFoundError,
+    StaleError,
+    StaleGenerationError,
+    TooManyPlansInFlightError,
+)
+from kvplane.results import sequence_states
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+
+DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
+_REFUSALS = (StaleError, BadSignatureError, PoolNotReadyError)
+
+
+@dataclass
+class Known:
+    """A sequence as its engine knows it. ``tokens``: also those not submitted yet."""
+
+    admitted_by: int
+    tokens: list[int]
+    num_known: int
+    num_scheduled: int
+    tier: int = DEVICE
+
+
+class Span(NamedTuple):
+    """The tokens that a plan computes for a sequence."""
+
+    sequence_id: int
+    first: int
+    num_tokens: int
+
+
+class Deferred(NamedTuple):
+    """Deferred tokens of a sequence."""
+
+    sequence_id: int
+    admitted_by: int
+    first: int
+    tokens: list[int]
+
+
+def deferred_of(message: cpb.DeferredTokens) -> list[Deferred]:
+    """Deferred tokens, sequence by sequence."""
+    token_ids = iter(columns.read(INT32, message.token_ids, ""))
+    return [
+        Deferred(i, step, first, list(islice(token_ids, num)))
+        for i, step, first, num in zip(
+            columns.read(INT64, message.sequence_ids, ""),
+            columns.read(INT64, message.admitted_by, ""),
+            columns.read(INT64, message.first_positions, ""),
+            columns.read(INT32, message.num_tokens, ""),
+            strict=True,
+        )
+    ]
+
+
+@dataclass
+class ShardRun:
+    """A plan on one shard."""
+
+    process: DataProcess
+    next_layer: int = 0
+    finished: bool = False
+
+
+@dataclass
+class Made:
+    """A plan, and what all positions scheduled so far hold once it has run."""
+
+    signed: tpb.SignedPayload
+    plan: tpb.Plan
+    values: dict[int, Values]
+    runs: dict[int, ShardRun] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        return self.plan.number
+
+    @property
+    def spans(self) -> list[Span]:
+        message = self.plan.spans
+        each = zip(
+            columns.read(INT64, message.sequence_ids, "sequence_ids"),
+            columns.read(INT64, message.first_positions, "first_positions"),
+            columns.read(INT32, message.num_tokens, "num_tokens"),
+            strict=True,
+        )
+        return [Span(*values) for values in each]
+
+
+@dataclass
+class Sent:
+    """A request with a number, and what came of it."""
+
+    method: str
+    request: Any
+    answer: Any = None
+    error: KvplaneError | None = None
+
+
+class LayerCall(NamedTuple):
+    """What one layer's message said, and what it wrote, to be sent again."""
+
+    process: DataProcess
+    session_id: int
+    plan_number: int
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class Engine:
+    """One client with one session."""
+
+    def __init__(self, world: World, control: ControlProcess, owner: Owner) -> None:
+        """Raises PoolNotReadyError."""
+        self.world, self.control, self.owner = world, control, owner
+        request = cpb.OpenSessionRequest(
+            pool_id=POOL, layout=LAYOUT.to_proto(), namespace=owner[1], client_name="engine"
+        )
+        opened = wire(control.core.open_session(request, owner[0]))
+        self.ref, self.grant = opened.session, opened.grant
+        self.epochs = [info.epoch for info in opened.shards]
+        pool = control.pool
+        assert pool is not None
+        self.key_id = pool.shards.key_id
+        self.num_restarts = control.num_restarts
+        self.number = 0
+        self.sequences: dict[int, Known] = {}
+        self.sent: list[Sent] = []
+        self.unanswered: Sent | None = None
+        self.plans: list[Made] = []
+        self.newest = [0] * len(self.epochs)  # highest plan started on each shard
+        self.receipts: list[tpb.SignedPayload] = []
+        self.old_receipts: list[tpb.SignedPayload] = []
+        self.old_tokens: list[cpb.DeferredTokens] = []
+        self.starts: list[tuple[DataProcess, Made]] = []
+        self.layer_calls: list[LayerCall] = []
+        self.ended = False  # the control plane said so
+        self.may_end = False  # it was closed, or its lease ran out
+
+    @property
+    def id(self) -> int:
+        return self.ref.session_id
+
+    @property
+    def tenant(self) -> str:
+        return self.owner[0]
+
+    # Requests
+
+    def call(self, method: str, request: Any, rng: Random | None = None) -> Any:
+        """Send a request with the next number. With ``rng``, it or its answer may be lost; then,
+        and when the session has ended, the answer is None. Raises what it fails for as a whole.
+        """
+        assert self.unanswered is None
+        self.number += 1
+        request.session.CopyFrom(self.ref)
+        request.number = self.number
+        self.unanswered = Sent(method, request)
+        fate = rng.random() if rng is not None else 1.0
+        if fate < 0.06:
+            return None
+        if fate < 0.12:
+            self._deliver(Sent(method, request))
+            self.world.happened["answers lost"] += 1
+            return None
+        return self.retry()
+
+    def retry(self) -> Any:
+        """Send what was not answered again, and believe the answer."""
+        sent = self.unanswered
+        assert sent is not None
+        self._deliver(sent)
+        if self.ended:
+            return None
+        self.unanswered = None
+        self.sent.append(sent)
+        if sent.error is not None:
+            if isinstance(sent.error, TooManyPlansInFlightError):
+                self._believe_past(sent.request)
+            raise sent.error
+        self._believe_all(sent)
+        self.check()
+        return sent.answer
+
+    def _deliver(self, sent: Sent) -> None:
+        core = self.control.core
+        try:
+            sent.answer = wire(getattr(core, sent.method)(wire(sent.request), self.tenant))
+        except (StaleError, SessionNotFoundError) as error:
+            self._was_refused(error)
+            sent.error = error
+        except KvplaneError as error:
+            sent.error = error
+        self.control.flush()
+
+    def _was_refused(self, error: KvplaneError) -> None:
+        if error.field.startswith("receipts"):
+            raise error
+        restarted = self.control.num_restarts > self.num_restarts
+        assert restarted or self.may_end, f"the session ended for no reason: {error!r}"
+        self.ended = True
+
+    def step(
+        self,
+        *operations: cpb.Operation,
+        rng: Random | None = None,
+        deferred: bool = True,
+        receipts: Sequence[tpb.SignedPayload] | None = None,
+    ) -> cpb.StepResult | None:
+        """Send a step; ``receipts`` None for all at hand."""
+        request = cpb.StepRequest(operations=operations, receipts=self._take(receipts))
+        if deferred:
+            request.deferred_tokens.CopyFrom(self.deferred_tokens())
+        result: cpb.StepResult | None = self.call("step", request, rng)
+        return result
+
+    def submit(
+        self,
+        receipts: Sequence[tpb.SignedPayload] | None = None,
+        *,
+        rng: Random | None = None,
+        deferred: bool = True,
+    ) -> None:
+        request = cpb.SubmitReceiptsRequest(receipts=self._take(receipts))
+        if deferred:
+            request.deferred_tokens.CopyFrom(self.deferred_tokens())
+        self.call("submit_receipts", request, rng)
+
+    def _take(self, receipts: Sequence[tpb.SignedPayload] | None) -> list[tpb.SignedPayload]:
+        taken = list(self.receipts) if receipts is None else list(receipts)
+        self.receipts = [receipt for receipt in self.receipts if receipt not in taken]
+        self.old_receipts += taken
+        return taken
+
+    def close(self) -> None:
+        """End the session."""
+        self.may_end = self.ended = True
+        self.control.core.close_session(wire(self.ref), self.tenant)
+        self.control.flush()
+
+    def lookup(self, tokens: Sequence[int]) -> int:
+        """How many tokens of a prompt are cached."""
+        packed = ops.pack_tokens(tokens)
+        request = cpb.LookupPrefixRequest(session=self.ref, token_ids=packed)
+        return self.control.core.lookup_prefix(request, self.tenant).num_cached_tokens
+
+    def deferred_tokens(self) -> cpb.DeferredTokens:
+        """Tokens of computed positions that the control plane was not given yet."""
+        late = {i: s for i, s in self.sequences.items() if s.num_known < s.num_scheduled}
+        tokens = [s.tokens[s.num_known : s.num_scheduled] for s in late.values()]
+        message = ops.deferred_tokens(
+            list(late),
+            [s.admitted_by for s in late.values()],
+            [s.num_known for s in late.values()],
+            list(map(len, tokens)),
+            ops.pack_tokens(sum(tokens, [])),
+        )
+        if late:
+            self.old_tokens.append(message)
+        return message
+
+    # What it believes
+
+    def everything(self) -> tuple[Any, ...]:
+        """All that requests of the session could change."""
+        core = self.control.core
+        pool = core.describe_pool(POOL).SerializeToString(deterministic=True)
+        session = core._sessions.get(self.id)
+        if session is None:
+            return (pool,)
+        tokens = {i: bytes(sequence.tokens) for i, sequence in session.sequences.items()}
+        states = self._states(sorted(tokens))
+        return (pool, tokens, states, sorted(session.plans), session.resync_due)
+
+    def _states(self, ids: list[int]) -> list[Any]:
+        core = self.control.core
+        requests = [cpb.DescribeSequenceRequest(session=self.ref, sequence_id=i) for i in ids]
+        answers = [core.describe_sequence(request, self.tenant) for request in requests]
+        return [sequence_states(answer.sequences)[0] for answer in answers]
+
+    def check(self) -> None:
+        """The control plane knows what this engine believes."""
+        if self.ended or self.unanswered is not None or self.id not in self.control.core._sessions:
+            return
+        for state in self._states(sorted(self.sequences)):
+            known = self.sequences[state.sequence_id]
+            assert state.admitted_by == known.admitted_by
+            assert state.num_tokens == known.num_known
+            assert state.num_scheduled_tokens == known.num_scheduled
+            assert state.tier == known.tier
+
+    def _believe_all(self, sent: Sent) -> None:
+        request, answer = sent.request, sent.answer
+        self._believe_past(request)
+        if sent.method in ("abort_plan", "resync"):
+            self._believe_states(answer.sequences)
+        if sent.method == "step":
+            for operation, result in zip(request.operations, answer.results, strict=True):
+                self._believe(operation, result, request.number)
+        if sent.method in ("step", "resync") and answer.HasField("plan"):
+            self._made(answer.plan)
+
+    def _believe_past(self, request: Any) -> None:
+        if not hasattr(request, "deferred_tokens"):
+            return
+        for item in deferred_of(request.deferred_tokens):
+            known = self.sequences[item.sequence_id]
+            known.num_known = max(known.num_known, item.first + len(item.tokens))
+
+    def _believe(
+        self, operation: cpb.Operation, result: cpb.OperationResult, number: int
+    ) -> None:
+        kind = operation.WhichOneof("operation")
+        failed = {failure.item for failure in result.failures}
+        self.world.happened["items not done"] += len(failed)
+        if result.WhichOneof("done") is None:
+            assert failed == {0}
+            return
+        if kind == "admit":
+            done, tokens = result.admit, list(columns.read(INT32, operation.admit.token_ids, ""))
+            scheduled = done.num_cached_tokens + done.num_scheduled_tokens
+            known = Known(number, tokens, len(tokens), scheduled)
+            self.sequences[operation.admit.sequence_id] = known
+            self.world.happened["tokens found cached"] += done.num_cached_tokens
+        elif kind == "append":
+            self._believe_append(operation.append, failed)
+        elif kind == "fork":
+            parents = columns.read(INT64, operation.fork.parent_sequence_ids, "")
+            ids = columns.read(INT64, operation.fork.sequence_ids, "")
+            for item, (parent, i) in enumerate(zip(parents, ids, strict=True)):
+                if item not in failed:
+                    of = self.sequences[parent]
+                    self.sequences[i] = Known(
+                        number, list(of.tokens), of.num_known, of.num_scheduled, of.tier
+                    )
+        elif kind == "free":
+            for item, i in enumerate(columns.read(INT64, operation.free.sequence_ids, "")):
+                if item not in failed:
+                    del self.sequences[i]
+        else:
+            for i in columns.read(INT64, getattr(operation, kind or "").sequence_ids, ""):
+                self.sequences[i].tier = HOST if kind == "swap_out" else DEVICE
+
+    def _believe_append(self, append: cpb.Append, failed: set[int]) -> None:
+        token_ids, begin = list(columns.read(INT32, append.token_ids, "")), 0
+        items = zip(
+            columns.read(INT64, append.sequence_ids, ""),
+            columns.read(INT64, append.first_positions, ""),
+            columns.read(INT32, append.num_slots, ""),
+            columns.read(INT32, append.num_tokens, ""),
+            strict=True,
+        )
+        for item, (i, first, slots, num_tokens) in enumerate(items):
+            tokens, begin = token_ids[begin : begin + num_tokens], begin + num_tokens
+            known = self.sequences.get(i)
+            if known is None or first != known.num_scheduled:
+                assert item in failed, "an append at another position was done"
+            if item in failed:
+                continue
+            assert known is not None
+            end = known.num_known + num_tokens
+            known.tokens[known.num_known : end] = tokens
+            known.num_known = end
+            known.num_scheduled += slots
+            # Tokens of slots beyond those known: this engine knows them first.
+            while len(known.tokens) < known.num_scheduled:
+                known.tokens.append(len(known.tokens) % 3)
+
+    def _believe_states(self, message: cpb.SequenceStates) -> None:
+        states = sequence_states(message)
+        assert [state.sequence_id for state in states] == sorted(self.sequences)
+        for state in states:
+            known = self.sequences[state.sequence_id]
+            assert state.num_tokens == state.num_scheduled_tokens <= known.num_scheduled
+            known.num_known = known.num_scheduled = state.num_tokens
+            del known.tokens[state.num_tokens :]
+            known.tier = state.tier
+
+    def _made(self, signed: tpb.SignedPayload) -> None:
+        values = {
+            i: values_of(self.owner, known.tokens[: known.num_scheduled])
+            for i, known in self.sequences.items()
+            if known.num_scheduled
+        }
+        self.plans.append(Made(signed, tpb.Plan.FromString(signed.payload), values))
+
+    # Plans
+
+    def next_plan(self, index: int, *, skip: bool = False) -> Made | None:
+        """What to run on a shard; ``skip``: the next plan of whole tables before all others."""
+        waiting = [
+            made
+            for made in self.plans
+            if made.number >= self.newest[index]
+            and not (index in made.runs and made.runs[index].finished)
+        ]
+        if skip:
+            waiting = [made for made in waiting if made.plan.resync] or waiting
+        return waiting[0] if waiting else None
+
+    def advance(self, index: int, process: DataProcess, *, skip: bool = False) -> bool:
+        """Start the next plan on a shard, or send its next layer. Whether that was done."""
+        made = self.next_plan(index, skip=skip)
+        if made is None:
+            return False
+        run = made.runs.get(index)
+        if run is None:
+            return self._start(made, index, process)
+        return self._layer(made, index, run)
+
+    def run_all(self) -> None:
+        """Run every plan on every shard, as far as it is not refused."""
+        processes = {process.executor.epoch: process for process in self.world.processes}
+        for index, epoch in enumerate(self.epochs):
+            process = processes.get(epoch)
+            while process is not None and self.advance(index, process):
+                pass
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop plans that no shard will run."""
+        self.plans = [
+            made
+            for made in self.plans
+            if any(
+                made.number > newest
+                or (made.number == newest and not (i in made.runs and made.runs[i].finished))
+                for i, newest in enumerate(self.newest)
+            )
+        ]
+
+    def refusal(self, index: int, process: DataProcess) -> str:
+        """Why a data plane must refuse the session's plans; empty when it must not."""
+        executor = process.executor
+        if process.shard.index != index or executor.epoch != self.epochs[index]:
+            return "another process"
+        if executor.incarnation != self.ref.incarnation:
+            return "another control plane"
+        if executor.key_id != self.key_id:
+            return "another key"
+        return "an ended session" if self.id in process.ended else ""
+
+    def _start(self, made: Made, index: int, process: DataProcess) -> bool:
+        refusal = self.refusal(index, process)
+        executor = process.executor
+        try:
+            executor.open(wire(self.grant))
+            assert not refusal, f"opened, though it is of {refusal}"
+            started = executor.start(self.id, wire(made.signed))
+        except _REFUSALS as error:
+            assert refusal, f"session {self.id} plan {made.number} is refused: {error!r}"
+            assert not isinstance(error, StaleGenerationError)
+            self.world.happened[f"plans refused: {refusal}"] += 1
+            return False
+        process.opened.add(self.id)
+        self.starts.append((process, made))
+        self.newest[index] = made.number
+        run = made.runs[index] = ShardRun(process)
+        self.world.happened["plans started"] += 1
+        self._read(made, index, process, before={span.sequence_id: span for span in made.spans})
+        if started.receipt is not None:
+            self._finish(made, index, run, started.receipt)
+        return True
+
+    def _layer(self, made: Made, index: int, run: ShardRun) -> bool:
+        process = run.process
+        layer = process.view.layers[run.next_layer]
+        query, key, value = self._tensors(made, process, layer)
+        call = LayerCall(process, self.id, made.number, layer, query, key, value)
+        try:
+            if made.number % 3:
+                output = process.executor.layer(
+                    self.id, layer, query, key, value, plan_number=made.number
+                )
+            else:
+                process.executor.write_layer(
+                    self.id, layer, key, value, plan_number=made.number
+                )
+                output = process.executor.attend(self.id, layer, query, plan_number=made.number)
+        except StaleError as error:
+            assert self.id in process.ended, f"a layer is refused: {error!r}"
+            return False
+        assert self.id not in process.ended, "a layer of an ended session was written"
+        assert output is not None
+        self._check_attention(made, process, layer, output)
+        self.layer_calls.append(call)
+        run.next_layer += 1
+        self.world.happened["layers run"] += 1
+        if run.next_layer == len(process.view.layers):
+            receipt = process.executor.receipt(self.id)
+            assert receipt is not None
+            self._finish(made, index, run, receipt)
+        return True
+
+    def _finish(
+        self, made: Made, index: int, run: ShardRun, receipt: tpb.SignedPayload
+    ) -> None:
+        statement = tpb.Receipt.FromString(receipt.payload)
+        assert statement.plan_number == made.number
+        assert statement.plan_digest == signing.digest(made.signed.payload)
+        run.finished = True
+        self.receipts.append(wire(receipt))
+        self._read(made, index, run.process)
+        self.world.happened["plans run"] += 1
+
+    def _tensors(
+        self, made: Made, process: DataProcess, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = [made.values[i][first : first + num] for i, first, num in made.spans]
+        values = np.concatenate(rows)
+        key, value = (process.view.layer(values, layer, kind) for kind in (0, 1))
+        return 2 * value, key, value
+
+    def _check_attention(
+        self, made: Made, process: DataProcess, layer: int, output: torch.Tensor
+    ) -> None:
+        begin = 0
+        for i, first, num_tokens in made.spans:
+            found = output[begin : begin + num_tokens].numpy()
+            begin += num_tokens
+            wanted = process.view.attention(made.values[i][: first + num_tokens], first, layer)
+            assert np.allclose(found, wanted, atol=1e-4), (
+                f"session {self.id} sequence {i} sees other values than its own in layer {layer} "
+                f"of plan {made.number}"
+            )
+
+    def _read(
+        self,
+        made: Made,
+        index: int,
+        process: DataProcess,
+        before: dict[int, Span] | None = None,
+    ) -> None:
+        """Read every sequence. ``before``: spans whose slots are not written yet."""
+        for i, all_values in made.values.items():
+            first = before[i].first if before and i in before else len(all_values)
+            values = all_values.copy()
+            values[first:] = np.nan
+            wanted = process.view.blocks(values)
+            blocks, _ = process.executor.read_blocks(self.id, i, 0, wanted.shape[1])
+            where = f"session {self.id} sequence {i} plan {made.number} shard {index}"
+            check_blocks(blocks.numpy(), wanted, tag_of(self.tenant), where)

@@ -1,0 +1,103 @@
+"""What every slot of a pool must hold, from its tokens alone.
+
+A position's keys and values are a function of its owner and of all tokens up to it, so a block that
+is not the sequence's own is a wrong value. The last element of each head says whose tenant wrote
+it, so that another tenant's data is known where nothing was written since.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data_plane import Executor
+from kvplane.layout import LayerGroup, Layout
+
+BLOCK = 8
+NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 2, 2, 8
+LAYOUT = Layout(
+    "model",
+    BLOCK,
+    "float32",
+    "float32",
+    (LayerGroup("full", tuple(range(NUM_LAYERS)), NUM_HEADS, HEAD_SIZE),),
+)
+TENANTS = ("ann", "bob")
+
+Owner = tuple[str, str]
+"""Tenant and namespace."""
+Values = NDArray[np.float32]
+
+_NUM_KINDS = 4096
+_KINDS = (
+    np.random.default_rng(0)
+    .uniform(-1, 1, (_NUM_KINDS, NUM_LAYERS, 2, NUM_HEADS, HEAD_SIZE))
+    .astype(np.float32)
+)
+
+
+def tag_of(tenant: str) -> float:
+    """What the last element of each head holds that the tenant wrote."""
+    return 1.0 + TENANTS.index(tenant)
+
+
+def values_of(owner: Owner, tokens: Sequence[int]) -> Values:
+    """Keys and values of each position, [num_tokens, NUM_LAYERS, 2, NUM_HEADS, HEAD_SIZE]."""
+    value, chain = zlib.crc32("/".join(owner).encode()), []
+    for token in tokens:
+        value = hash((value, token))
+        chain.append(value % _NUM_KINDS)
+    values = _KINDS[chain]
+    values[..., -1] = tag_of(owner[0])
+    return values
+
+
+class ShardView:
+    """The part of the values that one executor holds."""
+
+    def __init__(self, executor: Executor) -> None:
+        shard = executor.shard
+        self.layers = list(executor.layers)
+        self.heads = slice(shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads)
+
+    def layer(self, values: Values, layer: int, kind: int) -> torch.Tensor:
+        """Keys (``kind`` 0) or values (1) of a layer, [num_tokens, num_kv_heads, HEAD_SIZE]."""
+        return torch.from_numpy(np.ascontiguousarray(values[:, layer, kind, self.heads]))
+
+    def blocks(self, values: Values) -> Values:
+        """As blocks hold them, [num_layers, num_blocks, 2, num_kv_heads, BLOCK, HEAD_SIZE], and NaN
+        in slots after the last.
+        """
+        num_blocks = -(-len(values) // BLOCK)
+        own = values[:, self.layers][:, :, :, self.heads]
+        padded = np.full((num_blocks * BLOCK, *own.shape[1:]), np.nan, np.float32)
+        padded[: len(own)] = own
+        by_block = padded.reshape(num_blocks, BLOCK, *own.shape[1:])
+        return by_block.transpose(2, 0, 3, 4, 1, 5)
+
+    def attention(self, values: Values, first: int, layer: int) -> Values:
+        """What positions from ``first`` on see when they ask with twice their value."""
+        own = values[:, layer, :, self.heads].astype(np.float64)
+        keys, vectors = own[:, 0], own[:, 1]
+        scores = np.einsum("qhd,khd->hqk", 2 * vectors[first:], keys) / np.sqrt(HEAD_SIZE)
+        positions = np.arange(len(values))
+        scores[:, positions[None, :] > positions[first:, None]] = -np.inf
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        return np.einsum("hqk,khd->qhd", weights, vectors).astype(np.float32)
+
+
+def check_blocks(found: Values, wanted: Values, tag: float, where: str) -> None:
+    """Slots hold what was written, and the others nothing of another tenant. ``wanted`` has NaN
+    where anything of the own tenant may be.
+    """
+    assert found.shape == wanted.shape, where
+    owners = found[..., -1]
+    strangers = (owners != tag) & (owners != 0)
+    assert not strangers.any(), f"{where}: another tenant's data"
+    wrong = (found != wanted) & ~np.isnan(wanted)
+    assert not wrong.any(), f"{where}: wrong at (layer, block, ...) {np.argwhere(wrong)[0]}"

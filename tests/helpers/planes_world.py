@@ -1,0 +1,441 @@
+"""Control planes and data planes, the real ones, and the messages in flight between them.
+
+Every message is serialised and parsed again. Streams keep their order, as TCP does; what is on one
+that breaks is lost, or arrives late where that is possible.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from random import Random
+from typing import TypeVar
+
+import torch
+from google.protobuf.message import Message
+from planes_values import (
+    LAYOUT,
+    NUM_HEADS,
+    NUM_LAYERS,
+    ShardView,
+    check_blocks,
+    tag_of,
+    values_of,
+)
+
+from control_plane.planning.config import CoreConfig
+from control_plane.planning.core import ControlPlane
+from control_plane.planning.pool import Pool
+from control_plane.planning.publications import owner_of
+from data_plane import Executor
+from kvplane import columns, protocol
+from kvplane.columns import INT32
+from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnationError
+from kvplane.shard import Shard
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+
+POOL = "pool"
+LEASE_S = 30.0
+MAX_PLANS_IN_FLIGHT = 3
+MAX_CONTROLS, MAX_PROCESSES = 3, 6
+_BLOCKS_PER_REPORT = 3
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
+def wire(message: AnyMessage) -> AnyMessage:
+    """The message as its receiver has it."""
+    return type(message).FromString(message.SerializeToString())
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Stream:
+    """One registration stream. Either end may think it open when the other has left."""
+
+    def __init__(self, control: ControlProcess, process: DataProcess) -> None:
+        self.control, self.process = control, process
+        self.index, self.epoch = process.shard.index, process.executor.epoch
+        self.to_control: deque[cpb.RegisterRequest] = deque()
+        self.to_data: deque[cpb.RegisterResponse] = deque()
+
+    @property
+    def is_read_by_control(self) -> bool:
+        """Whether it was neither superseded nor closed there."""
+        return self.control.streams.get(self.index) is self
+
+    @property
+    def is_read_by_data(self) -> bool:
+        """Whether the data plane has not left it."""
+        return self.process.stream is self
+
+
+class ControlProcess:
+    """A control plane: the core, and its registration streams as its server keeps them."""
+
+    def __init__(self, world: World, incarnation: int) -> None:
+        self.world = world
+        self.core = ControlPlane(
+            incarnation=incarnation,
+            config=CoreConfig(
+                lease_s=LEASE_S, max_plans_in_flight=MAX_PLANS_IN_FLIGHT, watermark=world.watermark
+            ),
+            clock=world.clock,
+            new_session_id=world.new_session_id,
+        )
+        self.incarnation = incarnation
+        self.streams: dict[int, Stream] = {}
+        self.num_restarts = 0  # registrations that were not resumed: each may end sessions
+
+    @property
+    def pool(self) -> Pool | None:
+        """Its state of the pool."""
+        return self.core._pools.get(POOL)
+
+    @property
+    def ready(self) -> bool:
+        """Whether sessions can be opened."""
+        return self.pool is not None and self.pool.ready
+
+    def accept(self, hello: cpb.Hello) -> cpb.Welcome:
+        """Answer a Hello. A process of a lower epoch than the registered one must be refused."""
+        pool = self.pool
+        states = pool.shards.states if pool is not None else {}
+        known = states.get(hello.shard.index)
+        is_outdated = known is not None and known.hello.epoch > hello.epoch
+        must_refuse = is_outdated or hello.incarnation > self.incarnation
+        welcome = wire(self.core.register(wire(hello)))
+        assert not must_refuse, "an earlier process, or one with a later control plane, came in"
+        if not welcome.resumed:
+            self.num_restarts += 1
+        return welcome
+
+    def open(self, process: DataProcess, hello: cpb.Hello) -> Stream:
+        """A data plane connects; its former stream is superseded."""
+        welcome = self.accept(hello)
+        stream = Stream(self, process)
+        self.streams[stream.index] = stream
+        stream.to_data.append(cpb.RegisterResponse(welcome=welcome))
+        self.flush()
+        return stream
+
+    def close(self, stream: Stream) -> None:
+        """The control plane notices that a stream has ended."""
+        if stream.is_read_by_control:
+            del self.streams[stream.index]
+            self.core.disconnect(POOL, stream.index, stream.epoch)
+
+    def flush(self) -> None:
+        """Put what the core has to say on the streams that it is for."""
+        for index, stream in self.streams.items():
+            stream.to_data.extend(map(wire, self.core.take_outgoing(POOL, index)))
+
+    def receive(self, stream: Stream) -> None:
+        """Read one message of a stream."""
+        request = stream.to_control.popleft()
+        if not stream.is_read_by_control:
+            return
+        try:
+            if request.HasField("report"):
+                self.core.report(POOL, stream.index, stream.epoch, request.report)
+                if request.report.last:
+                    accepted = cpb.RegisterResponse(report_accepted=cpb.ReportAccepted())
+                    stream.to_data.append(accepted)
+            else:
+                self.core.fence_done(POOL, stream.index, stream.epoch, request.fence_done)
+        except (InvalidRequestError, StaleEpochError):
+            self.close(stream)
+        self.flush()
+
+
+class DataProcess:
+    """A data plane: the executor, and its registration client."""
+
+    def __init__(self, shard: Shard, epoch: int, num_device: int, num_host: int) -> None:
+        self.shard = shard
+        self.executor = Executor(
+            LAYOUT,
+            pool_id=POOL,
+            num_device_blocks=num_device,
+            num_host_blocks=num_host,
+            shard=shard,
+            num_threads=1,
+            epoch=epoch,
+        )
+        for tier in (self.executor.pools.device_tier, self.executor.pools.host_tier):
+            tier.view(torch.uint8).zero_()
+        self.view = ShardView(self.executor)
+        self.stream: Stream | None = None
+        self.opened: set[int] = set()  # sessions that were opened here, ever
+        self.ended: set[int] = set()  # and those of them, and of those fenced, that must be refused
+        self.hellos: list[cpb.Hello] = []
+        self.publications: list[tpb.Publications] = []
+        self.fences: list[cpb.Fence] = []  # since the key was installed
+        self.fences_done: list[cpb.FenceDone] = []
+
+    @property
+    def num_device(self) -> int:
+        """Blocks of the device tier."""
+        return self.executor.pools.device_tier.shape[0]
+
+    @property
+    def num_host(self) -> int:
+        """Blocks of the host tier."""
+        return self.executor.pools.host_tier.shape[0]
+
+    def snapshot(self) -> tuple[bytes, ...]:
+        """All that commands could change."""
+        return (
+            self.executor.pools.device_tier.numpy().tobytes(),
+            self.executor.pools.host_tier.numpy().tobytes(),
+            *(part.SerializeToString(deterministic=True) for part in self.executor.report()),
+        )
+
+    def hello(self) -> cpb.Hello:
+        executor = self.executor
+        hello = cpb.Hello(
+            protocol=protocol.supported(),
+            pool_id=POOL,
+            shard=self.shard.to_proto(),
+            epoch=executor.epoch,
+            layout=LAYOUT.to_proto(),
+            num_device_blocks=self.num_device,
+            num_host_blocks=self.num_host,
+            address=f"shard{self.shard.index}:1",
+            incarnation=executor.incarnation,
+            key_id=executor.key_id,
+        )
+        self.hellos.append(hello)
+        return hello
+
+    def receive(self, stream: Stream) -> None:
+        """Read one message of the present stream, and answer it."""
+        response = stream.to_data.popleft()
+        if not stream.is_read_by_data:
+            return
+        kind = response.WhichOneof("message")
+        if kind == "welcome":
+            self._begin(stream, response.welcome)
+        elif kind == "publish":
+            self.executor.publish(response.publish.publications)
+            self.publications.append(response.publish.publications)
+        elif kind == "fence":
+            fence = response.fence
+            self.executor.fence(fence.session, fence.ordinal)
+            self.ended.add(fence.session.session_id)
+            self.fences.append(fence)
+            done = cpb.FenceDone(session=fence.session)
+            self.fences_done.append(done)
+            stream.to_control.append(wire(cpb.RegisterRequest(fence_done=done)))
+        elif kind == "report_request":
+            self.report(stream)
+        else:
+            assert kind == "report_accepted", kind
+
+    def _begin(self, stream: Stream, welcome: cpb.Welcome) -> None:
+        executor = self.executor
+        if welcome.resumed:
+            shards = stream.control.core._pools[POOL].shards
+            held = executor.incarnation, executor.key_id
+            is_resumed = held == (welcome.incarnation, shards.key_id)
+            assert is_resumed or not stream.is_read_by_control, "resumed with another key"
+            return
+        try:
+            executor.install(welcome.incarnation, welcome.key)
+        except StaleIncarnationError:
+            self.stream = None
+            return
+        self.ended |= self.opened
+        self.fences.clear()
+        self.report(stream)
+
+    def report(self, stream: Stream) -> None:
+        """Send what all blocks hold."""
+        for part in self.executor.report(_BLOCKS_PER_REPORT):
+            stream.to_control.append(wire(cpb.RegisterRequest(report=part)))
+
+
+class World:
+    """All processes, the latest last."""
+
+    def __init__(
+        self,
+        *,
+        num_shards: int = 1,
+        by_layers: bool = False,
+        num_device: int = 8,
+        num_host: int = 4,
+        watermark: float = 0.0,
+    ) -> None:
+        self.clock = Clock()
+        self.watermark = watermark
+        self.happened: Counter[str] = Counter()
+        self._random = Random(1)
+        self._epochs = itertools.count(1)
+        self.shards = [self._shard(i, num_shards, by_layers) for i in range(num_shards)]
+        self.sizes = [(num_device, num_host)] * num_shards
+        self.controls: list[ControlProcess] = []
+        self.processes: list[DataProcess] = []
+        self.restart_control(1)
+        for index in range(num_shards):
+            self.restart_data(index)
+        self.mend()
+
+    def _shard(self, index: int, num_shards: int, by_layers: bool) -> Shard:
+        if by_layers:
+            num = NUM_LAYERS // num_shards
+            return Shard(index, num_shards, index * num, num, 0, NUM_HEADS)
+        num = NUM_HEADS // num_shards
+        return Shard(index, num_shards, 0, NUM_LAYERS, index * num, num)
+
+    def new_session_id(self) -> int:
+        return self._random.randrange(1, 2**53)
+
+    # Processes
+
+    @property
+    def control(self) -> ControlProcess:
+        """The latest of the highest incarnation."""
+        return max(reversed(self.controls), key=lambda control: control.incarnation)
+
+    def latest(self, index: int) -> DataProcess:
+        """The last process that is a proper shard of the pool."""
+        shard = self.shards[index]
+        return next(p for p in reversed(self.processes) if p.shard == shard)
+
+    @property
+    def num_device(self) -> int:
+        """Blocks of the pool that the latest processes make."""
+        return min(self.latest(i).num_device for i in range(len(self.shards)))
+
+    def restart_control(self, incarnation: int) -> ControlProcess:
+        """Another control plane; those before it go on."""
+        self.controls.append(ControlProcess(self, incarnation))
+        if len(self.controls) > MAX_CONTROLS:
+            gone = self.controls.pop(0)
+            for process in self.processes:
+                if process.stream is not None and process.stream.control is gone:
+                    process.stream = None
+        return self.controls[-1]
+
+    def restart_data(self, index: int, shard: Shard | None = None) -> DataProcess:
+        """Another process of a shard, of a higher epoch; those before it go on."""
+        process = DataProcess(shard or self.shards[index], next(self._epochs), *self.sizes[index])
+        self.processes.append(process)
+        if len(self.processes) > MAX_PROCESSES:
+            latest = {id(self.latest(i)) for i in range(len(self.shards))}
+            self.leave(gone := next(p for p in self.processes if id(p) not in latest))
+            self.processes.remove(gone)
+        return process
+
+    # Streams
+
+    def connect(self, process: DataProcess, control: ControlProcess) -> None:
+        """A process leaves its stream for a new one, or is refused."""
+        process.stream = None
+        process.stream = control.open(process, process.hello())
+
+    def leave(self, process: DataProcess) -> None:
+        """A process leaves its stream, and the control plane knows at once."""
+        stream, process.stream = process.stream, None
+        if stream is not None:
+            stream.control.close(stream)
+
+    def streams(self) -> list[Stream]:
+        """Those that an end reads."""
+        found = [stream for control in self.controls for stream in control.streams.values()]
+        found += [p.stream for p in self.processes if p.stream is not None]
+        return list(dict.fromkeys(found))
+
+    def deliver(self, rng: Random, num_messages: int) -> None:
+        """Some messages arrive."""
+        for _ in range(num_messages):
+            waiting = [(s, s.control, s.to_control) for s in self.streams() if s.to_control]
+            waiting += [(s, s.process, s.to_data) for s in self.streams() if s.to_data]
+            if not waiting:
+                return
+            stream, receiver, _ = rng.choice(waiting)
+            receiver.receive(stream)
+
+    def deliver_all(self) -> None:
+        """All messages arrive, and what they bring about."""
+        while any(stream.to_control or stream.to_data for stream in self.streams()):
+            for stream in self.streams():
+                while stream.to_control:
+                    stream.control.receive(stream)
+                while stream.to_data:
+                    stream.process.receive(stream)
+
+    def mend(self) -> None:
+        """The latest process of each shard registers with the latest control plane, and all that
+        is in flight arrives. A shard that can not register starts anew.
+        """
+        control = self.control
+        for stream in self.streams():
+            if stream.is_read_by_data and stream.process is not self.latest_of(stream):
+                self.leave(stream.process)
+            if not stream.is_read_by_data:
+                stream.control.close(stream)
+        for attempt in range(3):
+            for index in range(len(self.shards)):
+                self._mend_shard(index, control)
+            self.deliver_all()
+            if control.ready:
+                return
+            assert attempt < 2, f"the pool is never ready: {control.pool.shards.what_is_missing()}"
+
+    def latest_of(self, stream: Stream) -> DataProcess | None:
+        """The latest process of a stream's shard."""
+        index = stream.index
+        return self.latest(index) if index < len(self.shards) else None
+
+    def _mend_shard(self, index: int, control: ControlProcess) -> None:
+        process = self.latest(index)
+        stream = process.stream
+        if stream is not None and stream.control is control and stream.is_read_by_control:
+            return
+        try:
+            self.connect(process, control)
+        except StaleEpochError:
+            self.connect(self.restart_data(index), control)
+
+    # What always holds
+
+    def check(self) -> None:
+        """Each plane's own invariants, and that what can be found is what it is found for."""
+        for process in self.processes:
+            process.executor.check_integrity()
+        for control in self.controls:
+            control.core.check_integrity()
+            self._check_findable(control)
+
+    def _check_findable(self, control: ControlProcess) -> None:
+        """Whatever a prompt would find holds that prompt's values, in every shard."""
+        pool = control.pool
+        if pool is None or not pool.built:
+            return
+        processes = {process.executor.epoch: process for process in self.processes}
+        views = [processes.get(epoch) for epoch in pool.epochs]
+        prefixes: dict[int, list[int]] = {}
+        index = pool.device.index
+        for root, block in index.findable():
+            (parent,), (token_ids,) = index.parents([block]), index.token_ids([block])
+            prefixes[block] = [*prefixes.get(parent, []), *columns.read(INT32, token_ids, "")]
+            owner = owner_of(root)
+            for process in views:
+                if process is None or process.executor.key_id != pool.shards.key_id:
+                    continue
+                wanted = process.view.blocks(values_of(owner, prefixes[block]))[:, -1:]
+                found = process.executor.pools.device_tier[block][:, None].numpy()
+                where = f"block {block}, found for {owner} {prefixes[block]}"
+                check_blocks(found, wanted, tag_of(owner[0]), where)
+                self.happened["cached blocks checked"] += 1
