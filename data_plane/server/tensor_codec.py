@@ -19,14 +19,9 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 def tensor_from_message(message: pb.Tensor, device: torch.device, *, field: str) -> torch.Tensor:
     """A contiguous tensor of the message's shape, on ``device``.
 
-    Raises InvalidRequestError naming the part of ``field`` that is malformed, and for a tensor in
-    shared memory, of which none is agreed on yet; InternalError when the device failed.
+    Raises InvalidRequestError naming the part of ``field`` that is malformed, or ``field``.memory for
+    shared memory, and InternalError when the device failed.
     """
-    if message.HasField("memory"):
-        raise InvalidRequestError(
-            "this data plane shares no memory with its callers: send the tensor's data",
-            field=f"{field}.memory",
-        )
     tensor = Tensor.from_proto(message, field=field)
     dtype = TORCH_DTYPES[tensor.dtype]
     if tensor.num_elements == 0:
