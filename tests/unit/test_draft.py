@@ -72,7 +72,7 @@ def test_entries_are_set_as_the_table_is_when_they_are_set() -> None:
     message = draft.changes.message()
     assert message is not None
     assert entries_of(message) == [(block, 1, True) for block in sequence.table]
-    assert sequence.resident
+    assert sequence.table_sent
 
 
 def test_no_tokens_are_no_span() -> None:

@@ -49,7 +49,7 @@ def test_each_number_is_answered_as_by_a_dict(requests: list[tuple[int, bytes, b
         got: type[KvplaneError] | int | None
         try:
             known = numbering.repeated(number, content)
-            got = None if known is None else known.give()
+            got = None if known is None else known.result()
         except KvplaneError as error:
             got = type(error)
         assert got == model_answer(answers, number, content)
@@ -82,7 +82,7 @@ def test_a_remembered_error_is_raised_anew_each_time_with_all_that_it_says() -> 
     again = []
     for _ in range(2):
         with pytest.raises(PoolFullError) as raised:
-            answer.give()
+            answer.result()
         again.append(raised.value)
         assert (raised.value.message, raised.value.field) == ("is full", "operations")
         assert raised.value.retry_delay_s == 0.5

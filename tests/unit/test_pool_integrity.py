@@ -51,7 +51,7 @@ FAULTS: dict[str, tuple[Callable[[PlanningRig], object], str]] = {
     ),
     "a live sequence that was freed": (
         lambda rig: setattr(rig.session.sequences[1], "generations", []),
-        "is live, and freed",
+        "is live, but marked as freed",
     ),
     "a published block that is written": (_publish_what_is_written, "writes published block"),
     "blocks that are nowhere": (
