@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from planes_values import LAYOUT, Owner, Values, check_blocks, tag_of, values_of
+from planes_values import LAYOUT_MESSAGE, Owner, Values, check_blocks, tag_of, values_of
 from planes_world import POOL, ControlProcess, DataProcess, World, wire
 
 from kvplane import columns, ops, signing
@@ -118,6 +118,7 @@ class Sent:
 
     method: str
     request: Any
+    arrived: bool = False
     answer: Any = None
     error: KvplaneError | None = None
 
@@ -126,7 +127,6 @@ class LayerCall(NamedTuple):
     """What one layer's message said, and what it wrote, to be sent again."""
 
     process: DataProcess
-    session_id: int
     plan_number: int
     layer: int
     query: torch.Tensor
@@ -141,7 +141,7 @@ class Engine:
         """Raises PoolNotReadyError."""
         self.world, self.control, self.owner = world, control, owner
         request = cpb.OpenSessionRequest(
-            pool_id=POOL, layout=LAYOUT.to_proto(), namespace=owner[1], client_name="engine"
+            pool_id=POOL, layout=LAYOUT_MESSAGE, namespace=owner[1], client_name="engine"
         )
         opened = wire(control.core.open_session(request, owner[0]))
         self.ref, self.grant = opened.session, opened.grant
@@ -154,6 +154,7 @@ class Engine:
         self.sequences: dict[int, Known] = {}
         self.sent: list[Sent] = []
         self.unanswered: Sent | None = None
+        self.given_up: list[Sent] = []
         self.plans: list[Made] = []
         self.newest = [0] * len(self.epochs)  # highest plan started on each shard
         self.receipts: list[tpb.SignedPayload] = []
@@ -187,7 +188,7 @@ class Engine:
         if fate < 0.06:
             return None
         if fate < 0.12:
-            self._deliver(Sent(method, request))
+            self._deliver(self.unanswered)
             self.world.happened["answers lost"] += 1
             return None
         return self.retry()
@@ -209,8 +210,22 @@ class Engine:
         self.check()
         return sent.answer
 
+    def change_its_mind(self) -> bool:
+        """Give up the request that was not answered, if it never arrived: its number is used for
+        another one, and it may arrive then.
+        """
+        sent = self.unanswered
+        if sent is None or sent.arrived:
+            return False
+        self.given_up.append(sent)
+        self.receipts += sent.request.receipts
+        self.unanswered = None
+        self.number -= 1
+        return True
+
     def _deliver(self, sent: Sent) -> None:
         core = self.control.core
+        sent.arrived = True
         try:
             sent.answer = wire(getattr(core, sent.method)(wire(sent.request), self.tenant))
         except (StaleError, SessionNotFoundError) as error:
@@ -235,7 +250,7 @@ class Engine:
         receipts: Sequence[tpb.SignedPayload] | None = None,
     ) -> cpb.StepResult | None:
         """Send a step; ``receipts`` None for all at hand."""
-        request = cpb.StepRequest(operations=operations, receipts=self._take(receipts))
+        request = cpb.StepRequest(operations=operations, receipts=self.take_receipts(receipts))
         if deferred:
             request.deferred_tokens.CopyFrom(self.deferred_tokens())
         result: cpb.StepResult | None = self.call("step", request, rng)
@@ -248,12 +263,15 @@ class Engine:
         rng: Random | None = None,
         deferred: bool = True,
     ) -> None:
-        request = cpb.SubmitReceiptsRequest(receipts=self._take(receipts))
+        request = cpb.SubmitReceiptsRequest(receipts=self.take_receipts(receipts))
         if deferred:
             request.deferred_tokens.CopyFrom(self.deferred_tokens())
         self.call("submit_receipts", request, rng)
 
-    def _take(self, receipts: Sequence[tpb.SignedPayload] | None) -> list[tpb.SignedPayload]:
+    def take_receipts(
+        self, receipts: Sequence[tpb.SignedPayload] | None = None
+    ) -> list[tpb.SignedPayload]:
+        """Receipts to send, all at hand for None, which are no longer at hand then."""
         taken = list(self.receipts) if receipts is None else list(receipts)
         self.receipts = [receipt for receipt in self.receipts if receipt not in taken]
         self.old_receipts += taken
@@ -398,10 +416,13 @@ class Engine:
         assert [state.sequence_id for state in states] == sorted(self.sequences)
         for state in states:
             known = self.sequences[state.sequence_id]
+            reached = state.num_tokens, state.num_scheduled_tokens
+            known.tier = state.tier
+            if reached == (known.num_known, known.num_scheduled):
+                continue
             assert state.num_tokens == state.num_scheduled_tokens <= known.num_scheduled
             known.num_known = known.num_scheduled = state.num_tokens
             del known.tokens[state.num_tokens :]
-            known.tier = state.tier
 
     def _made(self, signed: tpb.SignedPayload) -> None:
         values = {
@@ -456,6 +477,15 @@ class Engine:
             )
         ]
 
+    @property
+    def is_served(self) -> bool:
+        """Whether every shard must run its plans."""
+        processes = {process.executor.epoch: process for process in self.world.processes}
+        return not self.ended and all(
+            epoch in processes and not self.refusal(index, processes[epoch])
+            for index, epoch in enumerate(self.epochs)
+        )
+
     def refusal(self, index: int, process: DataProcess) -> str:
         """Why a data plane must refuse the session's plans; empty when it must not."""
         executor = process.executor
@@ -493,7 +523,7 @@ class Engine:
         process = run.process
         layer = process.view.layers[run.next_layer]
         query, key, value = self._tensors(made, process, layer)
-        call = LayerCall(process, self.id, made.number, layer, query, key, value)
+        call = LayerCall(process, made.number, layer, query, key, value)
         try:
             if made.number % 3:
                 output = process.executor.layer(

@@ -26,6 +26,7 @@ LAYOUT = Layout(
     "float32",
     (LayerGroup("full", tuple(range(NUM_LAYERS)), NUM_HEADS, HEAD_SIZE),),
 )
+LAYOUT_MESSAGE = LAYOUT.to_proto()
 TENANTS = ("ann", "bob")
 
 Owner = tuple[str, str]

@@ -15,6 +15,7 @@ import torch
 from google.protobuf.message import Message
 from planes_values import (
     LAYOUT,
+    LAYOUT_MESSAGE,
     NUM_HEADS,
     NUM_LAYERS,
     ShardView,
@@ -47,6 +48,13 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 def wire(message: AnyMessage) -> AnyMessage:
     """The message as its receiver has it."""
     return type(message).FromString(message.SerializeToString())
+
+
+def cells(shard: tpb.Shard) -> set[tuple[int, int]]:
+    """The (layer, KV head)s that a shard holds."""
+    layers = range(shard.first_layer, shard.first_layer + shard.num_layers)
+    heads = range(shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads)
+    return set(itertools.product(layers, heads))
 
 
 class Clock:
@@ -113,8 +121,12 @@ class ControlProcess:
         known = states.get(hello.shard.index)
         is_outdated = known is not None and known.hello.epoch > hello.epoch
         must_refuse = is_outdated or hello.incarnation > self.incarnation
+        if pool is not None and hello.shard.num_shards == pool.shards.num_shards:
+            connected = [s.hello.shard for i, s in states.items() if s.connected]
+            others = [shard for shard in connected if shard.index != hello.shard.index]
+            must_refuse |= any(not cells(shard).isdisjoint(cells(hello.shard)) for shard in others)
         welcome = wire(self.core.register(wire(hello)))
-        assert not must_refuse, "an earlier process, or one with a later control plane, came in"
+        assert not must_refuse, "a data plane came in that must be refused"
         if not welcome.resumed:
             self.num_restarts += 1
         return welcome
@@ -207,7 +219,7 @@ class DataProcess:
             pool_id=POOL,
             shard=self.shard.to_proto(),
             epoch=executor.epoch,
-            layout=LAYOUT.to_proto(),
+            layout=LAYOUT_MESSAGE,
             num_device_blocks=self.num_device,
             num_host_blocks=self.num_host,
             address=f"shard{self.shard.index}:1",
@@ -417,6 +429,15 @@ class World:
         for control in self.controls:
             control.core.check_integrity()
             self._check_findable(control)
+            if control.ready:
+                self._check_all_is_held(control)
+
+    def _check_all_is_held(self, control: ControlProcess) -> None:
+        """Each KV head of each layer is held by one shard."""
+        infos = control.core.describe_pool(POOL).shards
+        held = Counter(cell for info in infos for cell in cells(info.shard))
+        wanted = itertools.product(range(NUM_LAYERS), range(NUM_HEADS))
+        assert held == Counter(wanted), "a pool is ready without all of its parts"
 
     def _check_findable(self, control: ControlProcess) -> None:
         """Whatever a prompt would find holds that prompt's values, in every shard."""

@@ -1,0 +1,277 @@
+"""Planted faults of both planes, each one thing that was wrong once or easily could be.
+
+Each takes pytest's monkeypatch and plants itself for one test.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import xxhash
+
+from control_plane.blocks import prefix_index
+from control_plane.blocks.block_store import BlockStore
+from control_plane.planning import core, planner, recovery, registration, shards
+from control_plane.planning.abort import abort_from
+from control_plane.planning.numbering import Answer, Numbering
+from control_plane.planning.pool import Pool
+from control_plane.planning.publications import Published
+from control_plane.planning.session import Session
+from data_plane.plans.block_tables import BlockTables
+from data_plane.plans.last_tenants import LastTenants
+from data_plane.plans.publications import Publications
+from data_plane.plans.sessions import Sessions
+from data_plane.plans.verifier import Verifier
+from kvplane import columns
+from kvplane.columns import INT64
+from kvplane.v1 import types_pb2 as tpb
+
+
+def repeats_not_recognised(patch: pytest.MonkeyPatch) -> None:
+    """The last step runs again when it arrives again."""
+    original = Numbering.repeated
+
+    def repeated(self: Numbering, number: int, content: bytes) -> Answer | None:
+        if number == self.last > 0:
+            self.last -= 1
+        return original(self, number, content)
+
+    patch.setattr(Numbering, "repeated", repeated)
+
+
+def abort_not_numbered(patch: pytest.MonkeyPatch) -> None:
+    """An abort takes effect whenever it arrives."""
+    original = core.ControlPlane.abort_plan
+
+    def abort_plan(self: core.ControlPlane, request: Any, tenant: str) -> Any:
+        session = self._sessions.get(request.session.session_id)
+        if session is not None and request.number <= session.numbers.last:
+            abort_from(session, request.plan_number)
+        return original(self, request, tenant)
+
+    patch.setattr(core.ControlPlane, "abort_plan", abort_plan)
+
+
+def session_ids_reused(patch: pytest.MonkeyPatch) -> None:
+    """Every control plane counts its sessions from 1."""
+    num: dict[int, int] = defaultdict(int)
+
+    def unused(self: core.ControlPlane) -> int:
+        num[id(self)] += 1
+        return num[id(self)]
+
+    patch.setattr(core.ControlPlane, "_unused_session_id", unused)
+
+
+def incarnation_of_requests_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Sessions are known by their id alone, which every control plane counts from 1."""
+    session_ids_reused(patch)
+    patch.setattr(core.ControlPlane, "_check_incarnation", lambda self, ref: None)
+
+
+def epoch_order_ignored(patch: pytest.MonkeyPatch) -> None:
+    """An earlier process of a shard takes it back."""
+    patch.setattr(registration, "_check_epoch", lambda hello, registered: None)
+
+
+def key_ignored_on_resume(patch: pytest.MonkeyPatch) -> None:
+    """A data plane is resumed whatever key it holds."""
+    original = registration.Registration._can_resume
+
+    def can_resume(self: Any, pool: Pool, hello: Any) -> bool:
+        hello.key_id = pool.shards.key_id
+        return original(self, pool, hello)
+
+    patch.setattr(registration.Registration, "_can_resume", can_resume)
+
+
+def generations_cut_at_smallest_shard(patch: pytest.MonkeyPatch) -> None:
+    """Generations of blocks that a smaller shard does not have are forgotten, and never learned."""
+    set_tiers, learn = Pool.set_tiers, recovery._learn
+
+    def cut(self: Pool, num_blocks: dict[tpb.Tier, int]) -> None:
+        for tier, num in num_blocks.items():
+            if num:
+                del self.generations[tier][num:]
+        set_tiers(self, num_blocks)
+
+    def learn_less(known: list[int], reported: dict[int, int]) -> None:
+        num = len(known) or len(reported)
+        learn(known, {block: g for block, g in reported.items() if block < num})
+
+    patch.setattr(Pool, "set_tiers", cut)
+    patch.setattr(recovery, "_learn", learn_less)
+
+
+def publication_of_other_generation_restored(patch: pytest.MonkeyPatch) -> None:
+    """A shard's publication is believed though another, or the past, knows a later generation."""
+
+    def agreed(device: BlockStore, reports: list[Any]) -> dict[int, Published]:
+        first = reports[0].published
+        return {
+            block: published for block, published in first.items() if block < device.num_blocks
+        }
+
+    patch.setattr(recovery, "_agreed", agreed)
+
+
+def parents_linked_by_hash(patch: pytest.MonkeyPatch) -> None:
+    """Hashes are so weak that many are equal, and recovery finds parents by them alone."""
+    weaken_hashes(patch)
+    original = recovery._restore
+
+    def restore(device: BlockStore, agreed: dict[int, Published]) -> None:
+        holder = {(p.root, p.hash): (block, p.generation) for block, p in agreed.items()}
+        linked = {}
+        for block, p in agreed.items():
+            if p.parent in agreed:
+                parent, generation = holder[p.root, agreed[p.parent].hash]
+                p = p._replace(parent=parent, parent_generation=generation)
+            linked[block] = p
+        original(device, linked)
+
+    patch.setattr(recovery, "_restore", restore)
+
+
+def weaken_hashes(patch: pytest.MonkeyPatch) -> None:
+    """No fault: hashes of prefixes are of one bit, and nothing may depend on that."""
+
+    def weak(parent_hash: bytes, tokens: bytes) -> bytes:
+        return bytes([xxhash.xxh3_128_digest(parent_hash + tokens)[0] & 1]) * 16
+
+    patch.setattr(prefix_index, "chained_hash", weak)
+
+
+def fence_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A data plane ends a session, but takes its grant again."""
+
+    def fence(self: Sessions, session_id: int, ordinal: int) -> None:
+        self._open.pop(session_id, None)
+
+    patch.setattr(Sessions, "fence", fence)
+
+
+def fence_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    """An ended session's blocks are free before all data planes have stopped it."""
+    original = Pool.end
+
+    def end(self: Pool, session: tpb.SessionRef, ordinal: int) -> None:
+        original(self, session, ordinal)
+        for store in self.tiers.values():
+            store.session_fenced(session.session_id)
+
+    patch.setattr(Pool, "end", end)
+
+
+def tables_kept_on_install(patch: pytest.MonkeyPatch) -> None:
+    """Sessions of an earlier control plane go on."""
+    patch.setattr(Sessions, "end_all", lambda self, *, same_key: None)
+    patch.setattr(BlockTables, "drop_all", lambda self: None)
+
+
+def lower_incarnation_installed(patch: pytest.MonkeyPatch) -> None:
+    """A control plane that was replaced is served again."""
+    original = Verifier.install
+
+    def install(self: Verifier, incarnation: int, key: bytes) -> None:
+        self.incarnation = 0
+        original(self, incarnation, key)
+
+    patch.setattr(Verifier, "install", install)
+    check = registration.Registration.register
+
+    def register(self: Any, hello: Any) -> Any:
+        hello.incarnation = min(hello.incarnation, self._incarnation)
+        return check(self, hello)
+
+    patch.setattr(registration.Registration, "register", register)
+
+
+def tenants_not_cleared(patch: pytest.MonkeyPatch) -> None:
+    """A block that goes to another tenant keeps what it held."""
+    patch.setattr(LastTenants, "to_clear", lambda self, tenant, allocated, transfers: {})
+
+
+def tokens_taken_by_sequence_id(patch: pytest.MonkeyPatch) -> None:
+    """Deferred tokens are taken by whatever sequence has the id now."""
+    original = core.take_deferred_tokens
+
+    def take(session: Session, message: Any, max_items: int) -> None:
+        ids = columns.read(INT64, message.sequence_ids, "")
+        steps = [session.sequences[i].admitted_by if i in session.sequences else 0 for i in ids]
+        message.admitted_by = columns.pack(INT64, steps)
+        original(session, message, max_items)
+
+    patch.setattr(core, "take_deferred_tokens", take)
+
+
+def append_position_unchecked(patch: pytest.MonkeyPatch) -> None:
+    """An append goes where the sequence is, wherever its engine took it to be."""
+    original = planner.append
+
+    def append(draft: Any, message: Any, failures: Any) -> Any:
+        ids = columns.read(INT64, message.sequence_ids, "")
+        live = draft.session.sequences
+        firsts = [live[i].num_scheduled if i in live else 0 for i in ids]
+        message.first_positions = columns.pack(INT64, firsts)
+        return original(draft, message, failures)
+
+    patch.setattr(planner, "append", append)
+
+
+def stale_publication_kept(patch: pytest.MonkeyPatch) -> None:
+    """A data plane keeps a publication of a generation that its block no longer has."""
+    original = Publications.keep
+
+    def keep(self: Publications, message: Any, generations: Any, field: str) -> int:
+        own = message.generations
+        message.generations = generations[
+            list(columns.read("i", message.indices, ""))
+        ].astype("<i8").tobytes()
+        num = original(self, message, generations, field)
+        message.generations = own
+        return num
+
+    patch.setattr(Publications, "keep", keep)
+
+
+def sessions_outlive_a_shard(patch: pytest.MonkeyPatch) -> None:
+    """A shard restarts, and the pool's sessions go on."""
+    patch.setattr(core.ControlPlane, "_end_all", lambda self, pool: None)
+
+
+def shards_may_overlap(patch: pytest.MonkeyPatch) -> None:
+    """A pool is ready when all of its shards have come, whatever they hold."""
+    patch.setattr(shards.PoolShards, "overlapping", lambda self, shard: [])
+    patch.setattr(
+        shards.PoolShards,
+        "_hold_everything",
+        lambda self: len(self.states) == self.num_shards,
+    )
+
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+ALL: tuple[Fault, ...] = (
+    repeats_not_recognised,
+    abort_not_numbered,
+    session_ids_reused,
+    incarnation_of_requests_ignored,
+    epoch_order_ignored,
+    key_ignored_on_resume,
+    generations_cut_at_smallest_shard,
+    publication_of_other_generation_restored,
+    parents_linked_by_hash,
+    fence_forgotten,
+    fence_not_awaited,
+    tables_kept_on_install,
+    lower_incarnation_installed,
+    tenants_not_cleared,
+    tokens_taken_by_sequence_id,
+    append_position_unchecked,
+    stale_publication_kept,
+    sessions_outlive_a_shard,
+    shards_may_overlap,
+)
