@@ -1,4 +1,4 @@
-"""What an executor answers."""
+"""What an executor returns for a plan."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from kvplane.v1 import types_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class StartedPlan:
-    """A plan that was started, now or before. ``receipt`` when there is nothing left to run;
-    ``had_run`` when that was so before it was shown.
+    """A plan that was started, now or before. ``receipt``: there once the plan has run.
+    ``had_run``: whether it had run before this call.
     """
 
     number: int
