@@ -23,7 +23,7 @@ __all__ = [
     "StartedPlan",
 ]
 
-# Imported when first used, so that the executor alone brings no gRPC.
+# Imported when first used, so that the executor alone does not import gRPC.
 _HOMES = {
     "DataPlaneConfig": "data_plane.server.config",
     "EmbeddedDataPlane": "data_plane.server.embedded",

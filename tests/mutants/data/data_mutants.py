@@ -151,7 +151,7 @@ def clearing_after_the_transfers() -> None:
     def transfer(self: Any, session: Any, run: Any) -> None:
         for batch in run.transfers:
             self._compute.transfer(batch)
-        run.num_transfers_given = len(run.transfers)
+        run.num_transfers_queued = len(run.transfers)
         self._compute.clear(run.to_clear)
         run.cleared = True
         self._tenants.take_over(session.tenant, run.allocated)
@@ -216,7 +216,7 @@ def layers_written_again_after_the_end() -> None:
 def transfers_run_twice() -> None:
     def start(self: Any, session: Any, plan: pb.Plan, payload: bytes) -> Any:
         if session.running is not None:
-            session.running.num_transfers_given = 0
+            session.running.num_transfers_queued = 0
         return _start(self, session, plan, payload)
 
     plan_runner.PlanRunner.start = start  # type: ignore[method-assign]
@@ -230,7 +230,7 @@ def receipted_plan_writes_again() -> None:
         if run is not None and plan.number == run.number:
             run.receipt = None
             run.progress._written[:] = [False] * len(run.progress._written)
-            run.num_transfers_given = 0
+            run.num_transfers_queued = 0
             session.receipts.clear()
         return _start(self, session, plan, payload)
 
@@ -359,7 +359,7 @@ def layers_before_transfers() -> None:
 
 def pools_go_early() -> None:
     """While the device may still use them."""
-    pool._let_go = lambda _drain, unpin: unpin()
+    pool._release = lambda _drain, unpin: unpin()
 
 
 def receipts_before_kept_ones() -> None:
