@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from data_plane.executor import Executor
-from data_plane.plans.answers import StartedPlan
+from data_plane.plan_runner import StartedPlan
 
 if TYPE_CHECKING:
     from data_plane.server.config import DataPlaneConfig

@@ -25,8 +25,7 @@ from data_plane.kernels.device_watch import DeviceWatch
 from data_plane.kernels.devices import with_index
 from data_plane.kernels.shard_kernels import Compute
 from data_plane.memory.pool import Pools
-from data_plane.plan_runner import PlanRunner
-from data_plane.plans.answers import StartedPlan
+from data_plane.plan_runner import PlanRunner, StartedPlan
 from data_plane.plans.block_report import block_report
 from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.sessions import Sessions, check_ordinal

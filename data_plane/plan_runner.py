@@ -8,13 +8,13 @@ start: tables change ──► blocks are cleared ──► transfers ──► 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from data_plane.counters import ExecutorCounters
 from data_plane.kernels.arguments import WriteArguments
 from data_plane.kernels.shard_kernels import Compute
-from data_plane.plans.answers import StartedPlan
 from data_plane.plans.attention_batch import check_writable, prepare_batch
 from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.last_tenants import LastTenants
@@ -26,6 +26,19 @@ from data_plane.plans.verifier import Verifier
 from kvplane import columns, signing
 from kvplane.errors import InternalError, PlanOutOfOrderError
 from kvplane.v1 import types_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class StartedPlan:
+    """A plan that was started, now or before. ``receipt`` when there is nothing left to run;
+    ``had_run`` when that was so before it was shown.
+    """
+
+    number: int
+    num_tokens: int
+    num_spans: int
+    receipt: pb.SignedPayload | None = None
+    had_run: bool = False
 
 
 class PlanRunner:

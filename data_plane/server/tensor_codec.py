@@ -19,8 +19,8 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 def tensor_from_message(message: pb.Tensor, device: torch.device, *, field: str) -> torch.Tensor:
     """A contiguous tensor of the message's shape, on ``device``.
 
-    Raises InvalidRequestError naming the part of ``field`` that is malformed, or its
-    ``memory`` for shared memory, and InternalError when the device failed.
+    Raises InvalidRequestError naming the part of ``field`` that is malformed, or ``field``.memory
+    for shared memory, and InternalError when the device failed.
     """
     tensor = Tensor.from_proto(message, field=field)
     dtype = TORCH_DTYPES[tensor.dtype]

@@ -29,8 +29,8 @@ DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
 TIERS = (DEVICE, HOST)
 POOL = "pool"
 
-Name = tuple[int, int]
-"""Tier and index of a block."""
+BlockId = tuple[int, int]
+"""Tier and index."""
 
 
 def pack(tokens: Sequence[int]) -> bytes:
@@ -58,14 +58,14 @@ def prefix_values(tokens: Sequence[int], start: int) -> list[int]:
 
 
 class Block(NamedTuple):
-    """A block reference of a plan."""
+    """A block as a plan refers to it."""
 
     tier: int
     index: int
     generation: int
 
     @property
-    def name(self) -> Name:
+    def block_id(self) -> BlockId:
         return (self.tier, self.index)
 
 
@@ -207,16 +207,16 @@ class DataPlane:
         self.epoch = self.world.epoch
         self.incarnation = 0
         self.key = b""
-        self.generation: dict[Name, int] = {}
-        self.content: dict[Name, list[int | None]] = {}
+        self.generation: dict[BlockId, int] = {}
+        self.content: dict[BlockId, list[int | None]] = {}
         self.published: dict[int, Published] = {}
         self.quit_all()
 
     def quit_all(self) -> None:
         """Drop every table, as for a new incarnation."""
-        self.tables: dict[int, dict[int, list[Name]]] = {}
+        self.tables: dict[int, dict[int, list[BlockId]]] = {}
         self.finished: dict[int, int] = {}
-        self.running: dict[int, tuple[int, dict[int, list[Name]]]] = {}
+        self.running: dict[int, tuple[int, dict[int, list[BlockId]]]] = {}
         self.quit: set[int] = set()
 
     # Registration
@@ -309,13 +309,13 @@ class DataPlane:
             self.report()
 
     def _publish(self, index: int, published: Published) -> None:
-        name = (DEVICE, index)
-        if self.generation.get(name) != published.generation:
+        block_id = (DEVICE, index)
+        if self.generation.get(block_id) != published.generation:
             return
-        content = self.content[name]
+        content = self.content[block_id]
         if self.check_values:
             value = self.world.values[(published.owner, published.hash)]
-            assert content[-1] == value, f"{name} was published before it was written"
+            assert content[-1] == value, f"{block_id} was published before it was written"
         parent, generation = published.parent
         start: int | None = None
         if parent == -1:
@@ -323,10 +323,10 @@ class DataPlane:
             start = root_value(published.owner)
         elif self.generation.get((DEVICE, parent)) == generation:
             start = self.content[(DEVICE, parent)][-1]
-            assert start is not None, f"the parent of {name} is not written"
+            assert start is not None, f"the parent of {block_id} is not written"
         if start is not None:
             values = prefix_values(unpack(published.token_ids), start)
-            assert content == values, f"{name} does not hold what was published of it"
+            assert content == values, f"{block_id} does not hold what was published of it"
         self.published[index] = published
 
     # Plans
@@ -412,61 +412,63 @@ class DataPlane:
             else:
                 for block, allocated in zip(change.blocks, change.allocated, strict=True):
                     self._check_block(session_id, block, allocated=allocated, again=again)
-                names = [block.name for block in change.blocks]
+                block_ids = [block.block_id for block in change.blocks]
                 replace = change.kind == tpb.TABLE_CHANGE_KIND_REPLACE
                 table = [] if replace else tables.setdefault(change.sequence_id, [])
                 assert change.first_block <= len(table), "a table with a hole"
-                table[change.first_block : change.first_block + len(names)] = names
+                table[change.first_block : change.first_block + len(block_ids)] = block_ids
                 assert len({tier for tier, _ in table}) == 1, "a table in two tiers"
                 tables[change.sequence_id] = table
 
     def _check_block(self, session_id: int, block: Block, *, allocated: bool, again: bool) -> None:
-        name = block.name
+        block_id = block.block_id
         assert block.index < self.sizes[block.tier]
-        known = self.generation.get(name, 0)
+        known = self.generation.get(block_id, 0)
         if not allocated:
-            assert block.generation == known, f"{name} is of generation {known}: {block}"
+            assert block.generation == known, f"{block_id} is of generation {known}: {block}"
             return
         if again and block.generation <= known:
             return
-        assert block.generation > known, f"{name} is of generation {known}, not new: {block}"
+        assert block.generation > known, f"{block_id} is of generation {known}, not new: {block}"
         for other, tables in self.tables.items():
             if other != session_id:
-                assert all(name not in table for table in tables.values()), (
-                    f"{name} was allocated to session {session_id} while a table of session "
+                assert all(block_id not in table for table in tables.values()), (
+                    f"{block_id} was allocated to session {session_id} while a table of session "
                     f"{other} refers to it"
                 )
-        self.generation[name] = block.generation
-        self.content[name] = [None] * BLOCK
+        self.generation[block_id] = block.generation
+        self.content[block_id] = [None] * BLOCK
         if block.tier == DEVICE:
             self.published.pop(block.index, None)
 
     def _copy(self, source: Block, destination: Block) -> None:
         for block in (source, destination):
-            known = self.generation.get(block.name)
+            known = self.generation.get(block.block_id)
             assert known == block.generation, f"a transfer of {block}, which is {known}"
         if destination.tier == DEVICE:
             assert destination.index not in self.published, "a copy over a published block"
-        self.content[destination.name] = list(self.content[source.name])
+        self.content[destination.block_id] = list(self.content[source.block_id])
 
     def _compute(self, plan: tpb.Plan, span: Span, values: list[int]) -> None:
         session_id, sequence_id = plan.session.session_id, span.sequence_id
         table = self.tables[session_id][sequence_id]
         for position in range(span.first_position):
-            name = table[position // BLOCK]
-            assert self.content[name][position % BLOCK] == values[position], (
+            block_id = table[position // BLOCK]
+            assert self.content[block_id][position % BLOCK] == values[position], (
                 f"session {session_id} sequence {sequence_id} reads a wrong position {position} "
-                f"of {name} in plan {plan.number}"
+                f"of {block_id} in plan {plan.number}"
             )
         for position in range(span.first_position, span.first_position + span.num_tokens):
-            name = table[position // BLOCK]
-            assert name[0] == DEVICE, "a write to the host tier"
-            assert name[1] not in self.published, f"a write to published block {name}"
-            self._check_alone(session_id, sequence_id, name)
-            self.content[name][position % BLOCK] = values[position]
+            block_id = table[position // BLOCK]
+            assert block_id[0] == DEVICE, "a write to the host tier"
+            assert block_id[1] not in self.published, f"a write to published block {block_id}"
+            self._check_alone(session_id, sequence_id, block_id)
+            self.content[block_id][position % BLOCK] = values[position]
 
-    def _check_alone(self, session_id: int, sequence_id: int, name: Name) -> None:
+    def _check_alone(self, session_id: int, sequence_id: int, block_id: BlockId) -> None:
         for other, tables in self.tables.items():
             for i, table in tables.items():
                 if (other, i) != (session_id, sequence_id):
-                    assert name not in table, f"{name} is written while session {other} shares it"
+                    assert block_id not in table, (
+                        f"{block_id} is written while session {other} shares it"
+                    )

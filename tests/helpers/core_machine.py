@@ -11,8 +11,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from core_beliefs import ModelSequence
 from core_data_plane import BLOCK, DEVICE, TIERS, DataPlane, pack
-from core_model import LATER, NEVER, OK, Engine, ModelSequence, World, status_of
+from core_model import LATER, NEVER, OK, Engine, World, status_of
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,

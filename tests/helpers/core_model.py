@@ -7,19 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from core_beliefs import ModelSequence, believe
 from core_data_plane import (
     BLOCK,
     DEVICE,
-    HOST,
     LAYOUT,
     POOL,
+    BlockId,
     DataPlane,
-    Name,
     pack,
     prefix_values,
     root_value,
     spans_of,
-    unpack,
 )
 
 from control_plane.blocks.prefix_index import chained_hash, root_hash
@@ -119,17 +118,6 @@ class World:
 
 
 @dataclass
-class ModelSequence:
-    """What an engine knows of a sequence. ``truth``: its tokens, also those not yet submitted."""
-
-    admitted_by: int
-    truth: list[int]
-    num_known: int
-    num_scheduled: int
-    tier: int = DEVICE
-
-
-@dataclass
 class MadePlan:
     """A plan as an engine got it, and what its spans compute."""
 
@@ -225,7 +213,7 @@ class Engine:
         if deferred:
             self._believe_deferred()
         for operation, done in zip(operations, result.results, strict=True):
-            self._believe(operation, done)
+            believe(self.sequences, self.number, operation, done)
         self._made(result.plan if result.HasField("plan") else None)
         return result
 
@@ -337,7 +325,7 @@ class Engine:
         generations = columns.read(INT64, table.generations, "generations")
         return [(table.tier, i, g) for i, g in zip(indices, generations, strict=True)]
 
-    def table(self, sequence_id: int) -> list[Name]:
+    def table(self, sequence_id: int) -> list[BlockId]:
         """(tier, index) of each block of the core's table of a sequence."""
         return [(tier, index) for tier, index, _ in self.blocks(sequence_id)]
 
@@ -387,79 +375,14 @@ class Engine:
         number = self.queue[-1].plan.number if self.queue else None
         for plane in self.world.shards:
             if number is not None and plane.finished.get(self.id) == number:
-                names = {i: self.table(i) for i in self.sequences if self.table(i)}
+                tables = {i: self.table(i) for i in self.sequences if self.table(i)}
                 if self.is_current(plane):
-                    assert plane.tables[self.id] == names
+                    assert plane.tables[self.id] == tables
 
     def is_current(self, plane: DataPlane) -> bool:
         """Whether the data plane has run the latest plan, so that it knows of every abort."""
         session = self.world.core._sessions[self.id]
         return not session.resync_due and session.last_plan == plane.finished.get(self.id)
-
-    def _believe(self, operation: cpb.Operation, result: cpb.OperationResult) -> None:
-        kind = operation.WhichOneof("operation")
-        failed = {failure.item for failure in result.failures}
-        assert len(failed) == len(result.failures)
-        if result.WhichOneof("done") is None:
-            assert failed == {0}
-            return
-        assert result.WhichOneof("done") == kind
-        if kind == "admit":
-            self._believe_admit(operation.admit, result.admit)
-        elif kind == "append":
-            self._believe_append(operation.append, failed)
-        elif kind == "fork":
-            parents = columns.read(INT64, operation.fork.parent_sequence_ids, "parents")
-            ids = columns.read(INT64, operation.fork.sequence_ids, "ids")
-            for item, (parent_id, i) in enumerate(zip(parents, ids, strict=True)):
-                if item not in failed:
-                    parent = self.sequences[parent_id]
-                    self.sequences[i] = ModelSequence(
-                        self.number,
-                        list(parent.truth),
-                        parent.num_known,
-                        parent.num_scheduled,
-                        parent.tier,
-                    )
-        elif kind == "free":
-            for item, i in enumerate(columns.read(INT64, operation.free.sequence_ids, "ids")):
-                if item not in failed:
-                    del self.sequences[i]
-        else:
-            for i in columns.read(INT64, getattr(operation, kind or "").sequence_ids, "ids"):
-                self.sequences[i].tier = HOST if kind == "swap_out" else DEVICE
-
-    def _believe_admit(self, admit: cpb.Admit, done: cpb.AdmitResult) -> None:
-        tokens = unpack(admit.token_ids)
-        scheduled = done.num_cached_tokens + done.num_scheduled_tokens
-        self.sequences[admit.sequence_id] = ModelSequence(
-            self.number, tokens, len(tokens), scheduled
-        )
-
-    def _believe_append(self, append: cpb.Append, failed: set[int]) -> None:
-        token_ids, begin = unpack(append.token_ids), 0
-        for item, (i, first, slots, num_tokens) in enumerate(
-            zip(
-                columns.read(INT64, append.sequence_ids, "ids"),
-                columns.read(INT64, append.first_positions, "first_positions"),
-                columns.read(INT32, append.num_slots, "slots"),
-                columns.read(INT32, append.num_tokens, "num_tokens"),
-                strict=True,
-            )
-        ):
-            tokens = token_ids[begin : begin + num_tokens]
-            begin += num_tokens
-            if item in failed:
-                continue
-            sequence = self.sequences[i]
-            assert first == sequence.num_scheduled, "appended at another position than meant"
-            end = sequence.num_known + len(tokens)
-            sequence.truth[sequence.num_known : end] = tokens
-            sequence.num_known = end
-            sequence.num_scheduled += slots
-            # Tokens of slots beyond those known: this engine knows them first.
-            while len(sequence.truth) < sequence.num_scheduled:
-                sequence.truth.append(len(sequence.truth) % 2)
 
     def done_with(self, receipts: Sequence[tpb.SignedPayload]) -> int:
         """The last plan that has run, as far as the core knows with these receipts."""

@@ -8,9 +8,9 @@ from core_model import World
 
 from control_plane.blocks import prefix_index
 from control_plane.blocks.prefix_index import chained_hash
-from control_plane.planning import recovery
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
+from control_plane.planning.recovery import build_if_complete
 from control_plane.planning.session import EndedSessions
 from kvplane import ops, signing
 from kvplane.errors import (
@@ -259,6 +259,17 @@ def test_a_report_is_believed_only_where_shards_agree_and_chains_are_whole() -> 
     world.core.check_integrity()
 
 
+def test_a_pool_that_is_built_is_not_built_again() -> None:
+    world = World()
+    engine = world.engine()
+    engine.admit(1, range(8))
+    pool = world.core._pools[POOL]
+    device = pool.device
+    build_if_complete(pool)
+    assert pool.device is device
+    assert engine.lookup(range(9)) == 8
+
+
 def test_equal_hashes_join_nothing_also_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = pack([1] * 8), pack([2] * 8)
 
@@ -266,7 +277,6 @@ def test_equal_hashes_join_nothing_also_after_a_restart(monkeypatch: pytest.Monk
         return chained_hash(parent_hash, one if tokens == two else tokens)
 
     monkeypatch.setattr(prefix_index, "chained_hash", weak_hash)
-    monkeypatch.setattr(recovery, "chained_hash", weak_hash)
     world = World()
     engine = world.engine()
     engine.admit(1, [1] * 8 + [3] * 8 + [0])

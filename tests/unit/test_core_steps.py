@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from core_data_plane import DEVICE, HOST, pack
+from core_data_plane import HOST, pack
 from core_model import (
     FAILED,
-    LATER,
-    NEVER,
     OK,
     World,
     error_in,
@@ -16,7 +14,7 @@ from core_model import (
 
 from control_plane.planning.config import CoreConfig
 from kvplane import columns, ops
-from kvplane.columns import INT32, INT64
+from kvplane.columns import INT32
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
@@ -39,25 +37,6 @@ def only(result: cpb.StepResult) -> cpb.OperationResult:
 
 def statuses(result: cpb.StepResult) -> list[int]:
     return [status_of(operation) for operation in result.results]
-
-
-def test_a_fork_without_all_its_tokens_shares_what_its_parent_publishes() -> None:
-    world = World()
-    engine = world.engine()
-    engine.admit(1, range(10))
-    engine.step(engine.growth(1, num_slots=6))
-    engine.step(ops.fork(1, 2))
-    engine.run_all()
-    tokens = pack(engine.sequences[1].truth[10:])
-    engine.submit(engine.receipts, deferred=ops.deferred_tokens([1], [1], [10], [6], tokens))
-    assert world.pool().counters.num_publications == 2
-    world.core.check_integrity()
-    assert engine.table(2) == engine.table(1)
-    engine.sequences[1].num_known = 16
-    engine.receipts.clear()
-    engine.append(2, num_slots=1)
-    assert engine.table(2)[:2] == engine.table(1)[:2]
-    world.core.check_integrity()
 
 
 def test_an_empty_step_has_no_plan_but_uses_its_number() -> None:
@@ -158,56 +137,6 @@ def test_a_wrong_operation_fails_alone_and_names_its_field(
     world.core.check_integrity()
 
 
-def test_items_of_one_operation_fail_one_by_one_in_sparse_failures() -> None:
-    world = World(config=CoreConfig(watermark=0.0, max_sequences=7))
-    engine = world.engine()
-    for i in range(1, 6):
-        engine.admit(i, [i] * 6)
-    append = ops.appends(
-        [1, 9, 2, 3, 1, 4],
-        [6, 6, 6, 5, 7, 6],
-        [1, 1, 1, 1, 1, 0],
-        [1, 1, 1, 1, 1, 3],
-        pack([10, 11, 12, 13, 14, 15, 16, 17]),
-    )
-    forks = ops.forks([5, 9, 5, 5, 5], [6, 7, 5, 7, 8])
-    frees = ops.free([4, 4, 1, 6])
-    appended, forked, freed = engine.step(append, forks, frees).results
-    assert [failure.item for failure in appended.failures] == [1, 3, 4]
-    assert [failure.error.field for failure in appended.failures] == [
-        "operations[0].append.sequence_ids[1]",
-        "operations[0].append.first_positions[3]",
-        "operations[0].append.num_slots[4]",
-    ]
-    assert columns.read(INT32, appended.append.num_blocks, "").tolist() == [1, 0, 1, 0, 0, 1]
-    assert [failure.item for failure in forked.failures] == [1, 2, 4]
-    assert forked.failures[2].error.reason == "QUOTA_EXCEEDED"
-    assert columns.read(INT32, forked.fork.num_blocks, "").tolist() == [1, 0, 0, 1, 0]
-    assert [failure.error.reason for failure in freed.failures] == [
-        "SEQUENCE_NOT_FOUND",
-        "SEQUENCE_BUSY",
-    ]
-    assert columns.read(INT32, freed.free.num_released_blocks, "").tolist() == [1, 0, 0, 0]
-    plan = engine.queue[-1].plan
-    assert columns.read(INT64, plan.spans.sequence_ids, "").tolist() == [1, 2]
-    assert columns.read(INT64, plan.spans.first_positions, "").tolist() == [6, 6]
-    assert engine.state(1).num_tokens == 7
-    engine.run_all()
-    engine.settle()
-    engine.check()
-    world.core.check_integrity()
-
-
-def test_a_negative_token_spoils_its_own_item_alone() -> None:
-    engine = World().engine()
-    engine.admit(1, range(4))
-    engine.admit(2, range(4))
-    appended = only(engine.step(ops.appends([1, 2], [4, 4], [1, 1], [1, 1], [-5, 5])))
-    assert [failure.item for failure in appended.failures] == [0]
-    assert appended.failures[0].error.field == "operations[0].append.token_ids[0]"
-    assert engine.state(2).num_tokens == 5
-
-
 def test_a_sequence_that_computes_in_a_step_is_busy_for_the_rest_of_it() -> None:
     engine = World().engine()
     result = engine.step(
@@ -260,55 +189,6 @@ def test_a_prompt_can_be_computed_in_chunks() -> None:
     assert engine.lookup(range(20)) == 16
 
 
-def test_slots_reserved_without_tokens_are_published_when_the_tokens_come() -> None:
-    world = World()
-    engine = world.engine()
-    engine.admit(1, range(7))
-    engine.step(engine.growth(1, num_slots=1))
-    engine.run_all()
-    engine.submit(engine.receipts)
-    prompt = [*range(7), 1, 9]
-    assert engine.lookup(prompt) == 0
-    engine.submit(deferred=True)
-    assert engine.lookup(prompt) == 8
-    engine.submit(deferred=ops.deferred_tokens([1], [1], [7], [1], [1]))  # again: nothing new
-
-
-@pytest.mark.parametrize(
-    ("deferred", "error", "field"),
-    [
-        (ops.deferred_tokens([9], [1], [6], [1], [0]), SequenceNotFoundError, "sequence_ids[0]"),
-        (ops.deferred_tokens([1], [3], [6], [1], [0]), SequenceNotFoundError, "admitted_by[0]"),
-        (ops.deferred_tokens([1], [1], [7], [1], [0]), InvalidRequestError, "first_positions[0]"),
-        (ops.deferred_tokens([1], [1], [-1], [1], [0]), InvalidRequestError, "first_positions[0]"),
-        (ops.deferred_tokens([1], [1], [6], [3], [0] * 3), InvalidRequestError, "num_tokens[0]"),
-        (ops.deferred_tokens([1], [1], [6], [0], []), InvalidRequestError, "num_tokens[0]"),
-        (ops.deferred_tokens([1], [1], [6], [1], [-2]), InvalidRequestError, "token_ids[0]"),
-        (ops.deferred_tokens([1], [1], [6], [1], []), InvalidRequestError, "token_ids"),
-        (ops.deferred_tokens([1], [1], [5], [2], [9, 9]), InvalidRequestError, "token_ids[0]"),
-        (ops.deferred_tokens([1], [], [6], [1], [9]), InvalidRequestError, "admitted_by"),
-        (ops.deferred_tokens([1], [1], [], [1], [9]), InvalidRequestError, "first_positions"),
-        (ops.deferred_tokens([1], [1], [6], [], [9]), InvalidRequestError, "num_tokens"),
-        (
-            ops.deferred_tokens([1, 1], [1, 1], [6, 8], [1, 1], [9, 9]),
-            InvalidRequestError,
-            "first_positions[1]",
-        ),
-    ],
-)
-def test_wrong_deferred_tokens_fail_the_request_and_name_their_column(
-    deferred: cpb.DeferredTokens, error: type[KvplaneError], field: str
-) -> None:
-    engine = World().engine()
-    engine.admit(1, range(6))
-    engine.send(engine.growth(1, num_slots=2))
-    before = engine.everything()
-    with pytest.raises(error) as refused:
-        engine.submit(deferred=deferred)
-    assert refused.value.field == f"deferred_tokens.{field}"
-    assert engine.everything() == before
-
-
 def test_what_a_freed_sequence_wrote_is_published_when_its_receipts_come() -> None:
     world = World(num_device=6)
     engine, other = world.engine(), world.engine()
@@ -339,21 +219,6 @@ def test_a_freed_sequences_blocks_that_were_reused_are_not_published() -> None:
     engine.run_all()
     engine.settle()
     assert engine.lookup(prompt) == 16, "tails are reused before heads"
-    world.core.check_integrity()
-
-
-def test_a_freed_sequence_whose_plans_are_aborted_publishes_nothing() -> None:
-    world = World()
-    engine = world.engine()
-    engine.step(ops.admit(1, range(17)))
-    engine.step(ops.free([1]))
-    engine.abort(1)
-    engine.queue.clear()
-    engine.step()
-    engine.run_all()
-    engine.settle()
-    assert engine.lookup(range(17)) == 0
-    assert world.usage()["retired"] == 0
     world.core.check_integrity()
 
 
@@ -423,53 +288,6 @@ def test_tails_of_prefixes_are_evicted_before_their_heads() -> None:
     assert engine.lookup(range(33)) == 24
 
 
-def test_the_watermark_leaves_blocks_free_once_something_is_held() -> None:
-    engine = World(num_device=10, config=CoreConfig(watermark=0.2)).engine()
-    assert status_of(engine.admit(1, range(8 * 5)).results[0]) == OK
-    (later,) = only(engine.step(ops.admit(2, range(100, 132)))).failures
-    assert later.status == LATER
-    assert later.shortage.reason == cpb.SHORTAGE_REASON_HEADROOM
-    assert (later.shortage.num_blocks_needed, later.shortage.num_blocks_available) == (4, 3)
-    assert later.shortage.retry_delay.ToMilliseconds() == 50
-    assert status_of(engine.admit(2, range(100, 124)).results[0]) == OK
-
-
-def test_each_session_is_guaranteed_its_longest_sequence() -> None:
-    world = World(num_device=10)
-    one, other = world.engine(), world.engine()
-    one.admit(1, range(8), max_total_tokens=48)
-    assert world.usage()["reserved"] == 5
-    (later,) = only(other.step(ops.admit(1, range(200, 240)))).failures
-    assert (later.status, later.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_RESERVED)
-    assert status_of(other.admit(1, range(200, 232)).results[0]) == OK
-    assert status_of(other.append(1, 99).results[0]) == LATER
-    for token in range(8, 48):
-        assert status_of(one.append(1, token).results[0]) == OK
-
-
-def test_a_shortage_says_what_is_in_the_way() -> None:
-    world = World(num_device=4, num_host=1)
-    one, other = world.engine(), world.engine()
-    one.admit(1, range(24))
-    (later,) = only(other.step(ops.admit(1, range(50, 66)))).failures
-    assert (later.status, later.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_BLOCKS)
-    assert later.shortage.tier == DEVICE
-    assert (later.shortage.num_blocks_needed, later.shortage.num_blocks_available) == (2, 1)
-    assert (later.shortage.num_blocks_pending, later.shortage.place_in_line) == (0, 0)
-    one.step(ops.free([1]))
-    (later,) = only(other.step(ops.admit(1, range(50, 66)))).failures
-    assert later.shortage.num_blocks_pending == 3
-    (never,) = only(other.step(ops.admit(1, range(33)))).failures
-    assert (never.status, never.shortage.reason) == (NEVER, cpb.SHORTAGE_REASON_BLOCKS)
-    assert not never.shortage.HasField("retry_delay")
-    one.run_all()
-    one.settle()
-    other.admit(1, [1])
-    other.admit(2, [2] * 8)
-    (never,) = only(other.step(ops.swap_out([1, 2]))).failures
-    assert (never.status, never.shortage.tier) == (NEVER, HOST)
-
-
 def test_the_revision_counts_publications_and_evictions() -> None:
     world = World(num_device=4)
     engine = world.engine()
@@ -492,54 +310,3 @@ def test_plans_in_flight_are_bounded() -> None:
     engine.run_all()
     engine.step(engine.growth(1, num_slots=1), receipts=engine.receipts)
     assert engine.queue
-
-
-def test_an_abort_undoes_swaps_and_copies_and_keeps_cached_hits() -> None:
-    world = World()
-    engine = world.engine()
-    engine.admit(1, range(20))
-    engine.admit(2, range(100, 112))
-    before = {i: engine.table(i) for i in (1, 2)}
-    engine.step(
-        ops.fork(2, 3), ops.swap_out([1]), engine.growth(2, [7], 1), ops.admit(4, range(17))
-    )
-    engine.abort(engine.number)
-    assert {i: engine.table(i) for i in (1, 2)} == before
-    assert engine.table(3) == before[2]
-    assert engine.state(4).num_tokens == 16
-    assert engine.state(1).tier == DEVICE
-    world.core.check_integrity()
-    engine.send(engine.growth(4, [16], 1))
-    engine.settle()
-    engine.check()
-
-
-def test_the_step_after_an_abort_carries_whole_tables_also_without_operations() -> None:
-    engine = World().engine()
-    engine.admit(1, range(12))
-    engine.step(engine.growth(1, [12], 1))
-    engine.abort(engine.number)
-    engine.queue.clear()
-    engine.submit()
-    assert not engine.queue, "SubmitReceipts makes no plan"
-    engine.step()
-    assert engine.queue[0].plan.resync
-    assert engine.queue[0].plan.changes.kinds == bytes([tpb.TABLE_CHANGE_KIND_REPLACE])
-    engine.run_all()
-    engine.settle()
-    engine.check()
-
-
-def test_receipts_that_an_abort_brings_count_before_it() -> None:
-    engine = World().engine()
-    engine.step(ops.admit(1, range(12)))
-    engine.step(engine.growth(1, [12], 1))
-    engine.run_all()
-    first, _ = engine.receipts
-    engine.abort(2, [first])
-    assert engine.state(1).num_tokens == 12
-    engine.queue.clear()
-    engine.step(engine.growth(1, [13], 1))
-    engine.run_all()
-    engine.resync(engine.receipts)
-    assert engine.state(1).num_tokens == 13

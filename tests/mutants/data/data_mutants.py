@@ -25,6 +25,7 @@ from data_plane.plans import (
     publications,
     sessions,
     table_changes,
+    transfers,
     verifier,
 )
 from kvplane import columns
@@ -135,6 +136,17 @@ def clearing_of_one_tier_only() -> None:
     last_tenants.LastTenants.to_clear = of_device  # type: ignore[method-assign]
 
 
+def blocks_read_before_they_are_filled() -> None:
+    """A block that a transfer fills is not cleared, though another reads it before."""
+    to_clear = last_tenants.LastTenants.to_clear
+
+    def of_others(self: Any, tenant: str, allocated: Any, moved: Any) -> Any:
+        nothing = transfers.Transfers.read({}, pb.Transfers()).sources
+        return to_clear(self, tenant, allocated, replace(moved, sources=nothing))
+
+    last_tenants.LastTenants.to_clear = of_others  # type: ignore[method-assign]
+
+
 def clearing_after_the_transfers() -> None:
     def transfer(self: Any, session: Any, run: Any) -> None:
         for batch in run.transfers:
@@ -168,6 +180,18 @@ def receipt_given_early() -> None:
     progress.Progress.is_complete = property(  # type: ignore[method-assign, assignment]
         lambda self: self._written[0]
     )
+
+
+def spans_written_shrink() -> None:
+    """Blocks of a span that are given again count as the last that were given."""
+    extend = progress.Progress.extend
+
+    def forget(self: Any, layers: range, span: int, end: int) -> None:
+        if self._of_spans is not None:
+            self._of_spans[layers.start : layers.stop, span] = 0
+        extend(self, layers, span, end)
+
+    progress.Progress.extend = forget  # type: ignore[method-assign]
 
 
 def gaps_in_blocks_allowed() -> None:
@@ -247,6 +271,16 @@ def ended_sessions_forgotten_under_the_same_key() -> None:
         end_all(self, same_key=False)
 
     sessions.Sessions.end_all = forget  # type: ignore[method-assign]
+
+
+def transfers_by_direction() -> None:
+    """All copies first, then all swaps, as if none read what another wrote."""
+    batches = transfers.Transfers.batches
+
+    def sorted_batches(self: Any) -> Any:
+        return sorted(batches(self), key=lambda b: (b.source_tier, b.destination_tier))
+
+    transfers.Transfers.batches = sorted_batches  # type: ignore[method-assign]
 
 
 def transfers_skipped() -> None:
@@ -397,10 +431,12 @@ MUTANTS: dict[str, Callable[[], None]] = {
         stale_publications_kept,
         clearing_skipped,
         clearing_of_one_tier_only,
+        blocks_read_before_they_are_filled,
         clearing_after_the_transfers,
         tenant_taken_over_early,
         refused_plans_not_undone,
         receipt_given_early,
+        spans_written_shrink,
         gaps_in_blocks_allowed,
         layers_written_again_after_the_end,
         transfers_run_twice,
@@ -409,6 +445,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
         fenced_ordinals_forgotten,
         ended_ranges_grow_together,
         ended_sessions_forgotten_under_the_same_key,
+        transfers_by_direction,
         transfers_skipped,
         compute_ahead_of_swaps,
         swaps_ahead_of_compute,

@@ -1,0 +1,94 @@
+"""What an engine believes of its sequences, by the answers that it gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core_data_plane import DEVICE, HOST, unpack
+
+from kvplane import columns
+from kvplane.columns import INT32, INT64
+from kvplane.v1 import control_pb2 as cpb
+
+
+@dataclass
+class ModelSequence:
+    """What an engine knows of a sequence. ``truth``: its tokens, also those not yet submitted."""
+
+    admitted_by: int
+    truth: list[int]
+    num_known: int
+    num_scheduled: int
+    tier: int = DEVICE
+
+
+Sequences = dict[int, ModelSequence]
+
+
+def believe(
+    sequences: Sequences, number: int, operation: cpb.Operation, result: cpb.OperationResult
+) -> None:
+    """What an operation of step ``number`` did to an engine's sequences, by its answer."""
+    kind = operation.WhichOneof("operation")
+    failed = {failure.item for failure in result.failures}
+    assert len(failed) == len(result.failures)
+    if result.WhichOneof("done") is None:
+        assert failed == {0}
+        return
+    assert result.WhichOneof("done") == kind
+    if kind == "admit":
+        _admitted(sequences, number, operation.admit, result.admit)
+    elif kind == "append":
+        _appended(sequences, operation.append, failed)
+    elif kind == "fork":
+        parents = columns.read(INT64, operation.fork.parent_sequence_ids, "parents")
+        ids = columns.read(INT64, operation.fork.sequence_ids, "ids")
+        for item, (parent_id, i) in enumerate(zip(parents, ids, strict=True)):
+            if item not in failed:
+                parent = sequences[parent_id]
+                sequences[i] = ModelSequence(
+                    number,
+                    list(parent.truth),
+                    parent.num_known,
+                    parent.num_scheduled,
+                    parent.tier,
+                )
+    elif kind == "free":
+        for item, i in enumerate(columns.read(INT64, operation.free.sequence_ids, "ids")):
+            if item not in failed:
+                del sequences[i]
+    else:
+        for i in columns.read(INT64, getattr(operation, kind or "").sequence_ids, "ids"):
+            sequences[i].tier = HOST if kind == "swap_out" else DEVICE
+
+
+def _admitted(sequences: Sequences, number: int, admit: cpb.Admit, done: cpb.AdmitResult) -> None:
+    tokens = unpack(admit.token_ids)
+    scheduled = done.num_cached_tokens + done.num_scheduled_tokens
+    sequences[admit.sequence_id] = ModelSequence(number, tokens, len(tokens), scheduled)
+
+
+def _appended(sequences: Sequences, append: cpb.Append, failed: set[int]) -> None:
+    token_ids, begin = unpack(append.token_ids), 0
+    for item, (i, first, slots, num_tokens) in enumerate(
+        zip(
+            columns.read(INT64, append.sequence_ids, "ids"),
+            columns.read(INT64, append.first_positions, "first_positions"),
+            columns.read(INT32, append.num_slots, "slots"),
+            columns.read(INT32, append.num_tokens, "num_tokens"),
+            strict=True,
+        )
+    ):
+        tokens = token_ids[begin : begin + num_tokens]
+        begin += num_tokens
+        if item in failed:
+            continue
+        sequence = sequences[i]
+        assert first == sequence.num_scheduled, "appended at another position than meant"
+        end = sequence.num_known + len(tokens)
+        sequence.truth[sequence.num_known : end] = tokens
+        sequence.num_known = end
+        sequence.num_scheduled += slots
+        # Tokens of slots beyond those known: this engine knows them first.
+        while len(sequence.truth) < sequence.num_scheduled:
+            sequence.truth.append(len(sequence.truth) % 2)

@@ -1,0 +1,118 @@
+"""Append: many sequences in columns, each item for itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from core_data_plane import BLOCK, changes_of, pack
+from core_machine import growth, joined
+from core_model import World
+
+from control_plane.planning.append import append
+from control_plane.planning.config import CoreConfig
+from control_plane.planning.draft import Draft
+from control_plane.planning.failures import Failures
+from kvplane import columns, ops
+from kvplane.columns import INT32, INT64
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_items_of_one_operation_do_what_operations_of_one_item_do(seed: int) -> None:
+    together, apart = World(num_device=12).engine(), World(num_device=12).engine()
+    for engine in (together, apart):
+        for i in range(1, 5):
+            engine.admit(i, [i] * (BLOCK - 2 + i), max_total_tokens=24)
+        engine.send(ops.fork(1, 5))
+        engine.settle()
+    rng = random.Random(seed)
+    for _ in range(10):
+        items = [growth(rng, together, i) for i in rng.choices(range(1, 6), k=4)]
+        (many,) = together.step(joined(items)).results
+        ones = apart.step(*items).results
+        failures = {item: one.failures[0] for item, one in enumerate(ones) if one.failures}
+        assert [failure.item for failure in many.failures] == list(failures)
+        assert [failure.status for failure in many.failures] == [
+            failure.status for failure in failures.values()
+        ]
+        assert many.append.num_blocks == b"".join(one.append.num_blocks for one in ones)
+        plans = [made.signed.payload for made in together.queue]
+        assert plans == [made.signed.payload for made in apart.queue]
+        for engine in (together, apart):
+            engine.run_all()
+            engine.settle()
+            engine.world.core.check_integrity()
+
+
+def only(result: cpb.StepResult) -> cpb.OperationResult:
+    (operation,) = result.results
+    return operation
+
+
+def test_items_of_one_operation_fail_one_by_one_in_sparse_failures() -> None:
+    world = World(config=CoreConfig(watermark=0.0, max_sequences=7))
+    engine = world.engine()
+    for i in range(1, 6):
+        engine.admit(i, [i] * 6)
+    append = ops.appends(
+        [1, 9, 2, 3, 1, 4],
+        [6, 6, 6, 5, 7, 6],
+        [1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 1, 3],
+        pack([10, 11, 12, 13, 14, 15, 16, 17]),
+    )
+    forks = ops.forks([5, 9, 5, 5, 5], [6, 7, 5, 7, 8])
+    frees = ops.free([4, 4, 1, 6])
+    appended, forked, freed = engine.step(append, forks, frees).results
+    assert [failure.item for failure in appended.failures] == [1, 3, 4]
+    assert [failure.error.field for failure in appended.failures] == [
+        "operations[0].append.sequence_ids[1]",
+        "operations[0].append.first_positions[3]",
+        "operations[0].append.num_slots[4]",
+    ]
+    assert columns.read(INT32, appended.append.num_blocks, "").tolist() == [1, 0, 1, 0, 0, 1]
+    assert [failure.item for failure in forked.failures] == [1, 2, 4]
+    assert forked.failures[2].error.reason == "QUOTA_EXCEEDED"
+    assert columns.read(INT32, forked.fork.num_blocks, "").tolist() == [1, 0, 0, 1, 0]
+    assert [failure.error.reason for failure in freed.failures] == [
+        "SEQUENCE_NOT_FOUND",
+        "SEQUENCE_BUSY",
+    ]
+    assert columns.read(INT32, freed.free.num_released_blocks, "").tolist() == [1, 0, 0, 0]
+    plan = engine.queue[-1].plan
+    assert columns.read(INT64, plan.spans.sequence_ids, "").tolist() == [1, 2]
+    assert columns.read(INT64, plan.spans.first_positions, "").tolist() == [6, 6]
+    assert engine.state(1).num_tokens == 7
+    engine.run_all()
+    engine.settle()
+    engine.check()
+    world.core.check_integrity()
+
+
+def test_a_negative_token_spoils_its_own_item_alone() -> None:
+    engine = World().engine()
+    engine.admit(1, range(4))
+    engine.admit(2, range(4))
+    appended = only(engine.step(ops.appends([1, 2], [4, 4], [1, 1], [1, 1], [-5, 5])))
+    assert [failure.item for failure in appended.failures] == [0]
+    assert appended.failures[0].error.field == "operations[0].append.token_ids[0]"
+    assert engine.state(2).num_tokens == 5
+
+
+def test_an_item_that_crosses_into_a_new_block_is_told_to_the_data_plane() -> None:
+    engine = World().engine()
+    engine.admit(1, range(BLOCK - 1))
+    engine.admit(2, range(20, 20 + BLOCK))
+    session = engine.world.core._sessions[engine.id]
+    draft = Draft(session, engine.number + 1)
+    message = ops.appends([1, 2], [BLOCK - 1, BLOCK], [1, 1], [1, 1], pack([7, 28])).append
+    failures = Failures("operations[0].append")
+    result = append(draft, message, failures)
+    assert not failures.items
+    assert columns.read(INT32, result.num_blocks, "num_blocks").tolist() == [1, 2]
+    signed = draft.finish()
+    assert signed is not None
+    (change,) = changes_of(tpb.Plan.FromString(signed.payload))
+    assert (change.sequence_id, change.first_block, change.allocated) == (2, 1, [True])

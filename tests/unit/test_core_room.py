@@ -1,0 +1,78 @@
+"""OK, LATER or NEVER: whether there is room, and what is in the way."""
+
+from __future__ import annotations
+
+import pytest
+from core_data_plane import DEVICE, HOST
+from core_model import LATER, NEVER, OK, World, status_of
+
+from control_plane.planning.config import CoreConfig
+from control_plane.planning.room import NoRoom, require_fits, require_room
+from kvplane import ops
+from kvplane.v1 import control_pb2 as cpb
+
+
+def only(result: cpb.StepResult) -> cpb.OperationResult:
+    (operation,) = result.results
+    return operation
+
+
+def test_the_watermark_leaves_blocks_free_once_something_is_held() -> None:
+    engine = World(num_device=10, config=CoreConfig(watermark=0.2)).engine()
+    assert status_of(engine.admit(1, range(8 * 5)).results[0]) == OK
+    (later,) = only(engine.step(ops.admit(2, range(100, 132)))).failures
+    assert later.status == LATER
+    assert later.shortage.reason == cpb.SHORTAGE_REASON_HEADROOM
+    assert (later.shortage.num_blocks_needed, later.shortage.num_blocks_available) == (4, 3)
+    assert later.shortage.retry_delay.ToMilliseconds() == 50
+    assert status_of(engine.admit(2, range(100, 124)).results[0]) == OK
+
+
+def test_each_session_is_guaranteed_its_longest_sequence() -> None:
+    world = World(num_device=10)
+    one, other = world.engine(), world.engine()
+    one.admit(1, range(8), max_total_tokens=48)
+    assert world.usage()["reserved"] == 5
+    (later,) = only(other.step(ops.admit(1, range(200, 240)))).failures
+    assert (later.status, later.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_RESERVED)
+    assert status_of(other.admit(1, range(200, 232)).results[0]) == OK
+    assert status_of(other.append(1, 99).results[0]) == LATER
+    for token in range(8, 48):
+        assert status_of(one.append(1, token).results[0]) == OK
+
+
+def test_a_shortage_says_what_is_in_the_way() -> None:
+    world = World(num_device=4, num_host=1)
+    one, other = world.engine(), world.engine()
+    one.admit(1, range(24))
+    (later,) = only(other.step(ops.admit(1, range(50, 66)))).failures
+    assert (later.status, later.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_BLOCKS)
+    assert later.shortage.tier == DEVICE
+    assert (later.shortage.num_blocks_needed, later.shortage.num_blocks_available) == (2, 1)
+    assert (later.shortage.num_blocks_pending, later.shortage.place_in_line) == (0, 0)
+    one.step(ops.free([1]))
+    (later,) = only(other.step(ops.admit(1, range(50, 66)))).failures
+    assert later.shortage.num_blocks_pending == 3
+    (never,) = only(other.step(ops.admit(1, range(33)))).failures
+    assert (never.status, never.shortage.reason) == (NEVER, cpb.SHORTAGE_REASON_BLOCKS)
+    assert not never.shortage.HasField("retry_delay")
+    one.run_all()
+    one.settle()
+    other.admit(1, [1])
+    other.admit(2, [2] * 8)
+    (never,) = only(other.step(ops.swap_out([1, 2]))).failures
+    assert (never.status, never.shortage.tier) == (NEVER, HOST)
+
+
+def test_room_ends_where_the_tier_does() -> None:
+    world = World(num_device=4, num_host=2)
+    engine = world.engine()
+    session, pool = world.core._sessions[engine.id], world.core._pools["pool"]
+    for tier, num_blocks in ((DEVICE, 4), (HOST, 2)):
+        require_fits(pool, num_blocks, tier)
+        require_room(session, tier, num_blocks)
+        with pytest.raises(NoRoom) as never:
+            require_fits(pool, num_blocks + 1, tier)
+        assert (never.value.status, never.value.shortage.tier) == (NEVER, tier)
+        assert never.value.shortage.num_blocks_needed == num_blocks + 1
+        assert never.value.shortage.num_blocks_available == num_blocks
