@@ -1,4 +1,4 @@
-"""What a device alone can read is checked there: nothing out of range is followed, and it is told.
+"""What only the device can read is checked there: nothing out of range is used, and it is reported.
 
 Shapes, types and sizes are refused before a launch, naming the tensor.
 """

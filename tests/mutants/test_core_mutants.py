@@ -44,7 +44,7 @@ def test_a_longer_walk_catches(fault: Fault, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def assert_caught(fault: Fault, patch: pytest.MonkeyPatch, *, max_examples: int) -> None:
-    """The walk fails with the fault planted. It need not be shortened for that."""
+    """The walk fails with the fault planted; the failing example is not shrunk."""
     fault(patch)
     walk = settings(
         max_examples=max_examples,

@@ -46,7 +46,7 @@ def _nothing(*_args: Any, **_options: Any) -> None:
 
 
 def verification_skipped() -> None:
-    """Whatever is signed with any key passes."""
+    """A payload signed with any key passes."""
     verifier.signing.verify = _nothing
 
 
@@ -80,7 +80,7 @@ def stale_references_unchecked() -> None:
 
 
 def ref_counts_not_kept() -> None:
-    """What is dropped stays counted."""
+    """References of dropped tables stay counted."""
 
     def apply(self: Any, tables: Any) -> None:
         for tier, parts in self.added.items():
@@ -96,7 +96,7 @@ def published_write_allowed() -> None:
 
 
 def publication_forgotten_at_the_kernel() -> None:
-    """Writable at the start of a plan counts as writable for ever."""
+    """A block that is writable when a plan starts counts as writable for ever."""
     plan_runner.PlanRunner.check_still_writable = _nothing  # type: ignore[method-assign]
 
 
@@ -110,7 +110,7 @@ def publication_survives_allocation() -> None:
 
 
 def stale_publications_kept() -> None:
-    """Whatever generation they are of."""
+    """Publications are kept whatever generation they are of."""
 
     def keep(self: Any, message: Any, generations: Any, field: str) -> int:
         named = generations.copy()
@@ -200,7 +200,7 @@ def gaps_in_blocks_allowed() -> None:
 
 
 def layers_written_again_after_the_end() -> None:
-    """A layer that comes after its plan has run overwrites what the receipt vouches for."""
+    """A layer that comes after its plan has run overwrites what the receipt was given for."""
     layer = executor.Executor.layer
 
     def write_first(self: Any, session_id: int, index: int, *args: Any, **options: Any) -> Any:
@@ -223,7 +223,7 @@ def transfers_run_twice() -> None:
 
 
 def receipted_plan_writes_again() -> None:
-    """A receipt is forgotten at once, and the plan taken as one that runs."""
+    """A receipt is forgotten at once, and its plan runs again."""
 
     def start(self: Any, session: Any, plan: pb.Plan, payload: bytes) -> Any:
         run = session.latest
@@ -304,7 +304,7 @@ def swaps_ahead_of_compute() -> None:
 
 
 def threads_in_no_order() -> None:
-    """Each thread's stream goes its own way."""
+    """Different threads' streams are not put in order."""
     init = cuda_streams.DeviceStreams.__init__
 
     def forgetful(self: Any, runtime: Any) -> None:
@@ -342,7 +342,7 @@ def voided_plans_not_waited_for() -> None:
 
 
 def failures_forgotten() -> None:
-    """A plan on a device that failed is one that ran."""
+    """A plan on a device that failed counts as one that ran."""
     finish = executor.Compute.finish
 
     def forgiving(self: Any) -> None:
@@ -358,12 +358,12 @@ def layers_before_transfers() -> None:
 
 
 def pools_go_early() -> None:
-    """While the device may still use them."""
+    """Pools are freed while the device may still use them."""
     pool._release = lambda _drain, unpin: unpin()
 
 
 def receipts_before_kept_ones() -> None:
-    """A plan that has run waits for a later one."""
+    """The receipt of a plan that has run waits for a later plan."""
 
     def start(self: Any, session: Any, plan: pb.Plan, payload: bytes) -> Any:
         self._settle(session, voided=plan.resync)
@@ -373,7 +373,7 @@ def receipts_before_kept_ones() -> None:
 
 
 def late_attention_not_waited_for() -> None:
-    """Nobody remembers that a plan was used after its receipt."""
+    """A plan that was used after its receipt is not marked as such."""
     flag = property(lambda _self: False, _nothing)
     sessions.Run.used_after_receipt = flag  # type: ignore[assignment]
 
@@ -407,7 +407,7 @@ def fingerprint_without_scales() -> None:
 
 
 def _fault(name: str) -> Callable[[], None]:
-    """Every executor that brings no kernels of its own takes faulty ones."""
+    """Executors that are not given kernels take faulty ones."""
 
     def plant() -> None:
         executor.kernels_of = lambda *device: with_fault(_kernels_of(*device), name)

@@ -2,7 +2,7 @@
 
 plain: the program of attention_check.cpp, with four seeds. asan, ubsan, tsan: the same program
 under AddressSanitizer, UndefinedBehaviorSanitizer or ThreadSanitizer; faults that only they can see
-name them.
+say which.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PLAIN, ASAN, UBSAN, TSAN = "plain", "asan", "ubsan", "tsan"
 
 @dataclass(frozen=True)
 class Mutant:
-    """``old`` stands exactly once in ``file`` (of csrc/cuda)."""
+    """``old`` is exactly once in ``file`` (of csrc/cuda)."""
 
     file: str
     old: str
