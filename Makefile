@@ -46,7 +46,7 @@ fix: setup  ## Format the code and mend what ruff can mend
 	find csrc -not -path 'csrc/build/*' \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) \
 	  -exec $(BIN)/clang-format -i {} +
 
-protos:  ## Generate the stubs in kvplane/v1 anew
+protos:  ## Generate the stubs in kvplane/v1 again
 	@scripts/protos.sh
 
 node_modules: package.json

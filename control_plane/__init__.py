@@ -1,1 +1,1 @@
-"""The service of names: block tables, allocation, reference counts and the prefix index."""
+"""The control plane: block tables, allocation, reference counts and the prefix index."""

@@ -1,4 +1,4 @@
-"""``python -m control_plane``. Exit codes: 0 told to stop, 1 can not serve, 2 bad settings."""
+"""``python -m control_plane``. Exit codes: 0 told to stop, 1 cannot serve, 2 bad settings."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def main() -> int:
 
 async def _serve(config: ControlPlaneConfig) -> None:
     server = await ControlPlaneServer.start(config)
-    _calm_the_collector()
+    _reduce_garbage_collection()
     await server.run_until_signal()
 
 
-def _calm_the_collector() -> None:
-    """Collect garbage cycles seldom: a full collection visits every entry of every index, and a
+def _reduce_garbage_collection() -> None:
+    """Collect garbage cycles rarely: a full collection visits every entry of every index, and a
     step waits for it.
     """
     gc.collect()

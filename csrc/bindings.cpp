@@ -1,8 +1,8 @@
 // The operations as Python functions of plain addresses, shapes and strides.
 //
 // kvplane_kernels._native knows no tensor library: a caller describes each tensor by a TensorView.
-// Shapes and types were checked by data_plane/kernels/arguments.py. The operations check the values
-// of ids and lengths.
+// data_plane/kernels/arguments.py has checked shapes and types; the operations check the values of
+// ids and lengths.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -117,7 +117,7 @@ PYBIND11_MODULE(_native, m) {
         arg("wide_block_tables"), arg("max_blocks"), arg("query_starts"), arg("context_lens"),
         arg("num_sequences"), arg("alibi_slopes"), arg("scale"), arg("sliding_window_tokens"),
         arg("num_threads"));
-  // Between two pools or inside one: on the CPU that is one function.
+  // Between two pools or inside one: on the CPU it is the same function.
   for (const char* name : {"copy_blocks", "swap_blocks"}) {
     m.def(name, &bind_copy_blocks, release_gil(), py::kw_only(), arg("source"), arg("destination"),
           arg("pairs"), arg("num_pairs"), arg("source_num_blocks"), arg("destination_num_blocks"),

@@ -1,5 +1,5 @@
 // The CUDA operations as Python functions: the module `_cuda`, or the emulator's. As in
-// bindings.cpp, shapes and types were checked by data_plane/kernels/arguments.py.
+// bindings.cpp, data_plane/kernels/arguments.py has checked shapes and types.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -122,7 +122,7 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
   using release_gil = py::call_guard<py::gil_scoped_release>;
   using py::arg;
 
-  // Local to the module, since the CPU's has types of the same names.
+  // Local to the module, since the CPU module has types of the same names.
   py::enum_<Dtype>(m, "Dtype", py::module_local())
       .value("FLOAT32", Dtype::kFloat32)
       .value("FLOAT16", Dtype::kFloat16)

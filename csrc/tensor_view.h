@@ -23,8 +23,8 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// How 8-bit pages are scaled: addresses of fp32, or 0, and any strides: of one scale for all heads,
-// 0.
+// The scales of 8-bit pages: addresses of fp32, or 0 for none. A stride of 0 means one scale for
+// all heads.
 struct ScalesView {
   uintptr_t key;
   uintptr_t value;

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from data_plane.executor import Executor
-from data_plane.plans.answers import StartedPlan
+from data_plane.plan_runner import StartedPlan
 
 if TYPE_CHECKING:
     from data_plane.server.config import DataPlaneConfig
@@ -23,7 +23,7 @@ __all__ = [
     "StartedPlan",
 ]
 
-# Imported when first used, so that the executor alone brings no gRPC.
+# Imported when first used, so that the executor alone does not import gRPC.
 _HOMES = {
     "DataPlaneConfig": "data_plane.server.config",
     "EmbeddedDataPlane": "data_plane.server.embedded",

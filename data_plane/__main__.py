@@ -1,6 +1,6 @@
-"""``python -m data_plane``. Exit codes: 0 told to stop, 1 can not serve, 2 bad settings.
+"""``python -m data_plane``. Exit codes: 0 stopped by a signal, 1 cannot serve, 2 bad settings.
 
-A device that has failed for good is 1: whoever started the process starts another.
+1 includes a device that has failed for good: the process has to be started again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
 
 
 def main() -> int:
-    """Run the program; the exit code."""
+    """Run the program. Returns the exit code."""
     config = parse(DataPlaneConfig, PROGRAM, sys.argv[1:], os.environ)
     logs.setup(config.log_level)
     log_settings(config, logging.getLogger(PROGRAM))
@@ -27,7 +27,7 @@ def main() -> int:
     except InternalError as error:  # a device that failed
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
         return 1
-    except KvplaneError as error:  # a model, layout or device that can not be used
+    except KvplaneError as error:  # a model, layout or device that cannot be used
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
         return EXIT_BAD_SETTINGS
     except (OSError, RuntimeError) as error:  # an address in use, or memory that is not there

@@ -1,4 +1,4 @@
-"""What an executor has done, as plain numbers that never fall. Metrics read them."""
+"""What an executor has done, as numbers that never decrease. Metrics read them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class ExecutorCounters:
     num_plans_started: int = 0
     num_plans_run: int = 0
     num_written_tokens: int = 0
-    """Tokens x layers written."""
+    """Tokens written, counted once per layer."""
     num_attention_tokens: int = 0
-    """Query tokens x layers attended for."""
+    """Query tokens whose attention was computed, counted once per layer."""
     transfer_bytes: Counter[str] = field(default_factory=Counter)
     """By direction: "copy", "swap_out" or "swap_in"."""
     num_transferred_blocks: Counter[str] = field(default_factory=Counter)

@@ -1,11 +1,10 @@
-"""Carries out plans on the pools: the data plane without a server.
+"""Runs plans on the pools: the data plane without a server.
 
-    install ──► open ──► start ──► layer, once for each layer held ──► receipt
+    install ──► open ──► start ──► layer, once for each of the shard's layers ──► receipt
     (key)      (grant)   (plan)     writes keys and values, attends
 
 A model runner in the same process calls this class with tensors; the gRPC service is a thin wrapper
-around it. Commands run one at a time, in the order in which they come. One that is refused changes
-neither tables nor memory.
+around it. Commands run one at a time. One that is refused changes neither tables nor memory.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from data_plane.kernels.device_watch import DeviceWatch
 from data_plane.kernels.devices import with_index
 from data_plane.kernels.shard_kernels import Compute
 from data_plane.memory.pool import Pools
-from data_plane.plan_runner import PlanRunner
-from data_plane.plans.answers import StartedPlan
+from data_plane.plan_runner import PlanRunner, StartedPlan
 from data_plane.plans.block_report import block_report
 from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.sessions import Sessions, check_ordinal
@@ -46,15 +44,16 @@ from kvplane.v1 import control_pb2, data_pb2
 from kvplane.v1 import types_pb2 as pb
 
 Observer = Callable[[str, float], None]
-"""Told each command's name and duration in seconds."""
+"""Called with each command's name and its duration in seconds."""
 
 
 class Executor:
     """One shard's pools and the plans that run on them. Thread-safe.
 
     Tensors are on the executor's device, [num_tokens, heads of this shard, head_size], of the
-    layout's dtype, with any strides but a last one of 1. On a GPU what they hold is computed on the
-    caller's stream, and only who asks for a receipt, or starts the next plan, waits for it.
+    layout's dtype; their last dimension is contiguous, other strides are free. On a GPU, commands
+    queue work on the caller's stream; only the command that returns a plan's receipt, or starts the
+    next plan, waits for it.
     """
 
     def __init__(
@@ -72,11 +71,11 @@ class Executor:
         observe: Observer | None = None,
     ) -> None:
         """Allocate the pools. ``num_threads``: of the CPU kernels, 0 for as many as torch uses.
-        ``kernels``: those to run on; None for those of ``device``. ``epoch``: the number of this
-        run, above that of the process whose place it takes; 0 takes the clock's nanoseconds.
+        ``kernels``: None for those of ``device``. ``epoch``: the number of this run, higher than
+        that of the process it replaces; 0 takes the clock's nanoseconds.
 
-        Raises InvalidRequestError for a setting out of range, and NeverFitsError for pools that a
-        GPU or the host beside it has no room for.
+        Raises InvalidRequestError for a setting out of range, and NeverFitsError for pools that do
+        not fit in a GPU's memory or in the host memory beside it.
         """
         require(1 <= len(pool_id) <= 128, "must be 1 to 128 characters", "pool_id")
         shard = shard if shard is not None else Shard.whole(layout)
@@ -131,40 +130,40 @@ class Executor:
 
     @property
     def incarnation(self) -> int:
-        """The control plane's incarnation registered with; 0 before the first."""
+        """The incarnation of the control plane registered with; 0 before the first."""
         return self._verifier.incarnation
 
     @property
     def key_id(self) -> bytes:
-        """Names the key held; empty before there is one."""
+        """Identifies the pool's key; empty before there is one."""
         return self._verifier.key_id
 
     @property
     def num_sessions(self) -> int:
-        """Sessions open here."""
+        """Open sessions."""
         return len(self._sessions)
 
     @property
     def num_sequences(self) -> int:
-        """Block tables kept here."""
+        """Block tables of all sessions."""
         return self._tables.num_sequences
 
     @property
     def num_published_blocks(self) -> int:
-        """Device blocks that hold something published."""
+        """Device blocks with a publication."""
         return len(self._tables.publications)
 
     def use_own_stream(self) -> None:
-        """Let the calling thread's commands compute beside what others have put on the device."""
+        """Give the calling thread a stream of its own, beside other work on the device."""
         self.kernels.streams.use_own_stream()
 
     def finish(self) -> None:
-        """Wait until the device has done all that it was given."""
+        """Wait until the device has finished all work queued on it."""
         with self._command("finish"):
             self._plans.quiesce()
 
     def block_source(self) -> data_pb2.BlockSource:
-        """Where blocks that are read here come from."""
+        """Identifies this process as the source of the blocks that ``read_blocks`` returns."""
         return data_pb2.BlockSource(
             pool_id=self.pool_id,
             shard_index=self.shard.index,
@@ -173,10 +172,10 @@ class Executor:
         )
 
     def install(self, incarnation: int, key: bytes) -> None:
-        """Begin to serve a control plane: running plans stop, every table goes, the key is taken.
+        """Begin to serve a control plane: take its key, end every session and remove every table.
 
         Generations and publications stay, because the data does. Raises StaleIncarnationError when
-        a higher incarnation was seen.
+        a higher incarnation was seen, and InvalidRequestError for a key of the wrong length.
         """
         with self._command("install"):
             former_key_id = self.key_id
@@ -186,13 +185,15 @@ class Executor:
             self._tables.drop_all()
 
     def report(self, blocks_per_part: int = 2048) -> list[control_pb2.BlockReport]:
-        """Generations and published contents of all blocks ever allocated, in parts."""
+        """Generations and publications of all blocks ever allocated, in parts of up to
+        ``blocks_per_part`` blocks.
+        """
         with self._command("report"):
             return block_report(self._tables, blocks_per_part)
 
     def publish(self, publications: pb.Publications) -> int:
-        """Keep what blocks hold, beside them. Returns how many were of their block's present
-        generation; the others are ignored.
+        """Keep the publications whose block still has their generation, and ignore the others.
+        Returns the number kept.
 
         Raises InvalidRequestError for a malformed column; nothing is kept then.
         """
@@ -201,7 +202,7 @@ class Executor:
             return self._tables.publications.keep(publications, present, "publications")
 
     def fence(self, session: pb.SessionRef, ordinal: int) -> None:
-        """End a session, open here or not: when this returns none of its commands runs and none
+        """End a session, open here or not: when this returns, none of its commands runs and none
         ever will again. ``ordinal``: as in its grant. Safe to repeat.
 
         Raises StaleIncarnationError and InvalidRequestError.
@@ -231,9 +232,10 @@ class Executor:
     def start(self, session: int | pb.SignedPayload, plan: pb.SignedPayload) -> StartedPlan:
         """Verify a plan, change the block tables as it says, and run its transfers.
 
-        ``session``: the id that ``open`` returned, or the grant. A plan that runs already goes on,
-        one that has run returns its receipt; neither changes anything. One without spans has run
-        when this returns. Raises whatever the service's comment in ``data.proto`` lists.
+        ``session``: the id that ``open`` returned, or the grant. Starting a plan that is running
+        lets it continue, and starting one that has run returns its receipt again; neither changes
+        the tables. A plan without spans has run when this returns. Raises what the comment of
+        ``DataPlaneService`` in ``data.proto`` lists.
         """
         with self._command("start"):
             session_id = session if isinstance(session, int) else self.open(session)
@@ -256,9 +258,10 @@ class Executor:
     ) -> pb.SignedPayload | None:
         """Write one layer's keys and values to the slots of the latest plan's spans.
 
-        key, value: [num_tokens, num_kv_heads, head_size]. Returns the receipt if this was the last
-        that was missing. ``plan_number`` None stands for the latest plan. Raises
-        InvalidRequestError, PlanOutOfOrderError, BlockNotWritableError, SessionExpiredError.
+        key, value: [num_tokens, num_kv_heads, head_size]. Returns the receipt once no layer is
+        missing. ``plan_number``: the plan expected to be the latest, None for any. Raises
+        InvalidRequestError, PlanOutOfOrderError, BlockNotWritableError, SessionExpiredError, and
+        InternalError when the device failed.
         """
         with self._command("write_layer"):
             session, run = self._plans.latest(session_id, plan_number)
@@ -278,10 +281,10 @@ class Executor:
         options: AttentionOptions = AttentionOptions(),
         plan_number: int | None = None,
     ) -> torch.Tensor:
-        """Attend from the latest plan's spans over their sequences, in a layer that was written.
+        """Attention of the latest plan's spans over their sequences, in a layer that was written.
 
         query: [num_tokens, num_heads, head_size], num_heads a multiple of the KV heads. The output
-        has its shape. Raises as ``write_layer`` does.
+        has the query's shape and dtype. Raises as ``write_layer`` does.
         """
         with self._command("attend"):
             _session, run = self._plans.latest(session_id, plan_number)
@@ -289,7 +292,7 @@ class Executor:
             arguments = self._compute.attention_arguments(run.batch, index, query, options)
             require(
                 run.progress.is_written(index),
-                f"layer {layer} of the plan was not written yet: write it first",
+                f"layer {layer} of the plan has not been written yet: write it first",
                 "layer",
             )
             run.used_after_receipt |= run.receipt is not None
@@ -307,9 +310,12 @@ class Executor:
         plan_number: int | None = None,
         field: str = "",
     ) -> torch.Tensor | None:
-        """``write_layer`` and ``attend`` in one; None without a query. Layers come in ascending
-        order, and again from any that was written. A layer of a plan that has run is attended, and
-        nothing is written. ``field`` prefixes the fields that errors name.
+        """``write_layer`` and ``attend`` in one. Returns the attention output, None without a
+        query.
+
+        Layers come in ascending order; one that was written may be sent again. Once the plan has
+        run, attention is computed and nothing is written. ``receipt`` returns the receipt.
+        ``field`` prefixes the field names in errors. Raises as ``write_layer`` does.
         """
         with self._command("layer"):
             _session, run = self._plans.latest(session_id, plan_number)
@@ -334,9 +340,8 @@ class Executor:
             return output
 
     def receipt(self, session_id: int) -> pb.SignedPayload | None:
-        """The latest plan's receipt, once all of it is done, which on a GPU is waited for; None
-        while layers are missing. Raises InternalError when the device failed: such a plan gets
-        none.
+        """The latest plan's receipt; None while layers are missing. On a GPU, waits until the plan
+        has run. Raises InternalError when the device failed: such a plan gets no receipt.
         """
         with self._command("receipt"):
             return self._plans.receipt(*self._plans.latest(session_id, None))
@@ -371,13 +376,14 @@ class Executor:
         first_layer: int = 0,
         num_layers: int = 0,
     ) -> tuple[torch.Tensor, pb.Blocks]:
-        """Whole blocks of a block table, of either tier, and which they are.
+        """Copy whole blocks out of a sequence's table, from ``first_block``, a table entry, on.
+        Returns the data, and the blocks' tier, indices and generations.
 
-        ``num_layers``: of the layers held here, from the model's layer ``first_layer`` on; 0 for
-        all. The tensor is [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the
-        layout's kv_dtype, on the device or, of the host tier, on the CPU. Raises
-        SequenceNotFoundError, InvalidRequestError, SessionExpiredError, and PlanOutOfOrderError
-        while the latest plan's transfers have not all run.
+        ``num_layers``: of this shard's layers, from the model's layer ``first_layer`` on; 0 for
+        all. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the
+        layout's kv_dtype, on the device for the device tier and on the CPU for the host tier.
+        Raises SequenceNotFoundError, InvalidRequestError, SessionExpiredError, and
+        PlanOutOfOrderError while the latest plan's transfers have not all run.
         """
         with self._command("read_blocks"):
             latest = self._sessions.get(session_id).latest
@@ -387,7 +393,7 @@ class Executor:
             length = len(table.blocks)
             require(
                 0 <= first_block < length,
-                f"the table has {length} entries, from 0 on: {first_block} is none of them",
+                f"there is no entry {first_block}: the table has {length} entries",
                 "first_block",
             )
             num_left = length - first_block
@@ -399,12 +405,12 @@ class Executor:
             layers = self._layer_range(first_layer, num_layers)
             entries = slice(first_block, first_block + num_blocks)
             blocks = table.blocks[entries]
-            names = pb.Blocks(
+            refs = pb.Blocks(
                 tier=table.tier,
                 indices=columns.pack(columns.INT32, blocks.tolist()),
                 generations=columns.pack(columns.INT64, table.generations[entries].tolist()),
             )
-            return self._compute.read(table.tier, blocks, layers), names
+            return self._compute.read(table.tier, blocks, layers), refs
 
     def write_blocks(
         self,
@@ -417,12 +423,12 @@ class Executor:
         num_layers: int = 0,
         plan_number: int | None = None,
     ) -> pb.SignedPayload | None:
-        """Write slots of the latest plan's span for a sequence.
+        """Write the slots of the latest plan's span for a sequence from whole blocks.
 
-        blocks: as ``read_blocks`` returns them, table entries from ``first_block`` on, of the
-        layers that ``first_layer`` and ``num_layers`` say as there. They leave no gap after what
-        was given of the span before; a layer of it is written once its last slot is. Returns the
-        receipt if this was the last that was missing. Raises as ``write_layer`` does.
+        blocks: as ``read_blocks`` returns them, for the table entries from ``first_block`` on;
+        ``first_layer`` and ``num_layers`` as there. Only the span's slots are written. Several
+        calls may write a span; none may leave a gap after what was written before. Returns the
+        receipt once nothing is missing. Raises as ``write_layer`` does.
         """
         with self._command("write_blocks"):
             session, run = self._plans.latest(session_id, plan_number)
@@ -446,33 +452,35 @@ class Executor:
     def _layer_index(self, layer: int, prefix: str = "") -> int:
         if layer not in self.layers:
             raise InvalidRequestError(
-                f"layer {layer} is not held here: this shard has {list(self.layers)}",
+                f"layer {layer} is not in this shard, which has {list(self.layers)}",
                 field=f"{prefix}layer",
             )
         return self.layers.index(layer)
 
     def _layer_range(self, first_layer: int, num_layers: int) -> range:
-        """Indices of ``num_layers`` layers held from a model's layer on; 0 for all."""
+        """Indices in the shard of ``num_layers`` layers from the model's ``first_layer`` on; 0 for
+        all.
+        """
         if num_layers == 0:
-            require(first_layer == 0, "is given with num_layers only", "first_layer")
+            require(first_layer == 0, "must be 0 where num_layers is 0", "first_layer")
             return range(len(self.layers))
         require(
             first_layer in self.layers,
-            f"layer {first_layer} is not held here: this shard has {list(self.layers)}",
+            f"layer {first_layer} is not in this shard, which has {list(self.layers)}",
             "first_layer",
         )
         first = self.layers.index(first_layer)
         num_left = len(self.layers) - first
         require(
             1 <= num_layers <= num_left,
-            f"must be 1 to {num_left}, the layers held from {first_layer} on, is {num_layers}",
+            f"must be 1 to {num_left}, the shard's layers from {first_layer} on, is {num_layers}",
             "num_layers",
         )
         return range(first, first + num_layers)
 
     @contextmanager
     def _command(self, name: str) -> Iterator[None]:
-        """Run alone. What is refused is counted once, by the outermost command."""
+        """Run one command at a time. A rejection is counted once, by the outermost command."""
         with self._lock:
             begin = time.perf_counter()
             self._depth += 1

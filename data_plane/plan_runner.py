@@ -1,20 +1,20 @@
-"""Takes plans from their start to their receipt, for the executor, whose lock guards it.
+"""Runs plans from their start to their receipt, under the executor's lock.
 
 start: tables change ──► blocks are cleared ──► transfers ──► layers ──► receipt
-       all or nothing    each part is given to the device once, and a plan that is shown again
-                         goes on from where it is
+       all or nothing    each part is queued on the device once; a plan that is started again
+                         continues where it stopped
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from data_plane.counters import ExecutorCounters
 from data_plane.kernels.arguments import WriteArguments
 from data_plane.kernels.shard_kernels import Compute
-from data_plane.plans.answers import StartedPlan
 from data_plane.plans.attention_batch import check_writable, prepare_batch
 from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.last_tenants import LastTenants
@@ -26,6 +26,19 @@ from data_plane.plans.verifier import Verifier
 from kvplane import columns, signing
 from kvplane.errors import InternalError, PlanOutOfOrderError
 from kvplane.v1 import types_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class StartedPlan:
+    """A plan that was started, now or before. ``receipt``: there once the plan has run.
+    ``had_run``: whether it had run before this call.
+    """
+
+    number: int
+    num_tokens: int
+    num_spans: int
+    receipt: pb.SignedPayload | None = None
+    had_run: bool = False
 
 
 class PlanRunner:
@@ -42,7 +55,7 @@ class PlanRunner:
         num_layers: int,
         check_device: Callable[[], None],
     ) -> None:
-        """``check_device`` is called when the device has failed, and finds out whether for good."""
+        """``check_device`` is called after the device failed, to find out whether for good."""
         self._tables = tables
         self._tenants = LastTenants(tables.num_blocks)
         self._sessions = sessions
@@ -53,7 +66,7 @@ class PlanRunner:
         self._check_device = check_device
 
     def start(self, session: Session, plan: pb.Plan, payload: bytes) -> StartedPlan:
-        """Begin a verified plan, go on with it, or answer what is known of it. ``payload``: the
+        """Begin a verified plan, continue it, or return its receipt if it has run. ``payload``: the
         bytes that were signed.
         """
         digest = signing.digest(payload)
@@ -73,13 +86,13 @@ class PlanRunner:
         return StartedPlan(run.number, run.batch.num_tokens, run.batch.num_spans, receipt)
 
     def _prepare(self, session: Session, plan: pb.Plan, digest: bytes) -> Run:
-        """Change the tables as a new plan says, all or nothing."""
+        """Make a new plan's table changes, all or nothing."""
         tables = self._tables
         transfers = Transfers.read(tables.num_blocks, plan.transfers)
         with tables.transaction():
             allocated = apply_changes(tables, session.id, plan)
             transfers.check_generations(tables, allocated)
-            # In the transaction too: a device without memory refuses the plan.
+            # In the transaction too: without device memory for the batch the plan is refused.
             batch = self._compute.prepare(prepare_batch(tables, session.id, plan.spans))
         return Run(
             number=plan.number,
@@ -93,23 +106,28 @@ class PlanRunner:
         )
 
     def _transfer(self, session: Session, run: Run) -> None:
-        """Give the device what comes before all layers, each part once."""
+        """Queue on the device what comes before all layers, each part once."""
         if not run.cleared:
             self._compute.clear(run.to_clear)
             run.cleared = True
         while not run.transferred:
-            self._compute.transfer(run.transfers[run.num_transfers_given])
-            run.num_transfers_given += 1
-        # Not before: what was not cleared is another tenant's, also when this plan is voided.
+            self._compute.transfer(run.transfers[run.num_transfers_queued])
+            run.num_transfers_queued += 1
+        # Not earlier: a block that was not cleared holds another tenant's data, even if this plan
+        # is voided.
         self._tenants.take_over(session.tenant, run.allocated)
 
     def write(self, run: Run, arguments: WriteArguments) -> None:
-        """Write one layer, unless a block of it was published since the plan started."""
+        """Write one layer. Raises BlockNotWritableError if one of its blocks was published since
+        the plan started.
+        """
         self.check_still_writable(run)
         self._compute.write(arguments)
 
     def receipt(self, session: Session, run: Run) -> pb.SignedPayload | None:
-        """Sign that a run has ended, once all of it is done and nothing went wrong."""
+        """The run's receipt, signed once the device has done all of it; None while something is
+        missing. Raises InternalError when the device failed.
+        """
         if run.receipt is None and run.is_complete and not run.failure:
             self.quiesce()
             if not run.failure:
@@ -120,8 +138,8 @@ class PlanRunner:
         return run.receipt
 
     def _settle(self, session: Session, *, voided: bool) -> None:
-        """Before another plan: the one that runs is done, or ``voided`` and at least quiet. Then
-        nothing reads its batch any more.
+        """Before another plan starts: wait until the device no longer reads the batch of the one
+        before, and sign its receipt if it is complete. ``voided``: by the plan that is to start.
         """
         if session.latest is not None and session.latest.used_after_receipt:
             self.quiesce()
@@ -134,7 +152,9 @@ class PlanRunner:
             self.receipt(session, run)
 
     def quiesce(self) -> None:
-        """Wait for the device. Where it failed, no plan that runs can be said to have done so."""
+        """Wait for the device. If it failed, every running plan has failed too, because it is not
+        known which one's work was lost.
+        """
         try:
             self._compute.finish()
         except InternalError as error:
@@ -143,18 +163,18 @@ class PlanRunner:
             self._check_device()
 
     def latest(self, session_id: int, plan_number: int | None) -> tuple[Session, Run]:
-        """The session's latest plan, ready for layers. ``plan_number``: which it has to be, None
-        for any. Raises SessionExpiredError, PlanOutOfOrderError and, when the device failed under
-        it, InternalError.
+        """The session's latest plan, ready for layers. ``plan_number``: the one that it has to be,
+        None for any. Raises SessionExpiredError, PlanOutOfOrderError and, when the device failed
+        while the plan ran, InternalError.
         """
         session = self._sessions.get(session_id)
         run = session.latest
         if run is None or (plan_number is not None and run.number != plan_number):
-            latest = f"its latest is {run.number}" if run is not None else "none was started"
             raise PlanOutOfOrderError(
-                f"plan {plan_number} is not the session's latest, {latest}: start it first"
-                if plan_number is not None
-                else "no plan of the session was started: start one first",
+                f"the session's latest plan is {run.number}, not {plan_number}: start plan "
+                f"{plan_number} first"
+                if run is not None
+                else "the session has not started a plan: start one first",
                 field="plan.number",
             )
         if run.failure:
@@ -163,7 +183,7 @@ class PlanRunner:
         return session, run
 
     def check_still_writable(self, run: Run) -> None:
-        """Look again if anything was published since the plan started."""
+        """Check the written blocks again if anything was published since the last check."""
         if run.checked_version != self._tables.publications.version:
             check_writable(self._tables, run.batch)
             run.checked_version = self._tables.publications.version

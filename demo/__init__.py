@@ -1,1 +1,1 @@
-"""A demonstration: both planes and a real model, with every answer checked."""
+"""A demonstration: both planes and a real model, with answers checked against transformers."""

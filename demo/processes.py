@@ -58,7 +58,7 @@ class Planes:
     for addresses. ``data_plane``: what the interpreter runs as the data plane.
 
     Raises PlaneUnavailableError naming the log when one does not come up, InvalidRequestError when
-    the logs can not be written.
+    the logs cannot be written.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Planes:
             self._run_folder.mkdir(parents=True, exist_ok=True)
             return log.open("wb")
         except OSError as error:
-            reason = f"{log} can not be written: {error.strerror}"
+            reason = f"{log} cannot be written: {error.strerror}"
             raise InvalidRequestError(reason, field="run_folder") from error
 
 

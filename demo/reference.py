@@ -19,7 +19,7 @@ class Verdict(Enum):
     """How one greedy answer compares."""
 
     IDENTICAL = "identical"  # all tokens, and all logits within the tolerance
-    TIE = "tie"  # tokens part where transformers' two best logits are within the tolerance
+    TIE = "tie"  # tokens differ where transformers' two best logits are within the tolerance
     DIFFERENT = "different"
 
 

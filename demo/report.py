@@ -99,7 +99,7 @@ def print_report(
     comparisons: list[Comparison],
     report: Report,
 ) -> None:
-    """Some questions with answers, one table, and the two lines that count."""
+    """Some questions with answers, one table, and the lines that say whether all is right."""
     _print_answers(console, asked, outputs)
     _print_table(console, report)
     num_right, num_greedy = count_right(asked, outputs)

@@ -1,4 +1,4 @@
-"""``python -m demo``: both planes, a real model, and every answer checked.
+"""``python -m demo``: both planes, a real model, and answers checked against transformers.
 
 The pool is small on purpose: blocks must be shared, copied, swapped both ways, evicted, and
 sequences preempted, or the demonstration fails.
@@ -86,7 +86,7 @@ def _serve(llm: LLM, asked: list[Question], progress: Progress) -> list[RequestO
 def _compare(
     model: Path, asked: list[Question], outputs: list[RequestOutput], progress: Progress
 ) -> list[Comparison]:
-    """Every greedy answer beside transformers' own."""
+    """Every greedy answer, compared with that of transformers."""
     greedy = [output for question, output in zip(asked, outputs, strict=True) if question.is_greedy]
     task = progress.add_task("checking by transformers", total=len(greedy))
     reference = Reference(model)

@@ -60,6 +60,6 @@ def _recitation(rng: random.Random, facts: Facts, max_tokens: int) -> Question:
 
 
 def _interleaved(rng: random.Random, asked: list[Question]) -> list[Question]:
-    """In random order: questions of a group then meet each other's blocks at all ages."""
+    """In random order, so that a group's questions find its blocks cached, evicted or swapped."""
     rng.shuffle(asked)
     return asked

@@ -19,7 +19,10 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         return _help()
     if argv[0] != "generate":
-        print(f"engine: error: {argv[0]!r} is not a command: generate", file=sys.stderr)
+        print(
+            f"engine: error: {argv[0]!r} is not a command; the only one is generate",
+            file=sys.stderr,
+        )
         return EXIT_BAD_SETTINGS
     return run_program("engine", lambda: _generate(argv[1:]))
 

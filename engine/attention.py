@@ -1,8 +1,8 @@
-"""The way from a transformers model to a data plane.
+"""Attention of a transformers model, computed by a data plane.
 
 Transformers calls attention by name through its AttentionInterface. The name "kvplane" passes q, k
-and v of each layer to the step that runs now, found by a context variable, and returns that step's
-answer. The mask of that name is None on purpose: a plan's spans say which positions a token
+and v of each layer to the step that runs now, which a context variable holds, and returns that
+step's output. The mask of that name is None on purpose: a plan's spans say which positions a token
 sees, so there is nothing left to mask.
 """
 
@@ -34,7 +34,7 @@ class Step(Protocol):
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Write ``key`` and ``value``, both [num_tokens, num_kv_heads, head_size], and attend from
-        ``query``, [num_tokens, num_heads, head_size]; gives [num_tokens, num_heads, head_size].
+        ``query``, [num_tokens, num_heads, head_size]; returns the shape of ``query``.
         """
         ...
 
@@ -44,7 +44,7 @@ _RUNNING: ContextVar[Step] = ContextVar("kvplane_running_step")
 
 @contextlib.contextmanager
 def running(step: Step) -> Iterator[None]:
-    """Attention inside of this block goes to ``step``."""
+    """Attention inside this block goes to ``step``."""
     token = _RUNNING.set(step)
     try:
         yield
@@ -53,7 +53,7 @@ def running(step: Step) -> Iterator[None]:
 
 
 def register() -> None:
-    """Make "kvplane" known to transformers. May be called again."""
+    """Register "kvplane" with transformers. May be called again."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _no_mask)
 
@@ -68,7 +68,7 @@ def _attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Query [1, num_heads, T, D], key and value [1, num_kv_heads, T, D] after RoPE; gives [1, T,
+    """Query [1, num_heads, T, D], key and value [1, num_kv_heads, T, D] after RoPE; returns [1, T,
     num_heads, D].
     """
     index = module.layer_idx

@@ -1,4 +1,4 @@
-"""Where plans are carried out: the one interface between the engine and keys and values."""
+"""What carries out plans: the engine's only access to keys and values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMES: Final = {dtype: name for name, dtype in _TORCH.items()}
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A plan was started. ``receipt`` is there already when it has nothing to compute."""
+    """A plan was started. ``receipt`` is set already when it has nothing to compute."""
 
     num_tokens: int
     receipt: pb.SignedPayload | None
@@ -66,7 +66,7 @@ class DataBackend(Protocol):
         ...
 
     def stop(self) -> None:
-        """The end: nothing is opened any more."""
+        """Release everything; nothing is opened afterwards."""
         ...
 
 
@@ -85,7 +85,7 @@ class RemoteBackend:
         """
         if len(session.shards) != 1:
             raise InvalidRequestError(
-                f"this engine runs on one shard, the pool has {len(session.shards)}",
+                f"has {len(session.shards)} shards: this engine needs a pool of one",
                 field="pool_id",
             )
         self.close()
@@ -124,7 +124,7 @@ class RemoteBackend:
         """The receipt that came after the last layer. Raises InternalError when none did."""
         receipt = self._open_execution().receipt
         if receipt is None:
-            raise InternalError("the last layer brought no receipt")
+            raise InternalError("no receipt came after the last layer")
         return receipt
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class RemoteBackend:
             self._loop.run(client.close())
 
     def stop(self) -> None:
-        """Nothing is left but the session."""
+        """Close the session: there is nothing else to release."""
         self.close()
 
     def _open_execution(self) -> Execution:

@@ -20,7 +20,7 @@ KV_DTYPES: Final = (*DTYPES, *FP8_BYTES)
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine computes and whom it asks for blocks."""
+    """How an engine computes, and the planes that it uses."""
 
     model: Path = setting(help="Folder of a Hugging Face model, Llama or OPT.")
     control_plane: str = setting("127.0.0.1:50051", help="Address of the control plane.")
@@ -38,8 +38,8 @@ class EngineConfig:
     kv_dtype: str = setting(
         "auto",
         choices=("auto", *KV_DTYPES),
-        help="Type of keys and values as stored; auto takes the pool's, and where that is embedded"
-        " the type of the others.",
+        help="Type of keys and values as stored; auto takes the pool's, and for an embedded pool"
+        " that of --dtype.",
     )
     max_batch_tokens: int = setting(
         512, unit="tokens", minimum=1, help="Most tokens computed in one step."
@@ -82,24 +82,29 @@ class EngineConfig:
 class GenerateConfig(EngineConfig):
     """Answer prompts with a model whose KV cache is behind a control plane and a data plane."""
 
-    prompt: str = setting("", help="Text to go on from.")
-    prompts_file: Path | None = setting(None, help="File of prompts, one a line.")
+    prompt: str = setting("", help="Text to continue.")
+    prompts_file: Path | None = setting(None, help="File of prompts, one on each line.")
     max_tokens: int = setting(64, unit="tokens", minimum=1, help="Most tokens generated.")
     temperature: float = setting(0.0, minimum=0.0, help="0 takes the most likely token each time.")
-    top_k: int = setting(0, unit="tokens", minimum=0, help="Sample from the likeliest; 0 from all.")
+    top_k: int = setting(
+        0, unit="tokens", minimum=0, help="Sample from this many likeliest; 0: all."
+    )
     top_p: float = setting(
-        1.0, minimum=1e-6, maximum=1.0, help="Sample from the likeliest that reach this share."
+        1.0,
+        minimum=1e-6,
+        maximum=1.0,
+        help="Sample from the likeliest that together reach this probability.",
     )
     seed: int | None = setting(None, minimum=0, help="Seed of the random stream.")
     n: int = setting(1, minimum=1, maximum=256, help="Continuations of each prompt.")
     stop: str = setting("", help="Text that ends an answer and is left out of it.")
-    ignore_eos: bool = setting(False, help="Go on over the model's end of sequence.")
+    ignore_eos: bool = setting(False, help="Continue past the model's end of sequence.")
     log_level: str = setting("warning", choices=LEVELS, help="Least severe log level written.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if bool(self.prompt) == (self.prompts_file is not None):
-            raise InvalidRequestError("give it, or --prompts-file", field="prompt")
+            raise InvalidRequestError("give either --prompt or --prompts-file", field="prompt")
         if self.prompts_file is not None and not self.prompts_file.is_file():
             raise InvalidRequestError(f"{self.prompts_file} is not a file", field="prompts_file")
 

@@ -91,7 +91,7 @@ class EngineCore:
     # Requests.
 
     def check_prompt(self, token_ids: list[int], params: SamplingParams, *, field: str) -> None:
-        """Raise InvalidRequestError naming ``field`` for a prompt that the model can not take."""
+        """Raise InvalidRequestError naming ``field`` for a prompt that the model cannot take."""
         limit = self._loaded.max_total_tokens
         if not token_ids:
             raise InvalidRequestError("must not be empty", field=field)
@@ -102,7 +102,8 @@ class EngineCore:
                 )
         if len(token_ids) >= limit:
             raise InvalidRequestError(
-                f"{len(token_ids)} tokens leave no room below the model's {limit}", field=field
+                f"has {len(token_ids)} tokens, must have fewer than the model's {limit} positions",
+                field=field,
             )
         if params.n > self._max_sequences:
             raise InvalidRequestError(
@@ -110,8 +111,8 @@ class EngineCore:
             )
 
     def add_request(self, prompt: str, token_ids: list[int], params: SamplingParams) -> str:
-        """Queue a prompt that was checked; its id. ``max_tokens`` is cut to what the model has
-        positions for.
+        """Queue a prompt that was checked; returns the request's id. ``max_tokens`` is cut to the
+        positions that the model has.
         """
         room = self._loaded.max_total_tokens - len(token_ids)
         params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
@@ -151,11 +152,9 @@ class EngineCore:
     # Steps.
 
     def step(self) -> list[Delta]:
-        """Bring every running sequence forward; what came of it. Recovers from planes that went
-        away.
+        """Run one step and return what it added. Recovers from planes that went away.
 
-        Raises what went wrong when recovering does not help; sequences then still stand where they
-        were.
+        Raises what went wrong when recovering does not help; sequences are then as they were.
         """
         self._apply_aborts()
         if self._scheduler.has_work:
@@ -198,7 +197,7 @@ class EngineCore:
         self.stats.note_step(time.monotonic() - started_s, num_tokens)
 
     def _execute(self, plan: types.SignedPayload, spans: list[Span]) -> torch.Tensor:
-        """Carry a plan out; float32 logits [spans with is_last, vocabulary]."""
+        """Carry a plan out. Returns float32 logits [spans with is_last, vocabulary]."""
         started = self._backend.start(plan)
         receipt, logits = started.receipt, torch.empty(0)
         if receipt is None:
@@ -213,7 +212,7 @@ class EngineCore:
         return logits
 
     def _pause(self) -> None:
-        """Nothing could be done: others hold what is needed. Fails the first request when that
+        """Nothing could be done, because others hold the blocks. Fails the first request when that
         lasts too long.
         """
         now_s = time.monotonic()
@@ -235,7 +234,7 @@ class EngineCore:
     def _sample(self, spans: list[Span], logits: torch.Tensor) -> None:
         due = (span.sequence for span in spans if span.is_last)
         for sequence, span_logits in zip(due, logits, strict=True):
-            if sequence.status is SequenceStatus.FINISHED:  # its request failed in this very step
+            if sequence.status is SequenceStatus.FINISHED:  # its request failed in this step
                 continue
             if sequence.num_continuations > 1:
                 self._branch(sequence, span_logits)
@@ -246,9 +245,7 @@ class EngineCore:
             self._complete(sequence.request.request_id)
 
     def _branch(self, first: EngineSequence, logits: torch.Tensor) -> None:
-        """The prompt is computed: its ``n`` continuations draw their first tokens and go separate
-        ways.
-        """
+        """The prompt is computed: its ``n`` continuations draw their first tokens and separate."""
         live = self._live[first.request.request_id]
         others = range(1, first.request.params.n)
         live.sequences += [self._new_sequence(first.request, i) for i in others]
@@ -293,7 +290,7 @@ class EngineCore:
             self._end(request_id, "error")
 
     def _end(self, request_id: str, reason: str) -> None:
-        """End what is unfinished of a request."""
+        """End the unfinished continuations of a request."""
         live = self._live.get(request_id)
         if live is None:
             return
@@ -338,7 +335,7 @@ class EngineCore:
         self._reopen()
 
     def _abort_plan(self) -> bool:
-        """Whether the plan could be aborted and the session goes on."""
+        """Abort the plan; whether that worked and the session continues."""
         try:
             states = self._link.abort_last_plan()
         except KvplaneError as error:
@@ -364,7 +361,7 @@ class EngineCore:
             except KvplaneError as error:
                 if time.monotonic() > deadline_s:
                     raise
-                _log.debug("not back yet reason=%s: %s", error.reason, error.message)
+                _log.debug("session not reopened yet reason=%s: %s", error.reason, error.message)
                 time.sleep(RETRY_DELAY_S)
         self.stats.num_reopened_sessions += 1
         _log.warning("session reopened id=%d", self._link.session.id)

@@ -1,6 +1,6 @@
 """Text from tokens, as they come.
 
-Text that was given out never changes: a character that is not complete yet (byte-level tokens of
+Text that was emitted never changes: a character that is not complete yet (byte-level tokens of
 one UTF-8 character) and a tail that may become a stop string are held back.
 
     decoded text   [0 ........ emitted | held back ....... )
@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-MAX_HELD_TOKENS = (
-    8  # a UTF-8 character has at most 4 bytes; more replacement characters than that are real ones
-)
+# A UTF-8 character has at most 4 bytes: after so many tokens, replacement characters are text.
+MAX_HELD_TOKENS = 8
 
 
 class Decoder(Protocol):
@@ -45,8 +44,8 @@ class Detokenizer:
         return self._text
 
     def add(self, token_id: int) -> bool:
-        """Take one more token. True when the text now holds a stop string: it is cut before it, and
-        this is the end.
+        """Add a token. True when the text now holds a stop string: it is cut before that, and no
+        token may follow.
         """
         if self._decoder is None:
             return False

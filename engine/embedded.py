@@ -1,7 +1,7 @@
 """A data plane in the engine's own process: tensors are passed, not sent.
 
-The pool registers with the control plane and serves gRPC to others like any other. Its key lies in
-this process, so it is for one tenant.
+The pool registers with the control plane and serves gRPC to others like any other. This process
+holds its key, so it is for one tenant.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvplane.v1 import types_pb2 as pb
 
 
 class EmbeddedBackend:
-    """Starts a data plane, and calls its executor. Raises UnavailableError when it can not register
+    """Starts a data plane, and calls its executor. Raises UnavailableError when it cannot register
     in time.
     """
 
@@ -62,7 +62,7 @@ class EmbeddedBackend:
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """Write and attend, in this thread, where the pool is."""
+        """Write and attend in this thread, on the pool's device."""
         executor, session_id = self._executor, self._open_session()
         with device_errors():
             there = [tensor.to(executor.device) for tensor in (query, key, value)]
@@ -76,7 +76,7 @@ class EmbeddedBackend:
         """The receipt, after the last layer."""
         receipt = self._executor.receipt(self._open_session())
         if receipt is None:
-            raise InternalError("the last layer brought no receipt")
+            raise InternalError("no receipt came after the last layer")
         return receipt
 
     def close(self) -> None:

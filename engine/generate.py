@@ -1,4 +1,4 @@
-"""``python -m engine generate``: answers to prompts, as they come."""
+"""``python -m engine generate``: answers to prompts, printed as they come."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvplane.serving.settings import log_settings
 def run(config: GenerateConfig) -> int:
     """Generate and print; 1 when a prompt failed."""
     logs.setup(config.log_level)
-    num_characters = len(config.prompt)  # what people ask is nobody's business but theirs
+    num_characters = len(config.prompt)  # prompts are never logged
     shown = replace(config, prompt=f"<{num_characters} characters>") if num_characters else config
     log_settings(shown, logging.getLogger("engine"))
     prompts = config.prompts()

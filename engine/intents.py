@@ -1,4 +1,4 @@
-"""What the scheduler asks of one step, and what the step brought."""
+"""What the scheduler asks of one step, and what came of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Failures = dict[int, pb.ItemFailure]
 
 @dataclass(slots=True)
 class Outcome:
-    """What a step brought: spans to compute in the plan's order, and requests that failed alone."""
+    """What came of a step: spans to compute in the plan's order, and sequences that failed."""
 
     spans: list[Span] = field(default_factory=list)
     failed: list[tuple[EngineSequence, KvplaneError]] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """The engine's session with a control plane, for a caller that is not asynchronous.
 
-At any time there is at most one session. A receipt is added as soon as it is there and travels with
+At any time there is at most one session. A receipt is added as soon as it is there and sent with
 the next step.
 """
 
@@ -84,6 +84,6 @@ class ControlLink:
     def _forget_session(self) -> None:
         session, self._session = self._session, None
         if session is not None:
-            # Failing that, what it held ends with its lease, or has ended with its planes.
+            # If that fails, its lease ends it, or it has ended with its planes.
             with contextlib.suppress(KvplaneError):
                 self._loop.run(session.close(timeout_s=_CLOSE_TIMEOUT_S))

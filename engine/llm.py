@@ -34,7 +34,7 @@ class LLM:
     ``LLM("models/recall").generate(["..."])``; keyword arguments are the fields of
     ``EngineConfig``. Raises UnavailableError when the pool is not ready in time and
     LayoutMismatchError when the pool is for another model. Close it, or use it as a context
-    manager. Not for several threads at once, but for ``abort``.
+    manager. Only ``abort`` may be called from another thread.
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
@@ -57,7 +57,7 @@ class LLM:
         """Answers, in the order of ``prompts``, which are texts or token ids.
 
         ``sampling_params``: one for all, or one for each. ``on_output`` is called with each answer
-        as it is done. A prompt that can not be served (NeverFitsError, PoolFullError) has its error
+        as it is done. A prompt that cannot be served (NeverFitsError, PoolFullError) has its error
         in its own output, and the others go on. Raises InvalidRequestError naming ``prompts[i]``
         before anything starts, and UnavailableError when a plane stays away for longer than
         ``recovery_timeout_s``.
@@ -73,7 +73,7 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Delta]:
-        """As ``generate``, but gives what every step adds to every continuation. Request ids rise
+        """As ``generate``, but yields what each step adds to each continuation. Request ids rise
         with the prompts.
 
         Closing the iterator aborts what is left.
@@ -97,7 +97,7 @@ class LLM:
         return self._link.describe_pool()
 
     def close(self) -> None:
-        """Give all blocks back and close the session. Harmless when called again."""
+        """Release all blocks and close the session. Harmless when called again."""
         self._closing.close()
 
     def __enter__(self) -> LLM:
@@ -205,7 +205,7 @@ def _core(
 
 def _layout(config: EngineConfig, pool: Layout) -> Layout:
     """The model's layout, in the pool's block size and types where nothing else is asked for, with
-    the pool's scales: what is stored is the pool's affair.
+    the pool's scales: the pool decides how values are stored.
     """
     layout = layout_from_hf(
         config.model,
@@ -214,7 +214,7 @@ def _layout(config: EngineConfig, pool: Layout) -> Layout:
         kv_dtype=pool.kv_dtype if config.kv_dtype == "auto" else config.kv_dtype,
     )
     scaled = replace(layout, groups=pool.groups) if layout.kv_dtype == pool.kv_dtype else layout
-    # Where anything but scales differs, the control plane is asked, and refuses.
+    # Where anything but scales differs, the control plane refuses the model's own layout.
     return scaled if _unscaled(scaled) == _unscaled(layout) else layout
 
 
@@ -232,6 +232,7 @@ def _params_of_each(
         return [params] * num_prompts
     if len(params) != num_prompts:
         raise InvalidRequestError(
-            f"{len(params)} for {num_prompts} prompts", field="sampling_params"
+            f"must be one for all prompts, or one for each of the {num_prompts}: got {len(params)}",
+            field="sampling_params",
         )
     return list(params)

@@ -42,7 +42,7 @@ class LoadedModel:
     max_total_tokens: int
 
     def encode(self, prompt: str, *, field: str) -> list[int]:
-        """Token ids to go on from: with the tokenizer's opening tokens, without a closing end of
+        """The prompt's token ids: with the tokenizer's opening tokens, without a trailing end of
         sequence.
 
         Raises InvalidRequestError naming ``field`` when there is no tokenizer.
@@ -67,7 +67,8 @@ def load(folder: Path, dtype: str) -> LoadedModel:
     config = model.config
     if config.model_type not in ARCHITECTURES:
         raise InvalidRequestError(
-            f"{config.model_type!r} is none of {', '.join(ARCHITECTURES)}", field="model"
+            f"is of type {config.model_type!r}: must be one of {', '.join(ARCHITECTURES)}",
+            field="model",
         )
     model.set_attn_implementation(attention.NAME)
     model.train(mode=False)

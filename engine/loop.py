@@ -30,8 +30,8 @@ class LoopThread:
             raise
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """What ``function`` returns when called on the loop: gRPC binds channels to where they are
-        made.
+        """What ``function`` returns when called on the loop: gRPC binds a channel to the loop
+        that it is made on.
         """
 
         async def called() -> Result:

@@ -1,7 +1,7 @@
 """What a caller asks for and what it gets back.
 
 Values only: nothing here knows blocks, queues or planes. Bad values are refused when they are made,
-so that the rest of the engine never meets one.
+so that the rest of the engine never sees one.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one prompt. ``error`` is set when the request failed alone; then its texts are
-    what had come so far.
+    """The answer to one prompt. ``error`` is set when this request failed; then its texts are what
+    was generated before.
 
     ``num_cached_tokens``: prompt tokens whose KV was found cached when the prompt was first
     admitted.
@@ -87,8 +87,8 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to one continuation: text that will not change any more, and the tokens
-    behind the step.
+    """What one step added to one continuation: text that will not change any more, and the token
+    that was sampled, or none when the request was ended.
     """
 
     request_id: str

@@ -1,5 +1,5 @@
-"""One forward pass a step: the new tokens of all sequences packed one after another, each with its
-own position.
+"""One forward pass for each step: the new tokens of all sequences packed one after another, each
+with its own position.
 
 There is no cache in the model: attention goes to the data plane, which has every token before
 these. Logits are computed only where a next token is due.
@@ -39,7 +39,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, spans: Sequence[Span], step: attention.Step) -> torch.Tensor:
-        """Compute ``spans`` in order, attention by ``step``. Gives float32 logits [spans with
+        """Compute ``spans`` in order, attention by ``step``. Returns float32 logits [spans with
         is_last, vocabulary].
         """
         tokens: list[int] = []

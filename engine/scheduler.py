@@ -72,7 +72,7 @@ class Scheduler:
         self._frees: list[int] = []
         self._blocked: list[EngineSequence] = []
         self._must_preempt = False
-        self._tight = False  # somebody was preempted and nobody has finished since
+        self._tight = False  # a sequence was preempted and none has finished since
         self._no_swap: set[int] = set()  # kv ids that the host tier had no room for
         self._num_waits = 0
         self._num_idle = 0
@@ -160,7 +160,7 @@ class Scheduler:
         return intents
 
     def apply(self, intents: Sequence[Intent], result: pb.StepResult) -> Outcome:
-        """Learn what came of ``intents``; ``result.results`` runs beside them."""
+        """Learn what came of ``intents``, each of which has one of ``result.results``, in order."""
         if len(result.results) != len(intents):
             raise InternalError(f"{len(result.results)} results for {len(intents)} operations")
         outcome = Outcome()
@@ -231,7 +231,7 @@ class Scheduler:
         return [Intent(Kind.FORK, forks, sequences)]
 
     def _append_intents(self, victims: set[int]) -> list[Intent]:
-        """One operation for all running sequences but ``victims``, as far as the batch goes."""
+        """One operation for all running sequences but ``victims``, up to the batch's size."""
         budget = self._max_batch_tokens
         due: list[EngineSequence] = []
         num_slots: list[int] = []
@@ -389,7 +389,7 @@ class Scheduler:
         num_blocks = columns.read(columns.INT32, done.append.num_blocks, "append.num_blocks")
         for item, sequence in enumerate(intent.sequences):
             failure = failures.get(item)
-            if sequence.status is not SequenceStatus.RUNNING:  # its fork failed in this very step
+            if sequence.status is not SequenceStatus.RUNNING:  # its fork failed in this step
                 continue
             if failure is None:
                 num_slots = intent.num_slots[item]
@@ -401,7 +401,7 @@ class Scheduler:
             else:
                 error = error_of(failure)
                 if isinstance(error, PositionMismatchError):
-                    raise error  # an abort brings both sides together again
+                    raise error  # the caller aborts the plan, after which both sides agree
                 outcome.failed.append((sequence, error))
 
     def _applied_admit(
@@ -450,8 +450,8 @@ class Scheduler:
         self.add(sequence)
 
     def _recompute_swapped(self) -> None:
-        """Nothing moves and nothing runs: a group that swapped out together may never fit together
-        again, but each alone does.
+        """No sequence runs or moves: a group that swapped out together may never fit together
+        again, but each of them fits alone.
         """
         self.counts.num_recompute_preemptions += len(self.swapped)
         swapped, self.swapped = self.swapped, []

@@ -1,4 +1,4 @@
-"""One continuation in the engine: its tokens, and how far each side knows of them.
+"""One continuation in the engine: its tokens, and how far each side knows them.
 
     position    0          num_computed     num_sent        len(tokens)
                 |  KV planned  |  no KV yet     |  not sent yet  |

@@ -13,7 +13,7 @@ from kvplane import ControlClient, DataClient, Layout, Tensor
 
 
 async def main(control_plane: str) -> None:
-    """One prompt's life: admit, execute, submit the receipt, look it up."""
+    """Admit a prompt, execute it, submit the receipt, look it up."""
     async with ControlClient(control_plane) as control:
         (pool_id, *_) = await control.list_pools()
         layout = Layout.from_proto((await control.wait_ready(pool_id)).layout)

@@ -5,7 +5,7 @@
             ...
 
 Names are imported when they are first used, so that ``kvplane.errors`` or ``kvplane.layout`` alone
-do not bring gRPC with them.
+do not import gRPC.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ class AttentionOptions:
 
     scale: factor of the dot products of queries and keys; 0 means 1 / sqrt(head_size).
     sliding_window_tokens: a query token sees its last that many positions, itself included; 0
-        means as the layer group says, and all of them where there is no group to ask.
+        means as the layer group says; where there is no layer group, 0 means all.
     alibi_slopes: one for each query head, or none at all; slope * (key position - query position)
         is added to the scores.
 
-    Valid by construction: raises InvalidRequestError naming the option that is out of range. How
-    many slopes there must be only the query's shape tells, so the kernels check their number.
+    Valid by construction: raises InvalidRequestError naming the option that is out of range. Only
+    the query's shape tells how many slopes there must be, so the kernels check their number.
     """
 
     scale: float = 0.0
@@ -40,7 +40,7 @@ class AttentionOptions:
             _require_finite(slope, "alibi_slopes", f"slope {i} ")
 
     def in_group(self, sliding_window_tokens: int) -> AttentionOptions:
-        """The options in a layer group with this window, which holds unless they have their own."""
+        """The options with a layer group's window, which applies unless they have their own."""
         if self.sliding_window_tokens or not sliding_window_tokens:
             return self
         return replace(self, sliding_window_tokens=sliding_window_tokens)

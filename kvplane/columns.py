@@ -34,8 +34,8 @@ def pack(kind: str, values: Iterable[int] | array[int]) -> bytes:
 
 
 def read(kind: str, column: bytes, field: str, *, length: int | None = None) -> array[int]:
-    """The elements of a column. Raises InvalidRequestError naming ``field`` when the column is cut
-    off inside an element, or has not ``length`` elements.
+    """The elements of a column. Raises InvalidRequestError naming ``field`` when the column ends
+    inside an element, or does not have ``length`` elements.
     """
     elements = array(kind)
     size = elements.itemsize

@@ -15,7 +15,7 @@ from kvplane.errors import CancelledError, PlaneUnavailableError
 from kvplane.retry import Deadline, retry_until
 from kvplane.tls import TlsOptions, open_channel
 
-# What gRPC says, as INTERNAL, when a call is used while its connection goes.
+# gRPC's message, with the status INTERNAL, when a call is used while its connection closes.
 _BROKEN_CALL: Final = "Internal error from Core"
 
 
@@ -23,7 +23,7 @@ class Connection:
     """Calls on one channel. Every call has a deadline and ends in an answer or a typed error."""
 
     def __init__(self, target: str, *, tls: TlsOptions | None, timeout_s: float) -> None:
-        Deadline.after(timeout_s)  # refuses what is no timeout
+        Deadline.after(timeout_s)  # raises unless it is a valid timeout
         self.target = target
         self.timeout_s = timeout_s
         self.channel = open_channel(target, tls)
@@ -62,12 +62,12 @@ def typed_errors() -> Iterator[None]:
             raise PlaneUnavailableError("the connection broke") from error
         raise from_rpc_error(error) from error
     except asyncio.InvalidStateError as error:
-        raise PlaneUnavailableError("the call had ended") from error
+        raise PlaneUnavailableError("the call has ended") from error
     except grpc.aio.UsageError as error:
-        raise CancelledError("the client is closed") from error
+        raise CancelledError("the client is closed: make a new one") from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # gRPC's: the channel was closed under the call.
-        raise CancelledError("the client ended the call") from error
+        # gRPC cancelled the call: its channel was closed.
+        raise CancelledError("the client was closed during the call") from error

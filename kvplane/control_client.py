@@ -31,9 +31,9 @@ class ControlClient:
     """Calls a control plane at ``target`` ("host:port").
 
     ``timeout_s``: default deadline of each call. Errors raised are those of ``kvplane.errors``. A
-    call that the plane has not answered until then raises PlaneUnavailableError when it was last
-    not reached, and DeadlineExceededError while it is waited for. Closing ends the renewal of all
-    leases.
+    call without an answer by its deadline raises PlaneUnavailableError when the last attempt did
+    not reach the plane, and DeadlineExceededError when it still waited for the answer. Closing ends
+    the renewal of all leases.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ControlClient:
     ) -> None:
         self._connection = Connection(target, tls=tls, timeout_s=timeout_s)
         self._stub = control_pb2_grpc.ControlPlaneServiceStub(self._connection.channel)
-        # Those whose leases are renewed: the renewal keeps a session alive, nothing else here does.
+        # A session is kept alive by the task that renews its lease, not by the client.
         self._sessions: WeakSet[Session] = WeakSet()
 
     async def __aenter__(self) -> ControlClient:
@@ -72,7 +72,7 @@ class ControlClient:
     async def describe_pool(
         self, pool_id: str, *, timeout_s: float | None = None
     ) -> pb.DescribePoolResponse:
-        """Raises PoolNotFoundError when no shard of it has registered."""
+        """A pool's layout, shards and usage. Raises PoolNotFoundError when none has registered."""
         response: pb.DescribePoolResponse = await self._connection.call(
             self._stub.DescribePool, pb.DescribePoolRequest(pool_id=pool_id), timeout_s
         )
@@ -84,7 +84,7 @@ class ControlClient:
         """The pool's description as soon as sessions can be opened on it.
 
         Also waits for the plane itself to come up. Raises PoolNotReadyError, or
-        PlaneUnavailableError if it was not the pool but the plane that was missing.
+        PlaneUnavailableError when the plane itself did not answer.
         """
         deadline = self._connection.deadline(timeout_s)
         while True:
@@ -115,8 +115,8 @@ class ControlClient:
     ) -> Session:
         """Lease from a pool; tried again until the deadline while the pool is not ready.
 
-        Prefixes are shared inside ``namespace`` and never across. Raises
-        PoolNotFoundError, LayoutMismatchError, ProtocolMismatchError, PoolNotReadyError.
+        Prefixes are shared inside ``namespace`` and never across. Raises PoolNotFoundError,
+        LayoutMismatchError, ProtocolMismatchError, PoolNotReadyError, QuotaExceededError.
         """
         request = pb.OpenSessionRequest(
             pool_id=pool_id,

@@ -47,7 +47,7 @@ class DataClient:
         return response
 
     async def open(self, grant: SignedPayload, *, timeout_s: float | None = None) -> Execution:
-        """Begin to run plans of the session that ``grant`` is of."""
+        """Open an execution, which runs the plans of the session of ``grant``."""
         execution = Execution(self._connection, self._stub, grant)
         await execution.connect(timeout_s=timeout_s)
         return execution
@@ -126,8 +126,10 @@ class DataClient:
         num_layers: int = 0,
         timeout_s: float | None = None,
     ) -> pb.ReadBlocksResponse:
-        """Read table entries [first_block, first_block + num_blocks) of a sequence, in the
-        ``num_layers`` layers from the model's layer ``first_layer`` on; 0 means all layers.
+        """Read table entries [first_block, first_block + num_blocks) of a sequence.
+
+        ``num_layers``: layers read, from the model's layer ``first_layer`` on; 0 means all that the
+        shard holds. What comes: ReadBlocksResponse. Raises SequenceNotFoundError.
         """
         request = pb.ReadBlocksRequest(
             grant=grant,
@@ -157,11 +159,11 @@ class DataClient:
         source: pb.BlockSource | None = None,
         timeout_s: float | None = None,
     ) -> pb.WriteBlocksResponse:
-        """Write the slots of the plan's span for a sequence, in layers as ``read_blocks`` has them.
+        """Write the slots of the plan's span for a sequence.
 
-        ``blocks``: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of kv_dtype.
-        ``source``: as ``read_blocks`` returned it, None when it is not known. Raises
-        LayoutMismatchError when its layout is another.
+        ``blocks``: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of kv_dtype;
+        their layers are given as to ``read_blocks``. ``source``: as ``read_blocks`` returned it,
+        None when it is not known. Raises LayoutMismatchError when its layout is another.
         """
         request = pb.WriteBlocksRequest(
             grant=grant,

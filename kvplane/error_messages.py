@@ -1,8 +1,8 @@
 """Errors as the ``kvplane.v1.Error`` message that streams carry, and back.
 
-What one side raises is what the other catches, field and retry delay included. An error that names
-a reason of a later release falls back on the gRPC status code, so that it still lands in the right
-branch of the tree. Knows no gRPC: the control plane's core answers with such messages.
+What one side raises is what the other catches, field and retry delay included. An error whose
+reason this release does not know becomes the class of its gRPC status code, so that it is still of
+the right kind. Does not import gRPC: the control plane's core answers with such messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvplane.errors import (
 )
 from kvplane.v1 import types_pb2 as pb
 
-# Statuses travel as HTTP/2 trailers, of which a peer takes 8 KiB by default.
+# gRPC sends statuses as HTTP/2 trailers, and a peer accepts 8 KiB of them by default.
 _MAX_MESSAGE_CHARS: Final = 1024
 _MAX_FIELD_CHARS: Final = 256
 
@@ -44,7 +44,7 @@ _BY_CODE: Final[dict[str, type[KvplaneError]]] = {
     "NOT_FOUND": NotFoundError,
     "ALREADY_EXISTS": SequenceExistsError,
     "PERMISSION_DENIED": NotPermittedError,
-    # gRPC itself answers so when a message is over the size limit.
+    # gRPC itself answers with this code when a message is over the size limit.
     "RESOURCE_EXHAUSTED": QuotaExceededError,
     "FAILED_PRECONDITION": ConflictError,
     "OUT_OF_RANGE": NeverFitsError,
@@ -76,7 +76,7 @@ def from_wire(message: pb.Error) -> KvplaneError:
 def make_error(
     reason: str, code: int, message: str, field: str, retry_delay_s: float | None
 ) -> KvplaneError:
-    """The error of a reason, or where that is not known of a gRPC status code."""
+    """The error of a reason or, where the reason is not known, of a gRPC status code."""
     cls = REASONS.get(reason)
     if cls is None:
         known = code in code_pb2.Code.values()
@@ -89,7 +89,7 @@ def _code(error: KvplaneError) -> int:
 
 
 def duration_of(seconds: float | None) -> duration_pb2.Duration | None:
-    """None stays None."""
+    """As a message; None stays None."""
     if seconds is None:
         return None
     return duration_pb2.Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))

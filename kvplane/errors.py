@@ -4,7 +4,7 @@
     ├── InvalidRequestError         INVALID_ARGUMENT      malformed; ``field`` says where
     ├── NotFoundError
     │   ├── PoolNotFoundError       NOT_FOUND
-    │   ├── SessionNotFoundError    NOT_FOUND             never opened, over, or another's
+    │   ├── SessionNotFoundError    NOT_FOUND             never opened, closed, or another tenant's
     │   └── SequenceNotFoundError   NOT_FOUND
     ├── SequenceExistsError         ALREADY_EXISTS
     ├── CapacityError
@@ -20,31 +20,31 @@
     ├── ConflictError
     │   ├── LayoutMismatchError     FAILED_PRECONDITION
     │   ├── ProtocolMismatchError   FAILED_PRECONDITION
-    │   ├── StepConflictError       FAILED_PRECONDITION   a number again, with other content
+    │   ├── StepConflictError       FAILED_PRECONDITION   a number sent again, with other content
     │   ├── StepOutOfOrderError     FAILED_PRECONDITION
     │   ├── PlanConflictError       FAILED_PRECONDITION   a plan's number again, with another digest
     │   ├── PlanOutOfOrderError     FAILED_PRECONDITION
     │   ├── PlanReceiptedError      FAILED_PRECONDITION
-    │   ├── PositionMismatchError   FAILED_PRECONDITION   a sequence is further, or less far
-    │   ├── SequenceBusyError       FAILED_PRECONDITION   it computes in this very step
+    │   ├── PositionMismatchError   FAILED_PRECONDITION   caller and plane differ on a position
+    │   ├── SequenceBusyError       FAILED_PRECONDITION   it computes in the same step
     │   ├── SequenceSwappedError    FAILED_PRECONDITION   it is in the other tier
     │   ├── BlockNotWritableError   FAILED_PRECONDITION   a write to a published or shared block
     │   └── BlockInUseError         FAILED_PRECONDITION   another session's block table refers to it
     ├── UnauthenticatedError        UNAUTHENTICATED
     ├── NotPermittedError           PERMISSION_DENIED
     ├── UnavailableError
-    │   ├── PlaneUnavailableError   UNAVAILABLE           it can not be reached, or is stopping
+    │   ├── PlaneUnavailableError   UNAVAILABLE           it cannot be reached, or is stopping
     │   └── PoolNotReadyError       UNAVAILABLE           a shard is missing or has not reported yet
     ├── DeadlineExceededError       DEADLINE_EXCEEDED
     ├── CancelledError              CANCELLED
     ├── IntegrityError
     │   ├── BadSignatureError       DATA_LOSS
     │   └── ChecksumMismatchError   DATA_LOSS
-    └── InternalError               INTERNAL              a bug; the server's log has more
+    └── InternalError               INTERNAL              a bug or a failed device: see server log
 
 The planes raise these, one interceptor maps them to gRPC statuses by ``CODES``, and the client maps
-them back by ``REASONS``: what the core raises is what the caller catches. This module knows no
-gRPC.
+them back by ``REASONS``: what the core raises is what the caller catches. This module does not
+import gRPC.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class KvplaneError(Exception):
     """Base of all. ``message`` is for people; ``field`` names the request field at fault, dotted,
     or is empty.
 
-    ``retry_delay_s``: seconds to wait before trying again, None when trying again can not help.
+    ``retry_delay_s``: seconds to wait before trying again, None when trying again cannot help.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class PoolNotFoundError(NotFoundError):
 
 
 class SessionNotFoundError(NotFoundError):
-    """The session was never opened, has ended, or is not the caller's."""
+    """The session was never opened, was closed, or is not the caller's."""
 
 
 class SequenceNotFoundError(NotFoundError):
@@ -110,7 +110,7 @@ class NeverFitsError(CapacityError):
 
 
 class QuotaExceededError(CapacityError):
-    """The caller has used up what it may have."""
+    """A limit on what callers may open, send or hold."""
 
 
 class TooManyPlansInFlightError(CapacityError):
@@ -126,11 +126,11 @@ class SessionExpiredError(StaleError):
 
 
 class StaleEpochError(StaleError):
-    """The data plane is another process than the one that the plan or grant is for."""
+    """The data plane has restarted since the plan, grant or session was made."""
 
 
 class StaleIncarnationError(StaleError):
-    """The control plane is another process than the one that opened the session."""
+    """The control plane has restarted since it opened the session."""
 
 
 class StaleGenerationError(StaleError):
@@ -166,7 +166,7 @@ class PlanOutOfOrderError(ConflictError):
 
 
 class PlanReceiptedError(ConflictError):
-    """The plan has run and can not be aborted."""
+    """The plan has run and cannot be aborted."""
 
 
 class PositionMismatchError(ConflictError):
@@ -174,7 +174,7 @@ class PositionMismatchError(ConflictError):
 
 
 class SequenceBusyError(ConflictError):
-    """The sequence computes in this very step."""
+    """The sequence computes in the same step."""
 
 
 class SequenceSwappedError(ConflictError):
@@ -186,11 +186,11 @@ class BlockNotWritableError(ConflictError):
 
 
 class BlockInUseError(ConflictError):
-    """A block that another session's block table refers to was allocated."""
+    """The plan allocates a block that another session's block table refers to."""
 
 
 class UnauthenticatedError(KvplaneError):
-    """The caller did not show who it is."""
+    """The caller did not identify itself."""
 
 
 class NotPermittedError(KvplaneError):
@@ -202,7 +202,7 @@ class UnavailableError(KvplaneError):
 
 
 class PlaneUnavailableError(UnavailableError):
-    """The plane can not be reached, or is stopping."""
+    """The plane cannot be reached, or is stopping."""
 
 
 class PoolNotReadyError(UnavailableError):
@@ -230,10 +230,11 @@ class ChecksumMismatchError(IntegrityError):
 
 
 class InternalError(KvplaneError):
-    """A bug."""
+    """A bug, or a device that failed; the server's log has more."""
 
 
-# gRPC status name of each leaf; a base class not listed here is never raised itself.
+# gRPC status name of each error that a plane raises. A client raises a base class not listed here
+# for a reason that it does not know.
 CODES: Final[dict[type[KvplaneError], str]] = {
     InvalidRequestError: "INVALID_ARGUMENT",
     PoolNotFoundError: "NOT_FOUND",

@@ -1,8 +1,8 @@
 """Executions: plans run layer by layer on a stream.
 
-Invariant: a lost connection, or a wait that was cancelled, costs nothing. The plan is shown again
-on a new stream, goes on from where it is, and the layer is sent again; its slots then hold the
-same bytes as before.
+Invariant: a lost connection, or a wait that was cancelled, loses nothing. The plan is presented
+again on a new stream and continues from where it is, and the layer is sent again; its slots then
+hold the same bytes as before.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Execution:
             await retry_until(deadline, self._open)
 
     async def start(self, plan: SignedPayload, *, timeout_s: float | None = None) -> Started:
-        """Show a plan: its table changes and transfers are made. Safe to repeat."""
+        """Present a plan, which makes its table changes and transfers. Safe to repeat."""
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
             self._plan, self.receipt = None, None
@@ -104,12 +104,12 @@ class Execution:
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
             if self._plan is None:
-                raise PlanOutOfOrderError("no plan was started")
+                raise PlanOutOfOrderError("no plan was started: call start first")
             plan = self._plan
             return await retry_until(deadline, lambda: self._layer(plan, request))
 
     async def close(self) -> None:
-        """End the stream; what was started can be gone on with from another execution."""
+        """End the stream. Another execution can continue what was started."""
         await self._stream.close()
 
     async def _open(self) -> None:
@@ -121,7 +121,7 @@ class Execution:
             await self._stream.send(pb.ExecuteRequest(open=request))
             opened = (await self._receive("opened")).opened
         except BaseException:
-            self._stream.drop()  # a stream that is there must be one that was opened
+            self._stream.drop()  # an open stream is always one whose execution was opened
             raise
         check_chosen(opened.protocol_version)
         self.layers = list(opened.layers)
@@ -143,7 +143,7 @@ class Execution:
         if answer.layer != request.layer:
             self._stream.drop()
             raise InternalError(f"layer {request.layer} was answered as {answer.layer}")
-        # A plan that has run answers each layer, sent again, with its receipt too.
+        # Once a plan has run, each layer sent again is answered with the receipt too.
         if self.receipt is not None or request.layer == self.layers[-1]:
             self.receipt = (await self._receive("receipt")).receipt
         return _output(answer.output, request)
@@ -155,7 +155,7 @@ class Execution:
             raise from_wire(response.error)
         if kind != wanted:
             self._stream.drop()
-            raise InternalError(f"{wanted} was expected, {kind} came")
+            raise InternalError(f"expected {wanted}, got {kind}")
         return response
 
 

@@ -1,9 +1,9 @@
-"""Asks a server how it is, by gRPC's health protocol. Needs the extra ``serving``.
+"""Asks a server for its health, by gRPC's health protocol. Needs the extra ``serving``.
 
     python -m kvplane.health 127.0.0.1:50051
 
-The exit code is 0 when it serves, 1 when it does not or does not answer, 2 for bad arguments:
-what a container's healthcheck wants.
+The exit code is 0 when it serves, 1 when it does not or does not answer, 2 for bad arguments, as a
+container's health check expects.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ async def check(
 ) -> str:
     """The state of ``service`` (empty: of the whole server) at ``target``, such as "SERVING".
 
-    A server that can not be reached is tried until ``timeout_s`` has passed. Raises KvplaneError:
-    PlaneUnavailableError or DeadlineExceededError then, and what the server answers for a service
-    that it does not have.
+    A server that cannot be reached is tried until ``timeout_s`` has passed. Raises KvplaneError:
+    PlaneUnavailableError or DeadlineExceededError then, and NotFoundError for a service that the
+    server does not have.
     """
     connection = Connection(target, tls=tls, timeout_s=timeout_s)
     try:
@@ -45,10 +45,10 @@ async def check(
 
 @click.command(context_settings={"show_default": True})
 @click.argument("address")
-@click.option("--service", default="", help="Full name of a service; empty asks for the server.")
+@click.option("--service", default="", help="Full name of a service; empty means the server.")
 @click.option("--timeout-s", default=5.0, type=click.FloatRange(min=0.1), help="Deadline, in s.")
-@click.option("--tls-ca", type=Path, help="Who signs the server's certificate; none: no TLS.")
-@click.option("--tls-cert", type=Path, help="The caller's own certificate.")
+@click.option("--tls-ca", type=Path, help="Authority that signs the server's certificate.")
+@click.option("--tls-cert", type=Path, help="This client's own certificate.")
 @click.option("--tls-key", type=Path, help="The key of that certificate.")
 def main(
     address: str,
@@ -58,7 +58,7 @@ def main(
     tls_cert: Path | None,
     tls_key: Path | None,
 ) -> None:
-    """Ask the server at ADDRESS, "host:port", how it is."""
+    """Ask the server at ADDRESS, "host:port", for its health. Any --tls option turns TLS on."""
     tls = None
     if tls_ca or tls_cert or tls_key:
         tls = TlsOptions(ca_file=tls_ca, cert_file=tls_cert, key_file=tls_key)

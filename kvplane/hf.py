@@ -1,8 +1,8 @@
 """A pool's layout from a Hugging Face model folder: its config.json, read as JSON, and the
 checkpoint's scales of keys and values where these are stored in 8 bits.
 
-The engine and the data plane both call this on the same folder, so that their fingerprints meet.
-The default model id hashes the weights: other weights, other id.
+The engine and the data plane both call this on the same folder, so that their fingerprints are
+equal. The default model id hashes the weights, so other weights have another id.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def layout_from_hf(
     """The layout of the model in ``folder``, one layer group named "full".
 
     ``kv_dtype`` is ``dtype`` unless given; an 8-bit one has the checkpoint's scales, and if it has
-    none, all are 1. ``model_id`` is, unless given, the folder's name and 16
-    hex digits of the SHA-256 over config.json and the safetensors files, in name order. Raises
-    InvalidRequestError naming what is missing or wrong.
+    none, all are 1. ``model_id`` is, unless given, the folder's name and 16 hex digits of the
+    SHA-256 over config.json and the safetensors files, in name order. Raises InvalidRequestError
+    naming what is missing or wrong.
     """
     folder = Path(folder)
     config = _read_config(folder)
@@ -68,7 +68,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InvalidRequestError(f"{path} can not be read: {error}", field="config") from error
+        raise InvalidRequestError(f"{path} cannot be read: {error}", field="config") from error
     except ValueError as error:
         raise InvalidRequestError(f"{path} is not JSON: {error}", field="config") from error
     if not isinstance(config, dict) or config.get("model_type") not in MODEL_TYPES:

@@ -3,8 +3,8 @@
 Quantising tools save one number, or one for each KV head, beside each layer's attention weights: as
 ``k_scale`` and ``v_scale`` of ``self_attn``, of its ``attn`` or of a projection, as
 ``output_scale`` of ``k_proj`` and ``v_proj``, or as one ``kv_scale`` for both. vLLM reads the same
-names. A safetensors file is the length of its header in 8 bytes, the header as JSON, and raw
-little-endian numbers.
+names. A safetensors file consists of 8 bytes that hold the length of its header, the header as
+JSON, and raw little-endian numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def scales_from_hf(folder: Path, num_layers: int) -> tuple[tuple[float, ...], tu
         for kind, layer, scales in _scales_of_file(path):
             if found.setdefault((kind, layer), scales) != scales:
                 raise InvalidRequestError(
-                    f"layer {layer} has two that differ", field=f"checkpoint.{kind}_scale"
+                    f"layer {layer} has two scales that differ", field=f"checkpoint.{kind}_scale"
                 )
     if not found:
         return (), ()
@@ -51,11 +51,13 @@ def _of_all_layers(
     missing = [layer for layer in range(num_layers) if (kind, layer) not in found]
     if missing:
         raise InvalidRequestError(
-            f"layer {missing[0]} has none, and others have", field=f"checkpoint.{kind}_scale"
+            f"layer {missing[0]} has none, but others do", field=f"checkpoint.{kind}_scale"
         )
     layers = [found[kind, layer] for layer in range(num_layers)]
     if len({len(scales) for scales in layers}) > 1:
-        raise InvalidRequestError("not as many in each layer", field=f"checkpoint.{kind}_scale")
+        raise InvalidRequestError(
+            "layers have different numbers of scales", field=f"checkpoint.{kind}_scale"
+        )
     return tuple(scale for scales in layers for scale in scales)
 
 
@@ -65,7 +67,7 @@ def _scales_of_file(path: Path) -> Iterator[tuple[str, int, tuple[float, ...]]]:
         with path.open("rb") as file:
             (num_bytes,) = struct.unpack("<Q", file.read(8))
             if num_bytes > _MAX_HEADER_BYTES:
-                raise ValueError(f"a header of {num_bytes} bytes")
+                raise ValueError(f"its header has {num_bytes} bytes")
             header: dict[str, dict[str, Any]] = json.loads(file.read(num_bytes))
             for name, tensor in header.items():
                 if match := _NAME.search(name):
@@ -74,19 +76,19 @@ def _scales_of_file(path: Path) -> Iterator[tuple[str, int, tuple[float, ...]]]:
                         yield kind, int(match[1]), scales
     except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidRequestError(
-            f"{path} is no safetensors file: {error}", field="checkpoint"
+            f"{path} is not a safetensors file: {error}", field="checkpoint"
         ) from error
     except (OSError, RecursionError, OverflowError) as error:
-        raise InvalidRequestError(f"{path} can not be read: {error}", field="checkpoint") from error
+        raise InvalidRequestError(f"{path} cannot be read: {error}", field="checkpoint") from error
 
 
 def _numbers(file: BinaryIO, begin: int, tensor: dict[str, Any]) -> tuple[float, ...]:
     if tensor["dtype"] not in _FORMATS:
-        raise ValueError(f"scales of type {tensor['dtype']}")
+        raise ValueError(f"its scales are of type {tensor['dtype']}")
     numbers = struct.Struct(f"<{math.prod(tensor['shape'])}{_FORMATS[tensor['dtype']]}")
     first, end = tensor["data_offsets"]
     if first < 0 or not 0 < end - first == numbers.size <= _MAX_TENSOR_BYTES:
-        raise ValueError(f"scales of shape {tensor['shape']} at {first} to {end}")
+        raise ValueError(f"it has scales of shape {tensor['shape']} at bytes {first} to {end}")
     file.seek(begin + first)
     data = file.read(numbers.size)
     if len(data) < numbers.size:

@@ -61,7 +61,7 @@ def dtype_from_wire(value: pb.ElementType, *, field: str) -> str:
 class LayerGroup:
     """Layers that share a block table; see the message of the same name.
 
-    Scales are rounded to float32, as which they travel. No scales means that all are 1.
+    Scales are rounded to float32, the type that they are sent in. No scales means that all are 1.
     ``cache_kind``: "keys_and_values", "latent" or "state". ``value_head_size``: 0 where it is
     ``head_size``.
     """
@@ -165,7 +165,7 @@ class Layout:
             _require(
                 len(scales) in (0, num_layers, num_layers * group.num_kv_heads),
                 f"{at}.{name}",
-                "none, one a layer, or one a layer and KV head",
+                "none, one for each layer, or one for each layer and KV head",
             )
             _require(
                 all(0 < scale < math.inf for scale in scales),
@@ -219,8 +219,8 @@ class Layout:
 
     @classmethod
     def from_proto(cls, message: pb.Layout) -> Layout:
-        """From a message. Raises InvalidRequestError, also for a fingerprint that is not right and
-        for fields that this version does not know.
+        """From a message. Raises InvalidRequestError, also for a fingerprint that is wrong and for
+        fields that this version does not know.
         """
         refuse_unknown_fields(message, field="layout")
         layout = cls(
@@ -244,7 +244,10 @@ class Layout:
             ),
         )
         if message.fingerprint and message.fingerprint != layout.fingerprint:
-            raise InvalidRequestError("is not that of the fields", field="layout.fingerprint")
+            raise InvalidRequestError(
+                "is not that of the other fields: leave it empty, or compute it from them",
+                field="layout.fingerprint",
+            )
         return layout
 
 
@@ -254,7 +257,7 @@ def _require(ok: bool, field: str, wanted: str) -> None:
 
 
 def _float32(number: Any) -> float:
-    """The nearest float32; NaN, which no scale may be, for what has none."""
+    """The nearest float32; for what is out of range or no number NaN, which no scale may be."""
     try:
         (rounded,) = struct.unpack("<f", struct.pack("<f", number))
     except (OverflowError, struct.error):

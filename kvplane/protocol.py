@@ -19,9 +19,9 @@ PAYLOAD_VERSION: Final = 1
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 
-# For channels and servers alike. Pings find a dead peer within a minute; a server must be told to
-# allow them, or it hangs up. Reconnecting soon matters more than sparing a peer that restarts.
-# Retries are the client's own: it knows which are safe.
+# Pings find a dead peer within a minute; a server must be told to allow them, or it closes the
+# connection. Reconnecting soon matters more than sparing a peer that restarts. gRPC does not retry:
+# the client knows which calls may be repeated.
 CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -44,7 +44,8 @@ def supported() -> pb.ProtocolRange:
 def negotiate(peer: pb.ProtocolRange, *, field: str = "protocol") -> int:
     """The newest version that both speak.
 
-    Raises InvalidRequestError when ``peer`` is no range, ProtocolMismatchError when there is none.
+    Raises InvalidRequestError when ``peer`` is not a range, ProtocolMismatchError when there is no
+    such version.
     """
     if not 1 <= peer.oldest <= peer.newest:
         raise InvalidRequestError("must be a range of versions from 1 on", field=field)
@@ -58,7 +59,7 @@ def negotiate(peer: pb.ProtocolRange, *, field: str = "protocol") -> int:
 
 
 def check_chosen(version: int) -> int:
-    """``version`` as a server chose it. Raises ProtocolMismatchError if this release lacks it."""
+    """The version that a server chose. Raises ProtocolMismatchError if this release lacks it."""
     if not OLDEST <= version <= NEWEST:
         raise ProtocolMismatchError(
             f"the server chose {version}, this side speaks {OLDEST} to {NEWEST}",

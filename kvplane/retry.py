@@ -1,6 +1,6 @@
-"""Deadlines, and trying again until them.
+"""Deadlines, and retries until then.
 
-Only UNAVAILABLE is tried again: the peer was not reached, hung up, or said that it is not ready.
+Only UNAVAILABLE is retried: the peer was not reached, closed the connection, or is not ready.
 Every call of the protocol may be repeated until it is answered, so this is safe for all of them.
 """
 

@@ -46,7 +46,7 @@ _MAX_NOTICES: Final = 100
 
 
 class Readmission(dict[int, int]):
-    """Tokens found cached by sequence. ``plan`` must run before later plans; None when empty."""
+    """Tokens found cached, by sequence id. ``plan`` must run before later ones; it may be None."""
 
     def __init__(self, num_cached_tokens: Mapping[int, int], plan: SignedPayload | None) -> None:
         super().__init__(num_cached_tokens)
@@ -65,7 +65,7 @@ class Session:
     """Made by ``ControlClient.open_session``. ``time_to_live_s``: the lease, renewed by any call.
 
     Every call takes ``timeout_s``, the client's default when None, and is sent again until then
-    while the plane can not be reached. A call that was cancelled or ran out of time may be made
+    while the plane cannot be reached. A call that was cancelled or ran out of time may be made
     again: it is then the same step. If another call comes instead, the first one is sent again
     before it, and its answer is kept for ``take_unclaimed``. Raises StaleError or
     SessionNotFoundError when the session is over: ``reopen`` and ``readmit`` then.
@@ -131,12 +131,12 @@ class Session:
         self._steps.receipts.append(receipt)
 
     def take_unclaimed(self) -> list[UnclaimedAnswer]:
-        """Answers to calls that were given up, each once. Their plans come before later ones."""
+        """Answers to abandoned calls, each given once. Their plans must run before later ones."""
         taken, self._steps.unclaimed = self._steps.unclaimed, []
         return taken
 
     def take_notices(self) -> list[pb.Notice]:
-        """Notices that came with the answers to steps, each once; the newest 100 are kept."""
+        """Notices that came between answers to steps, each given once; the newest 100 are kept."""
         taken = list(self._notices)
         self._notices.clear()
         return taken
@@ -246,7 +246,7 @@ class Session:
         return Readmission(cached, result.plan if result.HasField("plan") else None)
 
     async def resync(self, *, timeout_s: float | None = None) -> Resynced:
-        """Submit pending receipts, abort every other plan, and get a plan of whole tables."""
+        """Submit pending receipts, abort plans that have none, and get a plan of whole tables."""
         request = pb.ResyncRequest(session=self.ref)
         response: pb.ResyncResponse = await self._run(self._stub.Resync, request, timeout_s)
         return Resynced(sequence_states(response.sequences), response.plan)
@@ -254,10 +254,9 @@ class Session:
     async def abort_plan(
         self, plan_number: int, *, timeout_s: float | None = None
     ) -> list[SequenceState]:
-        """Submit pending receipts, then abort this plan and all later ones; every sequence as it
-        is then.
+        """Submit pending receipts, then abort this plan and every other that has no receipt.
 
-        Raises PlanReceiptedError if the plan has run.
+        Returns every sequence as it is then. Raises PlanReceiptedError if the plan has run.
         """
         request = pb.AbortPlanRequest(session=self.ref, plan_number=plan_number)
         response: pb.AbortPlanResponse = await self._run(self._stub.AbortPlan, request, timeout_s)
@@ -273,7 +272,7 @@ class Session:
             response: pb.SubmitReceiptsResponse = await self._run(
                 self._stub.SubmitReceipts, request, deadline.remaining_s
             )
-            # When this call was made before and given up, it was sent again as it had been.
+            # A repeat of an abandoned call is sent as that was, without the receipts added since.
             if not self._steps.receipts:
                 return response
             deferred_tokens = None
@@ -281,7 +280,7 @@ class Session:
     async def block_table(
         self, sequence_id: int, *, timeout_s: float | None = None
     ) -> pb.GetBlockTableResponse:
-        """Raises SequenceNotFoundError."""
+        """A sequence's block table. Raises SequenceNotFoundError."""
         request = pb.GetBlockTableRequest(session=self.ref, sequence_id=sequence_id)
         response: pb.GetBlockTableResponse = await self._connection.call(
             self._stub.GetBlockTable, request, timeout_s
@@ -301,7 +300,7 @@ class Session:
     async def describe_sequence(
         self, sequence_id: int, *, timeout_s: float | None = None
     ) -> SequenceState:
-        """Raises SequenceNotFoundError."""
+        """How far a sequence is. Raises SequenceNotFoundError."""
         request = pb.DescribeSequenceRequest(session=self.ref, sequence_id=sequence_id)
         response: pb.DescribeSequenceResponse = await self._connection.call(
             self._stub.DescribeSequence, request, timeout_s
@@ -316,7 +315,7 @@ class Session:
         return await self._open_again(deadline.remaining_s)
 
     async def close(self, *, timeout_s: float | None = None) -> None:
-        """Release all that the session holds. Closing what has ended is no error."""
+        """Release all that the session holds. Closing a session that has ended is no error."""
         await self.detach()
         request = pb.CloseSessionRequest(session=self.ref)
         with suppress(SessionNotFoundError, SessionExpiredError, StaleIncarnationError):

@@ -83,7 +83,7 @@ class Shard:
 def only_group(layout: Layout) -> LayerGroup:
     """The layout's one layer group. Raises InvalidRequestError when there are more."""
     if len(layout.groups) != 1:
-        raise InvalidRequestError("exactly one layer group is served", field="layout.groups")
+        raise InvalidRequestError("must be exactly one in this version", field="layout.groups")
     return layout.groups[0]
 
 

@@ -1,7 +1,7 @@
 """Signatures of the payloads that the planes write for each other and clients carry.
 
 HMAC-SHA256 (RFC 2104) under a key that only the two planes of a pool share. The type tag is part of
-what is signed, so that a receipt can not pass for a plan.
+what is signed, so that a receipt cannot pass for a plan.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ def verify(
     if type_tag != want_type:
         raise BadSignatureError(f"expected a signed {want_type}", field=f"{field}.type")
     if not hmac.compare_digest(sign(key, type_tag, payload), signature):
-        raise BadSignatureError("the signature does not fit", field=f"{field}.signature")
+        raise BadSignatureError(
+            "does not match: the payload was changed, or signed with another key",
+            field=f"{field}.signature",
+        )
 
 
 def key_id(key: bytes) -> bytes:
-    """The 16 bytes that name a key without giving it away; empty for no key."""
+    """The 16 bytes that identify a key without revealing it; empty for no key."""
     return hmac.digest(key, b"kvplane.v1.KeyId", "sha256")[:16] if key else b""
 
 
 def digest(payload: bytes) -> bytes:
-    """The SHA-256 that names a plan."""
+    """The SHA-256 that identifies a plan."""
     return hashlib.sha256(payload).digest()

@@ -1,16 +1,16 @@
 """The numbering of a session's requests, so that each runs once however often it is sent.
 
-Invariant: a number goes with one content until it is answered, and an answer, an error among them,
-uses it up. A call whose outcome is not known (cancelled, timed out, connection lost) stays as it
-was sent, receipts included; the same call made again sends it again, and any other call first sends
-it again to learn what came of it.
+Invariant: a number keeps one content until it is answered, and an answer, an error too, is taken to
+use it up. A call whose outcome is not known (cancelled, timed out, connection lost) stays as it was
+sent, receipts included; the same call made again sends it again, and any other call first sends it
+again to learn its outcome.
 
     call A ──► number 5 ──► no answer            A again ──► number 5, same bytes ──► answer
                              └─────────────────► B ──► number 5 (A) ──► unclaimed; B ──► number 6
 
-Some refusals come before the control plane looks at numbers (a message too large, a caller that is
-not authenticated), and the caller can not tell them all apart. Numbers refused since the last one
-that was surely used may therefore be free: when the next is out of order they are tried in turn.
+Some refusals come before the control plane reads the number (a message too large, a caller that is
+not authenticated), and the caller cannot tell them all from others. Numbers refused since the last
+one that was surely used may thus be free: when the next is out of order they are tried in turn.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _UNKNOWN_OUTCOME: Final = (PlaneUnavailableError, DeadlineExceededError, Cancell
 
 @dataclass(frozen=True, slots=True)
 class UnclaimedAnswer:
-    """The answer to a call that its caller gave up on: a StepResult, an AbortPlanResponse or a
+    """The answer to a call that its caller abandoned: a StepResult, an AbortPlanResponse or a
     ResyncResponse.
 
     When it has a plan, that plan must run before later ones, or be aborted.
@@ -58,7 +58,7 @@ class _Pending:
 
 
 class Steps:
-    """Numbers, sends and remembers. Calls run one after the other.
+    """Numbers and sends requests, one after the other.
 
     ``last_number``: the number used last; 0 before the first.
     """
@@ -87,13 +87,13 @@ class Steps:
             return await self._answer(self._pending, deadline)
 
     async def _settle(self, pending: _Pending, deadline: Deadline) -> None:
-        """Learn what came of a call that was given up. Raises when that can not be learnt now."""
+        """Learn the outcome of an abandoned call. Raises when that cannot be learnt now."""
         try:
             answer = await self._answer(pending, deadline)
         except KvplaneError:
             if self._pending is not None:
                 raise
-            return  # it was refused, and whoever made it does not wait for that any more
+            return  # it was refused, and its caller no longer waits
         if not isinstance(answer, control_pb2.SubmitReceiptsResponse):
             self.unclaimed.append(UnclaimedAnswer(pending.request.number, answer))
 
@@ -126,7 +126,7 @@ class Steps:
         return answer
 
     def _try_another_number(self, request: Any, error: KvplaneError) -> bool:
-        """Whether ``request`` has another number now, one that was refused and may be free."""
+        """Give ``request`` another number to try, if ``error`` refuses its own; whether it did."""
         if isinstance(error, StepOutOfOrderError):
             is_tried = request.number == self._last_surely_used + 1
             request.number = self._last_surely_used + 1
@@ -141,7 +141,7 @@ class Steps:
         self.receipts = [receipt for receipt in self.receipts if receipt not in receipts]
 
     def _drop_refused(self, error: KvplaneError, sent: Sequence[pb.SignedPayload]) -> None:
-        """Forget a receipt that ``error`` names, or it would spoil every call to come."""
+        """Drop the receipt that ``error`` names: it would make every later call fail."""
         name, _, rest = error.field.partition("[")
         index = rest.partition("]")[0]
         if name == "receipts" and index.isdecimal() and int(index) < len(sent):

@@ -31,17 +31,17 @@ class Stream(Generic[Request, Response]):
 
     @property
     def is_open(self) -> bool:
-        """Whether a call is there that has not ended so far as this side knows."""
+        """Whether there is a call that, as far as this side knows, has not ended."""
         return self._call is not None and not self._call.done()
 
     def open(self) -> None:
-        """Start a call in place of the one there was. It connects by itself."""
+        """Start a call in place of any earlier one. gRPC connects by itself."""
         self.drop()
         with typed_errors():
             self._call = self._open_call()
 
     async def send(self, request: Request) -> None:
-        """Raises KvplaneError when the stream broke, PlaneUnavailableError if by the network."""
+        """Raises the KvplaneError that the stream ended with, or PlaneUnavailableError."""
         if self._call is None:
             raise PlaneUnavailableError("the stream is not open")
         await self._or_drop(self._call.write(request))
@@ -61,7 +61,7 @@ class Stream(Generic[Request, Response]):
             self._call = None
 
     async def close(self) -> None:
-        """Ends the stream in order, or drops it when the peer does not answer."""
+        """Half-closes the stream and waits for its end; drops it when the peer does not answer."""
         if not self.is_open:
             return
         try:

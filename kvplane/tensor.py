@@ -1,4 +1,4 @@
-"""A dense row-major tensor as bytes: what travels, with no array library behind it."""
+"""A dense row-major tensor as bytes, without an array library."""
 
 from __future__ import annotations
 
@@ -62,7 +62,14 @@ class Tensor:
 
     @classmethod
     def from_proto(cls, message: pb.Tensor, *, field: str = "tensor") -> Tensor:
-        """From a message. Raises InvalidRequestError naming ``field``.dtype, .shape or .data."""
+        """From a message. Raises InvalidRequestError naming ``field``.dtype, .shape or .data, and
+        ``field``.memory for elements in shared memory: no region is agreed with any peer.
+        """
+        if message.HasField("memory"):
+            raise InvalidRequestError(
+                "names shared memory, which is not served here: send the elements as data",
+                field=f"{field}.memory",
+            )
         dtype = dtype_from_wire(message.dtype, field=f"{field}.dtype")
         try:
             return cls(dtype, tuple(message.shape), message.data)

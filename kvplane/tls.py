@@ -1,4 +1,4 @@
-"""How a client proves who it is and whom it trusts, and the channel made of that."""
+"""A client's certificates, and its channel to a server."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvplane.protocol import CHANNEL_OPTIONS
 
 @dataclass(frozen=True, slots=True)
 class TlsOptions:
-    """PEM files. With a certificate and its key the caller is who the certificate names.
+    """PEM files. With a certificate and its key the client is who the certificate names.
 
-    ``ca_file``: who signs the server's certificate; None means the authorities that gRPC ships.
-    ``server_name``: the name that the certificate must bear when it is not the target's.
+    ``ca_file``: the authority that signs the server's certificate; None means gRPC's own list.
+    ``server_name``: the name that the certificate must have when it is not the target's.
     """
 
     ca_file: Path | None = None
@@ -30,7 +30,7 @@ class TlsOptions:
         if (self.cert_file is None) != (self.key_file is None):
             missing = "tls.cert_file" if self.cert_file is None else "tls.key_file"
             raise InvalidRequestError(
-                "a certificate and its key are needed together", field=missing
+                "is missing: a certificate and its key are needed together", field=missing
             )
         return grpc.ssl_channel_credentials(
             root_certificates=_read(self.ca_file, "tls.ca_file"),
@@ -57,4 +57,4 @@ def _read(path: Path | None, field: str) -> bytes | None:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise InvalidRequestError(f"can not be read: {error}", field=field) from error
+        raise InvalidRequestError(f"cannot be read: {error}", field=field) from error

@@ -1,4 +1,4 @@
-"""Train the model that ships in ``models/recall``: a byte-level Llama that answers from far back.
+"""Train the model that ships in ``models/recall``: a byte-level Llama that copies from far back.
 
     python models/train_recall.py --out models/recall --minutes 8
 
@@ -173,7 +173,7 @@ def sketch_induction(model: LlamaForCausalLM) -> None:
 
 @torch.no_grad()
 def score(model: LlamaForCausalLM, rng: random.Random, num_facts: int) -> tuple[float, float]:
-    """Accuracy over letters, the right ones before each given, and the share of values right."""
+    """Shares of right letters, given the right ones before each, and of values right throughout."""
     model.eval()
     ids, labels = batch(rng, 24, num_facts)
     guess = model(ids).logits[:, :-1].argmax(-1)

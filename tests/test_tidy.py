@@ -131,14 +131,21 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
     (
         rules.modules_of_the_core_are_named_by_a_test,
         {
-            "data_plane/a.py": "",
-            "data_plane/b/c.py": "",
-            "data_plane/b/d.py": "",
-            "data_plane/b/__init__.py": "",
+            "control_plane/planning/a.py": "",
+            "control_plane/server/b.py": "",
+            "data_plane/executor.py": "",
+            "data_plane/plans/c.py": "",
+            "data_plane/plans/d.py": "",
+            "data_plane/plans/__init__.py": "",
             "engine/e.py": "",
-            "tests/unit/test_a.py": "from data_plane.a import f\nfrom data_plane.b import c\n",
+            "tests/helpers/d.py": "import data_plane.plans.d\n",
+            "tests/unit/test_a.py": "from control_plane.planning.a import f\n"
+            "from data_plane.plans import c\n",
         },
-        ["data_plane/b/d.py: no test imports it"],
+        [
+            "data_plane/executor.py: no test imports it",
+            "data_plane/plans/d.py: no test imports it",
+        ],
     ),
     (
         rules.folders_of_many_files_have_floors,

@@ -1,1 +1,1 @@
-"""Blocks of one pool: who holds each, what it caches, what is promised. Ints and bytes only."""
+"""Blocks of one pool: states, references, prefix index, reservations. Ints and bytes only."""

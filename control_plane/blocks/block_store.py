@@ -1,4 +1,4 @@
-"""The blocks of one tier of a pool: who refers to each, who may still touch it, who gets it next.
+"""The blocks of one tier of a pool: references, pins, what may still touch each, and reuse.
 
 Every block is in exactly one state:
 
@@ -17,14 +17,15 @@ Every block is in exactly one state:
 - ``ref_count[b]``: table entries that refer to it, over all sessions; ``pins[b]``: unfinished
   transfers that read it.
 - ``retire_after[b]``: {session: plan}: until that plan has finished, the session's block tables at
-  the data plane may still refer to the block. That does not stop the session itself, whose plans
-  run in order: it can allocate such blocks at once, others only when all plans have finished.
-  Blocks share these dicts, so a change is a new dict.
+  the data plane may still refer to the block. A session whose plans alone a block waits for can
+  allocate it at once, since its plans run in order; others only when all plans have finished.
+  Blocks share these dicts, so they are replaced and never modified.
 
 Invariant: states, counts and containers agree for every block; a cached block is evicted before its
-cached ancestors. All operations are O(blocks named in the call); nothing scans the store, and what
-is the same for all blocks of a call is done once. Callers check for room first and name no block
-twice in a call; nothing here fails. Blocks, sessions and plans are ints, prefixes are bytes.
+cached ancestors. Operations take time linear in the blocks of the call, plus the length of the
+prefixes that become cached; only ``restore`` scans the store. Callers check for room first and pass
+no block twice in a call, except to ``unpin``; nothing here fails. Blocks, sessions and plans are
+ints, prefixes are bytes.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ from control_plane.blocks.prefix_index import NO_BLOCK, Entry, PrefixIndex
 
 FREE, CACHED, RETIRED, PINNED, HELD = range(5)
 
-# After every plan of a session: such blocks wait for the fence of the ended session.
+# Above every plan's number: blocks that wait for the fence of an ended session.
 ENDED: Final = 2**63
 
 
 class OwnRetired:
-    """Retired blocks that one session's plans alone may touch: it can allocate them at once.
+    """Retired blocks that only one session's plans may touch: it can allocate them at once.
 
-    ``plain`` ones go first. ``kept`` ones hold a published prefix, or will: they go last.
+    ``plain`` ones are reused first. ``kept`` ones hold a published prefix, or may soon: they are
+    reused last.
     """
 
     __slots__ = ("kept", "plain")
@@ -78,7 +80,7 @@ class BlockStore:
     )
 
     def __init__(self, num_blocks: int, block_size_tokens: int, generation: list[int]) -> None:
-        """``generation[b]``: how often block b was allocated. The list is kept and counted on."""
+        """``generation[b]``: how often block b was allocated. The list is kept and updated."""
         self.num_blocks = num_blocks
         self.generation = generation
         self.index = PrefixIndex(num_blocks, block_size_tokens)
@@ -91,11 +93,11 @@ class BlockStore:
         self.free = list(range(num_blocks - 1, -1, -1))
         self.policy: EvictionPolicy = LeastRecentlyUsed()
         self._own_retired: dict[int, OwnRetired] = {}
-        # Per session and plan, the blocks that wait for it in the order of release, tails first.
+        # {session: {plan: blocks that wait for it, in the order of release, tails first}}
         self._waiting: dict[int, dict[int, list[int]]] = {}
 
     def restore(self, blocks: list[int]) -> None:
-        """Free blocks, entered in the index just now, become cached; the first is evicted first."""
+        """Make free blocks, just entered in the index, cached; the first is evicted first."""
         for block in blocks:
             self.state[block] = CACHED
             self.policy.add(block)
@@ -103,7 +105,7 @@ class BlockStore:
         self.num_in[CACHED] += len(blocks)
         self.free = [b for b in self.free if self.state[b] == FREE]
 
-    # What there is
+    # Queries
 
     def generations(self, blocks: Iterable[int]) -> list[int]:
         """The generation of each block."""
@@ -122,7 +124,7 @@ class BlockStore:
         return self.num_in[PINNED] + self.num_in[RETIRED] - self._num_own_retired(session_id)
 
     def num_obtainable_of(self, blocks: list[int], session_id: int) -> int:
-        """How many of these ``num_obtainable`` counts."""
+        """How many of ``blocks`` are among those that ``num_obtainable`` counts."""
         states = bytes(map(self.state.__getitem__, blocks))
         num = states.count(FREE) + states.count(CACHED)
         if RETIRED in states:
@@ -131,18 +133,18 @@ class BlockStore:
         return num
 
     def is_writable(self, block: int) -> bool:
-        """Whether the one table that refers to it may write it: no transfer, not published."""
+        """Whether one table refers to the block, no transfer reads it, and it is not published."""
         return self.ref_count[block] + self.pins[block] == 1 and self.index.entries[block] is None
 
     def waiting(self, session_id: int, plan: int) -> list[int]:
-        """Blocks that were released until the session's plan has finished, some since reused."""
+        """Blocks released to wait for the session's plan; some may have been reused since."""
         return self._waiting.get(session_id, {}).get(plan, [])
 
     def own_retired(self) -> dict[int, OwnRetired]:
-        """For each session the retired blocks that it could allocate at once."""
+        """For each session, the retired blocks that it can allocate at once."""
         return self._own_retired
 
-    # What happens to a block
+    # Changes
 
     def allocate(self, session_id: int, num_blocks: int) -> list[int]:
         """Blocks for one table, each of a new generation."""
@@ -162,7 +164,7 @@ class BlockStore:
         return blocks
 
     def share(self, blocks: list[int]) -> None:
-        """One more table refers to each block; idle ones, which hold a prefix, are held again."""
+        """Add a table's reference to each block; idle ones, which hold a prefix, become held."""
         ref_count, state = self.ref_count, self.state
         idle = [block for block in blocks if not ref_count[block]]
         for block in blocks:
@@ -183,7 +185,7 @@ class BlockStore:
         return entered, refilled, last
 
     def keep(self, blocks: list[int]) -> None:
-        """Of these the retired ones hold a prefix, or will: they are reused last. Tails first."""
+        """Reuse the retired ones last: they hold a prefix, or may soon. Tails first."""
         for block in blocks:
             owner = _owner(self.retire_after[block]) if self.state[block] == RETIRED else None
             if owner is not None and block in self._own_retired[owner].plain:
@@ -191,9 +193,10 @@ class BlockStore:
                 self._own_retired[owner].kept[block] = None
 
     def release(self, blocks: list[int], session_id: int, plan: int) -> int:
-        """One table less refers to each block, once the session's ``plan`` has finished.
+        """Remove a table's reference to each block, which the session may touch until its
+        ``plan`` has finished.
 
-        Tails of prefixes come first. Returns how many blocks no table refers to now.
+        Tails of prefixes come first. Returns how many blocks no table refers to any more.
         """
         ref_count = self.ref_count
         for block in blocks:
@@ -212,7 +215,7 @@ class BlockStore:
             self._enter([block])
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """For each block a transfer less will read it. Tails first."""
+        """Remove a transfer's pin from each block. Tails first."""
         released: list[int] = []
         for block in blocks:
             self.pins[block] -= 1
@@ -252,7 +255,7 @@ class BlockStore:
         retire_after, state = self.retire_after, self.state
         released: list[int] = []
         for number in [n for n in by_plan if n <= plan]:
-            # The others wait for a later plan of the session since.
+            # The others have since come to wait for a later plan of the session.
             blocks = [
                 block
                 for block in by_plan.pop(number)
@@ -272,13 +275,15 @@ class BlockStore:
         self._enter(released)
 
     def session_fenced(self, session_id: int) -> None:
-        """The ended session touches no block any more."""
+        """The ended session no longer touches any block."""
         self.plans_finished(session_id, ENDED)
 
     # Containers of the states
 
     def _reclaim(self, session_id: int, num_blocks: int) -> list[int]:
-        """Blocks that are not free: the session's own retired ones, those to keep last."""
+        """Blocks that are not free: the session's own plain retired ones, then cached ones, then
+        its own kept ones.
+        """
         own = self._own_retired.get(session_id) or OwnRetired()
         num_plain = min(num_blocks, len(own.plain))
         blocks = [own.plain.popitem()[0] for _ in range(num_plain)]
@@ -295,7 +300,7 @@ class BlockStore:
         return blocks + evicted
 
     def _leave(self, blocks: list[int]) -> None:
-        """Count blocks out of their states, and take them out of the states' containers."""
+        """Remove blocks from the counts and containers of their states."""
         states = bytes(map(self.state.__getitem__, blocks))
         for state in set(states):
             self.num_in[state] -= states.count(state)
@@ -329,10 +334,10 @@ class BlockStore:
                 del self._own_retired[owner]
 
     def _enter(self, blocks: list[int]) -> None:
-        """Let blocks that no table refers to enter their states; tails first.
+        """Put blocks that no table refers to in their states; tails first.
 
-        Cached ancestors of those that enter the cache must outlive them. Inside a run of one
-        prefix the order is right already; a walk up from the run's head does the rest.
+        Cached ancestors of blocks that become cached must be evicted after them. Within a run of
+        one prefix the order is right already; a walk up from the run's head sees to the others.
         """
         pins, retire_after, state = self.pins, self.retire_after, self.state
         entries = self.index.entries
@@ -385,10 +390,10 @@ class BlockStore:
 
 
 def _owner(after: dict[int, int] | None) -> int | None:
-    """The session whose plan alone a block waits for."""
+    """The session, if a block waits for only one; else None."""
     return next(iter(after)) if after is not None and len(after) == 1 else None
 
 
 def _without(after: dict[int, int] | None, session_id: int) -> dict[int, int] | None:
-    """The same with one session less, None when that was the last."""
+    """``after`` without the session; None when no other is left."""
     return {i: plan for i, plan in (after or {}).items() if i != session_id} or None

@@ -19,19 +19,19 @@ class EvictionPolicy(Protocol):
         """``block`` became cached just now. It must not be in the policy."""
 
     def touch(self, block: int) -> None:
-        """``block``, which is cached, must go after all that are cached now."""
+        """``block``, which is cached, must be evicted after all that are cached now."""
 
     def remove(self, block: int) -> None:
-        """``block`` is cached no more."""
+        """``block`` is no longer cached."""
 
     def pop(self) -> int:
         """Remove and return the block to evict. The policy must not be empty."""
 
     def __len__(self) -> int:
-        """Cached blocks."""
+        """How many blocks are cached."""
 
     def __iter__(self) -> Iterator[int]:
-        """Cached blocks, the next to go first."""
+        """Cached blocks in the order of eviction."""
 
 
 class LeastRecentlyUsed:

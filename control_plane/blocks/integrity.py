@@ -1,7 +1,7 @@
-"""Proof that the blocks of a store are accounted for: what must hold after every call.
+"""Checks that the blocks of a store are accounted for: what must hold after every call.
 
-Everything is counted anew and compared with what is kept. Slow by design (it scans the store); for
-tests and idle moments. ``name`` names the store in messages.
+Everything is counted again and compared with the stored counts. It scans the store, which is slow:
+for tests. ``name`` identifies the store in messages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def check_store(
 
 
 def check_reservations(reservations: Reservations, sessions: Mapping[int, Counter[int]]) -> None:
-    """The sums are right, and each session holds what the caller counted: {session: held}."""
+    """Raise AssertionError if a sum is wrong, or a session holds other blocks than the caller
+    counted: {session: {block: table entries}}.
+    """
     for session_id, held in sessions.items():
         assert held == reservations.held(session_id), f"session {session_id}: holds other blocks"
         lacking = reservations.guarantee(session_id) - len(held)
@@ -62,8 +64,8 @@ def _check_states(store: BlockStore, name: str) -> None:
     for block, state in enumerate(store.state):
         want = _state_of(store, block)
         assert state == want, f"{name} block {block}: in state {state}, should be {want}"
-        assert free[block] == (state == FREE), f"{name} block {block}: on the free list wrongly"
-        assert cached[block] == (state == CACHED), f"{name} block {block}: in the cache wrongly"
+        assert free[block] == (state == FREE), f"{name} block {block}: free list disagrees"
+        assert cached[block] == (state == CACHED), f"{name} block {block}: eviction order disagrees"
     num_in = Counter(store.state)
     assert store.num_in == [num_in[s] for s in range(5)], f"{name}: state counts differ"
     assert sum(store.num_in) == store.num_blocks, f"{name}: blocks are not conserved"
@@ -82,7 +84,7 @@ def _state_of(store: BlockStore, block: int) -> int:
 def _check_retired(store: BlockStore, name: str, finished: Mapping[int, int]) -> None:
     own: dict[int, set[int]] = {}
     for block, after in enumerate(store.retire_after):
-        assert after != {}, f"{name} block {block}: waits for nobody"
+        assert after != {}, f"{name} block {block}: waits for no plan"
         for session_id, plan in (after or {}).items():
             waits = f"{name} block {block}: waits for plan {plan} of session {session_id}"
             assert session_id in finished, f"{waits}, which is unknown"
@@ -104,7 +106,7 @@ def _check_index(store: BlockStore, name: str) -> None:
     for _, entry in store.index.walk():
         assert entry.block != NO_BLOCK or entry.children, f"{name}: an entry without block or child"
         assert entry.parent is not None, f"{name}: a root among the entries"
-        assert entry in entry.parent.children, f"{name}: an entry that its parent does not know"
+        assert entry in entry.parent.children, f"{name}: an entry is not its parent's child"
         if entry.block != NO_BLOCK:
             assert entry.block not in found, f"{name} block {entry.block}: in two entries"
             found.add(entry.block)

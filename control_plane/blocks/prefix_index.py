@@ -5,13 +5,13 @@
                                     └[u16..u31]──► entry
                                                    block 9
 
-An entry is (parent entry, the block's tokens): two prompts meet in an entry only if all their
-tokens up to there are equal, so a hit cannot be wrong. Prefixes of different roots never meet; a
-root is named by bytes that the caller chooses. An entry whose block was evicted keeps its tokens
+An entry is (parent entry, the block's tokens): two prompts share an entry only if all their tokens
+up to there are equal, so a hit cannot be wrong. Different roots share no entries; a root is
+identified by bytes that the caller chooses. An entry whose block was evicted keeps its tokens
 while a descendant lives, and takes the next block that is published for it.
 
 The chained hash, xxh3-128 (Yann Collet's xxHash) over the parent's hash and the tokens, starting
-from a hash of the root's name, is computed for callers; no look-up here relies on it.
+from a hash of the root's bytes, is computed for callers; no look-up here relies on it.
 
 Callers pass and get block indices and token bytes, entries stay inside. Invariant: an entry has a
 block, or a child, or is removed; ``entries[b].block == b`` for every published block b.
@@ -32,7 +32,7 @@ NO_BLOCK: Final = -1
 class Entry:
     """One full block of one prefix. ``block`` is the block that holds it, or NO_BLOCK.
 
-    Most have one child at most, so a dict is made for the second: half the memory, and half the
+    Most have at most one child, so a dict is made only for a second: half the memory, and half the
     objects that the garbage collector must visit.
     """
 
@@ -63,10 +63,10 @@ class Entry:
             self.other_children[entry.tokens] = entry
 
     def remove_child(self, entry: Entry) -> None:
-        """``entry`` is a child no more."""
+        """Remove ``entry``, which is a child."""
         others = self.other_children
         if self.child is not entry:
-            assert others is not None, "an entry is removed that is no child"
+            assert others is not None, "the entry to remove is not a child"
             del others[entry.tokens]
         else:
             self.child = others.popitem()[1] if others else None
@@ -82,7 +82,7 @@ class PrefixIndex:
     def __init__(self, num_blocks: int, block_size_tokens: int) -> None:
         self.entries: list[Entry | None] = [None] * num_blocks  # what each block holds
         self._block_bytes = block_size_tokens * 4
-        # Cuts token ids into blocks, each as a tuple of one.
+        # Splits token ids into blocks, each a tuple of one bytes object.
         self._cut = struct.Struct(f"{self._block_bytes}s").iter_unpack
         self._roots: dict[bytes, Entry] = {}
 
@@ -111,12 +111,12 @@ class PrefixIndex:
     def publish(
         self, root: bytes, parent: int, token_ids: bytes, blocks: list[int]
     ) -> tuple[list[int], list[int], int]:
-        """Enter ``blocks``, which hold ``token_ids`` after the prefix of ``parent``, and no other.
+        """Enter ``blocks``, which hold ``token_ids`` after the prefix of ``parent``.
 
-        ``parent`` is a published block, or NO_BLOCK for the root. Where a prefix has a block
-        already, the new one stays private. Returns the blocks that were entered; those of them that
-        took the place of evicted ones, see ``below``; and the block that holds the last prefix now:
-        the parent of what follows.
+        ``parent`` is a published block, or NO_BLOCK for the root; no block may be entered under
+        another prefix. Where a prefix has a block already, the new one stays private. Returns the
+        blocks that were entered; those of them that took the place of evicted ones, see ``below``;
+        and the block that holds the last prefix now: the parent of what follows.
         """
         entry = self._root(root) if parent == NO_BLOCK else self.entries[parent]
         assert entry is not None, "a prefix follows a block that is not published"
@@ -141,9 +141,9 @@ class PrefixIndex:
         return entered, refilled, entry.block
 
     def evict(self, blocks: Iterable[int]) -> int:
-        """These blocks hold no prefix any more; returns how many of them did.
+        """Take the blocks out of the index; returns how many of them were in it.
 
-        Entries that are left with neither block nor child go with them.
+        Entries that are left with neither block nor child are removed.
         """
         entries = self.entries
         num_evicted = 0
@@ -161,7 +161,7 @@ class PrefixIndex:
 
     def below(self, blocks: Iterable[int]) -> list[int]:
         """The published blocks that can be found again now that ``blocks`` took the places of
-        evicted ones: each follows another block than it did. Parents before children.
+        evicted ones, parents before children.
         """
         found: dict[int, None] = {}
         queue = deque(self._held(blocks))
@@ -179,7 +179,7 @@ class PrefixIndex:
         return [entry.hash for entry in self._held(blocks)]
 
     def parents(self, blocks: Iterable[int]) -> list[int]:
-        """The block of the prefix before each block's; NO_BLOCK for the first block of a prefix."""
+        """The block that holds the prefix before each; NO_BLOCK for the first block of a prompt."""
         return [
             parent.block if (parent := entry.parent) is not None else NO_BLOCK
             for entry in self._held(blocks)
@@ -189,7 +189,7 @@ class PrefixIndex:
         """The tokens of each block."""
         return [entry.tokens for entry in self._held(blocks)]
 
-    # All there is
+    # Everything in the index
 
     def published(self) -> Iterator[tuple[bytes, int]]:
         """(root, block) of every published block, parents before children."""
@@ -198,8 +198,8 @@ class PrefixIndex:
                 yield root, entry.block
 
     def findable(self) -> Iterator[tuple[bytes, int]]:
-        """(root, block) of what ``match`` can find, parents before children: a published block can
-        not be found while the block of a prefix before it is evicted.
+        """(root, block) of what ``match`` can find, parents before children: a published block
+        cannot be found while the block of a prefix before it is evicted.
         """
         for name, root in self._roots.items():
             stack = root.children
@@ -225,7 +225,7 @@ class PrefixIndex:
         return root
 
     def _held(self, blocks: Iterable[int]) -> list[Entry]:
-        """What each block holds."""
+        """The entry of each block."""
         entries = list(map(self.entries.__getitem__, blocks))
         held = [entry for entry in entries if entry is not None]
         assert len(held) == len(entries), "a block is not published"
@@ -233,7 +233,7 @@ class PrefixIndex:
 
 
 def root_hash(root: bytes) -> bytes:
-    """What the first blocks of a root's prefixes are chained to, 16 bytes."""
+    """The 16-byte hash that the first block of each of the root's prefixes is chained to."""
     return xxhash.xxh3_128_digest(b"kvplane.v1.tenant\0" + root)
 
 

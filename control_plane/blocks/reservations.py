@@ -1,17 +1,17 @@
-"""What each session is guaranteed of the device blocks, and what it still lacks of that.
+"""The device blocks that each session is guaranteed, and how many of them it still lacks.
 
     guarantee   the longest live sequence of a session can grow to its need, whatever others do
-    shortfall   max(0, guarantee - distinct blocks that the session holds): kept from the others
+    shortfall   max(0, guarantee - distinct blocks that the session holds): kept from others
 
         │◄─────────────── guarantee ───────────────►│
         │ held by the session │◄──── shortfall ────►│
 
 Guarantees never add up to more than the pool has, so at any time some session that waits is sure to
-finish. Reserved blocks are a number and no particular blocks: whatever is free or cached when the
-session asks.
+finish. A reservation is a number, not particular blocks: what is free or cached when the session
+allocates.
 
 Invariant: ``num_guaranteed`` and ``num_reserved`` are the sums over sessions of guarantee and
-shortfall. Session ids and block indices are ints; callers check before they change, nothing fails.
+shortfall. Session ids and block indices are ints. Callers check first; nothing here fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Session:
     def __init__(self) -> None:
         self.guarantee = 0
         self.held: dict[int, int] = {}  # block -> table entries of the session that refer to it
-        self.needs: dict[int, int] = {}  # need in blocks -> live sequences that have it
+        self.needs: dict[int, int] = {}  # need in blocks -> how many live sequences have it
 
     @property
     def shortfall(self) -> int:
@@ -42,17 +42,17 @@ class Reservations:
         self._sessions: dict[int, _Session] = {}
 
     def open(self, session_id: int) -> None:
-        """A session without sequences begins."""
+        """Add a session, which has no sequences yet."""
         self._sessions[session_id] = _Session()
 
     def close(self, session_id: int) -> None:
-        """The session, whose sequences were removed and whose blocks were released, ends."""
+        """Remove a session whose sequences were removed and whose blocks were released."""
         del self._sessions[session_id]
 
-    # What there is
+    # Queries
 
     def guarantee(self, session_id: int) -> int:
-        """The largest need of the session's live sequences, blocks."""
+        """The largest need of the session's live sequences, in blocks."""
         return self._sessions[session_id].guarantee
 
     def shortfall(self, session_id: int) -> int:
@@ -74,14 +74,14 @@ class Reservations:
     # Changes
 
     def add_sequence(self, session_id: int, need: int) -> None:
-        """A sequence that may grow to ``need`` blocks lives from now on."""
+        """Add a live sequence that may grow to ``need`` blocks."""
         session = self._sessions[session_id]
         session.needs[need] = session.needs.get(need, 0) + 1
         if need > session.guarantee:
             self._guarantee(session, need)
 
     def remove_sequence(self, session_id: int, need: int) -> None:
-        """A sequence of ``need`` blocks lives no more."""
+        """Remove a live sequence of ``need`` blocks."""
         session = self._sessions[session_id]
         session.needs[need] -= 1
         if not session.needs[need]:
@@ -102,7 +102,7 @@ class Reservations:
         self.num_reserved += session.shortfall - before
 
     def release(self, session_id: int, blocks: list[int]) -> None:
-        """One table entry of the session less refers to each block."""
+        """One fewer table entry of the session refers to each block."""
         session = self._sessions[session_id]
         before = session.shortfall
         held = session.held

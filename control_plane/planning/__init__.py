@@ -1,1 +1,1 @@
-"""From a step's operations and receipts to one plan. Knows messages, and no gRPC."""
+"""Sessions, steps, plans, receipts and registration. Knows messages, but not gRPC."""

@@ -1,9 +1,10 @@
 """Aborting plans that have not run, or may have run in part.
 
 Each sequence is cut to what receipts say was written, so every plan in flight loses its spans: all
-are aborted together. Their transfers are undone: a table goes back from copies to the sources,
-which were pinned for this. Forks and frees stay. The data plane learns of it by the next plan,
-which carries all tables whole; until that has run, blocks released here stay retired.
+are aborted together. Their transfers are undone: tables refer to the sources again, which were
+pinned for this, in place of the copies. Forks and frees stay. The data plane learns of the abort
+from the next plan, which carries all tables whole; until that has run, blocks released here stay
+retired.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _DEVICE: Final = tpb.TIER_DEVICE
 def abort_from(session: Session, plan_number: int) -> None:
     """Abort plan ``plan_number`` and all in flight with it.
 
-    Raises PlanReceiptedError when it has run, InvalidRequestError when it was never made.
+    Raises PlanReceiptedError when it has run, InvalidRequestError when no plan has that number.
     """
     if not 0 < plan_number < session.numbers.last:
-        raise InvalidRequestError("is of no plan made", field="plan_number")
+        raise InvalidRequestError("is not the number of a plan", field="plan_number")
     if session.is_voided(plan_number):
         return
     if plan_number <= session.done:
@@ -38,8 +39,8 @@ def abort_from(session: Session, plan_number: int) -> None:
 
 
 def abort_plans(session: Session, *, next_plan: int) -> None:
-    """Cut every sequence to what is written; the next plan, of this number or a higher one, is one
-    of whole tables.
+    """Cut every sequence to what is written; the next plan, numbered ``next_plan`` or higher,
+    carries all tables whole.
     """
     origins: dict[Ref, Ref] = {}
     for record in session.plans.values():
@@ -62,7 +63,7 @@ def _cut(session: Session, sequence: Sequence, origins: dict[Ref, Ref], next_pla
         origins.get((old_tier, block, generation), (old_tier, block, generation))
         for block, generation in zip(kept, generations, strict=True)
     ]
-    # An empty table is nowhere; the device tier is where it can grow.
+    # An empty table is in no tier; it can grow on the device.
     sequence.tier = refs[0][0] if refs else _DEVICE
     sequence.table = [block for _, block, _ in refs]
     if sequence.moved_by > session.done:

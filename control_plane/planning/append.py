@@ -1,8 +1,8 @@
-"""Append: sequences grow, all of a step in columns.
+"""Append: grows sequences, all those of an operation in columns.
 
-In most decode steps a sequence writes one slot of a block that it has to itself: that costs a few
-comparisons of integers. Only one that crosses the edge of a block, or writes a block that others
-share, does more.
+In most decode steps a sequence writes one slot of a block that no other sequence uses: that costs a
+few comparisons of integers. Only a sequence that crosses a block boundary, or writes a shared
+block, costs more.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _DEVICE: Final = tpb.TIER_DEVICE
 
 
 def append(draft: Draft, message: cpb.Append, failures: Failures) -> cpb.AppendResult:
-    """Extend each sequence that can be. Raises InvalidRequestError when the columns can not be
-    read; then nothing has changed.
+    """Extend each sequence that can be extended; the others go to ``failures``.
+
+    Raises InvalidRequestError when the columns cannot be read; then nothing has changed.
     """
     ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
     num = len(ids)
@@ -102,7 +103,7 @@ def _append_one(
 ) -> int:
     """Extend a sequence, whatever that takes; returns how many blocks its table has.
 
-    The caller fills the columns of the span.
+    The caller fills the span's columns.
     """
     sequence = draft.session.sequence(sequence_id, field="sequence_ids")
     if num_slots < 0:
@@ -115,12 +116,12 @@ def _append_one(
         )
     if num_slots and draft.computes(sequence):
         raise InvalidRequestError(
-            f"sequence {sequence_id} computes in this step already", field="num_slots"
+            f"sequence {sequence_id} already computes tokens in this step", field="num_slots"
         )
     if first != sequence.num_scheduled:
         raise PositionMismatchError(
             f"the next slot of sequence {sequence_id} is at position {sequence.num_scheduled}, not "
-            f"{first}: ask DescribeSequence how far it is",
+            f"{first}: DescribeSequence tells its positions",
             field="first_positions",
         )
     table, block_size, device = sequence.table, draft.pool.block_size, draft.pool.device

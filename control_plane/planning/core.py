@@ -7,7 +7,7 @@ call runs to its end. Invariant: ``check_integrity`` holds after every call, one
     sessions       open_session, renew_session, close_session, tick
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
                    applying its receipts first
-    questions      block_table, lookup_prefix, describe_*, check_integrity
+    queries        block_table, lookup_prefix, describe_*, check_integrity
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ class ControlPlane:
         new_key: Callable[[], bytes] = signing.new_key,
         new_session_id: Callable[[], int] = _new_session_id,
     ) -> None:
-        """``clock`` gives seconds, never falling. ``new_session_id`` gives random ids from 1 to
-        2^53 - 1.
-        """
+        """``clock`` returns monotonic seconds, ``new_session_id`` random ids from 1 to 2^53 - 1."""
         self.incarnation = incarnation
         self._config = config
         self._clock = clock
@@ -101,7 +99,7 @@ class ControlPlane:
     # Sessions
 
     def open_session(self, request: cpb.OpenSessionRequest, tenant: str) -> cpb.OpenSessionResponse:
-        """Lease from a pool. The caller negotiates the protocol and fills in its version.
+        """Open a session. The caller negotiates the protocol and fills in its version.
 
         Raises PoolNotFoundError, PoolNotReadyError, LayoutMismatchError, QuotaExceededError,
         InvalidRequestError.
@@ -112,7 +110,7 @@ class ControlPlane:
         fingerprint = layout_fingerprint(request.layout, field="layout")
         if not pool.ready:
             raise PoolNotReadyError(
-                f"pool {pool.id!r} can not be used yet: {pool.shards.what_is_missing()}",
+                f"pool {pool.id!r} cannot be used yet: {pool.shards.what_is_missing()}",
                 retry_delay_s=_RETRY_DELAY_S,
             )
         if fingerprint != pool.layout.fingerprint:
@@ -145,23 +143,23 @@ class ControlPlane:
         )
 
     def renew_session(self, session: tpb.SessionRef, tenant: str) -> float:
-        """Renew a lease; returns how long it now runs, s."""
+        """Renew a lease; returns how long it now runs, in seconds."""
         self._session(session, tenant)
         return self._config.lease_s
 
     def close_session(self, session: tpb.SessionRef, tenant: str) -> None:
-        """End a lease. Repeating it, or closing one that ended otherwise, changes nothing."""
+        """End a session. Closing one that has ended already changes nothing."""
         self._check_incarnation(session)
         if not self._ended.knows(session.session_id, tenant):
             self._end(self._session(session, tenant), SessionNotFoundError)
 
     def tick(self) -> float:
-        """End the sessions whose leases ran out; returns the seconds until it should come again, at
+        """End the sessions whose leases ran out; returns the seconds until the next call is due, at
         most a quarter of a lease.
 
-        When it comes later than that by another quarter, this process slept, and messages that
-        would have renewed leases may wait unread, or their senders slept too: then every lease
-        runs anew from now instead.
+        A call that is late by more than another quarter means that this process slept. Messages
+        that would have renewed leases may then wait unread, or their senders may have slept too, so
+        every lease starts again from now.
         """
         now = self._clock()
         lease_s = self._config.lease_s
@@ -180,9 +178,9 @@ class ControlPlane:
     def step(self, request: cpb.StepRequest, tenant: str) -> cpb.StepResult:
         """Apply receipts, then deferred tokens, then each operation; answer with one plan.
 
-        Raises what the number is refused for (InvalidRequestError, StepOutOfOrderError,
-        StepConflictError), or why the step failed as a whole: what receipts and deferred tokens are
-        refused for, TooManyPlansInFlightError, InvalidRequestError.
+        Raises InvalidRequestError, StepOutOfOrderError or StepConflictError when the number is
+        refused. When the step fails as a whole, raises what ``take_receipts`` and
+        ``take_deferred_tokens`` raise, TooManyPlansInFlightError or InvalidRequestError.
         """
         return self._answer(request, tenant, lambda session: self._step(session, request))
 
@@ -220,17 +218,19 @@ class ControlPlane:
         return self._answer(request, tenant, run)
 
     def _answer(self, request: Any, tenant: str, run: Callable[[Session], _Answer]) -> _Answer:
-        """Run a request under its number, or say again what came of it."""
+        """Run a request under its number, or repeat the answer that it got."""
         session = self._session(request.session, tenant)
         content = content_of(request)
         answer = session.numbers.repeated(request.number, content)
         if answer is not None:
-            # A receipt is true whenever it comes. One that is refused does not change the answer.
+            # A receipt is true whenever it arrives. One that is refused does not change the answer.
             try:
                 take_receipts(session, self._bounded(request.receipts))
             except KvplaneError as error:
-                _LOGGER.info("a repeat brought a receipt that is refused: %s", error.reason)
-            return cast(_Answer, answer.give())
+                _LOGGER.info(
+                    "a repeated request brought a receipt that was refused: %s", error.reason
+                )
+            return cast(_Answer, answer.result())
         session.numbers.use()
         try:
             message = run(session)
@@ -270,7 +270,7 @@ class ControlPlane:
         most = self._config.max_operations
         if len(receipts) > most:
             raise InvalidRequestError(
-                f"must be at most {most}, are {len(receipts)}", field="receipts"
+                f"must be at most {most} receipts, not {len(receipts)}", field="receipts"
             )
         return receipts
 
@@ -281,7 +281,7 @@ class ControlPlane:
                 f"{num} plans wait for their receipts: submit some before the next step"
             )
 
-    # Questions
+    # Queries
 
     def block_table(
         self, request: cpb.GetBlockTableRequest, tenant: str
@@ -314,7 +314,7 @@ class ControlPlane:
     def describe_sequence(
         self, request: cpb.DescribeSequenceRequest, tenant: str
     ) -> cpb.DescribeSequenceResponse:
-        """How far a sequence is."""
+        """A sequence's positions and blocks."""
         session = self._session(request.session, tenant)
         sequence = session.sequence(request.sequence_id, field="sequence_id")
         return cpb.DescribeSequenceResponse(sequences=states([sequence]))
@@ -335,7 +335,7 @@ class ControlPlane:
         open_ids = [i for pool in self._pools.values() for i in pool.session_ids]
         assert sorted(open_ids) == sorted(self._sessions), "pools and the core differ in sessions"
 
-    # What the above share
+    # Helpers
 
     def _pool(self, pool_id: str) -> Pool:
         if not pool_id:
@@ -357,7 +357,7 @@ class ControlPlane:
     def _check_incarnation(self, ref: tpb.SessionRef) -> None:
         if ref.incarnation != self.incarnation:
             raise StaleIncarnationError(
-                f"this control plane is {self.incarnation}: open a session with it and admit again",
+                f"is not this control plane's, {self.incarnation}: open a session and admit again",
                 field="session.incarnation",
             )
 
@@ -390,7 +390,7 @@ class ControlPlane:
         session.expires_at_s = self._clock() + self._config.lease_s
 
     def _end_all(self, pool: Pool) -> None:
-        """A shard of the pool has restarted."""
+        """End the sessions of a pool, of which a shard has restarted."""
         for session in self._sessions_of(pool):
             self._end(session, StaleEpochError)
 

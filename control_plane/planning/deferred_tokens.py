@@ -1,6 +1,6 @@
 """Deferred tokens: token ids of slots that were reserved without them.
 
-All of a request are checked before one is known.
+All of a request's are checked before any is applied.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class _Item(NamedTuple):
 
 
 def take_deferred_tokens(session: Session, message: cpb.DeferredTokens, max_items: int) -> None:
-    """Let the tokens be known; those known before are passed over.
+    """Add the tokens to their sequences; those known already are skipped.
 
     Raises InvalidRequestError or SequenceNotFoundError naming a column of ``deferred_tokens``; then
-    none is taken.
+    none is added.
     """
     published: list[int] = []
     for sequence, first_position, token_ids in _read(session, message, max_items):
@@ -42,7 +42,7 @@ def _read(session: Session, message: cpb.DeferredTokens, max_items: int) -> list
     num = columns.count(INT64, message.sequence_ids)
     if num > max_items:
         raise InvalidRequestError(
-            f"must be at most {max_items} sequences, are {num}", field=f"{at}sequence_ids"
+            f"must be at most {max_items} sequences, not {num}", field=f"{at}sequence_ids"
         )
     ids = columns.read(INT64, message.sequence_ids, f"{at}sequence_ids")
     admitted_by = columns.read(INT64, message.admitted_by, f"{at}admitted_by", length=num)
@@ -60,7 +60,7 @@ def _read(session: Session, message: cpb.DeferredTokens, max_items: int) -> list
         if step != sequence.admitted_by:
             raise SequenceNotFoundError(
                 f"sequence {sequence_id} was admitted by step {sequence.admitted_by}, not {step}: "
-                "leave out the tokens of one that was freed",
+                "leave out the tokens of the one that was freed",
                 field=f"{at}admitted_by[{i}]",
             )
         end = begin + num_tokens[i]
@@ -72,7 +72,9 @@ def _read(session: Session, message: cpb.DeferredTokens, max_items: int) -> list
 
 
 def _check(item: _Item, num_known: int, i: int, begin: int) -> int:
-    """How many tokens are known with the item's, the i-th, whose tokens begin at ``begin``."""
+    """Check the i-th item, whose tokens begin at index ``begin`` of the column; returns how many
+    tokens of its sequence are known with them.
+    """
     sequence, first, token_ids = item
     end = first + len(token_ids) // 4
     if not 0 <= first <= num_known:

@@ -1,7 +1,7 @@
-"""What one step changes, as its operations go on: blocks and tables now, and the plan to be made.
+"""The changes of one step: made to blocks and tables at once, and collected for the step's plan.
 
-Nothing here fails: who calls has checked all that can, and that there is room. Invariant: what the
-columns say of a table is what the table holds.
+Nothing here fails: callers have checked everything that can, and that there is room. Invariant: the
+columns agree with the tables.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Draft:
         # Destinations of this step's transfers. They are not allocated twice in one plan.
         self._destinations: dict[tpb.Tier, set[int]] = {tier: set() for tier in TIERS}
         self._kept: list[tuple[BlockStore, int]] = []
-        # What the step allocates; only a plan of whole tables asks for it.
+        # What the step allocates; only a plan of whole tables needs it.
         self._allocated: dict[tpb.Tier, set[int]] = {tier: set() for tier in TIERS}
 
     def computes(self, sequence: Sequence) -> bool:
@@ -57,7 +57,7 @@ class Draft:
         return blocks
 
     def release(self, tier: tpb.Tier, table: list[int]) -> int:
-        """A table less refers to these; returns how many blocks no table refers to now."""
+        """Remove a table's references; returns how many blocks no table refers to any more."""
         store, destinations = self.pool.tiers[tier], self._destinations[tier]
         for block in table if destinations else ():
             if block in destinations and store.ref_count[block] == 1:
@@ -80,7 +80,7 @@ class Draft:
         )
 
     def copy_on_write(self, sequence: Sequence, index: int, first_position: int) -> None:
-        """Put a block of its own at ``index``, with what stands before ``first_position``."""
+        """Replace the block at ``index`` by a new one with what is before ``first_position``."""
         old = sequence.table[index]
         new = self.allocate(_DEVICE, 1)[0]
         if index * self.pool.block_size < first_position:
@@ -90,18 +90,20 @@ class Draft:
         self.set(sequence, index, b"\1")
         self.release(_DEVICE, [old])
 
-    # What the plan says
+    # Columns of the plan
 
     def set(
         self, sequence: Sequence, first: int, allocated: bytes, *, replace: bool = False
     ) -> None:
-        """Table entries from ``first`` on, as many as ``allocated`` has, are as they are now."""
+        """Set the data plane's ``len(allocated)`` table entries from ``first`` on to the present
+        ones; a byte of ``allocated`` is 1 for a block that this step allocates.
+        """
         blocks = sequence.table[first : first + len(allocated)]
         generations = self.pool.tiers[sequence.tier].generations(blocks)
         self.changes.set(
             sequence.id, sequence.tier, first, blocks, generations, allocated, replace=replace
         )
-        sequence.resident = True
+        sequence.table_sent = True
 
     def span(self, sequence: Sequence, num_tokens: int) -> None:
         """The plan computes the next ``num_tokens`` positions of the sequence."""
@@ -113,7 +115,7 @@ class Draft:
         self.schedule(sequence, num_tokens)
 
     def schedule(self, sequence: Sequence, num_tokens: int) -> None:
-        """As ``span``, whose columns are filled elsewhere."""
+        """As ``span``, but the caller fills the columns."""
         sequence.num_scheduled += num_tokens
         sequence.pending.append((self.number, sequence.num_scheduled))
         self.touched.append(sequence)
@@ -155,14 +157,14 @@ class Draft:
     def _whole_tables(self) -> tuple[TableChangeColumns, TransferColumns]:
         """All tables as they are now, and the transfers that fill blocks of theirs.
 
-        A block that a later operation of this step moved on from is in no table, so the data plane
-        never learns of it: what was copied from there is read from where it came.
+        A block that a later operation of this step replaced is in no table, so the data plane never
+        learns of it: a copy of such a block is made from the block that it was itself copied from.
         """
         changes, transfers = TableChangeColumns(), TransferColumns()
         in_tables: dict[tpb.Tier, set[int]] = {tier: set() for tier in TIERS}
         for sequence in self.session.sequences.values():
             tier, table = sequence.tier, sequence.table
-            sequence.resident = bool(table)
+            sequence.table_sent = bool(table)
             if table:
                 # Only the first table that refers to a block says that it is allocated.
                 new = self._allocated[tier] - in_tables[tier]

@@ -19,7 +19,7 @@ class Failures:
         self.items: list[cpb.ItemFailure] = []
 
     def add(self, error: KvplaneError | NoRoom, item: int | None = None) -> None:
-        """The item was not done; None for all of the operation.
+        """Record why an item was not done; None for the whole operation.
 
         The error's field is relative to the operation; the index of the item in that column is
         added, unless there is one already.

@@ -1,7 +1,7 @@
-"""Proof that a pool's books balance: what must hold after every call to the core.
+"""Checks that a pool is consistent: what must hold after every call to the core.
 
-References are counted anew from tables, plans and sessions; the blocks are then checked against
-them by ``blocks.integrity``. Slow by design (it scans the pool); for tests and idle moments.
+References are counted again from tables, plans and sessions, and ``blocks.integrity`` compares the
+blocks with these counts. It scans the pool, which is slow: for tests.
 """
 
 from __future__ import annotations
@@ -69,19 +69,21 @@ def _check_sequence(pool: Pool, session: Session, sequence: Sequence) -> None:
         0 <= sequence.num_cached <= sequence.num_written <= sequence.num_scheduled <= num_slots
     ), f"{name}: positions are out of order"
     assert len(set(sequence.table)) == len(sequence.table), f"{name}: a block twice in its table"
-    assert sequence.generations is None, f"{name}: is live, and freed"
+    assert sequence.generations is None, f"{name}: is live, but marked as freed"
     ends = [end for _, end in sequence.pending]
-    assert ends == sorted(ends), f"{name}: pending ends fall"
-    assert all(plan in session.plans for plan, _ in sequence.pending), f"{name}: waits in vain"
+    assert ends == sorted(ends), f"{name}: pending ends are not ascending"
+    assert all(plan in session.plans for plan, _ in sequence.pending), (
+        f"{name}: waits for a lost plan"
+    )
     if sequence.tier != _DEVICE:
         return
     entries = pool.device.index.entries
-    # What some plan in flight writes is nobody else's, and not published.
+    # What a plan in flight writes is not published.
     for _, end in sequence.pending:
         block = sequence.table[(end - 1) // pool.block_size]
         assert entries[block] is None, f"{name}: writes published block {block}"
-    # What is published is what it reads: all of it, or, when a fork that knows more tokens has
-    # published the block, as far as it goes itself.
+    # A published block holds the tokens of the sequence: all of them, or, when a fork that knows
+    # more tokens published the block, those that the sequence has.
     size = pool.block_size
     end = min(sequence.num_tokens, sequence.num_scheduled)
     for i, block in enumerate(sequence.table):

@@ -13,11 +13,11 @@ FINGERPRINT_BYTES: Final = 32
 
 
 def served_layout(message: tpb.Layout, *, field: str) -> Layout:
-    """A layout sent whole. Raises InvalidRequestError naming a field under ``field`` when it means
-    nothing, or something that is not served here.
+    """Read a layout that was sent whole. Raises InvalidRequestError naming a field under ``field``
+    when it is malformed, or not served here.
     """
     if len(message.groups) > 1:
-        raise InvalidRequestError("must be one layer group", field=f"{field}.groups")
+        raise InvalidRequestError("must be exactly one layer group", field=f"{field}.groups")
     try:
         return Layout.from_proto(message)
     except InvalidRequestError as error:
@@ -34,7 +34,7 @@ def layout_fingerprint(message: tpb.Layout, *, field: str) -> bytes:
     refuse_unknown_fields(message, field=field)
     if len(message.fingerprint) != FINGERPRINT_BYTES:
         raise InvalidRequestError(
-            f"must be {FINGERPRINT_BYTES} bytes, or the layout must be whole",
+            f"must be {FINGERPRINT_BYTES} bytes, unless the whole layout is sent",
             field=f"{field}.fingerprint",
         )
     return message.fingerprint

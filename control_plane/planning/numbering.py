@@ -1,7 +1,7 @@
 """The numbers of one session's requests: each is used once, whatever comes of it.
 
     number == last + 1      the next: it runs
-    number remembered       the answer that it got, an error too; STEP_CONFLICT for other content
+    number remembered       the answer that it got, also an error; STEP_CONFLICT for other content
     any other               STEP_OUT_OF_ORDER
 
 Invariant: at most ``num_kept`` answers are remembered, those of the last numbers.
@@ -34,7 +34,7 @@ class Answer:
         # A copy without a traceback, which would keep the request alive.
         self._error = None if error is None else _copy(error)
 
-    def give(self) -> Any:
+    def result(self) -> Any:
         """The message. Raises the error instead when there is one."""
         if self._error is not None:
             raise _copy(self._error)
@@ -75,19 +75,19 @@ class Numbering:
         return answer
 
     def use(self) -> None:
-        """The next number is used up."""
+        """Use up the next number."""
         self.last += 1
 
     def remember(self, content: bytes, message: Any, error: KvplaneError | None = None) -> None:
-        """Keep what came of the last number."""
+        """Remember what came of the last number."""
         self._answers[self.last] = Answer(content, message, error)
         while len(self._answers) > self._num_kept:
             self._answers.popitem(last=False)
 
 
 def content_of(request: Any) -> bytes:
-    """What makes two requests of one number the same: all but the receipts, which a repeat may add
-    to. Requests of two methods are never the same.
+    """A digest of the method and of everything in the request but its receipts, to which a repeat
+    may add.
     """
     content = xxhash.xxh3_128(request.DESCRIPTOR.name.encode())
     if request.receipts:

@@ -1,7 +1,7 @@
 """The columns of one plan as they are filled, and the messages that they become.
 
-Integers are collected in arrays and written to the messages as bytes, once, at the end: nothing is
-made for each sequence or block.
+Integers are collected in arrays and written to the messages as bytes, once, at the end: no object
+is made per sequence or block.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TableChangeColumns:
         self._allocated += allocated
 
     def fork(self, sequence_id: int, parent_id: int, num_blocks: int) -> None:
-        """Make a table of the first entries of another sequence's."""
+        """Make a table of the first entries of another sequence's table."""
         self._add(tpb.TABLE_CHANGE_KIND_FORK, sequence_id, 0, 0, num_blocks)
         self._parents.append(parent_id)
 
@@ -122,7 +122,7 @@ class TransferColumns:
         self._destinations.add(destination)
 
     def trace(self, origins: dict[Ref, Ref]) -> None:
-        """Add for each block written the block that its content was in before all transfers."""
+        """Map each block written to the block that held its content before all transfers."""
         for source, destination in self:
             origins[destination] = origins.get(source, source)
 

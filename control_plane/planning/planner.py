@@ -45,8 +45,8 @@ _TIER_NAMES: Final = {_DEVICE: "device", _HOST: "host"}
 
 
 def num_items(operations: Operations[cpb.Operation]) -> int:
-    """Items of all operations, from the bytes of their columns; each operation counts as one at
-    least, and a swap as the sequences that it moves.
+    """Items of all operations, from the lengths of their columns; each operation counts at least
+    one, and a swap as many as the sequences that it moves.
     """
     num = 0
     for operation in operations:
@@ -57,9 +57,7 @@ def num_items(operations: Operations[cpb.Operation]) -> int:
 
 
 def may_plan(operation: cpb.Operation) -> bool:
-    """Whether the operation can change what the data plane knows: all but an Append of tokens
-    alone.
-    """
+    """Whether the operation may need a plan: all but an Append of tokens without slots."""
     is_append = operation.WhichOneof("operation") == "append"
     return not is_append or bool(operation.append.num_slots.strip(b"\0"))
 
@@ -93,7 +91,7 @@ class Planner:
                 case "swap_in":
                     result.swap_in.CopyFrom(self._swap_in(operation.swap_in))
                 case _:
-                    raise InvalidRequestError("names no operation that is known here")
+                    raise InvalidRequestError("is not an operation that is known here")
         except (NoRoom, KvplaneError) as error:
             failures.add(error)
         result.failures.extend(failures.items)
@@ -129,8 +127,8 @@ class Planner:
         new = draft.allocate(_DEVICE, num_blocks - len(shared))
         sequence.table = shared + new
         if copies_last:
-            # The whole prompt is cached. Its last token is computed again, and what it writes is
-            # never a published block.
+            # The whole prompt is cached. Its last token is computed again, into a copy, because a
+            # published block is never written.
             draft.transfer(_DEVICE, hits[-1], _DEVICE, new[0])
             pool.counters.num_copies_on_write += 1
             draft.release(_DEVICE, [hits[-1]])
@@ -167,9 +165,9 @@ class Planner:
         child = parent.fork(sequence_id, draft.number)
         session.share(child.tier, child.table)
         session.add(child)
-        if child.resident:
+        if child.table_sent:
             draft.changes.fork(child.id, parent.id, len(child.table))
-        # Receipts of what the parent waits for are the child's too.
+        # Receipts of plans that the parent waits for count for the child too.
         draft.touched.append(child)
         for record in session.plans.values():
             record.touched.append(child)
@@ -195,7 +193,7 @@ class Planner:
         if not expect_publication(session, sequence):
             sequence.table = []
         session.remove(sequence)
-        if sequence.resident:
+        if sequence.table_sent:
             draft.changes.drop(sequence.id)
         return num_released
 
@@ -213,7 +211,7 @@ class Planner:
         """Move sequences between the tiers; returns how many blocks are copied."""
         ids = columns.read(INT64, column, "sequence_ids")
         if not ids or len(set(ids)) != len(ids):
-            raise InvalidRequestError("must be at least one, and distinct", field="sequence_ids")
+            raise InvalidRequestError("must be one or more distinct ids", field="sequence_ids")
         sequences = []
         for i, sequence_id in enumerate(ids):
             field = f"sequence_ids[{i}]"
@@ -238,7 +236,7 @@ class Planner:
         source: tpb.Tier,
         destination: tpb.Tier,
     ) -> None:
-        """Copy ``blocks`` to the other tier, and let the sequences' tables refer to the copies."""
+        """Copy ``blocks`` to the other tier, and refer to the copies in the sequences' tables."""
         session, draft = self._session, self._draft
         copies = dict(zip(blocks, draft.allocate(destination, len(blocks)), strict=True))
         for block, copy in copies.items():
@@ -262,7 +260,7 @@ class Planner:
     def _check_new_sequence(self, sequence_id: int, field: str) -> None:
         checks.identifier(sequence_id, field=field)
         if sequence_id in self._session.sequences:
-            raise SequenceExistsError(f"sequence {sequence_id} is live", field=field)
+            raise SequenceExistsError(f"sequence {sequence_id} is live already", field=field)
         if len(self._session.sequences) >= self._max_sequences:
             raise QuotaExceededError(
                 f"{self._max_sequences} sequences are live: free one first", field=field
@@ -271,5 +269,6 @@ class Planner:
     def _check_idle(self, sequence: Sequence, field: str) -> None:
         if self._draft.computes(sequence):
             raise SequenceBusyError(
-                f"sequence {sequence.id} computes in this step: ask in the next", field=field
+                f"sequence {sequence.id} computes tokens in this step: wait for the next",
+                field=field,
             )

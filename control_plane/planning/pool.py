@@ -1,10 +1,10 @@
-"""One pool: its shards, its two tiers of blocks, what its sessions are guaranteed.
+"""One pool: its shards, its two tiers of blocks, and the guarantees of its sessions.
 
     register ──► report ──► (all reported, old sessions fenced) ──► built ──► ready
        ▲                                                             │ while all are connected
        └──────────── a shard registers with a new epoch ◄────────────┘
 
-Sessions build on pools, so a pool knows their ids alone.
+Sessions refer to their pool; the pool knows only their ids.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvplane.v1 import types_pb2 as tpb
 
 
 class Pool:
-    """State of one pool; what registers, plans and publishes is in modules of their own."""
+    """State of one pool; registration, planning and publication are in other modules."""
 
     def __init__(self, pool_id: str, shards: PoolShards, watermark: float) -> None:
         """``watermark``: share of the device blocks that admissions leave free."""
@@ -29,8 +29,8 @@ class Pool:
         self.counters = cpb.PoolCounters()
         self.reservations = Reservations()
         self.built = False
-        # Generations outlive a rebuild, also those of blocks that a smaller shard took away: a
-        # shard that went on must not see one again.
+        # Generations are kept over a rebuild, also those of blocks beyond the size of a smaller
+        # shard: a shard that kept running must not see one again.
         self.generations: dict[tpb.Tier, list[int]] = {tier: [] for tier in TIERS}
         self._watermark = watermark
         self.tiers: dict[tpb.Tier, BlockStore] = {}
@@ -67,12 +67,12 @@ class Pool:
         return self.built and self.shards.are_connected
 
     def close(self) -> None:
-        """A shard, of which nothing is known, has come: the pool is to be built again."""
+        """Forget all blocks until the pool is built again."""
         self.built = False
         self.set_tiers(dict.fromkeys(TIERS, 0))
 
     def set_tiers(self, num_blocks: dict[tpb.Tier, int]) -> None:
-        """Start over with so many blocks, all of them free, of the generations known."""
+        """Start over with so many blocks of each tier, all free, at the generations known."""
         self.counters.num_evictions = self.num_evictions()
         for tier, num in num_blocks.items():
             generations = self.generations[tier]
@@ -86,7 +86,7 @@ class Pool:
     # Room
 
     def num_available(self, session_id: int, tier: tpb.Tier) -> int:
-        """Blocks that the session may allocate now, what others are guaranteed left aside."""
+        """Blocks that the session may allocate now, without those reserved for others."""
         num_obtainable = self.tiers[tier].num_obtainable(session_id)
         if tier == tpb.TIER_DEVICE:
             num_obtainable -= self.reservations.num_reserved_for_others(session_id)
@@ -99,12 +99,12 @@ class Pool:
     # Sessions
 
     def open(self, session_id: int) -> None:
-        """A session leases from the pool."""
+        """Add a session."""
         self.session_ids.add(session_id)
         self.reservations.open(session_id)
 
     def end(self, session: tpb.SessionRef, ordinal: int) -> None:
-        """The session, which released all it held, ended: every shard must fence it."""
+        """Remove a session, which has released all it held; every shard must fence it."""
         self.session_ids.remove(session.session_id)
         self.reservations.close(session.session_id)
         self.shards.fence(session, ordinal)
@@ -132,7 +132,7 @@ class Pool:
             messages += publish_messages(self.device, root, blocks)
         return messages
 
-    # What it tells
+    # Descriptions
 
     def num_evictions(self) -> int:
         """Published blocks allocated for another use, since the pool registered."""
@@ -147,7 +147,7 @@ class Pool:
         return cpb.PoolUsage(tiers=map(self._usage, TIERS))
 
     def info(self, num_sequences: int) -> cpb.DescribePoolResponse:
-        """The pool, of so many live sequences."""
+        """The pool's description; the caller counts its live sequences."""
         counters = cpb.PoolCounters()
         counters.CopyFrom(self.counters)
         counters.num_evictions = self.num_evictions()
@@ -164,7 +164,7 @@ class Pool:
     def _usage(self, tier: tpb.Tier) -> cpb.TierUsage:
         store = self.tiers[tier]
         num_free = store.num_in[FREE]
-        # No state of a block: so many of those free are kept for what sessions are guaranteed.
+        # Not a state of a block: how many of the free ones are kept for guarantees.
         is_device = tier == tpb.TIER_DEVICE
         num_reserved = min(num_free, self.reservations.num_reserved) if is_device else 0
         return cpb.TierUsage(

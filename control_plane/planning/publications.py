@@ -1,7 +1,7 @@
 """Publications as they travel: from the prefix index to data planes, and back in their reports.
 
-Prefixes of one root are shared, those of two never meet. A root is made of the layout's
-fingerprint, the tenant and the namespace: what a block holds depends on all three.
+Sessions of one root share prefixes, those of different roots never do. A root consists of the
+layout's fingerprint, the tenant and the namespace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HASH_ALGORITHM: Final = "xxh3-128"
 HASH_BYTES: Final = 16
 MAX_NAMESPACE_CHARACTERS: Final = 128
 
-# Publications in one message: at most 256 tokens of 4 bytes each, far below the message limit.
+# Publications in one message. Each has at most 256 tokens of 4 bytes: far below the size limit.
 _MAX_PUBLICATIONS: Final = 1024
 _FINGERPRINT_BYTES: Final = 32
 _LENGTH: Final = struct.Struct("<I")
@@ -58,9 +58,9 @@ def owner_of(root: bytes) -> tuple[str, str]:
 def publish_messages(
     store: BlockStore, root: bytes, blocks: list[int]
 ) -> list[cpb.RegisterResponse]:
-    """What data planes are sent of published blocks of one root, given parents before children.
+    """The messages that announce published blocks of one root, given parents before children.
 
-    The prefix before each must be in a block too.
+    The prefix before each block must be in a block too.
     """
     return [
         cpb.RegisterResponse(
@@ -99,10 +99,10 @@ def read_publications(
     block_size_tokens: int,
     field: str,
 ) -> dict[int, Published]:
-    """Reported publications by block, of a device tier of ``num_blocks``.
+    """Reported publications by block index, of a device tier of ``num_blocks``.
 
-    How many there are is checked by the bytes before anything is made of them. Raises
-    InvalidRequestError naming a field under ``field``.
+    Their number is checked before any column is read. Raises InvalidRequestError naming a field
+    under ``field``.
     """
     _require(message.group == 0, f"{field}.group", "must be 0: one layer group is served")
     algorithm = message.hash_algorithm
@@ -114,7 +114,7 @@ def read_publications(
         f"must have at most {longest} characters",
     )
     num = columns.count(INT32, message.indices)
-    _require(num <= num_blocks, f"{field}.indices", f"must be of at most {num_blocks} blocks")
+    _require(num <= num_blocks, f"{field}.indices", f"must be at most {num_blocks} blocks")
     indices = read_indices(message.indices, num_blocks, field=f"{field}.indices")
     generations = columns.read(INT64, message.generations, f"{field}.generations", length=num)
     parents = read_indices(

@@ -5,7 +5,7 @@ slot of it was written, and the plan that moved it to where it is has run. Where
 block already, the new one stays private.
 
 An engine may free a sequence before its last receipts come. What these say was written is published
-all the same, as far as the retired blocks were not allocated again.
+all the same, as far as the retired blocks have not been allocated again.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _DEVICE: Final = tpb.TIER_DEVICE
 
 
 def publish(session: Session, sequence: Sequence) -> list[int]:
-    """Let others find what has become complete of the sequence.
+    """Publish the blocks of the sequence that have become complete.
 
-    Returns the blocks to announce: those that are new, and published ones that follow a block that
-    took the place of an evicted one, since their parent is another now.
+    Returns the blocks to announce: the new ones, and those that can be found again because a new
+    one took the place of an evicted one.
     """
     pool, device = session.pool, session.pool.device
     num_complete = sequence.num_complete(pool.block_size)
@@ -73,7 +73,7 @@ def expect_publication(session: Session, sequence: Sequence) -> bool:
 
 
 def _num_still_there(session: Session, sequence: Sequence, num_complete: int) -> int:
-    """Of the blocks to publish of a freed sequence, those before the first allocated again."""
+    """How many leading blocks of a freed sequence are complete and not allocated again."""
     generation, first = session.pool.device.generation, sequence.num_published
     assert sequence.generations is not None, "a live sequence holds all of its blocks"
     for i in range(first, num_complete):

@@ -26,7 +26,7 @@ from kvplane.v1 import types_pb2 as tpb
 def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> None:
     """Check all receipts, then let the plans that every shard has run take effect.
 
-    Those of plans receipted or aborted before are passed over. Raises BadSignatureError,
+    Those of plans receipted or aborted before are skipped. Raises BadSignatureError,
     InvalidRequestError, ProtocolMismatchError, StaleEpochError or StaleIncarnationError naming
     ``receipts[i]``; then none is applied.
     """
@@ -55,7 +55,7 @@ def _read(session: Session, payload: tpb.SignedPayload, at: str) -> tpb.Receipt:
     try:
         receipt = tpb.Receipt.FromString(payload.payload)
     except DecodeError as error:
-        raise InvalidRequestError("is no Receipt", field=f"{at}.payload") from error
+        raise InvalidRequestError("is not a Receipt", field=f"{at}.payload") from error
     if receipt.version != protocol.PAYLOAD_VERSION:
         raise ProtocolMismatchError(
             f"is {receipt.version}; this control plane reads {protocol.PAYLOAD_VERSION}",
@@ -75,11 +75,11 @@ def _check(session: Session, receipt: tpb.Receipt, epochs: list[int], at: str) -
     if receipt.pool_id != session.pool.id:
         raise BadSignatureError("is another pool's", field=f"{at}.pool_id")
     if not 0 <= receipt.shard_index < len(epochs):
-        raise BadSignatureError("is no shard of the pool", field=f"{at}.shard_index")
+        raise BadSignatureError("is not a shard of the pool", field=f"{at}.shard_index")
     if receipt.epoch != epochs[receipt.shard_index]:
-        raise StaleEpochError("is of another process of the shard", field=f"{at}.epoch")
+        raise StaleEpochError("is of another run of the shard", field=f"{at}.epoch")
     if not 0 < receipt.plan_number <= session.last_plan:
-        raise BadSignatureError("is of no plan made", field=f"{at}.plan_number")
+        raise BadSignatureError("is not the number of a plan", field=f"{at}.plan_number")
     record = session.plans.get(receipt.plan_number)
     if record is not None and receipt.plan_digest != record.digest:
         raise BadSignatureError("is of another plan", field=f"{at}.plan_digest")

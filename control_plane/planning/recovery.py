@@ -7,8 +7,8 @@ from reports which block holds which prefix, and an old one does when a shard ha
   blocks that the smallest shard does not have: it may be replaced by a larger one.
 - A publication is restored only if it is of the block's final generation and all shards report the
   same, since a block holds its prefix only where every shard holds its part of it.
-- Its parent is the very block that it names, of that block's final generation, and restored too.
-  Equal hashes join nothing; a hash that does not follow from the tokens is not believed.
+- Its parent is exactly the block that it names, of that block's final generation, and restored too.
+  Equal hashes never join blocks, and one whose hash does not follow from its tokens is left out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def build_if_complete(pool: Pool) -> None:
 
 
 def _learn(known: list[int], reported: dict[int, int]) -> None:
-    """Go on from the highest generation of each block."""
+    """Raise ``known`` to the highest generation of each block."""
     known += [0] * (max(reported, default=-1) + 1 - len(known))
     for block, generation in reported.items():
         if generation > known[block]:
@@ -61,7 +61,7 @@ def _agreed(device: BlockStore, reports: list[Report]) -> dict[int, Published]:
 
 
 def _restore(device: BlockStore, agreed: dict[int, Published]) -> None:
-    """Fill the index, parents before children; what has no way to its root is left out."""
+    """Fill the index, parents before children; a block without all of its ancestors is left out."""
     runs: list[tuple[int, int]] = []  # (parent, its child) where a run of prefixes begins
     children: dict[int, list[int]] = {}
     for block, published in agreed.items():
@@ -93,7 +93,7 @@ def _restore(device: BlockStore, agreed: dict[int, Published]) -> None:
 def _enter(
     index: PrefixIndex, agreed: dict[int, Published], parent: int, run: list[int]
 ) -> list[int]:
-    """Enter blocks, each the only child of the one before it, up to the first that can not be:
+    """Enter blocks, each the only child of the one before it, up to the first that cannot be:
     its prefix is in another block, or its hash does not follow from its tokens.
     """
     token_ids = b"".join([agreed[block].token_ids for block in run])

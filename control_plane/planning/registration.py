@@ -1,9 +1,9 @@
-"""Data planes come, report, go and come back: what the core does with their registration streams.
+"""Registration: what happens when data planes register, report, disconnect and return.
 
 A shard belongs to the latest process that claimed it: epochs rise, and one that is lower than the
-registered one is refused. The same process is resumed where it was when nothing of what both sides
-hold has changed. Otherwise all sessions of the pool end, every other shard fences them and reports
-again, and the pool is built anew.
+registered one is refused. A process that returns is resumed when nothing that both sides hold has
+changed. Otherwise all sessions of the pool end, every other shard fences them and reports again,
+and the pool is built again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KEY_ID_BYTES: Final = (0, 16)
 
 
 class Registration:
-    """What data planes say, for all pools."""
+    """Handles what data planes send, for all pools."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Registration:
         self._end_sessions = end_sessions
 
     def register(self, hello: cpb.Hello) -> cpb.Welcome:
-        """Take a shard in, or back. Unless it is resumed, it must report next.
+        """Register a shard, or resume it. Unless it is resumed, it must report next.
 
         Raises InvalidRequestError, LayoutMismatchError, StaleIncarnationError (it has seen a later
         control plane than this one), StaleEpochError (a later process holds the shard).
@@ -61,7 +61,7 @@ class Registration:
         if hello.incarnation > self._incarnation:
             raise StaleIncarnationError(
                 f"the data plane has registered with incarnation {hello.incarnation}, this control "
-                f"plane is {self._incarnation}: register with the later one",
+                f"plane has {self._incarnation}: register with the later one",
                 field="hello.incarnation",
             )
         pool = self._pools.get(hello.pool_id)
@@ -80,7 +80,7 @@ class Registration:
         return cpb.Welcome(incarnation=self._incarnation, key=pool.shards.key)
 
     def report(self, pool_id: str, shard_index: int, epoch: int, report: cpb.BlockReport) -> None:
-        """Take a part of what a shard holds.
+        """Add a part of a shard's report.
 
         Raises PoolNotFoundError, StaleEpochError, InvalidRequestError.
         """
@@ -89,7 +89,7 @@ class Registration:
         build_if_complete(pool)
 
     def disconnect(self, pool_id: str, shard_index: int, epoch: int) -> None:
-        """A shard's stream has ended. Sessions go on: their plans travel by the engines."""
+        """A shard's stream has ended. Sessions go on: engines carry their plans."""
         pool = self._pools.get(pool_id)
         state = pool.shards.states.get(shard_index) if pool is not None else None
         if state is not None and state.hello.epoch == epoch:
@@ -103,7 +103,9 @@ class Registration:
             build_if_complete(pool)
 
     def take_outgoing(self, pool_id: str, shard_index: int) -> list[cpb.RegisterResponse]:
-        """What a shard is to be sent, in order; each is given once, and again after a resume."""
+        """The messages to send to a shard, in order. Each is returned once, and what a shard may
+        have missed again after it is resumed.
+        """
         pool = self._pools.get(pool_id)
         state = pool.shards.states.get(shard_index) if pool is not None else None
         return state.take_outgoing() if state is not None else []
@@ -136,10 +138,10 @@ class Registration:
         )
 
     def _restart(self, pool: Pool, hello: cpb.Hello, layout: Layout) -> None:
-        """Another process, or one that knows nothing of us, takes the shard's place.
+        """Let a process that cannot be resumed take the shard's place.
 
-        Shards that stay keep their key. When the pool's shape changes, or there is no other shard,
-        nothing goes on but the generations.
+        The other shards keep their key. When the pool's shape changes, or there is no other shard,
+        only the generations are kept.
         """
         shards, index = pool.shards, hello.shard.index
         reshapes = _reshapes(pool, hello, layout)
@@ -153,7 +155,7 @@ class Registration:
             shards.start_over(hello.shard.num_shards, layout, self._new_key())
         elif earlier is not None and earlier.hello.epoch != hello.epoch:
             for session_id in shards.fenced_sessions:
-                pool.fence_done(session_id, index)  # the process that had it to do is gone
+                pool.fence_done(session_id, index)  # the process that was to do it is gone
         if pool.built:
             for i, state in shards.states.items():
                 if i != index:
@@ -164,8 +166,7 @@ class Registration:
 def _reshapes(pool: Pool, hello: cpb.Hello, layout: Layout) -> bool:
     """Whether the shard divides the pool in another way, or holds other data, than those before.
 
-    Raises InvalidRequestError or LayoutMismatchError when another shard is connected that it does
-    not go with.
+    Raises InvalidRequestError or LayoutMismatchError when it does, and another shard is connected.
     """
     shards = pool.shards
     others = [state for i, state in shards.states.items() if i != hello.shard.index]
@@ -174,13 +175,15 @@ def _reshapes(pool: Pool, hello: cpb.Hello, layout: Layout) -> bool:
         if is_alone:
             return True
         raise InvalidRequestError(
-            f"must be {shards.num_shards}, as many as the pool's other shards say",
+            f"must be {shards.num_shards}, as for the pool's other shards",
             field="hello.shard.num_shards",
         )
     if layout.fingerprint != shards.layout.fingerprint:
         if is_alone:
             return True
-        raise LayoutMismatchError("differs from the pool's other shards'", field="hello.layout")
+        raise LayoutMismatchError(
+            "differs from the layout of the pool's other shards", field="hello.layout"
+        )
     overlapping = shards.overlapping(hello.shard)
     for i in overlapping:
         if not is_alone:
@@ -217,7 +220,7 @@ def _validate(hello: cpb.Hello) -> Layout:
     most = MAX_BLOCKS
     _require(1 <= hello.num_device_blocks <= most, "num_device_blocks", f"from 1 to {most}")
     _require(0 <= hello.num_host_blocks <= most, "num_host_blocks", f"from 0 to {most}")
-    _require(len(hello.key_id) in _KEY_ID_BYTES, "key_id", "16 bytes, or none")
+    _require(len(hello.key_id) in _KEY_ID_BYTES, "key_id", "16 bytes, or empty")
     (group,) = layout.groups
     held = {
         "layer": (shard.first_layer, shard.num_layers, group.layers[-1] + 1),

@@ -1,7 +1,7 @@
 """Whether there are blocks for what an operation asks: OK, LATER or NEVER, and why.
 
 obtainable = free + cached + the session's own retired blocks
-available  = obtainable - what other sessions are guaranteed - headroom (admissions alone)
+available  = obtainable - reserved for other sessions - headroom (admissions only)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RETRY_DELAY: Final = duration_pb2.Duration(nanos=50_000_000)
 
 
 class NoRoom(Exception):
-    """An item is LATER or NEVER."""
+    """There is no room for an item: the answer is LATER or NEVER."""
 
     def __init__(self, status: cpb.OperationStatus, shortage: cpb.Shortage) -> None:
         super().__init__(status)
@@ -30,7 +30,7 @@ class NoRoom(Exception):
 
 
 def require_fits(pool: Pool, num_blocks: int, tier: tpb.Tier = _DEVICE) -> None:
-    """NEVER when the tier is smaller than that."""
+    """Raise NoRoom with NEVER when the tier is smaller than that."""
     if num_blocks > pool.tiers[tier].num_blocks:
         shortage = cpb.Shortage(
             tier=tier,
@@ -42,7 +42,7 @@ def require_fits(pool: Pool, num_blocks: int, tier: tpb.Tier = _DEVICE) -> None:
 
 
 def require_room(session: Session, tier: tpb.Tier, num_blocks: int) -> None:
-    """LATER when the session can not have so many blocks now."""
+    """Raise NoRoom with LATER when the session cannot have so many blocks now."""
     if num_blocks > session.pool.num_available(session.id, tier):
         raise _later(session, tier, num_blocks)
 
@@ -50,10 +50,10 @@ def require_room(session: Session, tier: tpb.Tier, num_blocks: int) -> None:
 def require_room_to_admit(
     session: Session, need: int, num_blocks: int, num_tokens: int, hits: list[int]
 ) -> tuple[list[int], bool]:
-    """LATER when there is no room. Else the hits to use, and whether the last is copied.
+    """Raise NoRoom with LATER, or return the hits to use and whether the last is copied.
 
     When all tokens are cached, the last one is still computed, into a copy of its block. Where
-    there is no room for original and copy, that block is computed anew instead.
+    there is no room for original and copy, that whole block is computed again instead.
     """
     pool = session.pool
     num_guaranteed = pool.reservations.num_guaranteed_with(session.id, need)

@@ -24,7 +24,7 @@ _DEVICE: Final = tpb.TIER_DEVICE
 
 
 class Sequence:
-    """State of a live sequence; what changes it is in the planner."""
+    """State of a live sequence; what changes it is in other modules."""
 
     __slots__ = (
         "admitted_by",
@@ -38,8 +38,8 @@ class Sequence:
         "num_scheduled",
         "num_written",
         "pending",
-        "resident",
         "table",
+        "table_sent",
         "tier",
         "tokens",
     )
@@ -58,13 +58,12 @@ class Sequence:
         self.num_scheduled = 0
         self.pending: list[tuple[int, int]] = []  # (plan, end of what it writes)
         self.moved_by = 0  # the plan whose transfers fill the table
-        self.num_published = 0  # leading blocks that the publisher is done with
-        self.chain = (NO_BLOCK, 0)  # the block that the index has for the last, its generation
-        # Of the table's blocks when the sequence was freed before its last receipts; else None.
+        self.num_published = 0  # leading blocks that the index has, or has in another block
+        self.chain = (NO_BLOCK, 0)  # the index's block for the last of them, its generation
+        # Generations of the table's blocks when it was freed before its last receipts; else None.
         self.generations: list[int] | None = None
-        self.resident = (
-            False  # whether the data plane has a table for it, once the last plan has run
-        )
+        # Whether the data plane will have a table for it once the last plan has run.
+        self.table_sent = False
 
     @property
     def num_tokens(self) -> int:
@@ -77,8 +76,8 @@ class Sequence:
         return (num_written if num_written < num_known else num_known) // block_size
 
     def fork(self, sequence_id: int, number: int) -> Sequence:
-        """A new sequence, of step ``number``, that shares the same blocks; the caller counts
-        them.
+        """A new sequence, of step ``number``, with the same blocks; the caller adds the
+        references.
         """
         child = Sequence(sequence_id, number, self.tokens, self.need)
         child.table = list(self.table)
@@ -90,7 +89,7 @@ class Sequence:
         child.moved_by = self.moved_by
         child.num_published = self.num_published
         child.chain = self.chain
-        child.resident = self.resident
+        child.table_sent = self.table_sent
         return child
 
     def cut(self) -> None:
@@ -108,7 +107,7 @@ class Sequence:
 
 
 def states(sequences: Iterable[Sequence]) -> cpb.SequenceStates:
-    """As callers see them; by id."""
+    """The sequences as the contract describes them, ordered by id."""
     ordered = sorted(sequences, key=lambda sequence: sequence.id)
     return cpb.SequenceStates(
         sequence_ids=columns.pack(INT64, [s.id for s in ordered]),

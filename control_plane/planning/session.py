@@ -1,7 +1,7 @@
 """One engine's lease on a pool: its sequences, its blocks, its plans in flight.
 
-Invariants: the pool's reservations know every live sequence and every device block of its tables; a
-plan is in ``plans`` until it is receipted or aborted.
+Invariants: the pool's reservations count every live sequence and every device block of its tables;
+a plan is in ``plans`` until it is receipted or aborted.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Session:
         root: bytes,
         num_answers: int,
     ) -> None:
-        """``root``: of the prefixes that it shares. ``num_answers``: how many it remembers."""
+        """``root``: of the prefixes that it shares. ``num_answers``: how many are remembered."""
         self.ref = ref
         self.id = ref.session_id
         self.pool = pool
@@ -91,12 +91,12 @@ class Session:
         return sequence
 
     def add(self, sequence: Sequence) -> None:
-        """The sequence lives from now on, and its need is guaranteed."""
+        """Add a live sequence and guarantee its need."""
         self.sequences[sequence.id] = sequence
         self.pool.reservations.add_sequence(self.id, sequence.need)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence, whose blocks were released, lives no more."""
+        """Remove a live sequence, whose blocks were released."""
         del self.sequences[sequence.id]
         self.pool.reservations.remove_sequence(self.id, sequence.need)
 
@@ -110,22 +110,23 @@ class Session:
         return blocks
 
     def share(self, tier: tpb.Tier, blocks: list[int]) -> None:
-        """One more table of the session refers to each block."""
+        """Add a reference of a table of the session to each block."""
         self.pool.tiers[tier].share(blocks)
         if tier == _DEVICE:
             self.pool.reservations.hold(self.id, blocks)
 
     def release(self, tier: tpb.Tier, blocks: list[int], plan: int) -> int:
-        """One table less refers to each block, tails first, once ``plan`` has run.
+        """Remove a table's reference to each block, tails first. They may be touched until
+        ``plan`` has run.
 
-        Returns how many blocks no table refers to now.
+        Returns how many blocks no table refers to any more.
         """
         if tier == _DEVICE:
             self.pool.reservations.release(self.id, blocks)
         return self.pool.tiers[tier].release(blocks, self.id, plan)
 
     def unpin(self, record: PlanRecord, plan: int) -> None:
-        """The transfers of an aborted plan may run until ``plan`` has."""
+        """Unpin the sources of an aborted plan, whose transfers may run until ``plan`` has."""
         for store, block in reversed(record.pins):
             store.touched_until([block], self.id, plan)
             store.unpin([block])
@@ -144,7 +145,7 @@ class Session:
     # Plans
 
     def void(self, number: int) -> None:
-        """The plan is aborted: repeats of the call that said so change nothing."""
+        """Remember that the plan is aborted, so that aborting it again changes nothing."""
         self._voided.append(number)
 
     def is_voided(self, number: int) -> bool:
@@ -153,7 +154,7 @@ class Session:
 
 
 class EndedSessions:
-    """Why sessions ended, for a while, so that their callers hear the reason."""
+    """Why recently ended sessions ended, to tell their callers."""
 
     __slots__ = ("_max_sessions", "_reasons")
 
@@ -168,7 +169,7 @@ class EndedSessions:
             self._reasons.popitem(last=False)
 
     def knows(self, session_id: int, tenant: str | None = None) -> bool:
-        """Whether a session of this id, and the tenant's if one is given, ended a while ago."""
+        """Whether a session of this id, and the tenant's if one is given, is among them."""
         owner, _ = self._reasons.get(session_id, (None, None))
         return owner is not None and tenant in (None, owner)
 

@@ -1,4 +1,4 @@
-"""The data planes of one pool: who has registered, what each has reported and is to be sent.
+"""The data planes of one pool: which are registered, what each has reported and must be sent.
 
     Hello ──► not resumed ──► asked for its report ──► has reported ──► the pool is built from all
                                    ▲                                    reports, which are dropped
@@ -38,7 +38,7 @@ class Report:
         self._block_size = layout.block_size_tokens
 
     def add(self, part: cpb.BlockReport) -> None:
-        """Take a part, or nothing of it. Raises InvalidRequestError naming a field of it."""
+        """Add a part, whole or not at all. Raises InvalidRequestError naming a field of it."""
         blocks = [
             self._read_blocks(message, field=f"report.blocks[{i}]")
             for i, message in enumerate(part.blocks)
@@ -64,11 +64,13 @@ class Report:
                 "must be 0: one layer group is served", field=f"{field}.group"
             )
         if message.tier not in TIERS:
-            raise InvalidRequestError(f"tier {message.tier} is not known", field=f"{field}.tier")
+            raise InvalidRequestError(
+                f"must be TIER_DEVICE or TIER_HOST, not {message.tier}", field=f"{field}.tier"
+            )
         num, num_blocks = columns.count(INT32, message.indices), self.num_blocks[message.tier]
         if num > num_blocks:
             raise InvalidRequestError(
-                f"must be of at most {num_blocks} blocks, is of {num}", field=f"{field}.indices"
+                f"must be at most {num_blocks} blocks, not {num}", field=f"{field}.indices"
             )
         indices = read_indices(message.indices, num_blocks, field=f"{field}.indices")
         at = f"{field}.generations"
@@ -103,13 +105,13 @@ class ShardState:
         self._layout = layout
 
     def ask_again(self) -> None:
-        """Have it report anew, after what it is to be sent before."""
+        """Ask for another report, after the messages queued so far."""
         self.complete = self.asked = False
         self.report = Report(self.hello, self._layout)
         self.outgoing.append(cpb.RegisterResponse(report_request=cpb.ReportRequest()))
 
     def add_report(self, part: cpb.BlockReport) -> None:
-        """Take a part of a report. Raises InvalidRequestError naming a field of ``report``."""
+        """Add a part of a report. Raises InvalidRequestError naming a field of ``report``."""
         if self.complete:
             raise InvalidRequestError("is complete: report again when asked to", field="report")
         if not self.asked:
@@ -119,11 +121,11 @@ class ShardState:
             self.complete = self.welcomed = True
 
     def drop_report(self) -> None:
-        """The pool is built."""
+        """Free the report, once the pool is built."""
         self.report = Report(self.hello, self._layout)
 
     def take_outgoing(self) -> list[cpb.RegisterResponse]:
-        """What to send, in order; nothing before its first report is complete."""
+        """The messages to send, in order; none before its first report is complete."""
         if not self.welcomed:
             return []
         outgoing = list(self.outgoing)
@@ -138,14 +140,14 @@ class ShardState:
         self.asked = False
 
     def reconnect(self, hello: cpb.Hello, missed: list[cpb.RegisterResponse]) -> None:
-        """It goes on from where it was, on another stream. ``hello`` may bring a new address."""
+        """Resume it on another stream. ``hello`` may bring a new address."""
         self.hello, self.connected = hello, True
         self.outgoing = deque(missed)
         if not self.complete:
             self.ask_again()
 
     def info(self) -> cpb.ShardInfo:
-        """What others learn of it."""
+        """Its description for clients."""
         hello = self.hello
         return cpb.ShardInfo(
             shard=hello.shard, epoch=hello.epoch, address=hello.address, connected=self.connected
@@ -161,10 +163,10 @@ class PoolShards:
         self.key = key
         self.states: dict[int, ShardState] = {}
         self._num_sessions = 0  # opened since the key was made
-        # Ended session -> the shards that have not fenced it yet, and what they are sent.
+        # Ended session -> the shards that have not fenced it yet, and the message to them.
         self._fencing: dict[int, tuple[set[int], cpb.RegisterResponse]] = {}
 
-    # What there is
+    # Queries
 
     @property
     def are_complete(self) -> bool:
@@ -193,7 +195,7 @@ class PoolShards:
 
     @property
     def key_id(self) -> bytes:
-        """Names the key."""
+        """Identifies the key."""
         return signing.key_id(self.key)
 
     def num_blocks(self, tier: tpb.Tier) -> int:
@@ -201,11 +203,11 @@ class PoolShards:
         return min(num_blocks_of(state.hello)[tier] for state in self.states.values())
 
     def infos(self) -> list[cpb.ShardInfo]:
-        """What is told of each shard, by shard index."""
+        """Each shard's description, by shard index."""
         return [self.states[i].info() for i in sorted(self.states)]
 
     def what_is_missing(self) -> str:
-        """Why sessions can not be opened."""
+        """Why sessions cannot be opened."""
         missing = [str(i) for i in range(self.num_shards) if i not in self.states]
         lost = [str(i) for i, state in sorted(self.states.items()) if not state.connected]
         silent = [str(i) for i, state in sorted(self.states.items()) if not state.complete]
@@ -231,7 +233,7 @@ class PoolShards:
     # Messages
 
     def send(self, messages: list[cpb.RegisterResponse]) -> None:
-        """Queue for every connected shard; the others are sent all they missed on coming back."""
+        """Queue messages for every connected shard; the others get all they missed on resuming."""
         for state in self.states.values():
             if state.connected:
                 state.outgoing.extend(messages)
@@ -243,7 +245,7 @@ class PoolShards:
     # Sessions
 
     def next_ordinal(self) -> int:
-        """Counts the sessions opened since the key was made, this one included."""
+        """The ordinal of a new session: sessions opened since the key was made, with this one."""
         self._num_sessions += 1
         return self._num_sessions
 
@@ -254,7 +256,7 @@ class PoolShards:
         self.send([message])
 
     def fence_done(self, session_id: int, index: int) -> bool:
-        """The shard has stopped the session. Whether that was the last shard to do so."""
+        """A shard has stopped the session; returns whether it was the last to do so."""
         waiting, _ = self._fencing.get(session_id, (None, None))
         if waiting is None:
             return False
@@ -265,7 +267,7 @@ class PoolShards:
         return True
 
     def start_over(self, num_shards: int, layout: Layout, key: bytes) -> None:
-        """Forget all shards, and what those of the old key would still have to fence."""
+        """Forget all shards, and what they still had to fence."""
         self.num_shards, self.layout, self.key = num_shards, layout, key
         self.states.clear()
         self._fencing.clear()

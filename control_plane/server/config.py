@@ -15,20 +15,20 @@ _CORE = CoreConfig()
 
 @dataclass(frozen=True, kw_only=True)
 class ControlPlaneConfig(ServingConfig):
-    """Serve names: block tables, reference counts and the prefix index of any number of pools."""
+    """Serve the metadata of KV caches: block tables, reference counts, the prefix index."""
 
     bind: str = bind_setting("127.0.0.1:50051")
     metrics_port: int = metrics_port_setting(9101)
     lease_s: float = setting(
         _CORE.lease_s,
-        help="How long a session lives when no message renews it.",
+        help="How long a session stays open when no message renews it.",
         unit="s",
         minimum=0.1,
         maximum=86_400,
     )
     max_plans_in_flight: int = setting(
         _CORE.max_plans_in_flight,
-        help="Plans of a session that may be unreceipted at one time.",
+        help="Plans of a session that may wait for their receipts at one time.",
         unit="plans",
         minimum=1,
         maximum=64,
@@ -51,15 +51,14 @@ class ControlPlaneConfig(ServingConfig):
     )
     heartbeat_s: float = setting(
         5.0,
-        help="Interval of a data plane's heartbeats; it counts as gone after three without one.",
+        help="Interval of a data plane's heartbeats; after three without one it counts as gone.",
         unit="s",
         minimum=0.05,
         maximum=3600,
     )
     incarnation: int = setting(
         0,
-        help="This process's life, above that of any control plane before it; 0 takes the clock's"
-        " nanoseconds.",
+        help="Number of this run, above those of earlier runs; 0 takes the clock's nanoseconds.",
         minimum=0,
         maximum=2**63 - 1,
     )

@@ -1,7 +1,6 @@
 """All metrics of the control plane.
 
-What the core knows anyway is read from it when Prometheus asks; what only passes by is counted as
-it does.
+What the core keeps is read from it at each scrape; events are counted as they happen.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Pools = Mapping[str, pb.DescribePoolResponse]
 
 
 class ControlPlaneMetrics:
-    """Counters and histograms that the servicer moves, in a registry of their own."""
+    """Counters and histograms that the servicer updates, in a registry of their own."""
 
     def __init__(self, incarnation: int) -> None:
         self.registry = CollectorRegistry()

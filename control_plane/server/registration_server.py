@@ -1,9 +1,9 @@
-"""The registration streams of data planes: Hello, Welcome, the block report, then what goes to and
-fro while both live.
+"""The registration streams of data planes: Hello, Welcome, the block report, then
+messages both ways while both processes run.
 
-Each shard has at most one live stream: a new one supersedes the old, of which nothing counts any
-more. Nothing here polls: ``flush`` is called after whatever may have given the core something to
-say, and wakes only the streams that it concerns.
+Each shard has at most one live stream: a new one supersedes the old, which is ended. Nothing here
+polls: ``flush`` is called after everything that may have made the core queue messages, and wakes
+only the streams that have some.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Registrar:
     ) -> AsyncIterator[pb.RegisterResponse]:
         """Answer one stream until either side ends it.
 
-        Raises what the core raises of the Hello or the report; DeadlineExceededError when
+        Raises what the core raises for the Hello or the report; DeadlineExceededError when
         heartbeats stop; StaleEpochError when another process takes the shard over, CancelledError
         when the same one does by a new stream.
         """
@@ -70,7 +70,7 @@ class Registrar:
             self._close(stream)
 
     def flush(self) -> None:
-        """Pass what the core has to say to the streams that it is for."""
+        """Move the messages that the core has queued to their streams."""
         for stream in self._streams.values():
             outgoing = self._core.take_outgoing(*stream.key)
             if outgoing:
@@ -78,9 +78,7 @@ class Registrar:
                 stream.changed.set()
 
     def stop(self) -> None:
-        """End all streams, and refuse new ones; the data planes will look for another control
-        plane.
-        """
+        """End all streams and refuse new ones; the data planes try to register again."""
         self._stopping = True
         for stream in self._streams.values():
             stream.fail(stopping_error("control plane"))
@@ -123,7 +121,8 @@ class Registrar:
                 self.flush()
             elif kind != "heartbeat":
                 raise InvalidRequestError(
-                    f"{kind or 'an empty message'} may not come here", field=kind or "message"
+                    "must be a report, fence_done or heartbeat after the hello",
+                    field=kind or "message",
                 )
 
     def _report(self, stream: _Stream, report: pb.BlockReport) -> None:
@@ -151,7 +150,7 @@ class Registrar:
 
 
 class _Stream:
-    """One live stream: who is at its other end, and what it is about to be sent."""
+    """One live stream: its shard and epoch, and the messages that wait to be sent."""
 
     def __init__(self, hello: pb.Hello) -> None:
         self.key = (hello.pool_id, hello.shard.index)

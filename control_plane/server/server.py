@@ -1,6 +1,4 @@
-"""The control plane put together: core, servicer, gRPC server, metrics, and the clock that ends
-leases.
-"""
+"""The whole control plane: core, servicer, gRPC server, metrics, and the task that ends leases."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ class ControlPlaneServer(PlaneServer):
     ticks: asyncio.Task[None]
 
     def __init__(self, config: ControlPlaneConfig) -> None:
-        """Bind, but take no calls yet; see ``start``."""
+        """Bind, but accept no calls yet; see ``start``."""
         incarnation = config.incarnation or time.time_ns()
         self.core = core = ControlPlane(
             incarnation=incarnation, config=config.core, clock=time.monotonic
@@ -68,7 +66,7 @@ async def _tick(core: ControlPlane, registrar: Registrar, metrics: ControlPlaneM
             delay_s = min(core.tick(), delay_s)
             metrics.sessions_expired.inc(num_open - _num_sessions(core))
             registrar.flush()
-        except Exception as error:  # a bug, but one pool's must not end every pool's leases
+        except Exception as error:  # a bug; it must not stop this loop
             _LOGGER.error("tick failed error=%s", frames_of(error))
         await asyncio.sleep(max(delay_s, 0.001))
 

@@ -1,4 +1,4 @@
-"""The control plane's gRPC service: requests go into the core as they are, and its answers out.
+"""The control plane's gRPC service: passes requests to the core and returns its answers.
 
 All of it runs on one event loop, and a call into the core is never interrupted, so the core needs
 no locks.
@@ -44,7 +44,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self._streams = RequestStreams("control plane")
 
     def stop(self) -> None:
-        """End the streams that wait for a request, and each other one after its present answer."""
+        """End streams that wait for a request now, the others after their current answer."""
         self._streams.stop()
         self._registrar.stop()
 
@@ -104,7 +104,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         while True:
             try:
                 request = await self._streams.next(request_iterator)
-            except InvalidRequestError as error:  # no StepRequest at all; the next may be one
+            except InvalidRequestError as error:  # not a StepRequest; the next may be one
                 yield self._refuse(0, error)
                 continue
             if request is None:

@@ -11,7 +11,7 @@
 namespace kvplane {
 namespace {
 
-// Fewer bytes in all may well be read again from the cache, and are not worth a thread.
+// Fewer bytes in all are likely to be read again from the cache, and do not pay for a thread.
 constexpr int64_t kStreamBytes = int64_t{4} << 20;
 constexpr int64_t kSliceAlignment = 4096;  // bytes
 
@@ -19,12 +19,12 @@ int64_t align_up(int64_t bytes, int64_t alignment) {
   return (bytes + alignment - 1) / alignment * alignment;
 }
 
-// Every pair's bytes [begin, end) of a block, in order.
+// Copies bytes [begin, end) of the blocks of every pair, in order.
 void copy_slices(const CopyBlocksParams& p, int64_t begin, int64_t end, bool stream) {
   for (int64_t i = 0; i < p.num_pairs; ++i) {
     const char* from = p.source + p.pairs[2 * i] * p.source_block_bytes + begin;
     char* to = p.destination + p.pairs[2 * i + 1] * p.destination_block_bytes + begin;
-    if (from == to) continue;  // A pair may name one block twice.
+    if (from == to) continue;  // A block may be paired with itself.
     if (stream) {
       row_ops().stream(to, from, end - begin);
     } else {
@@ -47,7 +47,7 @@ void copy_blocks(const CopyBlocksParams& p) {
     require_in_range(pair[0], 0, p.source_num_blocks, [&] { return at("pairs", i, 0); });
     require_in_range(pair[1], 0, p.destination_num_blocks, [&] { return at("pairs", i, 1); });
   }
-  // Threads share out the bytes of a block, not the pairs, whose order matters.
+  // Each thread copies a part of every block, since the order of the pairs matters.
   const bool stream = p.num_pairs * p.copy_bytes >= kStreamBytes;
   const int64_t wanted = stream ? p.num_threads : 1;
   const int64_t slice = align_up((p.copy_bytes + wanted - 1) / wanted, kSliceAlignment);

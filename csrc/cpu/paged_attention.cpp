@@ -9,12 +9,12 @@
 //   positions   |tile|tile|...|tile|tile|tile|...|tile|tile|...
 //               |----- split ------|----- split ------|--...     state of a row: merged in order
 //
-// Every row of an item takes each tile into the online softmax of its split, and each split's state
-// into that of the splits before. So what a row computes depends on its position, its query and the
-// keys and values it sees: not on the item it is in, the batch, or the threads. A call of few items
-// may therefore give the splits of an item to different threads, which leave their states for a
-// second pass that merges them. Slots past the item's last position are not read, and table
-// entries that no query token needs are not looked at.
+// Every row of an item adds each tile to the online softmax of its split, and then the split's
+// state to that of the splits before. So a row's result depends on its position, its query and the
+// keys and values it attends to, but not on its item, the batch, or the threads. A call with few
+// items may therefore give the splits of an item to different threads, and merge their states in a
+// second pass. Slots past the item's last position are not read, nor are table entries that no
+// query token needs.
 
 #include <algorithm>
 #include <cmath>
@@ -32,8 +32,8 @@ namespace kvplane {
 namespace {
 
 constexpr int64_t kSplitTokens = 512;
-constexpr int64_t kThreadWork = int64_t{1} << 19;  // products that are worth waking a thread for
-constexpr int64_t kItemsOfThread = 4;              // fewer, and the items' splits are shared out
+constexpr int64_t kThreadWork = int64_t{1} << 19;  // products that pay for waking a thread
+constexpr int64_t kItemsOfThread = 4;  // with fewer, the splits of an item go to several threads
 constexpr int64_t kLineBytes = 64;
 
 alignas(kLineBytes) const char kZeros[kMaxRowSize * sizeof(float)] = {};
@@ -74,8 +74,8 @@ int64_t first_position(const PagedAttentionParams& p, int64_t sequence) {
   return p.context_lens[sequence] - query_len;
 }
 
-// Starts rise to num_tokens, contexts cover their query tokens, and every table entry that some
-// query token needs is the id of a block.
+// Checks that starts ascend to num_tokens, that contexts cover their query tokens, and that every
+// table entry that a query token needs is the id of a block.
 void check_batch(const PagedAttentionParams& p) {
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
   const int64_t* starts = p.query_starts;
@@ -114,14 +114,14 @@ std::vector<Item> cut_items(const PagedAttentionParams& p, int64_t item_tokens) 
   return items;
 }
 
-// How rows lie in memory while they are worked on.
+// The format of rows during the computation.
 struct Layout {
   Dtype dtype;  // of queries, keys and values
   int64_t row_size;
-  bool in_place;  // keys and values are used where they are in the pages
+  bool in_place;  // keys and values are read directly from the pages
 
   Layout(const PagedAttentionParams& p, const RowOps& ops) {
-    // An 8-bit number is one of bf16, too.
+    // Every 8-bit number is exact in bf16.
     const bool bf16 = ops.attend_bf16 != nullptr && p.query_dtype == Dtype::kBFloat16 &&
                       (p.pages.dtype == Dtype::kBFloat16 || is_8_bit(p.pages.dtype));
     const int64_t unit = bf16 ? 2 * kLanes : kLanes;
@@ -134,7 +134,7 @@ struct Layout {
   int64_t row_bytes() const { return row_size * dtype_bytes(dtype); }
 };
 
-// What one thread works with.
+// The buffers of one thread.
 class Workspace {
  public:
   Workspace(const Layout& layout, int64_t num_rows)
@@ -146,15 +146,15 @@ class Workspace {
         out_(static_cast<size_t>(2 * num_rows * layout.row_size)) {}
 
   char* query() { return query_.data(); }
-  // Rows of a tile that can not be used in place.
+  // Converted rows of a tile that cannot be used in place.
   char* key() { return key_.data(); }
   char* value() { return value_.data(); }
-  // Of one split, and of all so far.
+  // The states of one split, and of all splits so far.
   States split() { return {state_.data(), out_.data()}; }
   States total() { return {state_.data() + state_.size() / 2, out_.data() + out_.size() / 2}; }
 
   std::vector<Row> rows;
-  Tile tiles[2];  // one is on its way while one is worked on
+  Tile tiles[2];  // the current one, and the next one, which is prefetched
 
  private:
   std::vector<char> query_, key_, value_;  // zeros at first: the padding of a row stays zero
@@ -179,7 +179,7 @@ class Attention {
     return {all.begin / kSplitTokens, (all.end + kSplitTokens - 1) / kSplitTokens};
   }
 
-  // All of an item.
+  // Computes a whole item.
   void run(int worker, const Item& item) {
     Workspace& w = workspaces_[static_cast<size_t>(worker)];
     load_queries(item, w);
@@ -192,14 +192,14 @@ class Attention {
     store_rows(item, w.total());
   }
 
-  // One split of an item, whose states are left in `states`.
+  // Computes one split of an item, and leaves its states in `states`.
   void run_split(int worker, const Item& item, int64_t split, const States& states) {
     Workspace& w = workspaces_[static_cast<size_t>(worker)];
     load_queries(item, w);
     attend_split(item, split, states, w);
   }
 
-  // The splits' states, one after another.
+  // Merges the splits' states in order, and writes the item's outputs.
   void finish_splits(int worker, const Item& item, const std::vector<States>& splits) {
     const States total = workspaces_[static_cast<size_t>(worker)].total();
     clear(item, total);
@@ -261,7 +261,8 @@ class Attention {
     }
   }
 
-  // The rows of the positions of `seen` in the tile; zeros stand for others, which are not read.
+  // Points at the rows of the tile's positions in `seen`. Other rows are not read: zeros stand for
+  // them.
   void find_tile(const Item& item, Span seen, int64_t tile, Tile* rows) const {
     const PagesParams& pages = p_.pages;
     const char* data = static_cast<const char*>(pages.data);
@@ -287,7 +288,7 @@ class Attention {
     }
   }
 
-  // The tile's rows in the type that they are worked on in.
+  // Converts the tile's rows to the type of the computation.
   Tile load_tile(const Tile& tile, const Tile& next, Workspace& w) const {
     const PagesParams& pages = p_.pages;
     const auto load = layout_.dtype == Dtype::kBFloat16 ? ops_.load_tile_bf16 : ops_.load_tile;
@@ -360,7 +361,8 @@ class Attention {
   std::vector<Workspace> workspaces_;
 };
 
-// Threads for this much work: waking one takes as long as some hundred thousand products.
+// The threads that this much work pays for: waking one takes as long as some hundred thousand
+// products.
 int num_workers(const PagedAttentionParams& p, const std::vector<Item>& items) {
   int64_t work = 0, most = 0;
   for (const Item& item : items) {
@@ -373,12 +375,12 @@ int num_workers(const PagedAttentionParams& p, const std::vector<Item>& items) {
   return static_cast<int>(std::min({int64_t{p.num_threads}, most, 1 + work / kThreadWork}));
 }
 
-// Every split of every item for itself, then every item.
+// First computes every split of every item, then merges the splits of each item.
 void run_splits(const std::vector<Item>& items, int workers, Attention* attention) {
   struct Part {
     size_t item;
     int64_t split;
-    int64_t first_row;  // of all parts'
+    int64_t first_row;  // among the rows of all parts
   };
   std::vector<Part> parts;
   int64_t num_rows = 0;

@@ -12,9 +12,9 @@
 namespace kvplane {
 namespace {
 
-constexpr int64_t kThreadBytes = int64_t{1} << 18;  // that are worth waking a thread for
+constexpr int64_t kThreadBytes = int64_t{1} << 18;  // that pay for waking a thread
 
-// One row of a head, converted when the types differ.
+// Writes one row of a head, converted when the types differ.
 void write_row(const void* source, Dtype from, int64_t head_size, float scale, Dtype to,
                void* destination) {
   if (from == to) {
@@ -64,7 +64,7 @@ void reshape_and_cache(const ReshapeAndCacheParams& p) {
     if (p.slots[i] >= 0) require_in_range(p.slots[i], 0, num_slots, [&] { return at("slots", i); });
   }
 
-  // Threads share out the heads, not the tokens: of equal slots the last token has to stay.
+  // Each thread writes some heads of all tokens: of equal slots, the last token has to win.
   const int64_t row_bytes = pages.head_size * dtype_bytes(pages.dtype);
   const bool large = p.num_tokens * pages.num_kv_heads * row_bytes >= kThreadBytes;
   const int64_t wanted = std::min<int64_t>(large ? p.num_threads : 1, pages.num_kv_heads);

@@ -21,7 +21,7 @@ RowOps row_ops_avx512bf16();
 
 namespace {
 
-// Those that this machine has, the best one first.
+// The instruction sets that this machine has, best first.
 const std::vector<RowOps>& sets() {
   static const std::vector<RowOps> sets = [] {
     std::vector<RowOps> found;

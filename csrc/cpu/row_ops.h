@@ -1,8 +1,8 @@
 // The arithmetic on rows of one head: one file for each instruction set.
 //
-// Sums run over kLanes partial sums in one fixed order, so that what a row computes does not depend
-// on how rows are grouped. Except for `attend_bf16`, nothing is fused and all sets give the same
-// bits. Rows in fp32 are padded with zeros to a multiple of kLanes.
+// Sums are kLanes partial sums, added in one fixed order, so a row's result does not depend on how
+// rows are grouped. Except in `attend_bf16`, nothing is fused, and all sets give the same bits.
+// Rows in fp32 are padded with zeros to a multiple of kLanes.
 #pragma once
 
 #include <cstdint>
@@ -18,10 +18,10 @@ constexpr int64_t kMaxRowSize = 256;
 // The state of one query row between tiles: out = sum over tokens of exp(score - max) * value.
 struct RowState {
   float max;          // of the scores so far; -inf at first
-  float sum[kLanes];  // partial sums of exp(score - max); their total is wanted
+  float sum[kLanes];  // partial sums of exp(score - max), to be added up at the end
 };
 
-// One query row and the tokens [begin, end) of the tile that it sees; there is at least one.
+// One query row and the tokens [begin, end) of the tile that it attends to, at least one.
 // score(token) = scale * (query . key) + slope * (token - position)
 struct Row {
   const void* query;  // [row_size]
@@ -34,7 +34,7 @@ struct Row {
 };
 
 // The rows of keys and values of one tile, `row_bytes` each and padded with zeros to whole rows.
-// Tokens that no row sees have rows of zeros.
+// Tokens that no row attends to have rows of zeros.
 struct Tile {
   const char* key[kTileTokens];
   const char* value[kTileTokens];
@@ -42,7 +42,7 @@ struct Tile {
 
 struct AttendArgs {
   const Tile* tile;
-  const Tile* prefetch;    // the next tile, to be on its way to the cache meanwhile
+  const Tile* prefetch;    // the next tile, to be prefetched meanwhile
   const Row* rows;         // [num_rows]
   int64_t num_rows;        // at most kAttendRows
   int64_t row_size;        // elements
@@ -53,10 +53,10 @@ struct AttendArgs {
 
 constexpr int64_t kAttendRows = 64;
 
-// Rows of a tile that can not be worked on where they are.
+// Rows of a tile that cannot be used in place.
 struct LoadArgs {
   const char* const* rows;      // [kTileTokens]
-  const char* const* prefetch;  // [kTileTokens], rows to be on their way to the cache meanwhile
+  const char* const* prefetch;  // [kTileTokens], rows to be prefetched meanwhile
   int64_t prefetch_bytes;       // of one row of `prefetch`
   Dtype dtype;
   int64_t count;      // elements of a row
@@ -71,25 +71,25 @@ struct RowOps {
   void (*store)(const float* row, int64_t count, Dtype dtype, void* destination);
   // Converts a tile's rows to fp32.
   void (*load_tile)(const LoadArgs& args);
-  // The same to bf16, of 8-bit types and of bf16 itself. Null where `attend_bf16` is.
+  // Converts a tile's rows of an 8-bit type or of bf16 to bf16. Null where `attend_bf16` is null.
   void (*load_tile_bf16)(const LoadArgs& args);
-  // Takes one tile into the states and `out`s of rows. Queries, keys and values are fp32.
+  // Adds one tile to the states and `out`s of rows. Queries, keys and values are fp32.
   void (*attend)(const AttendArgs& args);
   // The same for queries, keys and values in bf16, with row_size a multiple of 2 * kLanes, or for
   // keys and values of 8 bits, with row_size a multiple of 4 * kLanes. Weights are rounded to bf16
   // as well, and products are summed in pairs. Null where there is no instruction for it.
   void (*attend_bf16)(const AttendArgs& args);
-  // Takes the state of later tokens into that of earlier ones.
+  // Merges the state of later tokens into that of earlier ones.
   void (*merge)(const RowState& later, const float* later_out, int64_t row_size, RowState* state,
                 float* out);
   // out = out / the sum of the weights * scale. Returns that sum.
   float (*finish)(const RowState& state, int64_t row_size, float scale, float* out);
-  // Copies memory that does not overlap, past the caches where the set can.
+  // Copies memory that does not overlap, bypassing the caches where the set can.
   void (*stream)(char* destination, const char* source, int64_t num_bytes);
 };
 
 // The set in use: the best one this machine has, or the one that KVPLANE_KERNELS_ISA names. Throws
-// std::invalid_argument when this machine has no such set.
+// std::invalid_argument when this machine does not have that one.
 const RowOps& row_ops();
 
 }  // namespace kvplane

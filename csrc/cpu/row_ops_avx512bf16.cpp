@@ -6,8 +6,8 @@
 //   values   rows of tokens 2p and 2p+1 are interleaved, so that a pair of products is a pair of
 //            tokens:   |v[2p][0] v[2p+1][0]|v[2p][1] v[2p+1][1]|...   times   |w[2p] w[2p+1]|
 //   8 bits   are looked up in two tables of 128 bytes, by AVX-512 VBMI: one has the upper bytes of
-//            the bf16 numbers, one the lower bytes; the sign is put in afterwards. One or two rows
-//            do it as they go; for more of them it is done before, once a tile
+//            the bf16 numbers, one the lower bytes; the sign is set afterwards. With one or two
+//            rows this is done while attending; with more, once for each tile before
 
 #define KVPLANE_VECTOR_BYTES 64
 #include "row_ops_vector.h"
@@ -48,7 +48,7 @@ struct Table {
   }
 };
 
-// Made when first wanted: before that this file's instructions must not run.
+// Made on first use: before that, this file's instructions must not run.
 const Table& table_of(Dtype dtype) {
   static const Table e4m3(e4m3_to_float), e5m2(e5m2_to_float);
   return dtype == Dtype::kFloat8E4M3 ? e4m3 : e5m2;
@@ -56,14 +56,14 @@ const Table& table_of(Dtype dtype) {
 
 // Rows of bf16.
 struct Bf16Rows {
-  // visit(c, the c-th register) for those of a row.
+  // Calls visit(c, register c) for all registers of a row.
   template <typename Visit>
   KVPLANE_INLINE void for_each_chunk(const char* row, int64_t num_chunks,
                                      const Visit& visit) const {
     KVPLANE_UNROLL for (int64_t c = 0; c < num_chunks; ++c) visit(c, load_bits(row + c * 64));
   }
 
-  // Columns of two rows by turns, 16 columns a register.
+  // Interleaves the columns of two rows, 16 columns in each register.
   template <int kChunks>
   KVPLANE_INLINE void interleave(const char* first, const char* second, int64_t column,
                                  __m512i* to) const {
@@ -90,7 +90,7 @@ struct ByteRows {
         high0(load_bits(table.high)),
         high1(load_bits(table.high + 64)) {}
 
-  // In bf16: the lower half of each 16 bytes goes to `first`, the upper half to `second`.
+  // Converts to bf16: the lower half of each 16 bytes goes to `first`, the upper half to `second`.
   KVPLANE_INLINE void look_up(__m512i codes, __m512i* first, __m512i* second) const {
     const __m512i signs = _mm512_set1_epi8(static_cast<char>(0x80));
     const __m512i low = _mm512_permutex2var_epi8(low0, codes, low1);
@@ -100,7 +100,7 @@ struct ByteRows {
     *second = _mm512_unpackhi_epi8(low, high);
   }
 
-  // 64 numbers in their order.
+  // Converts 64 numbers to bf16, in order.
   KVPLANE_INLINE void convert(__m512i codes, __m512i* first, __m512i* second) const {
     const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
     look_up(_mm512_permutexvar_epi64(order, codes), first, second);
@@ -120,7 +120,7 @@ struct ByteRows {
   template <int kChunks>
   KVPLANE_INLINE void interleave(const char* first, const char* second, int64_t column,
                                  __m512i* to) const {
-    // Four numbers for each of the registers into each 16 bytes, then bytes of the rows by turns.
+    // Puts four numbers for each of the registers into each 16 bytes, then interleaves the rows.
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     KVPLANE_UNROLL for (int c = 0; c < kChunks; c += 2) {
       const int64_t at = column + c * kChunk;
@@ -203,7 +203,7 @@ KVPLANE_INLINE void interleave_tile(const Tile& tile, int64_t row_size, const Va
   }
 }
 
-// Values as `interleave_tile` left them.
+// Values interleaved by `interleave_tile`.
 struct InterleavedTile {
   template <int kChunks>
   KVPLANE_INLINE void columns(const Workspace& w, const Tile&, int64_t p, int64_t column,
@@ -214,7 +214,7 @@ struct InterleavedTile {
   }
 };
 
-// Values that are interleaved as they are used.
+// Values that are interleaved on use.
 template <typename Values>
 struct TileInPlace {
   const Values& values;
@@ -258,7 +258,7 @@ KVPLANE_INLINE void add_bf16_values(const Row* rows, int64_t r0, const Tile& til
   }
 }
 
-// kUnit: the registers of 32 columns that a row's number of them is a multiple of.
+// kUnit: a row's number of registers of 32 columns is a multiple of it.
 template <int kRows, int kUnit, typename Source>
 KVPLANE_INLINE void add_all_bf16_values(const Row* rows, int64_t r0, const Tile& tile,
                                         int64_t row_size, const Source& source, Prefetch* prefetch,
@@ -275,7 +275,8 @@ KVPLANE_INLINE void add_all_bf16_values(const Row* rows, int64_t r0, const Tile&
 
 KVPLANE_INLINE bool sees_all(const Row& row) { return row.begin == 0 && row.end == kTileTokens; }
 
-// A row that sees only some tokens: zeros stand for the others' values, which may be anything.
+// For a row that attends to only some tokens: zeros stand for the other values, which may be
+// anything.
 template <int kUnit, typename Source>
 void add_visible_values(const Row& row, int64_t r, const Tile& tile, int64_t row_size,
                         const Source& source, Prefetch* prefetch, const Workspace& w) {
@@ -286,7 +287,7 @@ void add_visible_values(const Row& row, int64_t r, const Tile& tile, int64_t row
   add_all_bf16_values<1, kUnit>(&row, r, visible, row_size, source, prefetch, w);
 }
 
-// Dot products and weights of all rows.
+// Computes the dot products and weights of all rows.
 template <int kChunks, typename Keys>
 KVPLANE_INLINE void weigh_bf16_rows(const AttendArgs& args, const Tile& tile, const Keys& keys,
                                     Prefetch* prefetch, Workspace* w) {
@@ -307,8 +308,7 @@ KVPLANE_INLINE void weigh_bf16_rows(const AttendArgs& args, const Tile& tile, co
   }
 }
 
-// Adds the weighted values to all rows; `all` is where the values of a row that sees the whole tile
-// come from.
+// Adds the weighted values to all rows; rows that attend to the whole tile take them from `all`.
 template <int kUnit, typename Values, typename Source>
 KVPLANE_INLINE void add_rows_of_values(const AttendArgs& args, const Values& values,
                                        const Source& all, Prefetch* prefetch, const Workspace& w) {
@@ -328,8 +328,8 @@ KVPLANE_INLINE void add_rows_of_values(const AttendArgs& args, const Values& val
   }
 }
 
-// One or two rows are done too soon for a whole tile to arrive, and what comes early is in the way:
-// they ask for this tile's values and then for the next one's keys.
+// One or two rows are done too soon to prefetch the whole next tile, and data that arrives early
+// evicts other data: they prefetch this tile's values and then the next one's keys.
 template <int kChunks, int kUnit, typename Rows>
 void attend_few_bf16_rows(const AttendArgs& args, const Rows& source) {
   Workspace w;

@@ -1,4 +1,4 @@
-// The row operations for what every machine of the architecture has.
+// The row operations for the instructions that every machine of the architecture has.
 
 #define KVPLANE_VECTOR_BYTES 16
 #include "row_ops_vector.h"

@@ -1,7 +1,7 @@
 // The row operations in terms of vectors of KVPLANE_VECTOR_BYTES. Each file of an instruction set
-// includes this once, with its own width and compiler flags; everything here is of internal
-// linkage, or the linker could keep a copy that other machines can not run. For the same reason
-// only headers without shared inline functions may be included.
+// includes this once, with its own width and compiler flags. Everything here has internal linkage:
+// otherwise the linker could keep a copy that other machines cannot run. For the same reason only
+// headers without shared inline functions may be included.
 #pragma once
 
 #include <cstdint>
@@ -50,8 +50,8 @@ KVPLANE_INLINE void store_lanes(const Lanes& lanes, float* to) {
   KVPLANE_UNROLL for (int v = 0; v < kVectors; ++v) store_vector(lanes.part[v], to + v * kWidth);
 }
 
-// Halves are added until one lane is left: the order does not depend on the width. `fold` does it
-// as far as whole vectors go.
+// Adds halves while there is more than one vector; `sum_of` and `totals` go on until one lane is
+// left. The order of the additions does not depend on the width.
 KVPLANE_INLINE Vector fold(Lanes lanes) {
   KVPLANE_UNROLL for (int half = kVectors / 2; half > 0; half /= 2) {
     KVPLANE_UNROLL for (int v = 0; v < half; ++v) lanes.part[v] += lanes.part[v + half];
@@ -59,8 +59,7 @@ KVPLANE_INLINE Vector fold(Lanes lanes) {
   return lanes.part[0];
 }
 
-// Of the vectors a and b, which hold groups of 2 * kHalf lanes: each group's halves added, a's
-// groups before b's.
+// Adds the two halves of each group of 2 * kHalf lanes of a and b; a's groups come before b's.
 //
 //   kHalf = 2:  a = |0 1 2 3|4 5 6 7|   ->   |0+2 1+3|4+6 5+7|  then b's
 template <int kHalf>
@@ -79,9 +78,9 @@ struct PerRow {
   Vector row[kRows];
 };
 
-// The totals of the vectors partial(first), ..., partial(first + kCount - 1), kWidth / kCount lanes
-// of partial totals each; with kCount = kWidth, one lane each and in order. Depth first, so that
-// few registers are in use at a time.
+// The totals of the vectors partial(first), ..., partial(first + kCount - 1), as kWidth / kCount
+// lanes of partial totals each; with kCount = kWidth, one lane each and in order. Computed depth
+// first, so that few registers are in use at a time.
 template <int kCount, int kRows, typename Partial>
 KVPLANE_INLINE PerRow<kRows> totals(int64_t first, const Partial& partial) {
   if constexpr (kCount == 1) {
@@ -194,8 +193,8 @@ void store(const float* row, int64_t count, Dtype dtype, void* destination) {
   }
 }
 
-// Asks for rows that are wanted later, a few at a time, between pieces of work: asking for all at
-// once would fill the queue of the memory and stall.
+// Prefetches rows a few at a time, between pieces of work: prefetching all at once would fill the
+// memory queue and stall.
 class Prefetch {
  public:
   Prefetch(const char* const* rows, int64_t row_bytes, int64_t num_steps)
@@ -226,7 +225,7 @@ void load_tile(const LoadArgs& args) {
   }
 }
 
-// Turns a row's dot products into weights. Returns the factor for what was summed before.
+// Turns a row's dot products into weights. Returns the factor for the sums so far.
 KVPLANE_INLINE float weigh(const Row& row, float scale, float* weights) {
   const Vector begin = Vector{} + static_cast<float>(row.begin);
   const Vector end = Vector{} + static_cast<float>(row.end);
@@ -286,7 +285,7 @@ KVPLANE_INLINE void dot_products(const Row* rows, const Tile& tile, int64_t row_
 }
 
 // out = out * correction + sum over t of weights[t] * value[t], for kGroups groups of lanes of
-// kRows rows that see the same tokens.
+// kRows rows that attend to the same tokens.
 template <int kRows, int kGroups, int kSteps>
 KVPLANE_INLINE void add_values(const Row* rows, const float (*weights)[kTileTokens],
                                const float* corrections, const Tile& tile, int64_t column,
@@ -320,7 +319,7 @@ template <int kRows, int kSteps>
 KVPLANE_INLINE void add_all_values(const Row* rows, const float (*weights)[kTileTokens],
                                    const float* corrections, const AttendArgs& args,
                                    Prefetch* prefetch) {
-  constexpr int kColumns = kWidth == 16 ? 8 : kWidth == 8 ? 4 : 2;  // what the registers hold
+  constexpr int kColumns = kWidth == 16 ? 8 : kWidth == 8 ? 4 : 2;  // as many as the registers hold
   const Tile& tile = *args.tile;
   int64_t column = 0;
   for (; column + kColumns * kLanes <= args.row_size; column += kColumns * kLanes) {
@@ -335,15 +334,15 @@ KVPLANE_INLINE bool see_the_same(const Row& a, const Row& b) {
   return a.begin == b.begin && a.end == b.end;
 }
 
-// kKeySteps, kValueSteps: of the prefetch, for each turn of one or two rows.
+// kKeySteps, kValueSteps: prefetch steps for each turn of one or two rows.
 template <int kGroups, int kKeySteps, int kValueSteps>
 void attend_rows(const AttendArgs& args) {
   constexpr int64_t kTogether = kWidth == 16 ? 2 : 1;
   const int64_t num_turns = (args.num_rows + kTogether - 1) / kTogether;
   float weights[kAttendRows][kTileTokens];
   float corrections[kAttendRows];
-  // One or two rows are done too soon for a whole tile to arrive: they ask for this tile's values
-  // and then for the next one's keys.
+  // One or two rows are done too soon to prefetch the whole next tile: they prefetch this tile's
+  // values and then the next one's keys.
   const bool few = args.num_rows <= 2;
   const Tile& next = *args.prefetch;
   Prefetch first(few ? args.tile->value : next.key, args.prefetch_bytes, kKeySteps * num_turns);
@@ -373,8 +372,8 @@ void attend_rows(const AttendArgs& args) {
   }
 }
 
-// Few rows wait for memory: lines that are asked for one row at a time arrive sooner than in
-// bursts. Many rows have time, and would lose it to asking.
+// With few rows, memory is the limit, and prefetching one row at a time is faster than in bursts.
+// With many rows, arithmetic is the limit, and fewer prefetch steps cost less.
 template <int kGroups>
 void attend_any(const AttendArgs& args) {
   if (args.num_rows <= 4) return attend_rows<kGroups, 32, 32>(args);

@@ -18,7 +18,7 @@ inline float value_scale(const PagesParams& pages, int64_t kv_head) {
   return pages.value_scales[kv_head * pages.value_scale_stride];
 }
 
-// Throws std::out_of_range with "<name> must ..." for a scale that is none.
+// Throws std::out_of_range with "<name> must ..." for a scale that is not finite and above 0.
 inline void check_scales(const PagesParams& pages) {
   for (int64_t h = 0; h < pages.num_kv_heads; ++h) {
     const float key = key_scale(pages, h), value = value_scale(pages, h);

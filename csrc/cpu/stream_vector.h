@@ -1,4 +1,4 @@
-// Copies with stores that pass the caches by: without them each line of the destination is read
+// Copies with stores that bypass the caches: without them each line of the destination is read
 // before it is overwritten. For files of an instruction set, after row_ops_vector.h.
 #pragma once
 
@@ -20,7 +20,7 @@ KVPLANE_INLINE void store_past_caches(const char* from, char* to) {
 
 void stream(char* destination, const char* source, int64_t num_bytes) {
   constexpr int64_t kStep = 256;    // bytes
-  constexpr int64_t kAhead = 2048;  // bytes between what is copied and what is asked for
+  constexpr int64_t kAhead = 2048;  // bytes that the prefetch is ahead of the copy
   const int64_t unaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(destination) % 64);
   int64_t at = unaligned == 0 ? 0 : 64 - unaligned;
   if (at > num_bytes) at = num_bytes;

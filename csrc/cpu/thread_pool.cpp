@@ -22,8 +22,8 @@ struct Job {
   const int64_t num_items;
   const int num_workers;
   std::atomic<int64_t> next{0};
-  int num_joined = 1;   // workers that came, the caller included; guarded by the pool's mutex
-  int num_helpers = 0;  // that are in it now; guarded by the pool's mutex
+  int num_joined = 1;   // workers that joined, the caller included; guarded by the pool's mutex
+  int num_helpers = 0;  // that work on it now; guarded by the pool's mutex
 
   void work(int worker) {
     for (int64_t item = next++; item < num_items; item = next++) run(worker, item);
@@ -84,7 +84,7 @@ class ThreadPool {
 };
 
 // Never destroyed: threads may sleep in it until the process ends. A child of fork() has none of
-// its parent's threads, and so gets a pool of its own.
+// its parent's threads, so it gets a pool of its own.
 ThreadPool& pool() {
   static std::mutex mutex;
   static ThreadPool* pool = nullptr;

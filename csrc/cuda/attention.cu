@@ -1,6 +1,6 @@
-// Paged attention on a device: the plan, then the kernels for short and long sequences, then the
-// splits put together. Which kernels run is decided by the device, types, addresses and sizes
-// alone; which of them a sequence takes, by its own number of rows.
+// Paged attention on a device: the plan kernel, then the kernels for short and long sequences, then
+// the one that combines splits. Which kernels run depends only on the device, types, addresses and
+// sizes; which of them handles a sequence, on the sequence's own number of rows.
 
 #include <limits>
 #include <string>
@@ -53,8 +53,8 @@ bool is_aligned(const void* address, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(bytes) == 0;
 }
 
-// The tensor cores' kernels copy 16 bytes at a time, and take pages of 8 bits or of the query's own
-// 16 bits.
+// The kernels for tensor cores copy 16 bytes at a time, and take pages of 8 bits or of the query's
+// own 16-bit type.
 bool fits_tensor_cores(const PagedAttentionParams& p) {
   constexpr int64_t kBytes = 16;
   const PagesParams& pages = p.pages;
@@ -71,9 +71,9 @@ bool fits_tensor_cores(const PagedAttentionParams& p) {
   return is_aligned(p.query, kBytes) && is_aligned(pages.data, kBytes) && is_aligned(p.out, 4);
 }
 
-// The most that the short kernel needs with a smaller ring may still be more than a block can have
-// on the current device. Then nothing of the call is for the tensor cores, so that the kernel of a
-// sequence does not depend on what else is in the batch, nor on its number of rows.
+// Even with the smallest ring the short kernel may need more shared memory than a block can have on
+// the current device. Then no sequence of the call runs on tensor cores, so that a sequence's
+// arithmetic does not depend on the batch, nor on its number of rows.
 bool fits_shared_memory(const PagesParams& pages) {
   const auto needed = [&]() -> size_t {
     switch (pages.dtype) {
@@ -170,7 +170,7 @@ void paged_attention(const PagedAttentionParams& p, const AttentionOptions& opti
       on_tensor_cores ? short_tile_rows(group, p.pages.head_size) : kRowsOfFmaTile;
   work.long_tile_rows = on_tensor_cores ? kRowsOfLongTile : 0;
 
-  // Every token of every sequence in a tile of its own would be the most.
+  // An upper bound: as if every token of every sequence were in a tile of its own.
   const int64_t tiles_of_token = div_ceil<int64_t>(group, work.short_tile_rows) + 1;
   const int64_t max_items = p.num_tokens * tiles_of_token * p.pages.num_kv_heads * splits;
   launch_plan(work, context.stream);

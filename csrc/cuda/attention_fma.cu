@@ -1,8 +1,8 @@
-// Attention in fp32 arithmetic, for fp32 and for every mixture of types the tensor cores don't
-// take.
+// Attention in fp32 arithmetic, for fp32 and for every mixture of types that the kernels for tensor
+// cores do not take.
 //
-//   block   16 rows of one KV head, four a warp; a tile of 32 tokens in shared memory as fp32
-//   scores  a lane is a token;  output  a lane is every 32nd dim
+//   block   16 rows of one KV head, four per warp; a tile of 32 tokens in shared memory as fp32
+//   scores  each lane has one token;  output  each lane has every 32nd dim
 
 #include "attention_kernels.h"
 #include "batch.cuh"
@@ -14,7 +14,7 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kLanesOfWarp;
 constexpr int kRowsOfWarp = kRowsOfFmaTile / kWarps;
-constexpr int kTokens = kLanesOfWarp;  // of a tile
+constexpr int kTokens = kLanesOfWarp;  // in a tile
 constexpr int kDims = kMaxHeadSize / kLanesOfWarp;
 
 // A block's shared memory, in floats. A key's pitch is odd, so that lanes read different banks.
@@ -31,14 +31,14 @@ struct Layout {
 };
 
 struct Row {
-  int32_t position;  // -1 for a row that is not there
+  int32_t position;  // -1 for a missing row
   float slope;       // in base 2
   float maximum;
   float sum;  // of this lane's tokens
   float out[kDims];
 };
 
-// Rows that are not there, and what no row sees, are zeros.
+// Missing rows, and tokens that no row attends to, are zeros.
 template <typename T>
 __device__ void load_row(const T* from, int32_t head_size, float* to) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
@@ -70,7 +70,7 @@ __device__ float dot(const float* query, const float* key, int32_t head_size) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// Takes the tile into a warp's rows. `scale` turns products into scores in base 2.
+// Adds the tile to a warp's rows. `scale` turns products into scores in base 2.
 __device__ void take_tile(const Work& work, Span seen, int32_t tile, float scale, Layout layout,
                           float* shared, Row (&rows)[kRowsOfWarp]) {
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
@@ -117,7 +117,7 @@ __device__ void take_tile(const Work& work, Span seen, int32_t tile, float scale
   }
 }
 
-// The query at an index of the tensor, in any of its types.
+// The query's element at an index of the tensor, from any of its types.
 __device__ void load_query(const PagedAttentionParams& p, bool there, int64_t index,
                            int32_t head_size, float* to) {
   if (p.query_dtype == Dtype::kFloat32) {
@@ -210,13 +210,13 @@ __global__ void __launch_bounds__(kThreads) attend_fma(Work work) {
     Row rows[kRowsOfWarp];
     begin_rows(work, item, first_row, num_rows, layout, shared, rows);
     for (int32_t tile = seen.begin / kTokens; tile * kTokens < seen.end; ++tile) {
-      __syncthreads();  // The tile before has been read.
+      __syncthreads();  // Until the previous tile has been read.
       load_tile<Kv>(work, item, seen, tile, layout, shared);
       __syncthreads();
       take_tile(work, seen, tile, scale, layout, shared, rows);
     }
     end_rows(work, item, first_row, num_rows, rows);
-    __syncthreads();  // The queries have been read.
+    __syncthreads();  // Until the queries have been read.
   }
 }
 

@@ -1,7 +1,7 @@
 // Attention of many rows: prefill, and appending to a cached prefix.
 //
-//   block   64 rows of one KV head, 16 a warp; all warps share each tile of keys and values
-//   tile    64 tokens (32 for the largest heads), the next one on its way while one is computed
+//   block   64 rows of one KV head, 16 for each warp; all warps share each tile of keys and values
+//   tile    64 tokens (32 for the largest heads); the next one is copied while one is computed
 //   scores  S [16 rows, tokens] = Q [16, head_size] x K^T;  output O [16 rows, head_size] += P x V
 //
 // After FlashAttention-2 (Dao, 2023). Tiles are cut at multiples of the sequence's positions.
@@ -17,13 +17,13 @@ namespace kvplane::cuda {
 
 constexpr int kLongWarps = 4;
 
-// Parts of the shared memory, in bytes.
+// The parts of the shared memory, in bytes.
 template <typename Kv, int kHeadSize>
 struct LongTile {
   static constexpr int kTokens = kHeadSize <= 128 ? 64 : 32;
   static constexpr int kQueryPitch = kPitch<FactorOf<Kv>, kHeadSize>;
   static constexpr int kQueries = kRowsOfLongTile * kQueryPitch;
-  static constexpr int kKeys = kTokens * kPitch<Kv, kHeadSize>;  // and as many values
+  static constexpr int kKeys = kTokens * kPitch<Kv, kHeadSize>;  // and as many for values
   static constexpr int kStages = 2;
   static constexpr int kSharedBytes = kQueries + kStages * 2 * kKeys;
   static_assert(kSharedBytes <= kSharedBytesOfEveryDevice);
@@ -31,7 +31,7 @@ struct LongTile {
 
 // A thread's rows: g and g + 8 of its warp's sixteen.
 struct LongRows {
-  int32_t position[2];  // -1 for a row that is not there
+  int32_t position[2];  // -1 for a missing row
   float scale[2];       // of products, to scores in base 2
   float slope[2];       // in base 2
   float maximum[2];
@@ -61,7 +61,7 @@ __device__ inline LongRows long_rows(const Work& work, const Item& item, int32_t
   return rows;
 }
 
-// Where a row's query lies; null for a row that is not there.
+// The address of a row's query; null for a missing row.
 __device__ inline const uint16_t* query_of(const Work& work, const Item& item, int32_t first_row,
                                            int32_t num_rows, int32_t row) {
   if (row >= num_rows) return nullptr;
@@ -72,7 +72,7 @@ __device__ inline const uint16_t* query_of(const Work& work, const Item& item, i
          head * work.p.query_head_stride;
 }
 
-// Starts the copies of the block's queries; rows that are not there are zeros.
+// Starts the copies of the block's queries; missing rows are zeros.
 template <int kHeadSize>
 __device__ void copy_queries(const Work& work, const Item& item, int32_t first_row,
                              int32_t num_rows, unsigned char* queries) {
@@ -88,12 +88,12 @@ __device__ void copy_queries(const Work& work, const Item& item, int32_t first_r
   }
 }
 
-// For 8-bit keys: a warp's 16 rows as fp16, and the columns of each 16 in the order in which the
-// keys' columns come. A pair of columns a lane, in turns of 64; a row at a time.
+// For 8-bit keys: converts a warp's 16 rows to fp16, with each 16 columns in the order of the keys'
+// columns. Row by row, 64 columns at a time, each lane a pair of columns.
 template <int kHeadSize>
 __device__ void convert_queries(const Work& work, const Item& item, int32_t first_row,
                                 int32_t num_rows, LongRows& rows, unsigned char* queries) {
-  constexpr int kPairs = kHeadSize / (2 * kLanesOfWarp);  // of a lane
+  constexpr int kPairs = kHeadSize / (2 * kLanesOfWarp);  // for each lane
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
 #pragma unroll 2
@@ -113,7 +113,7 @@ __device__ void convert_queries(const Work& work, const Item& item, int32_t firs
     }
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) {
-      // Columns 4t + 2j and the next of 16 come to 2t + 8j.
+      // Columns 4t + 2j and the next, of each 16, go to 2t + 8j and the next.
       const int32_t pair = (n * kLanesOfWarp + lane) % 8;
       const int32_t factor = (n * kLanesOfWarp + lane) / 8;
       const int32_t column = 16 * factor + 2 * (pair / 2) + 8 * (pair % 2);
@@ -123,7 +123,7 @@ __device__ void convert_queries(const Work& work, const Item& item, int32_t firs
   }
 }
 
-// Starts the copies of a tile of keys and values: warps take 16 rows each, in turns.
+// Starts the copies of a tile of keys and values: each warp takes 16 rows at a time.
 template <typename Kv, int kHeadSize>
 __device__ void copy_tile(const Work& work, const Item& item, Span seen, int32_t tile,
                           unsigned char* keys) {
@@ -138,7 +138,7 @@ __device__ void copy_tile(const Work& work, const Item& item, Span seen, int32_t
   }
 }
 
-// Scores to probabilities, as in the short kernel; here a row's scores lie in four lanes.
+// Turns scores into probabilities, as in the short kernel; here four lanes hold a row's scores.
 template <int kTokens>
 __device__ void soften_rows(const Work& work, Span seen, int32_t first,
                             float (&scores)[kTokens / 8][4], LongRows& rows, float (&rescale)[2]) {
@@ -234,8 +234,8 @@ __device__ void take_tile(const Work& work, Span seen, int32_t tile, const unsig
   }
 }
 
-// A row's outputs of 16 dims, of which four lanes hold four each, in the query's type. `left` and
-// `right` are the two parts of the factor's columns (tiles.cuh); `sum` is lifted as they are.
+// Writes a row's outputs of 16 dims, four in each of four lanes, in the query's type. `left` and
+// `right` are the two parts of the factor's columns (tiles.cuh); `sum` has the same lift as they.
 template <typename Kv>
 __device__ void store_four(Dtype dtype, uint16_t* to, int32_t head_size, int t, const float* left,
                            const float* right, float sum, float scale) {
@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(kLongWarps* kLanesOfWarp) attend_long(Work wor
     }
     for (int stage = 0; tile < end; ++tile, stage = 1 - stage) {
       wait_for_copies<0>();
-      __syncthreads();  // The tile has landed, and the other stage has been read.
+      __syncthreads();  // Until the tile has arrived and the other stage has been read.
       if (tile + 1 < end) {
         copy_tile<Kv, kHeadSize>(work, item, seen, tile + 1, ring + (1 - stage) * 2 * Tile::kKeys);
       }
@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(kLongWarps* kLanesOfWarp) attend_long(Work wor
                                ring + stage * 2 * Tile::kKeys, rows, out);
     }
     write_rows<Kv, kHeadSize>(work, item, first_row, num_rows, rows, out);
-    __syncthreads();  // The next item's copies take the place of this one's tiles.
+    __syncthreads();  // Until this item's tiles have been read: the next item overwrites them.
   }
 }
 

@@ -1,14 +1,14 @@
-// Attention of few rows over long contexts: decode, and speculative steps of some tokens.
+// Attention of few rows over long contexts: decode, and speculative steps of a few tokens.
 //
 //        tokens of the split          warp w takes tiles w, w + 4, w + 8, ... of 16 tokens:
-//   ┌────┬────┬────┬────┬────┬───     its own ring of copies in flight, its own maximum,
+//   ┌────┬────┬────┬────┬────┬───     its own ring of tiles in flight, its own maximum,
 //   │ w0 │ w1 │ w2 │ w3 │ w0 │ ...    sum and output; no barrier before the end of the item
 //   └────┴────┴────┴────┴────┴───
 //   scores  S^T [16 tokens, 8 rows]     = K [16 tokens, head_size] x Q^T [head_size, 8 rows]
 //   output  O^T [16 dims, 8 rows] each += V^T [16 dims, 16 tokens] x P^T [16 tokens, 8 rows]
 //
-// Rows are the narrow side of the product, so eight of them waste nothing, and a thread holds
-// the same rows in S^T and in O^T: an output is rescaled without any exchange.
+// Rows are the narrow side of the product, so eight of them suffice to fill it, and a thread holds
+// the same rows in S^T and in O^T: outputs are rescaled without any exchange.
 #pragma once
 
 #include <type_traits>
@@ -24,7 +24,7 @@ namespace kvplane::cuda {
 constexpr int kShortWarps = 4;
 
 // The shared memory of a warp: a ring of tiles, K before V. At the end of an item it holds the
-// warp's outputs and states instead. How many stages it has changes no bit of an answer.
+// warp's outputs and states instead. The number of stages changes no bit of the result.
 template <typename Kv, int kHeadSize, int kColumns, int kNumStages>
 struct ShortRing {
   static constexpr int kStages = kNumStages;
@@ -32,7 +32,7 @@ struct ShortRing {
   static constexpr int kTile = kTileRows * kPitch<Kv, kHeadSize>;
   static constexpr int kBytes = kStages * 2 * kTile;
   static constexpr int kRows = 8 * kColumns;
-  static constexpr int kOutPitch = kHeadSize + 4;  // floats; no two lanes meet in a bank
+  static constexpr int kOutPitch = kHeadSize + 4;  // floats; avoids bank conflicts
   static constexpr int kSharedBytes = kShortWarps * kBytes;
   static_assert((kRows * kOutPitch + 2 * kRows) * 4 <= kBytes);
 };
@@ -42,7 +42,7 @@ constexpr int kWantedStages = kHeadSize * sizeof(Kv) <= 128   ? 4
                               : kHeadSize * sizeof(Kv) <= 384 ? 3
                                                               : 2;
 
-// On a device with less shared memory the ring has two stages, where that is of any use.
+// On a device with less shared memory the ring has two stages, where that makes it fit.
 constexpr int kFewStages = 2;
 
 template <typename Kv, int kHeadSize>
@@ -56,7 +56,7 @@ constexpr bool has_small_ring() {
 // The rows whose scores a thread holds: 2t and 2t + 1 of each eight.
 template <int kColumns>
 struct RowsOfThread {
-  int32_t position[kColumns][2];  // -1 for a row that is not there, which sees nothing
+  int32_t position[kColumns][2];  // -1 for a missing row, which attends to nothing
   float scale[kColumns][2];       // of products, to scores in base 2
   float slope[kColumns][2];       // in base 2
   float maximum[kColumns][2];
@@ -87,7 +87,7 @@ __device__ void set_rows(const Work& work, const Item& item, int32_t first_row, 
   }
 }
 
-// The queries as factors B, straight from global memory: lane g's row, the dims of k = 2t and on.
+// The queries as factors B, straight from global memory: row g, the dims from k = 2t on.
 template <typename Kv, int kHeadSize, int kColumns>
 __device__ void load_queries(const Work& work, const Item& item, int32_t first_row,
                              int32_t num_rows, uint32_t (&queries)[kColumns][kHeadSize / 8],
@@ -111,7 +111,7 @@ __device__ void load_queries(const Work& work, const Item& item, int32_t first_r
       }
     }
     if (kIs8Bits<Kv> && work.p.query_dtype == Dtype::kBFloat16) {
-      const float back = scale_row<4>(queries[c]);  // of row g; wanted are those of 2t and 2t + 1
+      const float back = scale_row<4>(queries[c]);  // of row g; needed are those of 2t and 2t + 1
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const float of_row = __shfl_sync(kWholeWarp, back, (2 * (lane % 4) + j) * 4);
@@ -121,8 +121,8 @@ __device__ void load_queries(const Work& work, const Item& item, int32_t first_r
   }
 }
 
-// Turns scores into probabilities and takes the tile into the rows' maxima and sums. `first` is
-// the position of the tile's first token. Outputs so far are to be multiplied by `rescale`.
+// Turns scores into probabilities and updates the rows' maxima and sums. `first` is the position of
+// the tile's first token. The outputs so far are to be multiplied by `rescale`.
 template <int kColumns>
 __device__ void soften(const Work& work, Span seen, int32_t first, float (&scores)[kColumns][4],
                        RowsOfThread<kColumns>& rows, float (&rescale)[kColumns][2]) {
@@ -157,7 +157,7 @@ __device__ void soften(const Work& work, Span seen, int32_t first, float (&score
   }
 }
 
-// What a warp found, for the block to put together: [kRows, kOutPitch] outputs, then states.
+// Stores a warp's results for the block to combine: [kRows, kOutPitch] outputs, then states.
 template <typename Kv, int kHeadSize, int kColumns, int kStages>
 __device__ void leave_outputs(const float (&out)[kHeadSize / 16][kColumns][4],
                               RowsOfThread<kColumns>& rows, float* left) {
@@ -192,7 +192,7 @@ __device__ void leave_outputs(const float (&out)[kHeadSize / 16][kColumns][4],
   }
 }
 
-// The whole block: adds up the warps' outputs, in order, and writes rows or partial rows.
+// By the whole block: adds up the warps' outputs, in order, and writes rows or partial rows.
 template <typename Kv, int kHeadSize, int kColumns, int kStages>
 __device__ void write_outputs(const Work& work, const Item& item, int32_t first_row,
                               int32_t num_rows, const float* left) {
@@ -243,7 +243,7 @@ __device__ void write_outputs(const Work& work, const Item& item, int32_t first_
   }
 }
 
-// A warp's share of an item: tiles of 16 tokens, kStages - 1 of them on their way at any time.
+// A warp's share of an item: tiles of 16 tokens, kStages - 1 of them in flight at any time.
 template <typename Kv, int kHeadSize, int kColumns, int kStages>
 __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_row,
                              int32_t num_rows, unsigned char* ring) {
@@ -263,7 +263,7 @@ __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_r
     return find_key(work, item.sequence.index, item.kv_head, tile * kTileRows + lane % kTileRows,
                     seen);
   };
-  // Tile n of the sequence is warp n % 4's, wherever the span begins.
+  // Tile n of the sequence is for warp n % 4, wherever the span begins.
   const int32_t begin = seen.begin / kTileRows;
   const int32_t end = seen.begin < seen.end ? div_ceil(seen.end, kTileRows) : begin;
   const int32_t first = begin + (warp + kShortWarps - begin % kShortWarps) % kShortWarps;
@@ -279,12 +279,12 @@ __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_r
     const int32_t tile = first + i * kShortWarps;
     start_copy(tile, i, find(tile));
   }
-  // The next tile's addresses are looked up while this one's copies are waited for.
+  // The next tile's addresses are looked up while this one's copies are in flight.
   int64_t next_key = find(first + (Ring::kStages - 1) * kShortWarps);
   int stage = 0;
   for (int32_t tile = first; tile < end; tile += kShortWarps) {
     wait_for_copies<Ring::kStages - 2>();
-    __syncwarp();  // All lanes' copies have landed, and all have read the stage to be filled.
+    __syncwarp();  // Until all lanes' copies have arrived and the stage to be filled has been read.
     const int32_t ahead = tile + (Ring::kStages - 1) * kShortWarps;
     start_copy(ahead, (stage + Ring::kStages - 1) % Ring::kStages, next_key);
     next_key = find(ahead + kShortWarps);
@@ -332,12 +332,12 @@ __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_r
     stage = (stage + 1) % Ring::kStages;
   }
   wait_for_copies<0>();
-  __syncwarp();  // The ring is read to its end: its memory may take the outputs.
+  __syncwarp();  // Until all lanes have read the ring: the outputs overwrite it.
   leave_outputs<Kv, kHeadSize, kColumns, kStages>(out, rows, reinterpret_cast<float*>(ring));
 }
 
-// A small ring is for devices that have no room for a second block: this one may have all
-// registers. 0 leaves it to the compiler.
+// A small ring is for devices that have no room for a second block, so one block may use all
+// registers. 0 leaves the number of blocks to the compiler.
 template <typename Kv, int kHeadSize, int kStages>
 constexpr int kMinBlocks = kStages < kWantedStages<Kv, kHeadSize> ? 1 : 0;
 
@@ -392,8 +392,8 @@ void launch_short_of(const Work& work, int64_t max_items, uintptr_t stream) {
   }
 }
 
-// Calls `run` with the head size of the kernel: one of these, to which others are rounded up. What
-// is added is zeros, and is not read.
+// Calls `run` with the head size of the kernel: one of these, to which others are rounded up. The
+// added columns are zeros and are not read from memory.
 template <typename Run>
 auto with_head_size(int64_t head_size, const Run& run) {
   if (head_size <= 64) return run(std::integral_constant<int, 64>{});

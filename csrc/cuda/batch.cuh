@@ -1,4 +1,4 @@
-// A batch as the attention kernels see it: its sequences, and how they are cut into items of work.
+// A batch in the attention kernels: its sequences, and how they are cut into items of work.
 //
 // - row: one query token at one query head. Row r of a sequence and KV head is the sequence's query
 //   token r / group, at query head r % group of the KV head's group.
@@ -7,7 +7,7 @@
 // - long sequence: cut into tiles of rows; never split.
 // - item: one KV head of one tile of rows of one split.
 //
-// How a sequence is cut depends on nothing but its own lengths.
+// How a sequence is cut depends only on its own lengths.
 #pragma once
 
 #include <cfloat>
@@ -32,11 +32,11 @@ struct Span {
   int32_t end;
 };
 
-// What the plan kernel writes and the others read; in the workspace.
+// What the plan kernel writes and the others read, in the workspace.
 struct Plan {
-  int32_t* short_ends;      // [num_sequences]: items of all short sequences up to this one
+  int32_t* short_ends;      // [num_sequences]: items of the short sequences up to this one
   int32_t* long_ends;       // [num_sequences]
-  int64_t* partial_starts;  // [num_sequences]: its first entry in the arrays below
+  int64_t* partial_starts;  // [num_sequences]: the sequence's first entry in the arrays below
   // One entry for each split, token and query head of a short sequence of more than one split.
   float* partial_states;  // [entries, 2]: maximum (base 2) and sum of the exponentials
   float* partial_outs;    // [entries, head_size], not yet divided by the sum, nor scaled
@@ -50,12 +50,12 @@ struct Work {
   int32_t max_query_len;  // 0: not known
   int32_t split_tokens;
   int32_t short_tile_rows;
-  int32_t long_tile_rows;  // 0: long sequences are among the short ones' items, unsplit
+  int32_t long_tile_rows;  // 0: long sequences are in the list of short items, unsplit
 };
 
 struct Sequence {
   int32_t index;
-  int32_t query_len;  // 0 when there is nothing to do, or its lengths are wrong
+  int32_t query_len;  // 0 when there is nothing to do, or the sequence's lengths are wrong
   int32_t context_len;
   int64_t first_token;  // index into the query tensor
 
@@ -105,7 +105,7 @@ __device__ inline Sequence sequence_at(const Work& work, int32_t s) {
   if (check_sequence(work, s) != 0) return {s, 0, 0, 0};
   const int64_t begin = work.p.query_starts[s];
   const int32_t query_len = static_cast<int32_t>(work.p.query_starts[s + 1] - begin);
-  // The context of a sequence without query tokens may be of any length, and nobody looks at it.
+  // The context length of a sequence without query tokens may be anything; it is not used.
   const int32_t context_len = query_len == 0 ? 0 : static_cast<int32_t>(work.p.context_lens[s]);
   return {s, query_len, context_len, begin};
 }
@@ -116,7 +116,7 @@ __device__ inline Span visible(const PagedAttentionParams& p, int32_t position) 
   return {static_cast<int32_t>(max_of<int64_t>(0, begin)), position + 1};
 }
 
-// All that some query token of the sequence sees.
+// All positions that a query token of the sequence attends to.
 __device__ inline Span visible_to_any(const PagedAttentionParams& p, const Sequence& sequence) {
   return {visible(p, sequence.first_position()).begin, sequence.context_len};
 }
@@ -127,7 +127,7 @@ __device__ inline int32_t num_splits(const Work& work, const Sequence& sequence)
   return div_ceil(all.end, work.split_tokens) - all.begin / work.split_tokens;
 }
 
-// What rows [first_row, first_row + num_rows) see of a split.
+// The positions of a split that rows [first_row, first_row + num_rows) attend to.
 __device__ inline Span span_of(const Work& work, const Sequence& sequence, int32_t split,
                                int32_t first_row, int32_t num_rows) {
   const int32_t group = static_cast<int32_t>(group_of(work.p));
@@ -143,8 +143,8 @@ __device__ inline Span span_of(const Work& work, const Sequence& sequence, int32
   return seen;
 }
 
-// Which sequence holds an item: the first whose end is past it. The lanes of a warp look at 32
-// places at once, so that a thousand sequences take two steps.
+// The sequence of an item: the first whose end is past it. The lanes of a warp search 32 places at
+// once, so a thousand sequences take two steps.
 __device__ inline int32_t find_sequence(const int32_t* ends, int32_t num_sequences, int32_t item) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
   int32_t first = 0, count = num_sequences;
@@ -172,8 +172,8 @@ __device__ inline Item find_item(const Work& work, const int32_t* ends, int32_t 
           local / num_kv_heads / num_tiles};
 }
 
-// Where the key of a position lies, in elements from the pages' start; negative for a position
-// outside `wanted`, whose table entry is not looked at, and for an entry that names no block.
+// The offset of a position's key, in elements from the pages' start; negative for a position
+// outside `wanted`, whose table entry is not read, and for an entry that is not the id of a block.
 __device__ inline int64_t find_key(const Work& work, int32_t sequence, int32_t kv_head,
                                    int32_t position, Span wanted) {
   if (position < wanted.begin || position >= wanted.end) return -1;
@@ -192,7 +192,7 @@ __device__ inline int64_t find_key(const Work& work, int32_t sequence, int32_t k
   return block * pages.block_stride + kv_head * pages.head_stride + offset * pages.token_stride;
 }
 
-// What the stored keys and values of a head stand for: times these. 1 where pages are not scaled.
+// Stored keys and values of a head are multiplied by these; 1 where pages have no scales.
 __device__ inline float key_scale(const PagesParams& pages, int64_t kv_head) {
   return pages.key_scales == nullptr ? 1.0f : pages.key_scales[kv_head * pages.key_scale_stride];
 }
@@ -204,18 +204,18 @@ __device__ inline float value_scale(const PagesParams& pages, int64_t kv_head) {
 
 __device__ inline bool is_scale(float number) { return number > 0.0f && number <= FLT_MAX; }
 
-// A factor of scores that is too large for fp32 becomes the largest number: times a product of zero
-// infinity would make NaN.
+// A factor of scores that is too large for fp32 becomes the largest number: infinity times a zero
+// product would be NaN.
 __device__ inline float finite(float factor) { return fminf(fmaxf(factor, -FLT_MAX), FLT_MAX); }
 
-// The entry of partial_states and partial_outs of a split, token and query head.
+// The entry in partial_states and partial_outs of a split, token and query head.
 __device__ inline int64_t partial_row(const Work& work, const Sequence& sequence, int32_t split,
                                       int32_t token, int32_t head) {
   return work.plan.partial_starts[sequence.index] +
          (int64_t{split} * sequence.query_len + token) * work.p.num_heads + head;
 }
 
-// Writes a number of the output, in the query's type.
+// Writes an element of the output, in the query's type.
 __device__ inline void store_number(const PagedAttentionParams& p, int64_t index, float value) {
   if (p.query_dtype == Dtype::kFloat32) {
     static_cast<float*>(p.out)[index] = value;
@@ -226,8 +226,8 @@ __device__ inline void store_number(const PagedAttentionParams& p, int64_t index
   }
 }
 
-// Scores are in base 2, so that a probability takes one instruction. Without a visible position
-// there is no maximum; any finite number makes the probabilities zero.
+// Scores are in base 2, so that a probability takes one instruction. Without a visible position the
+// maximum is -infinity; any finite number in its place makes the probabilities zero.
 __device__ inline float finite_maximum(float maximum) {
   return maximum == -INFINITY ? 0.0f : maximum;
 }

@@ -1,5 +1,5 @@
-// Copies of whole blocks. Ids travel in the parameters of the launch: nothing is copied to the
-// device for them, nothing has to stay alive, and a graph may hold the launch.
+// Copies of whole blocks. Ids are passed in the parameters of the launch: they need no copy to the
+// device and no memory that has to stay alive, and a graph may contain the launch.
 
 #include <algorithm>
 #include <initializer_list>
@@ -20,22 +20,22 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kChunksOfThread = 4;
 constexpr int64_t kBytesOfBlock = int64_t{kThreads} * kChunksOfThread * 16;
-constexpr int64_t kMaxParts = 1024;  // that the bytes of one copy are cut into
-// Ids travel with a launch: in 4 KiB of parameters, or in the 32764 bytes that drivers take
-// from CUDA 12.1 on.
+constexpr int64_t kMaxParts = 1024;  // into which the bytes of one copy are divided
+// As many ids as fit in 4 KiB of parameters, or in the 32764 bytes that drivers allow from
+// CUDA 12.1 on.
 constexpr int kIdsOfLaunch = 224;
 constexpr int kIdsOfLargeLaunch = 2016;
 
 // A copy by the copy engine costs the host about 2 us, in which a link of 64 GB/s (PCIe 5.0, 16
-// lanes) moves 128 KiB. Smaller pieces leave the link idle between them, so that a kernel moves
+// lanes) moves 128 KiB. Smaller pieces would leave the link idle between them, so a kernel copies
 // those. To be tuned on hardware.
 constexpr int64_t kMinBytesOfEngine = 128 << 10;
-// Blocks of threads that keep the link busy: 2 us of 64 GB/s are 8 times what one has on its way.
-// No more, since attention runs beside a swap.
+// Thread blocks that keep the link busy: 2 us of 64 GB/s are 8 times what one of them has in
+// flight. No more than that, since attention runs beside a swap.
 constexpr int64_t kBlocksOfLink = 32;
 
-// What a thread moves at once: 16 bytes where addresses and sizes allow it, which the blocks of a
-// pool do; else 8, else 1.
+// What a thread copies at once: 16 bytes where addresses and sizes allow it, as in most pools;
+// otherwise 8, otherwise 1.
 struct alignas(16) Chunk16 {
   uint32_t words[4];
 };
@@ -59,8 +59,8 @@ struct Ids {
   int64_t index[kIds];  // of the block in the canonical order
 };
 
-// A block of threads' share of a copy. A thread loads several chunks before it stores the first, so
-// that enough bytes are on their way.
+// A thread block's share of a copy. A thread loads several chunks before it stores the first, so
+// that enough bytes are in flight.
 template <typename Chunk>
 __device__ void copy_part(char* to, const char* from, int64_t bytes) {
   const int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -141,8 +141,9 @@ void check_pairs(const CopyBlocksParams& p) {
   }
 }
 
-// Pairs in waves: those of one wave touch no block that another of the wave writes, and come after
-// all that they must see. Without such pairs, as on copies before a write, there is one wave.
+// Divides pairs into waves: no pair touches a block that another pair of its wave writes, and a
+// pair comes after those that it depends on. If no pair depends on another, as with copies before a
+// write, there is one wave.
 std::vector<std::vector<Pair>> waves_of(const CopyBlocksParams& p) {
   struct Uses {
     size_t after_write = 0;  // the first wave that may read the block
@@ -154,7 +155,7 @@ std::vector<std::vector<Pair>> waves_of(const CopyBlocksParams& p) {
     const Pair pair = {p.pairs[2 * i], p.pairs[2 * i + 1]};
     if (pair.from == pair.to) continue;
     Uses& from = uses[pair.from];
-    Uses& to = uses[pair.to];  // References into the map stay good.
+    Uses& to = uses[pair.to];  // References into the map stay valid.
     const size_t wave = std::max(from.after_write, to.after_read);
     from.after_read = std::max(from.after_read, wave + 1);
     to.after_write = to.after_read = wave + 1;
@@ -165,7 +166,7 @@ std::vector<std::vector<Pair>> waves_of(const CopyBlocksParams& p) {
 }
 
 // Copies pairs of which none writes what another reads or writes, in as many launches as they need.
-// max_blocks: of threads, at once; 0: as many as there is work for.
+// max_blocks: thread blocks at once; 0: as many as there is work for.
 void launch_pairs(const CopyBlocksParams& p, const std::vector<Pair>& all, int64_t max_blocks,
                   const Context& context) {
   const auto run = [&](auto chunk) {
@@ -186,8 +187,8 @@ void launch_pairs(const CopyBlocksParams& p, const std::vector<Pair>& all, int64
              run);
 }
 
-// Of pairs between pools that share no byte, only the last one into a block counts: these, by where
-// they go. So neighbours stand side by side.
+// Between pools that do not overlap, only the last pair into each block counts. Returns those,
+// sorted by destination, so that neighbours are side by side.
 std::vector<Pair> last_pairs_of(const CopyBlocksParams& p) {
   std::vector<Pair> pairs;
   pairs.reserve(static_cast<size_t>(p.num_pairs));
@@ -213,7 +214,7 @@ bool overlap(const CopyBlocksParams& p) {
          p.destination < end(p.source, p.source_num_blocks, p.source_block_bytes);
 }
 
-// The same copies with addresses that a kernel can use; none when there are no such.
+// The same copies with addresses that a kernel can use; none if a kernel cannot reach the memory.
 std::optional<CopyBlocksParams> on_device(CopyBlocksParams p) {
   const auto mapped = [&](const char* data, int64_t num_blocks, int64_t block_bytes) {
     return static_cast<char*>(
@@ -231,7 +232,7 @@ void pack(const PackBlocksParams& p, const Context& context) {
     require_in_range(p.block_ids[i], 0, p.num_blocks, [&] { return at("block_ids", i); });
   }
   if (p.num_layers == 0 || p.page_bytes == 0) return;
-  // Of equal ids the last one stays: into the pool, the others are left out.
+  // Into the pool, only the last of equal ids counts; the others are left out.
   std::unordered_set<int64_t> written;
   std::vector<int64_t> indices;
   for (int64_t i = p.num_block_ids - 1; i >= 0; --i) {
@@ -275,11 +276,11 @@ void swap_blocks(const CopyBlocksParams& p, const Context& context) {
       const Pair pair = {p.pairs[2 * i], p.pairs[2 * i + 1]};
       const bool is_itself = p.source + pair.from * p.source_block_bytes ==
                              p.destination + pair.to * p.destination_block_bytes;
-      if (!is_itself) by_engine(pair, 1);  // Which the engine may not copy.
+      if (!is_itself) by_engine(pair, 1);  // CUDA does not define a copy onto itself.
     }
     return;
   }
-  // Small runs wait for the kernel; whether it can have them is asked when there is one.
+  // Small runs are left for the kernel. The first one checks whether it can reach the memory.
   const bool runs_are_whole =
       p.copy_bytes == p.source_block_bytes && p.copy_bytes == p.destination_block_bytes;
   const std::vector<Pair> pairs = last_pairs_of(p);

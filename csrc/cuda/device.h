@@ -1,4 +1,4 @@
-// What the kernels are written against: CUDA, or the emulator where KVPLANE_EMULATED is defined.
+// The interface that the kernels use: CUDA, or the emulator where KVPLANE_EMULATED is defined.
 #pragma once
 
 #if defined(KVPLANE_EMULATED)
@@ -7,7 +7,7 @@
 #include <cuda_runtime.h>
 #endif
 
-// A block's dynamic shared memory as an array of T; only one name for it in a kernel.
+// A block's dynamic shared memory as an array of T; a kernel may use only one such name.
 #if defined(KVPLANE_EMULATED)
 #define KVPLANE_DYNAMIC_SHARED(T, name) \
   T* const name = reinterpret_cast<T*>(::kvplane::emulator::dynamic_shared())

@@ -1,8 +1,8 @@
-// 8-bit numbers to and from the types that are computed with.
+// Conversions of 8-bit numbers.
 //
-// To fp16, which holds every one of them: one instruction for two numbers in machine code for sm_89
-// and later, and before that arithmetic. A default build has code for sm_80, which sm_89 runs too,
-// and for sm_90. Tests run both. From fp32: arithmetic everywhere.
+// To fp16, in which every one of them is exact: one instruction for two numbers in machine code for
+// sm_89 and later, arithmetic in older code. A default build has code for sm_80, which sm_89 runs
+// too, and for sm_90. Tests run both. From fp32: arithmetic everywhere.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace kvplane::cuda {
 
-// Each number stands in the upper byte of its half, the lower one is zero.
+// Each number is in the upper byte of its half; the lower byte is zero.
 template <typename T>
 __device__ uint32_t compute_halves(uint32_t upper_bytes);
 // An E5M2 number is the upper half of an fp16 number.
@@ -21,8 +21,8 @@ __device__ inline uint32_t compute_halves<E5m2>(uint32_t upper_bytes) {
 }
 // E4M3 has one bit of exponent less than fp16 and a bias smaller by 8:
 //
-//   s eeee mmm        shifted by one, times 2^8; subnormals come out right, too
-//   s 0eeee mmm0...   of NaN (s 1111 111) this makes 480, whose exponent is all ones but for 0x2000
+//   s eeee mmm        shifted by one, times 2^8, which is right for subnormals too
+//   s 0eeee mmm0...   NaN (s 1111 111) becomes 480, whose exponent is all ones except for 0x2000
 template <>
 __device__ inline uint32_t compute_halves<E4m3>(uint32_t upper_bytes) {
   const uint32_t magnitudes = upper_bytes & 0x7F007F00u;
@@ -62,7 +62,8 @@ __device__ float widen(uint8_t bits) {
 __device__ inline float to_float(E4m3 value) { return widen<E4m3>(value.bits); }
 __device__ inline float to_float(E5m2 value) { return widen<E5m2>(value.bits); }
 
-// Rounds to nearest even; what is larger than `largest`, infinity too, becomes that. NaN is 0x7F.
+// Rounds to nearest even. Larger magnitudes than `largest`, infinity too, become `largest`; NaN
+// becomes 0x7F.
 template <int kMantissaBits, int kBias>
 __device__ uint8_t round_to_8_bits(float value, float largest) {
   constexpr int kDropped = 23 - kMantissaBits;

@@ -11,7 +11,7 @@
 
 namespace kvplane::cuda {
 
-// A cudaStream_t as a number, as Python hands it over; 0 is the default stream.
+// A cudaStream_t as an integer, as Python passes it; 0 is the default stream.
 using Stream = uintptr_t;
 
 struct Grid {
@@ -19,8 +19,8 @@ struct Grid {
   int64_t y = 1;
 };
 
-// Every driver takes launches of so many bytes of parameters, and those from this version on, which
-// is CUDA 12.1, take 32764.
+// The bytes of parameters that a launch may have with every driver. From this driver version
+// (CUDA 12.1) on, it may have 32764.
 constexpr size_t kParameterBytesForAll = 4096;
 constexpr int kDriverOfLargeParameters = 12010;
 
@@ -28,11 +28,11 @@ constexpr int kDriverOfLargeParameters = 12010;
 
 inline int num_devices() { return 1; }
 
-// What tests ask and tell: how many launches there were, and whether a kernel can reach memory of
-// the host, as it can pinned memory and no other.
+// For tests: the number of launches, and whether kernels can reach host memory, as if it were
+// pinned.
 inline int64_t num_launches = 0;
 inline bool host_memory_is_mapped = true;
-// What tests choose: the shared memory of a block, that of an H100 at first, and the driver.
+// Set by tests: the shared memory of a block, at first that of an H100, and the driver's version.
 inline int64_t shared_bytes_of_block = 227 * 1024;
 inline int driver_version = 13000;
 
@@ -88,7 +88,7 @@ inline void* device_address(const void* data, size_t) {
 // Throws std::runtime_error when a call of the CUDA runtime failed.
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // Else the next launch of whoever shares the runtime would be blamed.
+  cudaGetLastError();  // Clears the error: otherwise a later launch would report it.
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(error) + ", " +
                            cudaGetErrorString(error));
 }
@@ -105,12 +105,12 @@ inline int num_devices() {
   return count;
 }
 
-// More shared memory than this has to be asked for.
+// A kernel that uses more shared memory than this has to request it.
 constexpr size_t kSharedBytesForAll = 48 * 1024;
 
-constexpr int kMaxDevices = 64;  // of which what was asked for is remembered
+constexpr int kMaxDevices = 64;  // for which attributes are cached
 
-// The most shared memory that a block can have on the current device; asked for once a device.
+// The most shared memory that a block can have on the current device. Cached for each device.
 inline size_t max_shared_bytes() {
   static std::atomic<int> known[kMaxDevices];
   int device = 0;
@@ -123,7 +123,7 @@ inline size_t max_shared_bytes() {
   return static_cast<size_t>(bytes);
 }
 
-// Asked for once.
+// Whether the driver allows launches with 32764 bytes of parameters. Cached.
 inline bool allows_large_parameters() {
   static const bool allows = [] {
     int version = 0;
@@ -142,13 +142,13 @@ void allow_shared(Kernel kernel, size_t shared_bytes) {
         "cudaFuncSetAttribute");
 }
 
-// Starts a kernel on the current device; does not wait for it. An empty grid is no launch.
+// Launches a kernel on the current device without waiting for it. An empty grid is not launched.
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), Grid grid, int num_threads, size_t shared_bytes,
             Stream stream, const Arguments&... arguments) {
   if (grid.x == 0 || grid.y == 0) return;
   allow_shared(kernel, shared_bytes);
-  // As the kernel's own types: the runtime copies bytes and converts nothing.
+  // Converted to the kernel's parameter types: the runtime only copies their bytes.
   std::tuple<Parameters...> values(arguments...);
   void* pointers[sizeof...(Parameters)];
   std::apply(
@@ -164,7 +164,7 @@ void launch(void (*kernel)(Parameters...), Grid grid, int num_threads, size_t sh
         "cudaLaunchKernel");
 }
 
-// How many blocks of a kernel the current device runs at once; asked for once a device.
+// How many blocks of a kernel the current device runs at once. Cached for each device.
 template <auto kKernel>
 int64_t resident_blocks(int num_threads, size_t shared_bytes) {
   static std::atomic<int64_t> known[kMaxDevices];
@@ -183,13 +183,13 @@ int64_t resident_blocks(int num_threads, size_t shared_bytes) {
   return resident;
 }
 
-// The address by which a kernel of the current device reaches all of [data, data + bytes): the
-// device's own memory, and pinned memory of the host. Null for any other.
+// The address at which a kernel on the current device can reach all of [data, data + bytes), which
+// is the device's own memory or pinned host memory. Null for any other memory.
 inline void* device_address(const void* data, size_t bytes) {
   const auto address_of = [](const void* address) -> char* {
     cudaPointerAttributes attributes = {};
     check(cudaPointerGetAttributes(&attributes, address), "cudaPointerGetAttributes");
-    // Where the system lets a GPU read any memory, page by page, that is not meant.
+    // Pageable memory is excluded, even on systems on which a GPU can read it page by page.
     if (attributes.type == cudaMemoryTypeUnregistered) return nullptr;
     if (attributes.type == cudaMemoryTypeDevice) {
       int device = 0;
@@ -204,7 +204,7 @@ inline void* device_address(const void* data, size_t bytes) {
   return last == first + bytes - 1 ? first : nullptr;
 }
 
-// Between any two of device, pinned host and pageable host memory, in the stream's order.
+// Copies rows between any two of device, pinned host and pageable host memory, in stream order.
 inline void copy_rows(void* destination, size_t destination_stride, const void* source,
                       size_t source_stride, size_t row_bytes, size_t num_rows, Stream stream) {
   const cudaStream_t on = reinterpret_cast<cudaStream_t>(stream);

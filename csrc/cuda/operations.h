@@ -1,9 +1,10 @@
-// The operations on a CUDA device. Each is put on a stream and not waited for.
+// The operations on a CUDA device. Each is queued on a stream and not waited for.
 //
-// Pointers in the params structs are the device's, except the ids of blocks (pairs, block_ids): the
-// host reads those, before the call returns. Sizes and those ids are checked at the call. What only
-// the device can read is checked there: a kernel follows no id that is out of range, and reports it
-// in `faults`. The output of a call that reported one means nothing.
+// Pointers in the params structs are to device memory, except for ids of blocks (pairs, block_ids),
+// which the host reads before the call returns. The call checks sizes and those ids. Ids and
+// lengths in device memory are checked by the kernels, which report one that is out of range in
+// `faults` and never use it as an address. The output of a call that reported a fault is
+// meaningless.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +14,7 @@
 
 namespace kvplane::cuda {
 
-// Bits of the word that `faults` points to.
+// Bits of the integer that `faults` points to.
 constexpr int32_t kBadBlockTables = 1;
 constexpr int32_t kBadQueryStarts = 2;
 constexpr int32_t kBadContextLens = 4;
@@ -28,20 +29,20 @@ struct Context {
 
 struct AttentionOptions {
   int64_t max_query_len;  // no sequence has more query tokens; 0: not known
-  int64_t split_tokens;   // a sequence with few rows is cut at multiples of it; of 64
+  int64_t split_tokens;   // sequences with few rows are cut at multiples of it; a multiple of 64
   void* workspace;        // on the device; 256-byte aligned
   int64_t workspace_bytes;
 };
 
 int device_count();
 void reshape_and_cache(const ReshapeAndCacheParams& params, const Context& context);
-// Enough for every batch of these sizes, whatever its lengths: what a captured graph needs.
+// Bytes for every batch of these sizes, whatever its lengths, as a captured graph needs.
 int64_t attention_workspace_bytes(const PagedAttentionParams& params, int64_t split_tokens);
 void paged_attention(const PagedAttentionParams& params, const AttentionOptions& options,
                      const Context& context);
-// Inside one device: a kernel. In order: a later pair sees what an earlier one wrote.
+// Inside one device, by a kernel. In order: a pair sees what an earlier one wrote.
 void copy_blocks(const CopyBlocksParams& params, const Context& context);
-// Between device and host: what is large by the copy engines, the rest by a kernel. In order.
+// Between device and host: large copies by the copy engines, the others by a kernel. In order.
 void swap_blocks(const CopyBlocksParams& params, const Context& context);
 void gather_blocks(const PackBlocksParams& params, const Context& context);
 void scatter_blocks(const PackBlocksParams& params, const Context& context);

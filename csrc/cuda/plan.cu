@@ -1,5 +1,5 @@
-// Cuts a batch into items of work, on the device: no length is known to the host, so a graph that
-// was captured at some lengths runs at others.
+// Cuts a batch into items of work, on the device: the host does not know the lengths, so a graph
+// that was captured with some lengths can run with others.
 
 #include "attention_kernels.h"
 #include "batch.cuh"
@@ -18,7 +18,7 @@ __device__ T sum_up_to_lane(T value) {
   return value;
 }
 
-// A head a lane, in turns of 32.
+// Each lane checks a head, 32 at a time.
 __device__ void check_scales(const Work& work, const float* scales, int64_t stride, int32_t fault) {
   if (scales == nullptr) return;
   for (int64_t head = threadIdx.x; head < work.p.pages.num_kv_heads; head += kLanesOfWarp) {
@@ -26,7 +26,7 @@ __device__ void check_scales(const Work& work, const float* scales, int64_t stri
   }
 }
 
-// One warp, a sequence a lane, in turns of 32.
+// One warp; each lane handles a sequence, 32 at a time.
 __global__ void plan_items(Work work) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x);
   const int32_t num_sequences = static_cast<int32_t>(work.p.num_sequences);
@@ -70,7 +70,7 @@ __global__ void plan_items(Work work) {
 
 constexpr int kCombineWarps = 4;
 
-// A warp for each query head of a sequence: puts the splits of its rows together, in order.
+// One warp for each query head of a sequence: combines the splits of its rows, in order.
 __global__ void combine_splits(Work work) {
   const Sequence sequence = sequence_at(work, static_cast<int32_t>(blockIdx.x));
   const int32_t splits = num_splits(work, sequence);

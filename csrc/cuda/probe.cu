@@ -1,5 +1,5 @@
-// Each step is a struct: what goes in, what comes out, and how. Steps of a thread take one input;
-// those of a warp one for all its lanes, whose parts they find by the lane's number.
+// Each step is a struct with its input, its output and its code. A step of a thread has an input
+// for each thread; a step of a warp has one for all lanes, each of which uses a part of it.
 
 #include <cstring>
 #include <stdexcept>
@@ -23,7 +23,7 @@ struct Four {
   uint32_t part[4];
 };
 
-// Of one number, in and out of its bits.
+// Conversions of one number, to and from its bits.
 
 template <typename T>
 struct ToFloat {
@@ -65,7 +65,7 @@ struct ToHalves {
   }
 };
 
-// The same without the instruction that some devices have for it.
+// The same without the instruction that newer devices have for it.
 template <typename T>
 struct ComputeHalves {
   using In = uint32_t;
@@ -78,7 +78,7 @@ struct ComputeHalves {
   }
 };
 
-// Of a warp.
+// Steps of a warp.
 
 struct Matrices {
   uint16_t row[32][8];  // four matrices of eight rows
@@ -136,7 +136,7 @@ struct MultiplyAdd {
   }
 };
 
-// 16 bytes a lane; those of odd lanes are not wanted.
+// Copies 16 bytes for each lane; those of odd lanes are not wanted, and become zeros.
 struct CopyAsync {
   struct In {
     Four lane[32];

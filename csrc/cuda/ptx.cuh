@@ -1,4 +1,4 @@
-// Every instruction that C++ has no word for: its PTX, and beside it the emulator's twin.
+// Every instruction that C++ cannot express: its PTX, and beside it the emulator's implementation.
 //
 // Layouts of the 16-bit matrix instructions, with g = lane / 4 and t = lane % 4:
 //   8 x 8 matrix     row g, columns 2t and 2t + 1, in one register
@@ -15,14 +15,14 @@
 
 namespace kvplane::cuda {
 
-// Numbers as they lie in memory.
+// Numbers in memory.
 struct Half {
   uint16_t bits;
 };
 struct Bfloat {
   uint16_t bits;
 };
-// Of keys and values as stored. Every one of them is an fp16 number; eight_bits.cuh converts them.
+// Stored keys and values only. Each is exact in fp16; eight_bits.cuh converts them.
 struct E4m3 {
   uint8_t bits;
 };
@@ -30,7 +30,7 @@ struct E5m2 {
   uint8_t bits;
 };
 
-// Two 8-bit numbers, in the low half of `pair`, as two fp16 numbers; where a device can.
+// Two 8-bit numbers, in the low half of `pair`, as two fp16 numbers, on devices that can do it.
 template <typename T>
 __device__ uint32_t convert_to_halves(uint32_t pair);
 #if defined(KVPLANE_EMULATED) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890)
@@ -71,7 +71,8 @@ __device__ uint32_t pack(float low, float high) {
 
 __device__ inline float exp2_fast(float x) { return std::exp2(x); }
 
-// Four bytes, lowest first by the selector's lowest digit: 0 to 3 name bytes of `bytes`, 4 is zero.
+// Four bytes chosen by the digits of the selector, lowest first: 0 to 3 stand for the bytes of
+// `bytes`, 4 for zero.
 __device__ inline uint32_t permute_bytes(uint32_t bytes, uint32_t selector) {
   uint32_t result = 0;
   for (int i = 0; i < 4; ++i) {
@@ -96,7 +97,7 @@ inline uint32_t convert_to_halves<E5m2>(uint32_t pair) {
   return half(pair & 0xFFu) | half(pair >> 8 & 0xFFu) << 16;
 }
 
-// Two fp16 numbers, each times 256.
+// Two fp16 numbers, each multiplied by 256.
 __device__ inline uint32_t halves_times_256(uint32_t halves) {
   const auto times_256 = [](uint32_t half) {
     return uint32_t{float_to_fp16(256.0f * fp16_to_float(static_cast<uint16_t>(half)))};
@@ -104,7 +105,8 @@ __device__ inline uint32_t halves_times_256(uint32_t halves) {
   return times_256(halves & 0xFFFFu) | times_256(halves >> 16) << 16;
 }
 
-// 16 bytes from global to shared memory; zeros unless `wanted`. Both addresses are multiples of 16.
+// Copies 16 bytes from global to shared memory; zeros unless `wanted`. Both addresses are multiples
+// of 16.
 __device__ inline void copy_async_16(void* shared, const void* global, bool wanted,
                                      EmulatorSite site = EmulatorSite::here()) {
   emulator::copy_async(shared, global, 16, wanted ? 16 : 0, site);
@@ -122,7 +124,7 @@ struct MatrixRow {
 template <bool kTransposed>
 __device__ void load_matrices(uint32_t (&matrices)[4], const void* row, EmulatorSite site) {
   if (reinterpret_cast<uintptr_t>(row) % 16 != 0) emulator::fail("ldmatrix: not aligned", site);
-  // Each lane reads its row itself, when it comes: it must see what the others wrote.
+  // Each lane reads its row when it calls: it must see what the other lanes wrote.
   const MatrixRow own = *static_cast<const MatrixRow*>(row);
   const emulator::Combine combine = [](const emulator::Slot* given, unsigned, emulator::Slot* got) {
     MatrixRow rows[32];
@@ -145,7 +147,7 @@ __device__ void load_matrices(uint32_t (&matrices)[4], const void* row, Emulator
   std::memcpy(matrices, got.bytes, sizeof matrices);
 }
 
-// Four 8 x 8 matrices from shared memory: lane l names row l % 8 of matrix l / 8.
+// Four 8 x 8 matrices from shared memory: lane l has the address of row l % 8 of matrix l / 8.
 __device__ inline void load_matrices(uint32_t (&matrices)[4], const void* row,
                                      EmulatorSite site = EmulatorSite::here()) {
   load_matrices<false>(matrices, row, site);
@@ -155,12 +157,12 @@ __device__ inline void load_matrices_transposed(uint32_t (&matrices)[4], const v
   load_matrices<true>(matrices, row, site);
 }
 
-// An 8 x 8 matrix, transposed within the warp.
+// Transposes an 8 x 8 matrix within the warp.
 __device__ inline uint32_t transpose(uint32_t matrix, EmulatorSite site = EmulatorSite::here()) {
   const emulator::Combine combine = [](const emulator::Slot* given, unsigned, emulator::Slot* got) {
     for (int lane = 0; lane < 32; ++lane) {
       const int g = lane / 4, t = lane % 4;
-      // Row 2t of what was given holds column g in lane 2t * 4 + g / 2.
+      // Column g of row 2t of the argument is in lane 2t * 4 + g / 2.
       const uint32_t low = given[8 * t + g / 2].as<uint32_t>() >> 16 * (g % 2) & 0xFFFFu;
       const uint32_t high = given[8 * t + 4 + g / 2].as<uint32_t>() >> 16 * (g % 2) & 0xFFFFu;
       got[lane] = emulator::Slot::of(low | high << 16);

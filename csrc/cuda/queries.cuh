@@ -1,11 +1,11 @@
-// Queries that meet 8-bit keys on the tensor cores: as fp16, in which every key is exact.
+// Queries for 8-bit keys on the tensor cores: as fp16, in which every key is exact.
 //
-// fp16 queries go as they are. A row of bf16 is first multiplied by the power of two that brings
-// its largest number to [2^14, 2^15), and its scores by the inverse. Neither rounds. A number of
-// the row loses bits only below 2^-24, 2^-38 of the largest: far less than bf16 keeps of the
-// largest itself. (Where that power would be above 2^126 this one is taken: bf16 has nothing so
-// small to lose.) Products are below 2^15 * 2^16, so that a sum of 256 of them is far from the end
-// of fp32.
+// fp16 queries are used as they are. A row of bf16 is first multiplied by the power of two that
+// brings its largest number to [2^14, 2^15), and its scores by the inverse. Neither rounds. A
+// number of the row loses only bits below 2^-24, which is 2^-38 of the largest: far less than the
+// precision of the largest itself in bf16. (The power is at most 2^126, which loses nothing: even
+// the smallest bf16 number is then far above 2^-24.) Products are below 2^15 * 2^16, so a sum of
+// 256 of them is far from the largest fp32 number.
 #pragma once
 
 #include <cstdint>
@@ -21,11 +21,11 @@ struct RowScale {
   float back;
 };
 
-// `largest`: of the row's magnitudes. Where it is infinite, so are products with it.
+// `largest`: the largest magnitude of the row. If it is infinite, so are products with it.
 __device__ inline RowScale row_scale(float largest) {
   constexpr uint32_t kBias = 127, kLargestExponent = 14;
   const uint32_t exponent = bits_of(largest) >> 23;
-  // Up to 2^126, whose inverse is still a normal number.
+  // At most 2^126, whose inverse is still a normal number.
   const uint32_t up = min_of(2 * kBias + kLargestExponent - exponent, kBias + 126);
   return {float_of(up << 23), float_of((2 * kBias - up) << 23)};
 }
@@ -33,8 +33,8 @@ __device__ inline RowScale row_scale(float largest) {
 __device__ inline float low_bfloat(uint32_t pair) { return float_of(pair << 16); }
 __device__ inline float high_bfloat(uint32_t pair) { return float_of(pair & 0xFFFF0000u); }
 
-// Makes fp16 of a row of bf16 that `kLanes` neighbouring lanes share, two numbers a register;
-// returns what its scores are to be multiplied by.
+// Converts to fp16 a row of bf16 that `kLanes` neighbouring lanes share, two numbers in each
+// register. Returns the factor for the row's scores.
 template <int kLanes, int kCount>
 __device__ float scale_row(uint32_t (&pairs)[kCount]) {
   float largest = 0.0f;

@@ -1,5 +1,5 @@
-// Scatters new keys and values into the slots of one layer's pages. When two tokens name one slot,
-// which of them stays is not defined here; plans never do that.
+// Scatters new keys and values into the slots of one layer's pages. If two tokens have the same
+// slot, either may be stored; plans never do that.
 
 #include "batch.cuh"
 #include "launch.h"
@@ -14,10 +14,10 @@ struct alignas(kChunkBytes) Chunk {
   uint32_t words[4];
 };
 
-// How a warp writes rows, by what their addresses allow.
+// How a warp writes rows, depending on types and alignment.
 enum class Pace {
   kChunks,  // copies: types are equal
-  kFours,   // converts four numbers a lane at once
+  kFours,   // each lane converts four numbers at once
   kOnes,
 };
 
@@ -26,7 +26,7 @@ struct alignas(kCount * sizeof(T)) Numbers {
   T number[kCount];
 };
 
-// Converts a row by one warp. Only 8-bit numbers are scaled.
+// Converts a row, by one warp. Only 8-bit numbers are scaled.
 template <int kAtOnce, typename To, typename From>
 __device__ void write_row(const From* from, float scale, int32_t head_size, To* to) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
@@ -54,7 +54,7 @@ __device__ void write_row_of(const void* base, int64_t row, Dtype from, float sc
   }
 }
 
-// Copies a row of a key and one of a value, both in chunks, by one warp.
+// Copies a row of keys and a row of values in chunks, by one warp.
 template <typename T>
 __device__ void copy_rows_in_chunks(const T* key, const T* value, int32_t head_size, T* to,
                                     int64_t kv_stride) {
@@ -69,7 +69,7 @@ __device__ void copy_rows_in_chunks(const T* key, const T* value, int32_t head_s
   }
 }
 
-// A warp for each token and KV head.
+// One warp for each token and KV head.
 template <typename To>
 __global__ void write_slots(ReshapeAndCacheParams p, Pace pace, int32_t* faults) {
   const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / kLanesOfWarp;
@@ -105,7 +105,7 @@ __global__ void write_slots(ReshapeAndCacheParams p, Pace pace, int32_t* faults)
 }
 
 // Whether all rows of keys, of values and of the pages start at multiples of `unit` bytes, or of
-// as many bytes as `unit` numbers have.
+// the size of `unit` numbers.
 bool rows_start_at(const ReshapeAndCacheParams& p, int64_t unit, bool of_numbers) {
   const PagesParams& pages = p.pages;
   const auto fits = [&](const void* data, Dtype dtype, int64_t stride, int64_t other_stride) {

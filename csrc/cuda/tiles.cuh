@@ -1,10 +1,10 @@
-// Tiles of rows in shared memory, as the tensor cores read them.
+// Tiles of rows in shared memory, in the form that the tensor cores read.
 //
-// A row takes an odd number of 16-byte chunks, so that the eight rows of an 8 x 8 matrix lie in
-// different banks for every head size. Columns past the head size are zeros. 8-bit numbers lie in
-// a tile as they do in the pages: what ldmatrix takes for one number of 16 bits is two of them, and
-// a lane makes fp16 numbers of its own when it has read them. 32 bytes of a row, which one
-// instruction reads for 16 rows, are so one 16 x 16 factor or two:
+// A row takes an odd number of 16-byte chunks, so that the eight rows of an 8 x 8 matrix are in
+// different banks for every head size. Columns past the head size are zeros. 8-bit numbers are
+// stored in a tile as in the pages: ldmatrix reads two of them as one 16-bit number, and each lane
+// converts its own to fp16 afterwards. So the 32 bytes of a row that one instruction reads, for 16
+// rows, are one 16 x 16 factor or two:
 //
 //                              16-bit numbers       8-bit numbers
 //   a lane's part of 8 rows    columns 2t, 2t + 1   columns 4t to 4t + 3:
@@ -13,8 +13,8 @@
 //   read by columns: those of  g                    2g
 //       the factor's two parts g + 8                2g + 1
 //
-// A sum over columns may take them in any order, if both factors have the same; and where columns
-// are outputs, each is written where it belongs.
+// A sum over columns may take them in any order, if both factors have the same order; and where
+// columns are outputs, each is written to its own place.
 #pragma once
 
 #include <cstdint>
@@ -28,26 +28,26 @@ namespace kvplane::cuda {
 
 constexpr int kTileRows = 16;
 constexpr int kChunkBytes = 16;
-constexpr int kReadBytes = 32;  // of each row, by one instruction
+constexpr int kReadBytes = 32;  // that one instruction reads of each row
 
 template <typename Kv>
 constexpr bool kIs8Bits = sizeof(Kv) == 1;
 
-// What keys and values are multiplied as.
+// The type in which keys and values are multiplied.
 template <typename Kv>
 using FactorOf = std::conditional_t<kIs8Bits<Kv>, Half, Kv>;
 
-// Probabilities are multiplied by this to be factors, and the outputs divided by it: a power of
-// two, so that nothing rounds. As they are, fp16 would lose those below 2^-24, which a long context
-// may have many of.
+// Probabilities are multiplied by this before they become factors, and the outputs divided by it: a
+// power of two, so that nothing rounds. Without it, fp16 would lose probabilities below 2^-24, of
+// which a long context may have many.
 template <typename Factor>
 constexpr float kLift = std::is_same_v<Factor, Half> ? 32768.0f : 1.0f;
 
-// 16 x 16 factors in 16 rows of kReadBytes.
+// The number of 16 x 16 factors in 16 rows of kReadBytes.
 template <typename Kv>
 constexpr int kFactors = kReadBytes / (16 * static_cast<int>(sizeof(Kv)));
 
-// From one row of a tile to the next, in bytes.
+// The distance from one row of a tile to the next, in bytes.
 template <typename T, int kHeadSize>
 constexpr int kPitch = (kHeadSize * static_cast<int>(sizeof(T)) / kChunkBytes | 1) * kChunkBytes;
 
@@ -56,15 +56,15 @@ __device__ uint32_t pack_probabilities(float low, float high) {
   return pack<Factor>(low * kLift<Factor>, high * kLift<Factor>);
 }
 
-// The column of a factor's 16 that stands for k = 2t + 8j, read by rows; the next one for k + 1.
+// Read by rows, the column of 16 that is k = 2t + 8j of a factor; the next column is k + 1.
 template <typename Kv>
 __device__ constexpr int column_of(int t, int j) {
   return kIs8Bits<Kv> ? 4 * t + 2 * j : 2 * t + 8 * j;
 }
 
-// Starts the copies of 16 rows of keys and of values by one warp. Lane r % 16 knows where row r's
-// key lies, or that it is not wanted (negative): then the row is zeros, since what an unused slot
-// holds may be NaN, and zero times NaN is not zero.
+// Starts the copies of 16 rows of keys and of values, by one warp. Lane r % 16 has the offset of
+// row r's key, negative if the row is not wanted: then the row is zeros, since an unused slot may
+// hold NaN, and zero times NaN is not zero.
 template <typename Kv, int kHeadSize>
 __device__ void load_keys_and_values(const PagesParams& pages, int64_t key_of_lane,
                                      unsigned char* keys, unsigned char* values) {
@@ -72,7 +72,7 @@ __device__ void load_keys_and_values(const PagesParams& pages, int64_t key_of_la
   constexpr int kChunks = kHeadSize / kElements;
   const Kv* data = static_cast<const Kv*>(pages.data);
   const int lane = static_cast<int>(threadIdx.x) % kLanesOfWarp;
-  // Unrolled no further, since the addresses of every copy would take registers of their own.
+  // Not unrolled further: the addresses of every copy would take registers of their own.
 #pragma unroll(kChunks > 24 ? 2 : 4)
   for (int i = 0; i < kTileRows * kChunks / kLanesOfWarp; ++i) {
     const int row = (i * kLanesOfWarp + lane) / kChunks;
@@ -86,7 +86,7 @@ __device__ void load_keys_and_values(const PagesParams& pages, int64_t key_of_la
   }
 }
 
-// kReadBytes of 16 rows of a tile as factors A: rows as they are.
+// kReadBytes of 16 rows of a tile as factors A, not transposed.
 template <typename Kv, int kHeadSize>
 __device__ void load_rows(uint32_t (&a)[kFactors<Kv>][4], const unsigned char* tile, int byte) {
   const int lane = static_cast<int>(threadIdx.x) % kLanesOfWarp;

@@ -4,9 +4,10 @@
 //            ──► waits for the block's barrier   ──► runnable ...
 //            ──► finished
 //
-// The scheduler resumes one runnable thread after another; the last thread to come to a collective
-// or a barrier completes it and makes the others runnable. No runnable thread while some are not
-// finished is a deadlock. Compiled without ThreadSanitizer, and known to it by annotations.
+// The scheduler resumes one runnable thread after another; the last thread to arrive at a
+// collective or a barrier completes it and makes the others runnable. If no thread is runnable and
+// some are not finished, that is a deadlock. Compiled without ThreadSanitizer; annotations tell it
+// of the order.
 
 #include "emulator.h"
 
@@ -53,7 +54,7 @@ struct Copy {
   size_t source_bytes;
 };
 
-// A collective that has been completed and that some lanes have yet to read.
+// A completed collective whose result some lanes have yet to read.
 struct Exchange {
   Slot got[kWarpSize];
   int num_readers = 0;
@@ -66,13 +67,13 @@ struct Thread {
   int index = 0;
   unsigned num_barriers = 0;
   unsigned num_warp_barriers = 0;
-  // Of the collective or barrier that it waits for.
+  // The collective or barrier that the thread waits for.
   const char* name = "";
   Site site = {};
   unsigned mask = 0;
   Slot given;
   Exchange* exchange = nullptr;
-  // Copies of the open group, and the groups that are under way.
+  // The copies of the open group, and the groups in flight.
   std::vector<Copy> open_group;
   std::deque<std::vector<Copy>> groups;
 };
@@ -80,8 +81,9 @@ struct Thread {
 struct Warp {
   unsigned priority = 0;
   unsigned first_lane = 0;  // lanes run in this order: first_lane, first_lane + 1, ... around
-  // Names of the warp's barriers: of all lanes, even and odd ones, and of some lanes. Two take
-  // turns, so that who leaves one does not learn of what came before the next.
+  // Their addresses identify the warp's barriers to ThreadSanitizer: even and odd ones of all
+  // lanes, and those of some lanes. Two alternate, so that a thread that leaves one is not ordered
+  // after what others do before the next.
   char order[3] = {};
   std::vector<std::unique_ptr<Exchange>> exchanges;
 };
@@ -90,13 +92,13 @@ void free_shared(unsigned char* memory) {
   operator delete[](memory, std::align_val_t{kSharedAlignment});
 }
 
-// The threads that run a block. Two of them take turns, so that ThreadSanitizer sees no order
-// between a block and the next.
+// The threads that run a block. Two crews alternate, so that ThreadSanitizer sees no order between
+// a block and the next.
 struct Crew {
   std::vector<std::unique_ptr<Thread>> threads;
   std::vector<Warp> warps;
   std::unique_ptr<unsigned char[], void (*)(unsigned char*)> shared{nullptr, &free_shared};
-  // Their addresses name orders to ThreadSanitizer; of barriers, the even and the odd ones.
+  // Their addresses identify the start, the end, and the even and odd barriers to ThreadSanitizer.
   char start = 0, end = 0;
   char barriers[2] = {};
 };
@@ -106,7 +108,7 @@ std::mt19937_64 random_bits;
 Crew crews[2];
 char fences = 0;
 
-// Of the launch that runs.
+// The state of the running launch.
 Crew* crew = nullptr;
 int num_threads = 0;
 Thread* running = nullptr;
@@ -131,7 +133,7 @@ void pause(Status status) {
 
 [[noreturn]] void fail_with(const std::string& what) {
   failure = what;
-  running->fiber.yield();  // The scheduler never comes back to this thread.
+  running->fiber.yield();  // The scheduler never resumes this thread.
   __builtin_unreachable();
 }
 
@@ -202,7 +204,7 @@ void prepare_crew(Index block_size, size_t shared_bytes) {
   const size_t count = block_size.x;
   while (crew->threads.size() < count) crew->threads.push_back(std::make_unique<Thread>());
   crew->warps.resize((count + kWarpSize - 1) / kWarpSize);
-  // Of the exact size, so that AddressSanitizer sees an overrun.
+  // Exactly this size, so that AddressSanitizer sees an overrun.
   crew->shared.reset(static_cast<unsigned char*>(operator new[](
       shared_bytes, std::align_val_t{kSharedAlignment})));
   for (size_t i = 0; i < shared_bytes; ++i) crew->shared[i] = kPoison;
@@ -236,7 +238,7 @@ void run_block(Index block, Index block_size, Index grid_size, size_t shared_byt
   }
 }
 
-// Completes the collective of the running thread when all lanes of its mask have come.
+// Completes the collective of the running thread if all lanes of its mask have arrived.
 bool try_to_complete(Combine combine) {
   const int warp = running->index / kWarpSize;
   const unsigned mask = running->mask;
@@ -257,7 +259,7 @@ bool try_to_complete(Combine combine) {
     exchanges.push_back(std::make_unique<Exchange>());
     exchange = exchanges.back().get();
   }
-  // Not into the exchange at once: ThreadSanitizer watches `combine`, and knows of no order between
+  // Not directly into the exchange: ThreadSanitizer watches `combine`, and sees no order between
   // one use of an exchange and the next.
   Slot got[kWarpSize] = {};
   if (combine != nullptr) combine(given, mask, got);

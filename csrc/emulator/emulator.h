@@ -1,15 +1,15 @@
-// A CUDA device in software: what a kernel's source needs to compile with a C++ compiler and run.
+// A CUDA device in software: what a kernel's source needs to be compiled by a C++ compiler and run.
 //
 //   launch     blocks one after another; each CUDA thread is a fiber
-//   schedule   the runnable warp of the highest priority runs; priorities are random, drawn anew
-//              for each block and at each of its barriers, from the seed
-//   memory     shared memory starts out as NaNs (all bits set); an asynchronous copy spoils its
-//              destination at once and lands when its thread waits for it, not before
-//   collective all lanes named by the mask must come, to the same line; otherwise the launch fails
+//   schedule   the runnable warp of the highest priority runs; priorities are random, from the
+//              seed, and drawn again for each block and at each of its barriers
+//   memory     shared memory starts out as NaNs (all bits set); an asynchronous copy overwrites its
+//              destination with NaNs at once and arrives when its thread waits for it, not before
+//   collective all lanes in the mask must arrive, at the same line; otherwise the launch fails
 //
 // A launch that goes wrong throws EmulationError, which says which thread did what, and where.
-// What is not here: the order of memory inside a warp (ThreadSanitizer sees some of it), time,
-// registers, clusters, and waits of one block for another.
+// Not emulated: the memory order inside a warp (ThreadSanitizer sees some of it), time, registers,
+// clusters, and waits of one block for another.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +34,7 @@ struct Index {
   unsigned x = 1, y = 1, z = 1;
 };
 
-// What the built-in variables of the running thread say.
+// The built-in variables of the running thread.
 struct Builtins {
   Index thread, block, block_size, grid_size;
 };
@@ -43,7 +43,7 @@ extern Builtins builtins;
 constexpr int kWarpSize = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// Where in the source a call stands; the default argument is the caller's place.
+// The place of a call in the source; the default arguments give the caller's.
 struct Site {
   const char* file;
   int line;
@@ -53,7 +53,7 @@ struct Site {
   }
 };
 
-// What one lane gives to a collective, and what it gets from it.
+// What one lane passes to a collective, and what it gets back.
 struct alignas(8) Slot {
   unsigned char bytes[32];
 
@@ -72,17 +72,17 @@ struct alignas(8) Slot {
   }
 };
 
-// Computes what the lanes of `mask` get from what they gave; called once, by the last to come.
+// Computes what the lanes of `mask` get back; called once, by the last lane to arrive.
 using Combine = void (*)(const Slot* given, unsigned mask, Slot* got);
 
-// Chooses the order of threads in the launches to come.
+// Sets the seed for the order of threads in the following launches.
 void set_seed(uint64_t seed);
 
-// Runs `thread` as every thread of the grid; block sizes are one-dimensional.
+// Calls `thread` for every thread of the grid; block sizes are one-dimensional.
 void launch(Index grid_size, Index block_size, size_t shared_bytes,
             const std::function<void()>& thread);
 
-// Of the running thread.
+// Called by the running thread.
 [[noreturn]] void fail(const char* what, Site site = Site::here());
 unsigned char* dynamic_shared();
 void sync_threads(Site site);
@@ -122,7 +122,7 @@ int lane_index();
 #define blockDim (::kvplane::emulator::builtins.block_size)
 #define gridDim (::kvplane::emulator::builtins.grid_size)
 
-// The names that CUDA gives them. Each has its caller's place as a last argument.
+// The same under CUDA's names. The last argument of each is the place of the call.
 using EmulatorSite = kvplane::emulator::Site;
 
 inline void __syncthreads(EmulatorSite site = EmulatorSite::here()) {

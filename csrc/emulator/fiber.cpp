@@ -1,4 +1,4 @@
-// Changes of stack: by hand on x86-64, where one takes some nanoseconds, else by ucontext.
+// Switches stacks: in assembly on x86-64, which takes some nanoseconds, elsewhere by ucontext.
 
 #include "fiber.h"
 
@@ -16,7 +16,7 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-// This file is compiled without ThreadSanitizer, so that changing stacks is not itself watched.
+// This file is compiled without ThreadSanitizer, so that it does not watch the switches themselves.
 #if defined(KVPLANE_WATCH_RACES)
 extern "C" {
 void* __tsan_get_current_fiber();
@@ -27,7 +27,7 @@ void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 #endif
 
 #if defined(__x86_64__)
-// Saves the registers that a call must keep, and the stack pointer to *rdi; goes on at rsi.
+// Saves the registers that a call must keep, and the stack pointer to *rdi; continues at rsi.
 asm(R"(
   .text
   .type kvplane_change_stack, @function
@@ -60,7 +60,7 @@ constexpr size_t kStackBytes = 256 * 1024;
 }  // namespace
 
 struct Fiber::State {
-  char* memory = nullptr;  // a page that nobody may touch, then the stack
+  char* memory = nullptr;  // a guard page, then the stack
   size_t page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   Entry entry = nullptr;
 #if defined(__x86_64__)
@@ -85,7 +85,7 @@ struct Fiber::State {
 
 namespace {
 
-// Set just before a fiber starts, for its first function to find.
+// Set just before a fiber starts, for its first function to read.
 Fiber::State* starting = nullptr;
 
 void start() {

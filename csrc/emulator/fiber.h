@@ -1,4 +1,4 @@
-// Stacks that take turns on one thread of the processor: what the emulator runs CUDA threads on.
+// Stacks that run by turns on one operating system thread: the emulator's CUDA threads.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,8 @@
 namespace kvplane::emulator {
 
 // A stack of its own, on which `entry` runs from resume() to yield() or to its end. The sanitizers
-// are told of each change of stack; under ThreadSanitizer each fiber is a thread of its own, and
-// changing from one to the other creates no order between them.
+// are notified of each switch; to ThreadSanitizer each fiber is a thread of its own, and a switch
+// creates no order between them.
 class Fiber {
  public:
   using Entry = void (*)();
@@ -20,7 +20,7 @@ class Fiber {
 
   // Forgets what ran before: the next resume() calls `entry`, which must never return.
   void reset(Entry entry);
-  // To be called outside any fiber; comes back when the fiber yields.
+  // To be called outside any fiber; returns when the fiber yields.
   void resume();
   // To be called on the running fiber.
   void yield();

@@ -1,9 +1,10 @@
-"""Types of the CUDA module, which is there where the package was built with KVPLANE_CUDA.
+"""Types of the CUDA module, which exists if the package was built with CUDA.
 
 As in ``_native``: addresses are integers (0: null), strides count elements, IndexError is raised
-before anything is written. ``stream`` is a cudaStream_t as a number; nothing is waited for. Tensors
-are on the current device, but ``pairs`` and ``block_ids``, which the host reads before the call
-returns. ``faults`` is an int32 on the device, in which a kernel sets the bits BAD_...
+before anything is written. ``stream`` is a cudaStream_t as an integer; calls do not wait for it.
+Tensors are on the current device, except ``pairs`` and ``block_ids``, which are on the host and are
+read before the call returns. ``faults`` is an int32 on the device, in which kernels set the bits
+BAD_... for what they found wrong.
 """
 
 from collections.abc import Sequence

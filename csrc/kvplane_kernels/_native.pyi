@@ -1,4 +1,4 @@
-"""Types of the native module; csrc/include/kvplane/params.h says what each argument means.
+"""Types of the native module; csrc/include/kvplane/params.h describes the arguments.
 
 Addresses are integers (0: null); strides count elements. Every operation raises IndexError, before
 anything is written, when an id or a length is out of range.

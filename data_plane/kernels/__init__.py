@@ -1,1 +1,1 @@
-"""The kernels of a shard: one interface, on the CPU or a GPU."""
+"""The kernels: one interface, implemented on the CPU and on a GPU."""

@@ -1,11 +1,11 @@
 """The arguments of the kernels. All checks of their shapes, dtypes and devices are here.
 
 A layer's pages are ``[num_blocks, 2, num_kv_heads, block_size, head_size]``, K before V: the view
-``pool[:, layer]`` of ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]``, so that
-one block is one run of bytes. Slot ``block * block_size + offset`` is one token's place. fp32, fp16
-and bf16 may be mixed between queries, keys, values and pages; pages may also be fp8, e4m3 or e5m2,
-and then have scales: what is stored is ``round(key / scale)``, saturated, and stands for ``stored *
-scale``. The kernels themselves check the values that tensors hold.
+``pool[:, layer]`` of ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]``, in which
+a block is contiguous. Slot ``block * block_size + offset`` holds one token. Queries, keys, values
+and pages may each be fp32, fp16 or bf16; pages may also be fp8 (e4m3 or e5m2), and then have
+scales: ``round(key / scale)`` is stored, saturated, and stands for ``stored * scale``. The kernels
+themselves check the values of ids and lengths.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ _POOL: Final = "[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]
 class WriteArguments:
     """What ``reshape_and_cache`` writes, and where. All tensors are on the device of ``pages``.
 
-    key, value: [num_tokens, num_kv_heads, head_size], any strides but a last one of 1.
+    key, value: [num_tokens, num_kv_heads, head_size], contiguous in the last dimension.
     pages: one layer's; see the top of this file.
     slots: int64 [num_tokens]; negative = do not write.
-    key_scales, value_scales: float32 [1] or [num_kv_heads], of fp8 pages only: what is stored is
-        key / scale, and the largest number of the type where that is larger. None = 1.
+    key_scales, value_scales: float32 [1] or [num_kv_heads], for fp8 pages only. None = 1.
 
-    Valid by construction: raises InvalidRequestError naming the tensor that does not fit.
+    Raises InvalidRequestError naming the tensor that does not fit.
     """
 
     key: torch.Tensor
@@ -67,21 +66,22 @@ class WriteArguments:
 class AttentionArguments:
     """What ``paged_attention`` reads. All tensors are on the device of ``pages``.
 
-    query: [num_tokens, num_heads, head_size], the sequences' query tokens one after another, any
-        strides but a last one of 1; num_heads is a multiple of num_kv_heads.
+    query: [num_tokens, num_heads, head_size], the sequences' query tokens one after another,
+        contiguous in the last dimension; num_heads is a multiple of num_kv_heads.
     pages: one layer's; see the top of this file.
-    block_tables: int32 or int64 [num_sequences, max_blocks]; entries that no query token sees are
-        not looked at.
+    block_tables: int32 or int64 [num_sequences, max_blocks]; entries that no query token attends to
+        are not read.
     query_starts: int64 [num_sequences + 1], from 0 up to num_tokens; a sequence may have no query
         tokens.
-    context_lens: int64 [num_sequences], tokens with KV in the pages, this call's own included.
-        Query token i of query_len has position context_len - query_len + i and sees positions up
-        to its own.
+    context_lens: int64 [num_sequences], tokens with KV in the pages, those of this call included.
+        Query token i of query_len has position context_len - query_len + i and attends to positions
+        up to its own.
     options: with as many alibi_slopes as there are heads, or none.
     key_scales, value_scales: those that fp8 pages were written with.
-    max_query_len: no sequence has more query tokens than this; 0 = not known. It saves a launch.
+    max_query_len: no sequence has more query tokens than this; 0 = not known. Saves a launch on a
+        GPU.
 
-    Valid by construction: raises InvalidRequestError naming the argument that does not fit.
+    Raises InvalidRequestError naming the argument that does not fit.
     """
 
     query: torch.Tensor
@@ -125,7 +125,7 @@ class AttentionArguments:
         given = self.options.alibi_slopes
         if len(given) not in (0, num_heads):
             raise InvalidRequestError(
-                f"must be none or {num_heads}, one a query head, are {len(given)}",
+                f"must be none or {num_heads}, one for each query head, are {len(given)}",
                 field="options.alibi_slopes",
             )
         if not given:
@@ -135,19 +135,19 @@ class AttentionArguments:
 
 
 def check_pool(name: str, pool: torch.Tensor, *devices: torch.device) -> None:
-    """Refuse what is no pool of blocks on one of the devices."""
+    """Refuse what is not a pool of blocks on one of the devices."""
     check_tensor(name, pool, _POOL, (_ANY,) * 6, FLOATS + FP8, *devices)
     _check_geometry(name, pool)
     if pool.shape[1] < 1:
         raise InvalidRequestError("must have at least one layer", field=name)
     if pool.shape[0] > 0 and not pool[0].is_contiguous():
-        raise InvalidRequestError("must keep the bytes of a block together", field=name)
+        raise InvalidRequestError("must be contiguous within a block", field=name)
 
 
 def check_swap(
     source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor, device: torch.device
 ) -> None:
-    """Refuse what is not two pools of one layout, each on the device or the host, and pairs."""
+    """Refuse what is not two pools of one layout, each on the device or the host, with pairs."""
     check_pool("source", source, device, HOST)
     check_pool("destination", destination, device, HOST)
     if destination.dtype != source.dtype:
@@ -165,7 +165,7 @@ def check_pairs(pairs: torch.Tensor) -> None:
 
 
 def shape_of_blocks(pool: torch.Tensor, block_ids: torch.Tensor) -> tuple[int, ...]:
-    """The shape of these blocks of a pool in the canonical order, layer before block."""
+    """The shape of these blocks of a pool in the canonical order: layers before blocks."""
     check_tensor("block_ids", block_ids, "[num_block_ids]", (_ANY,), (torch.int64,), HOST)
     return (pool.shape[1], block_ids.shape[0], *pool.shape[2:])
 
@@ -183,7 +183,7 @@ def check_result(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Refuse memory for a result that is not contiguous, or of another shape or dtype."""
+    """Refuse a tensor for a result that is not contiguous, or of another shape or dtype."""
     check_tensor(name, tensor, str(list(shape)), tuple(shape), (dtype,), device)
     if not tensor.is_contiguous():
         raise InvalidRequestError("must be contiguous", field=name)
@@ -197,10 +197,10 @@ def check_tensor(
     dtypes: Collection[torch.dtype],
     *devices: torch.device,
 ) -> None:
-    """Raise InvalidRequestError naming the tensor unless it is dense, and all that is asked for.
+    """Raise InvalidRequestError naming the tensor unless it is dense and as described.
 
     ``wanted``: the shape in words. ``shape``: None where any extent will do. ``devices``: where it
-    may be; one without an index stands for every one of its type.
+    may be; one without an index stands for all devices of its type.
     """
     if not isinstance(tensor, torch.Tensor):
         raise InvalidRequestError(f"must be a tensor, is {type(tensor).__name__}", field=name)
@@ -213,27 +213,28 @@ def check_tensor(
     if tensor.dim() != len(shape):
         raise InvalidRequestError(f"must be {wanted}, is {list(tensor.shape)}", field=name)
     if tensor.dtype not in dtypes:
-        listed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise InvalidRequestError(f"must be of {listed}, is of {tensor.dtype}", field=name)
+        listed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        has = str(tensor.dtype).removeprefix("torch.")
+        raise InvalidRequestError(f"must have dtype {listed}, has {has}", field=name)
     _require_shape(name, tensor, shape)
     if tensor.numel() > 0 and tensor.data_ptr() == 0:
         raise InvalidRequestError("must have memory, has none", field=name)
 
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    """A device without an index stands for every one of its type."""
+    """Whether a tensor is on a device; one without an index stands for all of its type."""
     has = tensor.device
     return has.type == device.type and device.index in (None, has.index)
 
 
 def require(ok: bool, wanted: str, name: str) -> None:
-    """Raise InvalidRequestError naming the field unless ``ok``."""
+    """Raise InvalidRequestError with the message ``wanted`` for field ``name`` unless ``ok``."""
     if not ok:
         raise InvalidRequestError(wanted, field=name)
 
 
 def _check_pages(pages: torch.Tensor) -> torch.device:
-    """Returns their device, where all else must be."""
+    """Returns their device, on which the other tensors must be."""
     if not isinstance(pages, torch.Tensor):
         raise InvalidRequestError(f"must be a tensor, is {type(pages).__name__}", field="pages")
     check_tensor("pages", pages, _PAGES, (_ANY,) * 5, FLOATS + FP8, pages.device)
@@ -247,7 +248,7 @@ def _check_geometry(name: str, tensor: torch.Tensor) -> None:
     halves, num_kv_heads, block_size, head_size = tensor.shape[-4:]
     if halves != 2 or num_kv_heads < 1 or block_size < 1:
         raise InvalidRequestError(
-            f"must hold K and V of at least one head and token, is {tuple(tensor.shape)}",
+            f"must hold K and V of at least one head and token, has shape {list(tensor.shape)}",
             field=name,
         )
     if head_size % 8 != 0 or not 8 <= head_size <= MAX_HEAD_SIZE:

@@ -1,9 +1,9 @@
 """The kernels that an executor runs on: one interface, on the CPU or on a GPU.
 
-    CpuKernels     csrc/cpu       every call is done when it returns
-    CudaKernels    csrc/cuda      calls are put on streams; ``check_faults`` waits for the caller's
+    CpuKernels     csrc/cpu       a call has finished when it returns
+    CudaKernels    csrc/cuda      calls are queued on streams; ``check_faults`` waits for one
 
-Both have the same operations with the same arguments, so that nothing above knows which it has.
+Both have the same operations with the same arguments, so their users need not know which they have.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from data_plane.kernels.cuda_streams import CudaRuntime, DeviceStreams, Streams
 class Kernels(Protocol):
     """The operations of one backend. ``data_plane.kernels.arguments`` describes pages and pools.
 
-    Each raises InvalidRequestError, naming the argument, before it writes anything; ids and lengths
-    that only a GPU can read are checked there, followed nowhere, and told by ``check_faults``.
+    Each raises InvalidRequestError, naming the argument, before it writes anything. Ids and lengths
+    in GPU memory are checked by the kernels instead: a bad one is never used as an address, and
+    ``check_faults`` reports it.
     """
 
     @property
@@ -33,12 +34,12 @@ class Kernels(Protocol):
 
     @property
     def detail(self) -> str:
-        """What more the log says of it."""
+        """More about it for the log, as ``key=value`` pairs."""
         ...
 
     @property
     def streams(self) -> Streams:
-        """They keep calls in order."""
+        """Which keep the calls in order."""
         ...
 
     def reshape_and_cache(self, arguments: WriteArguments) -> None:
@@ -51,15 +52,15 @@ class Kernels(Protocol):
         """Causal attention of ragged query tokens over paged KV: decode, prefill and append alike.
 
         Returns [num_tokens, num_heads, head_size] of the query's dtype. ``lse``, contiguous float32
-        [num_tokens, num_heads], gets the natural logarithm of the sum of the exponentials of the
-        scores. Sums are in fp32. Not a bit of the result depends on what else is in the batch.
+        [num_tokens, num_heads], receives the natural logarithm of the sum of the exponentials of
+        the scores. Sums are in fp32. No bit of the result depends on the rest of the batch.
         """
         ...
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
-        """Copy whole blocks inside a pool, in order: a later pair may read what an earlier wrote.
+        """Copy whole blocks inside a pool, in order: a pair may read what an earlier one wrote.
 
-        pairs: int64 [num_pairs, 2] on the host, from and to.
+        pairs: int64 [num_pairs, 2] on the host, source and destination.
         """
         ...
 
@@ -74,7 +75,7 @@ class Kernels(Protocol):
         ...
 
     def gather_blocks(self, pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-        """Copy blocks out of a pool on the device, layer before block: the canonical order.
+        """Copy blocks out of a pool on the device into the canonical order: layers before blocks.
 
         block_ids: int64 [num_block_ids] on the host.
         Returns [num_layers, num_block_ids, 2, num_kv_heads, block_size, head_size].
@@ -84,7 +85,7 @@ class Kernels(Protocol):
     def scatter_blocks(
         self, pool: torch.Tensor, block_ids: torch.Tensor, blocks: torch.Tensor
     ) -> None:
-        """Copy blocks in: the inverse of ``gather_blocks``. Of equal ids the last one stays."""
+        """Copy blocks in: the inverse of ``gather_blocks``. Of equal ids the last one counts."""
         ...
 
     def clear_blocks(self, pool: torch.Tensor, block_ids: torch.Tensor) -> None:
@@ -94,15 +95,15 @@ class Kernels(Protocol):
         ...
 
     def check_faults(self) -> None:
-        """Wait for the caller's stream. Raises InvalidRequestError for the first bad tensor that
-        kernels met since last.
+        """Wait for the caller's stream. Raises InvalidRequestError for a bad tensor that kernels
+        found since the last call.
         """
         ...
 
 
 def kernels_of(device: torch.device, num_threads: int) -> Kernels:
-    """The kernels that compute on ``device``, which ``data_plane.kernels.devices`` found to be
-    there. ``num_threads``: of the CPU's. Raises as ``CpuKernels`` does.
+    """The kernels for ``device``, as chosen by ``data_plane.kernels.devices``. ``num_threads``: of
+    the CPU kernels. Raises as ``CpuKernels`` does.
     """
     if device.type == "cpu":
         return CpuKernels(num_threads)

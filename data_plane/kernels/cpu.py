@@ -1,4 +1,4 @@
-"""The kernels on the CPU (csrc/cpu): every call is done when it returns."""
+"""The kernels on the CPU (csrc/cpu): a call has finished when it returns."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ON_ONE_THREAD: Final = ("gather_blocks", "scatter_blocks")
 class CpuKernels(NativeKernels):
     """The operations of ``data_plane.kernels.backend.Kernels`` on the CPU.
 
-    ``num_threads``: 0 for as many as torch uses. Not a bit of a result depends on it. Raises
+    ``num_threads``: 0 for as many as torch uses. No bit of a result depends on it. Raises
     InvalidRequestError for a number out of range, and when KVPLANE_KERNELS_ISA names an instruction
-    set that the machine does not have. Of equal slots the last token stays.
+    set that the machine does not have. Of tokens with equal slots the last one counts.
     """
 
     backend = "cpu"
@@ -49,7 +49,7 @@ class CpuKernels(NativeKernels):
         return self._attend(arguments, None, lse)
 
     def check_faults(self) -> None:
-        """There are none: each call checks the values of its own arguments."""
+        """Nothing to report: each call checks the values of its arguments and raises."""
 
     def _call(self, name: str, **arguments: Any) -> Any:
         if name not in _ON_ONE_THREAD:

@@ -1,8 +1,8 @@
-"""The kernels on a GPU (csrc/cuda), or emulated: calls are put on a stream and not waited for.
+"""The kernels on a GPU (csrc/cuda), or emulated: calls are queued on a stream and not waited for.
 
 The native module is an argument: ``kvplane_kernels._cuda``, or the emulator's. Ids of blocks to
-copy stay on the host and are checked at the call; what only the device can read is checked there,
-and ``check_faults`` says what it found.
+copy are on the host and are checked by the call; what is in device memory is checked by the
+kernels, and ``check_faults`` reports what they found.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvplane.errors import InvalidRequestError
 _FAULTS: Final = {
     "BAD_BLOCK_TABLES": (
         "block_tables",
-        "must hold ids of the pages' blocks wherever a query token looks",
+        "must hold ids of the pages' blocks wherever a query token attends",
     ),
     "BAD_QUERY_STARTS": (
         "query_starts",
-        "must rise from 0 to num_tokens, by max_query_len at most",
+        "must ascend from 0 to num_tokens, by max_query_len at most",
     ),
     "BAD_CONTEXT_LENS": (
         "context_lens",
@@ -38,13 +38,13 @@ _FINDING_FAULTS: Final = ("reshape_and_cache", "paged_attention")
 
 
 class CudaKernels(NativeKernels):
-    """The operations of ``data_plane.kernels.backend.Kernels`` on one GPU. Of equal slots, either
-    token may stay.
+    """The operations of ``data_plane.kernels.backend.Kernels`` on one GPU. Of tokens with equal
+    slots, any one may be stored.
 
-    module: the compiled one. device: where all tensors but pairs and block_ids lie.
+    module: the compiled one. device: of all tensors but pairs and block_ids.
     streams: those of the device; the emulator needs none.
-    split_tokens: a short query's context is cut at multiples of it, a multiple of 64; the bits of
-        an answer depend on it, and on nothing else of a batch.
+    split_tokens: the context of a short query is split at multiples of it; a multiple of 64. The
+        rounding of a result depends on it, and on nothing else in a batch.
     """
 
     backend = "cuda"
@@ -75,8 +75,8 @@ class CudaKernels(NativeKernels):
         workspace: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``out``: of query's shape and dtype, contiguous. ``workspace``: uint8 [num_bytes], of at
-        least ``attention_workspace_bytes``. What is not given is made here; a captured graph needs
-        both, and ``arguments`` from before the capture.
+        least ``attention_workspace_bytes``. Either is allocated if not given; a captured graph
+        needs both, and ``arguments`` made before the capture.
         """
         if workspace is None:
             num_bytes = self.attention_workspace_bytes(arguments)
@@ -94,7 +94,7 @@ class CudaKernels(NativeKernels):
         )
 
     def attention_workspace_bytes(self, arguments: AttentionArguments) -> int:
-        """Bytes enough for every batch of these shapes and this window, whatever its lengths."""
+        """Enough bytes for every batch of these shapes and this window, whatever its lengths."""
         num_bytes: int = super()._call(
             "attention_workspace_bytes",
             query=self._view(arguments.query),
@@ -115,7 +115,7 @@ class CudaKernels(NativeKernels):
                 raise InvalidRequestError(wanted, field=field)
 
     def _call(self, name: str, **arguments: Any) -> Any:
-        """On the caller's stream of the device, which is the current device meanwhile."""
+        """Call on the caller's stream, with the device as the current one."""
         if name in _FINDING_FAULTS:
             arguments["faults"] = self._faults.data_ptr()
         if self.device.type != "cuda":

@@ -1,12 +1,12 @@
-"""In which order the work of a device is done: compute on the caller's stream, swaps on their own.
+"""The order of a device's work: compute on the caller's stream, swaps on a stream of their own.
 
     compute   layers ──┬────────────────────────────┬─► layers, copies, reads
                        │ a swap waits for what was  │ compute waits for swaps when it next
-                       ▼ computed before it         │ begins, and not when they are given
+                       ▼ computed before it         │ begins, not when they are queued
     swaps              swaps ───────────────────────┘
 
-Everything that is given here is thus done as if in the order in which it was given, while the
-caller's own work on its stream goes on beside the swaps.
+The effect is as if all work ran in the order in which it was queued, while the caller's own work on
+its stream runs beside the swaps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvplane.errors import InternalError
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """A failed call of the device, or memory that it does not have, as an InternalError."""
+    """Turn a device call that fails, for lack of memory included, into an InternalError."""
     try:
         yield
     except RuntimeError as error:
@@ -30,18 +30,18 @@ def device_errors() -> Iterator[None]:
 
 
 class Streams(Protocol):
-    """Where calls of kernels go. Used by one thread at a time."""
+    """The streams that kernels are queued on. Used by one thread at a time."""
 
     def computing(self) -> AbstractContextManager[None]:
-        """What is given inside runs on the caller's stream, after all given before."""
+        """Work queued inside runs on the caller's stream, after all work queued before."""
         ...
 
     def swapping(self) -> AbstractContextManager[None]:
-        """What is given inside runs on the swaps' stream, after all given before."""
+        """Work queued inside runs on the swaps' stream, after all work queued before."""
         ...
 
     def finish(self) -> None:
-        """Wait until all that was given is done. Raises InternalError when the device failed."""
+        """Wait until all queued work is done. Raises InternalError when the device failed."""
         ...
 
     def finish_swaps(self) -> None:
@@ -51,18 +51,18 @@ class Streams(Protocol):
         ...
 
     def drain(self) -> None:
-        """Wait until nothing of any stream touches memory, whichever thread asks. Raises
+        """Wait until no stream of the device touches memory; any thread may call it. Raises
         InternalError when the device failed.
         """
         ...
 
     def use_own_stream(self) -> None:
-        """Let what the calling thread gives from now on run beside what others give."""
+        """Give the calling thread a stream of its own, whose work runs beside that of others."""
         ...
 
 
 class HostStreams:
-    """Of the CPU, where a call is done when it returns."""
+    """For the CPU, where a call has finished when it returns."""
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -73,23 +73,23 @@ class HostStreams:
         yield
 
     def finish(self) -> None:
-        """Nothing is left."""
+        """Nothing to wait for."""
 
     def finish_swaps(self) -> None:
-        """Nothing is left."""
+        """Nothing to wait for."""
 
     def drain(self) -> None:
-        """Nothing is left."""
+        """Nothing to wait for."""
 
     def use_own_stream(self) -> None:
-        """There is none."""
+        """There are no streams."""
 
 
 class Runtime(Protocol):
-    """What is asked of a device. A stream is a value that can be compared."""
+    """A device's stream operations. A stream is a value that can be compared."""
 
     def current_stream(self) -> Any:
-        """The stream that the calling thread gives work to."""
+        """The stream that the calling thread queues work on."""
         ...
 
     def new_stream(self) -> Any: ...
@@ -103,25 +103,25 @@ class Runtime(Protocol):
         ...
 
     def order(self, before: Any, after: Any) -> None:
-        """What ``after`` is given from now on waits for what ``before`` has been given so far."""
+        """Work queued on ``after`` from now on waits for what is queued on ``before`` so far."""
         ...
 
     def wait(self, stream: Any) -> None:
-        """Return when all that ``stream`` was given is done."""
+        """Return when all work queued on ``stream`` is done."""
         ...
 
     def wait_for_all(self) -> None:
-        """Return when all that any stream of the device was given is done."""
+        """Return when all work queued on any stream of the device is done."""
         ...
 
 
 class DeviceStreams:
-    """Of one device. Compute may come from several threads, each with a stream of its own."""
+    """For one GPU. Several threads may compute in turn, each on a stream of its own."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._swaps = runtime.new_stream()
-        # The pools and scales are made on the stream of the thread that begins.
+        # The pools and scales are made on the stream of the thread that constructs this.
         self._compute = runtime.current_stream()
         self._swaps_are_ahead = False
 
@@ -146,7 +146,7 @@ class DeviceStreams:
                 yield
 
     def finish(self) -> None:
-        # One that waits for all others is the last to end.
+        # The compute stream then waits for the swaps, so waiting for it is enough.
         with self.computing():
             self._runtime.wait(self._compute)
 

@@ -1,4 +1,4 @@
-"""Finds out, after something failed, whether the device works still."""
+"""Finds out, after a failure, whether the device still works."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from kvplane.errors import InternalError
 
 
 class DeviceWatch:
-    """Of one device. A call that fails once is its caller's matter. But there are failures after
-    which every call of the process fails: then only a new process can use the device again.
+    """For one device. Some failures end one call. After others, such as an illegal access, every
+    call of the process fails, and only a new process can use the device again.
     """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._tell: Callable[[], None] | None = None
+        self._on_lost: Callable[[], None] | None = None
 
-    def when_lost(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` once, on the thread that asks, when the device is found to be lost."""
-        self._tell = tell
+    def when_lost(self, call: Callable[[], None]) -> None:
+        """Have ``check`` call this once, on its caller's thread, when the device is lost."""
+        self._on_lost = call
 
     def check(self) -> None:
-        """Ask the device, after an InternalError."""
+        """Find out whether the device still works, after an InternalError."""
         try:
             self._streams.drain()
         except InternalError:
-            tell, self._tell = self._tell, None
-            if tell is not None:
-                tell()
+            call, self._on_lost = self._on_lost, None
+            if call is not None:
+                call()

@@ -1,4 +1,4 @@
-"""Which device a data plane runs on: asked for by name, or the first GPU that there is."""
+"""Which device a data plane runs on: one asked for by name, or the first usable GPU."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _CUDA: Final = re.compile(r"cuda(?::(0|[1-9]\d*))?")
 _OLDEST: Final = (8, 0)
 
 Capability = tuple[int, int]
-"""What a GPU's architecture is called: (9, 0) is sm_90."""
+"""A GPU's compute capability: (9, 0) is sm_90."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What running on a GPU takes."""
+    """What this machine has for running on a GPU."""
 
     has_cuda_kernels: bool
     torch_has_cuda: bool
     gpus: tuple[Capability, ...]
-    """Those that both can reach."""
+    """Those that both the kernels and torch can use."""
 
 
 def this_machine() -> Machine:
-    """What there is here. Needs no driver."""
+    """Describes this machine. Needs no driver."""
     has_kernels = kvplane_kernels.has_cuda_build()
     torch_has_cuda = torch.version.cuda is not None
     num_gpus = 0
@@ -44,8 +44,8 @@ def this_machine() -> Machine:
 def choose_device(name: str, look: Callable[[], Machine]) -> torch.device:
     """The device that ``name`` stands for: "auto", "cpu", "cuda" (the first GPU) or "cuda:N".
 
-    ``look``: ``this_machine``. It is called only where a GPU may be meant: a driver that is slow or
-    broken is no matter of a pool on the CPU. Raises InvalidRequestError that says what is missing.
+    ``look``: ``this_machine``. It is called only where a GPU may be meant, so that a slow or broken
+    driver does not affect a pool on the CPU. Raises InvalidRequestError saying what is missing.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -59,13 +59,14 @@ def choose_device(name: str, look: Callable[[], Machine]) -> torch.device:
         return torch.device("cpu") if index is None else torch.device("cuda", index)
     if not machine.has_cuda_kernels:
         raise _refused(
-            "the kernels were built without CUDA: KVPLANE_CUDA=ON pip install ./csrc builds them"
+            "the kernels were built without CUDA: build them with "
+            "`KVPLANE_CUDA=ON pip install ./csrc`"
         )
     if not machine.torch_has_cuda:
-        raise _refused("torch was built without CUDA")
+        raise _refused("torch was built without CUDA: install a build of torch with CUDA")
     index = int(asked[1] or 0)
     if index >= len(machine.gpus):
-        raise _refused(f"there is no GPU {index}: {len(machine.gpus)} can be used here")
+        raise _refused(f"there is no GPU {index}: this machine has {len(machine.gpus)} to use")
     if machine.gpus[index] < _OLDEST:
         major, minor = machine.gpus[index]
         raise _refused(f"GPU {index} is sm_{major}{minor}: the kernels need sm_80 or later")

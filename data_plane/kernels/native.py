@@ -1,7 +1,7 @@
-"""The operations as calls of a native module; what CPU and CUDA kernels have in common.
+"""The operations as calls of a native module: what the CPU and CUDA kernels have in common.
 
-Native functions take addresses, sizes and strides. What is passed to them here was checked by
-``data_plane.kernels.arguments``, and lives until they return.
+Native functions take addresses, sizes and strides. Tensors are checked by
+``data_plane.kernels.arguments`` before their addresses are passed, and live until the call returns.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _DTYPES: Final = {
 
 
 class NativeKernels:
-    """One native module's functions on tensors of one device, with the meanings that
-    ``data_plane.kernels.backend.Kernels`` gives.
+    """One native module's functions on tensors of one device, as described in
+    ``data_plane.kernels.backend.Kernels``.
     """
 
     def __init__(self, module: ModuleType, device: torch.device) -> None:
@@ -76,10 +76,10 @@ class NativeKernels:
     def clear_blocks(self, pool: torch.Tensor, block_ids: torch.Tensor) -> None:
         checks.check_pool("pool", pool, self.device)
         checks.shape_of_blocks(pool, block_ids)
-        # Numbers of 8 bytes, whatever is stored: heads are of a multiple of 8 elements.
+        # As 8-byte integers, whatever the dtype: head sizes are multiples of 8 elements.
         words = pool.view(torch.int64).flatten(1)
         if self.device.type == "cpu":
-            # For torch each block would be work for all of its threads.
+            # Torch would wake all of its threads for each block.
             words.numpy()[block_ids.numpy()] = 0
         else:
             words.index_fill_(0, upload([block_ids], self.device)[0], 0)

@@ -1,4 +1,4 @@
-"""The scales of 8-bit keys and values, as the kernels of one shard take them."""
+"""The scales of 8-bit keys and values, in the form that one shard's kernels take."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvplane.layout import Layout
 from kvplane.shard import Shard, only_group
 
 LayerScales = tuple[torch.Tensor | None, torch.Tensor | None]
-"""Of one layer's keys and values."""
+"""One layer's key scales and value scales."""
 
 
 def layer_scales(layout: Layout, shard: Shard, device: torch.device) -> list[LayerScales]:
-    """One pair for each layer that ``shard`` holds, ascending: float32 [num_kv_heads of the shard]
-    on ``device``, or None where the layout has no scales, which means that all are 1.
+    """One pair for each layer of ``shard``, ascending: float32 [num_kv_heads of the shard] on
+    ``device``, or None where the layout has no scales, which means that all are 1.
     """
     group = only_group(layout)
     held = [group.layers.index(layer) for layer in shard.layers(layout)]
@@ -24,7 +24,7 @@ def layer_scales(layout: Layout, shard: Shard, device: torch.device) -> list[Lay
     def of_held(scales: Sequence[float]) -> list[torch.Tensor | None]:
         if not scales:
             return [None] * len(held)
-        # One scale a layer holds for all its heads.
+        # A layer with one scale has it for all its heads.
         of_all = torch.tensor(scales, dtype=torch.float32).view(len(group.layers), -1)
         of_heads = of_all.expand(-1, group.num_kv_heads)[held, first:end].contiguous()
         return list(of_heads.to(device))

@@ -1,4 +1,4 @@
-"""Calls the kernels on the pools for a plan that was verified, and counts what they did."""
+"""Calls the kernels on one shard's pools for verified plans, and counts what they did."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvplane.layout import Layout
 from kvplane.shard import Shard, only_group
 from kvplane.v1 import types_pb2 as pb
 
-# Numbers of an element's size, to copy elements of any type as they are.
+# Integers by size in bytes, to copy elements of any type bit by bit.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _DIRECTIONS = {
     (pb.TIER_DEVICE, pb.TIER_DEVICE): "copy",
@@ -40,7 +40,7 @@ _DIRECTIONS = {
 
 
 class Compute:
-    """The kernels of one shard. Layers are named by their index in the shard."""
+    """The kernels of one shard. A layer is given by its index in the shard."""
 
     def __init__(
         self,
@@ -71,8 +71,9 @@ class Compute:
         value: torch.Tensor,
         prefix: str = "",
     ) -> WriteArguments:
-        """What ``write`` takes. Raises InvalidRequestError naming the tensor, with ``prefix``,
-        unless key and value are [num_tokens, num_kv_heads, head_size] of the layout's dtype.
+        """The checked arguments of ``write``. Raises InvalidRequestError naming the tensor, after
+        ``prefix``, unless key and value are [num_tokens, num_kv_heads, head_size] of the layout's
+        dtype.
         """
         with _errors_under(prefix):
             pages = self._pools.pages(layer)
@@ -89,9 +90,9 @@ class Compute:
         options: AttentionOptions,
         prefix: str = "",
     ) -> AttentionArguments:
-        """What ``attend`` takes. Raises InvalidRequestError naming the argument, with ``prefix``,
-        unless the query is [num_tokens, num_heads, head_size] of the layout's dtype and the options
-        fit it, and InternalError when the device failed.
+        """The checked arguments of ``attend``. Raises InvalidRequestError naming the argument,
+        after ``prefix``, unless the query is [num_tokens, num_heads, head_size] of the layout's
+        dtype and the options fit it, and InternalError when the device failed.
         """
         key_scales, value_scales = self._scales[layer]
         with device_errors(), _errors_under(prefix):
@@ -107,17 +108,17 @@ class Compute:
                 batch.max_tokens,
             )
             self._check_dtype("query", query)
-            num_tokens = query.shape[0]  # which a device would compare with query_starts too late
+            num_tokens = query.shape[0]  # a GPU would find a mismatch only after the call
             wanted = f"must have the plan's {batch.num_tokens} tokens, has {num_tokens}"
             require(num_tokens == batch.num_tokens, wanted, "query")
         return arguments
 
     def clear(self, blocks: BlocksByTier) -> None:
-        """Zero whole blocks, after all that was given before."""
+        """Zero whole blocks, after all work queued before."""
         for tier, of_tier in blocks.items():
             ids = torch.from_numpy(of_tier)
             if tier == pb.TIER_HOST:
-                # Only swaps touch this tier beside the host.
+                # On the device, only swaps touch this tier.
                 self._streams.finish_swaps()
                 self._host_kernels.clear_blocks(self._pools.host_tier, ids)
             else:
@@ -126,7 +127,7 @@ class Compute:
             self._counters.num_cleared_blocks += len(of_tier)
 
     def transfer(self, batch: Batch) -> None:
-        """Start copies or swaps, to run after all that was given before."""
+        """Start copies or swaps, to run after all work queued before."""
         direction = _DIRECTIONS[batch.source_tier, batch.destination_tier]
         source = self._pools.tier(batch.source_tier)
         if direction == "copy":
@@ -141,7 +142,7 @@ class Compute:
         self._counters.transfer_bytes[direction] += num_blocks * source[0].nbytes
 
     def prepare(self, batch: AttentionBatch) -> AttentionBatch:
-        """The batch with its tensors where the kernels read them."""
+        """The batch with its tensors on the kernels' device."""
         with self._streams.computing():
             return batch.to(self._device)
 
@@ -152,15 +153,15 @@ class Compute:
         self._counters.num_written_tokens += len(arguments.slots)
 
     def attend(self, arguments: AttentionArguments) -> torch.Tensor:
-        """Attend from all spans in one layer. The output has the query's shape and dtype."""
+        """Attention of all spans in one layer. The output has the query's shape and dtype."""
         with self._streams.computing():
             output = self._kernels.paged_attention(arguments)
         self._counters.num_attention_tokens += len(arguments.query)
         return output
 
     def read(self, tier: pb.Tier, blocks: NDArray[np.int32], layers: range) -> torch.Tensor:
-        """Copy layers of blocks out: [num_layers, n, 2, num_kv_heads, block_size, head_size], where
-        the tier is.
+        """Copy layers of blocks out, to the tier's device. Returns [num_layers, num_blocks, 2,
+        num_kv_heads, block_size, head_size].
         """
         ids = torch.from_numpy(blocks.astype(np.int64))
         of_layers = self._pools.tier(tier)[:, layers.start : layers.stop]
@@ -171,15 +172,15 @@ class Compute:
             return self._kernels.gather_blocks(of_layers, ids)
 
     def finish(self) -> None:
-        """Wait until all that was given is done. Raises InternalError when the device failed, or a
-        kernel met what it could not follow.
+        """Wait until all queued work is done. Raises InternalError when the device failed, or a
+        kernel reported a bad argument.
         """
         self._streams.finish()
         try:
             with self._streams.computing():
                 self._kernels.check_faults()
         except InvalidRequestError as error:
-            raise InternalError(f"a kernel stopped: {error}") from error
+            raise InternalError(f"a kernel reported a bad argument: {error}") from error
 
     def check_blocks(
         self,
@@ -189,8 +190,8 @@ class Compute:
         first_block: int,
         blocks: torch.Tensor,
     ) -> range:
-        """The span's tokens, counted from its first, that ``blocks`` hold: table entries from
-        ``first_block`` on, as ``read`` returns them.
+        """Which of the span's tokens ``blocks`` hold, counted from its first token. ``blocks``: the
+        table entries from ``first_block`` on, as ``read`` returns them.
 
         Raises InvalidRequestError for a tensor of another shape, and when they hold none.
         """
@@ -203,7 +204,7 @@ class Compute:
         end = min((first_block + num_blocks) * block_size - first, num_tokens)
         require(
             first_block >= 0 and begin < end,
-            f"the blocks hold nothing of the span, whose tokens are in the table's entries "
+            "the blocks hold no token of the span, whose tokens are in the table's entries "
             f"{first // block_size} to {(first + num_tokens - 1) // block_size}",
             "first_block",
         )
@@ -237,13 +238,14 @@ class Compute:
         self._counters.num_written_tokens += len(tokens) * len(layers)
 
     def _check_dtype(self, name: str, tensor: torch.Tensor) -> None:
-        """The kernels would take others too, and round."""
-        require(tensor.dtype == self._dtype, f"is {tensor.dtype}, not {self._dtype}", name)
+        """Stricter than the kernels, which would accept other dtypes and round."""
+        wanted, has = (str(dtype).removeprefix("torch.") for dtype in (self._dtype, tensor.dtype))
+        require(has == wanted, f"must have the layout's dtype {wanted}, has {has}", name)
 
 
 @contextmanager
 def _errors_under(prefix: str) -> Iterator[None]:
-    """A refused argument is called as the caller knows it."""
+    """Put ``prefix`` before the field that an InvalidRequestError names."""
     try:
         yield
     except InvalidRequestError as error:

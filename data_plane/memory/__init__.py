@@ -1,1 +1,1 @@
-"""The pools' memory: how much, where it is, and how tensors reach it."""
+"""The pools' memory: its size, its allocation, and small uploads beside it."""

@@ -1,4 +1,4 @@
-"""Tensors in pages of 2 MB, where the system gives them: random blocks then miss the TLB less."""
+"""CPU tensors in pages of 2 MiB where the system has them: random blocks then miss the TLB less."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the CPU like ``torch.empty``; memory is taken as it is first touched."""
+    """A tensor on the CPU like ``torch.empty``; a page is allocated when it is first touched."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
-    # Private: shared memory has a setting of its own, which is mostly off.
+    # Private: for shared memory, huge pages are a separate setting, which is mostly off.
     memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)

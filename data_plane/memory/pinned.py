@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies to and from by itself, while nobody waits."""
+"""Pinned host memory, which a GPU copies to and from asynchronously."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _FOR_ALL_GPUS: Final = 1  # cudaHostRegisterPortable
 def empty(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, field: str
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """A tensor like ``torch.empty`` on the CPU for the GPU ``device``, and what gives its pinning
-    up again.
+    """A pinned tensor like ``torch.empty`` on the CPU for the GPU ``device``, and a function that
+    unpins it.
 
-    Torch's own pinned memory comes in powers of two, which for a large tier can be twice what was
-    asked for; a large one is thus taken as for the CPU and then made known to the driver. Raises
-    NeverFitsError naming ``field`` when the machine does not have it.
+    Torch rounds its own pinned memory up to a power of two, which can be twice what a large tier
+    needs. A large tensor is therefore allocated as for the CPU and then registered with the driver.
+    Raises NeverFitsError naming ``field`` when there is too little memory.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     check_fits(num_bytes, field)
     if num_bytes == 0:
         return torch.empty(shape, dtype=dtype), lambda: None
-    # Else the driver would set up whichever GPU is current, and take some of its memory.
+    # Otherwise the driver would initialize whichever GPU is current, and use some of its memory.
     with torch.cuda.device(device):
         if num_bytes < huge_pages.HUGE_PAGE_BYTES:
             return torch.empty(shape, dtype=dtype, pin_memory=True), lambda: None
@@ -39,7 +39,7 @@ def empty(
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(runtime.cudaHostRegister(address, num_bytes, _FOR_ALL_GPUS)) != 0:
             _forget_last_error(device)
-            raise NeverFitsError(f"{num_bytes} bytes of host memory can not be pinned", field=field)
+            raise NeverFitsError(f"{num_bytes} bytes of host memory cannot be pinned", field=field)
 
     def unpin() -> None:
         with torch.cuda.device(device):
@@ -49,15 +49,17 @@ def empty(
 
 
 def _forget_last_error(device: torch.device) -> None:
-    """Torch asks for the last error after each kernel that it starts: the next one would be blamed
-    for what failed here, unless one is started for nothing.
+    """Torch checks the last error after each kernel launch. Launch one for nothing, so that the
+    next launch is not blamed for what failed here.
     """
     with suppress(RuntimeError):
         torch.ones(1, device=device)
 
 
 def check_fits(num_bytes: int, field: str) -> None:
-    """Pinning takes the memory at once: more than there is would end the process."""
+    """Raise NeverFitsError for more than the free memory: pinning touches all of it at once, so the
+    system would kill the process.
+    """
     free = free_bytes(torch.device("cpu"))
     if num_bytes > free:
         raise NeverFitsError(

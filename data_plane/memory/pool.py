@@ -4,9 +4,8 @@
              block      layer   K, V
 
 A block is contiguous over all its layers, so that a swap or a copy of it is one memcpy; a layer's
-pages are the strided view ``pool[:, layer]``. Both tiers have this form. Nothing is filled: a slot
-that was never written holds what the memory held, until its block goes to another tenant
-(``data_plane/plans/last_tenants.py``).
+pages are the strided view ``pool[:, layer]``. Both tiers have this shape. The memory is not
+initialized; a block is zeroed before another tenant gets it (``data_plane/plans/last_tenants.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ TORCH_DTYPES = {
     "float8_e5m2": torch.float8_e5m2,
 }
 MAX_HEAD_SIZE = 256
-"""The largest head that the kernels compute with; layouts may name larger ones."""
+"""The largest head size of the kernels; a layout may have a larger one."""
 TIER_NAMES = {pb.TIER_DEVICE: "device", pb.TIER_HOST: "host"}
 
 
@@ -48,11 +47,11 @@ class Pools:
         device: torch.device,
         drain: Callable[[], None],
     ) -> None:
-        """Allocate both tiers, which live until ``drain`` has waited for the device.
+        """Allocate both tiers. ``drain`` waits for the device; it is called before they are freed.
 
-        Raises InvalidRequestError for counts out of range and for heads that the kernels do not
-        compute with, and NeverFitsError for a tier that the GPU, or the host beside it, has no
-        room for.
+        Raises InvalidRequestError for counts out of range and for a head size above MAX_HEAD_SIZE,
+        and NeverFitsError for a tier that does not fit in the memory of the GPU, or of the host
+        beside it.
         """
         if num_device_blocks < 1:
             raise InvalidRequestError("must be at least 1", field="num_device_blocks")
@@ -61,8 +60,8 @@ class Pools:
         head_size = only_group(layout).head_size
         if head_size > MAX_HEAD_SIZE:
             raise InvalidRequestError(
-                f"this data plane's kernels compute with heads of up to {MAX_HEAD_SIZE} elements, "
-                f"the layout's have {head_size}",
+                f"must be at most {MAX_HEAD_SIZE}, the largest that this data plane's kernels "
+                f"support, is {head_size}",
                 field="layout.groups[0].head_size",
             )
         page = (
@@ -78,8 +77,8 @@ class Pools:
             self.host_tier, unpin = huge_pages.empty(host_shape, dtype), _nothing
         else:
             self.host_tier, unpin = pinned.empty(host_shape, dtype, device, "num_host_blocks")
-        # Runs while the tiers are still there: an object's members go after it.
-        weakref.finalize(self, _let_go, drain, unpin).atexit = False
+        # Runs before the tiers are freed: an object's members outlive its finalizers.
+        weakref.finalize(self, _release, drain, unpin).atexit = False
         if device.type == "cpu":
             self.device_tier = huge_pages.empty(device_shape, dtype)
         else:
@@ -96,7 +95,7 @@ class Pools:
         return {tier: self.tier(tier).nbytes for tier in TIER_NAMES}
 
     def tier(self, tier: pb.Tier) -> torch.Tensor:
-        """The pool of ``tier`` (a ``pb.Tier``), shaped as the module says."""
+        """The tensor of a tier, shaped as described at the top of this file."""
         return self.device_tier if tier == pb.TIER_DEVICE else self.host_tier
 
     def pages(self, layer_index: int) -> torch.Tensor:
@@ -106,8 +105,8 @@ class Pools:
         return self.device_tier[:, layer_index]
 
 
-def _let_go(drain: Callable[[], None], unpin: Callable[[], None]) -> None:
-    """What the device still does with the tiers comes first. One that failed does nothing."""
+def _release(drain: Callable[[], None], unpin: Callable[[], None]) -> None:
+    """Wait for what the device still does with the tiers, unless it failed; then unpin."""
     with suppress(InternalError):
         drain()
     unpin()
@@ -121,4 +120,6 @@ def _on_gpu(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     try:
         return torch.empty(shape, dtype=dtype, device=device)
     except torch.OutOfMemoryError as error:
-        raise NeverFitsError(f"not on {device}: {error}", field="num_device_blocks") from error
+        raise NeverFitsError(
+            f"the device tier does not fit on {device}: {error}", field="num_device_blocks"
+        ) from error

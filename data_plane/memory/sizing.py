@@ -1,4 +1,4 @@
-"""How much memory a pool may take: the machine is asked, not guessed."""
+"""Measures how much memory a pool may take."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch
 from kvplane.errors import NeverFitsError
 
 GPU_SCRATCH_BYTES: Final = 1 << 30
-"""What a measured pool leaves of a GPU: for queries, outputs, and the splits of attention, which
-take ``num_heads * (head_size + 2) * 4`` bytes for each 512 tokens of the batch's longest table.
+"""GPU memory that a measured pool leaves free for queries, outputs, and the splits of attention,
+which take ``num_heads * (head_size + 2) * 4`` bytes for each 512 tokens of the batch's longest
+table.
 """
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-# Of control groups, version 2 and then 1: the limit, the use, and what of it memory.stat says are
-# files that nobody has read lately. Those go as soon as memory is asked for. A container's limit is
-# often below the machine's free memory.
+# A container's limit is often below the machine's free memory. For control groups of version 2 and
+# then 1: the files with the limit and the usage, and the key in memory.stat of that part of the
+# usage which is reclaimed on demand (cached files that were not read lately).
 _CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
@@ -42,17 +43,17 @@ def free_bytes(device: torch.device) -> int:
 def measure_num_blocks(
     free: int, block_bytes: int, *, utilization: float, reserve_bytes: int, scratch_bytes: int = 0
 ) -> int:
-    """Blocks that fit in ``free`` bytes x ``utilization`` less ``reserve_bytes``, and leave at
-    least ``scratch_bytes`` of all that is free.
+    """Blocks of ``block_bytes`` that fit in ``free`` bytes x ``utilization`` - ``reserve_bytes``.
 
-    Raises NeverFitsError when none does.
+    Where ``utilization`` would leave less than ``scratch_bytes`` free, that much is left instead.
+    Raises NeverFitsError when no block fits.
     """
     usable = min(int(free * utilization), free - scratch_bytes)
     num_blocks = (usable - reserve_bytes) // block_bytes
     if num_blocks < 1:
         raise NeverFitsError(
-            f"{free} free bytes x {utilization} - {reserve_bytes} bytes, with {scratch_bytes} left "
-            f"over, hold no block of {block_bytes} bytes",
+            f"no block of {block_bytes} bytes fits in {free} free bytes x {utilization} - "
+            f"{reserve_bytes} reserved bytes, with {scratch_bytes} bytes left for the kernels",
             field="num_device_blocks",
         )
     return num_blocks
@@ -62,11 +63,13 @@ def _available_bytes() -> int:
     for line in _MEMINFO.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise NeverFitsError(f"{_MEMINFO} does not say what is available; set num_device_blocks")
+    raise NeverFitsError(
+        f"{_MEMINFO} does not say how much memory is available: set num_device_blocks"
+    )
 
 
 def _read_stat(path: Path, name: str) -> int:
-    """0 when it does not say."""
+    """A value of a memory.stat file; 0 when it has none of this name."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -76,7 +79,7 @@ def _read_stat(path: Path, name: str) -> int:
 
 
 def _read_int(path: Path) -> int | None:
-    """None when the file is missing, or says "max"."""
+    """The number in a file; None when the file is missing or says "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

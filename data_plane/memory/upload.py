@@ -1,4 +1,4 @@
-"""Small tensors to a device without waiting for it."""
+"""Copies small tensors to a device without waiting for it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _ALIGNMENT_BYTES: Final = 16
 
 
 def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copies of contiguous tensors of the CPU on ``device``, by one copy on the caller's stream.
+    """Copies of contiguous CPU tensors on ``device``, made by one copy on the caller's stream.
 
-    A copy from memory that is not pinned would wait for all that the stream was given before.
+    The copy is from pinned memory: any other would wait for all work queued on the stream before.
     """
     offsets, end = [], 0
     for tensor in tensors:

@@ -1,1 +1,1 @@
-"""What a plan must be to run: verified, in order, its tables checked, its batch laid out."""
+"""Plans before the kernels: verified, ordered, applied to the block tables, made into batches."""

@@ -1,9 +1,9 @@
-"""A plan's spans as the kernels take them: checked against the block tables, computed once.
+"""A plan's spans in the form that the kernels take: checked against the block tables, made once.
 
-Token i of a span stands at position p = first_position + i of its sequence and is written to slot
+Token i of a span is at position p = first_position + i of its sequence and is written to slot
 ``table[p // block_size] * block_size + p % block_size``.
 
-All is computed with numpy: for tensors as small as a decode step's, torch would wake its threads.
+Computed with numpy: torch would wake its threads, even for tensors as small as a decode step's.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class AttentionBatch:
     slots: torch.Tensor
     """[T] int64: where each token is written."""
     block_tables: torch.Tensor
-    """[S, max_blocks] int32: each span's table as far as it attends, padded with 0."""
+    """[S, max_blocks] int32: the part of each span's table that it attends to, padded with 0."""
     query_starts: torch.Tensor
     """[S + 1] int64: ``starts`` for the kernels."""
     context_lens: torch.Tensor
     """[S] int64: positions that the span's last token attends to, itself included."""
     written_blocks: NDArray[np.int64]
-    """Device blocks written, each once for a span."""
+    """Device blocks written, each listed once for each span that writes it."""
     written_by: NDArray[np.int64]
-    """The span of each."""
+    """The span that writes each."""
 
     @property
     def num_spans(self) -> int:
@@ -73,7 +73,7 @@ class AttentionBatch:
         return int(spans[0])
 
     def to(self, device: torch.device) -> AttentionBatch:
-        """The same with the tensors on ``device``, which is not waited for."""
+        """The batch with its tensors on ``device``. Does not wait for the device."""
         if device.type == "cpu":
             return self
         here = [self.slots, self.block_tables, self.query_starts, self.context_lens]
@@ -107,7 +107,7 @@ def prepare_batch(tables: BlockTables, session_id: int, spans: pb.Spans) -> Atte
 
 
 def check_writable(tables: BlockTables, batch: AttentionBatch) -> None:
-    """Raise BlockNotWritableError if a block that is written is published, or if another table
+    """Raise BlockNotWritableError if a block to be written is published, or if more than one table
     entry refers to it.
     """
     blocks = batch.written_blocks
@@ -117,14 +117,14 @@ def check_writable(tables: BlockTables, batch: AttentionBatch) -> None:
         i = int(bad.argmax())
         why = "published" if published[i] else "shared with another table"
         raise BlockNotWritableError(
-            f"block {blocks[i]} is {why}, so that it may not be written: a plan has to copy it to "
-            "a block of the sequence's own first",
+            f"block {blocks[i]} is {why} and may not be written: a plan has to copy it to a block "
+            "of the sequence's own first",
             field=f"{_AT}.sequence_ids[{batch.written_by[i]}]",
         )
 
 
 def _tables_of(tables: Mapping[int, Table], sequence_ids: NDArray[np.int64]) -> list[Table]:
-    """The table of each span. All on the device tier, and no sequence twice."""
+    """The table of each span. Refuses one in the host tier, and a sequence with two spans."""
     ids = sequence_ids.tolist()
     found = list(map(tables.get, ids))
     if None in found:
@@ -143,7 +143,7 @@ def _tables_of(tables: Mapping[int, Table], sequence_ids: NDArray[np.int64]) -> 
     refuse(
         tiers != pb.TIER_DEVICE,
         SequenceSwappedError,
-        lambda i: f"sequence {ids[i]} is on the host tier: it has to be swapped in first",
+        lambda i: f"sequence {ids[i]} is in the host tier: it has to be swapped in first",
         f"{_AT}.sequence_ids",
     )
     return found  # type: ignore[return-value]
@@ -188,7 +188,7 @@ def _batch(
     positions = np.arange(num_tokens) - (starts[:-1] - first)[span_of_token]
     entries, offsets = np.divmod(positions, block_size)
     written = block_tables[span_of_token, entries].astype(np.int64)
-    # A block begins with the first token of its span that is in it.
+    # Each block once: where a token is the first in its block or the first of its span.
     begins = offsets == 0
     begins[starts[:-1]] = True
     return AttentionBatch(
@@ -209,7 +209,7 @@ def _batch(
 def _pad(
     blocks: list[NDArray[np.int32]], lengths: NDArray[np.int64], wanted: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """[S, max(wanted)]: the first ``wanted`` of each of ``blocks``, and 0 behind them."""
+    """[S, max(wanted)]: the first ``wanted`` entries of each of ``blocks``, padded with 0."""
     padded = np.zeros((len(blocks), int(wanted.max(initial=0))), np.int32)
     if not len(blocks):
         return padded

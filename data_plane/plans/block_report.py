@@ -1,4 +1,4 @@
-"""What a control plane must know of the blocks before it plans for them, in parts."""
+"""The report from which a control plane learns the state of the blocks before it plans."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvplane.v1 import types_pb2 as pb
 
 
 def block_report(tables: BlockTables, blocks_per_part: int) -> list[control_pb2.BlockReport]:
-    """Generations of all blocks that were ever allocated, then what is published of them. At least
-    one part, and the last one says that it is the last.
+    """Generations of all blocks that were ever allocated, then all publications. At least one part;
+    the last one has ``last`` set.
     """
     parts = []
     for tier, generations in tables.generations.items():

@@ -1,14 +1,14 @@
-"""What the data plane knows of its own memory: block tables, generations, reference counts, and
-what was published of each block.
+"""The data plane's metadata of its own memory: block tables, generations, reference counts and
+publications.
 
     session ── sequence ── Table(tier, blocks, generations)
                                           │
     tier ── block ── generation           ref_count: table entries that refer to the block
-                  └─ publication          (device tier only; gone when the block is allocated)
+                  └─ publication          (device tier only; dropped when the block is allocated)
 
-Plans change all this inside ``transaction``: what an exception interrupts is as it was before.
+Plans change all this inside ``transaction``, which undoes the changes when an exception is raised.
 Invariant: every table entry has its block's present generation, and ``ref_counts`` counts the
-entries. Arrays of a table are never changed in place, so that a former table costs nothing to keep.
+entries. A table's arrays are never changed in place, so keeping a former table for undo is free.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Table:
 
 @dataclass(slots=True)
 class _Before:
-    """What a transaction has changed, as it was."""
+    """The former values of what a transaction has changed."""
 
     tables: dict[tuple[int, int], Table | None] = field(default_factory=dict)
     elements: list[tuple[Array, Array, Array]] = field(default_factory=list)
@@ -70,7 +70,7 @@ class BlockTables:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All changes made inside are undone when an exception leaves it."""
+        """Undo all changes made inside when an exception is raised there."""
         self._before = _Before()
         try:
             yield
@@ -96,7 +96,7 @@ class BlockTables:
         return table
 
     def put(self, session_id: int, sequence_id: int, table: Table | None) -> None:
-        """Make, replace or, with None, remove a table. Reference counts are the caller's."""
+        """Add, replace or, with None, remove a table. The caller updates the reference counts."""
         tables = self._tables.setdefault(session_id, {})
         if self._before is not None:
             self._before.tables.setdefault((session_id, sequence_id), tables.get(sequence_id))
@@ -108,13 +108,13 @@ class BlockTables:
             del self._tables[session_id]
 
     def add_references(self, tier: pb.Tier, blocks: Array, num: int = 1) -> None:
-        """Count ``num`` more table entries, or fewer, for each of ``blocks``."""
+        """Add ``num``, which may be negative, to the reference count of each of ``blocks``."""
         self._remember(self.ref_counts[tier], blocks)
         np.add.at(self.ref_counts[tier], blocks, num)
 
     def allocate(self, tier: pb.Tier, blocks: Array, generations: Array) -> None:
-        """Give blocks a new generation: what was published of them is forgotten. Of equal blocks
-        the last one counts.
+        """Set new generations of blocks and drop their publications. Where a block is listed twice,
+        the last entry counts.
         """
         self._remember(self.generations[tier], blocks)
         self.generations[tier][blocks] = generations
@@ -167,10 +167,10 @@ class BlockTables:
 
 
 def no_table(sequence_id: int) -> str:
-    """What is said of a sequence without a table."""
+    """The error message for a sequence without a table."""
     return (
         f"sequence {sequence_id} has no block table here: it was freed, or the plan that admits "
-        "it was not started"
+        "it has not been started"
     )
 
 

@@ -1,7 +1,7 @@
 """Which sessions have ended for good, as ranges of their ordinals in the pool.
 
-Sessions are numbered from 1 as they are opened, and every one that ends is fenced, so that there
-are at most one more range than sessions open on the pool.
+Sessions are numbered from 1 as they are opened, and every one that ends is fenced, so there is at
+most one more range than there are sessions open on the pool.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class EndedSessions:
     """A set of ordinals that only grows."""
 
     def __init__(self) -> None:
-        # Range i is [_first[i], _last[i]]; ascending, and never two that touch.
+        # Range i is [_first[i], _last[i]]. Ranges ascend, and no two are adjacent.
         self._first: list[int] = []
         self._last: list[int] = []
 
@@ -23,11 +23,11 @@ class EndedSessions:
 
     @property
     def num_ranges(self) -> int:
-        """Ranges kept."""
+        """Number of ranges kept."""
         return len(self._first)
 
     def add(self, ordinal: int) -> None:
-        """Join ``ordinal`` to the ranges that it touches. Harmless when it is in one."""
+        """Add an ordinal, joining adjacent ranges. Does nothing if it is in the set."""
         if ordinal in self:
             return
         i = bisect_right(self._first, ordinal)

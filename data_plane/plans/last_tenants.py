@@ -1,4 +1,4 @@
-"""Whose data a block may hold, so that it is cleared before another tenant can read it."""
+"""Which tenant's data a block may hold, to clear it before another tenant can read it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ BlocksByTier = dict["pb.Tier", NDArray[np.int64]]
 class LastTenants:
     """The last tenant of each block, by tier.
 
-    A tenant is kept as a keyed digest of 64 bits, so that tenants that come and go cost nothing,
-    and nobody can find two that collide.
+    A tenant is kept as a digest of 64 bits, so that former tenants cost no memory. The digest is
+    keyed, so that nobody can look for two tenants whose digests collide.
     """
 
     def __init__(self, num_blocks: dict[pb.Tier, int]) -> None:
@@ -30,7 +30,7 @@ class LastTenants:
         self, tenant: str, allocated: AllocatedBlocks, transfers: Transfers
     ) -> BlocksByTier:
         """Of the blocks that a plan of ``tenant`` allocates, those that may hold another tenant's
-        data when it has run its transfers. A tier without any is left out.
+        data and that no transfer of the plan overwrites first. A tier without any is left out.
         """
         own = self._digest(tenant)
         found = {}
@@ -39,7 +39,8 @@ class LastTenants:
             last = self._last[tier][blocks]
             blocks = blocks[(last != 0) & (last != own)]
             if len(blocks):
-                # A transfer fills its block whole. One that is read too may be read before that.
+                # A transfer overwrites all of its block. A block that transfers also read may be
+                # read before it is overwritten, so it is cleared.
                 ends = transfers.destinations, transfers.sources
                 filled, read = (e.blocks[e.tiers == tier] for e in ends)
                 blocks = blocks[~np.isin(blocks, filled) | np.isin(blocks, read)]
@@ -48,12 +49,12 @@ class LastTenants:
         return found
 
     def take_over(self, tenant: str, allocated: AllocatedBlocks) -> None:
-        """What was to be cleared or filled of ``allocated`` has been given to the device."""
+        """Note the tenant of ``allocated``, once the clears and transfers are queued."""
         own = self._digest(tenant)
         for tier, new in allocated.items():
             self._last[tier][new.blocks] = own
 
     def _digest(self, tenant: str) -> int:
-        """Above 0, which stands for none."""
+        """The tenant's digest, never 0, which stands for no tenant."""
         digest = hashlib.blake2b(tenant.encode(), key=self._key, digest_size=8).digest()
         return int.from_bytes(digest, "little") or 1

@@ -1,6 +1,6 @@
 """A plan's columns as numpy arrays, and checks of whole columns at once.
 
-A plan may name thousands of blocks and spans, so that nothing here makes an object for each.
+A plan may have thousands of blocks and spans, so nothing here makes an object for each.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Mask: TypeAlias = NDArray[np.bool_]
 
 
 def ints(kind: str, column: bytes, field: str, length: int | None = None) -> NDArray[np.int64]:
-    """A column's elements as int64, so that no sum or product of them wraps around.
+    """A column's elements as int64, so that sums and products of int32 elements do not overflow.
 
-    Raises InvalidRequestError naming ``field`` when it has not ``length`` elements.
+    Raises InvalidRequestError naming ``field`` unless it has ``length`` elements, where given.
     """
     return np.asarray(columns.read(kind, column, field, length=length)).astype(np.int64)
 
 
 def limits_of_tiers(num_blocks: Mapping[pb.Tier, int]) -> NDArray[np.int64]:
-    """[256]: blocks of each tier, by what a column may hold; -1 where there is no such tier."""
+    """[256]: the number of blocks of each tier, by tier; -1 where there is no such tier."""
     limits = np.full(256, -1, np.int64)
     for tier, limit in num_blocks.items():
         limits[tier] = limit
@@ -36,13 +36,15 @@ def limits_of_tiers(num_blocks: Mapping[pb.Tier, int]) -> NDArray[np.int64]:
 
 
 def check_groups(column: bytes, length: int, field: str) -> None:
-    """Raise InvalidRequestError unless the column is empty or names layer group 0 for each."""
+    """Raise InvalidRequestError unless the column is empty or has ``length`` zeros: the pool's
+    only layer group is 0.
+    """
     if column:
         groups = ints(columns.UINT8, column, field, length)
         refuse(
             groups != 0,
             InvalidRequestError,
-            lambda i: f"there is no layer group {groups[i]}: this pool has group 0 alone",
+            lambda i: f"there is no layer group {groups[i]}: this pool has group 0 only",
             field,
         )
 

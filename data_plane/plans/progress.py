@@ -1,4 +1,4 @@
-"""How much of a plan has been written: of each layer, how many leading tokens of each span."""
+"""How much of a plan has been written: for each layer, how many tokens of each span."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvplane.errors import InvalidRequestError
 
 
 class Progress:
-    """Layers are named by their index in the shard."""
+    """The progress of one plan. A layer is given by its index in the shard."""
 
     def __init__(self, num_layers: int, num_tokens: NDArray[np.int64]) -> None:
         """``num_tokens``: [S], of each span."""
@@ -28,7 +28,7 @@ class Progress:
         return self._written[layer]
 
     def finish_layer(self, layer: int) -> None:
-        """All spans of the layer were written."""
+        """Note that all spans of the layer were written."""
         self._written[layer] = True
 
     def check_no_gap(self, layers: range, span: int, begin: int) -> None:
@@ -39,13 +39,13 @@ class Progress:
             num_written = self._num_written(layer, span)
             if num_written < begin:
                 raise InvalidRequestError(
-                    f"{num_written} tokens of the span were given so far, and these blocks begin "
-                    f"with token {begin}: give those between first",
+                    f"{num_written} tokens of the span have been written so far, and these blocks "
+                    f"begin with its token {begin}: write those between first",
                     field="first_block",
                 )
 
     def extend(self, layers: range, span: int, end: int) -> None:
-        """The tokens of a span before ``end`` were written in ``layers``."""
+        """Note that the tokens of a span before ``end`` were written in ``layers``."""
         if self._of_spans is None:
             self._of_spans = np.zeros((len(self._written), len(self._num_tokens)), np.int64)
         for layer in layers:

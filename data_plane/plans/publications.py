@@ -1,7 +1,7 @@
-"""What was published of the device tier's blocks, kept beside them for the next control plane.
+"""The publications of the device tier's blocks, kept for the next control plane.
 
-Each attribute is an array with one element for each block of the tier. A block's publication is of
-its present generation: it is forgotten when the block is allocated.
+One row of arrays for each block of the tier. A publication belongs to its block's present
+generation: it is dropped when the block is allocated again.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Scope = tuple[str, str, str]
 
 
 class Publications:
-    """Of one data plane. Not thread-safe: the executor's lock guards it."""
+    """The publications of one data plane. Not thread-safe: the executor's lock guards it."""
 
     def __init__(self, num_blocks: int, block_size_tokens: int) -> None:
         self.published: Mask = np.zeros(num_blocks, np.bool_)
-        """[num_blocks]: whether something was published of the block's present generation."""
+        """[num_blocks]: whether the block's present generation was published."""
         self.version = 0
-        """Counts the messages that marked a block, so that a check can be known to be old."""
+        """Counts the messages that published a block, which make earlier checks outdated."""
         self._block_size_tokens = block_size_tokens
         self._parents = np.zeros(num_blocks, np.int32)
         self._parent_generations = np.zeros(num_blocks, np.int64)
         self._hashes = np.zeros((num_blocks, _HASH_BYTES), np.uint8)
         self._token_ids = np.zeros((num_blocks, block_size_tokens), np.int32)
-        # In which order blocks were published last: parents come before children.
+        # The order in which blocks were last published: parents come before children.
         self._order = np.zeros(num_blocks, np.int64)
         self._next_order = 0
         self._scope_of_block = np.zeros(num_blocks, np.int64)
@@ -48,8 +48,8 @@ class Publications:
         return int(np.count_nonzero(self.published))
 
     def keep(self, message: pb.Publications, generations: NDArray[np.int64], field: str) -> int:
-        """Keep what blocks hold. Returns how many were of their block's present generation, given
-        in ``generations``; the others are ignored.
+        """Keep the publications of blocks that still have their generation, and ignore the others.
+        ``generations``: the present one of each block. Returns the number kept.
 
         Raises InvalidRequestError naming the part of ``field`` at fault, and keeps nothing then.
         """
@@ -75,7 +75,9 @@ class Publications:
     def report(
         self, generations: NDArray[np.int64], blocks_per_message: int
     ) -> Iterator[pb.Publications]:
-        """All that is kept, parents before children. ``generations``: the blocks' present ones."""
+        """All publications by scope, parents before children. ``generations``: the present one of
+        each block.
+        """
         blocks = np.flatnonzero(self.published)
         blocks = blocks[np.argsort(self._order[blocks])]
         for (tenant, namespace, hash_algorithm), number in self._scopes.items():
@@ -97,10 +99,12 @@ class Publications:
     def _check(
         self, message: pb.Publications, generations: NDArray[np.int64], field: str
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], Mask]:
-        """Indices, parents' indices and generations, and which are of a present generation."""
+        """Indices, parents' indices and generations, and which blocks still have the publication's
+        generation.
+        """
         if message.group != 0:
             raise InvalidRequestError(
-                f"there is no layer group {message.group}: this pool has group 0 alone",
+                f"there is no layer group {message.group}: this pool has group 0 only",
                 field=f"{field}.group",
             )
         for name in ("tenant", "namespace", "hash_algorithm"):
@@ -133,7 +137,7 @@ class Publications:
         refuse(
             (parents < 0) != (parent_generations == 0),
             InvalidRequestError,
-            lambda i: "a parent has a generation of at least 1, and no parent the generation 0",
+            lambda i: "must be at least 1 for a parent, and 0 where there is no parent",
             f"{field}.parent_generations",
         )
         refuse(
@@ -161,11 +165,11 @@ class Publications:
         return number
 
     def _prune(self) -> None:
-        """Forget the scopes of which nothing is published any more."""
+        """Drop the scopes in which nothing is published any more."""
         used = set(self._scope_of_block[self.published].tolist())
         self._scopes = {scope: n for scope, n in self._scopes.items() if n in used}
         self._prune_at = max(64, 2 * len(self._scopes))
 
 
 def _too_low(_: int) -> str:
-    return "generations begin with 1"
+    return "must be at least 1: generations count from 1"

@@ -1,6 +1,6 @@
-"""The sessions that are open here, the order of their plans, and which have ended for good.
+"""The open sessions and the order of their plans, and which sessions have ended for good.
 
-plan numbers of one session:   1 ─► 4 ─► 5 ─► 9        each names the one before it
+plan numbers of one session:   1 ─► 4 ─► 5 ─► 9        each plan has the number of the one before
                                receipts of the last  ▲
                                max_plans_in_flight   └ latest: runs, or was the last to finish
 """
@@ -38,33 +38,33 @@ class Run:
     batch: AttentionBatch
     allocated: AllocatedBlocks
     to_clear: BlocksByTier
-    """Blocks that another tenant's data may still be in."""
+    """Blocks that may still hold another tenant's data."""
     transfers: list[Batch]
     progress: Progress
     checked_version: int
     """The publications' version when the written blocks were last found writable."""
     cleared: bool = False
-    """Whether ``to_clear`` was given to the device, which comes before all transfers."""
-    num_transfers_given: int = 0
-    """Of ``transfers``; each is given once."""
+    """Whether the clearing of ``to_clear`` is queued, which comes before all transfers."""
+    num_transfers_queued: int = 0
+    """Of ``transfers``; each is queued once."""
     receipt: pb.SignedPayload | None = None
     used_after_receipt: bool = False
-    """Whether the device may still read its batch though it has its receipt."""
+    """Whether the device may still read the batch after the receipt."""
     failure: str = ""
     """Why there will be no receipt; empty while there may be one."""
 
     @property
     def transferred(self) -> bool:
-        """Whether all transfers were given to the kernels. Layers may only come after them."""
-        return self.cleared and self.num_transfers_given == len(self.transfers)
+        """Whether all transfers are queued. Layers may only come after them."""
+        return self.cleared and self.num_transfers_queued == len(self.transfers)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that it asks for was given to the kernels."""
+        """Whether all of the plan's transfers and layers are queued."""
         return self.transferred and self.progress.is_complete
 
     def check_transferred(self) -> None:
-        """Raise PlanOutOfOrderError unless all transfers were given to the kernels."""
+        """Raise PlanOutOfOrderError unless all transfers are queued."""
         if not self.transferred:
             raise PlanOutOfOrderError(
                 "the transfers of the session's latest plan have not all run: start it again",
@@ -81,8 +81,10 @@ class Session:
     tenant: str
     max_plans_in_flight: int
     finished: int = 0
+    """The number of the last plan that finished; 0 before the first."""
     latest: Run | None = None
     receipts: OrderedDict[int, tuple[bytes, pb.SignedPayload]] = field(default_factory=OrderedDict)
+    """Digest and receipt of the last ``max_plans_in_flight`` finished plans, by number."""
 
     @property
     def id(self) -> int:
@@ -95,14 +97,14 @@ class Session:
         return self.latest if self.latest is not None and self.latest.receipt is None else None
 
     def place(self, plan: pb.Plan, digest: bytes) -> pb.SignedPayload | Run | None:
-        """Where a plan belongs: its receipt if it has run, its run if it is running, None if it is
-        new and may start.
+        """The receipt of a plan that has run, the run of one that is running, or None for a new one
+        that may start.
 
         Raises PlanConflictError, PlanOutOfOrderError and InvalidRequestError.
         """
         if not 1 <= plan.number <= _MAX_NUMBER:
             raise InvalidRequestError(
-                f"{plan.number} is no number of a plan: they begin with 1", field="plan.number"
+                f"must be 1 to {_MAX_NUMBER}, is {plan.number}", field="plan.number"
             )
         known = self.receipts.get(plan.number)
         running = self.running
@@ -115,8 +117,8 @@ class Session:
         newest = running.number if running is not None else self.finished
         if plan.number <= newest:
             raise PlanOutOfOrderError(
-                f"plan {newest} of the session was started here, so that plan {plan.number} is "
-                "void or its receipt is no longer kept",
+                f"plan {newest} of the session was started here, so plan {plan.number} is void or "
+                "its receipt is no longer kept",
                 field="plan.number",
             )
         if plan.resync:
@@ -129,14 +131,14 @@ class Session:
             )
         if plan.previous != self.finished:
             raise PlanOutOfOrderError(
-                f"the plan follows plan {plan.previous}, and the session's last one to finish here "
-                f"is {self.finished}: start the plans between first",
+                f"the plan follows plan {plan.previous}, but the session's last plan to finish "
+                f"here is {self.finished}: start the plans between first",
                 field="plan.previous",
             )
         return None
 
     def finish(self, run: Run, receipt: pb.SignedPayload) -> None:
-        """Keep the receipt of the plan that ran."""
+        """Keep the receipt of a plan that has run."""
         run.receipt = receipt
         self.finished = run.number
         self.receipts[run.number] = (run.digest, receipt)
@@ -159,7 +161,7 @@ class Sessions:
         return [run for session in self._open.values() if (run := session.running) is not None]
 
     def open(self, grant: pb.SessionGrant) -> Session:
-        """The session of a verified grant; made when it is new.
+        """The session of a verified grant, which is opened if it is new.
 
         Raises SessionExpiredError when it has ended, InvalidRequestError for numbers out of range.
         """
@@ -184,7 +186,7 @@ class Sessions:
             self._open[session_id] = session
         elif session.ordinal != grant.ordinal:
             raise InvalidRequestError(
-                f"session {session_id} is the pool's session {session.ordinal}, not "
+                f"session {session_id} was opened with ordinal {session.ordinal}, not "
                 f"{grant.ordinal}",
                 field="grant.ordinal",
             )
@@ -195,7 +197,8 @@ class Sessions:
         session = self._open.get(session_id)
         if session is None:
             raise SessionExpiredError(
-                f"session {session_id} is not open here: it has ended, or its grant was not shown"
+                f"session {session_id} is not open here: it has ended, or its grant was not "
+                "presented yet"
             )
         return session
 
@@ -205,8 +208,8 @@ class Sessions:
         self._ended.add(ordinal)
 
     def end_all(self, *, same_key: bool) -> None:
-        """End every open session. Under another key no earlier grant is valid any more, and
-        ordinals begin anew.
+        """End every open session. With another key no earlier grant is valid any more, and ordinals
+        start over.
         """
         if same_key:
             for session in self._open.values():
@@ -219,14 +222,12 @@ class Sessions:
 def check_ordinal(ordinal: int, field: str) -> None:
     """Raise InvalidRequestError unless a session can have this ordinal."""
     if not 1 <= ordinal <= _MAX_NUMBER:
-        raise InvalidRequestError(
-            f"{ordinal} is no ordinal of a session: they begin with 1", field=field
-        )
+        raise InvalidRequestError(f"must be 1 to {_MAX_NUMBER}, is {ordinal}", field=field)
 
 
 def _check_digest(known: bytes, digest: bytes) -> None:
     if known != digest:
         raise PlanConflictError(
-            "another plan of this number was started here: it goes on when it is shown again",
+            "another plan with this number was started here: present that one again",
             field="plan.number",
         )

@@ -1,10 +1,10 @@
 """Applies a plan's changes to the block tables, checking every field and every generation.
 
-Entries of all changes are checked and counted as whole columns; the loop over changes only puts
-tables together. A plan may allocate a block that its own session still refers to, or allocate one
-twice, as long as no table refers to a former generation when all changes are made.
+Entries of all changes are checked and counted as whole columns; the loop over changes only
+assembles tables. A plan may allocate a block that its own session still refers to, or allocate one
+twice, as long as no table refers to a former generation after all changes.
 
-Run it inside ``BlockTables.transaction``: what fails half way is undone there.
+To be called inside ``BlockTables.transaction``, which undoes what fails half way.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _SET, _REPLACE, _FORK, _DROP = (
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """The blocks of one tier that a plan allocates; one may come again with a higher generation."""
+    """The blocks of one tier that a plan allocates. A block allocated twice is listed twice."""
 
     blocks: NDArray[np.int64]
     generations: NDArray[np.int64]
     former_generations: NDArray[np.int64]
-    """Those that these generations follow."""
+    """The generation of each block before the allocation."""
 
     def pairs(self) -> set[tuple[int, int]]:
         """(block, generation) of each."""
@@ -55,7 +55,7 @@ class Allocated:
 
 
 AllocatedBlocks = dict["pb.Tier", Allocated]
-"""By tier; a tier without any is not in it."""
+"""By tier; a tier without any is left out."""
 
 
 def apply_changes(tables: BlockTables, session_id: int, plan: pb.Plan) -> AllocatedBlocks:
@@ -65,7 +65,7 @@ def apply_changes(tables: BlockTables, session_id: int, plan: pb.Plan) -> Alloca
     each naming its field.
     """
     if not plan.changes.ByteSize() and not plan.resync:
-        return {}  # as in most steps that decode
+        return {}  # as in most decode steps
     changes = _Changes.read(tables, plan.changes)
     allocated = _allocate(tables, changes)
     _check_generations(tables, changes, allocated)
@@ -107,14 +107,14 @@ class _Changes:
         refuse(
             (kinds < _SET) | (kinds > _DROP),
             InvalidRequestError,
-            lambda i: f"{kinds[i]} is no kind of change: see TableChangeKind",
+            lambda i: f"{kinds[i]} is not a TableChangeKind",
             f"{_AT}.kinds",
         )
         sequence_ids = ints(columns.INT64, message.sequence_ids, f"{_AT}.sequence_ids", num)
         refuse(
             sequence_ids < 1,
             InvalidRequestError,
-            lambda i: f"{sequence_ids[i]} is no sequence: ids are at least 1",
+            lambda i: f"must be at least 1, is {sequence_ids[i]}",
             f"{_AT}.sequence_ids",
         )
         check_groups(message.groups, num, f"{_AT}.groups")
@@ -125,7 +125,9 @@ class _Changes:
             np.where(sets, limits[tiers] < 0, tiers != 0),
             InvalidRequestError,
             lambda i: (
-                f"{tiers[i]} is no tier" if sets[i] else "must be 0: only SET and REPLACE have one"
+                f"{tiers[i]} is not a tier"
+                if sets[i]
+                else "must be 0: only SET and REPLACE have a tier"
             ),
             f"{_AT}.tiers",
         )
@@ -134,9 +136,9 @@ class _Changes:
             np.where(sets, first_blocks < 0, first_blocks != 0),
             InvalidRequestError,
             lambda i: (
-                f"{first_blocks[i]} is no entry of a table"
+                f"must be at least 0, is {first_blocks[i]}"
                 if sets[i]
-                else "must be 0: only SET and REPLACE have one"
+                else "must be 0: only SET and REPLACE set entries"
             ),
             f"{_AT}.first_blocks",
         )
@@ -144,7 +146,11 @@ class _Changes:
         refuse(
             np.where(kinds == _DROP, num_blocks != 0, num_blocks < 0),
             InvalidRequestError,
-            lambda i: f"{num_blocks[i]} is no number of blocks of such a change",
+            lambda i: (
+                "must be 0: DROP has no blocks"
+                if kinds[i] == _DROP
+                else f"must be at least 0, is {num_blocks[i]}"
+            ),
             f"{_AT}.num_blocks",
         )
         num_forks = int(np.count_nonzero(kinds == _FORK))
@@ -170,15 +176,15 @@ class _Changes:
 def _read_entries(
     message: pb.TableChanges, limits: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], Mask]:
-    """Blocks, generations and whether they are allocated. ``limits``: of each entry, how many
-    blocks its tier has.
+    """Blocks, generations and whether they are allocated. ``limits``: for each entry, the number of
+    blocks in its tier.
     """
     num = len(limits)
     blocks = ints(columns.INT32, message.indices, f"{_AT}.indices", num)
     refuse(
         (blocks < 0) | (blocks >= limits),
         InvalidRequestError,
-        lambda i: f"there is no block {blocks[i]} in this tier: it has {limits[i]}",
+        lambda i: f"there is no block {blocks[i]} in this tier, which has {limits[i]} blocks",
         f"{_AT}.indices",
     )
     generations = ints(columns.INT64, message.generations, f"{_AT}.generations", num)
@@ -194,7 +200,7 @@ def _read_entries(
 
 @dataclass(slots=True)
 class _Counts:
-    """Table entries that the changes add and remove, by tier: (blocks, generations) pieces."""
+    """Table entries that the changes add and remove: pieces of tables, by tier."""
 
     added: dict[pb.Tier, list[Table]] = field(default_factory=dict)
     removed: dict[pb.Tier, list[Table]] = field(default_factory=dict)
@@ -212,7 +218,7 @@ class _Counts:
 
 
 def _allocate(tables: BlockTables, changes: _Changes) -> AllocatedBlocks:
-    """Give the allocated blocks their generations."""
+    """Set the generations of the allocated blocks."""
     allocated: AllocatedBlocks = {}
     if not changes.allocated.any():
         return allocated
@@ -231,7 +237,7 @@ def _allocate(tables: BlockTables, changes: _Changes) -> AllocatedBlocks:
         _refuse_generations(
             bad,
             changes,
-            "a plan that allocates it has to name a higher one",
+            "a plan that allocates the block has to set a higher one",
             np.where(bad, present[np.where(bad, changes.blocks, 0)], 0),
         )
         allocated[tier] = Allocated(blocks, generations, former)
@@ -240,8 +246,8 @@ def _allocate(tables: BlockTables, changes: _Changes) -> AllocatedBlocks:
 
 
 def _check_generations(tables: BlockTables, changes: _Changes, allocated: AllocatedBlocks) -> None:
-    """Entries that are not allocated must be of the present generation, or of one that this very
-    plan ends.
+    """Entries that are not allocated must have the present generation, or a former one of a block
+    that this plan allocates.
     """
     for tier, present in tables.generations.items():
         others = ~changes.allocated & (changes.entry_tiers == tier)
@@ -254,7 +260,7 @@ def _check_generations(tables: BlockTables, changes: _Changes, allocated: Alloca
             for i in np.flatnonzero(bad).tolist():
                 pair = int(changes.blocks[i]), int(changes.generations[i])
                 bad[i] = pair[1] < 1 or pair not in ended
-        _refuse_generations(bad, changes, "it was allocated again since, or never", now)
+        _refuse_generations(bad, changes, "it has been allocated again since, or never was", now)
 
 
 def _refuse_generations(
@@ -264,7 +270,7 @@ def _refuse_generations(
         bad,
         StaleGenerationError,
         lambda i: (
-            f"block {changes.blocks[i]} is of generation {present[i]}, the plan names "
+            f"block {changes.blocks[i]} has generation {present[i]}, but the plan has "
             f"{changes.generations[i]}: {reason}"
         ),
         f"{_AT}.generations",
@@ -321,13 +327,13 @@ def _set_entries(
     length = len(old.blocks) if old is not None else 0
     if first > length:
         raise InvalidRequestError(
-            f"the table has {length} entries, so that the first one set is {length} at most",
+            f"must be at most {length}, the length of the table, is {first}",
             field=f"{_AT}.first_blocks[{i}]",
         )
     end = first + len(piece.blocks)
     if end > tables.num_blocks[piece.tier]:
         raise InvalidRequestError(
-            f"the table would have {end} entries, more than its tier has blocks",
+            f"the table would have {end} entries, more than there are blocks in its tier",
             field=f"{_AT}.num_blocks[{i}]",
         )
     counts.add(piece)
@@ -350,16 +356,17 @@ def _fork(
     fork: int,
     num_blocks: int,
 ) -> Table:
-    """A copy of a parent's first entries. ``fork``: which of the plan's forks it is."""
+    """A copy of a parent's first entries. ``fork``: the index among the plan's forks."""
     parent_id = int(changes.parents[fork])
     at = f"{_AT}.parent_sequence_ids[{fork}]"
     if parent_id == sequence_id:
-        raise InvalidRequestError("a sequence can not be forked from itself", field=at)
+        raise InvalidRequestError("a sequence cannot be forked from itself", field=at)
     parent = tables.get(session_id, parent_id, at)
     if num_blocks > len(parent.blocks):
         i = np.flatnonzero(changes.kinds == _FORK)[fork]
         raise InvalidRequestError(
-            f"the parent's table has {len(parent.blocks)} entries, not {num_blocks}",
+            f"must be at most {len(parent.blocks)}, the length of the parent's table, is "
+            f"{num_blocks}",
             field=f"{_AT}.num_blocks[{i}]",
         )
     return Table(
@@ -374,10 +381,10 @@ def _check_no_stale_references(
     allocated: AllocatedBlocks,
     counts: _Counts,
 ) -> None:
-    """No table may refer to a former generation of a block that the plan allocates.
+    """Refuse the plan if a table still refers to a former generation of a block that it allocates.
 
-    All references to such a block that were there before are of former generations, and only this
-    session's can have gone since, so that what is left over is found by counting.
+    All references from before the plan are to former generations, and only this session's can have
+    been removed, so those that are left can be counted: before + added - removed.
     """
     for tier, new in allocated.items():
         left = Counter[int]()
@@ -410,7 +417,7 @@ def _refuse_stale_reference(
         if table.tier == tier and (table.generations[of_block] != generation).any():
             raise StaleGenerationError(
                 f"block {block} is allocated while the table of sequence {sequence_id} refers to "
-                "it: the plan has to drop that entry",
+                "it: the plan has to remove that entry",
                 field=at,
             )
     raise BlockInUseError(

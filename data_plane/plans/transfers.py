@@ -1,7 +1,7 @@
 """A plan's block copies and swaps: checked, then cut into batches for the kernels.
 
 The transfers of a plan run in order, and later ones may read what earlier ones wrote. Consecutive
-ones of the same direction make one call of a kernel, which keeps their order.
+transfers of the same direction make one kernel call, which keeps their order.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ class Transfers:
         refuse(
             same_tier & (sources.tiers == pb.TIER_HOST),
             InvalidRequestError,
-            lambda i: "blocks are not copied inside the host tier",
+            lambda i: "blocks cannot be copied inside the host tier",
             f"{_AT}.destination_tiers",
         )
         refuse(
             same_tier & (sources.blocks == destinations.blocks),
             InvalidRequestError,
-            lambda i: "a block can not be copied to itself",
+            lambda i: "a block cannot be copied to itself",
             f"{_AT}.destination_indices",
         )
         return cls(sources, destinations)
@@ -95,8 +95,8 @@ class Transfers:
         return len(self.sources.blocks)
 
     def check_generations(self, tables: BlockTables, allocated: AllocatedBlocks) -> None:
-        """Refuse what does not fit the tables after the plan's changes: a destination that the plan
-        does not allocate, and a source that is of a former generation. Raises StaleGenerationError.
+        """Check against the tables after the plan's changes. Raises StaleGenerationError for a
+        destination that the plan does not allocate, and for a source of another generation.
         """
         if not len(self):
             return
@@ -105,8 +105,8 @@ class Transfers:
             ~of_plan & ((self.sources.generations != present) | (present < 1)),
             StaleGenerationError,
             lambda i: (
-                f"block {self.sources.blocks[i]} is of generation {present[i]}, the plan names "
-                f"{self.sources.generations[i]}: it was allocated again since, or never"
+                f"block {self.sources.blocks[i]} has generation {present[i]}, but the plan has "
+                f"{self.sources.generations[i]}: it has been allocated again since, or never was"
             ),
             f"{_AT}.source_generations",
         )
@@ -115,14 +115,14 @@ class Transfers:
             ~of_plan,
             StaleGenerationError,
             lambda i: (
-                f"block {self.destinations.blocks[i]} is not allocated by this plan, so that it "
-                "may hold what is still needed"
+                f"block {self.destinations.blocks[i]} is not allocated by this plan with this "
+                "generation, so it may hold data that is still needed"
             ),
             f"{_AT}.destination_generations",
         )
 
     def batches(self) -> list[Batch]:
-        """To be run one after the other."""
+        """The batches, to be run in order."""
         if not len(self):
             return []
         sources, destinations = self.sources, self.destinations
@@ -142,7 +142,9 @@ class Transfers:
 def _look_up(
     ends: TransferEnds, tables: BlockTables, allocated: AllocatedBlocks
 ) -> tuple[NDArray[np.int64], Mask]:
-    """The present generation of each block, and whether the plan allocates it as it is named."""
+    """The present generation of each block, and whether the plan allocates it with the generation
+    in ``ends``.
+    """
     present = np.zeros(len(ends.blocks), np.int64)
     of_plan = np.zeros(len(ends.blocks), np.bool_)
     for tier, generations in tables.generations.items():
@@ -151,7 +153,7 @@ def _look_up(
         present[of_tier] = generations[blocks]
         if tier in allocated:
             of_plan[of_tier] = np.isin(blocks, allocated[tier].blocks)
-    # A plan may allocate a block twice, and fill it each time.
+    # A plan may allocate a block twice, and write to it each time.
     for i in np.flatnonzero(of_plan & (ends.generations != present)).tolist():
         pair = int(ends.blocks[i]), int(ends.generations[i])
         of_plan[i] = pair in allocated[cast(pb.Tier, int(ends.tiers[i]))].pairs()
@@ -171,14 +173,16 @@ def _read_ends(
     refuse(
         limits[tiers] < 0,
         InvalidRequestError,
-        lambda i: f"{tiers[i]} is no tier",
+        lambda i: f"{tiers[i]} is not a tier",
         f"{_AT}.{name}_tiers",
     )
     blocks = ints(columns.INT32, indices_column, f"{_AT}.{name}_indices", len(tiers))
     refuse(
         (blocks < 0) | (blocks >= limits[tiers]),
         InvalidRequestError,
-        lambda i: f"there is no block {blocks[i]} in this tier: it has {limits[tiers[i]]}",
+        lambda i: (
+            f"there is no block {blocks[i]} in this tier, which has {limits[tiers[i]]} blocks"
+        ),
         f"{_AT}.{name}_indices",
     )
     generations = ints(columns.INT64, generations_column, f"{_AT}.{name}_generations", len(tiers))

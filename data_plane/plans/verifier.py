@@ -1,7 +1,6 @@
-"""Checks that a signed payload was written by this pool's control plane for this very process.
+"""Checks that a signed payload was written by this pool's control plane for this process.
 
-Nothing that fails here is looked at any further, so that a forged or outdated payload never reaches
-tables or kernels.
+A payload that fails is refused here, so a forged or outdated one never reaches tables or kernels.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ _MAX_EPOCH: Final = 2**64 - 1
 
 
 class Verifier:
-    """Holds the epoch, the incarnation and the key. Signs receipts, verifies grants and plans."""
+    """Holds the epoch, the incarnation and the key. Verifies grants and plans, signs receipts."""
 
     def __init__(self, pool_id: str, shard_index: int, num_shards: int, epoch: int = 0) -> None:
-        """``epoch``: above that of the process whose place this one takes; 0 takes the clock's
+        """``epoch``: higher than that of the process that this one replaces; 0 takes the clock's
         nanoseconds.
         """
         if not 0 <= epoch <= _MAX_EPOCH:
@@ -47,17 +46,17 @@ class Verifier:
 
     @property
     def key_id(self) -> bytes:
-        """Names the key held; empty before there is one."""
+        """Identifies the key; empty before there is one."""
         return signing.key_id(self._key)
 
     def install(self, incarnation: int, key: bytes) -> None:
         """Take a control plane's key. Raises StaleIncarnationError when a higher incarnation was
-        seen.
+        seen, and InvalidRequestError for a key of the wrong length.
         """
         if incarnation < max(1, self.incarnation):
             raise StaleIncarnationError(
-                f"a control plane of incarnation {self.incarnation} was registered with, so that "
-                f"this one of {incarnation} has been replaced: stop it",
+                f"this data plane has registered with incarnation {self.incarnation} of the "
+                f"control plane, so incarnation {incarnation} has been replaced: stop that process",
                 field="incarnation",
             )
         if len(key) != signing.KEY_BYTES:
@@ -84,7 +83,7 @@ class Verifier:
 
         Raises PoolNotReadyError before there is a key, BadSignatureError, StaleEpochError,
         StaleIncarnationError, ProtocolMismatchError for another version, and InvalidRequestError
-        for a payload that does not parse, is for another pool, or has fields unknown here.
+        for a payload that does not parse, is for another pool, or has unknown fields.
         """
         return self._read(signed, signing.PLAN, pb.Plan, "plan")
 
@@ -120,9 +119,8 @@ class Verifier:
                 self._key, want_type, signed.type, signed.payload, signed.signature, field=field
             )
         except BadSignatureError:
-            # A payload for an earlier run was signed with an earlier key. It is refused either way;
-            # if it says which run it is for, the caller is told that instead, because opening
-            # another session helps then.
+            # A payload for an earlier run was signed with an earlier key. It is refused either way,
+            # but the error for an earlier run is more useful: opening another session helps.
             if signed.type == want_type:
                 self._refuse_if_stale(signed.payload, cls, field)
             raise
@@ -130,23 +128,24 @@ class Verifier:
             message = cls.FromString(signed.payload)
         except DecodeError as error:
             raise InvalidRequestError(
-                f"is no {want_type}: it does not parse", field=f"{field}.payload"
+                f"must be a {want_type}, but does not parse", field=f"{field}.payload"
             ) from error
         if message.version != PAYLOAD_VERSION:
             raise ProtocolMismatchError(
-                f"is of version {message.version}, and this data plane reads version "
+                f"the payload has version {message.version}, and this data plane reads version "
                 f"{PAYLOAD_VERSION}: run both planes from the same release",
                 field=f"{field}.version",
             )
         refuse_unknown_fields(message, field=f"{field}.payload")
         if message.pool_id != self.pool_id:
             raise InvalidRequestError(
-                f"is for pool {message.pool_id!r}, this is {self.pool_id!r}",
+                f"the payload is for pool {message.pool_id!r}, and this is {self.pool_id!r}",
                 field=f"{field}.pool_id",
             )
         if len(message.shard_epochs) != self.num_shards:
             raise InvalidRequestError(
-                f"has {len(message.shard_epochs)} epochs, and the pool {self.num_shards} shards",
+                f"must have one epoch for each of the pool's {self.num_shards} shards, has "
+                f"{len(message.shard_epochs)}",
                 field=f"{field}.shard_epochs",
             )
         self._check_run(message, field)
@@ -164,15 +163,15 @@ class Verifier:
         epoch = message.shard_epochs[self.shard_index]
         if epoch != self.epoch:
             raise StaleEpochError(
-                f"is for epoch {epoch} of this shard, which runs with {self.epoch}: open another "
-                "session",
+                f"the payload is for epoch {epoch} of this shard, which is now {self.epoch}: open "
+                "another session",
                 field=f"{field}.shard_epochs[{self.shard_index}]",
             )
         self.check_incarnation(message.session.incarnation, f"{field}.session.incarnation")
 
 
 class _Epochs:
-    """Nanoseconds since 1970, and never the same twice in a process."""
+    """Nanoseconds since 1970, strictly ascending within a process."""
 
     def __init__(self) -> None:
         self._last = 0

@@ -1,1 +1,1 @@
-"""The data plane as a gRPC server: servicer, registration, metrics and settings."""
+"""The data plane as a gRPC server: service, registration, metrics and settings."""

@@ -1,4 +1,4 @@
-"""An executor as settings ask for it: the layout read, the memory measured, the pools allocated."""
+"""Builds an executor from settings: reads the layout, measures the memory, allocates the pools."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LOGGER: Final = logging.getLogger(__name__)
 def build_executor(
     config: DataPlaneConfig, observe: Observer | None = None, kernels: Kernels | None = None
 ) -> Executor:
-    """``kernels``: those to run on; None for those of the device that the settings name.
+    """An executor for ``config``. ``kernels``: None for those of the device in ``config``.
 
-    Raises InvalidRequestError for a model, layout or device that can not be used, and
-    NeverFitsError when the machine's memory holds no block, or not those asked for.
+    Raises InvalidRequestError for a model, layout or device that cannot be used, and
+    NeverFitsError when the memory has no room for a block, or for the blocks asked for.
     """
     device = choose_device(config.device, this_machine)
     kernels = kernels if kernels is not None else kernels_of(device, config.num_threads)
@@ -82,6 +82,6 @@ def layout_from_json(path: Path) -> Layout:
         )
         return Layout(groups=groups, **fields)
     except OSError as error:
-        raise InvalidRequestError(f"{path} can not be read: {error}", field="layout") from error
+        raise InvalidRequestError(f"{path} cannot be read: {error}", field="layout") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InvalidRequestError(f"{path} is no layout: {error}", field="layout") from error
+        raise InvalidRequestError(f"{path} is not a layout: {error}", field="layout") from error

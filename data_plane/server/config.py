@@ -23,7 +23,7 @@ _ANY_HOST: Final = ("0.0.0.0", "[::]", "::")
 
 @dataclass(frozen=True, kw_only=True)
 class DataPlaneConfig(ServingConfig):
-    """Serve bytes: one pool's blocks, and the kernels that write, read and copy them."""
+    """Serve memory: the blocks of one pool, and the kernels that write, read and copy them."""
 
     control_plane: str = setting(
         "127.0.0.1:50051", help="Address of the control plane to register with, host:port."
@@ -31,13 +31,13 @@ class DataPlaneConfig(ServingConfig):
     bind: str = bind_setting("127.0.0.1:50052")
     metrics_port: int = metrics_port_setting(9102)
     advertise: str = setting(
-        "", help="Address that clients are told, host:port; empty means the one bound."
+        "", help="Address for clients to connect to, host:port; empty means the one bound."
     )
     pool_id: str = setting("default", help="The pool that this process is a shard of.")
     epoch: int = setting(
         0,
-        help="Number of this run, above that of the process whose place it takes; 0 takes the"
-        " clock. For a machine whose clock is behind.",
+        help="Number of this run, higher than that of the process that it replaces; 0 takes the"
+        " clock's nanoseconds. For a machine whose clock is behind.",
         minimum=0,
     )
     model: Path | None = setting(
@@ -54,37 +54,37 @@ class DataPlaneConfig(ServingConfig):
     )
     kv_dtype: str = setting(
         "",
-        help="Type of keys and values as stored; empty means as --dtype. For --model, whose"
-        " checkpoint may have scales for one of 8 bits.",
+        help="Type of stored keys and values; empty means the same as --dtype. For --model, whose"
+        " checkpoint may have scales for an 8-bit type.",
         choices=("", *ELEMENT_BYTES),
     )
     num_device_blocks: int = setting(
         0,
-        help="Blocks of the device tier; 0 measures the free memory.",
+        help="Blocks of the device tier; 0 for as many as the free memory allows.",
         unit="blocks",
         minimum=0,
     )
     num_host_blocks: int = setting(
         0,
-        help="Blocks of the host tier, which sequences are swapped out to; 0 for none.",
+        help="Blocks of the host tier, to which sequences are swapped out; 0 for none.",
         unit="blocks",
         minimum=0,
     )
     device: str = setting(
         "auto",
-        help='Where the device tier is and computes: "cpu", "cuda", "cuda:N", or "auto": the first'
-        " GPU that the kernels can run on, else the CPU.",
+        help='Device of the device tier and the kernels: "cpu", "cuda", "cuda:N", or "auto": the'
+        " first GPU that the kernels can run on, otherwise the CPU.",
     )
     memory_utilization: float = setting(
         0.5,
-        help="Share of the free memory that a measured pool takes.",
+        help="Share of the free memory that the pool may take if --num-device-blocks is 0.",
         unit="fraction",
         minimum=0.01,
         maximum=1.0,
     )
     reserve_bytes: int = setting(
         0,
-        help="Memory that a measured pool leaves beyond that, for the model.",
+        help="Memory taken off that share, for the model.",
         unit="bytes",
         minimum=0,
     )
@@ -95,7 +95,7 @@ class DataPlaneConfig(ServingConfig):
     control_plane_ca: Path | None = setting(
         None,
         help="PEM file of the authority that signs the control plane's certificate; none means"
-        " those that gRPC ships.",
+        " the authorities that gRPC ships with.",
     )
 
     def __post_init__(self) -> None:
@@ -104,7 +104,9 @@ class DataPlaneConfig(ServingConfig):
         if self.advertise:
             check_address(self.advertise, "advertise")
         elif self.bind.rpartition(":")[0] in _ANY_HOST:
-            raise InvalidRequestError("is needed when all addresses are bound", field="advertise")
+            raise InvalidRequestError(
+                f"must be given, because {self.bind} binds all addresses", field="advertise"
+            )
         if (self.model is None) == (self.layout is None):
             raise InvalidRequestError("give either --model or --layout", field="model")
         if not 1 <= len(self.pool_id) <= 128:
@@ -114,8 +116,8 @@ class DataPlaneConfig(ServingConfig):
 
     @property
     def control_tls(self) -> TlsOptions | None:
-        """How to reach the control plane; None means in the clear. The own certificate, if there
-        is one, shows who registers.
+        """How to reach the control plane; None for plain text. The server's own certificate, if
+        there is one, identifies this process to the control plane.
         """
         if not self.control_plane_tls:
             return None

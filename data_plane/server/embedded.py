@@ -1,7 +1,7 @@
 """A data plane inside another process: its executor is called directly, with tensors.
 
-A background thread keeps it registered and serves gRPC to everyone else. The pool's key lies in
-this process, so such a pool is for one tenant.
+A background thread keeps it registered and serves gRPC to other processes. This process holds the
+pool's key, so such a pool is for one tenant.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvplane.errors import PoolNotReadyError
 class EmbeddedDataPlane:
     """``with EmbeddedDataPlane(config) as plane: plane.executor.start(...)``.
 
-    Executor calls may come from any thread. One that is in flight when the plane stops is finished.
-    When the device fails for good the plane leaves its control plane, and every call fails.
+    Executor calls may come from any thread. A call that runs when the plane stops is finished.
+    When the device fails for good, the plane ends its registration, and every call fails.
     """
 
     def __init__(self, config: DataPlaneConfig) -> None:
@@ -47,7 +47,7 @@ class EmbeddedDataPlane:
         self.stop()
 
     def start(self, timeout_s: float = 30.0) -> Executor:
-        """Serve, and wait until the control plane knows the pool.
+        """Serve, and wait until the data plane is registered with its control plane.
 
         Raises what ``DataPlaneServer.start`` raises, and PoolNotReadyError after ``timeout_s``.
         """
@@ -57,25 +57,28 @@ class EmbeddedDataPlane:
             raise self._failure
         if not self._registered.wait(timeout_s):
             self.stop()
-            raise PoolNotReadyError(f"not registered with {self._config.control_plane} in time")
+            raise PoolNotReadyError(
+                f"the data plane could not register with {self._config.control_plane} within "
+                f"{timeout_s:g} s: see its log"
+            )
         return self.executor
 
     @property
     def executor(self) -> Executor:
         """The executor. Raises PoolNotReadyError before ``start``."""
         if self._server is None:
-            raise PoolNotReadyError("the data plane was not started")
+            raise PoolNotReadyError("the data plane has not been started: call start")
         return self._server.executor
 
     @property
     def address(self) -> str:
-        """Where its gRPC server listens, "host:port"."""
+        """Where its gRPC server listens, "host:port". Raises as ``executor`` does."""
         if self._server is None:
-            raise PoolNotReadyError("the data plane was not started")
+            raise PoolNotReadyError("the data plane has not been started: call start")
         return self._server.address
 
     def stop(self) -> None:
-        """Leave the control plane and stop serving. Harmless when called again."""
+        """End the registration and stop serving. Does nothing if it has stopped."""
         if self._loop is not None and self._stop is not None and self._thread.is_alive():
             with suppress(RuntimeError):  # it has just ended by itself
                 self._loop.call_soon_threadsafe(self._stop.set)

@@ -1,4 +1,4 @@
-"""All metrics of the data plane. What the executor counts anyway is read from it at each scrape."""
+"""All metrics of the data plane. The executor's counters are read at each scrape."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _DIRECTIONS = ("copy", "swap_out", "swap_in")
 
 
 class DataPlaneMetrics:
-    """What passes by, in a registry of its own."""
+    """The metrics of one server, in a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.rpc = RpcMetrics(self.registry)
         self.registered = Gauge(
             "kvplane_registered",
-            "1 while the registration with a control plane stands.",
+            "1 while registered with a control plane.",
             registry=self.registry,
         )
         Gauge(
             "kvplane_kernel_isa",
-            "1 for the instruction set of the CPU's kernels. A pool on a GPU only reads its host "
-            "tier with them.",
+            "1 for the instruction set of the CPU kernels, which a pool on a GPU uses only to read "
+            "its host tier.",
             ["isa"],
             registry=self.registry,
         ).labels(cpu_isa()).set(1)
         self._command_duration = Histogram(
             "kvplane_command_duration_seconds",
-            "Time that the executor takes for a command, waiting included.",
+            "Time that the executor takes for a command, waiting for the device included.",
             ["command"],
             registry=self.registry,
             buckets=LATENCY_BUCKETS_S,
@@ -47,7 +47,7 @@ class DataPlaneMetrics:
         self._command_duration.labels(name).observe(duration_s)
 
     def watch(self, executor: Executor) -> None:
-        """Export what ``executor`` knows of itself."""
+        """Export the executor's state and counters."""
         self.registry.register(_ExecutorCollector(executor))
 
 
@@ -72,14 +72,14 @@ class _ExecutorCollector(Collector):
     def _gauges(self) -> Iterator[Metric]:
         executor = self._executor
         for name, help, value in (
-            ("kvplane_open_sessions", "Sessions open here.", executor.num_sessions),
-            ("kvplane_block_tables", "Block tables kept here.", executor.num_sequences),
+            ("kvplane_open_sessions", "Open sessions.", executor.num_sessions),
+            ("kvplane_block_tables", "Block tables of all sessions.", executor.num_sequences),
             (
                 "kvplane_published_blocks",
                 "Device blocks that hold a published prefix.",
                 executor.num_published_blocks,
             ),
-            ("kvplane_epoch", "The number of this run of the process.", executor.epoch),
+            ("kvplane_epoch", "The epoch of this process.", executor.epoch),
         ):
             yield GaugeMetricFamily(name, help, value=value)
         blocks = GaugeMetricFamily("kvplane_pool_blocks", "Blocks of a tier.", labels=("tier",))
@@ -95,10 +95,14 @@ class _ExecutorCollector(Collector):
         for name, help, value in (
             ("kvplane_plans_started", "Plans started.", counters.num_plans_started),
             ("kvplane_plans_run", "Plans run to their end.", counters.num_plans_run),
-            ("kvplane_written_tokens", "Tokens written x layers.", counters.num_written_tokens),
+            (
+                "kvplane_written_tokens",
+                "Tokens written, counted once per layer.",
+                counters.num_written_tokens,
+            ),
             (
                 "kvplane_attention_tokens",
-                "Query tokens attended for x layers.",
+                "Query tokens whose attention was computed, counted once per layer.",
                 counters.num_attention_tokens,
             ),
             (

@@ -1,10 +1,10 @@
-"""Keeps this process registered with its control plane, for ever.
+"""Keeps this process registered with its control plane until it stops.
 
     Hello ─► Welcome ─┬─ resumed ──────────────────────────┬─► publications, fences, report requests
                       └─ new ─► install, report, accepted ─┘   heartbeats, finished fences, reports
 
-What ends the stream (a restart, a lost network) is followed by another attempt, after a growing
-delay that is never the same for two processes.
+When the stream ends (the control plane restarts, the network fails), it registers again after a
+delay that grows and is random, so that data planes do not all return at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 
 from data_plane.executor import Executor
-from data_plane.server.worker_thread import Lane
+from data_plane.server.worker_thread import WorkerThread
 from kvplane import protocol
 from kvplane.error_codec import from_rpc_error
 from kvplane.errors import KvplaneError, PlaneUnavailableError, StaleIncarnationError
@@ -38,24 +38,24 @@ _BLOCKS_PER_REPORT: Final = 2048
 _HEARTBEAT_RANGE_S: Final = (0.01, 3600.0)
 
 
-class Registrar:
-    """One executor's registration."""
+class RegistrationClient:
+    """Registers one executor, and does what the control plane asks."""
 
     def __init__(
         self,
         executor: Executor,
-        lane: Lane,
+        worker: WorkerThread,
         control_plane: str,
         *,
         address: str,
         tls: TlsOptions | None = None,
         on_change: Callable[[bool], Awaitable[None]],
     ) -> None:
-        """``address``: where clients reach the executor. ``on_change`` is told when the
-        registration stands and when it ends.
+        """``address``: where clients reach the executor. ``on_change`` is called with True when
+        registered and with False when a registration or an attempt has ended.
         """
         self._executor = executor
-        self._lane = lane
+        self._worker = worker
         self._channel = open_channel(control_plane, tls)
         self._stub = control_pb2_grpc.ControlPlaneServiceStub(self._channel)
         self._address = address
@@ -63,7 +63,7 @@ class Registrar:
         self._delay_s = _FIRST_DELAY_S
 
     async def run(self) -> None:
-        """Register, again and again. Ends only by being cancelled."""
+        """Register, and again whenever the registration ends. Runs until cancelled."""
         try:
             while True:
                 try:
@@ -115,27 +115,29 @@ class Registrar:
         )
 
     async def _begin(self, stream: _Stream, welcome: pb.Welcome) -> None:
-        """Go on with a control plane that knows this run, or begin anew."""
+        """Resume the registration with a control plane that knows this run, or report all blocks
+        to one that does not.
+        """
         executor = self._executor
         if welcome.resumed:
             if welcome.incarnation != executor.incarnation or not executor.key_id:
                 raise StaleIncarnationError(
-                    f"the control plane of incarnation {welcome.incarnation} resumes a "
-                    "registration that this data plane does not have: it has to begin anew",
+                    f"the control plane of incarnation {welcome.incarnation} resumed a "
+                    "registration that this data plane does not have: registering again",
                     field="welcome.resumed",
                 )
             return
-        await self._lane.run(lambda: executor.install(welcome.incarnation, welcome.key))
+        await self._worker.run(lambda: executor.install(welcome.incarnation, welcome.key))
         await self._report(stream)
         await stream.expect("report_accepted")
 
     async def _report(self, stream: _Stream) -> None:
         """Send generations and publications of all blocks."""
-        for part in await self._lane.run(partial(self._executor.report, _BLOCKS_PER_REPORT)):
+        for part in await self._worker.run(partial(self._executor.report, _BLOCKS_PER_REPORT)):
             await stream.send(pb.RegisterRequest(report=part))
 
     async def _follow(self, stream: _Stream) -> None:
-        """Do as the control plane says until the stream ends."""
+        """Handle the control plane's messages until the stream ends."""
         executor = self._executor
         num_reports = 0
         while True:
@@ -143,10 +145,10 @@ class Registrar:
             kind = response.WhichOneof("message")
             if kind == "publish":
                 publications = response.publish.publications
-                await self._lane.run(partial(executor.publish, publications))
+                await self._worker.run(partial(executor.publish, publications))
             elif kind == "fence":
                 fence = response.fence
-                await self._lane.run(partial(executor.fence, fence.session, fence.ordinal))
+                await self._worker.run(partial(executor.fence, fence.session, fence.ordinal))
                 done = pb.FenceDone(session=fence.session)
                 await stream.send(pb.RegisterRequest(fence_done=done))
             elif kind == "report_request":
@@ -156,12 +158,12 @@ class Registrar:
                 num_reports -= 1
             else:
                 raise PlaneUnavailableError(
-                    f"the control plane sent {kind} where it has no meaning: registering again"
+                    f"the control plane sent an unexpected message, {kind}: registering again"
                 )
 
 
 class _Stream:
-    """A registration stream whose failures are KvplaneErrors and whose writes take turns."""
+    """A registration stream that raises KvplaneErrors and serializes its writes."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -187,14 +189,17 @@ class _Stream:
         return message
 
     async def expect(self, kind: str) -> pb.RegisterResponse:
-        """The next message, which must be a ``kind`` and come soon."""
+        """The next message, which has to be a ``kind`` and arrive within _ANSWER_TIMEOUT_S."""
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 response = await self.receive()
         except TimeoutError:
-            raise PlaneUnavailableError(f"no {kind} for {_ANSWER_TIMEOUT_S:g} s") from None
-        if response.WhichOneof("message") != kind:
-            raise PlaneUnavailableError(f"another message came in place of {kind}")
+            raise PlaneUnavailableError(
+                f"the control plane sent no {kind} within {_ANSWER_TIMEOUT_S:g} s"
+            ) from None
+        has = response.WhichOneof("message")
+        if has != kind:
+            raise PlaneUnavailableError(f"the control plane sent {has} instead of {kind}")
         return response
 
     def cancel(self) -> None:
@@ -203,7 +208,7 @@ class _Stream:
 
 @asynccontextmanager
 async def _beating(stream: _Stream, interval_s: float) -> AsyncIterator[None]:
-    """Send heartbeats while inside. A failing one leaves it to the reader to notice."""
+    """Send heartbeats while inside. A failed send is ignored: reading the stream fails too."""
 
     async def beat() -> None:
         while True:

@@ -1,4 +1,4 @@
-"""The data plane put together: executor, servicer, gRPC server, registration, metrics."""
+"""The data plane as a process: executor, gRPC service, registration and metrics."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from data_plane.kernels.backend import Kernels
 from data_plane.server.build import build_executor
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.metrics import DataPlaneMetrics
-from data_plane.server.registration_client import Registrar
+from data_plane.server.registration_client import RegistrationClient
 from data_plane.server.service import SERVICE, DataPlaneService
-from data_plane.server.worker_thread import Lane
+from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InternalError
 from kvplane.serving.logs import frames_of
 from kvplane.serving.plane_server import PlaneServer, package_version
@@ -26,26 +26,26 @@ _LOST: Final = "the device has failed for good: only a new process can use it ag
 
 
 class DataPlaneServer(PlaneServer):
-    """A data plane that serves. Made by ``start``, ended by ``run_until_signal`` or ``stop``.
+    """A data plane that serves. Created by ``start``, ended by ``run_until_signal`` or ``stop``.
 
-    Health says NOT_SERVING until the process has first registered with a control plane, and again
-    once the device has failed for good.
+    Its health is NOT_SERVING until it has first registered with a control plane, and again once the
+    device has failed for good.
     """
 
     _registration: asyncio.Task[None]
 
     def __init__(self, config: DataPlaneConfig, kernels: Kernels | None = None) -> None:
-        """Allocate and bind, but take no calls yet; see ``start``."""
+        """Allocate the pools and bind the address; ``start`` then serves."""
         self.metrics = DataPlaneMetrics()
         self.executor = build_executor(config, self.metrics.observe_command, kernels)
         self.metrics.watch(self.executor)
         self.registered = asyncio.Event()
         self.lost = asyncio.Event()
         """The device has failed for good: only a new process can use it again."""
-        self._lane = Lane(self.executor.use_own_stream)
+        self._worker = WorkerThread(self.executor.use_own_stream)
         service = DataPlaneService(
             self.executor,
-            self._lane,
+            self._worker,
             version=package_version(),
             max_message_bytes=config.max_message_bytes,
         )
@@ -57,25 +57,25 @@ class DataPlaneServer(PlaneServer):
     async def start(
         cls, config: DataPlaneConfig, kernels: Kernels | None = None
     ) -> DataPlaneServer:
-        """Serve as ``config`` says, on the running event loop, and begin to register.
-        ``kernels``: those to run on; None for those of the device.
+        """Serve as set in ``config``, on the running event loop, and begin to register.
+        ``kernels``: None for those of the device.
 
-        Raises OSError when an address can not be bound or the port file not be written, and what
+        Raises OSError when an address cannot be bound or the port file cannot be written, and what
         ``build_executor`` raises.
         """
         self = cls(config, kernels)
         executor = self.executor
         await self._serve(serving=False)
         self._watch_device()
-        registrar = Registrar(
+        registration = RegistrationClient(
             executor,
-            self._lane,
+            self._worker,
             config.control_plane,
             address=config.advertise or self.address,
             tls=config.control_tls,
             on_change=self._on_registration,
         )
-        self._registration = asyncio.create_task(registrar.run())
+        self._registration = asyncio.create_task(registration.run())
         self._registration.add_done_callback(_log_failure)
         _LOGGER.info(
             "pool pool_id=%s epoch=%d num_device_blocks=%d num_host_blocks=%d metrics_port=%s",
@@ -93,8 +93,8 @@ class DataPlaneServer(PlaneServer):
         await self.run_until(wait_for_signal())
 
     async def run_until(self, end: Coroutine[Any, Any, object]) -> None:
-        """Serve until ``end`` returns, then stop. Raises InternalError when it was the device that
-        ended it: health has said so then, and the server has stopped too.
+        """Serve until ``end`` returns, then stop. When the device fails for good, health becomes
+        NOT_SERVING, the server stops, and InternalError is raised.
         """
         ends = [asyncio.create_task(end), asyncio.create_task(self._until_lost())]
         try:
@@ -108,13 +108,13 @@ class DataPlaneServer(PlaneServer):
             task.result()
 
     async def stop(self) -> None:
-        """Leave the control plane, then stop as every plane does."""
+        """End the registration, then stop as every plane does."""
         self._registration.cancel()
         await asyncio.gather(self._registration, return_exceptions=True)
         await super().stop()
 
     async def _finish(self) -> None:
-        await asyncio.to_thread(self._lane.close)
+        await asyncio.to_thread(self._worker.close)
         await asyncio.to_thread(self.executor.finish)
 
     async def _on_registration(self, registered: bool) -> None:
@@ -129,18 +129,18 @@ class DataPlaneServer(PlaneServer):
         raise InternalError(_LOST)
 
     def _watch_device(self) -> None:
-        """A thread that runs a command learns that the device is lost; the event loop acts."""
+        """Set ``lost`` when the device is lost, which a thread that runs a command finds out."""
         loop = asyncio.get_running_loop()
 
         def lose() -> None:
             _LOGGER.error(_LOST)
-            with suppress(RuntimeError):  # the loop has ended before
+            with suppress(RuntimeError):  # the loop has already ended
                 loop.call_soon_threadsafe(self.lost.set)
 
         self.executor.device_watch.when_lost(lose)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
-    """Registering never ends by itself, so an end is a bug."""
+    """Log why the registration ended, which only a bug can cause."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        _LOGGER.error("registering has failed error=%s", frames_of(error))
+        _LOGGER.error("registration stopped error=%s", frames_of(error))

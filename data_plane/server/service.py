@@ -1,6 +1,6 @@
 """The data plane's gRPC service: each call becomes commands of the executor, which does the work.
 
-Commands run on the lane's thread. A request of an execution stream that fails is answered in the
+Commands run on the worker thread. A request of an execution stream that fails is answered in the
 stream, which stays open.
 """
 
@@ -15,7 +15,7 @@ import grpc.aio
 
 from data_plane.executor import Executor
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
-from data_plane.server.worker_thread import Lane
+from data_plane.server.worker_thread import WorkerThread
 from kvplane import protocol
 from kvplane.attention_options import AttentionOptions
 from kvplane.error_codec import to_wire
@@ -32,7 +32,7 @@ from kvplane.v1 import data_pb2_grpc
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["DataPlaneService"].full_name
 _LOGGER: Final = logging.getLogger(__name__)
-# What a response takes beside its tensor, at most.
+# Upper bounds on what a response takes beside its tensor: in all, and for each block.
 _OVERHEAD_BYTES: Final = 1024
 _BLOCK_REF_BYTES: Final = 12
 
@@ -44,16 +44,16 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     """Serves one executor."""
 
     def __init__(
-        self, executor: Executor, lane: Lane, *, version: str, max_message_bytes: int
+        self, executor: Executor, worker: WorkerThread, *, version: str, max_message_bytes: int
     ) -> None:
         self._executor = executor
-        self._lane = lane
+        self._worker = worker
         self._version = version
         self._max_message_bytes = max_message_bytes
         self._streams = RequestStreams("data plane")
 
     def stop(self) -> None:
-        """End the streams that wait for a request, and each other one after its present answer."""
+        """End the streams that wait for a request, and every other one after its current answer."""
         self._streams.stop()
 
     async def DescribeDataPlane(
@@ -163,8 +163,8 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         source, layout = request.source, self._executor.layout
         if request.HasField("source") and source.layout_fingerprint != layout.fingerprint:
             raise LayoutMismatchError(
-                f"the blocks were read in pool {source.pool_id!r}, whose layout is another than "
-                "this pool's",
+                f"the blocks were read in pool {source.pool_id!r}, whose layout differs from this "
+                "pool's",
                 field="source.layout_fingerprint",
             )
 
@@ -185,19 +185,21 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         return await self._run(command)
 
     async def _run(self, command: Callable[[], T]) -> T:
-        """What ``command`` returns on the lane. Tensors go to and from a device outside of the
-        executor's commands, so what fails is looked into here.
+        """Run ``command`` on the worker thread and return what it returns. Its copies of tensors to
+        and from a device are not commands of the executor, so their failures are checked here.
         """
         try:
-            return await self._lane.run(command)
+            return await self._worker.run(command)
         except InternalError:
-            await self._lane.run(self._executor.device_watch.check)
+            await self._worker.run(self._executor.device_watch.check)
             raise
 
     def _start(
         self, request: pb.ReshapeAndCacheRequest | pb.PagedAttentionRequest | pb.WriteBlocksRequest
     ) -> tuple[int, int]:
-        """The session and the number of the plan, which is started."""
+        """Open the request's session and start its plan. Returns the session's id and the plan's
+        number.
+        """
         session_id = self._executor.open(request.grant)
         return session_id, self._executor.start(session_id, request.plan).number
 
@@ -211,14 +213,14 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         most = (self._max_message_bytes - _OVERHEAD_BYTES) // block_bytes
         if request.num_blocks > most:
             raise InvalidRequestError(
-                f"a message holds {most} blocks of {num_layers} layers: read fewer at a time, or "
-                "fewer layers of them",
+                f"a message has room for {most} blocks of {num_layers} layers: read fewer blocks "
+                "or layers at a time",
                 field="num_blocks",
             )
 
 
 class _ExecuteStream:
-    """What one execution stream has shown so far. Runs on the lane."""
+    """The session and plan of one execution stream. Used on the worker thread."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -235,7 +237,8 @@ class _ExecuteStream:
         if kind == "layer":
             return self._layer(request.layer)
         raise InvalidRequestError(
-            "the request holds no message that this data plane knows", field="message"
+            "must be open, plan or layer: other messages are unknown to this data plane",
+            field="message",
         )
 
     def _open(self, request: pb.OpenExecution) -> list[pb.ExecuteResponse]:
@@ -249,7 +252,7 @@ class _ExecuteStream:
         self._plan_number = None
         if self._session_id is None:
             raise InvalidRequestError(
-                "the stream is not open: the first request has to open it", field="open"
+                "the stream is not open: send an open message first", field="open"
             )
         started = self._executor.start(self._session_id, request.plan)
         self._plan_number = started.number
@@ -264,7 +267,7 @@ class _ExecuteStream:
     def _layer(self, request: pb.LayerInput) -> list[pb.ExecuteResponse]:
         if self._session_id is None or self._plan_number is None:
             raise InvalidRequestError(
-                "no plan was started on this stream: send one before its layers", field="layer"
+                "no plan was started on this stream: send a plan before its layers", field="layer"
             )
         executor = self._executor
         query = None
@@ -298,5 +301,5 @@ def _options(message: pb.AttentionOptions, field: str) -> AttentionOptions:
 def _check_group(group: int) -> None:
     if group != 0:
         raise InvalidRequestError(
-            f"there is no layer group {group}: this pool has group 0 alone", field="group"
+            f"there is no layer group {group}: this pool has group 0 only", field="group"
         )

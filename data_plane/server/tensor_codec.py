@@ -1,5 +1,5 @@
-"""Tensors from messages and back. On the CPU each way takes one copy of the data; to and from a GPU
-there is one more.
+"""Tensors from messages and back. On the CPU each direction copies the data once; a GPU needs
+another copy.
 """
 
 from __future__ import annotations
@@ -19,20 +19,15 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 def tensor_from_message(message: pb.Tensor, device: torch.device, *, field: str) -> torch.Tensor:
     """A contiguous tensor of the message's shape, on ``device``.
 
-    Raises InvalidRequestError naming the part of ``field`` that is malformed, and for a tensor in
-    shared memory, of which none is agreed on yet; InternalError when the device failed.
+    Raises InvalidRequestError naming the part of ``field`` that is malformed, or its
+    ``memory`` for shared memory, and InternalError when the device failed.
     """
-    if message.HasField("memory"):
-        raise InvalidRequestError(
-            "this data plane shares no memory with its callers: send the tensor's data",
-            field=f"{field}.memory",
-        )
     tensor = Tensor.from_proto(message, field=field)
     dtype = TORCH_DTYPES[tensor.dtype]
     if tensor.num_elements == 0:
         if any(extent >= 2**31 for extent in tensor.shape):
             raise InvalidRequestError(
-                f"no extent of {list(tensor.shape)} may be above {2**31 - 1}",
+                f"must have no extent above {2**31 - 1}, is {list(tensor.shape)}",
                 field=f"{field}.shape",
             )
         with device_errors():
@@ -45,8 +40,8 @@ def tensor_from_message(message: pb.Tensor, device: torch.device, *, field: str)
 
 
 def tensor_to_message(tensor: torch.Tensor) -> pb.Tensor:
-    """The inverse of ``tensor_from_message``. Waits for what computes the tensor, so raises
-    InternalError when that failed.
+    """The inverse of ``tensor_from_message``. Waits until the tensor is computed. Raises
+    InternalError when the device failed.
     """
     with device_errors():
         dense = tensor.detach().cpu().contiguous()

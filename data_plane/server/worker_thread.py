@@ -1,4 +1,4 @@
-"""One thread that runs an executor's commands in order, so that the event loop stays free."""
+"""One thread that runs an executor's commands in order, outside of the event loop."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Lane:
-    """Commands run one after the other, in the order in which they were given."""
+class WorkerThread:
+    """Runs commands one after the other, in the order of the calls to ``run``."""
 
     def __init__(self, begin: Callable[[], None] | None = None) -> None:
-        """``begin`` is called first, on the lane's thread."""
+        """``begin`` is called first, on the thread."""
         self._thread = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="data-plane", initializer=begin
         )
 
     async def run(self, command: Callable[[], T]) -> T:
-        """What ``command`` returns or raises. A command that was given runs, also when the caller
-        no longer waits for it.
-        """
+        """What ``command`` returns or raises. It runs even if the caller stops waiting for it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, command)
 
     def close(self) -> None:
-        """Wait for the commands given, and take no more."""
+        """Wait for the commands that were given to ``run``, and accept no more."""
         self._thread.shutdown()

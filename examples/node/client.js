@@ -48,7 +48,7 @@ async function main() {
   const { pool_ids: poolIds } = await call("ListPools", {});
   if (poolIds.length === 0) throw new Error("no pool has registered");
   const pool = await call("DescribePool", { pool_id: poolIds[0] });
-  console.log(`pool ${poolIds[0]}: ${pool.shards.length} shard, ready: ${pool.ready}`);
+  console.log(`pool ${poolIds[0]}: shards ${pool.shards.length}, ready ${pool.ready}`);
 
   const opened = await call("OpenSession", {
     pool_id: poolIds[0],

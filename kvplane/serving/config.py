@@ -32,7 +32,7 @@ def metrics_port_setting(default: int) -> Any:
 class ServingConfig:
     """Settings of a server; a plane adds its own, and gives ``bind`` and ``metrics_port`` defaults.
 
-    Raises InvalidRequestError for a bind address that is none, and for TLS files that lack others.
+    Raises InvalidRequestError for a malformed bind address, and for TLS files that need others.
     """
 
     bind: str
@@ -47,7 +47,7 @@ class ServingConfig:
     )
     max_message_bytes: int = setting(
         MAX_MESSAGE_BYTES,
-        help="Largest message taken or sent.",
+        help="Largest message accepted or sent.",
         unit="bytes",
         minimum=4096,
         maximum=2**31 - 1,
@@ -56,7 +56,7 @@ class ServingConfig:
     tls_key: Path | None = setting(None, help="PEM file of the certificate's key.")
     tls_client_ca: Path | None = setting(
         None,
-        help="PEM file of the authority that signs clients' certificates. Clients must then show"
+        help="PEM file of the authority that signs clients' certificates. Clients must then present"
         " one; to the control plane its common name is their tenant.",
     )
     log_level: str = setting("info", help="Least severe log level written.", choices=LEVELS)
@@ -64,9 +64,9 @@ class ServingConfig:
     def __post_init__(self) -> None:
         check_address(self.bind, "bind")
         if (self.tls_certificate is None) != (self.tls_key is None):
-            raise InvalidRequestError("needs --tls-key beside it", field="tls_certificate")
+            raise InvalidRequestError("must be given with --tls-key", field="tls_certificate")
         if self.tls_client_ca is not None and self.tls_certificate is None:
-            raise InvalidRequestError("needs --tls-certificate beside it", field="tls_client_ca")
+            raise InvalidRequestError("needs --tls-certificate too", field="tls_client_ca")
 
     @property
     def tls(self) -> ServerTls | None:

@@ -1,5 +1,5 @@
-"""Who a caller is. The server takes it from the connection, never from a request, since the
-prefixes it may share hang on it.
+"""Who a caller is. The server takes it from the connection, never from a request, since it
+decides which prefixes the caller shares.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ DEFAULT_TENANT: Final = "default"
 
 
 def tenant_of(context: grpc.aio.ServicerContext) -> str:  # type: ignore[type-arg]
-    """The common name of a peer that showed a client certificate, else ``DEFAULT_TENANT``.
+    """The common name of a peer that presented a client certificate, else ``DEFAULT_TENANT``.
 
     Raises UnauthenticatedError when a certificate names nobody.
     """

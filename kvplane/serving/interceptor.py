@@ -1,10 +1,10 @@
-"""One interceptor around every RPC: typed errors become gRPC statuses, everything is counted,
-nothing else leaks out.
+"""One interceptor around every RPC: typed errors become gRPC statuses, calls are counted, and
+no other error's text reaches the caller.
 
-It also decodes the requests, so that bytes which are no message of the type are the caller's error
+It also decodes the requests, so that bytes that are not the method's message are the caller's error
 (INVALID_ARGUMENT) and not the server's. On a stream the decoding error is raised by the request
-iterator, which can be read on after it; ``ServicerContext.read`` is not decoded, so servicers here
-iterate.
+iterator, which can still be read after it; ``ServicerContext.read`` is not decoded, so servicers
+here iterate.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Call:
-    """One RPC on its way through."""
+    """One RPC."""
 
     def __init__(self, metrics: RpcMetrics, method: str, decode: _Decode | None) -> None:
         self._metrics = metrics
@@ -77,7 +77,7 @@ class _Call:
             return self._decode(data)
         except DecodeError as error:
             wanted = self._method.rpartition("/")[2]
-            raise InvalidRequestError(f"the bytes are no request of {wanted}") from error
+            raise InvalidRequestError(f"the bytes are not a request of {wanted}") from error
 
     def decode_all(self, requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         """The requests on a stream, decoded as they come."""
@@ -109,7 +109,7 @@ class _Call:
             try:
                 answers = handler(decode(incoming), context)
                 if hasattr(answers, "__aiter__"):
-                    async with contextlib.aclosing(answers):  # its clean-up must not wait
+                    async with contextlib.aclosing(answers):  # it is cleaned up at once
                         async for answer in answers:
                             yield answer
                 else:  # it writes to the context instead of yielding

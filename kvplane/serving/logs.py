@@ -1,5 +1,5 @@
-"""Logs on stderr, one line a record: time, level, logger, then the message, which is written as
-words and ``key=value`` pairs.
+"""Logs on stderr, one line for each record: time, level, logger, then the message, which is written
+as words and ``key=value`` pairs.
 
 Never in a log: token ids, tensors, keys. So a caught exception is logged as its type and frames,
 without its message.

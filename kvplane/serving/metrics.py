@@ -58,10 +58,10 @@ class MetricsEndpoint:
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> MetricsEndpoint:
     """Serve ``registry`` over HTTP from a thread of its own; port 0 picks a free one. Raises
-    OSError when it can not bind.
+    OSError when it cannot bind.
     """
     try:
         server, thread = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
-        raise OSError(f"can not serve metrics on {host}:{port}: {error.strerror}") from error
+        raise OSError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
     return MetricsEndpoint(server.server_port, server, thread)

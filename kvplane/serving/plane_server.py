@@ -1,5 +1,5 @@
-"""What is the same in the servers of both planes: one service, its health and metrics, from the
-port that is bound to the last call that is answered.
+"""What the servers of both planes share: one service, its health and metrics, from binding the port
+to answering the last call.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class PlaneServer:
         add_service: Callable[[Any, grpc.aio.Server], None],
         metrics: ServerMetrics,
     ) -> None:
-        """Bind what ``config`` says, on the running event loop. ``service_name``: the full one.
-        ``add_service``: the generated function that adds the servicer.
+        """Bind the addresses of ``config``, on the running event loop. ``service_name``: the full
+        one. ``add_service``: the generated function that adds the servicer.
 
-        Raises OSError when an address can not be bound or a TLS file can not be read.
+        Raises OSError when an address cannot be bound or a TLS file cannot be read.
         """
         self._config = config
         self._service_name = service_name
@@ -103,9 +103,7 @@ class PlaneServer:
             await self._server.set_serving(service, serving)
 
     async def _announce(self) -> None:
-        """Tell whoever waits where it listens. Stops, and raises OSError, when the port file can
-        not be written.
-        """
+        """Announce the address. Stops, and raises OSError, when the port file cannot be written."""
         try:
             serving.announce(self._server, self._config.port_file)
         except OSError:
@@ -117,7 +115,7 @@ class PlaneServer:
 
 
 def package_version() -> str:
-    """The version of kvplane, as servers tell it."""
+    """The version of kvplane, as servers report it."""
     try:
         return importlib.metadata.version("kvplane")
     except importlib.metadata.PackageNotFoundError:  # run from a checkout

@@ -1,4 +1,4 @@
-"""The life of a gRPC server: bind, say where, serve until told to stop, stop gently.
+"""A gRPC server: bind, announce the address, serve until a signal comes, stop gracefully.
 
 Stopping: health says NOT_SERVING, new calls are refused, calls in flight have ``grace_s`` to end.
 """
@@ -23,7 +23,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """PEM files. With ``client_ca`` every client must show a certificate that it signed."""
+    """PEM files. With ``client_ca`` every client must present a certificate that it signed."""
 
     certificate: Path
     key: Path
@@ -55,12 +55,12 @@ class Server:
         await self.grpc_server.start()
 
     async def set_serving(self, service: str, serving: bool) -> None:
-        """Set what health says of ``service``; the empty name is the server as a whole."""
+        """Set the health of ``service``; the empty name is the server as a whole."""
         states = health_pb2.HealthCheckResponse
         await self.health.set(service, states.SERVING if serving else states.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop as the module says. Returns when every call has ended."""
+        """Stop as the module's docstring says. Returns when every call has ended."""
         await self.health.enter_graceful_shutdown()
         await self.grpc_server.stop(grace_s)
 
@@ -75,7 +75,7 @@ def build(
     """A server bound to ``bind``, "host:port"; port 0 picks a free one. Call it on the event loop
     that will serve.
 
-    Raises OSError when it can not bind or a TLS file can not be read. Messages above
+    Raises OSError when it cannot bind or a TLS file cannot be read. Messages above
     ``max_message_bytes`` are refused with RESOURCE_EXHAUSTED.
     """
     host, _, _ = bind.rpartition(":")
@@ -96,16 +96,16 @@ def build(
         else:
             port = server.add_insecure_port(bind)
     except RuntimeError as error:
-        raise OSError(f"can not listen on {bind}") from error
+        raise OSError(f"cannot listen on {bind}") from error
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     return Server(server, servicer, host, port)
 
 
 def announce(server: Server, port_file: Path | None = None) -> None:
-    """Write the port of ``server`` to ``port_file``, then log its address, for whoever waits.
+    """Write the port of ``server`` to ``port_file``, then log its address.
 
-    Raises OSError when the file can not be written.
+    Raises OSError when the file cannot be written.
     """
     if port_file is not None:
         partial = port_file.with_name(port_file.name + ".partial")
@@ -113,12 +113,12 @@ def announce(server: Server, port_file: Path | None = None) -> None:
             partial.write_text(f"{server.port}\n")
             partial.replace(port_file)  # so that a reader never sees half of it
         except OSError as error:
-            raise OSError(f"can not write port_file {port_file}: {error.strerror}") from error
+            raise OSError(f"cannot write port_file {port_file}: {error.strerror}") from error
     _LOGGER.info("listening address=%s", server.address)
 
 
 async def wait_for_signal() -> None:
-    """Wait for SIGTERM or SIGINT. Both are Python's own again afterwards, so a second one kills."""
+    """Wait for SIGTERM or SIGINT. Afterwards Python handles both again, so a second one kills."""
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -78,7 +78,7 @@ def parse(
 
 
 def log_settings(config: Any, logger: logging.Logger) -> None:
-    """Log every setting as it came out, on one line."""
+    """Log every setting's final value, on one line."""
     values = (f"{f.name}={getattr(config, f.name)!r}" for f in dataclasses.fields(config))
     logger.info("settings %s", " ".join(values))
 
@@ -157,7 +157,7 @@ def _param_type(hint: Any, metadata: Mapping[str, Any]) -> click.ParamType[Any]:
         return click.Path(path_type=Path)
     if bare is str:
         return click.STRING
-    raise TypeError(f"a setting can not be of type {hint}")
+    raise TypeError(f"a setting cannot be of type {hint}")
 
 
 def _bare_type(hint: Any) -> Any:
@@ -173,7 +173,7 @@ def _reject_unknown_variables(
     known = {option.envvar for option in command.params}
     for name in environ:
         if name.startswith(variable_prefix(program)) and name not in known:
-            raise click.UsageError(f"{name} is not a setting; --help names them all.")
+            raise click.UsageError(f"{name} is not a setting; --help lists them all.")
 
 
 def _fail(program: str, message: str) -> typing.NoReturn:

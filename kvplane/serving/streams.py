@@ -1,5 +1,5 @@
-"""Reading the requests of long-lived streams, so that those which wait can be ended at once when
-the server stops.
+"""Reading the requests of long-lived streams, so that waiting streams can be ended at once when the
+server stops.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class RequestStreams:
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """End the streams that wait for a request, and each other one after its present answer."""
+        """End the streams that wait for a request, and the others after their current answer."""
         self._stopping.set()
         for task in self._waiting:
             task.cancel()
@@ -49,5 +49,5 @@ class RequestStreams:
 
 
 def stopping_error(plane: str) -> PlaneUnavailableError:
-    """What ends a stream when this process is told to stop."""
+    """The error that ends a stream when this process stops."""
     return PlaneUnavailableError(f"the {plane} is stopping", retry_delay_s=1.0)

@@ -36,8 +36,13 @@ class ControlPlaneServiceStub(object):
     plans may be in flight; receipts that it brings are applied first. With other content it is FAILED_PRECONDITION (STEP_CONFLICT).
     - Any other number is FAILED_PRECONDITION (STEP_OUT_OF_ORDER) and changes nothing.
 
-    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. Errors that say so in their
-    description (unknown session, another incarnation) come before numbers are looked at and use up none.
+    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. After UNAVAILABLE,
+    DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and repeats it. These errors use up no number:
+
+    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message or RunStepRequest
+    has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
+    - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
+    - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
 
     A request that names a session renews its lease.
     """
@@ -136,8 +141,13 @@ class ControlPlaneServiceServicer(object):
     plans may be in flight; receipts that it brings are applied first. With other content it is FAILED_PRECONDITION (STEP_CONFLICT).
     - Any other number is FAILED_PRECONDITION (STEP_OUT_OF_ORDER) and changes nothing.
 
-    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. Errors that say so in their
-    description (unknown session, another incarnation) come before numbers are looked at and use up none.
+    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. After UNAVAILABLE,
+    DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and repeats it. These errors use up no number:
+
+    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message or RunStepRequest
+    has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
+    - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
+    - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
 
     A request that names a session renews its lease.
     """
@@ -164,22 +174,22 @@ class ControlPlaneServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenSession(self, request, context):
-        """Leases from a pool. UNAVAILABLE (POOL_NOT_READY) until all its shards have registered and reported; LAYOUT_MISMATCH when the
-        layouts differ. Repeating it opens another session; one that is not used ends by its time to live.
+        """Opens a session, which is a lease on a pool. UNAVAILABLE (POOL_NOT_READY) until all its shards have registered and reported;
+        LAYOUT_MISMATCH when the layouts differ. Repeating it opens another session; one that is not used ends by its time to live.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewSession(self, request, context):
-        """Renews a lease when there is nothing else to say. Safe to repeat.
+        """Renews a lease when there is nothing else to send. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Ends a lease and gives back all it holds once the data plane has ended the session's plans. Safe to repeat.
+        """Ends a session. Its blocks are released once the data planes have fenced it. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -208,15 +218,15 @@ class ControlPlaneServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AbortPlan(self, request, context):
-        """Aborts a plan and all later ones: each sequence is cut to the tokens whose KV was written by receipted plans, and the next step's
-        plan carries whole tables. FAILED_PRECONDITION (PLAN_RECEIPTED) if the plan has run.
+        """Aborts a plan and with it every other unreceipted plan, earlier ones too: each sequence is cut to the tokens whose KV was written
+        by receipted plans, and the next step's plan carries whole tables. FAILED_PRECONDITION (PLAN_RECEIPTED) if the plan has run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resync(self, request, context):
-        """Aborts every unreceipted plan, as AbortPlan does, and answers with a plan of whole tables.
+        """Aborts every unreceipted plan, as AbortPlan does, and answers with a plan of whole tables that must run before later ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -348,8 +358,13 @@ class ControlPlaneService(object):
     plans may be in flight; receipts that it brings are applied first. With other content it is FAILED_PRECONDITION (STEP_CONFLICT).
     - Any other number is FAILED_PRECONDITION (STEP_OUT_OF_ORDER) and changes nothing.
 
-    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. Errors that say so in their
-    description (unknown session, another incarnation) come before numbers are looked at and use up none.
+    So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. After UNAVAILABLE,
+    DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and repeats it. These errors use up no number:
+
+    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message or RunStepRequest
+    has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
+    - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
+    - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
 
     A request that names a session renews its lease.
     """

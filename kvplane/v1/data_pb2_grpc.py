@@ -28,13 +28,15 @@ if _version_not_supported:
 class DataPlaneServiceStub(object):
     """Carries out plans.
 
-    Every call shows the session's signed grant, and every call that writes shows a signed plan. A plan is started by the first call
-    that shows it: the data plane checks type, version, signature, epoch, incarnation, session, number and generations, changes its
-    block tables and runs the transfers. It has run when every layer of every span was written; then there is a receipt. A plan
-    shown again while it runs goes on from where it is, and one that has run returns its receipt and writes nothing. A block that
-    another tenant's data may still be in is cleared when a plan allocates it. Errors: DATA_LOSS (BAD_SIGNATURE); FAILED_PRECONDITION
-    (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, BLOCK_NOT_WRITABLE,
-    BLOCK_IN_USE, PROTOCOL_MISMATCH); INVALID_ARGUMENT naming the field.
+    Every call but DescribeDataPlane presents the session's signed grant, and every call that writes presents a signed plan. A plan is
+    started by the first call that presents it: the data plane checks type, version, signature, epoch, incarnation, session, number and
+    generations, changes its block tables and runs the transfers. It has run when every layer of every span was written; then there is
+    a receipt. A plan presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
+    A block that may still hold another tenant's data is cleared when a plan allocates it.
+
+    Errors: DATA_LOSS (BAD_SIGNATURE); FAILED_PRECONDITION (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED,
+    LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_IN_USE);
+    NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; INVALID_ARGUMENT naming the field.
     """
 
     def __init__(self, channel):
@@ -88,13 +90,15 @@ class DataPlaneServiceStub(object):
 class DataPlaneServiceServicer(object):
     """Carries out plans.
 
-    Every call shows the session's signed grant, and every call that writes shows a signed plan. A plan is started by the first call
-    that shows it: the data plane checks type, version, signature, epoch, incarnation, session, number and generations, changes its
-    block tables and runs the transfers. It has run when every layer of every span was written; then there is a receipt. A plan
-    shown again while it runs goes on from where it is, and one that has run returns its receipt and writes nothing. A block that
-    another tenant's data may still be in is cleared when a plan allocates it. Errors: DATA_LOSS (BAD_SIGNATURE); FAILED_PRECONDITION
-    (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, BLOCK_NOT_WRITABLE,
-    BLOCK_IN_USE, PROTOCOL_MISMATCH); INVALID_ARGUMENT naming the field.
+    Every call but DescribeDataPlane presents the session's signed grant, and every call that writes presents a signed plan. A plan is
+    started by the first call that presents it: the data plane checks type, version, signature, epoch, incarnation, session, number and
+    generations, changes its block tables and runs the transfers. It has run when every layer of every span was written; then there is
+    a receipt. A plan presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
+    A block that may still hold another tenant's data is cleared when a plan allocates it.
+
+    Errors: DATA_LOSS (BAD_SIGNATURE); FAILED_PRECONDITION (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED,
+    LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_IN_USE);
+    NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; INVALID_ARGUMENT naming the field.
     """
 
     def DescribeDataPlane(self, request, context):
@@ -210,13 +214,15 @@ def add_DataPlaneServiceServicer_to_server(servicer, server):
 class DataPlaneService(object):
     """Carries out plans.
 
-    Every call shows the session's signed grant, and every call that writes shows a signed plan. A plan is started by the first call
-    that shows it: the data plane checks type, version, signature, epoch, incarnation, session, number and generations, changes its
-    block tables and runs the transfers. It has run when every layer of every span was written; then there is a receipt. A plan
-    shown again while it runs goes on from where it is, and one that has run returns its receipt and writes nothing. A block that
-    another tenant's data may still be in is cleared when a plan allocates it. Errors: DATA_LOSS (BAD_SIGNATURE); FAILED_PRECONDITION
-    (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, BLOCK_NOT_WRITABLE,
-    BLOCK_IN_USE, PROTOCOL_MISMATCH); INVALID_ARGUMENT naming the field.
+    Every call but DescribeDataPlane presents the session's signed grant, and every call that writes presents a signed plan. A plan is
+    started by the first call that presents it: the data plane checks type, version, signature, epoch, incarnation, session, number and
+    generations, changes its block tables and runs the transfers. It has run when every layer of every span was written; then there is
+    a receipt. A plan presented again while it runs continues from where it is; one that has run returns its receipt and writes nothing.
+    A block that may still hold another tenant's data is cleared when a plan allocates it.
+
+    Errors: DATA_LOSS (BAD_SIGNATURE); FAILED_PRECONDITION (STALE_EPOCH, STALE_INCARNATION, STALE_GENERATION, SESSION_EXPIRED,
+    LAYOUT_MISMATCH, PROTOCOL_MISMATCH, PLAN_OUT_OF_ORDER, PLAN_CONFLICT, SEQUENCE_SWAPPED, BLOCK_NOT_WRITABLE, BLOCK_IN_USE);
+    NOT_FOUND (SEQUENCE_NOT_FOUND); UNAVAILABLE (POOL_NOT_READY) before the data plane has registered; INVALID_ARGUMENT naming the field.
     """
 
     @staticmethod

@@ -33,14 +33,14 @@ def taken_port() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--bind", "127.0.0.1:{port}"], "can not listen on 127.0.0.1:{port}"),
+        (["--bind", "127.0.0.1:{port}"], "cannot listen on 127.0.0.1:{port}"),
         (
             ["--bind", "127.0.0.1:0", "--metrics-port", "{port}"],
-            "can not serve metrics on 127.0.0.1:{port}: Address already in use",
+            "cannot serve metrics on 127.0.0.1:{port}: Address already in use",
         ),
         (
             ["--bind", "127.0.0.1:0", "--port-file", "/proc/no/port"],
-            "can not write port_file /proc/no/port: No such file or directory",
+            "cannot write port_file /proc/no/port: No such file or directory",
         ),
     ],
 )

@@ -362,7 +362,7 @@ def _cut_columns() -> dict[str, tuple[type[KvplaneError], str, dict[str, Any]]]:
             fields = {**whole, part: type(message)(**short)}
             cut[f"{part}.{name} one byte short"] = (
                 InvalidRequestError,
-                # A column that the others are counted by blames the first of those.
+                # When a column that sets the others' length is short, the first of those is named.
                 _BLAMED.get(f"{part}.{name}", f"plan.{part}.{name}"),
                 fields,
             )

@@ -1,6 +1,4 @@
-"""The far ends of the control plane's wires, played by hand on raw stubs: a data plane's and an
-engine's.
-"""
+"""The control plane's peers, a data plane and an engine, played by hand on raw stubs."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ Stub = Any  # a ControlPlaneServiceStub; grpc generates no types for it
 
 
 class RawShard:
-    """A data plane's end of the registration wire. It runs no plan, but can say that one ran."""
+    """A data plane's end of a registration stream. It runs no plan, but signs receipts."""
 
     def __init__(self, stub: Stub, **fields: Any) -> None:
         """``fields``: of its Hello."""
@@ -41,7 +39,7 @@ class RawShard:
         return other
 
     async def register(self) -> pb.Welcome:
-        """Say Hello and wait for the Welcome."""
+        """Send Hello and wait for the Welcome."""
         await self.send(hello=self.hello)
         answer = await self.receive()
         assert answer.WhichOneof("message") == "welcome"
@@ -70,7 +68,7 @@ class RawShard:
         return answer
 
     async def published(self, num_blocks: int) -> tpb.Publications:
-        """The next publications, which are of so many blocks."""
+        """The next publications, which must be of ``num_blocks`` blocks."""
         publications = (await self.receive()).publish.publications
         assert columns.count(columns.INT32, publications.indices) == num_blocks
         return publications
@@ -86,7 +84,7 @@ class RawShard:
         self.call.cancel()
 
     def receipt(self, plan: tpb.SignedPayload, **changes: Any) -> tpb.SignedPayload:
-        """Its statement that ``plan`` has run."""
+        """Its receipt for ``plan``."""
         what = tpb.Plan.FromString(plan.payload)
         fields = {
             "version": protocol.PAYLOAD_VERSION,
@@ -106,7 +104,7 @@ class RawShard:
 
 
 class RawSession:
-    """An engine's end: it counts its requests, and trusts the shard to have run every plan."""
+    """An engine's end: it numbers its requests, and takes every plan to have run."""
 
     def __init__(self, stub: Stub, shard: RawShard, opened: pb.OpenSessionResponse) -> None:
         self.stub = stub
@@ -134,7 +132,7 @@ class RawSession:
         return {"session": self.ref, "number": self.number, "receipts": receipts}
 
     def ran(self, answer: Any) -> Any:
-        """Take it that the answer's plan, if it has one, has run. Returns ``answer``."""
+        """Take the answer's plan, if it has one, to have run. Returns ``answer``."""
         if answer.HasField("plan"):
             self.receipts.append(self.shard.receipt(answer.plan))
         return answer

@@ -1,8 +1,8 @@
-"""A data plane that holds content, and checks what a real one must.
+"""A model of a data plane that keeps content, and asserts what a real one checks.
 
-A slot's content is stood for by the hash of the whole prefix that it was computed from, so a span
-that reads its context sees at once whether every slot before it holds exactly its own prefix. A
-wrong plan is an AssertionError, never a refusal.
+In place of keys and values a slot holds the hash of the whole prefix that it was computed from, so
+a span that reads its context sees at once whether every slot before it holds exactly its own
+prefix. A wrong plan is an AssertionError, never a refusal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BlockId = tuple[int, int]
 
 
 def pack(tokens: Sequence[int]) -> bytes:
-    """Token ids as they travel."""
+    """Token ids as a column."""
     return struct.pack(f"<{len(tokens)}i", *tokens)
 
 
@@ -198,11 +198,11 @@ class DataPlane:
             num_kv_heads=num_heads,
         )
         self.sizes = {DEVICE: num_device, HOST: num_host}
-        self.check_values = True  # that a hash stands for one prefix
+        self.check_values = True  # whether each published hash is of one prefix only
         self.restart()
 
     def restart(self) -> None:
-        """Another process: nothing is left."""
+        """Another process: all content is lost."""
         self.world.epoch += 1
         self.epoch = self.world.epoch
         self.incarnation = 0
@@ -246,7 +246,7 @@ class DataPlane:
         return welcome.resumed
 
     def report(self) -> None:
-        """Say what every block holds, in two parts."""
+        """Report what every block holds, in two parts."""
         owned: dict[tuple[str, str], list[int]] = {}
         for index, published in self.published.items():
             owned.setdefault(published.owner, []).append(index)
@@ -283,7 +283,7 @@ class DataPlane:
         )
 
     def leave(self) -> None:
-        """The registration stream breaks; what was under way on it is lost."""
+        """The registration stream breaks; messages under way on it are lost."""
         self.world.core.take_outgoing(POOL, self.index)
         self.world.core.disconnect(POOL, self.index, self.epoch)
 

@@ -1,7 +1,7 @@
 """A random walk over every call of the core, next to a data plane that checks each slot.
 
-Engines, losses, repeats, late duplicates, aborts, restarts of either plane; after every rule
-``check_integrity``.
+It has engines, losses, repeats, late duplicates, aborts and restarts of either plane, and calls
+``check_integrity`` after every rule.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvplane.v1 import control_pb2 as cpb
 
 LEASE_S = 30.0
 MAX_ENGINES = 3
-# What ends sessions ends the story: most walks must get far before it happens.
+# What ends sessions is rare, so that most walks get far before it.
 RANDOMS = st.integers(0, 2**32).map(Random)
 RARELY = st.integers(0, 11).map(lambda n: n == 11)
 
@@ -83,7 +83,7 @@ class CoreMachine(RuleBasedStateMachine):
         gone = self.pick(data)
         core, clock = self.world.core, self.world.clock
         core.tick()
-        for _ in range(3):  # never so far at once that the core takes itself for one that slept
+        for _ in range(3):  # never so far at once that the core concludes that it slept
             clock.now += LEASE_S * 0.4
             for engine in self.engines:
                 if engine is not gone:
@@ -263,14 +263,14 @@ class CoreMachine(RuleBasedStateMachine):
     # After every rule
 
     @invariant()
-    def books_balance(self) -> None:
+    def integrity_holds(self) -> None:
         if hasattr(self, "world"):
             self.world.core.check_integrity()
             for engine in self.engines:
                 engine.check()
 
     def teardown(self) -> None:
-        """When all is done and told, nothing is held and the whole pool can be had."""
+        """In the end nothing is held, and the whole pool can be allocated."""
         if not hasattr(self, "world"):
             return
         for engine in self.engines:
@@ -289,7 +289,7 @@ class CoreMachine(RuleBasedStateMachine):
     # Helpers
 
     def make_steps_possible(self, engine: Engine) -> None:
-        """Run and receipt what is in flight, if it is as much as may be."""
+        """Run and receipt what is in flight, if no more may be."""
         if len(self.world.core._sessions[engine.id].plans) >= 3:
             engine.run_all()
             engine.settle()
@@ -357,7 +357,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 def growth(rng: Random, engine: Engine, sequence_id: int) -> cpb.Operation:
-    """An append, now and then of tokens that can not be known yet or at a wrong position."""
+    """An append, now and then of tokens that cannot be known yet or at a wrong position."""
     ahead = ahead_of(engine.sequences[sequence_id])
     tokens = ahead if rng.random() < 0.7 else []
     if len(tokens) == len(ahead):

@@ -1,4 +1,4 @@
-"""A naive model of all that is not the core: the world around it, and engines that know tokens."""
+"""A naive model of what surrounds the core: its data planes, and engines that know tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OK, LATER, NEVER, FAILED = (
 
 
 class Clock:
-    """Seconds that pass when told."""
+    """Seconds, which pass only when a test adds them."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -66,7 +66,7 @@ class World:
         self.clock = Clock()
         self.config = config or CoreConfig(watermark=0.0)
         self.layout = layout
-        # What the last slot of a hashed prefix of a tenant's namespace is computed from.
+        # What the last slot of a prefix holds, by (tenant, namespace) and the prefix's hash.
         self.values: dict[tuple[tuple[str, str], bytes], int] = {}
         self.incarnation = 1
         self._random = random.Random(1)
@@ -276,12 +276,12 @@ class Engine:
 
     def deferred_tokens(self) -> cpb.DeferredTokens:
         """Tokens of computed positions that the core was not given yet."""
-        late = {i: s for i, s in self.sequences.items() if s.num_known < s.num_scheduled}
-        tokens = [s.truth[s.num_known : s.num_scheduled] for s in late.values()]
+        reserved = {i: s for i, s in self.sequences.items() if s.num_known < s.num_scheduled}
+        tokens = [s.truth[s.num_known : s.num_scheduled] for s in reserved.values()]
         return ops.deferred_tokens(
-            list(late),
-            [s.admitted_by for s in late.values()],
-            [s.num_known for s in late.values()],
+            list(reserved),
+            [s.admitted_by for s in reserved.values()],
+            [s.num_known for s in reserved.values()],
             list(map(len, tokens)),
             pack([token for each in tokens for token in each]),
         )
@@ -289,14 +289,14 @@ class Engine:
     def abort(
         self, plan_number: int, receipts: Sequence[tpb.SignedPayload] = ()
     ) -> cpb.AbortPlanResponse:
-        """Abort a plan and all after it, and believe what is left."""
+        """Abort a plan and all in flight with it, and believe what is left."""
         request = cpb.AbortPlanRequest(plan_number=plan_number, receipts=receipts)
         response: cpb.AbortPlanResponse = self.call("abort_plan", request)
         self._believe_states(response.sequences)
         return response
 
     def resync(self, receipts: Sequence[tpb.SignedPayload] = ()) -> cpb.ResyncResponse:
-        """Ask for whole tables."""
+        """Resync, which brings a plan of whole tables."""
         response: cpb.ResyncResponse = self.call("resync", cpb.ResyncRequest(receipts=receipts))
         self._believe_states(response.sequences)
         self._made(response.plan)
@@ -341,7 +341,7 @@ class Engine:
     # Plans
 
     def run_next(self, shard: int = 0, *, halfway: bool = False, skip: bool = False) -> None:
-        """Run the next plan of the queue on a shard; ``skip``: go to the next whole tables."""
+        """Run the next plan of the queue on a shard; ``skip``: that of the next whole tables."""
         waiting = [made for made in self.queue if shard not in made.ran_on]
         if skip:
             resyncs = [i for i, made in enumerate(waiting) if made.plan.resync]
@@ -353,7 +353,7 @@ class Engine:
             made.ran_on.add(shard)
             self.receipts.append(plane.receipt(made.plan, made.digest))
         elif made.plan.number < plane.started(self.id):
-            made.ran_on.add(shard)  # passed over by whole tables
+            made.ran_on.add(shard)  # superseded by whole tables
 
     def run_all(self) -> None:
         """Run every plan of the queue on every shard."""
@@ -365,7 +365,7 @@ class Engine:
     # What it believes
 
     def check(self) -> None:
-        """The core knows what this engine believes, and shards that are up to date agree."""
+        """The core agrees with what this engine believes, and so do shards that are up to date."""
         for i, sequence in self.sequences.items():
             state = self.state(i)
             assert state.num_tokens == sequence.num_known
@@ -380,12 +380,12 @@ class Engine:
                     assert plane.tables[self.id] == tables
 
     def is_current(self, plane: DataPlane) -> bool:
-        """Whether no abort waits to be told to the data plane."""
+        """Whether the data plane has run the latest plan, so that it knows of every abort."""
         session = self.world.core._sessions[self.id]
         return not session.resync_due and session.last_plan == plane.finished.get(self.id)
 
     def done_with(self, receipts: Sequence[tpb.SignedPayload]) -> int:
-        """The last plan that has run by what the core was told, these receipts included."""
+        """The last plan that has run, as far as the core knows with these receipts."""
         highest = list(self.world.core._sessions[self.id].receipted)
         for signed in receipts:
             receipt = tpb.Receipt.FromString(signed.payload)

@@ -1,4 +1,4 @@
-"""A data plane with its gRPC server, registered with a control side that the test moves."""
+"""A data plane with its gRPC server, registered with a control plane that the test plays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def config_of(folder: Path, control_plane: str, **settings: Any) -> DataPlaneCon
 
 @asynccontextmanager
 async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[DataPlaneServer, Any]]:
-    """A registered data plane and the control side that it is registered with."""
+    """A data plane, and the side of the control plane that it is registered with."""
     side = await RegisterSide().start()
     server = await DataPlaneServer.start(config_of(folder, side.address, **settings))
     try:

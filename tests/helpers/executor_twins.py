@@ -164,7 +164,7 @@ class SessionAuthor:
         others = {i for n, s in self._sequences.items() if n != chosen for i in s.blocks}
         blocks = self._take(DEVICE, missing)
         if blocks is None or others & set(sequence.blocks[sequence.num_tokens // BLOCK_SIZE :]):
-            self._give_back(blocks)
+            self._undo_take(blocks)
             return chosen
         if blocks:
             change = set_blocks(chosen, blocks, first_block=len(sequence.blocks))
@@ -179,7 +179,7 @@ class SessionAuthor:
         parent = self._sequences[chosen]
         blocks = self._take(DEVICE, 1)
         if blocks is None or parent.num_tokens % BLOCK_SIZE == 0:
-            self._give_back(blocks)
+            self._undo_take(blocks)
             return chosen
         self._next_sequence += 1
         child, last = self._next_sequence, len(parent.blocks) - 1
@@ -217,7 +217,7 @@ class SessionAuthor:
         return chosen
 
     def _drop(self, plan: Plan, chosen: int) -> int:
-        """Its blocks may be allocated again by the very same plan."""
+        """Its blocks may be allocated again by the same plan."""
         sequence = self._sequences.pop(chosen)
         plan.changes.append(drop(chosen))
         now = Plan()
@@ -231,9 +231,9 @@ class SessionAuthor:
         return chosen
 
     def _release(self, plan: Plan, tier: pb.Tier, blocks: list[int]) -> None:
-        """What no other table names is free."""
-        named = {(s.tier, i) for s in self._sequences.values() for i in s.blocks}
-        plan.freed += [(tier, index) for index in blocks if (tier, index) not in named]
+        """Free the blocks that no other table refers to."""
+        held = {(s.tier, i) for s in self._sequences.values() for i in s.blocks}
+        plan.freed += [(tier, index) for index in blocks if (tier, index) not in held]
 
     def _take(self, tier: pb.Tier, num_blocks: int) -> list[tuple[int, int]] | None:
         """Blocks with their new generations; None when there are not as many."""
@@ -248,7 +248,7 @@ class SessionAuthor:
             taken.append((index, generation))
         return taken
 
-    def _give_back(self, blocks: list[tuple[int, int]] | None) -> None:
+    def _undo_take(self, blocks: list[tuple[int, int]] | None) -> None:
         for index, _ in blocks or ():
             self._free[DEVICE].append(index)
             self._generations[DEVICE, index] -= 1

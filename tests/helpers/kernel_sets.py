@@ -35,9 +35,9 @@ def emulated_kernels(*, split_tokens: int = 64) -> Kernels:
 
 
 class LateRuntime:
-    """A device whose streams do what they were given in any order that ``order`` leaves open.
+    """A device whose streams do their work in any order that ``order`` allows.
 
-    Work waits in its stream until somebody waits for it, but for what chance lets go earlier.
+    Work stays in its stream until it is waited for; some of it, by chance, is done earlier.
     """
 
     def __init__(self, seed: int) -> None:
@@ -46,10 +46,10 @@ class LateRuntime:
         self._passed: set[object] = set()
         self._current = 0
         self.num_given = 0
-        self.let_go = 0.3
-        """The chance that work given lets some other be done."""
+        self.early_share = 0.3
+        """The probability that new work causes some that waits to be done."""
         self.failures: deque[Exception] = deque()
-        """What the next calls raise that give work or wait, in order."""
+        """What the next calls that give work or wait raise, in order."""
         self.is_lost = False
         """Whether every such call fails."""
 
@@ -89,7 +89,7 @@ class LateRuntime:
         """Put work on the current stream."""
         self.num_given += 1
         self._queues[self._current].append(("do", work))
-        while self._random.random() < self.let_go and any(self._queues):
+        while self._random.random() < self.early_share and any(self._queues):
             self._do_one()
 
     @property
@@ -118,7 +118,7 @@ class LateRuntime:
 
 
 def late_kernels(kernels: Kernels, seed: int) -> tuple[Kernels, LateRuntime]:
-    """``kernels`` with every call given to a stream, its results there only when it is done."""
+    """``kernels`` with every call put on a stream, its results set only when it is done."""
     runtime = LateRuntime(seed)
 
     def late(call: Callable[..., None]) -> Callable[..., None]:

@@ -43,7 +43,7 @@ class PlanAuthor:
         return pb.SessionRef(incarnation=self.incarnation, session_id=session_id)
 
     def grant(self, session_id: int = 1, **fields: Any) -> pb.SignedPayload:
-        """Of the pool's session of this ordinal, unless ``ordinal`` is given."""
+        """A session's grant, its ordinal the session's id unless ``ordinal`` is given."""
         values: dict[str, Any] = {
             "version": PAYLOAD_VERSION,
             "session": self.session(session_id),
@@ -238,7 +238,7 @@ def tokens(num_tokens: int, num_heads: int = 2, *, seed: int = 0) -> torch.Tenso
 
 
 def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal attention in float64 of the last queries of a sequence over all of it.
+    """Causal attention in float64 of a sequence's last query tokens over all of it.
 
     query [Q, H, D], key and value [T, Hkv, D]. Returns [Q, H, D].
     """

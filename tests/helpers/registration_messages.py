@@ -1,4 +1,4 @@
-"""What data planes say on their registration streams, made by hand: hellos and block reports."""
+"""Data planes' messages on registration streams, made by hand: hellos and block reports."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def chain(tokens: Iterable[int], placed: Iterable[tuple[int, int]], **owner: str
 
 
 def publications(prefixes: Iterable[Prefix], **fields: Any) -> tpb.Publications:
-    """As they are published and reported."""
+    """As a message, as they are published and reported."""
     prefixes = list(prefixes)
     defaults = {
         "tenant": TENANT,

@@ -1,4 +1,4 @@
-"""Registration by itself, and data planes that say to it what a test has them say."""
+"""Registration by itself, and data planes that send it what a test chooses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class World:
 
 
 class Plane:
-    """A data plane's process, as far as its registration goes."""
+    """A data plane's process, of which only registration is played."""
 
     def __init__(self, world: World, **fields: Any) -> None:
         self.world = world

@@ -118,7 +118,7 @@ def numbered(request: Any) -> Any:
 
 
 def answer_step(request: Any) -> Any:
-    """A plan called after the request's number."""
+    """An answer whose plan holds the request's number."""
     plan = plan_of(numbered(request).number)
     if isinstance(request, cpb.RunStepRequest):
         return cpb.RunStepResponse(result=cpb.StepResult(plan=plan))

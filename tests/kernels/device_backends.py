@@ -1,6 +1,6 @@
 """The backends `emulated` and `cuda`, for tensors on the CPU.
 
-Tensors come and go on the CPU, as the cases make them; `cuda` moves them there and back.
+Arguments and results are on the CPU, as the cases make them; `cuda` moves them there and back.
 KVPLANE_DEVICE_BACKEND chooses: `emulated` (the default) needs a C++ compiler, `cuda` a GPU and a
 build of csrc with KVPLANE_CUDA=ON.
 """

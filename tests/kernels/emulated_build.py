@@ -1,6 +1,7 @@
-"""Compiles the CUDA sources for the emulator with the C++ compiler, each once for what it includes.
+"""Compiles the CUDA sources for the emulator with the C++ compiler.
 
-What is built lies under build/emulated/, named by the digest of the sources and flags.
+The results are in build/emulated/, named by the digest of the sources, what they include and the
+flags, so that each is compiled once.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def build(
 ) -> Path:
     """Compiles ``sources`` and links them; returns the file.
 
-    csrc: the tree of the sources' headers. flags: more than FLAGS.
+    csrc: the folder of the sources' headers. flags: in addition to FLAGS.
     watched: flags for all but the emulator's own files, which ThreadSanitizer must not see.
     """
     KEPT.mkdir(parents=True, exist_ok=True)
@@ -90,7 +91,7 @@ def build(
 
 
 def included(source: Path, folders: Sequence[Path]) -> list[Path]:
-    """The file and all of ours that it includes, in order."""
+    """The file and all files of csrc that it includes, in order."""
     found = {source: None}
     waiting = [source]
     while waiting:
@@ -106,8 +107,8 @@ def included(source: Path, folders: Sequence[Path]) -> list[Path]:
 
 
 def made(path: Path, command: Sequence[str]) -> Path:
-    """The file, by the command with -o where there is none. Processes that want the same file wait
-    for the first of them.
+    """The file; if there is none, the command makes it with -o. Processes that want the same file
+    wait for the first of them.
     """
     with path.with_name(f"{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

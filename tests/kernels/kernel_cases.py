@@ -144,7 +144,7 @@ class Batch:
 
 
 def build(case: Case) -> Batch:
-    """Random tensors; blocks of the sequences lie scattered among blocks of nobody."""
+    """Random tensors; the sequences' blocks lie scattered among unused ones."""
     rng = torch.Generator().manual_seed(case.seed)
     num_heads, num_kv_heads = case.heads
     context_lens = torch.tensor([context for _, context in case.lens])
@@ -164,7 +164,7 @@ def build(case: Case) -> Batch:
         return torch.randn(shape, generator=rng).to(case.dtype)
 
     def scales() -> torch.Tensor | None:
-        """Of numbers near 1, so that e4m3 is used up to its largest; None = 1."""
+        """Scales with which numbers near 1 reach the largest of e4m3; None means 1."""
         count = {None: 0, "tensor": 1, "head": num_kv_heads}[case.scales]
         return 0.008 * 4 ** torch.rand(count, generator=rng) if count else None
 
@@ -202,7 +202,7 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @lru_cache(maxsize=64)
 def _expected(case: Case) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """The output and lse in float64, and torch's largest error; kept for other kernels' turn."""
+    """The output and lse in float64, and torch's largest error; cached for the other kernels."""
     batch = build(case)
     exact, exact_lse = batch.oracle(torch.float64)
     rounded, _ = batch.oracle(case.dtype)

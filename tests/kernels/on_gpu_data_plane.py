@@ -105,7 +105,7 @@ def test_a_planted_fault_is_noticed(fault: str) -> None:
 
 
 def run_a_prompt(side: Side) -> None:
-    """Also loads the kernels that a later plan of 12 tokens takes: loading one may wait."""
+    """Also loads the kernels that a later plan of 12 tokens takes, because loading may block."""
     side.start(1, 1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
     for layer in LAYERS:
         side.layer(1, layer, *qkv(12))

@@ -1,4 +1,4 @@
-"""What the kernels mean, in plain torch and float64.
+"""The kernels' definitions, in plain torch and float64.
 
 Arguments and results are described in ``data_plane.kernels.arguments``.
 """
@@ -57,7 +57,7 @@ def paged_attention(
 def gather(
     pages: torch.Tensor, table: torch.Tensor, context_len: int, window: int, query_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a sequence, [num_kv_heads, context_len, head_size] each; 0 where no row looks."""
+    """K and V of a sequence, [num_kv_heads, context_len, head_size] each; 0 if no query looks."""
     num_kv_heads, block_size, head_size = pages.shape[2:]
     key = pages.new_zeros((num_kv_heads, context_len, head_size))
     value = torch.zeros_like(key)

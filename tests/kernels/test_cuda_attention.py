@@ -106,7 +106,7 @@ def test_random_batches_are_right(backend: DeviceBackend, case: Case) -> None:
 @pytest.mark.parametrize("num_sequences", (31, 32, 33, 70, 1100))
 def test_batches_of_many_sequences_are_right(num_sequences: int) -> None:
     rng = random.Random(num_sequences)
-    # Of very many, most have no rows: those are quick, and still in the plan.
+    # Most of the many have no query tokens: these are quick, and still in the plan.
     busy = [rng.random() < 40 / num_sequences for _ in range(num_sequences)]
     contexts = [rng.choice((1, 5, 70)) for _ in range(num_sequences)]
     lens = tuple(

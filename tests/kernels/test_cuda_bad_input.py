@@ -1,4 +1,4 @@
-"""What a device alone can read is checked there: nothing out of range is followed, and it is told.
+"""What only the device can read is checked there: nothing out of range is used, and it is reported.
 
 Shapes, types and sizes are refused before a launch, naming the tensor.
 """
@@ -97,7 +97,7 @@ def test_more_rows_than_were_announced_are_told(backend: DeviceBackend) -> None:
 
 
 BAD_BEFORE: dict[str, dict[str, Any]] = {
-    "query: must be of": {"query": torch.zeros(41, 4, 16, dtype=torch.float64)},
+    "query: must have dtype": {"query": torch.zeros(41, 4, 16, dtype=torch.float64)},
     "query: must be [41, 4, 16]": {"query": torch.zeros(41, 4, 8)},
     "query: must have a multiple": {"query": torch.zeros(41, 3, 16)},
     "query: must be contiguous": {"query": torch.zeros(41, 16, 4).transpose(1, 2)},
@@ -105,10 +105,10 @@ BAD_BEFORE: dict[str, dict[str, Any]] = {
     "pages: must hold K and V": {"pages": torch.zeros(9, 3, 2, 16, 16)},
     "pages: must have a head size": {"pages": torch.zeros(9, 2, 2, 16, 12)},
     "pages: must hold": {"pages": torch.zeros(9, 2, 0, 16, 16)},
-    "block_tables: must be of": {"block_tables": torch.zeros(2, 3)},
+    "block_tables: must have dtype": {"block_tables": torch.zeros(2, 3)},
     "block_tables: must be [2, 3]": {"block_tables": torch.zeros(3, 3, dtype=I64)},
     "query_starts: must be [3]": {"query_starts": torch.tensor([0, 41])},
-    "context_lens: must be of": {"context_lens": torch.tensor([20, 41]).int()},
+    "context_lens: must have dtype": {"context_lens": torch.tensor([20, 41]).int()},
     "options.alibi_slopes: must be none or 4": {
         "options": AttentionOptions(alibi_slopes=(0.0,) * 2)
     },

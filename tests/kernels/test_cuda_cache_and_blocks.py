@@ -1,6 +1,6 @@
 """Caching and copies by the CUDA kernels: the tests of the CPU's, on another backend.
 
-One of them is left out: of equal slots in one call, a device leaves it open which token stays.
+One of them is left out: when two tokens of a call have the same slot, a device may keep either.
 """
 
 from __future__ import annotations

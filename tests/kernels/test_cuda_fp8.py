@@ -166,7 +166,7 @@ def test_queries_of_any_magnitude_are_taken_as_exactly(query_len: int) -> None:
     case = Case(lens=((query_len, 50),), dtype=torch.bfloat16, pages_dtype=E4M3, heads=(4, 1))
     batch = build(case)
     for power in (2.0**-120, 2.0**-20, 2.0**20, 2.0**100):
-        query = batch.query * power  # The smallest of them lose bits here, as bf16.
+        query = batch.query * power  # As bf16, the smallest lose bits here.
         out, lse = replace(batch, query=query, scale=batch.scale / power).attend()
         ordinary = replace(batch, query=(query.double() / power).bfloat16())
         expected, expected_lse = ordinary.attend()

@@ -13,7 +13,7 @@ WATCH_RACES = ("-DKVPLANE_WATCH_RACES",)
 RACE_FOUND = 66  # ThreadSanitizer's exit code
 
 SOUND = ("exchange", "copies", "sums", "products")
-# Case: what is said of it.
+# Case: what the emulator says of it.
 FAULTY = {
     "missing_barrier": "wrong answer",
     "write_after_read": "wrong answer",

@@ -35,7 +35,7 @@ every_cpu_isa = pytest.mark.usefixtures("every_cpu_isa")
 
 
 def on_each_isa() -> Iterator[str]:
-    """Inside a test: the sets share what is expected of them."""
+    """Every instruction set in turn, within one test, which computes what is expected once."""
     before = native.cpu_isa()
     try:
         for isa in native.cpu_isas():

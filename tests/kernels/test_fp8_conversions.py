@@ -1,4 +1,4 @@
-"""Numbers become fp8 and fp32 again bit for bit as torch says, but that too large ones saturate."""
+"""Numbers become fp8 and fp32 again bit for bit as in torch, but too large ones saturate."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def stored(
 
 
 def loaded(codes: torch.Tensor, query_dtype: torch.dtype) -> torch.Tensor:
-    """What values in pages are to attention: the one token that a row sees has the weight 1."""
+    """Values in pages as attention reads them: the only token that a query sees has weight 1."""
     pages = torch.zeros((1, 2, 1, 1, codes.numel()), dtype=codes.dtype)
     pages[0, 1, 0, 0] = codes
     query = torch.zeros((1, 1, codes.numel()), dtype=query_dtype)

@@ -76,7 +76,7 @@ def test_both_of_flashinfers_decode_kernels_are_peers(
     asked: list[bool] = []
 
     class Wrapper:
-        """The wheel is not here: takes what the real one is given."""
+        """Stands in for FlashInfer's, which is not installed here."""
 
         def __init__(self, workspace: torch.Tensor, layout: str, use_tensor_cores: bool) -> None:
             assert layout == "HND"
@@ -93,7 +93,7 @@ def test_both_of_flashinfers_decode_kernels_are_peers(
     for name in ("flashinfer", "flashinfer_tensor_cores"):
         made[name]()
     assert asked == [False, True]
-    # Of longer rows there is one kernel.
+    # For several new tokens there is one kernel.
     made = peers.peers_of(Problem(Shape(2, 40, 4, 2, 32, kv_dtype=kv_dtype, new=3), CPU))
     assert "flashinfer" in made and "flashinfer_tensor_cores" not in made
 
@@ -120,7 +120,7 @@ def test_right_rows_see_their_past_and_no_more() -> None:
     problem = Problem(shape, CPU)
     before = problem.right_rows()
     last = problem.tables[1, 2]
-    problem.pages[last, :, :, 0] = 0  # Position 32, which only the last row of the last sees.
+    problem.pages[last, :, :, 0] = 0  # Position 32: only the last token sees it.
     changed = (problem.right_rows() != before).flatten(1).any(dim=1)
     assert changed.tolist() == [False] * 5 + [True]
 

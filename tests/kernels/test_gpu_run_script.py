@@ -30,7 +30,7 @@ for name, module in list(sys.modules.items()):
     if name.split(".")[0] not in known and not is_ours:
         print(name.split(".")[0])
 """
-# In place of a GPU's machine: an interpreter whose tests fail, and a sanitizer that finds a race.
+# In place of a machine with a GPU: an interpreter whose tests fail, a sanitizer that finds a race.
 _PYTHON = """#!/bin/sh
 echo "python $*" >>"$CALLS"
 case "$*" in *"-m pytest"*) echo "3 failed"; exit 1 ;; *gpu.measure*) echo "measured" ;; esac
@@ -50,7 +50,7 @@ def run_script(tmp_path: Path, *words: str, **more: str) -> subprocess.Completed
         "PYTHON": sys.executable,
         "BUILD": str(tmp_path / "build"),
         "OUT": str(tmp_path / "out"),
-        "CUDA_VISIBLE_DEVICES": "",  # Where there is a GPU, it is not to be seen.
+        "CUDA_VISIBLE_DEVICES": "",  # A GPU that is there must not be seen.
     }
     return subprocess.run(
         [str(SCRIPT), *words], env=env | more, capture_output=True, text=True, check=False

@@ -46,7 +46,7 @@ def without_memory(*shape: int) -> torch.Tensor:
 
 
 BAD_ATTENTION: dict[str, dict[str, Any]] = {
-    "query: must be of float32": {"query": torch.zeros(4, 4, 16, dtype=torch.float64)},
+    "query: must have dtype float32": {"query": torch.zeros(4, 4, 16, dtype=torch.float64)},
     "query: must be [4, 4, 16]": {"query": torch.zeros(4, 4, 8)},
     "query: must be [num_tokens": {"query": torch.zeros(4, 64)},
     "query: must have a multiple": {"query": torch.zeros(4, 5, 16)},
@@ -57,19 +57,19 @@ BAD_ATTENTION: dict[str, dict[str, Any]] = {
     "pages: must have memory": {"pages": without_memory(9, 2, 2, 16, 16)},
     "query: must be a dense": {"query": torch.zeros(4, 4, 16).to_sparse()},
     "pages: must be [num_blocks": {"pages": torch.zeros(4, 2, 16, 16)},
-    "pages: must be of float32": {"pages": torch.zeros(9, 2, 2, 16, 16, dtype=torch.uint8)},
+    "pages: must have dtype float32": {"pages": torch.zeros(9, 2, 2, 16, 16, dtype=torch.uint8)},
     "pages: must hold K and V": {"pages": torch.zeros(9, 3, 2, 16, 16)},
     "pages: must hold K and V of": {"pages": torch.zeros(9, 2, 0, 16, 16)},
     "pages: must have a head size": {"pages": torch.zeros(9, 2, 2, 16, 12)},
     "pages: must have a head size that": {"pages": torch.zeros(9, 2, 2, 16, 264)},
     "pages: must be contiguous": {"pages": torch.zeros(9, 2, 2, 16, 16).transpose(3, 4)},
-    "block_tables: must be of int32": {"block_tables": torch.zeros(2, 3)},
+    "block_tables: must have dtype int32": {"block_tables": torch.zeros(2, 3)},
     "block_tables: must be [num_sequences": {"block_tables": torch.zeros(3, dtype=I64)},
     "block_tables: must be [2, 3]": {"block_tables": torch.zeros(3, 3, dtype=I64)},
     "block_tables[0, 0]: must be at least 0": {"block_tables": torch.full((2, 3), -1)},
     "block_tables[0, 0]: must": {"block_tables": torch.full((2, 3), 2**62)},
     "context_lens[0]: must be": {"block_tables": torch.zeros(2, 1, dtype=I64)},
-    "query_starts: must be of int64": {"query_starts": torch.tensor([0.0, 1.0, 4.0])},
+    "query_starts: must have dtype int64": {"query_starts": torch.tensor([0.0, 1.0, 4.0])},
     "query_starts: must be [3]": {"query_starts": torch.tensor([0, 4])},
     "query_starts[0]: must": {"query_starts": torch.tensor([1, 2, 4])},
     "query_starts[2]: must be at least 4 and below 5, is 3": {
@@ -79,7 +79,7 @@ BAD_ATTENTION: dict[str, dict[str, Any]] = {
     "query_starts[2]: must be at least 3": {"query_starts": torch.tensor([0, 3, 2])},
     "query_starts[1]: must": {"query_starts": torch.tensor([0, 2**63 - 1, -(2**63)])},
     "context_lens: must be [num_sequences]": {"context_lens": torch.tensor([[20, 33]])},
-    "context_lens: must be of int64": {"context_lens": torch.tensor([20, 33]).int()},
+    "context_lens: must have dtype int64": {"context_lens": torch.tensor([20, 33]).int()},
     "context_lens[0]: must be at least 1": {"context_lens": torch.tensor([0, 33])},
     "context_lens[0]: must be at least": {"context_lens": torch.tensor([-5, 33])},
     "context_lens[1]: must be at least 3 and below 81": {
@@ -96,7 +96,7 @@ BAD_SCALES: dict[str, torch.Tensor] = {
     "must be [2], is [3]": torch.ones(3),
     "must be [2], is [0]": torch.ones(0),
     "must be [1] or [num_kv_heads]": torch.ones(2, 1),
-    "must be of float32": torch.ones(2, dtype=torch.float64),
+    "must have dtype float32": torch.ones(2, dtype=torch.float64),
     "must be a tensor": [1.0],  # type: ignore[dict-item]
     "must be a dense tensor on cpu": torch.ones(2, device="meta"),
     "must be finite and above 0": torch.tensor([1.0, 0.0]),
@@ -135,11 +135,11 @@ def test_only_fp8_pages_have_scales(dtype: torch.dtype, field: str) -> None:
 def test_queries_keys_and_values_are_never_fp8() -> None:
     for arguments in (attention(), attention(pages=torch.zeros(9, 2, 2, 16, 16, dtype=E4M3))):
         arguments["query"] = arguments["query"].to(E4M3)
-        with pytest.raises(InvalidRequestError, match="query: must be of float32"):
+        with pytest.raises(InvalidRequestError, match="query: must have dtype float32"):
             attend(**arguments)
     for name in ("key", "value"):
         narrow = torch.zeros(3, 2, 16, dtype=E4M3)
-        with pytest.raises(InvalidRequestError, match=f"{name}: must be of float32"):
+        with pytest.raises(InvalidRequestError, match=f"{name}: must have dtype float32"):
             write(**caching(**{name: narrow}))
 
 
@@ -166,12 +166,12 @@ def caching(**changed: Any) -> dict[str, Any]:
 
 BAD_CACHING: dict[str, dict[str, Any]] = {
     "key: must be [3, 2, 16]": {"key": torch.zeros(2, 2, 16)},
-    "key: must be of": {"key": torch.zeros(3, 2, 16, dtype=torch.int32)},
+    "key: must have dtype": {"key": torch.zeros(3, 2, 16, dtype=torch.int32)},
     "key: must be contiguous": {"key": torch.zeros(3, 2, 32)[:, :, ::2]},
     "value: must be [3, 2, 16]": {"value": torch.zeros(3, 1, 16)},
     "value: must be [num_tokens": {"value": torch.zeros(3, 32)},
     "pages: must be [num_blocks": {"pages": torch.ones(4, 1, 2, 2, 8, 16)},
-    "slots: must be of int64": {"slots": torch.tensor([0, 31, 2]).int()},
+    "slots: must have dtype int64": {"slots": torch.tensor([0, 31, 2]).int()},
     "slots: must be [num_tokens]": {"slots": torch.tensor([[0, 31, 2]])},
     "slots[1]: must be at least 0 and below 32, is 32": {"slots": torch.tensor([0, 32, 2])},
     "slots[2]: must": {"slots": torch.tensor([0, 1, 2**63 - 1])},

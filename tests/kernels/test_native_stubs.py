@@ -42,7 +42,7 @@ def argument_names(function: ast.FunctionDef) -> list[str]:
 
 def signature(function: object) -> tuple[bool, list[str], str]:
     """Of a function of pybind11, from the first line of its docstring: whether all its arguments
-    are by keyword, their names, and the type of its result.
+    are keyword-only, their names, and the type of its result.
     """
     line = (function.__doc__ or "").strip().splitlines()[0]
     found = re.fullmatch(r"\w+\((?P<arguments>.*)\) -> (?P<result>.+)", line)

@@ -1,4 +1,4 @@
-"""The same bytes and query rows give the same bits, whatever else is in the batch or runs it."""
+"""The same pages and queries give the same bits, whatever else is in the batch or runs it."""
 
 from __future__ import annotations
 

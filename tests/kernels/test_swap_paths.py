@@ -122,7 +122,7 @@ def test_the_path_depends_on_the_bytes_of_a_run(native: ModuleType) -> None:
         assert torch.equal(destination.whole, expected)
     one_large = Pool(10, ENGINE_BYTES), Pool(10, ENGINE_BYTES)
     assert swap(native, *one_large, scattered) == 0
-    # With room between the blocks a run is no single piece.
+    # With room between the blocks a run is not contiguous.
     apart = Pool(10, block_bytes, 16), Pool(10, block_bytes)
     assert swap(native, *apart, torch.tensor([[0, 0], [1, 1], [2, 2], [3, 3]])) == 1
 
@@ -167,7 +167,7 @@ def test_many_pages_are_gathered_and_scattered(native: ModuleType) -> None:
 def test_the_last_of_several_pairs_into_a_block_stays(native: ModuleType, mapped: bool) -> None:
     native.set_host_memory_is_mapped(mapped)
     source, destination = Pool(4, 64), Pool(4, 64)
-    # Only it is copied: the others would take a second launch, and none says which comes last.
+    # Only the last pair is copied: others would take a second launch, or leave the order open.
     pairs = torch.tensor([[0, 2], [3, 2]] * 1200 + [[1, 2], [0, 1]])
     assert swap(native, source, destination, pairs) == int(mapped)
     assert torch.equal(destination.blocks[2], source.blocks[1])

@@ -22,6 +22,9 @@ LAYOUT = "test_layout.py"
 SCALES = "test_kv_scales.py"
 CLEARED = "test_cleared_blocks.py"
 ENDED = "test_ended_sessions.py"
+TENANTS = "test_last_tenants.py"
+PROGRESS = "test_progress.py"
+TRANSFERS = "test_transfers.py"
 
 # Fault: the file of tests that must notice it.
 BASIC = {
@@ -48,8 +51,10 @@ MORE = {
     "ref_counts_not_kept": CLEARED,
     "unknown_fields_ignored": REJECTIONS,
     "clearing_of_one_tier_only": CLEARED,
+    "blocks_read_before_they_are_filled": TENANTS,
     "clearing_after_the_transfers": STREAMS,
     "tenant_taken_over_early": FAILURES,
+    "spans_written_shrink": PROGRESS,
     "gaps_in_blocks_allowed": EXECUTOR,
     "layers_written_again_after_the_end": EXECUTOR,
     "refused_plans_not_undone": REJECTIONS,
@@ -57,6 +62,7 @@ MORE = {
     "order_unchecked": INVARIANTS,
     "ended_ranges_grow_together": ENDED,
     "ended_sessions_forgotten_under_the_same_key": SESSIONS,
+    "transfers_by_direction": TRANSFERS,
     "transfers_skipped": EXECUTOR,
     "compute_ahead_of_swaps": STREAMS,
     "swaps_ahead_of_compute": STREAMS,

@@ -32,7 +32,7 @@ ENVIRONMENT = {
 }
 BUILDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     PLAIN: ((), ()),
-    # The runtime of UBSan would say nothing of what AddressSanitizer stops at.
+    # Both at once: UBSan alone does not report what AddressSanitizer stops at.
     ASAN: (("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"), ()),
     UBSAN: (("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"), ()),
     TSAN: (("-DKVPLANE_WATCH_RACES",), ("-fsanitize=thread",)),
@@ -60,7 +60,7 @@ def plant(name: str, folder: Path) -> Path:
     shutil.copytree(ROOT / "csrc", csrc, ignore=shutil.ignore_patterns("build", "*.so"))
     path = csrc / "cuda" / mutant.file
     text = path.read_text()
-    assert text.count(mutant.old) == 1, f"{mutant.file} holds {text.count(mutant.old)} places"
+    assert text.count(mutant.old) == 1, f"{mutant.file} has it {text.count(mutant.old)} times"
     path.write_text(text.replace(mutant.old, mutant.new))
     return csrc
 

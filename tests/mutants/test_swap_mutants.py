@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = "tests/kernels/test_swap_paths.py"
 SOURCE = "csrc/cuda/blocks.cu"
 
-# What is replaced, and by what; it stands in the source once.
+# The text that is replaced, which the source has once, and what replaces it.
 MUTANTS = {
     "neighbours_on_one_side_are_a_run": ("pairs[end].from == pairs[end - 1].from + 1", "true"),
     "every_pair_into_a_block_is_copied": (
@@ -57,7 +57,7 @@ def test_a_fault_in_the_swaps_is_found(name: str, tmp_path: Path) -> None:
     (tmp_path / "build" / "emulated").symlink_to(built)
     old, new = MUTANTS[name]
     text = (tmp_path / SOURCE).read_text()
-    assert text.count(old) == 1, f"{SOURCE} holds {text.count(old)} places"
+    assert text.count(old) == 1, f"{SOURCE} has it {text.count(old)} times"
     (tmp_path / SOURCE).write_text(text.replace(old, new))
     path = os.pathsep.join(str(p) for p in (tmp_path, tmp_path / "tests" / "kernels"))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-c", os.devnull, "--rootdir", "."]

@@ -87,7 +87,7 @@ async def test_a_server_that_stops_waits_for_the_device(
         author, executor = author_of(server, side), server.executor
         executor.open(author.grant())
         executor.start(1, author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)]))
-        runtime.let_go = 0.0
+        runtime.early_share = 0.0
         executor.layer(1, 0, tokens(3, 4), tokens(3), tokens(3))
         assert runtime.num_waiting == 2
     assert runtime.num_waiting == 0

@@ -86,7 +86,7 @@ def test_only_a_plan_that_was_made_and_has_not_run_can_be_aborted() -> None:
     made = engine.number
     session = world.core._sessions[engine.id]
     for number in (0, -1, 99):
-        with pytest.raises(InvalidRequestError, match="plan_number: is of no plan made"):
+        with pytest.raises(InvalidRequestError, match="plan_number: is not the number of a plan"):
             engine.abort(number)
     with pytest.raises(PlanReceiptedError, match="plan 1 has run"):
         engine.abort(1)

@@ -58,8 +58,8 @@ def test_a_name_stands_for_a_device(name: str, machine: Machine, device: str) ->
         ("cuda", NO_KERNELS, "the kernels were built without CUDA"),
         ("cuda:0", NO_KERNELS, "the kernels were built without CUDA"),
         ("cuda", NO_TORCH, "torch was built without CUDA"),
-        ("cuda", NO_GPU, "there is no GPU 0: 0 can be used here"),
-        ("cuda:2", TWO_GPUS, "there is no GPU 2: 2 can be used here"),
+        ("cuda", NO_GPU, "there is no GPU 0: this machine has 0 to use"),
+        ("cuda:2", TWO_GPUS, "there is no GPU 2: this machine has 2 to use"),
         ("cuda", OLD_AND_NEW, "GPU 0 is sm_75: the kernels need sm_80 or later"),
         ("gpu", TWO_GPUS, "must be"),
         ("mps", TWO_GPUS, "must be"),
@@ -230,7 +230,7 @@ def test_a_tier_that_can_not_be_pinned_leaves_no_error_to_others(
 
     FakeDriver(monkeypatch, 2)
     monkeypatch.setattr(torch, "ones", ones)
-    with pytest.raises(NeverFitsError, match="can not be pinned") as caught:
+    with pytest.raises(NeverFitsError, match="cannot be pinned") as caught:
         pinned.empty(LARGE, torch.float32, GPU, "num_host_blocks")
     assert caught.value.field == "num_host_blocks"
     assert launches == [GPU]

@@ -152,7 +152,7 @@ def test_what_attends_after_the_receipt_is_done_before_the_next_plan(resync: boo
     rig = LateRig(3)
     rig.admit(1)
     rig.runtime.set_stream(rig.runtime.new_stream())
-    rig.runtime.let_go = 0.0
+    rig.runtime.early_share = 0.0
     output = rig.executor.attend(1, 0, tokens(12, 4))
     assert rig.runtime.num_waiting == 1
     rig.runtime.set_stream(0)
@@ -184,7 +184,7 @@ def test_pools_of_a_device_that_failed_go_too() -> None:
 def rig_with_work_waiting() -> tuple[LateRig, LateRuntime]:
     rig = LateRig()
     rig.admit(1)
-    rig.runtime.let_go = 0.0
+    rig.runtime.early_share = 0.0
     rig.start(
         2,
         changes=[set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True), set_blocks(2, [(4, 1)])],

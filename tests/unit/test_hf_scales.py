@@ -134,7 +134,7 @@ def test_scales_that_two_files_disagree_on_are_refused(tmp_path: Path) -> None:
     write(tmp_path, 0.5, 0.25, file="again.safetensors")
     assert scales_from_hf(tmp_path, 2)[0] == (0.5, 0.25)
     write(tmp_path, 0.5, 0.125, file="other.safetensors")
-    with pytest.raises(InvalidRequestError, match="layer 1 has two that differ"):
+    with pytest.raises(InvalidRequestError, match="layer 1 has two scales that differ"):
         scales_from_hf(tmp_path, 2)
 
 
@@ -169,11 +169,11 @@ def with_header(tensor: object) -> bytes:
 )
 def test_a_file_that_is_malformed_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(InvalidRequestError, match=r"model\.safetensors (is no|can not be)"):
+    with pytest.raises(InvalidRequestError, match=r"model\.safetensors (is not a|cannot be)"):
         scales_from_hf(tmp_path, 2)
 
 
 def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").mkdir()
-    with pytest.raises(InvalidRequestError, match=r"model\.safetensors can not be read"):
+    with pytest.raises(InvalidRequestError, match=r"model\.safetensors cannot be read"):
         scales_from_hf(tmp_path, 2)

@@ -288,7 +288,7 @@ def test_a_config_that_is_wrong_names_the_entry(
 
 
 def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=r"config\.json can not be read"):
+    with pytest.raises(InvalidRequestError, match=r"config\.json cannot be read"):
         layout_from_hf(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InvalidRequestError, match="is not JSON"):

@@ -84,6 +84,14 @@ def test_a_tensor_that_is_wrong_names_the_field(
         ("key.dtype", pb.Tensor(dtype=99, shape=[1], data=bytes(4))),  # type: ignore[arg-type]
         ("key.shape", pb.Tensor(dtype=pb.ELEMENT_TYPE_FLOAT32, shape=[-1], data=bytes(4))),
         ("key.data", pb.Tensor(dtype=pb.ELEMENT_TYPE_FLOAT32, shape=[2], data=bytes(4))),
+        (
+            "key.memory",
+            pb.Tensor(dtype=pb.ELEMENT_TYPE_FLOAT32, memory=pb.MemoryRange(region_id=1)),
+        ),
+        (
+            "key.memory",
+            pb.Tensor(dtype=pb.ELEMENT_TYPE_FLOAT32, shape=[0], memory=pb.MemoryRange()),
+        ),
     ],
 )
 def test_a_tensor_message_that_is_wrong_names_the_field_of_the_request(

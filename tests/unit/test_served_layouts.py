@@ -9,6 +9,8 @@ from control_plane.planning.layouts import layout_fingerprint, served_layout
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import types_pb2 as tpb
 
+FLOAT32 = tpb.ELEMENT_TYPE_FLOAT32
+
 
 def test_a_layout_is_known_whole_or_by_its_fingerprint() -> None:
     whole = LAYOUT.to_proto()
@@ -39,7 +41,7 @@ def test_a_field_of_a_later_release_is_refused_also_beside_a_fingerprint() -> No
         (tpb.Layout(), "fingerprint"),
         (tpb.Layout(fingerprint=b"short"), "fingerprint"),
         (tpb.Layout(model_id="m"), "dtype"),
-        (tpb.Layout(model_id="m", dtype=1, kv_dtype=1), "block_size_tokens"),  # type: ignore[arg-type]
+        (tpb.Layout(model_id="m", dtype=FLOAT32, kv_dtype=FLOAT32), "block_size_tokens"),
         (two_groups(), "groups"),
     ],
 )

@@ -21,7 +21,7 @@ from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.cpu import CpuKernels
 from data_plane.kernels.cuda_streams import DeviceStreams
 from data_plane.memory.upload import upload
-from data_plane.server.worker_thread import Lane
+from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InternalError
 
 NUM_PLACES = 4
@@ -358,10 +358,10 @@ def test_a_fork_of_a_running_plan_is_shown_again_and_goes_on() -> None:
 
 async def test_the_servers_thread_computes_on_a_stream_of_its_own() -> None:
     rig = LateRig()
-    lane = Lane(rig.executor.use_own_stream)
+    worker = WorkerThread(rig.executor.use_own_stream)
     assert rig.runtime.current_stream() == 0
-    report = await lane.run(rig.executor.report)
-    lane.close()
+    report = await worker.run(rig.executor.report)
+    worker.close()
     assert report[-1].last
     assert rig.runtime.current_stream() != 0
 

@@ -1,4 +1,4 @@
-// Range checks on ids, whose values only the kernels' side walks through.
+// Range checks on ids and lengths.
 #pragma once
 
 #include <cstdint>

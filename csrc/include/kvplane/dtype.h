@@ -1,7 +1,7 @@
 // Element types, and their conversions to and from fp32.
 //
 // Conversions are branch-free integer and fp32 arithmetic, so that a compiler can vectorise loops
-// over them for any instruction set; they round to nearest even, as the hardware's do. They are
+// over them for any instruction set; they round to nearest even, as the hardware does. They are
 // static, because files that include them are compiled for different instruction sets.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace kvplane {
 
-// The 8-bit types are of keys and values as stored, and of nothing else.
+// Only stored keys and values have the 8-bit types.
 enum class Dtype : int {
   kFloat32 = 0,
   kFloat16 = 1,
@@ -76,8 +76,8 @@ static inline uint16_t float_to_fp16(float value) {
   return static_cast<uint16_t>((sign >> 16) | (two_w > 0xFF000000u ? 0x7E00u : magnitude_bits));
 }
 
-// Of a type of 8 bits. Its exponent is `bias` below that of an fp32; `nan` is where its NaNs begin,
-// or its infinity, from whose exponent all ones are made.
+// From an 8-bit type. Its exponent bias is `bias` below that of fp32. Codes from `nan` on are NaNs,
+// or an infinity and then NaNs: their exponent becomes all ones.
 static inline float from_8_bits(uint8_t code, int mantissa_bits, uint32_t bias, uint32_t nan) {
   const uint32_t sign = (code & 0x80u) << 24;
   const uint32_t w = (code & 0x7Fu) << (23 - mantissa_bits);
@@ -87,7 +87,7 @@ static inline float from_8_bits(uint8_t code, int mantissa_bits, uint32_t bias, 
   return from_bits(sign | ((code & 0x7Fu) < nan ? finite : w | 0x7F800000u));
 }
 
-// Saturates at `largest`, also of infinities; every NaN becomes 0x7F.
+// To an 8-bit type. Saturates at `largest`, also for infinities; every NaN becomes 0x7F.
 static inline uint8_t to_8_bits(float value, int mantissa_bits, uint32_t bias, float largest) {
   const uint32_t bits = to_bits(value);
   const uint32_t magnitude = bits & 0x7FFFFFFFu;

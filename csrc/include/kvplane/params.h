@@ -1,8 +1,8 @@
-// What each operation works on: one struct each, raw pointers with shapes beside them.
+// The parameters of each operation: one struct each, raw pointers with shapes beside them.
 //
 // Strides count elements, as int64; the last dimension of every tensor of heads has stride 1.
 // A layer's pages are [num_blocks, 2, num_kv_heads, block_size, head_size], K before V, and slot
-// block * block_size + offset is one token's place. data_plane/kernels/arguments.py checks
+// block * block_size + offset holds one token. data_plane/kernels/arguments.py checks
 // shapes and types; the operations check the values of ids and lengths.
 #pragma once
 
@@ -23,8 +23,8 @@ struct PagesParams {
   int64_t kv_stride;
   int64_t head_stride;
   int64_t token_stride;
-  // Of 8-bit pages: what is stored is round(key / scale), saturated, and it stands for stored *
-  // scale. One scale a head, at any stride; 0 for one of all heads. Null: 1.
+  // For 8-bit pages: round(key / scale) is stored, saturated, and stands for stored * scale. One
+  // scale for each head, at any stride; stride 0 for one scale of all heads. Null: 1.
   const float* key_scales;
   const float* value_scales;
   int64_t key_scale_stride;
@@ -52,7 +52,7 @@ struct PagedAttentionParams {
   float* lse;                   // [num_tokens, num_heads], contiguous; may be null
   const void* block_tables;     // [num_sequences, max_blocks], contiguous, int32 or int64
   const int64_t* query_starts;  // [num_sequences + 1], from 0 up to num_tokens
-  const int64_t* context_lens;  // [num_sequences]; tokens with KV, this call's own included
+  const int64_t* context_lens;  // [num_sequences]; tokens with KV, those of this call included
   const float* alibi_slopes;    // [num_heads]; may be null
   PagesParams pages;
   Dtype query_dtype;       // of query and out
@@ -72,7 +72,7 @@ struct PagedAttentionParams {
 struct CopyBlocksParams {
   const char* source;    // [source_num_blocks] blocks
   char* destination;     // [destination_num_blocks] blocks; may be source
-  const int64_t* pairs;  // [num_pairs, 2]: from, to; done in order
+  const int64_t* pairs;  // [num_pairs, 2]: from, to; copied in order
   int64_t num_pairs;
   int64_t source_num_blocks;
   int64_t destination_num_blocks;
@@ -82,7 +82,7 @@ struct CopyBlocksParams {
   int num_threads;                  // at least 1
 };
 
-// Between a block-major pool and the canonical order, layer before block.
+// Between a block-major pool and the canonical order: layers before blocks.
 struct PackBlocksParams {
   char* pool;                // [num_blocks, num_layers, page_bytes]
   char* blocks;              // [num_layers, num_block_ids, page_bytes], contiguous

@@ -1,4 +1,4 @@
-"""Planted faults of the core, each a small lie about one thing that always holds.
+"""Faults of the core, each of which breaks one thing that always holds.
 
 Each takes pytest's monkeypatch and plants itself for one test.
 """
@@ -55,7 +55,7 @@ def fence_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def copy_on_write_skipped(patch: pytest.MonkeyPatch) -> None:
-    """A shared block is written where it stands."""
+    """A shared block is written in place."""
     patch.setattr(BlockStore, "is_writable", lambda self, block: True)
 
 
@@ -93,8 +93,8 @@ def reference_leaked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockStore, "release", release)
 
 
-def pins_let_go_early(patch: pytest.MonkeyPatch) -> None:
-    """A transfer's source is not held until the plan has run."""
+def pins_released_early(patch: pytest.MonkeyPatch) -> None:
+    """A transfer's source does not stay pinned until the plan has run."""
 
     def transfer(self: Draft, *args: Any) -> None:
         original(self, *args)
@@ -129,7 +129,7 @@ def refused_numbers_stay_free(patch: pytest.MonkeyPatch) -> None:
 
 
 def positions_ignored(patch: pytest.MonkeyPatch) -> None:
-    """Tokens are appended where the sequence ends, wherever their caller meant them to be."""
+    """Tokens are appended where the sequence ends, whatever position the caller gave."""
 
     def moved(draft: Draft, message: cpb.Append, failures: Failures) -> cpb.AppendResult:
         live = draft.session.sequences
@@ -165,7 +165,7 @@ SLOW = (
     publish_before_receipt,
     fence_ignored,
     eviction_head_first,
-    pins_let_go_early,
+    pins_released_early,
     reused_blocks_published,
     namespaces_shared,
     new_parents_kept_quiet,

@@ -25,6 +25,7 @@ from data_plane.plans import (
     publications,
     sessions,
     table_changes,
+    transfers,
     verifier,
 )
 from kvplane import columns
@@ -45,7 +46,7 @@ def _nothing(*_args: Any, **_options: Any) -> None:
 
 
 def verification_skipped() -> None:
-    """Whatever is signed with any key passes."""
+    """A payload signed with any key passes."""
     verifier.signing.verify = _nothing
 
 
@@ -79,7 +80,7 @@ def stale_references_unchecked() -> None:
 
 
 def ref_counts_not_kept() -> None:
-    """What is dropped stays counted."""
+    """References of dropped tables stay counted."""
 
     def apply(self: Any, tables: Any) -> None:
         for tier, parts in self.added.items():
@@ -95,7 +96,7 @@ def published_write_allowed() -> None:
 
 
 def publication_forgotten_at_the_kernel() -> None:
-    """Writable at the start of a plan counts as writable for ever."""
+    """A block that is writable when a plan starts counts as writable for ever."""
     plan_runner.PlanRunner.check_still_writable = _nothing  # type: ignore[method-assign]
 
 
@@ -109,7 +110,7 @@ def publication_survives_allocation() -> None:
 
 
 def stale_publications_kept() -> None:
-    """Whatever generation they are of."""
+    """Publications are kept whatever generation they are of."""
 
     def keep(self: Any, message: Any, generations: Any, field: str) -> int:
         named = generations.copy()
@@ -135,11 +136,22 @@ def clearing_of_one_tier_only() -> None:
     last_tenants.LastTenants.to_clear = of_device  # type: ignore[method-assign]
 
 
+def blocks_read_before_they_are_filled() -> None:
+    """A block that a transfer fills is not cleared, though another reads it before."""
+    to_clear = last_tenants.LastTenants.to_clear
+
+    def of_others(self: Any, tenant: str, allocated: Any, moved: Any) -> Any:
+        nothing = transfers.Transfers.read({}, pb.Transfers()).sources
+        return to_clear(self, tenant, allocated, replace(moved, sources=nothing))
+
+    last_tenants.LastTenants.to_clear = of_others  # type: ignore[method-assign]
+
+
 def clearing_after_the_transfers() -> None:
     def transfer(self: Any, session: Any, run: Any) -> None:
         for batch in run.transfers:
             self._compute.transfer(batch)
-        run.num_transfers_given = len(run.transfers)
+        run.num_transfers_queued = len(run.transfers)
         self._compute.clear(run.to_clear)
         run.cleared = True
         self._tenants.take_over(session.tenant, run.allocated)
@@ -170,13 +182,25 @@ def receipt_given_early() -> None:
     )
 
 
+def spans_written_shrink() -> None:
+    """Blocks of a span that are given again count as the last that were given."""
+    extend = progress.Progress.extend
+
+    def forget(self: Any, layers: range, span: int, end: int) -> None:
+        if self._of_spans is not None:
+            self._of_spans[layers.start : layers.stop, span] = 0
+        extend(self, layers, span, end)
+
+    progress.Progress.extend = forget  # type: ignore[method-assign]
+
+
 def gaps_in_blocks_allowed() -> None:
     """Blocks of a span may be given in any order, and the last ones count for all."""
     progress.Progress.check_no_gap = _nothing  # type: ignore[method-assign]
 
 
 def layers_written_again_after_the_end() -> None:
-    """A layer that comes after its plan has run overwrites what the receipt vouches for."""
+    """A layer that comes after its plan has run overwrites what the receipt was given for."""
     layer = executor.Executor.layer
 
     def write_first(self: Any, session_id: int, index: int, *args: Any, **options: Any) -> Any:
@@ -192,21 +216,21 @@ def layers_written_again_after_the_end() -> None:
 def transfers_run_twice() -> None:
     def start(self: Any, session: Any, plan: pb.Plan, payload: bytes) -> Any:
         if session.running is not None:
-            session.running.num_transfers_given = 0
+            session.running.num_transfers_queued = 0
         return _start(self, session, plan, payload)
 
     plan_runner.PlanRunner.start = start  # type: ignore[method-assign]
 
 
 def receipted_plan_writes_again() -> None:
-    """A receipt is forgotten at once, and the plan taken as one that runs."""
+    """A receipt is forgotten at once, and its plan runs again."""
 
     def start(self: Any, session: Any, plan: pb.Plan, payload: bytes) -> Any:
         run = session.latest
         if run is not None and plan.number == run.number:
             run.receipt = None
             run.progress._written[:] = [False] * len(run.progress._written)
-            run.num_transfers_given = 0
+            run.num_transfers_queued = 0
             session.receipts.clear()
         return _start(self, session, plan, payload)
 
@@ -249,6 +273,16 @@ def ended_sessions_forgotten_under_the_same_key() -> None:
     sessions.Sessions.end_all = forget  # type: ignore[method-assign]
 
 
+def transfers_by_direction() -> None:
+    """All copies first, then all swaps, as if none read what another wrote."""
+    batches = transfers.Transfers.batches
+
+    def sorted_batches(self: Any) -> Any:
+        return sorted(batches(self), key=lambda b: (b.source_tier, b.destination_tier))
+
+    transfers.Transfers.batches = sorted_batches  # type: ignore[method-assign]
+
+
 def transfers_skipped() -> None:
     executor.Compute.transfer = _nothing  # type: ignore[method-assign]
 
@@ -270,7 +304,7 @@ def swaps_ahead_of_compute() -> None:
 
 
 def threads_in_no_order() -> None:
-    """Each thread's stream goes its own way."""
+    """Different threads' streams are not put in order."""
     init = cuda_streams.DeviceStreams.__init__
 
     def forgetful(self: Any, runtime: Any) -> None:
@@ -308,7 +342,7 @@ def voided_plans_not_waited_for() -> None:
 
 
 def failures_forgotten() -> None:
-    """A plan on a device that failed is one that ran."""
+    """A plan on a device that failed counts as one that ran."""
     finish = executor.Compute.finish
 
     def forgiving(self: Any) -> None:
@@ -324,12 +358,12 @@ def layers_before_transfers() -> None:
 
 
 def pools_go_early() -> None:
-    """While the device may still use them."""
-    pool._let_go = lambda _drain, unpin: unpin()
+    """Pools are freed while the device may still use them."""
+    pool._release = lambda _drain, unpin: unpin()
 
 
 def receipts_before_kept_ones() -> None:
-    """A plan that has run waits for a later one."""
+    """The receipt of a plan that has run waits for a later plan."""
 
     def start(self: Any, session: Any, plan: pb.Plan, payload: bytes) -> Any:
         self._settle(session, voided=plan.resync)
@@ -339,7 +373,7 @@ def receipts_before_kept_ones() -> None:
 
 
 def late_attention_not_waited_for() -> None:
-    """Nobody remembers that a plan was used after its receipt."""
+    """A plan that was used after its receipt is not marked as such."""
     flag = property(lambda _self: False, _nothing)
     sessions.Run.used_after_receipt = flag  # type: ignore[assignment]
 
@@ -373,7 +407,7 @@ def fingerprint_without_scales() -> None:
 
 
 def _fault(name: str) -> Callable[[], None]:
-    """Every executor that brings no kernels of its own takes faulty ones."""
+    """Executors that are not given kernels take faulty ones."""
 
     def plant() -> None:
         executor.kernels_of = lambda *device: with_fault(_kernels_of(*device), name)
@@ -397,10 +431,12 @@ MUTANTS: dict[str, Callable[[], None]] = {
         stale_publications_kept,
         clearing_skipped,
         clearing_of_one_tier_only,
+        blocks_read_before_they_are_filled,
         clearing_after_the_transfers,
         tenant_taken_over_early,
         refused_plans_not_undone,
         receipt_given_early,
+        spans_written_shrink,
         gaps_in_blocks_allowed,
         layers_written_again_after_the_end,
         transfers_run_twice,
@@ -409,6 +445,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
         fenced_ordinals_forgotten,
         ended_ranges_grow_together,
         ended_sessions_forgotten_under_the_same_key,
+        transfers_by_direction,
         transfers_skipped,
         compute_ahead_of_swaps,
         swaps_ahead_of_compute,

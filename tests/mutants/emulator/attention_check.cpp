@@ -51,7 +51,7 @@ class DeviceMemory {
   size_t shift_;
 };
 
-// What is stored of a number, in pages of 8 bits.
+// A number as pages of 8 bits store it.
 double rounded(Dtype dtype, float number) {
   return dtype == Dtype::kFloat8E4M3 ? e4m3_to_float(float_to_e4m3(number))
                                      : e5m2_to_float(float_to_e5m2(number));

@@ -2,7 +2,7 @@
 
 plain: the program of attention_check.cpp, with four seeds. asan, ubsan, tsan: the same program
 under AddressSanitizer, UndefinedBehaviorSanitizer or ThreadSanitizer; faults that only they can see
-name them.
+say which.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PLAIN, ASAN, UBSAN, TSAN = "plain", "asan", "ubsan", "tsan"
 
 @dataclass(frozen=True)
 class Mutant:
-    """``old`` stands exactly once in ``file`` (of csrc/cuda)."""
+    """``old`` is exactly once in ``file`` (of csrc/cuda)."""
 
     file: str
     old: str
@@ -32,9 +32,13 @@ MUTANTS = {
         "__syncthreads();\n    write_outputs<",
         "write_outputs<",
     ),
-    "write_after_read": Mutant(FMA, "__syncthreads();  // The tile before has been read.", ""),
+    "write_after_read": Mutant(
+        FMA, "__syncthreads();  // Until the previous tile has been read.", ""
+    ),
     "write_after_read_of_the_stages": Mutant(
-        LONG, "__syncthreads();  // The tile has landed, and the other stage has been read.", ""
+        LONG,
+        "__syncthreads();  // Until the tile has arrived and the other stage has been read.",
+        "",
     ),
     "early_read_of_a_copy": Mutant(
         SHORT, "wait_for_copies<Ring::kStages - 2>();", "wait_for_copies<Ring::kStages - 1>();"
@@ -69,8 +73,8 @@ MUTANTS = {
     ),
     "warp_goes_on_alone": Mutant(
         SHORT,
-        "__syncwarp();  // All lanes' copies have landed,",
-        "// All lanes' copies have landed,",
+        "__syncwarp();  // Until all lanes' copies have arrived",
+        "// Until all lanes' copies have arrived",
     ),
     "maximum_of_half_the_lanes": Mutant(
         LONG, "maximum = fmaxf(maximum, __shfl_xor_sync(kWholeWarp, maximum, 2));", ""

@@ -24,7 +24,7 @@ Operation = Callable[..., Any]
 
 
 def _with_arguments(change: Callable[[dict[str, Any]], None]) -> Operation:
-    """Attention whose arguments are changed on their way in."""
+    """Attention whose arguments are changed first."""
 
     def attention(self: CpuKernels, arguments: AttentionArguments, **results: Any) -> torch.Tensor:
         changed = {f.name: getattr(arguments, f.name) for f in fields(arguments) if f.init}

@@ -1,0 +1,125 @@
+"""A plan's spans as the kernels take them, against the tables read token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_author import BLOCK_SIZE, DEVICE, HOST, pack_spans, span
+
+from data_plane.plans.attention_batch import check_writable, prepare_batch
+from data_plane.plans.block_tables import BlockTables, Table
+from kvplane.errors import (
+    BlockNotWritableError,
+    InvalidRequestError,
+    KvplaneError,
+    SequenceNotFoundError,
+    SequenceSwappedError,
+)
+from kvplane.v1 import types_pb2 as pb
+
+NUM_BLOCKS = 16
+
+
+def tables_of(lists: dict[int, list[int]], tier: pb.Tier = DEVICE) -> BlockTables:
+    """Session 1's tables, of blocks of generation 1."""
+    tables = BlockTables({DEVICE: NUM_BLOCKS, HOST: NUM_BLOCKS}, BLOCK_SIZE)
+    tables.allocate(tier, np.arange(NUM_BLOCKS), np.ones(NUM_BLOCKS))
+    for sequence_id, blocks in lists.items():
+        put(tables, sequence_id, blocks, tier)
+    return tables
+
+
+def put(tables: BlockTables, sequence_id: int, blocks: list[int], tier: pb.Tier = DEVICE) -> None:
+    table = Table(tier, np.array(blocks, np.int32), np.ones(len(blocks), np.int64))
+    tables.put(1, sequence_id, table)
+    tables.add_references(tier, table.blocks)
+
+
+@given(st.data())
+def test_each_token_is_written_where_its_table_says(data: st.DataObject) -> None:
+    free = data.draw(st.permutations(range(NUM_BLOCKS)))
+    lists: dict[int, list[int]] = {}
+    spans = []
+    for sequence_id in (3, 1, 2):
+        num_blocks = data.draw(st.integers(1, 4))
+        lists[sequence_id], free = list(free[:num_blocks]), free[num_blocks:]
+        first = data.draw(st.integers(0, num_blocks * BLOCK_SIZE - 1))
+        num = data.draw(st.integers(1, num_blocks * BLOCK_SIZE - first))
+        spans.append(span(sequence_id, first, num))
+    batch = prepare_batch(tables_of(lists), 1, pack_spans(spans))
+    places = [
+        (i, lists[s.sequence_id][position // BLOCK_SIZE], position % BLOCK_SIZE)
+        for i, s in enumerate(spans)
+        for position in range(s.first_position, s.first_position + s.num_tokens)
+    ]
+    assert batch.slots.tolist() == [block * BLOCK_SIZE + offset for _, block, offset in places]
+    ends = [s.first_position + s.num_tokens for s in spans]
+    assert batch.context_lens.tolist() == ends
+    assert batch.query_starts.diff().tolist() == [s.num_tokens for s in spans]
+    assert (batch.num_tokens, batch.max_tokens) == (len(places), max(s.num_tokens for s in spans))
+    for s, table, end in zip(spans, batch.block_tables.tolist(), ends, strict=True):
+        wanted = lists[s.sequence_id][: -(-end // BLOCK_SIZE)]
+        assert table == wanted + [0] * (len(table) - len(wanted))
+    written = zip(batch.written_by.tolist(), batch.written_blocks.tolist(), strict=True)
+    assert list(written) == list(dict.fromkeys((i, block) for i, block, _ in places))
+
+
+def test_no_spans_are_an_empty_batch() -> None:
+    batch = prepare_batch(tables_of({}), 1, pb.Spans())
+    assert (batch.num_spans, batch.num_tokens, batch.max_tokens) == (0, 0, 0)
+    assert batch.query_starts.tolist() == [0]
+
+
+def test_a_sequence_is_found_by_its_span() -> None:
+    spans = pack_spans([span(1, 0, 1), span(2, 0, 1)])
+    batch = prepare_batch(tables_of({1: [0], 2: [1]}), 1, spans)
+    assert (batch.span_of(1), batch.span_of(2)) == (0, 1)
+    with pytest.raises(InvalidRequestError) as refused:
+        batch.span_of(3)
+    assert refused.value.field == "sequence_id"
+
+
+BAD: dict[str, tuple[Any, type[KvplaneError], str]] = {
+    "an unknown sequence": (
+        [span(1, 0, 1), span(9, 0, 1)],
+        SequenceNotFoundError,
+        "sequence_ids[1]",
+    ),
+    "one in two spans": ([span(1, 0, 1), span(1, 1, 1)], InvalidRequestError, "sequence_ids[1]"),
+    "a negative position": ([span(1, -1, 1)], InvalidRequestError, "first_positions[0]"),
+    "no slot for the first": ([span(1, 16, 1)], InvalidRequestError, "first_positions[0]"),
+    "no slot for the last": ([span(1, 9, 8)], InvalidRequestError, "num_tokens[0]"),
+    "no tokens": ([span(1, 0, 0)], InvalidRequestError, "num_tokens[0]"),
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_span_that_the_tables_do_not_have_is_refused_by_its_field(reason: str) -> None:
+    spans, error, field = BAD[reason]
+    with pytest.raises(error) as refused:
+        prepare_batch(tables_of({1: [0, 1], 2: [2]}), 1, pack_spans(spans))
+    assert refused.value.field == f"plan.spans.{field}"
+
+
+def test_a_sequence_on_the_host_is_refused() -> None:
+    with pytest.raises(SequenceSwappedError) as refused:
+        prepare_batch(tables_of({1: [0]}, HOST), 1, pack_spans([span(1, 0, 1)]))
+    assert refused.value.field == "plan.spans.sequence_ids[0]"
+
+
+def test_only_the_blocks_that_are_written_must_be_writable() -> None:
+    tables = tables_of({1: [0, 1], 2: [2, 3]})
+    put(tables, 5, [2])
+    tables.publications.published[0] = True
+    spans = pack_spans([span(1, BLOCK_SIZE, 1), span(2, BLOCK_SIZE, 1)])
+    batch = prepare_batch(tables, 1, spans)
+    tables.publications.published[3] = True
+    with pytest.raises(BlockNotWritableError, match="block 3 is published") as refused:
+        check_writable(tables, batch)
+    assert refused.value.field == "plan.spans.sequence_ids[1]"
+    with pytest.raises(BlockNotWritableError, match="block 2 is shared"):
+        prepare_batch(tables, 1, pack_spans([span(2, BLOCK_SIZE - 1, 1)]))

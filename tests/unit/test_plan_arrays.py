@@ -1,0 +1,54 @@
+"""A plan's columns as arrays: nothing wraps around, and the first bad element is named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_author import DEVICE, HOST
+
+from data_plane.plans.plan_columns import check_groups, ints, limits_of_tiers, refuse
+from kvplane import columns
+from kvplane.errors import InvalidRequestError, StaleGenerationError
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1))
+def test_sums_of_narrow_elements_do_not_wrap_around(values: list[int]) -> None:
+    column = columns.pack(columns.INT32, values)
+    read = ints(columns.INT32, column, "c", len(values))
+    assert read.dtype == np.int64
+    assert read.tolist() == values
+    assert int((read + read).sum()) == 2 * sum(values)
+
+
+def test_a_column_of_another_length_is_refused() -> None:
+    for column, length in ((bytes(8), 1), (bytes(8), 3), (bytes(7), None)):
+        with pytest.raises(InvalidRequestError) as refused:
+            ints(columns.INT32, column, "plan.c", length)
+        assert refused.value.field == "plan.c"
+
+
+def test_every_byte_stands_for_a_tier_or_for_none() -> None:
+    limits = limits_of_tiers({DEVICE: 8, HOST: 0})
+    assert {tier: limit for tier, limit in enumerate(limits.tolist()) if limit >= 0} == {
+        DEVICE: 8,
+        HOST: 0,
+    }
+    assert len(limits) == 256
+
+
+def test_only_layer_group_0_is_there_and_may_be_left_out() -> None:
+    check_groups(b"", 2, "groups")
+    check_groups(b"\0\0", 2, "groups")
+    for column, field in ((b"\0\3", "groups[1]"), (b"\0", "groups")):
+        with pytest.raises(InvalidRequestError) as refused:
+            check_groups(column, 2, field="groups")
+        assert refused.value.field == field
+
+
+def test_the_first_bad_element_is_named() -> None:
+    refuse(np.zeros(3, np.bool_), StaleGenerationError, str, "f")
+    with pytest.raises(StaleGenerationError, match="element 1") as refused:
+        refuse(np.array([False, True, True]), StaleGenerationError, lambda i: f"element {i}", "f")
+    assert refused.value.field == "f[1]"

@@ -1,0 +1,111 @@
+"""What is published of blocks: the last of each block's present generation, parents first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_author import BLOCK_SIZE, blocks_of, publications
+
+from data_plane.plans.publications import Publications
+from kvplane import columns
+from kvplane.errors import InvalidRequestError
+from kvplane.v1 import types_pb2 as pb
+
+NUM_BLOCKS = 6
+PRESENT = np.array([1, 2, 3, 1, 2, 0])
+MESSAGES = st.tuples(
+    st.sampled_from(["ann", "bob"]),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), unique_by=lambda b: b[0], max_size=5),
+)
+
+
+def in_scope(tenant: str, *blocks: tuple[int, int]) -> pb.Publications:
+    message = publications(*blocks)
+    message.tenant = tenant
+    return message
+
+
+@given(st.lists(MESSAGES, max_size=6), st.integers(1, 4))
+def test_a_report_has_the_last_publication_of_each_block_in_order(
+    messages: list[tuple[str, list[tuple[int, int]]]], blocks_per_message: int
+) -> None:
+    kept, model = Publications(NUM_BLOCKS, BLOCK_SIZE), dict[int, tuple[str, bytes]]()
+    for tenant, blocks in messages:
+        of_present = [(index, own) for index, own in blocks if PRESENT[index] == own]
+        version = kept.version
+        message = in_scope(tenant, *blocks)
+        assert kept.keep(message, PRESENT, "publications") == len(of_present)
+        assert (kept.version != version) == bool(of_present), "an old check is known to be old"
+        hashes = columns.fixed(message.hashes, 16)
+        for (index, own), hash_ in zip(blocks, hashes, strict=True):
+            if PRESENT[index] == own:
+                model.pop(index, None)
+                model[index] = (tenant, hash_)
+    assert len(kept) == len(model)
+    for tenant in ("ann", "bob"):
+        reported = []
+        for message in kept.report(PRESENT, blocks_per_message):
+            assert len(blocks_of(message)) <= blocks_per_message
+            if message.tenant == tenant:
+                reported += zip(blocks_of(message), columns.fixed(message.hashes, 16), strict=True)
+        assert reported == [
+            ((index, PRESENT[index]), hash_)
+            for index, (owner, hash_) in model.items()
+            if owner == tenant
+        ]
+
+
+def test_what_is_reported_is_what_came() -> None:
+    kept = Publications(NUM_BLOCKS, BLOCK_SIZE)
+    chain = publications((2, 3), (0, 1), (4, 2))
+    kept.keep(chain, PRESENT, "publications")
+    assert list(kept.report(PRESENT, 9)) == [chain]
+
+
+def wrong(**fields: object) -> Callable[[], pb.Publications]:
+    def spoil() -> pb.Publications:
+        message = publications((2, 3), (0, 1))
+        for name, value in fields.items():
+            setattr(message, name, value)
+        return message
+
+    return spoil
+
+
+def int32(*values: int) -> bytes:
+    return columns.pack(columns.INT32, values)
+
+
+def int64(*values: int) -> bytes:
+    return columns.pack(columns.INT64, values)
+
+
+BAD: dict[str, tuple[Callable[[], pb.Publications], str]] = {
+    "a group that is not there": (wrong(group=1), "group"),
+    "a long tenant": (wrong(tenant="t" * 257), "tenant"),
+    "a long namespace": (wrong(namespace="n" * 257), "namespace"),
+    "a long algorithm": (wrong(hash_algorithm="h" * 257), "hash_algorithm"),
+    "no such block": (wrong(indices=int32(2, 6)), "indices[1]"),
+    "a negative block": (wrong(indices=int32(-1, 0)), "indices[0]"),
+    "generation 0": (wrong(generations=int64(3, 0)), "generations[1]"),
+    "fewer generations": (wrong(generations=int64(3)), "generations"),
+    "no such parent": (wrong(parent_indices=int32(-2, 2)), "parent_indices[0]"),
+    "a parent of no generation": (wrong(parent_generations=int64(0, 0)), "parent_generations[1]"),
+    "no parent of a generation": (wrong(parent_generations=int64(1, 3)), "parent_generations[0]"),
+    "a short hash": (wrong(hashes=bytes(31)), "hashes"),
+    "a short block of tokens": (wrong(token_ids=bytes(4 * 15)), "token_ids"),
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_malformed_message_is_refused_by_its_field_and_keeps_nothing(reason: str) -> None:
+    spoil, field = BAD[reason]
+    kept = Publications(NUM_BLOCKS, BLOCK_SIZE)
+    with pytest.raises(InvalidRequestError) as refused:
+        kept.keep(spoil(), PRESENT, "publish.publications")
+    assert refused.value.field == f"publish.publications.{field}"
+    assert (len(kept), kept.version) == (0, 0)
