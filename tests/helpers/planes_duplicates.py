@@ -8,7 +8,8 @@ from __future__ import annotations
 from random import Random
 
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
-from planes_engine import Engine, Sent
+from planes_engine import Engine
+from planes_known import Sent
 from planes_world import (
     MAX_PLANS_IN_FLIGHT,
     POOL,
@@ -154,7 +155,10 @@ class LateDuplicates(RuleBasedStateMachine):
     @rule()
     def registration_messages_arrive_again(self) -> None:
         """Publications and fences at data planes, finished fences at control planes."""
-        process, control = self.rng.choice(self.world.processes), self.rng.choice(self.world.controls)
+        process, control = (
+            self.rng.choice(self.world.processes),
+            self.rng.choice(self.world.controls),
+        )
         executor = process.executor
         for message in self.rng.sample(process.publications, min(3, len(process.publications))):
             executor.publish(wire(message))

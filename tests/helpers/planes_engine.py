@@ -6,14 +6,14 @@ It knows its own tokens, so it knows what every slot of its sequences must hold.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from planes_values import LAYOUT_MESSAGE, Owner, Values, check_blocks, tag_of, values_of
+from planes_known import DEVICE, HOST, Known, LayerCall, Made, Sent, ShardRun, Span, deferred_of
+from planes_values import LAYOUT_MESSAGE, Owner, check_blocks, tag_of, values_of
 from planes_world import POOL, ControlProcess, DataProcess, World, wire
 
 from kvplane import columns, ops, signing
@@ -31,107 +31,7 @@ from kvplane.results import sequence_states
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 
-DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
 _REFUSALS = (StaleError, BadSignatureError, PoolNotReadyError)
-
-
-@dataclass
-class Known:
-    """A sequence as its engine knows it. ``tokens``: also those not submitted yet."""
-
-    admitted_by: int
-    tokens: list[int]
-    num_known: int
-    num_scheduled: int
-    tier: int = DEVICE
-
-
-class Span(NamedTuple):
-    """The tokens that a plan computes for a sequence."""
-
-    sequence_id: int
-    first: int
-    num_tokens: int
-
-
-class Deferred(NamedTuple):
-    """Deferred tokens of a sequence."""
-
-    sequence_id: int
-    admitted_by: int
-    first: int
-    tokens: list[int]
-
-
-def deferred_of(message: cpb.DeferredTokens) -> list[Deferred]:
-    """Deferred tokens, sequence by sequence."""
-    token_ids = iter(columns.read(INT32, message.token_ids, ""))
-    return [
-        Deferred(i, step, first, list(islice(token_ids, num)))
-        for i, step, first, num in zip(
-            columns.read(INT64, message.sequence_ids, ""),
-            columns.read(INT64, message.admitted_by, ""),
-            columns.read(INT64, message.first_positions, ""),
-            columns.read(INT32, message.num_tokens, ""),
-            strict=True,
-        )
-    ]
-
-
-@dataclass
-class ShardRun:
-    """A plan on one shard."""
-
-    process: DataProcess
-    next_layer: int = 0
-    finished: bool = False
-
-
-@dataclass
-class Made:
-    """A plan, and what all positions scheduled so far hold once it has run."""
-
-    signed: tpb.SignedPayload
-    plan: tpb.Plan
-    values: dict[int, Values]
-    runs: dict[int, ShardRun] = field(default_factory=dict)
-
-    @property
-    def number(self) -> int:
-        return self.plan.number
-
-    @property
-    def spans(self) -> list[Span]:
-        message = self.plan.spans
-        each = zip(
-            columns.read(INT64, message.sequence_ids, "sequence_ids"),
-            columns.read(INT64, message.first_positions, "first_positions"),
-            columns.read(INT32, message.num_tokens, "num_tokens"),
-            strict=True,
-        )
-        return [Span(*values) for values in each]
-
-
-@dataclass
-class Sent:
-    """A request with a number, and what came of it."""
-
-    method: str
-    request: Any
-    arrived: bool = False
-    answer: Any = None
-    error: KvplaneError | None = None
-
-
-class LayerCall(NamedTuple):
-    """What one layer's message said, and what it wrote, to be sent again."""
-
-    process: DataProcess
-    plan_number: int
-    layer: int
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
 
 
 class Engine:
@@ -185,9 +85,9 @@ class Engine:
         request.number = self.number
         self.unanswered = Sent(method, request)
         fate = rng.random() if rng is not None else 1.0
-        if fate < 0.06:
+        if fate < 0.08:
             return None
-        if fate < 0.12:
+        if fate < 0.14:
             self._deliver(self.unanswered)
             self.world.happened["answers lost"] += 1
             return None
@@ -298,7 +198,7 @@ class Engine:
             [s.admitted_by for s in late.values()],
             [s.num_known for s in late.values()],
             list(map(len, tokens)),
-            ops.pack_tokens(sum(tokens, [])),
+            ops.pack_tokens(list(chain.from_iterable(tokens))),
         )
         if late:
             self.old_tokens.append(message)
@@ -352,9 +252,7 @@ class Engine:
             known = self.sequences[item.sequence_id]
             known.num_known = max(known.num_known, item.first + len(item.tokens))
 
-    def _believe(
-        self, operation: cpb.Operation, result: cpb.OperationResult, number: int
-    ) -> None:
+    def _believe(self, operation: cpb.Operation, result: cpb.OperationResult, number: int) -> None:
         kind = operation.WhichOneof("operation")
         failed = {failure.item for failure in result.failures}
         self.world.happened["items not done"] += len(failed)
@@ -530,9 +428,7 @@ class Engine:
                     self.id, layer, query, key, value, plan_number=made.number
                 )
             else:
-                process.executor.write_layer(
-                    self.id, layer, key, value, plan_number=made.number
-                )
+                process.executor.write_layer(self.id, layer, key, value, plan_number=made.number)
                 output = process.executor.attend(self.id, layer, query, plan_number=made.number)
         except StaleError as error:
             assert self.id in process.ended, f"a layer is refused: {error!r}"
@@ -549,9 +445,7 @@ class Engine:
             self._finish(made, index, run, receipt)
         return True
 
-    def _finish(
-        self, made: Made, index: int, run: ShardRun, receipt: tpb.SignedPayload
-    ) -> None:
+    def _finish(self, made: Made, index: int, run: ShardRun, receipt: tpb.SignedPayload) -> None:
         statement = tpb.Receipt.FromString(receipt.payload)
         assert statement.plan_number == made.number
         assert statement.plan_digest == signing.digest(made.signed.payload)

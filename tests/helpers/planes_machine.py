@@ -12,7 +12,8 @@ from random import Random
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from planes_duplicates import LateDuplicates
-from planes_engine import DEVICE, Engine, Known, deferred_of
+from planes_engine import Engine
+from planes_known import DEVICE, Known, deferred_of
 from planes_values import BLOCK, NUM_HEADS, NUM_LAYERS
 from planes_world import LEASE_S, POOL, ControlProcess, World
 
@@ -50,6 +51,7 @@ class PlanesMachine(LateDuplicates):
             num_host=rng.randint(0, 6),
             watermark=rng.choice([0.0, 0.1]),
         )
+        self.first_size = self.world.sizes[0]
         self.engines = [Engine(self.world, self.world.control, owner) for owner in OWNERS[:2]]
 
     # Engines
@@ -122,7 +124,7 @@ class PlanesMachine(LateDuplicates):
         engine = self.rng.choice([engine for engine in self.engines if engine.old_tokens])
         if not self.ready_to_send(engine):
             return
-        old = self.rng.choice(engine.old_tokens)
+        old = self.rng.choice(engine.old_tokens[-5:])
         are_of_others = []
         for i, admitted_by, first, tokens in deferred_of(old):
             known = engine.sequences.get(i)
@@ -228,15 +230,15 @@ class PlanesMachine(LateDuplicates):
         process = self.world.latest(rng.randrange(len(self.world.shards)))
         control = self.world.control
         if rng.random() < RARELY:
-            process = rng.choice(self.world.processes)
+            process = rng.choice([process, *self.world.processes])
             control = rng.choice(self.world.controls)
         elif process.stream is not None and process.stream.is_read_by_control:
             return
         former = process.stream.control if process.stream is not None else control
         self.try_to_connect(process, control)
-        if rng.random() < 0.5:
+        if rng.random() < 0.7:
             self.world.deliver_all()
-            if former is not control and former in self.world.controls:
+            if former is not control and rng.random() < 0.7:
                 self.try_to_connect(process, former)
 
     @rule()
@@ -253,14 +255,14 @@ class PlanesMachine(LateDuplicates):
             return
         index = rng.randrange(len(self.world.shards))
         num_device, num_host = self.world.sizes[index]
-        num_device = max(3, num_device + rng.choice([-6, -2, 0, 0, 2, 6]))
-        num_host = max(0, num_host + rng.choice([-3, 0, 0, 3]))
-        self.world.sizes[index] = num_device, num_host
-        process = self.world.restart_data(index)
-        if rng.random() < 0.8:
-            self.try_to_connect(process, self.world.control)
-            if rng.random() < 0.5:
-                self.world.mend()
+        others = max(3, num_device + rng.choice([-6, -2, 2])), max(0, num_host - rng.choice([0, 3]))
+        for size in rng.choice([[(num_device, num_host)], [others], [others, self.first_size]]):
+            self.world.sizes[index] = size
+            process = self.world.restart_data(index)
+            if rng.random() < 0.8:
+                self.try_to_connect(process, self.world.control)
+                if rng.random() < 0.7:
+                    self.world.mend()
 
     @rule()
     def restart_the_control_plane(self) -> None:
@@ -277,7 +279,7 @@ class PlanesMachine(LateDuplicates):
         for index in range(len(self.world.shards)):
             if rng.random() < 0.7:
                 self.try_to_connect(self.world.latest(index), control)
-        if rng.random() < 0.5:
+        if rng.random() < 0.7:
             self.world.mend()
 
     @rule()
@@ -392,7 +394,7 @@ class PlanesMachine(LateDuplicates):
         """A change that makes sense most of the time."""
         rng = self.rng
         live = sorted(engine.sequences)
-        unused = [i for i in range(1, 5) if i not in live]
+        unused = [i for i in range(1, 4) if i not in live]
         kinds = ["admit"] * (2 if len(live) < 3 else 1)
         if live:
             kinds += ["append"] * 4 + ["fork", "swap", "free"]

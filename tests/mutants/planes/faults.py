@@ -6,13 +6,11 @@ Each takes pytest's monkeypatch and plants itself for one test.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import xxhash
+from planes_world import weaken_hashes
 
-from control_plane.blocks import prefix_index
 from control_plane.blocks.block_store import BlockStore
 from control_plane.planning import core, planner, recovery, registration, shards
 from control_plane.planning.abort import abort_from
@@ -111,9 +109,7 @@ def publication_of_other_generation_restored(patch: pytest.MonkeyPatch) -> None:
 
     def agreed(device: BlockStore, reports: list[Any]) -> dict[int, Published]:
         first = reports[0].published
-        return {
-            block: published for block, published in first.items() if block < device.num_blocks
-        }
+        return {block: published for block, published in first.items() if block < device.num_blocks}
 
     patch.setattr(recovery, "_agreed", agreed)
 
@@ -134,15 +130,6 @@ def parents_linked_by_hash(patch: pytest.MonkeyPatch) -> None:
         original(device, linked)
 
     patch.setattr(recovery, "_restore", restore)
-
-
-def weaken_hashes(patch: pytest.MonkeyPatch) -> None:
-    """No fault: hashes of prefixes are of one bit, and nothing may depend on that."""
-
-    def weak(parent_hash: bytes, tokens: bytes) -> bytes:
-        return bytes([xxhash.xxh3_128_digest(parent_hash + tokens)[0] & 1]) * 16
-
-    patch.setattr(prefix_index, "chained_hash", weak)
 
 
 def fence_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -228,9 +215,9 @@ def stale_publication_kept(patch: pytest.MonkeyPatch) -> None:
 
     def keep(self: Publications, message: Any, generations: Any, field: str) -> int:
         own = message.generations
-        message.generations = generations[
-            list(columns.read("i", message.indices, ""))
-        ].astype("<i8").tobytes()
+        message.generations = (
+            generations[list(columns.read("i", message.indices, ""))].astype("<i8").tobytes()
+        )
         num = original(self, message, generations, field)
         message.generations = own
         return num
@@ -253,25 +240,26 @@ def shards_may_overlap(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-Fault = Callable[[pytest.MonkeyPatch], None]
-ALL: tuple[Fault, ...] = (
+QUICK = (
     repeats_not_recognised,
-    abort_not_numbered,
     session_ids_reused,
-    incarnation_of_requests_ignored,
     epoch_order_ignored,
+    fence_forgotten,
+    tables_kept_on_install,
+    lower_incarnation_installed,
+    tenants_not_cleared,
+    append_position_unchecked,
+    sessions_outlive_a_shard,
+    shards_may_overlap,
+)
+SLOW = (
+    abort_not_numbered,
+    incarnation_of_requests_ignored,
     key_ignored_on_resume,
     generations_cut_at_smallest_shard,
     publication_of_other_generation_restored,
     parents_linked_by_hash,
-    fence_forgotten,
     fence_not_awaited,
-    tables_kept_on_install,
-    lower_incarnation_installed,
-    tenants_not_cleared,
     tokens_taken_by_sequence_id,
-    append_position_unchecked,
     stale_publication_kept,
-    sessions_outlive_a_shard,
-    shards_may_overlap,
 )
