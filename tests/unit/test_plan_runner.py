@@ -217,7 +217,7 @@ def test_layers_are_for_the_latest_plan_and_no_other(bench: Bench) -> None:
     for number in (None, 1):
         session, run = bench.runner.latest(1, number)
         assert (session, run.number) == (bench.session, 1)
-    with pytest.raises(PlanOutOfOrderError, match="its latest is 1") as refused:
+    with pytest.raises(PlanOutOfOrderError, match="the session's latest plan is 1") as refused:
         bench.runner.latest(1, 2)
     assert refused.value.field == "plan.number"
     with pytest.raises(SessionExpiredError):
