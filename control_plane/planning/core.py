@@ -17,20 +17,21 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar, cast
 
-from control_plane.planning import checks, integrity
-from control_plane.planning.abort import abort_from, abort_plans
+from control_plane.planning import integrity
 from control_plane.planning.config import CoreConfig
-from control_plane.planning.deferred_tokens import take_deferred_tokens
-from control_plane.planning.draft import Draft
-from control_plane.planning.layouts import layout_fingerprint
-from control_plane.planning.numbering import content_of
-from control_plane.planning.planner import Planner, may_plan, num_items
-from control_plane.planning.pool import Pool
-from control_plane.planning.publications import MAX_NAMESPACE_CHARACTERS, root_of
-from control_plane.planning.receipts import take_receipts
-from control_plane.planning.registration import Registration
+from control_plane.planning.pools.layouts import layout_fingerprint
+from control_plane.planning.pools.pool import Pool
+from control_plane.planning.pools.publications import MAX_NAMESPACE_CHARACTERS, root_of
+from control_plane.planning.pools.registration import Registration
 from control_plane.planning.sequence import states
 from control_plane.planning.session import EndedSessions, Session
+from control_plane.planning.steps import checks
+from control_plane.planning.steps.abort import abort_from, abort_plans
+from control_plane.planning.steps.deferred_tokens import take_deferred_tokens
+from control_plane.planning.steps.draft import Draft
+from control_plane.planning.steps.numbering import content_of
+from control_plane.planning.steps.planner import Planner, may_plan, num_items
+from control_plane.planning.steps.receipts import take_receipts
 from kvplane import columns, protocol, signing
 from kvplane.columns import INT32, INT64
 from kvplane.error_messages import duration_of

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from control_plane.blocks.integrity import check_reservations, check_store
-from control_plane.planning.pool import Pool
+from control_plane.planning.pools.pool import Pool
 from control_plane.planning.sequence import Sequence
 from control_plane.planning.session import Session
 from kvplane.v1 import types_pb2 as tpb

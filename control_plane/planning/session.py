@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from control_plane.blocks.block_store import ENDED, BlockStore
-from control_plane.planning.numbering import Numbering
-from control_plane.planning.plan_columns import TransferColumns
-from control_plane.planning.pool import Pool
+from control_plane.planning.pools.pool import Pool
 from control_plane.planning.sequence import Sequence
+from control_plane.planning.steps.numbering import Numbering
+from control_plane.planning.steps.plan_columns import TransferColumns
 from kvplane.errors import KvplaneError, SequenceNotFoundError, SessionNotFoundError
 from kvplane.v1 import types_pb2 as tpb
 

@@ -24,7 +24,7 @@ from core_data_plane import (
 from control_plane.blocks.prefix_index import chained_hash, root_hash
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
-from control_plane.planning.publications import root_of
+from control_plane.planning.pools.publications import root_of
 from kvplane import columns, ops, signing
 from kvplane.columns import INT32, INT64
 from kvplane.errors import KvplaneError, StepOutOfOrderError

@@ -29,8 +29,8 @@ from planes_values import (
 from control_plane.blocks import prefix_index
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
-from control_plane.planning.pool import Pool
-from control_plane.planning.publications import owner_of
+from control_plane.planning.pools.pool import Pool
+from control_plane.planning.pools.publications import owner_of
 from data_plane import Executor
 from kvplane import columns, protocol
 from kvplane.columns import INT32

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 from registration_messages import LAYOUT, hello
 
-from control_plane.planning.draft import Draft
 from control_plane.planning.integrity import check_pool
-from control_plane.planning.planner import Planner
-from control_plane.planning.pool import Pool
-from control_plane.planning.publications import root_of
-from control_plane.planning.receipts import take_receipts
+from control_plane.planning.pools.pool import Pool
+from control_plane.planning.pools.publications import root_of
+from control_plane.planning.pools.shards import PoolShards, ShardState
 from control_plane.planning.sequence import Sequence as CoreSequence
 from control_plane.planning.session import Session
-from control_plane.planning.shards import PoolShards, ShardState
+from control_plane.planning.steps.draft import Draft
+from control_plane.planning.steps.planner import Planner
+from control_plane.planning.steps.receipts import take_receipts
 from kvplane import columns, ops, protocol, signing
 from kvplane.columns import INT32, INT64, UINT8
 from kvplane.v1 import control_pb2 as cpb

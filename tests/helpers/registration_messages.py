@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from control_plane.blocks.prefix_index import chained_hash, root_hash
-from control_plane.planning.publications import root_of
+from control_plane.planning.pools.publications import root_of
 from kvplane import columns, ops, protocol
 from kvplane.columns import INT32, INT64
 from kvplane.layout import LayerGroup, Layout

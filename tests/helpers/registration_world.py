@@ -7,8 +7,8 @@ from typing import Any
 
 from registration_messages import hello, report
 
-from control_plane.planning.pool import Pool
-from control_plane.planning.registration import Registration
+from control_plane.planning.pools.pool import Pool
+from control_plane.planning.pools.registration import Registration
 from kvplane import signing
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb

@@ -6,7 +6,7 @@ import pytest
 from planning_rig import DEVICE, HOST, PlanningRig, entries_of
 
 from control_plane.blocks.block_store import RETIRED
-from control_plane.planning.abort import abort_from, abort_plans
+from control_plane.planning.steps.abort import abort_from, abort_plans
 from kvplane import ops
 
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_rig import BLOCK_SIZE, PlanningRig, spans_of, transfers_of
 
-from control_plane.planning.append import append
-from control_plane.planning.draft import Draft
-from control_plane.planning.failures import Failures
+from control_plane.planning.steps.append import append
+from control_plane.planning.steps.draft import Draft
+from control_plane.planning.steps.failures import Failures
 from kvplane import columns, ops
 from kvplane.columns import INT32
 from kvplane.errors import InvalidRequestError

@@ -6,7 +6,7 @@ import pytest
 from core_data_plane import DEVICE
 from core_model import World
 
-from control_plane.planning.abort import abort_from
+from control_plane.planning.steps.abort import abort_from
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
 from kvplane.v1 import types_pb2 as tpb

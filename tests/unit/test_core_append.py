@@ -9,10 +9,10 @@ from core_data_plane import BLOCK, changes_of, pack
 from core_machine import growth, joined
 from core_model import World
 
-from control_plane.planning.append import append
 from control_plane.planning.config import CoreConfig
-from control_plane.planning.draft import Draft
-from control_plane.planning.failures import Failures
+from control_plane.planning.steps.append import append
+from control_plane.planning.steps.draft import Draft
+from control_plane.planning.steps.failures import Failures
 from kvplane import columns, ops
 from kvplane.columns import INT32, INT64
 from kvplane.v1 import control_pb2 as cpb

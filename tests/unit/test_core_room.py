@@ -7,7 +7,7 @@ from core_data_plane import DEVICE, HOST
 from core_model import LATER, NEVER, OK, World, status_of
 
 from control_plane.planning.config import CoreConfig
-from control_plane.planning.room import NoRoom, require_fits, require_room
+from control_plane.planning.steps.room import NoRoom, require_fits, require_room
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 

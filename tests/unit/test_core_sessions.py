@@ -10,7 +10,7 @@ from control_plane.blocks import prefix_index
 from control_plane.blocks.prefix_index import chained_hash
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
-from control_plane.planning.recovery import build_if_complete
+from control_plane.planning.pools.recovery import build_if_complete
 from control_plane.planning.session import EndedSessions
 from kvplane import ops, signing
 from kvplane.errors import (

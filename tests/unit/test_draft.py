@@ -14,9 +14,9 @@ from planning_rig import (
 )
 
 from control_plane.blocks.block_store import HELD, PINNED
-from control_plane.planning.abort import abort_plans
-from control_plane.planning.draft import Draft
 from control_plane.planning.sequence import Sequence
+from control_plane.planning.steps.abort import abort_plans
+from control_plane.planning.steps.draft import Draft
 from kvplane import ops, protocol, signing
 from kvplane.v1 import types_pb2 as tpb
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.planning.failures import Failures
-from control_plane.planning.room import NoRoom
+from control_plane.planning.steps.failures import Failures
+from control_plane.planning.steps.room import NoRoom
 from kvplane.error_messages import from_wire
 from kvplane.errors import InvalidRequestError, PositionMismatchError
 from kvplane.v1 import control_pb2 as cpb

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from core_data_plane import DEVICE, HOST, Block, Span, changes_of, spans_of, transfers_of
 
-from control_plane.planning import checks
-from control_plane.planning.plan_columns import (
+from control_plane.planning.steps import checks
+from control_plane.planning.steps.plan_columns import (
     Ref,
     SpanColumns,
     TableChangeColumns,

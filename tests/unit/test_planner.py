@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from planning_rig import BLOCK_SIZE, DEVICE, HOST, PlanningRig, entries_of, spans_of, transfers_of
 
-from control_plane.planning.planner import Planner, may_plan, num_items
+from control_plane.planning.steps.planner import Planner, may_plan, num_items
 from kvplane import columns, ops
 from kvplane.columns import INT32
 from kvplane.error_messages import from_wire

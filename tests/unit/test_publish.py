@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_rig import BLOCK_SIZE, DEVICE, HOST, PlanningRig
 
-from control_plane.planning.publish import expect_publication, publish
 from control_plane.planning.sequence import Sequence
+from control_plane.planning.steps.publish import expect_publication, publish
 from kvplane import ops
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from planning_rig import EPOCH, PlanningRig
 
-from control_plane.planning.receipts import take_receipts
-from control_plane.planning.shards import ShardState
+from control_plane.planning.pools.shards import ShardState
+from control_plane.planning.steps.receipts import take_receipts
 from kvplane import ops, signing
 from kvplane.errors import (
     BadSignatureError,

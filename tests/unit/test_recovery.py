@@ -13,9 +13,9 @@ from registration_messages import LAYOUT, Prefix, blocks, chain, half, hello, pu
 from control_plane.blocks import prefix_index
 from control_plane.blocks.block_store import CACHED
 from control_plane.blocks.integrity import check_store
-from control_plane.planning.pool import Pool
-from control_plane.planning.publications import root_of
-from control_plane.planning.registration import Registration
+from control_plane.planning.pools.pool import Pool
+from control_plane.planning.pools.publications import root_of
+from control_plane.planning.pools.registration import Registration
 from kvplane import ops
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb

@@ -8,7 +8,7 @@ import pytest
 from registration_messages import LAYOUT, chain, half, report
 from registration_world import INCARNATION, Plane, World
 
-from control_plane.planning.publications import root_of
+from control_plane.planning.pools.publications import root_of
 from kvplane import columns, signing
 from kvplane.columns import INT32
 from kvplane.errors import (

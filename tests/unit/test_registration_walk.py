@@ -11,9 +11,9 @@ from random import Random
 import pytest
 from registration_messages import LAYOUT, Prefix, blocks, half, hello, publications
 
-from control_plane.planning.pool import Pool
-from control_plane.planning.publications import root_of
-from control_plane.planning.registration import Registration
+from control_plane.planning.pools.pool import Pool
+from control_plane.planning.pools.publications import root_of
+from control_plane.planning.pools.registration import Registration
 from kvplane import columns, ops, signing
 from kvplane.columns import INT32, INT64
 from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnationError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from planning_rig import DEVICE, PlanningRig
 
-from control_plane.planning.room import (
+from control_plane.planning.steps.room import (
     NoRoom,
     require_room,
     require_room_to_admit,

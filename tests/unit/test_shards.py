@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from registration_messages import LAYOUT, half, hello, report
 
-from control_plane.planning.shards import PoolShards, ShardState
+from control_plane.planning.pools.shards import PoolShards, ShardState
 from kvplane.v1 import types_pb2 as tpb
 
 

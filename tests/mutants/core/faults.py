@@ -13,12 +13,13 @@ import pytest
 from control_plane.blocks.block_store import ENDED, BlockStore
 from control_plane.blocks.eviction import LeastRecentlyUsed
 from control_plane.blocks.prefix_index import PrefixIndex
-from control_plane.planning import core, planner, publish, receipts
-from control_plane.planning.draft import Draft
-from control_plane.planning.failures import Failures
-from control_plane.planning.numbering import Numbering
-from control_plane.planning.publications import root_of
+from control_plane.planning import core
+from control_plane.planning.pools.publications import root_of
 from control_plane.planning.sequence import Sequence
+from control_plane.planning.steps import planner, publish, receipts
+from control_plane.planning.steps.draft import Draft
+from control_plane.planning.steps.failures import Failures
+from control_plane.planning.steps.numbering import Numbering
 from kvplane import columns
 from kvplane.columns import INT64
 from kvplane.v1 import control_pb2 as cpb

@@ -12,12 +12,14 @@ import pytest
 from planes_world import weaken_hashes
 
 from control_plane.blocks.block_store import BlockStore
-from control_plane.planning import core, planner, recovery, registration, shards
-from control_plane.planning.abort import abort_from
-from control_plane.planning.numbering import Answer, Numbering
-from control_plane.planning.pool import Pool
-from control_plane.planning.publications import Published
+from control_plane.planning import core
+from control_plane.planning.pools import recovery, registration, shards
+from control_plane.planning.pools.pool import Pool
+from control_plane.planning.pools.publications import Published
 from control_plane.planning.session import Session
+from control_plane.planning.steps import planner
+from control_plane.planning.steps.abort import abort_from
+from control_plane.planning.steps.numbering import Answer, Numbering
 from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.last_tenants import LastTenants
 from data_plane.plans.publications import Publications

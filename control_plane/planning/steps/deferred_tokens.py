@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from control_plane.planning import checks
-from control_plane.planning.publish import publish
 from control_plane.planning.sequence import Sequence
 from control_plane.planning.session import Session
+from control_plane.planning.steps import checks
+from control_plane.planning.steps.publish import publish
 from kvplane import columns
 from kvplane.columns import INT32, INT64
 from kvplane.errors import InvalidRequestError, SequenceNotFoundError

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from control_plane.planning.layouts import served_layout
-from control_plane.planning.pool import Pool
-from control_plane.planning.recovery import build_if_complete
-from control_plane.planning.shards import PoolShards, ShardState
+from control_plane.planning.pools.layouts import served_layout
+from control_plane.planning.pools.pool import Pool
+from control_plane.planning.pools.recovery import build_if_complete
+from control_plane.planning.pools.shards import PoolShards, ShardState
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,

@@ -13,19 +13,19 @@ from __future__ import annotations
 from collections.abc import Sequence as Operations
 from typing import Final
 
-from control_plane.planning import checks
-from control_plane.planning.append import append
-from control_plane.planning.draft import Draft
-from control_plane.planning.failures import Failures
-from control_plane.planning.publish import expect_publication, publish
-from control_plane.planning.room import (
+from control_plane.planning.sequence import Sequence
+from control_plane.planning.session import Session
+from control_plane.planning.steps import checks
+from control_plane.planning.steps.append import append
+from control_plane.planning.steps.draft import Draft
+from control_plane.planning.steps.failures import Failures
+from control_plane.planning.steps.publish import expect_publication, publish
+from control_plane.planning.steps.room import (
     NoRoom,
     require_fits,
     require_room,
     require_room_to_admit,
 )
-from control_plane.planning.sequence import Sequence
-from control_plane.planning.session import Session
 from kvplane import columns
 from kvplane.columns import INT32, INT64
 from kvplane.errors import (

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from control_plane.blocks.block_store import BlockStore
 from control_plane.blocks.prefix_index import NO_BLOCK, PrefixIndex
-from control_plane.planning.pool import Pool
-from control_plane.planning.publications import Published
-from control_plane.planning.shards import TIERS, Report
+from control_plane.planning.pools.pool import Pool
+from control_plane.planning.pools.publications import Published
+from control_plane.planning.pools.shards import TIERS, Report
 from kvplane.v1 import types_pb2 as tpb
 
 

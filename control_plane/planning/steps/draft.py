@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Final
 
 from control_plane.blocks.block_store import BlockStore
-from control_plane.planning.plan_columns import (
+from control_plane.planning.pools.shards import TIERS
+from control_plane.planning.sequence import Sequence
+from control_plane.planning.session import PlanRecord, Session
+from control_plane.planning.steps.plan_columns import (
     Ref,
     SpanColumns,
     TableChangeColumns,
     TransferColumns,
 )
-from control_plane.planning.sequence import Sequence
-from control_plane.planning.session import PlanRecord, Session
-from control_plane.planning.shards import TIERS
 from kvplane import protocol, signing
 from kvplane.v1 import types_pb2 as tpb
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from itertools import compress
 from typing import Final
 
-from control_plane.planning import checks, room
-from control_plane.planning.draft import Draft
-from control_plane.planning.failures import Failures
+from control_plane.planning.steps import checks, room
+from control_plane.planning.steps.draft import Draft
+from control_plane.planning.steps.failures import Failures
 from kvplane import columns
 from kvplane.columns import INT32, INT64
 from kvplane.errors import (

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from control_plane.planning.checks import div_ceil
-from control_plane.planning.plan_columns import Ref
 from control_plane.planning.sequence import Sequence
 from control_plane.planning.session import Session
+from control_plane.planning.steps.checks import div_ceil
+from control_plane.planning.steps.plan_columns import Ref
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
 from kvplane.v1 import types_pb2 as tpb
 

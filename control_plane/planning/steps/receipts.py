@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
-from control_plane.planning.publish import publish
 from control_plane.planning.session import Session
+from control_plane.planning.steps.publish import publish
 from kvplane import protocol, signing
 from kvplane.errors import (
     BadSignatureError,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from control_plane.planning.room import NoRoom
+from control_plane.planning.steps.room import NoRoom
 from kvplane.error_messages import to_wire
 from kvplane.errors import KvplaneError
 from kvplane.v1 import control_pb2 as cpb

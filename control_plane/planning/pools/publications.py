@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from control_plane.blocks.block_store import BlockStore
 from control_plane.blocks.prefix_index import NO_BLOCK
-from control_plane.planning import checks
+from control_plane.planning.steps import checks
 from kvplane import columns
 from kvplane.columns import INT32, INT64
 from kvplane.errors import InvalidRequestError

@@ -10,7 +10,7 @@ from typing import Final
 
 from google.protobuf import duration_pb2
 
-from control_plane.planning.pool import Pool
+from control_plane.planning.pools.pool import Pool
 from control_plane.planning.session import Session
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from control_plane.planning import checks
-from control_plane.planning.publications import Published, read_indices, read_publications
+from control_plane.planning.pools.publications import Published, read_indices, read_publications
+from control_plane.planning.steps import checks
 from kvplane import columns, signing
 from kvplane.columns import INT32, INT64
 from kvplane.errors import InvalidRequestError

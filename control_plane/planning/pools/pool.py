@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from control_plane.blocks.block_store import CACHED, FREE, RETIRED, BlockStore
 from control_plane.blocks.reservations import Reservations
-from control_plane.planning.publications import publish_messages
-from control_plane.planning.shards import TIERS, PoolShards
+from control_plane.planning.pools.publications import publish_messages
+from control_plane.planning.pools.shards import TIERS, PoolShards
 from kvplane.layout import Layout
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb

@@ -1,0 +1,1 @@
+"""A pool: its shards, how they register, and what it learns from their reports."""
