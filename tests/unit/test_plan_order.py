@@ -96,7 +96,7 @@ def test_a_refusal_of_a_plan_names_what_is_out_of_order() -> None:
             session.place(pb.Plan(number=number), b"")
         assert refused.value.field == field
     session.finish(session.latest, receipt(3))
-    with pytest.raises(PlanOutOfOrderError, match="last one to finish here is 3") as refused:
+    with pytest.raises(PlanOutOfOrderError, match="last plan to finish here is 3") as refused:
         session.place(pb.Plan(number=5, previous=4), b"")
     assert refused.value.field == "plan.previous"
 
@@ -143,7 +143,7 @@ def test_a_grant_out_of_range_is_refused_by_its_field(fields: dict[str, Any], fi
 def test_a_session_that_ended_is_not_opened_again_by_any_id() -> None:
     sessions = Sessions()
     assert sessions.open(grant(1)) is sessions.open(grant(1))
-    with pytest.raises(InvalidRequestError, match="the pool's session 1, not 7"):
+    with pytest.raises(InvalidRequestError, match="session 1 was opened with ordinal 1, not 7"):
         sessions.open(grant(1, ordinal=7))
     sessions.fence(1, 1)
     sessions.fence(9, 9)

@@ -211,13 +211,13 @@ def test_a_block_that_is_published_after_the_start_is_not_written(bench: Bench) 
 
 
 def test_layers_are_for_the_latest_plan_and_no_other(bench: Bench) -> None:
-    with pytest.raises(PlanOutOfOrderError, match="no plan of the session was started"):
+    with pytest.raises(PlanOutOfOrderError, match="the session has not started a plan"):
         bench.runner.latest(1, None)
     bench.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 1)])
     for number in (None, 1):
         session, run = bench.runner.latest(1, number)
         assert (session, run.number) == (bench.session, 1)
-    with pytest.raises(PlanOutOfOrderError, match="its latest is 1") as refused:
+    with pytest.raises(PlanOutOfOrderError, match="the session's latest plan is 1") as refused:
         bench.runner.latest(1, 2)
     assert refused.value.field == "plan.number"
     with pytest.raises(SessionExpiredError):

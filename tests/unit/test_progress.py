@@ -58,5 +58,5 @@ def test_a_gap_is_refused_saying_how_much_came_before_it() -> None:
     progress.extend(range(2), 0, 5)
     progress.extend(range(1), 0, 3)
     progress.check_no_gap(range(2), 0, 5)
-    with pytest.raises(InvalidRequestError, match=r"5 tokens .* begin with token 8"):
+    with pytest.raises(InvalidRequestError, match=r"5 tokens .* begin with its token 8"):
         progress.check_no_gap(range(2), 0, 8)
