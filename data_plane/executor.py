@@ -178,10 +178,9 @@ class Executor:
         a higher incarnation was seen, and InvalidRequestError for a key of the wrong length.
         """
         with self._command("install"):
-            former_key_id = self.key_id
             self._verifier.install(incarnation, key)
             self._plans.quiesce()
-            self._sessions.end_all(same_key=self.key_id == former_key_id)
+            self._sessions.end_all(self.key_id)
             self._tables.drop_all()
 
     def report(self, blocks_per_part: int = 2048) -> list[control_pb2.BlockReport]:

@@ -27,6 +27,7 @@ from kvplane.v1 import types_pb2 as pb
 MAX_PLANS_IN_FLIGHT = 1024
 MAX_SESSION_ID = 2**53 - 1
 _MAX_NUMBER = 2**63 - 2
+_MAX_KEYS = 16
 
 
 @dataclass(slots=True)
@@ -152,6 +153,9 @@ class Sessions:
     def __init__(self) -> None:
         self._open: dict[int, Session] = {}
         self._ended = EndedSessions()
+        # By the key that signed their grants: ordinals start over with a key, and one that was
+        # replaced comes again when two control planes of one incarnation take turns.
+        self._ended_by_key = OrderedDict({b"": self._ended})
 
     def __len__(self) -> int:
         return len(self._open)
@@ -207,16 +211,17 @@ class Sessions:
         self._open.pop(session_id, None)
         self._ended.add(ordinal)
 
-    def end_all(self, *, same_key: bool) -> None:
-        """End every open session. With another key no earlier grant is valid any more, and ordinals
-        start over.
+    def end_all(self, key_id: bytes) -> None:
+        """End every open session. ``key_id`` names the key that signs grants from now on; of those
+        that it signed before, the ended sessions' are refused as before.
         """
-        if same_key:
-            for session in self._open.values():
-                self._ended.add(session.ordinal)
-        else:
-            self._ended = EndedSessions()
+        for session in self._open.values():
+            self._ended.add(session.ordinal)
         self._open.clear()
+        self._ended = self._ended_by_key.setdefault(key_id, EndedSessions())
+        self._ended_by_key.move_to_end(key_id)
+        if len(self._ended_by_key) > _MAX_KEYS:
+            self._ended_by_key.popitem(last=False)
 
 
 def check_ordinal(ordinal: int, field: str) -> None:

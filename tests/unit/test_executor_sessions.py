@@ -184,6 +184,17 @@ def test_the_same_key_again_keeps_what_has_ended(rig: Rig) -> None:
     assert rig.open(2) == 2
 
 
+def test_a_key_that_comes_again_after_another_keeps_what_has_ended(rig: Rig) -> None:
+    """Two control planes of one incarnation take turns."""
+    rig.fence(3)
+    rig.executor.install(1, signing.new_key())
+    rig.executor.install(1, rig.author.key)
+    for ended in (1, 3):
+        with rig.refuses(SessionExpiredError, "grant.session"):
+            rig.open(ended)
+    assert rig.open(2) == 2
+
+
 def test_epochs_rise_with_the_clock_and_may_be_given() -> None:
     before = time.time_ns()
     first, second = (Executor(LAYOUT, pool_id=POOL_ID, num_device_blocks=1) for _ in range(2))

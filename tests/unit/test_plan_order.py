@@ -155,19 +155,26 @@ def test_a_session_that_ended_is_not_opened_again_by_any_id() -> None:
     assert len(sessions) == 0
 
 
-@pytest.mark.parametrize("same_key", [True, False])
-def test_what_ended_is_forgotten_with_the_key(same_key: bool) -> None:
+@pytest.mark.parametrize("key_ids", [[b"a"], [b"b", b"a"]])
+def test_what_ended_under_a_key_stays_ended_under_it(key_ids: list[bytes]) -> None:
     sessions = Sessions()
+    sessions.end_all(b"a")
     sessions.open(grant(1))
     sessions.fence(2, 2)
-    sessions.end_all(same_key=same_key)
-    assert len(sessions) == 0
+    for key_id in key_ids:
+        sessions.end_all(key_id)
+        assert len(sessions) == 0
     for ordinal in (1, 2):
-        if same_key:
-            with pytest.raises(SessionExpiredError):
-                sessions.open(grant(ordinal))
-        else:
-            assert sessions.open(grant(ordinal)).finished == 0
+        with pytest.raises(SessionExpiredError):
+            sessions.open(grant(ordinal))
+
+
+def test_ordinals_start_over_with_another_key() -> None:
+    sessions = Sessions()
+    sessions.end_all(b"a")
+    sessions.open(grant(1))
+    sessions.end_all(b"b")
+    assert sessions.open(grant(1)).finished == 0
 
 
 def test_plans_that_run_are_those_without_a_receipt() -> None:

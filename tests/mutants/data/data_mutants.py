@@ -267,8 +267,9 @@ def ended_ranges_grow_together() -> None:
 def ended_sessions_forgotten_under_the_same_key() -> None:
     end_all = sessions.Sessions.end_all
 
-    def forget(self: Any, *, same_key: bool) -> None:
-        end_all(self, same_key=False)
+    def forget(self: Any, key_id: bytes) -> None:
+        self._ended_by_key.pop(key_id, None)
+        end_all(self, key_id)
 
     sessions.Sessions.end_all = forget  # type: ignore[method-assign]
 

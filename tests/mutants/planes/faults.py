@@ -143,6 +143,18 @@ def fence_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sessions, "fence", fence)
 
 
+def ended_sessions_forgotten_with_the_key(patch: pytest.MonkeyPatch) -> None:
+    """A control plane whose key comes again finds its ended sessions' grants taken."""
+    original = Sessions.end_all
+
+    def end_all(self: Sessions, key_id: bytes) -> None:
+        if self._ended_by_key.get(key_id) is not self._ended:
+            self._ended_by_key.pop(key_id, None)
+        original(self, key_id)
+
+    patch.setattr(Sessions, "end_all", end_all)
+
+
 def fence_not_awaited(patch: pytest.MonkeyPatch) -> None:
     """An ended session's blocks are free before all data planes have stopped it."""
     original = Pool.end
@@ -157,7 +169,7 @@ def fence_not_awaited(patch: pytest.MonkeyPatch) -> None:
 
 def tables_kept_on_install(patch: pytest.MonkeyPatch) -> None:
     """Sessions of an earlier control plane go on."""
-    patch.setattr(Sessions, "end_all", lambda self, *, same_key: None)
+    patch.setattr(Sessions, "end_all", lambda self, key_id: None)
     patch.setattr(BlockTables, "drop_all", lambda self: None)
 
 
@@ -261,6 +273,7 @@ SLOW = (
     generations_cut_at_smallest_shard,
     publication_of_other_generation_restored,
     parents_linked_by_hash,
+    ended_sessions_forgotten_with_the_key,
     fence_not_awaited,
     tokens_taken_by_sequence_id,
     stale_publication_kept,
