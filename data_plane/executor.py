@@ -22,7 +22,7 @@ from data_plane.kernels.arguments import require
 from data_plane.kernels.backend import Kernels, kernels_of
 from data_plane.kernels.device_watch import DeviceWatch
 from data_plane.kernels.devices import with_index
-from data_plane.kernels.shard_kernels import Compute
+from data_plane.kernels.shard_kernels import ShardKernels
 from data_plane.memory.pool import Pools
 from data_plane.plan_runner import PlanRunner, StartedPlan
 from data_plane.plans.block_report import block_report
@@ -97,7 +97,7 @@ class Executor:
         )
         self._tables = BlockTables(self.pools.num_blocks, layout.block_size_tokens)
         self._sessions = Sessions()
-        self._compute = Compute(
+        self._compute = ShardKernels(
             layout,
             self.shard,
             self.pools,

@@ -14,7 +14,7 @@ import numpy as np
 
 from data_plane.counters import ExecutorCounters
 from data_plane.kernels.arguments import WriteArguments
-from data_plane.kernels.shard_kernels import Compute
+from data_plane.kernels.shard_kernels import ShardKernels
 from data_plane.plans.attention_batch import check_writable, prepare_batch
 from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.last_tenants import LastTenants
@@ -48,7 +48,7 @@ class PlanRunner:
         self,
         tables: BlockTables,
         sessions: Sessions,
-        compute: Compute,
+        compute: ShardKernels,
         verifier: Verifier,
         counters: ExecutorCounters,
         *,

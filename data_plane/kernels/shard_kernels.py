@@ -39,7 +39,7 @@ _DIRECTIONS = {
 }
 
 
-class Compute:
+class ShardKernels:
     """The kernels of one shard. A layer is given by its index in the shard."""
 
     def __init__(

@@ -24,7 +24,7 @@ from plan_author import (
 
 from data_plane.counters import ExecutorCounters
 from data_plane.kernels.cpu import CpuKernels
-from data_plane.kernels.shard_kernels import Compute
+from data_plane.kernels.shard_kernels import ShardKernels
 from data_plane.memory.pool import Pools
 from data_plane.plan_runner import PlanRunner, StartedPlan
 from data_plane.plans.block_tables import BlockTables
@@ -62,7 +62,9 @@ class Bench:
         self.verifier = Verifier(POOL_ID, 0, 1)
         self.author = PlanAuthor(self.verifier.epoch)
         self.verifier.install(1, self.author.key)
-        self.compute = Compute(LAYOUT, shard, pools, self.counters, device=cpu, kernels=kernels)
+        self.compute = ShardKernels(
+            LAYOUT, shard, pools, self.counters, device=cpu, kernels=kernels
+        )
         self.sessions, self.num_checks = Sessions(), 0
         self.runner = PlanRunner(
             self.tables,

@@ -22,7 +22,7 @@ from plan_author import (
 
 from data_plane.counters import ExecutorCounters
 from data_plane.kernels.cpu import CpuKernels
-from data_plane.kernels.shard_kernels import Compute
+from data_plane.kernels.shard_kernels import ShardKernels
 from data_plane.memory.pool import Pools
 from data_plane.plans.attention_batch import AttentionBatch, prepare_batch
 from data_plane.plans.block_tables import BlockTables
@@ -52,7 +52,7 @@ class Bench:
         )
         for tier in (self.pools.device_tier, self.pools.host_tier):
             tier.zero_()
-        self.compute = Compute(
+        self.compute = ShardKernels(
             LAYOUT, shard, self.pools, self.counters, device=cpu, kernels=kernels
         )
         self.tables = BlockTables(self.pools.num_blocks, BLOCK_SIZE)

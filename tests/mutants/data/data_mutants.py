@@ -123,7 +123,7 @@ def stale_publications_kept() -> None:
 
 def clearing_skipped() -> None:
     """The next tenant gets blocks as the last one left them."""
-    executor.Compute.clear = _nothing  # type: ignore[method-assign]
+    executor.ShardKernels.clear = _nothing  # type: ignore[method-assign]
 
 
 def clearing_of_one_tier_only() -> None:
@@ -285,7 +285,7 @@ def transfers_by_direction() -> None:
 
 
 def transfers_skipped() -> None:
-    executor.Compute.transfer = _nothing  # type: ignore[method-assign]
+    executor.ShardKernels.transfer = _nothing  # type: ignore[method-assign]
 
 
 def compute_ahead_of_swaps() -> None:
@@ -323,7 +323,7 @@ def host_reads_early() -> None:
 
 
 def receipts_before_the_end() -> None:
-    executor.Compute.finish = _nothing  # type: ignore[method-assign]
+    executor.ShardKernels.finish = _nothing  # type: ignore[method-assign]
 
 
 def fences_before_the_end() -> None:
@@ -344,13 +344,13 @@ def voided_plans_not_waited_for() -> None:
 
 def failures_forgotten() -> None:
     """A plan on a device that failed counts as one that ran."""
-    finish = executor.Compute.finish
+    finish = executor.ShardKernels.finish
 
     def forgiving(self: Any) -> None:
         with suppress(InternalError):
             finish(self)
 
-    executor.Compute.finish = forgiving  # type: ignore[method-assign]
+    executor.ShardKernels.finish = forgiving  # type: ignore[method-assign]
 
 
 def layers_before_transfers() -> None:
