@@ -1,13 +1,13 @@
-"""What the CPU kernels reach of the memory's speed, beside torch's attention, in one run.
+"""Measures the CPU kernels against the speed of memory and against torch's attention, in one run.
 
     python -m benchmarks.attention_cpu [--quick] [--runs N] [--threads N] [--json OUT]
 
-All measurements take turns in rounds, so that noise from elsewhere meets them alike: compare rows
-of one run, not of two. ``--runs`` goes through all rounds so many times; each row's figure is the
-median of the passes' medians. Before every call, of torch's too, other memory is read so that no
-cache holds what the call needs. Torch's threads sleep between its calls (OMP_WAIT_POLICY=PASSIVE,
-unless the environment says otherwise). ``GB/s`` count each byte once that has to be read or
-written: of decode the keys and values, of a copy what is copied, not its two ways over the bus.
+All measurements take turns in rounds, so that noise from elsewhere affects them alike: compare rows
+of one run, not of two. ``--runs``: the number of passes over all rounds; each row's figure is the
+median of the passes' medians. Before every call, torch's too, other memory is read so that no cache
+holds what the call needs. Torch's threads sleep between its calls (OMP_WAIT_POLICY=PASSIVE, unless
+the environment says otherwise). ``GB/s`` count each byte once: the keys and values that decode
+reads, and the bytes that a copy copies, not both its read and its write.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KERNELS = CpuKernels()
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of what is measured, and in how many rounds."""
+    """The sizes of what is measured, and the number of rounds."""
 
     context_tokens: int = 4096
     memory_bytes: int = 256 << 20
@@ -54,7 +54,7 @@ QUICK = Sizes(512, 64 << 20, 256, 512, 3)
 
 
 def random_pool(num_blocks: int, dtype: torch.dtype, head_size: int = HEAD_SIZE) -> torch.Tensor:
-    """[num_blocks, 1, 2, num_kv_heads, block_size, head_size] as the data plane allocates it."""
+    """[num_blocks, 1, 2, num_kv_heads, block_size, head_size], allocated as by the data plane."""
     shape = (num_blocks, 1, 2, NUM_KV_HEADS, BLOCK_SIZE, head_size)
     pool = huge_pages.empty(shape, dtype)
     for block in pool:
@@ -63,12 +63,12 @@ def random_pool(num_blocks: int, dtype: torch.dtype, head_size: int = HEAD_SIZE)
 
 
 def query_dtype_of(pages_dtype: torch.dtype) -> torch.dtype:
-    """Of queries on such pages."""
+    """The dtype of queries for pages of a dtype."""
     return torch.bfloat16 if pages_dtype.itemsize == 1 else pages_dtype
 
 
 def decode_rows(name: str, dtype: torch.dtype, context_tokens: int) -> list[Calls]:
-    """One query token a sequence, over pages in random order; torch over contiguous KV.
+    """One query token for each sequence, over pages in random order; torch over contiguous KV.
 
     Queries of fp8 pages are bf16. Torch has no attention over fp8 to compare with.
     """
@@ -148,7 +148,7 @@ def block_rows(num_blocks: int) -> list[Calls]:
 
 
 def machine(num_threads: int, num_passes: int) -> dict[str, object]:
-    """Where this runs."""
+    """The machine and the settings of this run."""
     return {
         "cpu": cpu_name(),
         "cpu_count": os.cpu_count(),
@@ -165,7 +165,7 @@ def machine(num_threads: int, num_passes: int) -> dict[str, object]:
 
 
 def measure(sizes: Sizes, *, num_threads: int, num_passes: int) -> list[Calls]:
-    """All rows, in turn."""
+    """Measure all rows by turns."""
     memory = Memory(sizes.memory_bytes, num_threads)
     rows = [memory.read_calls(), memory.copy_calls()]
     for name, dtype in DTYPES.items():
@@ -178,7 +178,7 @@ def measure(sizes: Sizes, *, num_threads: int, num_passes: int) -> list[Calls]:
 
 
 def as_json(rows: list[Calls], described: dict[str, object]) -> dict[str, object]:
-    """What the tables say, for programs. ``p99``: the rate that 99 of 100 calls reach."""
+    """The figures of the tables, for programs. ``p99``: the rate that 99 of 100 calls reach."""
     return {
         "machine": described,
         "rows": [
@@ -199,7 +199,7 @@ def as_json(rows: list[Calls], described: dict[str, object]) -> dict[str, object
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run it, print the tables, write the JSON."""
+    """Measure, print the tables, write the JSON."""
     parser = argparse.ArgumentParser(description="Measure the CPU kernels.")
     parser.add_argument("--quick", action="store_true", help="an eighth of the tokens, few rounds")
     parser.add_argument("--runs", type=int, default=1, help="passes over all of it")
@@ -219,10 +219,10 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def let_torch_sleep() -> None:
-    """Begin anew with threads of torch that sleep when they have nothing to do.
+    """Restart this program with OMP_WAIT_POLICY=PASSIVE, so that idle threads of torch sleep.
 
-    They would go on spinning after a call of torch's, on the cores of the call after it. OpenMP
-    reads the setting when torch is loaded, so it is too late to make it in this process.
+    Otherwise they would spin after a call, on the cores that the next call needs. OpenMP reads the
+    setting when torch is loaded, so it is too late to set it in this process.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

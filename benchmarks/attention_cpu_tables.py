@@ -1,4 +1,4 @@
-"""The tables of ``benchmarks.attention_cpu``, in Markdown, each goal beside what was measured."""
+"""The tables of ``benchmarks.attention_cpu`` in Markdown, with each goal beside the figure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ HEADS = ("lowest to highest", "of memory", "goal", "torch", "× torch", "goal")
 
 
 def tables(rows: Sequence[Calls]) -> str:
-    """By the clock, and by a core's time."""
+    """Two tables: by wall time, and by CPU time."""
     clock = _table("GB/s", rows, Calls.rate)
     core = _table("GB/s a core", rows, Calls.best_rate_of_core)
     return "\n".join(
         (
-            "By the clock, the median of the passes' medians:\n",
+            "By wall time, the median of the passes' medians:\n",
             *clock,
-            "\nA second of one core's time, the median of the passes' best calls:\n",
+            "\nPer second of CPU time, the median of the passes' best calls:\n",
             *core,
         )
     )
@@ -48,7 +48,7 @@ def _cells(row: Calls, rates: dict[str, Spread]) -> list[str]:
 
 
 def _of_memory(row: Calls, rates: dict[str, Spread]) -> list[str]:
-    """The share of what memory gave in the same passes, and the goal."""
+    """The share of the memory's rate in the same passes, and the goal."""
     if row.unit != "GB/s" or row.name in ("read_bandwidth", "memcpy"):
         return ["", ""]
     whole = "read" if row.name.startswith("decode") else "memcpy"
@@ -60,7 +60,7 @@ def _of_memory(row: Calls, rates: dict[str, Spread]) -> list[str]:
 
 
 def _of_torch(row: Calls, rates: dict[str, Spread]) -> list[str]:
-    """Torch's figure, how many times that ours is, and the goal."""
+    """Torch's figure, our figure divided by it, and the goal."""
     torch = rates.get("torch_prefill" if row.name == "prefill" else _torchs(row.name))
     if torch is None:
         return ["", "", ""]

@@ -1,24 +1,23 @@
-"""What limits decode on the CPU: memory, arithmetic, or the way from the one to the other.
+"""Measures what limits decode on the CPU: memory bandwidth, arithmetic, or memory latency.
 
     python -m benchmarks.attention_profile [--quick] [--runs N] [--threads N] [--json OUT]
 
 The batch of ``benchmarks.attention_cpu`` is measured with its pages in three places: in the cache
-(all tables name the same few blocks: what the arithmetic alone allows), in memory in order, and in
-memory in random order; beside it the speed at which memory is read. Before each call whose pages
-are to be in memory, other memory is read until no cache holds them; this is not timed. Each with
-one thread and with all of them. A row that reaches neither its memory nor its arithmetic waits for
-lines on their way.
+(all tables have the same few blocks, so only arithmetic limits it), in memory in order, and in
+memory in random order; and beside it the speed of reading memory. Before each call whose pages are
+to be in memory, other memory is read until no cache holds them; this is not timed. All of it with
+one thread and with all threads. A row that reaches neither limit waits for memory latency.
 
-All rates are of unique bytes (of the cache: of bytes read) and of one core: the median call's for a
-second of a core's time, so that what other programs took does not count. With ``--runs`` it is the
-median of the passes' medians, and the lowest and the highest of them stand beside it. But threads
-that other programs keep from running at once do not share the memory's speed either: what two
-threads reach together needs a machine with nothing else running, and ``clock`` shows it. Only rows
-of one run can be compared.
+All rates count unique bytes (in the cache: bytes read), and are those of one core: the median call
+per second of CPU time, so that the time of other programs does not count. With ``--runs`` it is the
+median of the passes' medians, with the lowest and the highest beside it. But if other programs keep
+threads from running at the same time, the threads do not share the memory's speed either: what two
+threads reach together needs a machine with nothing else running, and ``clock`` (wall time) shows
+it. Only rows of one run can be compared.
 
-``by row`` estimates what a call spends on what does not depend on the head size: softmax, sums
-over lanes, finding pages. It is the time that is left when the times of head sizes 64 and 128, both
-in the cache, are drawn as a line down to a head size of 0.
+``by row`` estimates the share of a call that does not depend on the head size: softmax, sums over
+lanes, finding pages. The times of head sizes 64 and 128, both in the cache, are extrapolated
+linearly to a head size of 0.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from benchmarks.memory import Memory, cold_caches
 from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.cpu import CpuKernels
 
-CACHE_BYTES = 256 << 10  # that fit into any core's cache, and are far more than one tile
+CACHE_BYTES = 256 << 10  # fits in any core's cache, and is far more than one tile
 HALF_SIZE = HEAD_SIZE // 2
 QUICK = Sizes(context_tokens=1024, memory_bytes=64 << 20, num_rounds=2)
 FULL = Sizes(num_rounds=11)
@@ -59,7 +58,7 @@ PLACES = ("cache", "in order", "random")
 def attend(
     pages: torch.Tensor, tables: torch.Tensor, group: int, num_threads: int, *, is_warm: bool
 ) -> Calls:
-    """One query token for each row of the tables."""
+    """A call with one query token for each row of the tables."""
     batch, context_tokens = tables.shape[0], tables.shape[1] * BLOCK_SIZE
     shape = (batch, NUM_KV_HEADS * group, pages.shape[-1])
     query = torch.randn(shape).to(query_dtype_of(pages.dtype))
@@ -120,22 +119,22 @@ class Decode:
 
     @property
     def flop_per_byte(self) -> float:
-        """Of keys and values: a product and a sum for each number and query head."""
+        """Per byte of keys and values: a product and a sum for each element and query head."""
         return 2 * self.group / self.element_bytes
 
     def rate(self, place: str) -> float:
-        """GB/s of one core."""
+        """GB/s per second of CPU time."""
         return self.places[place].rate_of_core().middle
 
     @property
     def share_by_row(self) -> float:
-        """Of the time in the cache: what does not depend on the head size."""
+        """The share of the time in the cache that does not depend on the head size."""
         half = self.half_size.amount / self.half_size.rate_of_core().middle
         whole = self.places["cache"].amount / self.rate("cache")
         return max(0.0, (2 * half - whole) / whole)
 
     def as_json(self, read: float) -> dict[str, object]:
-        """``read``: GB/s of one core that memory allows."""
+        """``read``: GB/s at which one core reads memory."""
         return {
             "name": f"decode/{self.name}/g{self.group}",
             "threads": self.num_threads,
@@ -153,18 +152,18 @@ class Decode:
         }
 
     def limit(self, read: float) -> str:
-        """The lower ceiling."""
+        """Which of the two limits is lower."""
         return "memory" if read < self.rate("cache") else "arithmetic"
 
     def of_limit(self, read: float) -> float:
-        """What random pages reach of it."""
+        """The share of the lower limit that random pages reach."""
         return self.rate("random") / min(read, self.rate("cache"))
 
 
 def measure(
     sizes: Sizes, *, threads: list[int], num_passes: int
 ) -> tuple[list[Decode], dict[int, Calls]]:
-    """All of it, in turn; and reading memory, by threads."""
+    """Measure all rows by turns. Returns them, and the speed of reading memory by threads."""
     reads = {n: Memory(sizes.memory_bytes, n).read_calls() for n in threads}
     decodes = [
         decode
@@ -178,7 +177,7 @@ def measure(
 
 
 def table(decodes: list[Decode], reads: dict[int, Calls]) -> Iterator[str]:
-    """A roofline in Markdown: GB/s of one core; ``clock``: random pages', GB/s of all threads."""
+    """A roofline in Markdown, in GB/s of one core; ``clock``: random pages, of all threads."""
     heads = ["GB/s of one core", "threads", "FLOP/byte", "read", *PLACES, "GFLOP/s"]
     heads += ["by row", "of limit", "limit", "clock"]
     yield f"| {' | '.join(heads)} |"
@@ -195,15 +194,15 @@ def table(decodes: list[Decode], reads: dict[int, Calls]) -> Iterator[str]:
 
 
 def _spread(rate: Spread) -> str:
-    """With one pass there is only one figure."""
+    """The median and, with more than one pass, the lowest and the highest figure."""
     if rate.lowest == rate.highest:
         return f"{rate.middle:.1f}"
     return f"{rate.middle:.1f} ({rate.lowest:.1f} to {rate.highest:.1f})"
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run it, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description="Say what limits the CPU kernels' decode.")
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description="Measure what limits the CPU kernels' decode.")
     parser.add_argument("--quick", action="store_true", help="a quarter of the tokens, few rounds")
     parser.add_argument("--runs", type=int, default=1, help="passes over all of it")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="besides one")

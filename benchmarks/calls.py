@@ -1,4 +1,4 @@
-"""Calls that take turns, timed in passes: a median of each pass, and of those the median."""
+"""Times calls by turns, in passes. A figure is the median of the passes' medians."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Spread:
-    """Of one figure of each pass: the median, the lowest and the highest."""
+    """The median, the lowest and the highest of one figure over all passes."""
 
     middle: float
     lowest: float
@@ -23,7 +23,7 @@ class Spread:
 
 @dataclass
 class Pass:
-    """The seconds of each call, by the clock and of all cores' time."""
+    """The seconds of each call: wall time, and CPU time of all cores."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
@@ -31,9 +31,9 @@ class Pass:
 
 @dataclass
 class Calls:
-    """One measurement. ``amount``: bytes, or tokens, of one call; ``unit``: of that per second.
+    """One measurement. ``amount``: bytes or tokens of one call; ``unit``: "GB/s" or "tokens/s".
 
-    ``is_warm``: its data may lie in a cache; for all others the caches are emptied.
+    ``is_warm``: its data may be in a cache; for all others the caches are emptied first.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Calls:
     passes: list[Pass] = field(default_factory=list)
 
     def call(self, empty_caches: Callable[[], object], *, counts: bool) -> None:
-        """Time one call. To empty the caches before it is not timed."""
+        """Time one call. Emptying the caches before it is not timed."""
         if not self.is_warm:
             empty_caches()
         cpu, began = time.process_time(), time.perf_counter()
@@ -55,19 +55,19 @@ class Calls:
             self.passes[-1].cpu_seconds.append(cpu_seconds)
 
     def rate(self) -> Spread:
-        """Of the median calls."""
+        """By wall time, of the median call of each pass."""
         return Spread.of([self._rate(statistics.median(p.seconds)) for p in self.passes])
 
     def rate_of_core(self) -> Spread:
-        """Of the median calls, a second of one core's time: what others took does not count."""
+        """Per second of CPU time, of the median call of each pass: other programs do not count."""
         return Spread.of([self._rate(statistics.median(p.cpu_seconds)) for p in self.passes])
 
     def best_rate_of_core(self) -> Spread:
-        """The best call's of each pass, a second of one core's time."""
+        """Per second of CPU time, of the best call of each pass."""
         return Spread.of([self._rate(min(p.cpu_seconds)) for p in self.passes])
 
     def quantile(self, quantile: float) -> float:
-        """Of all calls' rates, by the nearest rank: 0 = the slowest call's."""
+        """A quantile of all calls' rates, by the nearest rank: 0 = the slowest call's."""
         slowest_first = sorted((s for p in self.passes for s in p.seconds), reverse=True)
         at = min(len(slowest_first) - 1, int(quantile * len(slowest_first)))
         return self._rate(slowest_first[at])
@@ -87,7 +87,7 @@ def call_in_rounds(
     num_passes: int,
     num_rounds: int,
 ) -> None:
-    """All in turn, so that noise from elsewhere meets them alike.
+    """Time all rows by turns, so that noise from elsewhere affects them alike.
 
     Each pass begins with a round that does not count.
     """

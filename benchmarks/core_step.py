@@ -1,11 +1,10 @@
-"""What a step costs inside the control plane: the core in this process, from the request to the
-answer, receipts verified and the plan encoded and signed.
+"""Measures a step inside the control plane: the core in this process, from the request to the
+answer, with receipts verified and the plan encoded and signed.
 
-    python -m benchmarks.core_step [--quick] [--json OUT]
+    python -m benchmarks.core_step [--quick] [--no-gc] [--json OUT]
 
-No socket: requests are made and answers read outside what is timed. Every step has content of its
-own, so nothing is memoised. The garbage collector runs as it does by default; with ``--no-gc`` it
-is off, which shows its share.
+There is no socket, and making requests and reading answers is not timed. Every step has content of
+its own, so nothing is memoised. ``--no-gc`` turns the garbage collector off, which shows its share.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Row:
 
 
 class Engine:
-    """One session on a pool of its own, whose plans run at once."""
+    """One session on a pool of its own. Every plan gets its receipt immediately."""
 
     def __init__(self) -> None:
         self._core = ControlPlane(
@@ -80,7 +79,7 @@ class Engine:
         return list(itertools.islice(self._ids, num))
 
     def step(self, *operations: cpb.Operation) -> float:
-        """Seconds of a step that brings the receipt of the last one."""
+        """Seconds of a step that carries the receipt of the last one."""
         number = next(self._numbers)
         receipts, self._receipts = self._receipts, []
         request = cpb.StepRequest(
@@ -93,7 +92,7 @@ class Engine:
         return seconds
 
     def settle(self) -> float:
-        """Seconds to apply the receipt of the last step, publications queued for the data plane."""
+        """Seconds to apply the receipt of the last step, which queues publications."""
         receipts, self._receipts = self._receipts, []
         request = cpb.SubmitReceiptsRequest(
             session=self._session, number=next(self._numbers), receipts=receipts
@@ -103,7 +102,7 @@ class Engine:
         return time.perf_counter() - began
 
     def announce(self) -> float:
-        """Seconds to serialise what is queued for the data plane."""
+        """Seconds to make and serialise the messages queued for the data plane."""
         began = time.perf_counter()
         for outgoing in self._core.take_outgoing(POOL, 0):
             outgoing.SerializeToString()
@@ -134,12 +133,12 @@ class Engine:
 
 
 def prompt(seed: int, num_tokens: int = PROMPT_TOKENS) -> bytes:
-    """Token ids, packed, that differ from those of any other seed in their first block already."""
+    """Packed token ids, which differ from those of any other seed in the first block already."""
     return array.array("i", [seed, *range(1, num_tokens)]).tobytes()
 
 
 def measure_prompts_not_cached(num_steps: int) -> list[Row]:
-    """A new prompt each time: admitted, receipted and so published, freed."""
+    """A new prompt each time: admitted, published by its receipt, freed."""
     engine = Engine()
     admit_s, publish_s, announce_s, free_s = [], [], [], []
     for sequence_id in engine.new_ids(num_steps):
@@ -157,7 +156,7 @@ def measure_prompts_not_cached(num_steps: int) -> list[Row]:
 
 
 def measure_prompt_in_use(num_steps: int) -> list[Row]:
-    """A prompt that another sequence holds all the while."""
+    """A prompt that another sequence holds all the time."""
     engine = Engine()
     holder, *others = engine.new_ids(1 + num_steps)
     tokens = prompt(0)
@@ -173,7 +172,7 @@ def measure_prompt_in_use(num_steps: int) -> list[Row]:
 
 
 def measure_prompt_evictable(num_steps: int) -> list[Row]:
-    """A prompt that no sequence holds, so that all its blocks must leave the cache."""
+    """A prompt that no sequence holds: all its blocks are evictable, and are allocated again."""
     engine = Engine()
     tokens = prompt(0)
     admit_s = []
@@ -183,7 +182,7 @@ def measure_prompt_evictable(num_steps: int) -> list[Row]:
         engine.step(ops.free([sequence_id]))
         engine.settle()
         if engine.num_cached_blocks() != PROMPT_BLOCKS:
-            raise RuntimeError("the prompt is not in the cache")
+            raise RuntimeError("the prompt's blocks are not all evictable")
         if i:
             admit_s.append(seconds)
     return [Row("prompt, all cached, evictable: admit", admit_s)]
@@ -215,13 +214,13 @@ MEASUREMENTS: tuple[tuple[Callable[[int], list[Row]], int], ...] = (
 
 
 def quantile_us(seconds: Sequence[float], quantile: float) -> float:
-    """By the nearest rank, in microseconds."""
+    """A quantile by the nearest rank, in microseconds."""
     ordered = sorted(seconds)
     return 1e6 * ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
 
 
 def cpu_name() -> str:
-    """The processor, as it calls itself."""
+    """The processor's model name."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -229,7 +228,7 @@ def cpu_name() -> str:
 
 
 def machine() -> dict[str, object]:
-    """Where this runs."""
+    """The machine that this runs on."""
     return {
         "cpu": cpu_name(),
         "cpu_count": os.cpu_count(),
@@ -240,7 +239,7 @@ def machine() -> dict[str, object]:
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, object]:
-    """What the table says, for programs."""
+    """The figures of the table, for programs."""
     return {
         "machine": machine(),
         "rows": [
@@ -257,7 +256,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, object]:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """One line a row, microseconds."""
+    """One line for each row, in microseconds."""
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     print(f"prompt of {PROMPT_TOKENS:,} tokens in blocks of {BLOCK_SIZE_TOKENS}")
     print(f"{'microseconds':44}{'p50':>10}{'p99':>10}")
@@ -267,10 +266,10 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    """Run it, print the table, write the JSON."""
+    """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description="Measure the core's steps in process.")
     parser.add_argument("--quick", action="store_true", help="a tenth of the steps")
-    parser.add_argument("--no-gc", action="store_true", help="the garbage collector off")
+    parser.add_argument("--no-gc", action="store_true", help="turn the garbage collector off")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/out/core_step.json"))
     arguments = parser.parse_args()
     if arguments.no_gc:

@@ -1,4 +1,4 @@
-"""The speed of memory itself, and a cache that holds nothing of use."""
+"""Measures the speed of memory, and empties the caches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from data_plane.memory import huge_pages
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNKNOWN_CACHE_BYTES = 64 << 20
 EVICTING_CACHES = 8  # as many times the last level's bytes are read to empty it
-_NEVER = 255  # a byte that the memory that is read does not hold
+_NEVER = 255  # a byte that does not occur in the memory that is read
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 _libc = ctypes.CDLL(None)
@@ -24,7 +24,7 @@ _libc.memchr.restype = ctypes.c_void_p
 
 
 class Memory:
-    """Read and copied through the C library, on every thread at once."""
+    """Memory to read and copy through the C library, on all threads at once."""
 
     def __init__(self, num_bytes: int, num_threads: int) -> None:
         self._source = huge_pages.empty((num_bytes,), torch.uint8).fill_(1)
@@ -33,7 +33,7 @@ class Memory:
         self._offsets = [i * self._share for i in range(num_threads)]
 
     def read(self) -> None:
-        """To look for what is not there is the C library's fastest way to read memory."""
+        """Searching for a byte that does not occur is the C library's fastest way to read."""
         start = self._source.data_ptr()
         self._on_all(lambda offset: _libc.memchr(start + offset, _NEVER, self._share))
 
@@ -55,12 +55,12 @@ class Memory:
 
 
 def last_level_cache_bytes(caches: Path = CACHES) -> int:
-    """As the kernel tells it; a guess where it does not."""
+    """As the kernel reports it; a guess where it does not."""
     sizes = [path.read_text().strip() for path in caches.glob("index*/size")]
     known = [int(size[:-1]) * _UNITS[size[-1]] for size in sizes if size[-1:] in _UNITS]
     return max(known, default=UNKNOWN_CACHE_BYTES)
 
 
 def cold_caches(num_threads: int) -> Callable[[], None]:
-    """A call that reads so much of other memory that no cache holds what was there before."""
+    """A call that reads so much other memory that no cache holds what it held before."""
     return Memory(EVICTING_CACHES * last_level_cache_bytes(), num_threads).read

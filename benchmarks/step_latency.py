@@ -1,10 +1,10 @@
-"""What a step costs over gRPC: both planes as processes, one session, packed tokens, real plans.
+"""Measures a step over gRPC: both planes as processes, one session, packed tokens, real plans.
 
     python -m benchmarks.step_latency [--quick] [--json OUT]
 
-``step`` is one Step on the stream: the control plane plans, encodes and signs. ``execute`` is the
-plan's way through the data plane for one layer of one head, so that what is measured is the
-protocol and not attention. Nothing is memoised: every step has content of its own.
+``step`` is one Step on the stream: the control plane plans, encodes and signs. ``execute`` runs the
+plan at the data plane, with one layer of one head, so that the protocol is measured and not
+attention. Nothing is memoised: every step has content of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PROMPT_TOKENS = (4_096, 32_768)
 
 @dataclass(frozen=True)
 class Latencies:
-    """Of one kind of step, in seconds."""
+    """The latencies of one kind of step, in seconds."""
 
     name: str
     step_s: Sequence[float]
@@ -62,7 +62,7 @@ class Bench:
         return list(itertools.islice(self._ids, num))
 
     async def run(self, operations: Sequence[pb.Operation]) -> tuple[float, float]:
-        """Seconds of the step and of its plan's execution. All operations must be done."""
+        """Seconds of the step and of its plan's execution. All operations must succeed."""
         began = time.perf_counter()
         result = await self._session.step(operations)
         stepped = time.perf_counter()
@@ -92,7 +92,7 @@ class Bench:
         return Latencies(f"decode of {num_sequences}", *zip(*times, strict=True))
 
     async def admit(self, num_tokens: int, num_steps: int, *, cached: bool) -> Latencies:
-        """Steps that admit one prompt of ``num_tokens``; it was published before if ``cached``."""
+        """Steps that admit a prompt of ``num_tokens``; if ``cached``, one published before."""
         times = []
         tokens = prompt(next(self._ids), num_tokens)
         if cached:
@@ -112,7 +112,7 @@ class Bench:
 
 
 def prompt(seed: int, num_tokens: int) -> bytes:
-    """Token ids, packed, that differ from those of any other seed in their first block already."""
+    """Packed token ids, which differ from those of any other seed in the first block already."""
     return ops.pack_tokens([seed, *range(1, num_tokens)])
 
 
@@ -133,13 +133,13 @@ async def measure(control: str, data: str, num_steps: int) -> list[Latencies]:
 
 
 def quantile_us(seconds: Sequence[float], quantile: float) -> float:
-    """By the nearest rank, in microseconds."""
+    """A quantile by the nearest rank, in microseconds."""
     ordered = sorted(seconds)
     return 1e6 * ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
 
 
 def as_json(latencies: Sequence[Latencies]) -> dict[str, object]:
-    """What the table says, for programs."""
+    """The figures of the table, for programs."""
     return {
         "machine": {
             "cpu_count": os.cpu_count(),
@@ -161,7 +161,7 @@ def as_json(latencies: Sequence[Latencies]) -> dict[str, object]:
 
 
 def print_table(latencies: Sequence[Latencies]) -> None:
-    """One line a kind of step, microseconds."""
+    """One line for each kind of step, in microseconds."""
     print(f"{'':32}{'step':>20}{'execute':>20}")
     print(f"{'microseconds':32}{'p50':>10}{'p99':>10}{'p50':>10}{'p99':>10}")
     for each in latencies:
@@ -170,7 +170,7 @@ def print_table(latencies: Sequence[Latencies]) -> None:
 
 
 def main() -> None:
-    """Run it, print the table, write the JSON."""
+    """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description="Measure a step's latency over gRPC.")
     parser.add_argument("--quick", action="store_true", help="a tenth of the steps")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/out/step_latency.json"))

@@ -1,14 +1,15 @@
 #!/bin/sh
-# Inside an image's build stage: installs what it is told into /opt/kvplane, at the locked versions.
+# In an image's build stage: installs the requirements into /opt/kvplane, at the locked versions.
 #     deploy/install.sh REQUIREMENT...
-# KVPLANE_TORCH and CA_BUNDLE are the build arguments that docker-compose.yml explains.
+# KVPLANE_TORCH and CA_BUNDLE are build arguments; .env describes them.
 set -eu
 
 if [ -n "${CA_BUNDLE:-}" ]; then
   printf '%s' "$CA_BUNDLE" | base64 -d >/tmp/ca.pem
   export PIP_CERT=/tmp/ca.pem
 fi
-# What builds the packages is locked too: older pips read the first for that, newer the second.
+# The packages' build requirements are locked too: older versions of pip read the first variable
+# for that, newer ones the second.
 export PIP_CONSTRAINT="$PWD/requirements/lock.txt" PIP_BUILD_CONSTRAINT="$PWD/requirements/lock.txt"
 export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 

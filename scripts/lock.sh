@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes requirements/lock.txt anew: the newest versions that pyproject.toml and
+# Regenerates requirements/lock.txt with the newest versions that pyproject.toml and
 # requirements/constraints.txt allow.
 #     scripts/lock.sh [PYTHON]
 set -euo pipefail
@@ -10,7 +10,7 @@ trap 'rm -rf "$scratch"' EXIT
 "${1:-python3}" -m venv "$scratch/venv"
 python="$scratch/venv/bin/python"
 
-# Every dependency of every extra, but for the packages that are built from this tree.
+# Every dependency of every extra, except for the packages that are built from this tree.
 "$python" - >"$scratch/wanted.txt" <<'PYTHON'
 import tomllib
 from pathlib import Path
@@ -25,7 +25,7 @@ PYTHON
 {
   echo "# Everything that make run and make test install. Written by scripts/lock.sh; do not edit."
   echo "# What only a CUDA build of torch needs comes with torch, pinned by it."
-  # A local label such as +cpu names one machine's build, so it is cut off.
+  # A local version label such as +cpu is specific to one machine's build, so it is removed.
   "$python" -m pip freeze --all --exclude pip \
     | sed -E 's/\+[a-z0-9.]+$//' | grep -viE '^(nvidia-|cuda-|triton==)' | LC_ALL=C sort -f
 } >"$scratch/lock.txt"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs protoc as requirements/protos.txt pins it, in a virtual environment of its own: the compiler
-# needs an older protobuf than everything else here.
-#     scripts/protos.sh            generates the stubs in kvplane/v1 anew
+# Runs the protoc that requirements/protos.txt pins, in a virtual environment of its own: it needs
+# an older protobuf than everything else here.
+#     scripts/protos.sh            regenerates the stubs in kvplane/v1
 #     scripts/protos.sh ARG ...    runs protoc with these arguments instead
-#   PYTHON=python3.12   the interpreter to use (default: that of .venv, else python3)
+#   PYTHON=python3.12   the interpreter to use (default: that of .venv, otherwise python3)
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 protos=("$root"/protos/kvplane/v1/{types,control,data}.proto)
@@ -17,7 +17,7 @@ venv=$root/build/protos-$wanted
 
 mkdir -p "$root/build"
 exec 9>"$root/build/protos.lock"
-flock 9 # so that callers side by side make it once
+flock 9 # so that concurrent callers create it once
 if [ ! -x "$venv/bin/python" ]; then
   rm -rf "$venv.partial"
   "$python" -m venv "$venv.partial"

@@ -1,9 +1,9 @@
-"""Runs both planes, for the shipped model's layout, until Ctrl-C.
+"""Runs both planes, by default with the layout of the included model, until Ctrl-C.
 
     make serve
     .venv/bin/python -m scripts.serve [--model FOLDER]
 
-Every other setting is a plane's own environment variable, such as KVPLANE_CONTROL_PLANE_BIND; see
+Set everything else by the planes' environment variables, such as KVPLANE_CONTROL_PLANE_BIND; see
 ``python -m control_plane --help`` and ``python -m data_plane --help``.
 """
 
@@ -24,12 +24,14 @@ from kvplane.health import check
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
-# Unless asked for: a measured pool would take half of the machine's memory.
+# Defaults, because a measured pool would take half of the machine's memory.
 SMALL_POOL = {"num_device_blocks": 4096, "num_host_blocks": 1024}
 
 
 async def serve(model: Path) -> int:
-    """Start both planes, say where they are, and end with both of them. Returns an exit code."""
+    """Start both planes, print their addresses, and stop both on a signal or when one ends. Returns
+    an exit code.
+    """
     told = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, told.set)
@@ -57,7 +59,7 @@ async def serve(model: Path) -> int:
 
 
 async def start(program: str, *arguments: str) -> Process:
-    """Run ``program`` in a session of its own, so that Ctrl-C is ours to pass on."""
+    """Run ``program`` in a session of its own, so that Ctrl-C reaches only this process."""
     return await create_subprocess_exec(
         sys.executable, "-m", program, *arguments, cwd=ROOT, start_new_session=True
     )
@@ -66,7 +68,7 @@ async def start(program: str, *arguments: str) -> Process:
 async def first(
     told: asyncio.Event, planes: list[Process], awaited: Coroutine[Any, Any, Any]
 ) -> bool:
-    """Whether ``awaited`` came before a signal and before the end of a plane."""
+    """Whether ``awaited`` finished before a signal came or a plane ended."""
     wanted = asyncio.create_task(awaited)
     others: list[asyncio.Task[Any]] = [asyncio.create_task(told.wait())]
     others += [asyncio.create_task(plane.wait()) for plane in planes]
@@ -80,7 +82,7 @@ async def first(
 
 
 def exit_code(told: asyncio.Event) -> int:
-    """A plane that ended by itself is a failure."""
+    """0 after a signal, 1 when a plane ended by itself."""
     return 0 if told.is_set() else 1
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes .venv ready: pinned packages, native kernels, this project.
-# Each part runs only when what it is made of has changed.
+# Sets up .venv: pinned packages, native kernels, this project.
+# Each part runs only when its inputs have changed.
 #
-#   KVPLANE_TORCH=cpu   ask for torch's CPU build, a tenth of the download
-#                       (default: the build that the package index gives)
-#   KVPLANE_CUDA=OFF    leave the CUDA kernels out where nvcc is found, which takes a minute or two
+#   KVPLANE_TORCH=cpu   install torch's CPU build, a tenth of the download
+#                       (default: the build that the package index provides)
+#   KVPLANE_CUDA=OFF    do not build the CUDA kernels where nvcc is found; saves a minute or two
 #   PYTHON=python3.12   the interpreter to use
-#                       (default: the first of python3.11 to python3.14 and python3 that will do)
+#                       (default: the first suitable one of python3.11 to python3.14 and python3)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -49,7 +49,7 @@ sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())' 
 
 digest() { sha256sum | cut -c1-64; }
 
-# Runs the command unless the stamp says that it was done for this very content.
+# Runs the command unless its stamp has this digest already.
 unless_done() { # $1: name, $2: digest of what it depends on, rest: command
   local stamp="$VENV/.kvplane-$1"
   [ "$(cat "$stamp" 2>/dev/null)" = "$2" ] && return
@@ -58,7 +58,7 @@ unless_done() { # $1: name, $2: digest of what it depends on, rest: command
 }
 
 install_packages() {
-  say "installing the pinned packages; the first time takes minutes"
+  say "installing the pinned packages, which takes minutes the first time"
   if [ "${KVPLANE_TORCH:-}" = cpu ]; then
     "${PIP[@]}" install --retries 1 --no-deps --extra-index-url "$TORCH_CPU_INDEX" \
       "$(grep '^torch==' requirements/lock.txt)"
@@ -67,7 +67,7 @@ install_packages() {
 }
 
 install_kernels() {
-  say "compiling the kernels in csrc/, about a minute, and one or two more where nvcc is found"
+  say "compiling the kernels in csrc/: about a minute, one or two more where nvcc is found"
   PATH="$PWD/$VENV/bin:$PATH" "${PIP[@]}" install --quiet \
     --no-deps --no-build-isolation --force-reinstall ./csrc
 }
@@ -81,7 +81,7 @@ packages_digest() {
   { cat requirements/lock.txt && echo "${KVPLANE_TORCH:-}"; } | digest
 }
 
-# Every source of the kernels, by name and content, and what builds them.
+# The names and contents of the kernels' sources, and the versions of what builds them.
 kernels_digest() {
   {
     find csrc -type f -not -path 'csrc/build/*' -not -name '*.pyc' -print0 \
@@ -97,7 +97,7 @@ main() {
     local python
     python=$(find_python)
     check_tools "$python"
-    say "making $VENV with $("$python" --version)"
+    say "creating $VENV with $("$python" --version)"
     "$python" -m venv "$VENV"
   fi
   check_tools "$VENV/bin/python"

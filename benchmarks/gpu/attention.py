@@ -1,4 +1,4 @@
-"""Decode, prefill and append: ours at several splits, then the peers, each checked before timed."""
+"""Decode, prefill and append: our kernels with several splits, and peers. Checked, then timed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from benchmarks.gpu.peers import Make, peers_of
 from benchmarks.gpu.problem import MAX_ERROR, Problem
 from benchmarks.gpu.shapes import SPLITS, Shape
 
-MEMORY_SHARE = 0.3  # of what is free, for one problem's pages; the peers need twice as much again
-SETUP_S = 0.4  # of a shape: its numbers, the right answer
-PEERS = 4  # that can be expected
+MEMORY_SHARE = 0.3  # of free memory, for one problem's pages; the peers need twice as much again
+SETUP_S = 0.4  # for each shape: its data and the expected result
+PEERS = 4  # that are likely to run
 BYTES_OF_A_SECOND = 3e12
 
 
 def estimated_seconds(shapes: Sequence[Shape], budget_s: float, num_runs: int) -> float:
-    """How long ``measure_attention`` takes on a GPU like the one that targets are for."""
+    """How long ``measure_attention`` takes on an H200, about."""
     total = 0.0
     for shape in shapes:
         calls = (len(SPLITS) if shape.new == 1 else 1) + PEERS
@@ -52,7 +52,7 @@ def _measure(m: Measurement, shape: Shape, with_peers: bool) -> None:
     problem = Problem(shape, m.machine.device)
     right = problem.right_rows()
     kind = _case(shape)["name"]
-    # Of longer rows only those of short sequences are split.
+    # With more than one new token, most sequences are never split.
     for split in SPLITS if shape.new == 1 else (DEFAULT_SPLIT,):
         kernels = m.machine.kernels(split)
         run = problem.attention(kernels)
@@ -69,7 +69,7 @@ def _measure(m: Measurement, shape: Shape, with_peers: bool) -> None:
             call = make()
             error = problem.error(call.rows(call.run()), right)
             if not error <= MAX_ERROR:
-                raise ValueError(f"its answer is off by {error:.3g}")
+                raise ValueError(f"its result has a relative error of {error:.3g}")
             _time(m, f"{kind}/{peer}", shape, call.run)
 
         m.attempt(f"{kind}/{peer} {shape}", try_peer)
@@ -80,12 +80,12 @@ def _is_right(
 ) -> bool:
     whole = bool(answer.isfinite().all())
     error = problem.error(answer, right)
-    said = f"is off by {error:.3g}, whole: {whole}"
+    said = f"has a relative error of {error:.3g}, all finite: {whole}"
     return m.is_right(name, whole and error <= MAX_ERROR, said, [_case(problem.shape)])
 
 
 def _time(m: Measurement, name: str, shape: Shape, run: Callable[[], object], **about: int) -> None:
-    """Steps in GB/s of keys and values, longer rows in tokens/s."""
+    """Time ``run``: decode in GB/s of keys and values, append in tokens/s."""
     seconds = m.machine.watch.seconds(run)
     about_all = {**shape.named(), **about, "us": float(f"{seconds * 1e6:.5g}")}
     if shape.new == 1:

@@ -1,4 +1,6 @@
-"""The machine's own bandwidth, to hold everything else against: several ways, the best counts."""
+"""The machine's own bandwidth, to compare everything with: measured in several ways, the best
+counts.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,15 @@ import torch
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.measurement import Measurement
 
-MEMORY_SHARE: Final = 0.25  # of what is free, for one buffer; copies need two
-LINK_SHARE: Final = 0.25  # of what bandwidths inside the GPU are measured on
-_ROW: Final = 4096  # numbers; buffers hold an even number of rows
+MEMORY_SHARE: Final = 0.25  # of free memory, for one buffer; copies need two
+LINK_SHARE: Final = 0.25  # of the buffer size for bandwidths inside the GPU
+_ROW: Final = 4096  # elements; buffers hold an even number of rows
 
 
 def measure_bandwidths(m: Measurement) -> None:
-    """Copy (both sides counted), read, and the link to the host each way.
+    """Measure copies (reads and writes both count), reads, and the link to the host each way.
 
-    What is not possible is left out, and the run goes on.
+    A measurement that fails is left out, and the run goes on.
     """
     for name, measure in (
         ("copy_bandwidth", _copies),
@@ -31,16 +33,16 @@ def measure_bandwidths(m: Measurement) -> None:
 
 
 def _num_floats(m: Machine, share: float = 1.0) -> int:
-    """Of a buffer, as large as the machine asks for or else has room for."""
+    """The size of a buffer: what ``m`` asks for, or less if there is no room for it."""
     wanted = min(share * m.large_bytes, MEMORY_SHARE * m.free_bytes())
     num_rows = int(wanted) // (4 * _ROW) // 2 * 2
     if num_rows == 0:
-        raise MemoryError(f"{m.free_bytes()} bytes are free, which is too little")
+        raise MemoryError(f"{m.free_bytes()} free bytes are too little")
     return num_rows * _ROW
 
 
 def _best(m: Measurement, name: str, num_bytes: int, ways: dict[str, Callable[[], object]]) -> None:
-    """A row of each way, ``<name>/<way>``, and one of the best."""
+    """Add a row for each way, ``<name>/<way>``, and one for the best."""
     rates: dict[str, float] = {}
 
     def measure(way: str) -> None:

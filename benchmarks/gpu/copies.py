@@ -1,4 +1,4 @@
-"""Caching of new tokens, copies of blocks, and swaps, each checked before it is timed."""
+"""Writes of new tokens, copies of blocks, and swaps. Each is checked before it is timed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from data_plane.kernels.arguments import WriteArguments
 
 @dataclass(frozen=True)
 class Blocks:
-    """A pool of blocks of ``2 * layers * heads * tokens * head`` numbers, and how many to copy."""
+    """Blocks of ``2 * layers * kv_heads * tokens * head`` elements, and how many to copy."""
 
     layers: int
     num_copied: int
@@ -36,7 +36,7 @@ class Blocks:
         return self.num_copied * self.block_bytes
 
     def random(self, num_blocks: int, device: torch.device) -> torch.Tensor:
-        """Of random bytes that are no NaN of any type."""
+        """A pool of random bytes that are not a NaN of any type."""
         shape = (num_blocks, self.layers, 2, self.kv_heads, self.tokens, self.head)
         pool = torch.empty(shape, dtype=KV_DTYPES[self.kv_dtype], device=device)
         as_bytes(pool).random_(0, 0x70)
@@ -66,7 +66,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def measure_copies(m: Measurement, *, tiny: bool = False) -> None:
-    """Rows of each operation, with the bytes of a block."""
+    """Add rows for each operation and block size."""
     for num_tokens in TINY_CACHED_TOKENS if tiny else CACHED_TOKENS:
         for kv_dtype in KV_DTYPES:
             name = f"reshape_and_cache {num_tokens} {kv_dtype}"
@@ -85,7 +85,7 @@ def _reshape_and_cache(m: Measurement, num_tokens: int, kv_dtype: str) -> None:
     device, kv_heads, head, block = m.machine.device, 8, 128, 16
     num_blocks = 2 * num_tokens // block + 1
     pages = Blocks(1, 0, kv_heads, block, head, kv_dtype).random(num_blocks, device)[:, 0]
-    # Keys and values as a projection gives them: side by side, with the queries before them.
+    # Keys and values as the output of a projection: side by side, after the queries.
     qkv = torch.randn((num_tokens, 6, kv_heads, head), dtype=torch.bfloat16, device=device)
     key, value = qkv[:, 4], qkv[:, 5]
     slots = torch.randperm(num_blocks * block, device=device)[:num_tokens]
@@ -134,7 +134,7 @@ def _check_and_time(
     *,
     in_graph: bool,
 ) -> None:
-    """By itself: when it fails, what was timed before stays and what comes after is tried."""
+    """One attempt of its own: if it fails, earlier rows stay and later ones are tried."""
     said = f"{case['name']} {case['order']} {case['num_blocks']} of {case['block_bytes']} bytes"
 
     def work() -> None:
@@ -146,7 +146,7 @@ def _check_and_time(
 
 
 def _inside(m: Measurement, blocks: Blocks) -> None:
-    """Copies in the pool, to the canonical order and back; both sides of a copy are counted."""
+    """Copies in the pool, to the canonical order and back; reads and writes both count."""
     kernels, count = m.machine.kernels(), blocks.num_copied
     pool = blocks.random(2 * count + 1, m.machine.device)
     ids = torch.randperm(2 * count)
@@ -176,14 +176,14 @@ def _inside(m: Measurement, blocks: Blocks) -> None:
     for name, run, is_right in steps:
         if name != "gather_blocks":
             as_bytes(pool)[there[count:]] = 0
-        # Only what does not make memory of its own is captured.
+        # A graph captures only what allocates no memory.
         in_graph = name != "gather_blocks"
         case = _case(name, blocks, "scattered")
         _check_and_time(m, case, 2 * blocks.copied_bytes, run, is_right, in_graph=in_graph)
 
 
 def _swaps(m: Measurement, blocks: Blocks, order: str) -> None:
-    """Out to pinned memory and in again; one side is counted, which is what the link moves."""
+    """Out to pinned memory and in again; each byte counts once, as the link moves it."""
     kernels, count = m.machine.kernels(), blocks.num_copied
     pool = blocks.random(2 * count, m.machine.device)
     host = m.machine.host_empty((count, *pool.shape[1:]), pool.dtype)

@@ -1,4 +1,4 @@
-"""What measurements run on: a GPU, or the emulator where only the code is to be tried."""
+"""What measurements run on: a GPU, or the emulator to test the code of the benchmark."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from benchmarks.gpu.timing import Watch
 from data_plane.kernels.cuda import CudaKernels
 
 DEFAULT_SPLIT: Final[int] = inspect.signature(CudaKernels).parameters["split_tokens"].default
-"""What the data plane takes, and so what targets are held against."""
+"""The split of the data plane, to which the targets apply."""
 METHOD: Final = (
-    "medians, the L2 cache filled by reading before each run; of replayed graphs, but swaps, links "
-    "and gather_blocks of plain calls, in which the host's share is counted"
+    "medians, with the L2 cache emptied by reading other memory before each run; of replayed "
+    "graphs, except for swaps, links and gather_blocks, which are plain calls and include the "
+    "host's time"
 )
 
 
 class NoGpuError(RuntimeError):
-    """Says what is missing."""
+    """There is no GPU, or no build for it; the message says what is missing."""
 
 
 @dataclass
 class Machine:
-    """A device with a native module and a watch. ``large_bytes``: what bandwidth is measured on."""
+    """A device, its native module and a watch. ``large_bytes``: of buffers for bandwidths."""
 
     device: torch.device
     native: ModuleType
@@ -43,7 +44,7 @@ class Machine:
         return self.device.type == "cuda"
 
     def kernels(self, split_tokens: int = DEFAULT_SPLIT) -> CudaKernels:
-        """Made once for each ``split_tokens``."""
+        """The kernels for a ``split_tokens``, made once for each."""
         if split_tokens not in self._kernels:
             self._kernels[split_tokens] = CudaKernels(
                 self.native, self.device, split_tokens=split_tokens
@@ -54,7 +55,7 @@ class Machine:
         return int(torch.cuda.mem_get_info()[0]) if self.is_gpu else 1 << 40
 
     def tidy(self) -> None:
-        """Gives back memory that nothing uses."""
+        """Free unused memory that torch has cached."""
         # After a fault on the device every call fails; what was measured before is kept.
         with suppress(RuntimeError):
             if self.is_gpu:
@@ -65,7 +66,7 @@ class Machine:
             torch.cuda.synchronize()
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the host, pinned where there is a GPU."""
+        """A host tensor, pinned where there is a GPU."""
         return torch.empty(shape, dtype=dtype, pin_memory=self.is_gpu)
 
     def describe(self) -> dict[str, Any]:
@@ -88,10 +89,10 @@ class Machine:
 def this_gpu(watch: Watch) -> Machine:
     """The first GPU here. Raises NoGpuError where there is none, or no build for it."""
     if not torch.cuda.is_available():
-        raise NoGpuError("no GPU that torch can use here")
+        raise NoGpuError("there is no GPU that torch can use")
     try:
         native = import_module("kvplane_kernels._cuda")
     except ImportError as error:
-        wanted = "a build of csrc with KVPLANE_CUDA=ON, as benchmarks/gpu/run.sh makes one"
-        raise NoGpuError(f"{wanted}, is missing: {error}") from None
+        wanted = "the kernels are not built with CUDA: use benchmarks/gpu/run.sh"
+        raise NoGpuError(f"{wanted} ({error})") from None
     return Machine(torch.device("cuda"), native, watch)

@@ -1,12 +1,12 @@
-"""What the CUDA kernels do on this machine's GPU, beside its own bandwidth and what is installed.
+"""Measures the CUDA kernels on this machine's GPU, its bandwidth, and the installed peers.
 
     python -m benchmarks.gpu.measure [--quick | --tiny] [--seconds S] [--out FOLDER]
 
-Needs a GPU and a build of csrc with KVPLANE_CUDA=ON; benchmarks/gpu/run.sh makes one. GB/s count
-each byte that has to be moved once: keys and values of the contexts for decode, both sides of a
-copy, what goes over the link of a swap. Contexts lie in blocks in random order. What is timed is
-compared with a right answer first. A line is printed for each row, all rows are saved, and what is
-to hold is printed last. The exit code is 1 when an answer was wrong.
+Needs a GPU and a build of csrc with KVPLANE_CUDA=ON, as benchmarks/gpu/run.sh makes it. GB/s count
+each byte that has to be moved once: the keys and values of the contexts for decode, reads and
+writes of a copy, what crosses the link for a swap. Contexts are in blocks in random order. A result
+is checked before it is timed. Prints a line for each row, saves all rows, and prints the targets
+last. The exit code is 1 when a result was wrong, 2 when there is no GPU to use.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     size.add_argument(
         "--tiny",
         action="store_true",
-        help="each operation once on a few tokens, to see that it is right: nothing is saved",
+        help="run each operation once on a few tokens, to check results; saves nothing",
     )
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="begin nothing later than this (%(default)s)"
+        "--seconds", type=float, default=SECONDS, help="start nothing after this (%(default)s)"
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     return parser.parse_args(words)
@@ -57,7 +57,7 @@ def measure_tiny(machine: Machine) -> Measurement:
 
 
 def measure_all(machine: Machine, watch: Stopwatch, quick: bool, seconds: float) -> Measurement:
-    """In the order of what matters, for the case that time runs out."""
+    """Measure everything, the most important first, in case the time runs out."""
     decodes, appends = shapes.DECODES, shapes.APPENDS
     if quick:
         decodes, appends = shapes.QUICK_DECODES, shapes.QUICK_APPENDS
@@ -88,7 +88,7 @@ def save(m: Measurement, folder: Path) -> Path:
 def main(
     words: Sequence[str] | None = None, machine_of: Callable[[Once | Stopwatch], Machine] = this_gpu
 ) -> int:
-    """Measures, saves ``<GPU>-<date>.json``, and says what holds."""
+    """Measure, save ``<GPU>-<date>.json``, and print which targets are met."""
     arguments = arguments_of(words)
     try:
         if arguments.tiny:
@@ -104,7 +104,7 @@ def main(
     if not arguments.tiny:
         print(f"saved to {save(m, arguments.out)}")
         print(say(verdicts(m.result())))
-    print(f"wrong answers: {len(m.wrong)}; left out: {len(m.left_out)}")
+    print(f"wrong results: {len(m.wrong)}; left out: {len(m.left_out)}")
     return 1 if m.wrong else 0
 
 

@@ -1,4 +1,4 @@
-"""The rows so far, what was left out and why, and answers that were wrong."""
+"""The rows so far, what was left out and why, and which results were wrong."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Cases = Sequence[dict[str, Any]]
 
 
 class Measurement:
-    """One run on one machine. ``seconds``: nothing is begun later than that after the start.
+    """One run on one machine. ``seconds``: nothing is started later than that after the start.
 
-    ``cases``: what rows of ours would say of what they are of, were they there. Those that were not
-    timed are kept, so that nothing seems met because it is missing.
+    ``cases``: the descriptions of our rows that a piece of work is to add. Those that could not be
+    timed are kept, so that no target seems met because its rows are missing.
     """
 
     def __init__(self, machine: Machine, seconds: float) -> None:
@@ -35,7 +35,7 @@ class Measurement:
         return time.monotonic() - self._began
 
     def add(self, name: str, unit: str, value: float, **about: Any) -> None:
-        """Prints and keeps a row."""
+        """Print and keep a row."""
         row = {"name": name, "unit": unit, "p50": float(f"{value:.6g}"), **about}
         print(json.dumps(row), flush=True)
         self.rows.append(row)
@@ -47,7 +47,7 @@ class Measurement:
         print(f"left out: {self.left_out[-1]}", flush=True)
 
     def is_right(self, name: str, right: bool, said: str = "", cases: Cases = ()) -> bool:
-        """Keeps what was wrong: it is not timed, and the run fails."""
+        """Return ``right``. A wrong result is noted: it is not timed, and the run fails."""
         if not right:
             self.wrong.append(f"{name} {said}".strip())
             self.not_timed += [{**case, "wrong": True} for case in cases]
@@ -63,9 +63,9 @@ class Measurement:
     def attempt(
         self, name: str, work: Callable[[], None], *, is_ours: bool = False, cases: Cases = ()
     ) -> None:
-        """Runs what need not be possible here, and keeps why it is not; goes on in any case.
+        """Run ``work``. If it raises, note why it is left out, and go on.
 
-        is_ours: it has to be possible where there is memory for it: what it raises is wrong.
+        is_ours: our kernels, which have to work where there is memory: an error is a wrong result.
         """
         try:
             work()
@@ -78,7 +78,7 @@ class Measurement:
         self.machine.tidy()
 
     def result(self) -> dict[str, Any]:
-        """What is saved."""
+        """The contents of the JSON file."""
         return {
             "machine": self.machine.describe() | {"seconds": round(self.elapsed_s, 1)},
             "rows": self.rows,

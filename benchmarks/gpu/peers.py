@@ -1,7 +1,7 @@
-"""The same attention by what is installed: torch's own, and FlashInfer where its wheel is given.
+"""The same attention by installed peers: torch's own, and FlashInfer if it is installed.
 
-Each peer is a function of a problem that makes its memory and returns the call to time. What is not
-possible here raises.
+Each peer is a function of a problem that allocates its memory and returns the call to time. It
+raises if the peer cannot do the problem.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from benchmarks.gpu.problem import Problem
 Make = Callable[[], "Call"]
 
 FLASHINFER_WORKSPACE_BYTES: Final = 512 << 20
-FLASH_ATTENTION_PAGE: Final = 256  # tokens; FlashAttention 2 takes multiples of it alone
+FLASH_ATTENTION_PAGE: Final = 256  # tokens; FlashAttention 2 takes only multiples of it
 
 
 class CanNotError(Exception):
-    """The peer, or its version here, can not do the problem."""
+    """The peer, or its installed version, cannot do the problem."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """``run`` is timed; ``rows`` makes rows like ours of its answer, and is not."""
+    """``run`` is timed; ``rows`` converts its result to the form of ours, and is not timed."""
 
     run: Callable[[], torch.Tensor]
     rows: Callable[[torch.Tensor], torch.Tensor] = lambda answer: answer
 
 
 def peers_of(problem: Problem) -> dict[str, Make]:
-    """Those that can do the problem at all, each to be made when its turn comes."""
+    """The peers that may be able to do the problem, each prepared when it is called."""
     flashinfer: dict[str, Make] = {"flashinfer": lambda: _flashinfer(problem)}
     if problem.shape.new == 1:
-        # Of decode it has two kernels; the one without tensor cores lacks some groups of heads.
+        # It has two kernels for decode; the one without tensor cores lacks some group sizes.
         flashinfer["flashinfer_tensor_cores"] = lambda: _flashinfer(problem, tensor_cores=True)
     if problem.is_fp8:  # Torch's attention takes no fp8 keys.
         return flashinfer
@@ -49,7 +49,7 @@ def peers_of(problem: Problem) -> dict[str, Make]:
         "varlen_paged": lambda: _varlen_paged(problem, problem.shape.block),
         "varlen_paged_256": lambda: _varlen_paged(problem, FLASH_ATTENTION_PAGE),
     }
-    # SDPA's causal mask begins at the top left: it is right where nothing was cached before.
+    # SDPA's causal mask is aligned to the top left, which is right only if nothing was cached.
     if problem.shape.new not in (1, problem.shape.context):
         return varlen | flashinfer
     return {
@@ -74,7 +74,7 @@ def contiguous_kv(problem: Problem, *, tokens_first: bool) -> torch.Tensor:
 
 
 def _sdpa(problem: Problem, backend: SDPBackend) -> Call:
-    """Of a step, the query heads of a KV head are packed as its rows: as fast as SDPA can."""
+    """For decode, the query heads of a KV head are packed as rows, which is fastest for SDPA."""
     shape = problem.shape
     key, value = contiguous_kv(problem, tokens_first=False).unbind()
     if shape.new == 1:
@@ -96,20 +96,20 @@ def _sdpa(problem: Problem, backend: SDPBackend) -> Call:
 
 
 def _varlen_function() -> tuple[Callable[..., Any], set[str]]:
-    """torch.nn.attention.varlen's, and the names of what it takes, which differ by version."""
+    """``torch.nn.attention.varlen.varlen_attn`` and its parameters, which differ by version."""
     function = import_module("torch.nn.attention.varlen").varlen_attn
     return function, set(inspect.signature(function).parameters)
 
 
 def _varlen_how(problem: Problem, names: set[str]) -> dict[str, Any]:
-    """How to ask this version for causal attention with groups of heads."""
+    """The arguments for causal attention with groups of heads, in the installed version."""
     shape = problem.shape
     how: dict[str, Any] = {}
     if shape.new > 1:
         how = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
     if "enable_gqa" in names and shape.heads != shape.kv_heads:
         how["enable_gqa"] = True
-    if "scale" in names:  # Without it the scale is the same: one over the root of the head size.
+    if "scale" in names:  # The default is the same: one over the root of the head size.
         how["scale"] = problem.scale
     return how
 
@@ -120,7 +120,7 @@ def _counts(problem: Problem, step: int) -> torch.Tensor:
 
 
 def _varlen(problem: Problem) -> Call:
-    """Contiguous keys and values; the causal mask ends at the bottom right."""
+    """Contiguous keys and values; the causal mask is aligned to the bottom right."""
     shape = problem.shape
     function, names = _varlen_function()
     key, value = contiguous_kv(problem, tokens_first=True).flatten(1, 2).unbind()
@@ -130,7 +130,7 @@ def _varlen(problem: Problem) -> Call:
 
 
 def _varlen_paged(problem: Problem, page: int) -> Call:
-    """Pages by torch's own call: ours where they are of that size, else some made for it."""
+    """Torch's own call with pages: ours if they have that size, otherwise copies made for it."""
     shape = problem.shape
     function, names = _varlen_function()
     if not {"block_table", "seqused_k"} <= names:
@@ -140,7 +140,7 @@ def _varlen_paged(problem: Problem, page: int) -> Call:
         tables = problem.tables
     else:
         if shape.context % page != 0:
-            raise CanNotError(f"the context is no multiple of {page}")
+            raise CanNotError(f"the context is not a multiple of {page}")
         tables = torch.randperm(shape.batch * (shape.context // page), device=problem.device)
         kv = contiguous_kv(problem, tokens_first=True)
         pages = torch.empty_like(kv).view(2, -1, page, shape.kv_heads, shape.head)
@@ -155,7 +155,7 @@ def _varlen_paged(problem: Problem, page: int) -> Call:
 
 
 def _flashinfer(problem: Problem, *, tensor_cores: bool = False) -> Call:
-    """On the same pages: its HND layout is ours. ``tensor_cores``: of decode alone."""
+    """On the same pages: its HND layout is ours. ``tensor_cores``: for decode only."""
     flashinfer = import_module("flashinfer")
     shape = problem.shape
     workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=problem.device)

@@ -1,9 +1,9 @@
-"""Names what a run on a GPU needs and does not find here; imports nothing of the project.
+"""Lists what a run on a GPU needs and this machine lacks. Imports nothing of the project.
 
     python benchmarks/gpu/preflight.py [--build-only]
 
-Prints a line for each thing that is missing, and exits with 2 when there is one. With --build-only
-what is needed to compile counts, and nothing more.
+Prints a line for each thing that is missing, and exits with 2 if there is one. With --build-only
+only what is needed to compile is checked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DISTRIBUTIONS = {
 def missing_for_build() -> Iterator[str]:
     """What compiling the kernels needs."""
     if sys.version_info < OLDEST_PYTHON:
-        yield f"Python {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} or newer (PYTHON names another)"
+        yield f"Python {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} or newer (set PYTHON to one)"
     for program in BUILD_PROGRAMS:
         if shutil.which(program) is None:
             yield f"{program} on the PATH"
@@ -46,7 +46,7 @@ def missing_for_build() -> Iterator[str]:
 
 
 def missing_for_run() -> Iterator[str]:
-    """What running them needs besides."""
+    """What running them needs in addition."""
     yield from _missing_packages(RUN_PACKAGES)
     if not _has("torch"):
         yield "the package torch"
@@ -83,7 +83,7 @@ def _missing_packages(wanted: dict[str, str]) -> Iterator[str]:
         try:
             version = metadata.version(distribution)
         except metadata.PackageNotFoundError:
-            continue  # There, but not as a distribution: its version can not be told.
+            continue  # Importable but not a distribution, so its version is unknown.
         if oldest and numbers(version) < numbers(oldest):
             yield f"{needed}: here is {version}"
 
@@ -95,7 +95,7 @@ def main(words: Sequence[str]) -> int:
     for what in missing:
         print(f"gpu: missing: {what}")
     if any("package" in what for what in missing):
-        print("gpu: KVPLANE_WHEELS may name a folder of wheels to take packages from")
+        print("gpu: set KVPLANE_WHEELS to a folder of wheels to install packages from")
     return 2 if missing else 0
 
 

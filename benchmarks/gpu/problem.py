@@ -1,4 +1,4 @@
-"""A batch to attend over, and what a right answer is."""
+"""A batch for attention, and how its results are checked."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from data_plane.kernels.cuda import CudaKernels
 from kvplane.attention_options import AttentionOptions
 
 MAX_ERROR: Final = 0.01
-"""Of an answer against float64 over the stored keys and values: ‖answer - right‖ / ‖right‖. An
-answer in bf16 has some 0.003."""
+"""‖answer - right‖ / ‖right‖, with ``right`` in float64 from the stored keys and values. Results in
+bf16 have about 0.003."""
 FP8_KEY_SCALE: Final = 1 / 16
 FP8_VALUE_SCALE: Final = 1 / 32
 _PART_BYTES: Final = 1 << 30
@@ -52,7 +52,7 @@ class Problem:
         )
 
     def arguments(self) -> AttentionArguments:
-        """What our kernels are asked."""
+        """The arguments of our kernels."""
         return AttentionArguments(
             self.query,
             self.pages,
@@ -66,21 +66,21 @@ class Problem:
         )
 
     def attention(self, kernels: CudaKernels) -> Callable[[], torch.Tensor]:
-        """Our answer, with all memory made beforehand."""
+        """A call of our kernels, with all memory allocated beforehand."""
         out = torch.full_like(self.query, torch.nan)
         arguments = self.arguments()
         num_bytes = kernels.attention_workspace_bytes(arguments)
         workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
         def run() -> torch.Tensor:
-            # Made anew each time, as an executor does: what is measured has the checks in it.
+            # Made for each call, as the executor does: the measurement includes the checks.
             return kernels.paged_attention(self.arguments(), out=out, workspace=workspace)
 
         return run
 
     def kv_of(self, sequence: int, dtype: torch.dtype) -> torch.Tensor:
-        """Keys and values as they stand, [2, kv_heads, context, head]."""
-        # Not every device indexes fp8: bytes are taken instead.
+        """A sequence's keys and values, scaled, [2, kv_heads, context, head]."""
+        # Not every device can index fp8, so bytes are indexed instead.
         integers = torch.uint8 if self.is_fp8 else torch.int16
         taken = self.pages.view(integers)[self.tables[sequence].long()].view(self.pages.dtype)
         kv = taken.to(torch.float32 if self.is_fp8 else dtype).to(dtype)
@@ -91,14 +91,14 @@ class Problem:
         return kv
 
     def rows_to_check(self) -> list[tuple[int, int]]:
-        """Sequences, and rows of them: the first, the last and some between."""
+        """(sequence, row) pairs: the first, the middle and the last of each."""
         shape = self.shape
         sequences = sorted({0, shape.batch // 2, shape.batch - 1})
         rows = sorted({0, shape.new // 2, shape.new - 1})
         return [(sequence, row) for sequence in sequences for row in rows]
 
     def right_rows(self) -> torch.Tensor:
-        """Those rows in float64, [num_rows, heads, head]."""
+        """The expected results of ``rows_to_check``, float64 [num_rows, heads, head]."""
         shape, answers = self.shape, []
         kv, kv_is_of = torch.empty(0), -1
         for sequence, row in self.rows_to_check():
@@ -112,7 +112,7 @@ class Problem:
         return torch.stack(answers)
 
     def error(self, answer: torch.Tensor, right: torch.Tensor) -> float:
-        """The largest error of the rows to check; NaN where the answer holds one."""
+        """The largest relative error of the rows to check; NaN if they have one."""
         taken = [sequence * self.shape.new + row for sequence, row in self.rows_to_check()]
         off = (answer[taken].double() - right).flatten(1).norm(dim=1)
         return float((off / right.flatten(1).norm(dim=1)).max())

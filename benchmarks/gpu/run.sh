@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU, in under ten minutes: builds the CUDA module, runs the cases of
-# conformance on it, compares the emulator's instructions with the hardware's, measures, and looks
-# for faults with compute-sanitizer. Nothing comes from outside; what is missing is named first.
+# On a machine with an NVIDIA GPU, in under ten minutes: builds the CUDA module, runs the conformance
+# cases on it, compares the emulator's instructions with the hardware's, measures, and looks for
+# faults with compute-sanitizer. Downloads nothing; lists what is missing first.
 #
 #   benchmarks/gpu/run.sh [--quick | --build-only]
 #
@@ -10,7 +10,7 @@
 #   PYTHON          the interpreter that has torch (default: python3)
 #   KVPLANE_WHEELS  a folder of wheels to take missing packages from (protobuf, flashinfer, ...)
 #   KVPLANE_ARCH    CMake's name of the architecture to build for (default: this GPU's)
-#   BUILD           the folder that is built in (default: build/gpu)
+#   BUILD           the build folder (default: build/gpu)
 #   OUT             the folder for the JSON and the logs (default: benchmarks/results)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -20,10 +20,10 @@ BUILD=${BUILD:-$PWD/build/gpu}
 SITE=$BUILD/site
 OUT=${OUT:-benchmarks/results}
 MODE=${1:-}
-LIMIT_S=580        # of the whole run; the sanitizers take what is left, a while each
-CONFORM_S=200      # of the conformance cases
-MEASURE_S=280      # when the measurements begin nothing more
-SANITIZE_S=60      # of each sanitizer
+LIMIT_S=580        # for the whole run; the sanitizers use what is left
+CONFORM_S=200      # for the conformance cases
+MEASURE_S=280      # after which no measurement is started
+SANITIZE_S=60      # for each sanitizer
 ERRORS_FOUND=86    # a sanitizer's exit code, which nothing else uses
 
 say() { printf 'gpu: %s (%d s)\n' "$*" "$SECONDS" >&2; }
@@ -35,7 +35,7 @@ check() {
 
 take_wheels() {
   [ -n "${KVPLANE_WHEELS:-}" ] || return 0
-  say "taking wheels from $KVPLANE_WHEELS"
+  say "installing wheels from $KVPLANE_WHEELS"
   "$PYTHON" -m pip install --quiet --no-index --no-deps --target "$SITE" "$KVPLANE_WHEELS"/*.whl
 }
 
@@ -57,7 +57,7 @@ build_emulator() {
   "$PYTHON" -c 'from emulated_build import emulated_module; emulated_module()'
 }
 
-# The project's own settings of pytest name plugins that need not be here.
+# The project's pytest settings need plugins that may not be installed here.
 conform() {
   local files=() file code=0
   for file in tests/kernels/test_cuda_*.py tests/kernels/on_gpu*.py; do
@@ -79,35 +79,35 @@ measure() {
   "$PYTHON" -m benchmarks.gpu.measure "${words[@]}"
 }
 
-# $1: the tool. Fails when it found an error in our kernels, and only then: it need not be able to
-# run here, and torch's kernels are not ours.
+# $1: the tool. Fails only if it found an error in our kernels: it may not be able to run here, and
+# errors in torch's kernels do not count.
 sanitize() {
   local code=0 log=$OUT/$1.log words=(--tool "$1" --error-exitcode "$ERRORS_FOUND")
   words+=(--report-api-errors no)
-  # What is initialised is known only when all kernels are watched.
+  # initcheck knows what is initialised only if it watches all kernels.
   [ "$1" = initcheck ] || words+=(--kernel-name kns=kvplane)
   say "compute-sanitizer $1"
-  # Without torch's own cache of memory each tensor has bounds that can be overrun.
+  # Without torch's memory cache each tensor is an allocation, so that an overrun is noticed.
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -k 5 "$SANITIZE_S" compute-sanitizer "${words[@]}" \
     "$PYTHON" -m benchmarks.gpu.measure --tiny >"$log" 2>&1 || code=$?
   if grep -q "Device not supported" "$log"; then
-    say "compute-sanitizer can not use this GPU"
+    say "compute-sanitizer cannot use this GPU"
   elif [ "$code" = 124 ] || [ "$code" = 137 ]; then
-    say "compute-sanitizer $1 was not done in $SANITIZE_S s"
+    say "compute-sanitizer $1 did not finish in $SANITIZE_S s"
   elif [ "$code" = "$ERRORS_FOUND" ] && grep -q "^=========.*kvplane" "$log"; then
     grep "^=========" "$log" | head -n 40 >&2
     say "compute-sanitizer $1 found errors: $log"
     return 1
   elif [ "$code" != 0 ]; then
     tail -n 5 "$log" >&2
-    say "compute-sanitizer $1 says nothing of our kernels, but ended with $code: $log"
+    say "compute-sanitizer $1 reported nothing about our kernels, but exited with $code: $log"
   else
     say "compute-sanitizer $1 found nothing"
   fi
 }
 
 sanitize_all() {
-  command -v compute-sanitizer >/dev/null || { say "no compute-sanitizer here"; return 0; }
+  command -v compute-sanitizer >/dev/null || { say "compute-sanitizer is not installed"; return 0; }
   local tool failed=0
   for tool in memcheck racecheck synccheck initcheck; do
     if [ $((SECONDS + SANITIZE_S)) -gt "$LIMIT_S" ]; then
@@ -134,7 +134,7 @@ build_emulator &
 emulator=$!
 build
 wait "$emulator" || say "the emulator does not compile here"
-# Each part is run whatever the one before it said: a GPU is not to be had again soon.
+# Each part runs even if an earlier one failed: time on a GPU may be hard to get again.
 failed=()
 conform || failed+=("conformance cases")
 measure || failed+=("measurements")
@@ -143,4 +143,4 @@ if [ ${#failed[@]} -gt 0 ]; then
   say "FAILED:$(printf ' %s;' "${failed[@]}") see $OUT"
   exit 1
 fi
-say "all passed; what is to hold is in the table above"
+say "all passed; the targets are in the table above"

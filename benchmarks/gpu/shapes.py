@@ -1,4 +1,4 @@
-"""What is measured: batches of attention, and how many bytes and operations they need at least."""
+"""The batches of attention that are measured, and the bytes and operations that they need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPLITS: Final = (256, 512, 1024, 2048)
 
 @dataclass(frozen=True)
 class Shape:
-    """``new`` rows of each of ``batch`` sequences over ``context`` tokens, themselves included."""
+    """``new`` query tokens of each of ``batch`` sequences of ``context`` tokens, these included."""
 
     batch: int
     context: int
@@ -29,7 +29,7 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Of keys and values: what has to be read once."""
+        """Bytes of keys and values, all of which have to be read once."""
         size = KV_DTYPES[self.kv_dtype].itemsize
         return 2 * size * self.batch * self.context * self.kv_heads * self.head
 
@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Of the two products, over what each row sees."""
+        """Operations of the two products, over the tokens that each query token attends to."""
         seen = self.new * (self.context - self.new) + self.new * (self.new + 1) // 2
         return 4 * self.batch * self.heads * self.head * seen
 
@@ -48,13 +48,13 @@ class Shape:
 
 
 def by_target(decodes: Sequence[Shape]) -> tuple[list[Shape], list[Shape]]:
-    """What targets are held against, each bf16 with its fp8; and the others."""
+    """The shapes that have a target, each bf16 with its fp8; and the others."""
     held = [shape for shape in decodes if is_held(shape.named())]
     return held, [shape for shape in decodes if shape not in held]
 
 
 def _with_fp8(shapes: Iterator[Shape]) -> Iterator[Shape]:
-    """Each as bf16 and, right after it, as fp8."""
+    """Each shape in bf16 and, right after it, in fp8."""
     for shape in shapes:
         for name in KV_DTYPES:
             yield replace(shape, kv_dtype=name)
@@ -99,6 +99,6 @@ QUICK_DECODES: Final = tuple(
     _with_fp8(iter((Shape(64, 8192), Shape(16, 32768), Shape(1, 8192), Shape(64, 4096, 28, 4))))
 )
 QUICK_APPENDS: Final = APPENDS[:2]
-# To try the code: a group of five, two splits, a last block that is not full.
+# To test the code: a group of five, two splits, a last block that is not full.
 TINY_DECODES: Final = tuple(_with_fp8(iter((Shape(3, 300, 10, 2, 64), Shape(2, 40, 4, 4, 32, 8)))))
 TINY_APPENDS: Final = tuple(_with_fp8(iter((Shape(2, 90, 4, 2, 32, new=70),))))

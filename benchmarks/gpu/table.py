@@ -1,4 +1,4 @@
-"""The tables of a run for docs/performance.md, in Markdown.
+"""Prints the tables of a run for docs/performance.md, in Markdown.
 
 python -m benchmarks.gpu.table RESULT.json
 """
@@ -28,7 +28,7 @@ NONE = "-"
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Machine, bandwidths, decode, prefill and append, copies, splits, and what is to hold."""
+    """Machine, bandwidths, decode, prefill and append, copies, splits, and the targets."""
     results = Results(result)
     parts = (
         _machine(results),
@@ -141,7 +141,7 @@ def _copies(results: Results) -> list[str]:
 
 
 def _splits(results: Results) -> list[str]:
-    """Where another split would be faster by as much as counts."""
+    """The decode rows for which another split is faster by OVER_PEER or more."""
     rows = []
     for row in _sorted(results.ours("decode")):
         best = results.best_split(row)
@@ -152,7 +152,7 @@ def _splits(results: Results) -> list[str]:
 
 
 def _left_out(result: dict[str, Any]) -> list[str]:
-    """What was wrong, and how often what was left out for which reason."""
+    """What was wrong, and what was left out, how often and why."""
     reasons: Counter[str] = Counter()
     for line in result["left_out"]:
         name, _, reason = line.partition(": ")

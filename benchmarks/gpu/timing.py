@@ -1,4 +1,4 @@
-"""How long work takes: on a GPU medians of replayed graphs, the cache cold."""
+"""Times work: on a GPU, medians of replayed graphs with a cold cache."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Watch(Protocol):
 
 @dataclass
 class Stopwatch:
-    """The GPU's. Between two runs other bytes are read, so that the L2 cache holds nothing of use.
+    """For the GPU. Before each run other memory is read, so that the L2 cache holds nothing useful.
 
-    They are read and not written, or the run that is timed would have to write them back.
+    It is read and not written, because the timed run would have to write it back.
     """
 
     min_runs: int = 5
@@ -33,7 +33,7 @@ class Stopwatch:
     _flush: torch.Tensor | None = field(default=None, init=False)
 
     def seconds(self, work: Callable[[], object], *, in_graph: bool = True) -> float:
-        """The median time of ``work``, captured in a graph so that the host's share is left out."""
+        """The median time of ``work``, captured in a graph to leave out the host's time."""
         if self._flush is None:
             self._flush = torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
         for _ in range(WARM_UP):
@@ -61,7 +61,7 @@ class Stopwatch:
 
 
 class Once:
-    """Runs the work one time, by the host's clock: to see that it runs at all."""
+    """Runs the work once, timed by the host's clock: to check that it runs at all."""
 
     def seconds(self, work: Callable[[], object], *, in_graph: bool = True) -> float:
         del in_graph

@@ -1,10 +1,10 @@
-"""What was measured against what is to hold: met, met so far, missed, or not measured.
+"""Compares a run with the targets: met, met so far, missed, or not measured.
 
     python -m benchmarks.gpu.verdict RESULT.json
 
-Decode counts at the split that the data plane takes, in batches of 16 and more over 4096 tokens
-and more. A case whose answer was wrong is missed. Where cases were left out, a target is met so far
-at best.
+The targets for decode apply to the data plane's split, to batches of 16 or more sequences of 4096
+or more tokens. A case with a wrong result is missed. A target of which cases were left out is met
+so far at best.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one case under one target. ``met``: None where the case was left out."""
+    """Whether a case meets a target. ``met``: None if the case was left out."""
 
     target: str
     case: str
@@ -54,7 +54,7 @@ class Verdict:
 
 
 class Results:
-    """The rows of a run, by what is asked of them."""
+    """The rows of a run, and queries on them."""
 
     def __init__(self, result: dict[str, Any]) -> None:
         self.machine: Row = result["machine"]
@@ -68,13 +68,13 @@ class Results:
         return [row for row in self.rows if row["name"] == name]
 
     def ours(self, kind: str) -> list[Row]:
-        """Of ``decode`` or ``append``: the rows of the split that the data plane takes."""
+        """The rows of ``decode`` or ``append`` with the data plane's split."""
         return [row for row in self.named(kind) if row["split"] == self.machine["split_tokens"]]
 
     def judged(self, name: str) -> tuple[list[Row], list[Row], list[Row]]:
-        """Of an operation: rows to judge, then cases that were wrong or left out, each once.
+        """Of an operation: rows to judge, cases that were wrong, and cases left out, each once.
 
-        What was wrong once, if only at another split, is wrong.
+        A case that was wrong once, even at another split, counts as wrong.
         """
         rows = self.ours(name) if name == "decode" else self.named(name)
         lost = [row for row in self.not_timed if row["name"] == name]
@@ -83,24 +83,24 @@ class Results:
         return rows, wrong, _each_once([row for row in lost if not row["wrong"]], [*rows, *wrong])
 
     def best_split(self, row: Row) -> Row:
-        """The fastest of the same batch."""
+        """The row with the fastest split for the same batch."""
         same = [r for r in self.named(row["name"]) if _same(r, row)]
         return max(same, key=lambda r: float(r["p50"]))
 
     def best_peer(self, row: Row) -> Row | None:
-        """The fastest peer of the same batch and type of KV."""
+        """The fastest peer's row for the same batch and type of KV."""
         start = f"{row['name']}/"
         peers = [r for r in self.rows if r["name"].startswith(start) and _same(r, row)]
         return max(peers, key=lambda r: float(r["p50"]), default=None)
 
     def as_bf16(self, row: Row) -> Row | None:
-        """The row of the same batch over bf16."""
+        """The row of the same batch in bf16."""
         wanted = {**row, "kv_dtype": "bfloat16"}
         return next((r for r in self.ours(row["name"]) if _same(r, wanted)), None)
 
 
 def times_bf16(results: Results, row: Row) -> float | None:
-    """How many times as fast as over bf16, in the time it takes."""
+    """The time of the same batch in bf16, divided by this row's."""
     other = results.as_bf16(row)
     return None if other is None else float(other["us"]) / float(row["us"])
 
@@ -118,13 +118,13 @@ def case_of(row: Row) -> str:
 
 
 def verdicts(result: dict[str, Any]) -> list[Verdict]:
-    """One for each case that was measured and has a target."""
+    """One for each case that has a target, measured or not."""
     results = Results(result)
     return [*_of_decode(results), *_of_copies(results)]
 
 
 def is_held(row: Row) -> bool:
-    """Whether targets are held against decode of this batch."""
+    """Whether decode of this batch has a target."""
     return bool(row["batch"] >= MIN_BATCH and row["context"] >= MIN_CONTEXT)
 
 
@@ -211,12 +211,12 @@ def _blocks_of(row: Row) -> str:
 def _of_blocks(target: str, row: Row, bandwidth: float | None, share: float) -> Verdict:
     case, rate = _blocks_of(row), float(row["p50"])
     if bandwidth is None:
-        return Verdict(target, case, None, "no bandwidth to hold it against")
+        return Verdict(target, case, None, "no bandwidth to compare with")
     return Verdict(target, case, rate >= share * bandwidth, f"{rate / bandwidth:.1%}")
 
 
 def summary(found: list[Verdict]) -> list[str]:
-    """A line for each target: in how many of its cases it is met."""
+    """A line for each target: how many of its cases meet it."""
     lines = []
     for target in TARGETS:
         mets = [v.met for v in found if v.target == target]
@@ -229,7 +229,7 @@ def summary(found: list[Verdict]) -> list[str]:
 
 
 def say(found: list[Verdict]) -> str:
-    """Every case, what was missed first, and the summary last."""
+    """Every case, missed ones first, and the summary last."""
     lines = [
         f"{v.word:8}  {v.target}: {v.case}{': ' if v.figures else ''}{v.figures}"
         for v in sorted(found, key=lambda v: (_ORDER.index(v.met), TARGETS.index(v.target)))

@@ -92,7 +92,7 @@ def test_the_tables_say_what_is_reached_and_whether_each_goal_is_met() -> None:
         *(rated("swap_in", 15.9), rated("reshape_and_cache", 5)),
         *(rated("prefill", 2000, "tokens/s"), rated("torch_prefill", 1000, "tokens/s")),
     ]
-    by_clock, by_core = tables(rows).split("A second")
+    by_clock, by_core = tables(rows).split("Per second")
     for line in (
         "| decode/bf16/g1 | 34.0 | 34.0 to 34.0 | 85.0 % of read | 85 %: met "
         "| 17.1 | 1.99 | 2: missed |",

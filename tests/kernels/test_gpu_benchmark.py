@@ -49,7 +49,7 @@ def test_every_measurement_runs_and_finds_right_answers(
 
     assert measure.main(["--tiny"], machine_of) == 0
     said = capsys.readouterr().out
-    assert "wrong answers: 0; left out: 0" in said
+    assert "wrong results: 0; left out: 0" in said
     names = {json.loads(line)["name"] for line in said.splitlines() if line.startswith("{")}
     assert names >= {
         *("copy_bandwidth", "read_bandwidth", "link_in", "link_out"),

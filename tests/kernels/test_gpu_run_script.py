@@ -90,7 +90,7 @@ def test_a_part_that_fails_does_not_stop_the_others_and_the_run_fails(tmp_path: 
     said = done.stderr
     assert "3 failed" in said
     assert "memcheck found nothing" in said and "racecheck found errors" in said
-    assert "synccheck says nothing of our kernels" in said and "can not use this GPU" in said
+    assert "synccheck reported nothing about our kernels" in said and "cannot use this GPU" in said
     assert "FAILED: conformance cases; compute-sanitizer;" in said
     called = calls.read_text()
     assert "tests/kernels/test_cuda_attention.py" in called
