@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU, in under ten minutes: builds the CUDA module, runs the conformance
-# cases on it, compares the emulator's instructions with the hardware's, measures, and looks for
-# faults with compute-sanitizer. Downloads nothing; lists what is missing first.
+# On a machine with an NVIDIA GPU, in under ten minutes: builds the CUDA module, runs the
+# conformance cases on it, compares the emulator's instructions with the hardware's, measures, and
+# looks for faults with compute-sanitizer. Downloads nothing; lists what is missing first.
 #
 #   benchmarks/gpu/run.sh [--quick | --build-only]
 #
