@@ -252,7 +252,12 @@ class ControlPlane:
         if session.resync_due or any(map(may_plan, operations)):
             self._check_plans_in_flight(session)
         draft = Draft(session, request.number)
-        planner = Planner(session, draft, max_sequences=self._config.max_sequences)
+        planner = Planner(
+            session,
+            draft,
+            max_sequences=self._config.max_sequences,
+            max_table_entries=self._config.max_table_entries,
+        )
         results = [planner.run(i, operation) for i, operation in enumerate(operations)]
         pool = session.pool
         pool.counters.max_held_blocks = max(pool.counters.max_held_blocks, pool.device.num_held())

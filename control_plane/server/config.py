@@ -46,6 +46,12 @@ class ControlPlaneConfig(ServingConfig):
     max_sequences: int = setting(
         _CORE.max_sequences, help="Live sequences of a session.", unit="sequences", minimum=1
     )
+    max_table_entries: int = setting(
+        _CORE.max_table_entries,
+        help="Entries of the block tables of a session, beyond which it cannot fork.",
+        unit="entries",
+        minimum=1,
+    )
     max_operations: int = setting(
         _CORE.max_operations, help="Items of all operations of a step.", unit="items", minimum=1
     )
@@ -72,5 +78,6 @@ class ControlPlaneConfig(ServingConfig):
             watermark=self.watermark,
             max_operations=self.max_operations,
             max_sequences=self.max_sequences,
+            max_table_entries=self.max_table_entries,
             max_sessions=self.max_sessions,
         )

@@ -68,7 +68,7 @@ class PlanningRig:
     ) -> tuple[list[cpb.OperationResult], tpb.Plan | None]:
         """Run a step; its results and its plan."""
         draft = self.draft(session)
-        planner = Planner(draft.session, draft, max_sequences=100)
+        planner = Planner(draft.session, draft, max_sequences=100, max_table_entries=1000)
         results = [planner.run(i, operation) for i, operation in enumerate(operations)]
         signed = draft.finish()
         return results, None if signed is None else tpb.Plan.FromString(signed.payload)

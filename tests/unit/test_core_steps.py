@@ -177,6 +177,21 @@ def test_a_session_has_a_bounded_number_of_sequences() -> None:
     assert type(error_in(only(engine.step(ops.admit(2, [1]))))) is QuotaExceededError
 
 
+def test_forks_do_not_take_a_sessions_tables_beyond_their_bound() -> None:
+    config = CoreConfig(watermark=0.0, max_table_entries=7)
+    engine = World(config=config).engine()
+    engine.admit(1, list(range(16)))  # two blocks
+    forked = only(engine.step(ops.forks([1, 1, 1], [2, 3, 4])))
+    assert [failure.item for failure in forked.failures] == [2]
+    assert type(error_in(forked)) is QuotaExceededError
+    assert columns.read(INT32, forked.fork.num_blocks, "").tolist() == [2, 2, 0]
+    freed, again = engine.step(ops.free([2]), ops.forks([1, 1], [4, 5])).results
+    assert not freed.failures
+    assert [failure.item for failure in again.failures] == [1]
+    engine.run_all()
+    engine.check()
+
+
 def test_a_prompt_can_be_computed_in_chunks() -> None:
     world = World()
     engine = world.engine()

@@ -204,7 +204,7 @@ def test_admissions_wait_or_never_fit(rig: PlanningRig) -> None:
 
 def test_a_session_has_no_more_sequences_than_the_limit(rig: PlanningRig) -> None:
     draft = rig.draft()
-    planner = Planner(rig.session, draft, max_sequences=2)
+    planner = Planner(rig.session, draft, max_sequences=2, max_table_entries=1000)
     assert not planner.run(0, ops.fork(1, 2)).failures
     for operation in (ops.fork(1, 3), ops.admit(3, [1])):
         result = planner.run(1, operation)

@@ -65,11 +65,15 @@ def may_plan(operation: cpb.Operation) -> bool:
 class Planner:
     """Runs the operations of one step."""
 
-    def __init__(self, session: Session, draft: Draft, *, max_sequences: int) -> None:
+    def __init__(
+        self, session: Session, draft: Draft, *, max_sequences: int, max_table_entries: int
+    ) -> None:
         self._session = session
         self._pool = session.pool
         self._draft = draft
         self._max_sequences = max_sequences
+        self._max_table_entries = max_table_entries
+        self._num_table_entries: int | None = None  # counted at the first fork
 
     def run(self, index: int, operation: cpb.Operation) -> cpb.OperationResult:
         """Do the items of an operation that can be done. ``index`` is its place in the step."""
@@ -162,6 +166,7 @@ class Planner:
         parent = session.sequence(parent_id, field="parent_sequence_ids")
         self._check_new_sequence(sequence_id, "sequence_ids")
         self._check_idle(parent, "parent_sequence_ids")
+        self._count_table_entries(parent)
         child = parent.fork(sequence_id, draft.number)
         session.share(child.tier, child.table)
         session.add(child)
@@ -265,6 +270,27 @@ class Planner:
             raise QuotaExceededError(
                 f"{self._max_sequences} sequences are live: free one first", field=field
             )
+
+    def _count_table_entries(self, parent: Sequence) -> None:
+        """Add those that a fork of ``parent`` has. A fork copies the table and the tokens, so that
+        a small request could otherwise take memory and time without bound.
+        """
+        num = self._num_table_entries
+        if num is None:
+            num = sum(map(self._table_entries, self._session.sequences.values()))
+        most, more = self._max_table_entries, self._table_entries(parent)
+        self._num_table_entries = num
+        if num + more > most:
+            raise QuotaExceededError(
+                f"the session's block tables have {num} entries, and may have {most}, {more} more "
+                "are needed: free sequences first",
+                field="sequence_ids",
+            )
+        self._num_table_entries = num + more
+
+    def _table_entries(self, sequence: Sequence) -> int:
+        num_known = checks.div_ceil(sequence.num_tokens, self._pool.block_size)
+        return max(len(sequence.table), num_known)
 
     def _check_idle(self, sequence: Sequence, field: str) -> None:
         if self._draft.computes(sequence):
