@@ -159,10 +159,10 @@ QUICK = (
     retirement_skipped,
     generation_not_bumped,
     duplicates_run_again,
-    refused_numbers_stay_free,
     positions_ignored,
 )
 SLOW = (
+    refused_numbers_stay_free,
     publish_before_receipt,
     fence_ignored,
     eviction_head_first,

@@ -258,15 +258,15 @@ QUICK = (
     repeats_not_recognised,
     session_ids_reused,
     epoch_order_ignored,
-    fence_forgotten,
     tables_kept_on_install,
-    lower_incarnation_installed,
     tenants_not_cleared,
     append_position_unchecked,
     sessions_outlive_a_shard,
     shards_may_overlap,
 )
 SLOW = (
+    fence_forgotten,
+    lower_incarnation_installed,
     abort_not_numbered,
     incarnation_of_requests_ignored,
     key_ignored_on_resume,
