@@ -1,0 +1,11 @@
+// What the module holds: each file of this folder adds its part.
+
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace kvplane::blocks {
+
+void bind_hashes(pybind11::module_& module);
+
+}  // namespace kvplane::blocks

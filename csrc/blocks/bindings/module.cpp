@@ -1,0 +1,3 @@
+#include "bindings/bindings.h"
+
+PYBIND11_MODULE(_native, module) { kvplane::blocks::bind_hashes(module); }
