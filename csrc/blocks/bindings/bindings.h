@@ -7,5 +7,6 @@
 namespace kvplane::blocks {
 
 void bind_hashes(pybind11::module_& module);
+void bind_pool(pybind11::module_& module);
 
 }  // namespace kvplane::blocks

@@ -1,3 +1,6 @@
 #include "bindings/bindings.h"
 
-PYBIND11_MODULE(_native, module) { kvplane::blocks::bind_hashes(module); }
+PYBIND11_MODULE(_native, module) {
+  kvplane::blocks::bind_hashes(module);
+  kvplane::blocks::bind_pool(module);
+}
