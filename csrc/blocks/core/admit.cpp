@@ -208,12 +208,12 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
 void Pool::set_leaders(uint32_t index, const int32_t* tokens, EntryId e, int64_t first,
                        int64_t end) {
   Sequence& sequence = sequences_[index];
+  sequence.first_led = first;
   for (int64_t i = first; i < end; ++i) {
     e = index_.find_or_add(e, tokens + i * block_size_);
-    const Entry& entry = index_[e];
-    if (entry.leader == kNoEntry) index_.set_leader(e, index, sequence.uid);
+    if (index_[e].leader == kNoEntry) index_.set_leader(e, index, sequence.uid);
+    sequence.led.push_back(e);
   }
-  sequence.num_led = end;
 }
 
 }  // namespace kvplane::blocks
