@@ -314,7 +314,7 @@ async def test_an_answer_to_another_number_is_not_taken(plane, session) -> None:
 
 
 async def test_notices_are_kept_and_never_taken_for_answers(plane, session) -> None:
-    notice = pb.Notice(cut_sequence_ids=columns.pack(columns.INT64, [4]))
+    notice = pb.Notice(news=pb.News(cut_sequence_ids=columns.pack(columns.INT64, [4])))
     plane.script = lambda request: [
         pb.StepResponse(notice=notice),
         pb.StepResponse(),  # of a kind that this release does not know
