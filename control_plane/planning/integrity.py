@@ -103,7 +103,6 @@ def _check_usage(pool: Pool) -> None:
             usage.num_cached_blocks,
             usage.num_held_blocks,
             usage.num_retired_blocks,
-            usage.num_reserved_blocks,
         )
         assert min(parts) >= 0, f"{_NAMES[usage.tier]}: a negative count"
         assert sum(parts) == usage.num_blocks, f"{_NAMES[usage.tier]}: blocks are not conserved"

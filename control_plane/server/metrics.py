@@ -135,7 +135,6 @@ def _blocks(pools: Pools) -> Metric:
                 "cached": tier.num_cached_blocks,
                 "held": tier.num_held_blocks,
                 "retired": tier.num_retired_blocks,
-                "reserved": tier.num_reserved_blocks,
             }
             for state, num_blocks in states.items():
                 family.add_metric((pool_id, _TIER_NAMES[tier.tier], state), num_blocks)

@@ -113,7 +113,6 @@ class World:
             "cached": usage.num_cached_blocks,
             "held": usage.num_held_blocks,
             "retired": usage.num_retired_blocks,
-            "reserved": usage.num_reserved_blocks,
         }
 
 

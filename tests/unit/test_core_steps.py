@@ -217,7 +217,7 @@ def test_what_a_freed_sequence_wrote_is_published_when_its_receipts_come() -> No
     engine.settle()
     assert other.lookup(prompt) == 32
     world.core.check_integrity()
-    assert world.usage() == {"free": 0, "cached": 4, "held": 2, "retired": 0, "reserved": 0}
+    assert world.usage() == {"free": 0, "cached": 4, "held": 2, "retired": 0}
     world.pump()
     engine.send(ops.free([2]))
     engine.settle()

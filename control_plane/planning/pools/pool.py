@@ -163,16 +163,11 @@ class Pool:
 
     def _usage(self, tier: tpb.Tier) -> cpb.TierUsage:
         store = self.tiers[tier]
-        num_free = store.num_in[FREE]
-        # Not a state of a block: how many of the free ones are kept for guarantees.
-        is_device = tier == tpb.TIER_DEVICE
-        num_reserved = min(num_free, self.reservations.num_reserved) if is_device else 0
         return cpb.TierUsage(
             tier=tier,
             num_blocks=store.num_blocks,
-            num_free_blocks=num_free - num_reserved,
+            num_free_blocks=store.num_in[FREE],
             num_cached_blocks=store.num_in[CACHED],
             num_held_blocks=store.num_held(),
             num_retired_blocks=store.num_in[RETIRED],
-            num_reserved_blocks=num_reserved,
         )

@@ -143,15 +143,16 @@ class Draft:
             transfers=transfers.message(),
             spans=self.spans.message(),
         ).SerializeToString(deterministic=True)
+        digest = signing.digest(payload)
         session.plans[self.number] = PlanRecord(
-            self.number, signing.digest(payload), self.touched, self.transfers, self._pins
+            self.number, digest, self.touched, self.transfers, self._pins
         )
         session.last_plan = self.number
         session.resync_due = False
         return tpb.SignedPayload(
             type=signing.PLAN,
             payload=payload,
-            signature=signing.sign(pool.key, signing.PLAN, payload),
+            signature=signing.sign_digest(pool.key, signing.PLAN, digest),
         )
 
     def _whole_tables(self) -> tuple[TableChangeColumns, TransferColumns]:

@@ -80,7 +80,7 @@ def _later(session: Session, tier: tpb.Tier, num_needed: int, headroom: int = 0)
     elif headroom and num_needed <= num_available:
         reason = cpb.SHORTAGE_REASON_HEADROOM
     else:
-        reason = cpb.SHORTAGE_REASON_RESERVED
+        reason = cpb.SHORTAGE_REASON_GROWTH
     shortage = cpb.Shortage(
         tier=tier,
         num_blocks_needed=num_needed,
