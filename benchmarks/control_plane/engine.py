@@ -53,8 +53,9 @@ class Engine:
         response, seconds = await self._wire.step(request)
         if not response.HasField("result"):
             raise RuntimeError(f"a step was refused: {response.error}")
-        if any(operation.failures for operation in response.result.results):
-            raise RuntimeError(f"an operation was not done: {response.result.results}")
+        for operation in response.result.results:
+            for failure in operation.failures:
+                raise RuntimeError(f"an operation was not done: {failure}")
         self._receipts = []
         if response.result.HasField("plan"):
             self._last_plan = number

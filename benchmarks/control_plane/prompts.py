@@ -14,6 +14,7 @@ from kvplane.v1 import control_pb2 as cpb
 
 _NUM_HELD_PROMPTS = 4
 _NUM_DECODING = 256
+_NUM_PLANS_IN_FLIGHT = 4  # as many as a control plane allows a session
 
 
 async def hit_in_use_32k(world: World, sizes: Sizes) -> list[Row]:
@@ -121,15 +122,23 @@ async def swap_2048_blocks(world: World, sizes: Sizes) -> list[Row]:
 
 async def abort_256x2048(world: World, sizes: Sizes) -> list[Row]:
     """Abort a decode step of 256 sequences of 2,048 blocks each; the next step's plan has all
-    tables whole.
+    tables whole. Before that, once, abort the admissions themselves; the next step computes all
+    prompts again.
     """
-    num = sizes.num_aborted_sequences
+    name, num = "abort_256x2048", sizes.num_aborted_sequences
     num_blocks = num * (sizes.prompt_blocks + 1)
     async with world.pool(num_blocks + num_blocks // 16) as pool:
         engine = await pool.engine()
         ids = engine.new_ids(num)
-        for i in ids:
-            await engine.step(ops.admit(i, prompt(i, sizes.prompt_tokens)))
+        prompts = [prompt(i, sizes.prompt_tokens) for i in ids]
+        admits = [ops.admit(i, tokens) for i, tokens in zip(ids, prompts, strict=True)]
+        share = num // _NUM_PLANS_IN_FLIGHT
+        for i in range(0, num, share):
+            await engine.step(*admits[i : i + share], is_receipted=False)
+        admits_s = await engine.abort()
+        lengths = [sizes.prompt_tokens] * num
+        again = ops.appends(ids, [0] * num, lengths, lengths, b"".join(prompts))
+        again_s = await engine.step(again)
         ones, position = [1] * num, sizes.prompt_tokens
         abort_s, next_s = [], []
         for _ in range(sizes.num_aborts):
@@ -140,9 +149,11 @@ async def abort_256x2048(world: World, sizes: Sizes) -> list[Row]:
             position += 1
     both_s = [sum(pair) for pair in zip(abort_s, next_s, strict=True)]
     return [
-        Row.of_seconds("abort_256x2048", both_s),
-        Row.of_seconds("abort_256x2048/abort", abort_s),
-        Row.of_seconds("abort_256x2048/next_step", next_s),
+        Row.of_seconds(name, both_s),
+        Row.of_seconds(f"{name}/abort", abort_s),
+        Row.of_seconds(f"{name}/next_step", next_s),
+        Row.of_seconds(f"{name}/abort_of_admissions", [admits_s]),
+        Row.of_seconds(f"{name}/computed_again", [again_s]),
     ]
 
 

@@ -26,6 +26,7 @@ from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
 
 NUM_SEQUENCES: Final = 64
+_NUM_POOL_BLOCKS: Final = 100_000  # 64 engines hold 74,000 at the end of a round
 _STEPS_PER_ROUND: Final = 256  # after which its sequences are freed and new ones are admitted
 _NUM_WINDOWS: Final = 20
 _BARRIER_TIMEOUT_S: Final = 120.0
@@ -66,7 +67,7 @@ def rate_name(num_engines: int) -> str:
 async def steps_per_s(world: World, sizes: Sizes, num_engines: int) -> list[Row]:
     """Decode steps of 64 sequences each, with the receipts of the steps before."""
     name = rate_name(num_engines)
-    async with world.pool(sizes.num_pool_blocks) as pool:
+    async with world.pool(_NUM_POOL_BLOCKS) as pool:
         if not isinstance(pool, Connection):
             engines = [await pool.engine() for _ in range(num_engines)]
             return [await _rate_in_process(name, engines, sizes)]
@@ -85,7 +86,7 @@ async def decode_beside_32k_admissions(world: World, sizes: Sizes) -> list[Row]:
     """A decode step of 64 sequences, while another engine admits prompts without pause."""
     assert isinstance(world, OverGrpc), "measured over gRPC only"
     name = "decode_beside_32k_admissions"
-    async with world.pool(sizes.num_pool_blocks) as pool:
+    async with world.pool(_NUM_POOL_BLOCKS) as pool:
         decoding = Client(pool.address, pool.key, 0, 1, sizes.rate_s)
         admitting = Client(pool.address, pool.key, 1, 1, sizes.rate_s, sizes.prompt_tokens)
         decoded, admitted = await _run([decoding, admitting])
