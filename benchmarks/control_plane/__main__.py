@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import gc
 import json
 import re
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.control_plane.cases import CASES
@@ -66,30 +63,10 @@ async def measure(
                 continue
             print(name, flush=True)
             gc.collect()
-            with _pauses() as gc_s:
-                measured = await case.measure(world, sizes)
-            rows += Outcome(world.name, measured, gc_s).as_json()
+            world.gc_s.clear()
+            measured = await case.measure(world, sizes)
+            rows += Outcome(world.name, measured, world.gc_s).as_json()
     return rows, skipped
-
-
-@contextlib.contextmanager
-def _pauses() -> Iterator[list[float]]:
-    """The seconds of each garbage collection of this process, in the block."""
-    pauses_s: list[float] = []
-    began = 0.0
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        nonlocal began
-        if phase == "start":
-            began = time.perf_counter()
-        else:
-            pauses_s.append(time.perf_counter() - began)
-
-    gc.callbacks.append(note)
-    try:
-        yield pauses_s
-    finally:
-        gc.callbacks.remove(note)
 
 
 if __name__ == "__main__":

@@ -85,9 +85,12 @@ class Pool(Protocol):
 
 
 class World(Protocol):
-    """Where the control plane runs. ``name``: what its rows begin with."""
+    """Where the control plane runs. ``name``: what its rows begin with. ``gc_s``: pauses of its
+    garbage collector while there was a pool, in seconds.
+    """
 
     name: str
+    gc_s: list[float]
 
     def pool(
         self, num_device_blocks: int, num_host_blocks: int = 0

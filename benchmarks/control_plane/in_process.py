@@ -7,12 +7,13 @@ be sent to data planes, and serialise the answer.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 from benchmarks.control_plane import messages
 from benchmarks.control_plane.engine import Engine
+from benchmarks.control_plane.gc_pauses import Pauses
 from benchmarks.control_plane.messages import EPOCH, POOL
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
@@ -74,6 +75,9 @@ class InProcess:
 
     name = "core"
 
+    def __init__(self) -> None:
+        self.gc_s: list[float] = []
+
     @asynccontextmanager
     async def pool(
         self, num_device_blocks: int, num_host_blocks: int = 0
@@ -81,4 +85,12 @@ class InProcess:
         pool = CorePool(num_device_blocks, num_host_blocks)
         report = cpb.RegisterRequest(report=cpb.BlockReport(last=True))
         pool.report(report.SerializeToString())
-        yield pool
+        with self.counting_pauses():
+            yield pool
+
+    @contextmanager
+    def counting_pauses(self) -> Iterator[None]:
+        """Count the garbage collections during a block of code."""
+        with Pauses() as pauses:
+            yield
+        self.gc_s += [seconds for _, seconds in pauses.found]

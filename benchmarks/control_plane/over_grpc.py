@@ -8,30 +8,30 @@ engines.
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterable
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import grpc.aio
 
-from benchmarks.control_plane import messages
+from benchmarks.control_plane import gc_pauses, messages
 from benchmarks.control_plane.engine import Engine
 from kvplane.tls import open_channel
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import control_pb2_grpc
 
 START_TIMEOUT_S: Final = 60.0
+STOP_TIMEOUT_S: Final = 30.0
 _HEARTBEAT_S: Final = 60.0
 # A registration stream whose answers after the first ones are not parsed.
 _REGISTER: Final = "/kvplane.v1.ControlPlaneService/Register"
-_WITHOUT_GC: Final = (
-    "import gc, runpy; gc.disable(); runpy.run_module('control_plane', run_name='__main__')"
-)
 
 
 class StreamWire:
@@ -95,7 +95,8 @@ class DataPlane:
         self._tasks: list[asyncio.Task[None]] = []
         self._channel = open_channel(self._address, None)
         serialize = cpb.RegisterRequest.SerializeToString
-        self._stream = self._channel.stream_stream(_REGISTER, request_serializer=serialize)()
+        open_stream: Any = self._channel.stream_stream(_REGISTER, request_serializer=serialize)
+        self._stream = open_stream()
         await self._stream.write(cpb.RegisterRequest(hello=self._hello))
         self.key = (await self._read()).welcome.key
         return self
@@ -128,27 +129,50 @@ class DataPlane:
             await self._stream.write(cpb.RegisterRequest(heartbeat=cpb.Heartbeat()))
 
 
-@contextmanager
-def serving(*, is_gc_on: bool) -> Iterator[str]:
-    """The address of a control plane that runs as a process for as long as the block."""
-    with tempfile.TemporaryDirectory() as folder:
-        port_file, log = Path(folder) / "port", Path(folder) / "log"
-        program = ["-m", "control_plane"] if is_gc_on else ["-c", _WITHOUT_GC]
-        flags = ["--bind", "127.0.0.1:0", "--port-file", str(port_file), "--metrics-port", "-1"]
-        flags += ["--lease-s", "3600", "--heartbeat-s", str(_HEARTBEAT_S)]
-        with log.open("wb") as output:
+class Server:
+    """A control plane that runs as a process for as long as a block of code."""
+
+    def __init__(self, world: OverGrpc) -> None:
+        """The world gets its pauses at the end: those after ``count_pauses`` was called."""
+        self._world = world
+        self._counts_from_s = math.inf
+
+    def count_pauses(self) -> None:
+        """Count garbage collections from now on."""
+        self._counts_from_s = time.perf_counter()
+
+    def __enter__(self) -> Server:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            port_file, self._pauses = folder / "port", folder / "pauses"
+            log = folder / "log"
+            program = ["-m", gc_pauses.__name__, str(self._pauses)]
+            program.append("on" if self._world.is_gc_on else "off")
+            flags = ["--bind", "127.0.0.1:0", "--port-file", str(port_file)]
+            flags += ["--metrics-port", "-1", "--lease-s", "3600"]
+            flags += ["--heartbeat-s", str(_HEARTBEAT_S)]
+            output = stack.enter_context(log.open("wb"))
             process = subprocess.Popen(
                 [sys.executable, *program, *flags], stdout=output, stderr=subprocess.STDOUT
             )
+            stack.callback(self._stop, process)
+            self.address = f"127.0.0.1:{_wait_for_port(process, port_file, log)}"
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _stop(self, process: subprocess.Popen[bytes]) -> None:
+        process.terminate()
         try:
-            yield f"127.0.0.1:{_wait_for_port(process, port_file, log)}"
-        finally:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        else:
+            found = json.loads(self._pauses.read_text()) if self._pauses.exists() else []
+            self._world.gc_s += [s for began_s, s in found if began_s >= self._counts_from_s]
 
 
 def _wait_for_port(process: subprocess.Popen[bytes], port_file: Path, log: Path) -> int:
@@ -167,14 +191,16 @@ class OverGrpc:
 
     def __init__(self, *, is_gc_on: bool) -> None:
         self.is_gc_on = is_gc_on
+        self.gc_s: list[float] = []
 
     @asynccontextmanager
     async def pool(
         self, num_device_blocks: int, num_host_blocks: int = 0
     ) -> AsyncIterator[Connection]:
         hello = messages.hello(num_device_blocks, num_host_blocks)
-        with serving(is_gc_on=self.is_gc_on) as address:
-            async with DataPlane(address, hello) as data_plane:
+        with Server(self) as server:
+            async with DataPlane(server.address, hello) as data_plane:
                 await data_plane.report([cpb.RegisterRequest(report=cpb.BlockReport(last=True))])
-                async with Connection(address, data_plane.key) as connection:
+                async with Connection(server.address, data_plane.key) as connection:
+                    server.count_pauses()
                     yield connection

@@ -10,7 +10,7 @@ from benchmarks.control_plane import messages
 from benchmarks.control_plane.engine import World
 from benchmarks.control_plane.in_process import CorePool, InProcess
 from benchmarks.control_plane.messages import prompt, report_part
-from benchmarks.control_plane.over_grpc import Connection, DataPlane, OverGrpc, serving
+from benchmarks.control_plane.over_grpc import Connection, DataPlane, OverGrpc, Server
 from benchmarks.control_plane.report import MICROSECONDS, Row
 from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
@@ -26,7 +26,9 @@ async def rebuild_1m_blocks(world: World, sizes: Sizes) -> list[Row]:
     parts = await _published(num_blocks, sizes)
     if isinstance(world, OverGrpc):
         return await _over_grpc(world, num_blocks, num_entries, parts)
-    return _in_process(num_blocks, num_entries, parts)
+    assert isinstance(world, InProcess), "there are two worlds"
+    with world.counting_pauses():
+        return _in_process(num_blocks, num_entries, parts)
 
 
 def _in_process(num_blocks: int, num_entries: int, parts: list[cpb.RegisterRequest]) -> list[Row]:
@@ -42,12 +44,13 @@ def _in_process(num_blocks: int, num_entries: int, parts: list[cpb.RegisterReque
 async def _over_grpc(
     world: OverGrpc, num_blocks: int, num_entries: int, parts: list[cpb.RegisterRequest]
 ) -> list[Row]:
-    with serving(is_gc_on=world.is_gc_on) as address:
+    with Server(world) as server:
         async with (
-            DataPlane(address, messages.hello(num_blocks, 0)) as data_plane,
-            Connection(address, data_plane.key) as connection,
+            DataPlane(server.address, messages.hello(num_blocks, 0)) as data_plane,
+            Connection(server.address, data_plane.key) as connection,
         ):
             await connection.stub.DescribeControlPlane(cpb.DescribeControlPlaneRequest())
+            server.count_pauses()
             waits_s: list[float] = []
             probe = asyncio.create_task(_probe(connection, waits_s))
             began = time.perf_counter()

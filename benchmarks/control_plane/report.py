@@ -75,7 +75,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The rows of one case in one world. ``gc_s``: pauses of this process's garbage collector."""
+    """The rows of one case in one world. ``gc_s``: pauses of the garbage collector of the process
+    that the control plane was in, while there was a pool.
+    """
 
     world: str
     rows: Sequence[Row]
@@ -97,9 +99,8 @@ class Outcome:
                 entry["goal"] = GOALS[name]
             if name in GOALS_P99:
                 entry["goal_p99"] = GOALS_P99[name]
-            if self.world == "core":
-                entry["num_gc_pauses"] = len(self.gc_s)
-                entry["gc_longest_us"] = round(1e6 * max(self.gc_s, default=0.0), 1)
+            entry["num_gc_pauses"] = len(self.gc_s)
+            entry["gc_longest_us"] = round(1e6 * max(self.gc_s, default=0.0), 1)
             rows.append(entry)
         return rows
 
@@ -132,8 +133,8 @@ def _cells(row: dict[str, object]) -> tuple[str, ...]:
         _goal(row, "p50", "goal"),
         _number(row["p99"]),
         _goal(row, "p99", "goal_p99"),
-        _number(row.get("num_gc_pauses")),
-        _number(row.get("gc_longest_us")),
+        _number(row["num_gc_pauses"]),
+        _number(row["gc_longest_us"]),
     )
 
 
@@ -148,8 +149,6 @@ def _goal(row: dict[str, object], figure: str, goal: str) -> str:
 
 
 def _number(value: object) -> str:
-    if value is None:
-        return ""
     number = float(str(value))
     return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:,.1f}"
 

@@ -16,7 +16,7 @@ class Sizes:
     num_prompts: int = 200
     """Samples of each case that moves a prompt."""
     num_decode_steps: int = 1_000
-    num_swaps: int = 50
+    num_swaps: int = 40
     num_aborted_sequences: int = 256
     num_aborts: int = 5
     rate_s: float = 5.0

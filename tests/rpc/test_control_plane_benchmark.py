@@ -58,7 +58,7 @@ def test_a_pattern_picks_cases_and_the_garbage_collector_can_be_off(
     written, _ = run(tmp_path / "out.json", "--no-gc", "--only", f"{world}/fork")
     assert [row["name"] for row in written["rows"]] == [f"{world}/fork_2048_blocks"]
     assert written["machine"]["gc"] == "off"
-    assert written["rows"][0].get("num_gc_pauses", 0) == 0
+    assert written["rows"][0]["num_gc_pauses"] == 0
 
 
 def test_a_goal_of_a_rate_is_a_least_value_and_of_a_latency_a_most(
