@@ -34,6 +34,7 @@ CASES: Final = (
     Case("miss_32k_parts", prompts.miss_32k_parts, CORE),
     Case("announce_32k", prompts.announce_32k, CORE),
     Case("hit_free_32k_pool100k", prompts.hit_free_32k_pool100k),
+    Case("empty_step", prompts.empty_step),
     Case("decode_step_256", prompts.decode_step_256),
     Case("fork_2048_blocks", prompts.fork_2048_blocks),
     Case("swap_2048_blocks", prompts.swap_2048_blocks),

@@ -8,12 +8,17 @@ pauses to FILE.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import runpy
+import signal
 import sys
 import time
 from pathlib import Path
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 
 
 class Pauses:
@@ -42,7 +47,8 @@ class Pauses:
 
 
 def main() -> None:
-    """Run a control plane until it is told to stop."""
+    """Run a control plane until it is told to stop, or whoever started it is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     out, state = Path(sys.argv.pop(1)), sys.argv.pop(1)
     if state == "off":
         gc.disable()

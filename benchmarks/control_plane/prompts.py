@@ -77,6 +77,14 @@ async def miss_32k_parts(world: World, sizes: Sizes) -> list[Row]:
     ]
 
 
+async def empty_step(world: World, sizes: Sizes) -> list[Row]:
+    """A step that changes nothing: what carrying it costs."""
+    async with world.pool(sizes.num_pool_blocks) as pool:
+        engine = await pool.engine()
+        seconds = [await engine.step() for _ in range(sizes.num_decode_steps)]
+        return [Row.of_seconds("empty_step", seconds)]
+
+
 async def decode_step_256(world: World, sizes: Sizes) -> list[Row]:
     """One token for each of 256 sequences, and the receipt of the step before."""
     async with world.pool(sizes.num_pool_blocks) as pool:

@@ -7,8 +7,9 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
+
+from benchmarks.cpu import cpu_name
 
 MICROSECONDS: Final = "us"
 STEPS_PER_S: Final = "steps/s"
@@ -156,17 +157,10 @@ def _number(value: object) -> str:
 def machine() -> dict[str, object]:
     """The machine that this runs on."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpu_count": os.cpu_count(),
         "load_average_1_min": round(os.getloadavg()[0], 2),
         "machine": platform.machine(),
         "python": platform.python_version(),
         "gc": "on" if gc.isenabled() else "off",
     }
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
