@@ -36,6 +36,8 @@ def main() -> None:
         gc.disable()
     described = machine()
     rows, skipped = asyncio.run(measure(arguments.only, quick=arguments.quick))
+    if not rows and not skipped:
+        parser.error(f"--only {arguments.only}: no case has such a name")
     print(", ".join(f"{name} {value}" for name, value in described.items()))
     print(table(rows))
     for skip in skipped:

@@ -83,24 +83,24 @@ def report_part(publications: tpb.Publications) -> cpb.BlockReport:
 class Decoding:
     """Sequences of one engine that get one token each in every step.
 
-    Their prompts end at different places in a block, so that in each step a sixteenth of them fills
-    one and a sixteenth needs one.
+    ``ids``: the sequences. Their prompts end at different places in a block, so that in each step a
+    sixteenth of them fills one and a sixteenth needs one.
     """
 
     def __init__(self, ids: list[int]) -> None:
-        self._ids = ids
+        self.ids = ids
         self._num_tokens = [BLOCK_SIZE_TOKENS + i % BLOCK_SIZE_TOKENS for i, _ in enumerate(ids)]
         self._num_steps = 0
 
     def admits(self) -> list[cpb.Operation]:
         """The operations that start the sequences."""
-        pairs = zip(self._ids, self._num_tokens, strict=True)
+        pairs = zip(self.ids, self._num_tokens, strict=True)
         return [ops.admit(i, prompt(i, num_tokens)) for i, num_tokens in pairs]
 
     def append(self) -> cpb.Operation:
         """The next token of each."""
-        num, step = len(self._ids), self._num_steps
+        num, step = len(self.ids), self._num_steps
         self._num_steps += 1
         positions = [num_tokens + step for num_tokens in self._num_tokens]
         ones = [1] * num
-        return ops.appends(self._ids, positions, ones, ones, [step + i for i in range(num)])
+        return ops.appends(self.ids, positions, ones, ones, [step + i for i in range(num)])

@@ -24,6 +24,7 @@ from benchmarks.control_plane.over_grpc import Connection, OverGrpc
 from benchmarks.control_plane.report import STEPS_PER_S, Row, quantile
 from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
+from kvplane.v1 import control_pb2 as cpb
 
 NUM_SEQUENCES: Final = 64
 _NUM_POOL_BLOCKS: Final = 100_000  # 64 engines hold 74,000 at the end of a round
@@ -48,12 +49,21 @@ class Client:
 
 @dataclass(frozen=True)
 class Samples:
-    """Steps of a client: when each was answered, on a clock that processes share, and how long
-    it took.
+    """Steps of a client: when each was answered, and how long it took. The client was at work from
+    ``begin_s`` to ``end_s``, on a clock that processes share.
     """
 
+    begin_s: float
+    end_s: float
     ends_s: array[float]
     seconds: array[float]
+
+    def add(self, seconds: float) -> bool:
+        """Add a step that was answered now; returns whether there is time for another."""
+        now_s = time.perf_counter()
+        self.ends_s.append(now_s)
+        self.seconds.append(seconds)
+        return now_s < self.end_s
 
 
 _barrier: Any = None
@@ -95,9 +105,7 @@ async def decode_beside_32k_admissions(world: World, sizes: Sizes) -> list[Row]:
 
 async def _rate_in_process(name: str, engines: Sequence[Engine], sizes: Sizes) -> Row:
     """The rate that the core's time alone allows; engines by turns."""
-    decodings = [Decoding(engine.new_ids(NUM_SEQUENCES)) for engine in engines]
-    for engine, decoding in zip(engines, decodings, strict=True):
-        await engine.step(*decoding.admits())
+    decodings = [await _start(engine) for engine in engines]
     seconds = []
     for _ in range(sizes.num_rate_steps // len(engines)):
         for engine, decoding in zip(engines, decodings, strict=True):
@@ -128,43 +136,46 @@ def _client(client: Client) -> Samples:
 
 
 async def _drive(client: Client) -> Samples:
-    samples = Samples(array("d"), array("d"))
     connection = Connection(client.address, client.key, first_engine=client.first_engine)
     async with connection:
         engines = [await connection.engine() for _ in range(client.num_engines)]
+        is_decoding = not client.prompt_tokens
+        decodings = [await _start(engine) for engine in engines] if is_decoding else []
         _barrier.wait(_BARRIER_TIMEOUT_S)
-        until_s = time.perf_counter() + client.seconds
-        if client.prompt_tokens:
-            loops = [_admit(engine, client.prompt_tokens, until_s, samples) for engine in engines]
+        begin_s = time.perf_counter()
+        samples = Samples(begin_s, begin_s + client.seconds, array("d"), array("d"))
+        if is_decoding:
+            pairs = zip(engines, decodings, strict=True)
+            loops = [_decode(engine, decoding, samples) for engine, decoding in pairs]
         else:
-            loops = [_decode(engine, until_s, samples) for engine in engines]
+            loops = [_admit(engine, client.prompt_tokens, samples) for engine in engines]
         await asyncio.gather(*loops)
     return samples
 
 
-async def _decode(engine: Engine, until_s: float, samples: Samples) -> None:
-    while time.perf_counter() < until_s:
-        ids = engine.new_ids(NUM_SEQUENCES)
-        decoding = Decoding(ids)
-        await engine.step(*decoding.admits())
+async def _start(engine: Engine) -> Decoding:
+    decoding = Decoding(engine.new_ids(NUM_SEQUENCES))
+    await engine.step(*decoding.admits())
+    return decoding
+
+
+async def _decode(engine: Engine, decoding: Decoding, samples: Samples) -> None:
+    while True:
         for _ in range(_STEPS_PER_ROUND):
-            seconds = await engine.step(decoding.append())
-            samples.ends_s.append(time.perf_counter())
-            samples.seconds.append(seconds)
-            if samples.ends_s[-1] >= until_s:
-                break
-        await engine.step(ops.free(ids))
+            if not samples.add(await engine.step(decoding.append())):
+                return
+        await engine.step(ops.free(decoding.ids))
+        decoding = await _start(engine)
 
 
-async def _admit(engine: Engine, num_tokens: int, until_s: float, samples: Samples) -> None:
+async def _admit(engine: Engine, num_tokens: int, samples: Samples) -> None:
     """Each step frees the prompt before and admits a new one."""
-    operations = []
-    while time.perf_counter() < until_s:
+    operations: list[cpb.Operation] = []
+    while True:
         (sequence_id,) = engine.new_ids(1)
         operations.append(ops.admit(sequence_id, prompt(sequence_id, num_tokens)))
-        seconds = await engine.step(*operations)
-        samples.ends_s.append(time.perf_counter())
-        samples.seconds.append(seconds)
+        if not samples.add(await engine.step(*operations)):
+            return
         operations = [ops.free([sequence_id])]
 
 
@@ -174,8 +185,8 @@ def _latencies(name: str, samples: Sequence[Samples]) -> Row:
 
 def _rate(name: str, samples: Sequence[Samples]) -> Row:
     """All engines' steps per second, in windows of the time in which all were at work."""
-    begin_s = max(each.ends_s[0] for each in samples)
-    end_s = min(each.ends_s[-1] for each in samples)
+    begin_s = max(each.begin_s for each in samples)
+    end_s = min(each.end_s for each in samples)
     ends_s = sorted(end for each in samples for end in each.ends_s)
     window_s = (end_s - begin_s) / _NUM_WINDOWS
     edges = [bisect_left(ends_s, begin_s + i * window_s) for i in range(_NUM_WINDOWS + 1)]

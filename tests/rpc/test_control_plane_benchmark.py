@@ -42,7 +42,7 @@ def test_every_case_gives_a_row_and_every_goal_belongs_to_one(tmp_path: Path) ->
     for name, row in rows.items():
         assert row["unit"] in UNITS
         assert row["p50"] > 0
-        assert row["p99"] > 0
+        assert row["p99"] > 0 or row["unit"] == "steps/s"  # a window may hold no step
         assert row["num_samples"] > 0
         assert row.get("goal") == GOALS.get(name)
         assert row.get("goal_p99") == GOALS_P99.get(name)
