@@ -5,7 +5,7 @@ Nothing here depends on what the tables hold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,76 +62,60 @@ class ChangeColumns:
     @classmethod
     def read(cls, num_blocks: Mapping[pb.Tier, int], message: pb.TableChanges) -> ChangeColumns:
         """Raises InvalidRequestError. ``num_blocks``: of each tier."""
-        kinds = ints(columns.UINT8, message.kinds, f"{AT_CHANGES}.kinds")
+
+        def column(kind: str, name: str, length: int | None = None) -> NDArray[np.int64]:
+            return ints(kind, getattr(message, name), f"{AT_CHANGES}.{name}", length)
+
+        def require(bad: Mask, name: str, wanted: Callable[[int], str]) -> None:
+            refuse(bad, InvalidRequestError, wanted, f"{AT_CHANGES}.{name}")
+
+        kinds = column(columns.UINT8, "kinds")
         num = len(kinds)
-        refuse(
+        require(
             (kinds < SET) | (kinds > TRIM),
-            InvalidRequestError,
+            "kinds",
             lambda i: f"{kinds[i]} is not a TableChangeKind",
-            f"{AT_CHANGES}.kinds",
         )
-        sequence_ids = ints(columns.INT64, message.sequence_ids, f"{AT_CHANGES}.sequence_ids", num)
-        refuse(
-            sequence_ids < 1,
-            InvalidRequestError,
-            lambda i: f"must be at least 1, is {sequence_ids[i]}",
-            f"{AT_CHANGES}.sequence_ids",
-        )
+        ids = column(columns.INT64, "sequence_ids", num)
+        require(ids < 1, "sequence_ids", lambda i: f"must be at least 1, is {ids[i]}")
         check_groups(message.groups, num, f"{AT_CHANGES}.groups")
         sets = kinds <= REPLACE
-        tiers = ints(columns.UINT8, message.tiers, f"{AT_CHANGES}.tiers", num)
+        tiers = column(columns.UINT8, "tiers", num)
         limits = limits_of_tiers(num_blocks)
-        refuse(
+        require(
             np.where(sets, limits[tiers] < 0, tiers != 0),
-            InvalidRequestError,
+            "tiers",
             lambda i: (
                 f"{tiers[i]} is not a tier"
                 if sets[i]
                 else "must be 0: only SET and REPLACE have a tier"
             ),
-            f"{AT_CHANGES}.tiers",
         )
-        firsts = ints(columns.INT32, message.first_blocks, f"{AT_CHANGES}.first_blocks", num)
-        refuse(
+        firsts = column(columns.INT32, "first_blocks", num)
+        require(
             np.where(sets, firsts < 0, firsts != 0),
-            InvalidRequestError,
+            "first_blocks",
             lambda i: (
                 f"must be at least 0, is {firsts[i]}"
                 if sets[i]
                 else "must be 0: only SET and REPLACE set entries"
             ),
-            f"{AT_CHANGES}.first_blocks",
         )
-        counts = ints(columns.INT32, message.num_blocks, f"{AT_CHANGES}.num_blocks", num)
-        refuse(
+        counts = column(columns.INT32, "num_blocks", num)
+        require(
             np.where(kinds == DROP, counts != 0, counts < 0),
-            InvalidRequestError,
+            "num_blocks",
             lambda i: (
                 "must be 0: DROP has no blocks"
                 if kinds[i] == DROP
                 else f"must be at least 0, is {counts[i]}"
             ),
-            f"{AT_CHANGES}.num_blocks",
         )
-        num_forks = int(np.count_nonzero(kinds == FORK))
-        parents = ints(
-            columns.INT64,
-            message.parent_sequence_ids,
-            f"{AT_CHANGES}.parent_sequence_ids",
-            num_forks,
-        )
-        entry_tiers = np.repeat(tiers[sets], counts[sets])
-        entries = _read_blocks(message, entry_tiers, limits, AT_CHANGES)
-        allocated = ints(
-            columns.UINT8, message.allocated, f"{AT_CHANGES}.allocated", len(entry_tiers)
-        )
-        refuse(
-            allocated > 1,
-            InvalidRequestError,
-            lambda i: f"must be 0 or 1, is {allocated[i]}",
-            f"{AT_CHANGES}.allocated",
-        )
-        return cls(kinds, sequence_ids, tiers, firsts, counts, parents, entries, allocated == 1)
+        parents = column(columns.INT64, "parent_sequence_ids", int(np.count_nonzero(kinds == FORK)))
+        entries = _read_blocks(message, np.repeat(tiers[sets], counts[sets]), limits, AT_CHANGES)
+        allocated = column(columns.UINT8, "allocated", len(entries))
+        require(allocated > 1, "allocated", lambda i: f"must be 0 or 1, is {allocated[i]}")
+        return cls(kinds, ids, tiers, firsts, counts, parents, entries, allocated == 1)
 
 
 def read_allocations(num_blocks: Mapping[pb.Tier, int], message: pb.Allocations) -> BlockColumns:
