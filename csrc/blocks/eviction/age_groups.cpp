@@ -38,12 +38,12 @@ void AgeGroups::advance(uint64_t now) {
   groups_.resize(last + 1);
   for (Group& group : groups_) group.range = ReuseStatistics::range_of(age_of(group));
   begin_group();
-  found_ = oldest_ = 0;
+  found_to_end_ = found_to_list_ = oldest_ = 0;
   cheapest_ = kNone;
 }
 
 void AgeGroups::list(uint32_t block, Wait wait, bool first) {
-  const uint32_t index = find(wait.since);
+  const uint32_t index = find(wait.since, found_to_list_);
   const Group& group = groups_[index];
   const uint32_t list = list_of(group, wait.use_class());
   const uint32_t previous = first ? list : links_[list].previous;
@@ -92,9 +92,9 @@ uint32_t AgeGroups::oldest(const std::vector<Wait>& waits) {
   }
 }
 
-uint32_t AgeGroups::find(uint64_t since) {
-  const Group& known = groups_[found_];
-  if (since >= known.first_since && since <= known.last_since) return found_;
+uint32_t AgeGroups::find(uint64_t since, uint32_t& found) {
+  const Group& known = groups_[found];
+  if (since >= known.first_since && since <= known.last_since) return found;
   uint32_t low = 0;
   uint32_t high = groups_.size() - 1;
   while (low < high) {
@@ -105,7 +105,7 @@ uint32_t AgeGroups::find(uint64_t since) {
       high = middle - 1;
     }
   }
-  return found_ = low;
+  return found = low;
 }
 
 void AgeGroups::begin_group() {

@@ -32,7 +32,7 @@ class AgeGroups {
 
   // A prefix begins to wait now, or ends.
   void begin(Wait wait) { ++count(groups_.back(), wait.use_class()); }
-  void end(Wait wait) { --count(groups_[find(wait.since)], wait.use_class()); }
+  void end(Wait wait) { --count(groups_[find(wait.since, found_to_end_)], wait.use_class()); }
 
   // Blocks that can be evicted, to be evicted after, or `first`, before the rest of its list.
   void list(uint32_t block, Wait wait, bool first);
@@ -73,14 +73,16 @@ class AgeGroups {
   uint64_t age_of(const Group& group) const {
     return now_ - (group.first_since + group.last_since) / 2;
   }
-  uint32_t find(uint64_t since);
+  // The group of a time; `found`: the result of the last search, where the next is likely to end.
+  uint32_t find(uint64_t since, uint32_t& found);
   void begin_group();
   void join(Group& older, const Group& newer);
 
   ReuseStatistics& statistics_;
   uint32_t num_blocks_;
   uint64_t now_ = 0;
-  uint32_t found_ = 0;         // the group of the last find
+  uint32_t found_to_end_ = 0;
+  uint32_t found_to_list_ = 0;
   uint32_t cheapest_ = kNone;  // the list that is worth least, if known
   double cheapest_worth_ = 0;  //
   uint32_t oldest_ = 0;        // no older group lists a block

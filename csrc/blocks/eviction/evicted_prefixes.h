@@ -7,8 +7,8 @@
 namespace kvplane::blocks {
 
 // A ring of slots with a hash table over it: when it is full, the prefix that was evicted longest
-// ago is forgotten. Found by 32 bits of the key and its place in the table: two prefixes that are
-// taken for one spoil a statistic, nothing else.
+// ago is forgotten. Found by 32 bits of the key: two prefixes that are taken for one
+// spoil a statistic, nothing else.
 class EvictedPrefixes {
  public:
   static constexpr uint32_t kNone = 0xFFFFFFFF;
@@ -22,19 +22,24 @@ class EvictedPrefixes {
 
   // The slot that `add` will use; `is_used` says whether it holds a prefix, to be removed first.
   uint32_t next_slot() const { return next_slot_; }
-  bool is_used(uint32_t slot) const { return slots_[slot].bucket != kNone; }
+  bool is_used(uint32_t slot) const { return slots_[slot].next != kUnused; }
 
   void add(uint64_t key);  // at next_slot(), which is not used
   void remove(uint32_t slot);
 
+  // `key` will be looked up or added soon.
+  void prefetch(uint64_t key) const { __builtin_prefetch(&buckets_[bucket_of(tag_of(key))]); }
+
  private:
+  static constexpr uint32_t kUnused = 0xFFFFFFFE;
+
   struct Slot {
     uint32_t tag;
-    uint32_t bucket;  // kNone when not used
-    uint32_t next;    // of the same bucket
+    uint32_t next;  // slot of the same bucket
   };
 
-  uint32_t bucket_of(uint64_t key) const { return (key >> 32) & (buckets_.size() - 1); }
+  static uint32_t tag_of(uint64_t key) { return static_cast<uint32_t>(key); }
+  uint32_t bucket_of(uint32_t tag) const { return tag & (buckets_.size() - 1); }
 
   std::vector<Slot> slots_;
   std::vector<uint32_t> buckets_;  // the first slot of each; a power of two of them
