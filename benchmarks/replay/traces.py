@@ -4,7 +4,7 @@
 |---|---|---|---|
 | mooncake | JSON lines: ``timestamp``, ``hash_ids`` | ms | 512 |
 | bailian | the same, as Alibaba Cloud's Bailian publishes them | s | 16 |
-| dynamo | mooncake's lines, with ``session_id`` and ``delay`` for what follows in a session | ms | 512 |
+| dynamo | as mooncake; in a session, ``delay`` is the time since its last line | ms | 512 |
 | kv-cache-tester | one conversation: JSON, its ``requests`` with ``t`` and ``hash_ids`` | s | 64 |
 
 An id stands for a block of prompt tokens. Blocks at the same place are equal where all ids up to
