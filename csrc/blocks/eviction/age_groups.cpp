@@ -38,7 +38,7 @@ void AgeGroups::advance(uint64_t now) {
   groups_.resize(last + 1);
   for (Group& group : groups_) group.range = ReuseStatistics::range_of(age_of(group));
   begin_group();
-  found_to_end_ = found_to_list_ = oldest_ = 0;
+  found_to_add_ = found_to_list_ = oldest_ = 0;
   cheapest_ = kNone;
 }
 

@@ -30,9 +30,13 @@ class AgeGroups {
   // Time goes on: counts what was waited, joins groups, begins a new one.
   void advance(uint64_t now);
 
-  // A prefix begins to wait now, or ends.
+  // A prefix begins to wait now.
   void begin(Wait wait) { ++count(groups_.back(), wait.use_class()); }
-  void end(Wait wait) { --count(groups_[find(wait.since, found_to_end_)], wait.use_class()); }
+
+  // So many more prefixes, or fewer, wait as this one does.
+  void add(Wait wait, int32_t num) {
+    count(groups_[find(wait.since, found_to_add_)], wait.use_class()) += num;
+  }
 
   // Blocks that can be evicted, to be evicted after, or `first`, before the rest of its list.
   void list(uint32_t block, Wait wait, bool first);
@@ -81,7 +85,7 @@ class AgeGroups {
   ReuseStatistics& statistics_;
   uint32_t num_blocks_;
   uint64_t now_ = 0;
-  uint32_t found_to_end_ = 0;
+  uint32_t found_to_add_ = 0;
   uint32_t found_to_list_ = 0;
   uint32_t cheapest_ = kNone;  // the list that is worth least, if known
   double cheapest_worth_ = 0;  //

@@ -6,21 +6,30 @@
 namespace kvplane::blocks {
 namespace {
 
-constexpr uint32_t kEvictedPerBlock = 4;  // prefixes that are remembered
-constexpr uint32_t kUpdatesPerPool = 16;  // the statistics are brought up to date so often
-constexpr double kPoolsRemembered = 64;   // uses, in sizes of the pool, that count as the past
-constexpr double kLossAllowed = 0.003;    // of all uses, against LRU
+constexpr uint32_t kEvictedPerBlock = 4;   // prefixes that are remembered
+constexpr uint32_t kMaxEvicted = 1 << 16;  // of them in memory: a sample in larger pools
+constexpr uint32_t kUpdatesPerPool = 16;   // the statistics are brought up to date so often
+constexpr double kPoolsRemembered = 64;    // uses, in sizes of the pool, that count as the past
+constexpr double kLossAllowed = 0.003;     // of all uses, against LRU
 constexpr uint32_t kMaxUses = 255;
 constexpr size_t kPrefetch = 16;  // blocks that are looked up ahead, for the cache of the CPU
+
+// One of how many evicted prefixes is remembered: a power of two.
+uint32_t weight_for(uint32_t num_blocks) {
+  uint32_t weight = 1;
+  while (uint64_t{num_blocks} * kEvictedPerBlock / weight > kMaxEvicted) weight *= 2;
+  return weight;
+}
 
 }  // namespace
 
 ReuseRate::ReuseRate(uint32_t num_blocks)
     : num_blocks_(num_blocks),
+      weight_(weight_for(num_blocks)),
       tree_(num_blocks),
       groups_(num_blocks, statistics_),
-      evicted_(num_blocks * kEvictedPerBlock),
-      recency_(num_blocks, evicted_.num_slots()),
+      evicted_(uint64_t{num_blocks} * kEvictedPerBlock / weight_),
+      recency_(num_blocks, evicted_.num_slots(), weight_),
       waits_(num_blocks + evicted_.num_slots()),
       keys_(num_blocks) {}
 
@@ -29,19 +38,18 @@ void ReuseRate::publish(const uint32_t* blocks, const uint64_t* keys, size_t num
   num_uses_ += num_blocks;
   num_counted_ += static_cast<double>(num_blocks);
   for (size_t i = 0; i < num_blocks; ++i) {
-    if (i + kPrefetch < num_blocks) evicted_.prefetch(keys[i + kPrefetch]);
-    const uint32_t block = blocks[i];
-    tree_.publish(block, i ? blocks[i - 1] : parent);
-    keys_[block] = keys[i];
-    waits_[block].num_uses = 1;
-    const uint32_t slot = evicted_.find(keys[i]);
-    if (slot == EvictedPrefixes::kNone) continue;
-    const uint32_t member = num_blocks_ + slot;
-    num_lru_hits_ += recency_.is_recent(member);
-    num_lost_ += recency_.is_recent(member);
-    waits_[block].num_uses = std::min<uint32_t>(waits_[member].num_uses + 1, kMaxUses);
-    end_wait(member, true);
-    evicted_.remove(slot);
+    tree_.publish(blocks[i], i ? blocks[i - 1] : parent);
+    keys_[blocks[i]] = keys[i];
+  }
+  // Whoever used a prefix used those before it: what is known of one holds for them, at least.
+  uint32_t num_uses = 0;
+  for (size_t i = num_blocks; i-- > 0;) {
+    if (i >= kPrefetch && is_sampled(keys[i - kPrefetch])) evicted_.prefetch(keys[i - kPrefetch]);
+    if (is_sampled(keys[i])) {
+      const uint32_t slot = evicted_.find(keys[i]);
+      if (slot != EvictedPrefixes::kNone) num_uses = std::max(num_uses, meet_again(slot));
+    }
+    waits_[blocks[i]].num_uses = std::min(num_uses + 1, kMaxUses);
   }
 }
 
@@ -58,7 +66,7 @@ void ReuseRate::use(const uint32_t* blocks, size_t num_blocks) {
     if (waits_[block].waits) {
       num_lru_hits_ += recency_.is_recent(block);
       num_lost_ -= !recency_.is_recent(block);
-      end_wait(block, true);
+      end_wait(block, 1, true);
     }
     if (waits_[block].num_uses < kMaxUses) ++waits_[block].num_uses;
   }
@@ -85,7 +93,7 @@ void ReuseRate::remove_idle(const uint32_t* blocks, size_t num_blocks) {
     const uint32_t block = blocks[i];
     if (tree_.can_evict(block)) groups_.unlist(block);
     ancestor_changed(tree_.remove_idle(block));
-    if (waits_[block].waits) end_wait(block, false);
+    if (waits_[block].waits) end_wait(block, 1, false);
   }
 }
 
@@ -93,7 +101,7 @@ void ReuseRate::pop(uint32_t* blocks, size_t num_blocks) {
   for (size_t i = 0; i < num_blocks; ++i) {
     const uint32_t block = must_be_lru() ? groups_.oldest(waits_) : groups_.worth_least();
     blocks[i] = block;
-    evicted_.prefetch(keys_[block]);
+    if (is_sampled(keys_[block])) evicted_.prefetch(keys_[block]);
     groups_.unlist(block);
     // The parent follows at once: the blocks of a sequence are evicted together.
     ancestor_changed(tree_.remove_idle(block));
@@ -117,24 +125,38 @@ void ReuseRate::ancestor_changed(uint32_t block) {
   }
 }
 
-void ReuseRate::end_wait(uint32_t member, bool reused) {
+void ReuseRate::end_wait(uint32_t member, uint32_t weight, bool reused) {
   Wait& wait = waits_[member];
-  if (reused) statistics_.add_reuse(wait.use_class(), groups_.now() - wait.since);
-  groups_.end(wait);
+  if (reused) statistics_.add_reuse(wait.use_class(), groups_.now() - wait.since, weight);
+  groups_.add(wait, -static_cast<int32_t>(weight));
   recency_.remove(member);
   wait.waits = 0;
 }
 
-// The prefix of an idle block goes on to wait as an evicted one.
+// An evicted prefix is published again; returns how often it had been used.
+uint32_t ReuseRate::meet_again(uint32_t slot) {
+  const uint32_t member = num_blocks_ + slot;
+  if (recency_.is_recent(member)) {
+    num_lru_hits_ += weight_;
+    num_lost_ += weight_;
+  }
+  end_wait(member, weight_, true);
+  evicted_.remove(slot);
+  return waits_[member].num_uses;
+}
+
+// The prefix of an idle block goes on to wait as an evicted one, if it is of the sample.
 void ReuseRate::remember(uint32_t block) {
+  if (!is_sampled(keys_[block])) return end_wait(block, 1, false);
   const uint32_t slot = evicted_.next_slot();
   const uint32_t member = num_blocks_ + slot;
   if (evicted_.is_used(slot)) {
-    end_wait(member, false);
+    end_wait(member, weight_, false);
     evicted_.remove(slot);
   }
   evicted_.add(keys_[block]);
   waits_[member] = waits_[block];
+  groups_.add(waits_[member], weight_ - 1);
   waits_[block].waits = 0;
   recency_.evict(block, member);
 }

@@ -14,8 +14,8 @@ namespace kvplane::blocks {
 
 // Learns from the traffic, evicted prefixes included, at what rate prefixes are used again, given
 // how often they were used and how long they have waited (ReuseStatistics). Time is counted in uses
-// of blocks. Besides, counts what LRU would have found, and evicts as LRU does while more
-// is lost against it than is allowed.
+// of blocks. In large pools a sample of the evicted prefixes stands for all. Besides, counts what
+// LRU would have found, and evicts as LRU does while more is lost against it than is allowed.
 class ReuseRate final : public EvictionPolicy {
  public:
   explicit ReuseRate(uint32_t num_blocks);
@@ -33,11 +33,14 @@ class ReuseRate final : public EvictionPolicy {
  private:
   bool must_be_lru() const;
   void learn();
-  void end_wait(uint32_t member, bool reused);
+  bool is_sampled(uint64_t key) const { return (key & (weight_ - 1)) == 0; }
+  uint32_t meet_again(uint32_t slot);
+  void end_wait(uint32_t member, uint32_t weight, bool reused);
   void ancestor_changed(uint32_t block);
   void remember(uint32_t block);
 
   uint32_t num_blocks_;
+  uint32_t weight_;  // how many evicted prefixes one stands for that is remembered
   IdleTree tree_;
   ReuseStatistics statistics_;
   AgeGroups groups_;
