@@ -1,6 +1,7 @@
 #include "age_groups.h"
 
 #include <cstddef>
+#include <utility>
 
 namespace kvplane::blocks {
 
@@ -38,12 +39,12 @@ void AgeGroups::advance(uint64_t now) {
   groups_.resize(last + 1);
   for (Group& group : groups_) group.range = ReuseStatistics::range_of(age_of(group));
   begin_group();
-  found_to_add_ = found_to_list_ = oldest_ = 0;
+  found_ = found_before_ = oldest_ = 0;
   cheapest_ = kNone;
 }
 
 void AgeGroups::list(uint32_t block, Wait wait, bool first) {
-  const uint32_t index = find(wait.since, found_to_list_);
+  const uint32_t index = find(wait.since);
   const Group& group = groups_[index];
   const uint32_t list = list_of(group, wait.use_class());
   const uint32_t previous = first ? list : links_[list].previous;
@@ -92,9 +93,10 @@ uint32_t AgeGroups::oldest(const std::vector<Wait>& waits) {
   }
 }
 
-uint32_t AgeGroups::find(uint64_t since, uint32_t& found) {
-  const Group& known = groups_[found];
-  if (since >= known.first_since && since <= known.last_since) return found;
+uint32_t AgeGroups::find(uint64_t since) {
+  if (holds(found_, since)) return found_;
+  std::swap(found_, found_before_);
+  if (holds(found_, since)) return found_;
   uint32_t low = 0;
   uint32_t high = groups_.size() - 1;
   while (low < high) {
@@ -105,7 +107,7 @@ uint32_t AgeGroups::find(uint64_t since, uint32_t& found) {
       high = middle - 1;
     }
   }
-  return found = low;
+  return found_ = low;
 }
 
 void AgeGroups::begin_group() {

@@ -34,9 +34,7 @@ class AgeGroups {
   void begin(Wait wait) { ++count(groups_.back(), wait.use_class()); }
 
   // So many more prefixes, or fewer, wait as this one does.
-  void add(Wait wait, int32_t num) {
-    count(groups_[find(wait.since, found_to_add_)], wait.use_class()) += num;
-  }
+  void add(Wait wait, int32_t num) { count(groups_[find(wait.since)], wait.use_class()) += num; }
 
   // Blocks that can be evicted, to be evicted after, or `first`, before the rest of its list.
   void list(uint32_t block, Wait wait, bool first);
@@ -77,16 +75,18 @@ class AgeGroups {
   uint64_t age_of(const Group& group) const {
     return now_ - (group.first_since + group.last_since) / 2;
   }
-  // The group of a time; `found`: the result of the last search, where the next is likely to end.
-  uint32_t find(uint64_t since, uint32_t& found);
+  uint32_t find(uint64_t since);
+  bool holds(uint32_t group, uint64_t since) const {
+    return since >= groups_[group].first_since && since <= groups_[group].last_since;
+  }
   void begin_group();
   void join(Group& older, const Group& newer);
 
   ReuseStatistics& statistics_;
   uint32_t num_blocks_;
   uint64_t now_ = 0;
-  uint32_t found_to_add_ = 0;
-  uint32_t found_to_list_ = 0;
+  uint32_t found_ = 0;  // the groups of the last searches: blocks and evicted prefixes take turns
+  uint32_t found_before_ = 0;
   uint32_t cheapest_ = kNone;  // the list that is worth least, if known
   double cheapest_worth_ = 0;  //
   uint32_t oldest_ = 0;        // no older group lists a block
