@@ -98,7 +98,7 @@ def _conversation(path: Path, index: int) -> Iterator[Request]:
         rows = list(_with_sub_agents(conversation["requests"]))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TraceError(f"{path}: is not a conversation of kv-cache-tester: {error!r}") from None
-    first = index << 40 if is_local else 0
+    first = (index + 1) << 40 if is_local else 0
     for i, row in enumerate(rows):
         where = f"{path}: requests[{i}]"
         yield Request(_number(row, "t", where), [first + i for i in _ids(row, where)])
