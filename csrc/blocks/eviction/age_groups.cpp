@@ -1,4 +1,4 @@
-#include "age_groups.h"
+#include "eviction/age_groups.h"
 
 #include <cstddef>
 #include <utility>

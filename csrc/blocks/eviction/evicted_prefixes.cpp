@@ -1,4 +1,4 @@
-#include "evicted_prefixes.h"
+#include "eviction/evicted_prefixes.h"
 
 #include <cstddef>
 

@@ -1,4 +1,4 @@
-#include "lru.h"
+#include "eviction/lru.h"
 
 namespace kvplane::blocks {
 

@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "idle_tree.h"
-#include "policy.h"
+#include "eviction/idle_tree.h"
+#include "eviction/policy.h"
 
 namespace kvplane::blocks {
 

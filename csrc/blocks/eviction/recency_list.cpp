@@ -1,4 +1,4 @@
-#include "recency_list.h"
+#include "eviction/recency_list.h"
 
 namespace kvplane::blocks {
 

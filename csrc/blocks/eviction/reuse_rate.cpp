@@ -1,4 +1,4 @@
-#include "reuse_rate.h"
+#include "eviction/reuse_rate.h"
 
 #include <algorithm>
 #include <cmath>

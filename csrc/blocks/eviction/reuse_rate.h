@@ -3,12 +3,12 @@
 
 #include <vector>
 
-#include "age_groups.h"
-#include "evicted_prefixes.h"
-#include "idle_tree.h"
-#include "policy.h"
-#include "recency_list.h"
-#include "reuse_statistics.h"
+#include "eviction/age_groups.h"
+#include "eviction/evicted_prefixes.h"
+#include "eviction/idle_tree.h"
+#include "eviction/policy.h"
+#include "eviction/recency_list.h"
+#include "eviction/reuse_statistics.h"
 
 namespace kvplane::blocks {
 
