@@ -62,11 +62,15 @@ class BlockStore {
     return state_[b] == State::kFree || state_[b] == State::kCached ||
            (state_[b] == State::kRetired && owner_[b] == slot);
   }
+  // Whether it would count the block, once the session has released the last reference.
+  bool returns(Block b, Slot slot) const {
+    return num_pins_[b] == 0 && (num_pending_[b] == 0 || owner_[b] == slot);
+  }
   // Whether a session whose table alone refers to the block may write it from `offset` tokens on:
   // it is not published nor kept, and transfers read, if anything, what lies before `offset`, for
-  // earlier plans of the same session.
-  bool is_writable(Block b, Slot slot, uint32_t offset) const {
-    return ref_count_[b] == 1 && !keep_[b] &&
+  // earlier plans of the same session. `more_refs` are counted too.
+  bool is_writable(Block b, Slot slot, uint32_t offset, int64_t more_refs = 0) const {
+    return ref_count_[b] + more_refs == 1 && !keep_[b] &&
            (num_pins_[b] == 0 || (pin_owner_[b] == slot && pinned_tokens_[b] <= offset)) &&
            !index_.is_published(tier, b);
   }
