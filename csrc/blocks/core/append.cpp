@@ -59,7 +59,7 @@ bool Pool::append_in_place(Session& session, uint32_t index, int64_t first, int6
     return false;
   const auto& piece = table_store_[sequence.table.pieces[static_cast<size_t>(i / Table::kItems)]];
   const Block b = piece.items[i % Table::kItems];
-  if (piece.num_owners > 1 || index_.entry_of(kDevice, b) != kNoEntry ||
+  if (piece.num_owners > 1 ||
       !store(kDevice).is_writable(b, session.slot, static_cast<uint32_t>(first % block_size_)))
     return false;
   schedule(session, index, num_slots);
@@ -200,12 +200,7 @@ void Pool::grow(Session& session, uint32_t index, int64_t first, int64_t end, in
   const int64_t size = sequence.table.size;
   if (end > first) {
     for (int64_t i = first / block_size_; i < std::min(div_ceil(end, block_size_), size); ++i) {
-      if (may_write(session, sequence, i, first)) {
-        // What it held was given up, so it is no spare any more.
-        index_.clear_block(kDevice, sequence.table.at(table_store_, i));
-      } else {
-        copy_on_write(session, index, i, first);
-      }
+      if (!may_write(session, sequence, i, first)) copy_on_write(session, index, i, first);
     }
   }
   const int64_t num_grown = div_ceil(std::max(end, cover), block_size_) - size;

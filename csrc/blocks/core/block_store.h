@@ -67,12 +67,12 @@ class BlockStore {
     return num_pins_[b] == 0 && (num_pending_[b] == 0 || owner_[b] == slot);
   }
   // Whether a session whose table alone refers to the block may write it from `offset` tokens on:
-  // it is not published nor kept, and transfers read, if anything, what lies before `offset`, for
-  // earlier plans of the same session. `more_refs` are counted too.
+  // it holds no published prefix nor may soon, and transfers read, if anything, what lies before
+  // `offset`, for earlier plans of the same session. `more_refs` are counted too.
   bool is_writable(Block b, Slot slot, uint32_t offset, int64_t more_refs = 0) const {
     return ref_count_[b] + more_refs == 1 && !keep_[b] &&
            (num_pins_[b] == 0 || (pin_owner_[b] == slot && pinned_tokens_[b] <= offset)) &&
-           !index_.is_published(tier, b);
+           index_.entry_of(tier, b) == kNoEntry;
   }
 
   // Sessions
