@@ -201,7 +201,7 @@ ItemResults Pool::truncate(Slot slot, Span<int64_t> ids, Span<int64_t> num_token
       failure = {item, Code::kNotFound, id};
     } else {
       const Sequence& sequence = sequences_[*session.sequences.find(id)];
-      if (num < 0)
+      if (num < 1)
         failure = {item, Code::kNegative, 3};
       else if (now.computed)
         failure = {item, Code::kBusy, id};
@@ -254,7 +254,8 @@ int64_t Pool::truncate_one(Session& session, uint32_t index, int64_t num) {
 
 // Swap
 
-std::variant<int64_t, Failure> Pool::swap(Slot slot, Span<int64_t> ids, Tier destination) {
+std::variant<int64_t, Failure> Pool::swap(Slot slot, Span<int64_t> ids, Tier destination,
+                                          int64_t headroom) {
   Session& session = sessions_[slot];
   const Tier source = destination == kHost ? kDevice : kHost;
   std::vector<uint32_t> indices;
@@ -280,8 +281,8 @@ std::variant<int64_t, Failure> Pool::swap(Slot slot, Span<int64_t> ids, Tier des
   if (needed > store(destination).num_blocks)
     return Failure{0, Code::kNever, needed, store(destination).num_blocks, destination};
   dry_.clear();
-  const int64_t available = obtainable(session, destination);
-  if (needed > available) return no_room(session, destination, 0, needed, available, 0);
+  const int64_t available = obtainable(session, destination) - headroom;
+  if (needed > available) return no_room(session, destination, 0, needed, available, headroom);
   if (dry_.on) return needed;
   std::vector<Block> fresh;
   allocate(session, destination, needed, fresh);
