@@ -88,6 +88,7 @@ Admission read_admission(int64_t sequence_id, const py::bytes& token_ids, const 
   admission.num_compute = num_compute;
   admission.max_total_tokens = max_total_tokens;
   admission.skip_lookup = skip_lookup;
+  if (headroom < 0) throw py::value_error("headroom must not be negative");
   admission.headroom = headroom;
   return admission;
 }
@@ -120,6 +121,10 @@ std::unique_ptr<Pool> make_pool(uint32_t block_size_tokens, uint32_t num_device_
                                 int64_t max_sequences, int64_t max_table_entries, uint64_t seed) {
   if (block_size_tokens < 1 || block_size_tokens > 256 || 256 % block_size_tokens)
     throw py::value_error("block_size_tokens must be a power of two up to 256");
+  constexpr uint32_t kMost = std::numeric_limits<int32_t>::max();  // indices are int32
+  if (num_device_blocks > kMost || num_host_blocks > kMost)
+    throw py::value_error("a tier must have fewer than 2^31 blocks");
+  if (window_tokens < 0) throw py::value_error("window_tokens must not be negative");
   PoolConfig config;
   config.block_size_tokens = block_size_tokens;
   config.num_blocks[0] = num_device_blocks;
@@ -192,6 +197,7 @@ py::tuple explain(const Pool& pool, const py::bytes& root, const py::bytes& toke
   for (const EntryId e :
        pool.match(std::string_view(root), read<int32_t>(token_ids, "token_ids"))) {
     const Entry& entry = pool.index()[e];
+    if (entry.block(kDevice) == kNoBlock && entry.block(kHost) == kNoBlock) continue;
     const Tier tier = entry.block(kDevice) != kNoBlock ? kDevice : kHost;
     const BlockStore& blocks = pool.store(tier);
     const Block b = entry.block(tier);
@@ -201,7 +207,8 @@ py::tuple explain(const Pool& pool, const py::bytes& root, const py::bytes& toke
     ref_counts.push_back(static_cast<int32_t>(blocks.ref_count(b)));
     num_hits.push_back(entry.num_uses);
     ages_ms.push_back(static_cast<int64_t>((pool.now_s() - entry.published_s) * 1000));
-    idle_ms.push_back(static_cast<int64_t>((pool.now_s() - entry.used_s) * 1000));
+    const double idle_s = blocks.ref_count(b) ? 0 : pool.now_s() - entry.used_s;
+    idle_ms.push_back(static_cast<int64_t>(idle_s * 1000));
     priorities.push_back(blocks.priority(b));
   }
   return py::make_tuple(pack(tiers), pack(indices), pack(generations), pack(ref_counts),
@@ -333,13 +340,16 @@ void bind_steps(PoolClass& pool) {
       py::arg("slot"), py::arg("sequence_ids"));
   pool.def(
       "swap",
-      [](Pool& self, Slot slot, const py::bytes& sequence_ids, int destination) -> py::object {
+      [](Pool& self, Slot slot, const py::bytes& sequence_ids, int destination,
+         int64_t headroom) -> py::object {
+        if (headroom < 0) throw py::value_error("headroom must not be negative");
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        const auto result = self.swap(checked(self, slot), ids, tier_of(destination));
+        const auto result = self.swap(checked(self, slot), ids, tier_of(destination), headroom);
         if (const auto* failure = std::get_if<Failure>(&result)) return as_tuple(*failure);
         return py::int_(std::get<int64_t>(result));
       },
-      py::arg("slot"), py::arg("sequence_ids"), py::arg("destination_tier"));
+      py::arg("slot"), py::arg("sequence_ids"), py::arg("destination_tier"),
+      py::arg("headroom") = 0);
   pool.def(
       "cut",
       [](Pool& self, Slot slot, int64_t sequence_id) {
@@ -347,6 +357,14 @@ void bind_steps(PoolClass& pool) {
         return self.cut(slot, sequence_id);
       },
       py::arg("slot"), py::arg("sequence_id"));
+  pool.def(
+      "reserve",
+      [](Pool& self, Slot slot, int64_t sequence_id, int64_t num_blocks) {
+        sequence_of(self, slot, sequence_id);
+        if (num_blocks < 0) throw py::value_error("num_blocks must not be negative");
+        return self.reserve(slot, sequence_id, num_blocks);
+      },
+      py::arg("slot"), py::arg("sequence_id"), py::arg("num_blocks"));
   pool.def(
       "finish",
       [](Pool& self, Slot slot, const py::bytes& prefix) -> py::object {
@@ -388,7 +406,13 @@ void bind_sessions(PoolClass& pool) {
   pool.def(
       "end_session", [](Pool& self, Slot slot) { self.end_session(checked(self, slot)); },
       py::arg("slot"));
-  pool.def("session_fenced", &Pool::session_fenced, py::arg("slot"));
+  pool.def(
+      "session_fenced",
+      [](Pool& self, Slot slot) {
+        if (!self.is_unfenced(slot)) throw py::index_error("no ended session is in this slot");
+        self.session_fenced(slot);
+      },
+      py::arg("slot"));
   pool.def(
       "begin",
       [](Pool& self, Slot slot, int64_t number, bool dry_run) {
@@ -404,9 +428,6 @@ void bind_sessions(PoolClass& pool) {
       "abort",
       [](Pool& self, Slot slot, int64_t next_plan) { self.abort(checked(self, slot), next_plan); },
       py::arg("slot"), py::arg("next_plan"));
-  pool.def(
-      "whole_tables", [](Pool& self, Slot slot) { self.whole_tables(checked(self, slot)); },
-      py::arg("slot"));
   pool.def(
       "resync_due",
       [](const Pool& self, Slot slot) { return self.session(checked(self, slot)).resync_due; },
@@ -519,6 +540,13 @@ void bind_queries(PoolClass& pool) {
         const auto tokens =
             read<int32_t>(token_ids, "token_ids", indices.size * self.index().block_size());
         const auto digests = read<uint8_t>(hashes, "hashes", indices.size * 16);
+        const int64_t num_blocks = self.store(kDevice).num_blocks;
+        if (parent < -1 || parent >= num_blocks ||
+            (parent >= 0 && !self.index().is_published(kDevice, static_cast<Block>(parent))))
+          throw py::value_error("parent_block must be -1 or a block that was entered before");
+        for (int64_t i = 0; i < indices.size; ++i)
+          if (indices[i] < 0 || indices[i] >= num_blocks)
+            throw ColumnError("blocks", i, "must be below " + std::to_string(num_blocks));
         return self.restore(std::string_view(root), static_cast<Block>(parent), tokens, indices,
                             digests);
       },
@@ -553,7 +581,13 @@ void bind_pool(py::module_& module) {
            py::arg("eviction_policy"), py::arg("window_tokens") = 0,
            py::arg("max_sequences") = 65536, py::arg("max_table_entries") = 4194304,
            py::arg("seed") = 0);
-  pool.def("set_time", &Pool::set_time, py::arg("now_s"));
+  pool.def(
+      "set_time",
+      [](Pool& self, double now_s) {
+        if (!(now_s >= 0 && now_s < 1e12)) throw py::value_error("now_s must be from 0 to 1e12");
+        self.set_time(now_s);
+      },
+      py::arg("now_s"));
   bind_sessions(pool);
   bind_steps(pool);
   bind_queries(pool);

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/block_store.h"
+#include "core/dry_run.h"
 #include "core/prefix_index.h"
 #include "core/session.h"
 #include "core/types.h"
@@ -144,15 +145,17 @@ class Pool final : private Listener {
 
   // A step
   void begin(Slot slot, int64_t number, bool dry_run);
-  void end_dry_run() { dry_run_ = false; }
+  void end_dry_run();
   std::variant<Admitted, Failure> admit(Slot slot, const Admission& admission);
   std::variant<Admitted, Failure> grant(Slot slot, int64_t admitted_by, const Admission& admission);
   ItemResults append(Slot slot, const AppendColumns& columns);
   ItemResults truncate(Slot slot, Span<int64_t> ids, Span<int64_t> num_tokens);
   ItemResults fork(Slot slot, Span<int64_t> parents, Span<int64_t> ids);
   ItemResults free(Slot slot, Span<int64_t> ids);
-  std::variant<int64_t, Failure> swap(Slot slot, Span<int64_t> ids, Tier destination);
+  std::variant<int64_t, Failure> swap(Slot slot, Span<int64_t> ids, Tier destination,
+                                      int64_t headroom = 0);
   int64_t cut(Slot slot, int64_t sequence_id);
+  bool reserve(Slot slot, int64_t sequence_id, int64_t num_blocks);
   // Empty when there is nothing to carry out.
   std::string finish(Slot slot, std::string_view prefix);
 
@@ -160,7 +163,6 @@ class Pool final : private Listener {
   std::vector<Failure> deferred_tokens(Slot slot, const DeferredColumns& columns);
   void receipted(Slot slot, int64_t plan);
   void abort(Slot slot, int64_t next_plan);
-  void whole_tables(Slot slot) { session(slot).resync_due = true; }
 
   // Queries
   Session& session(Slot slot) { return sessions_[slot]; }
@@ -179,6 +181,7 @@ class Pool final : private Listener {
   std::vector<EntryId> match_hashes(std::string_view root, Span<uint8_t> hashes) const;
   double now_s() const { return now_s_; }
 
+  bool is_unfenced(Slot slot) const { return slot < sessions_.size() && sessions_[slot].ended; }
   bool has_slot(Slot slot) const { return slot < sessions_.size() && sessions_[slot].open; }
 
   // Publications. An item is (entry, uid).
@@ -210,6 +213,7 @@ class Pool final : private Listener {
   Failure check_new_id(const Session& session, int64_t id, int64_t num_more, int64_t item) const;
   void set_leaders(uint32_t index, const int32_t* tokens, EntryId e, int64_t first, int64_t end);
   void clear_leaders(Sequence& sequence, uint32_t index, int64_t from);
+  int64_t fewest_tokens(const Sequence& sequence) const;
   int64_t truncate_one(Session& session, uint32_t index, int64_t num);
   void move(Session& session, uint32_t index, Tier destination,
             const std::unordered_map<Block, Block>& copies, std::unordered_map<Block, bool>& used);
@@ -229,17 +233,24 @@ class Pool final : private Listener {
   void allocate(Session& session, Tier tier, int64_t num, std::vector<Block>& out);
 
   // Growth (append.cpp)
+  Sketch look(const Session& session, int64_t id) const;
   bool append_in_place(Session& session, uint32_t index, int64_t first, int64_t num_slots);
   Failure append_one(Session& session, const AppendColumns& columns, int64_t item,
                      const int32_t* tokens);
-  int64_t num_needed(const Session& session, const Sequence& sequence, int64_t first, int64_t end,
-                     int64_t cover) const;
-  bool may_write(const Session& session, const Sequence& sequence, int64_t i, int64_t first) const;
+  int64_t num_needed(const Session& session, const Sequence& sequence, const Sketch& now,
+                     int64_t first, int64_t end, int64_t cover) const;
+  void pretend(const Session& session, const Sequence& sequence, Sketch now, int64_t first,
+               int64_t end, int64_t cover);
+  void pretend_own_piece(const Sequence& sequence, Sketch& now, size_t piece);
+  bool may_write(const Session& session, const Sequence& sequence, int64_t i, int64_t first,
+                 const Sketch* now = nullptr) const;
+  int64_t num_ahead_of(const Sequence& sequence, int64_t cover) const;
   void copy_on_write(Session& session, uint32_t index, int64_t i, int64_t first);
   void touch(Session& session, uint32_t index);
   void touch_plan(Session& session, int64_t plan, uint32_t index);
   void grow(Session& session, uint32_t index, int64_t first, int64_t end, int64_t cover);
   void schedule(Session& session, uint32_t index, int64_t num_slots);
+  int64_t num_to_trim(const Sequence& sequence, int64_t num_tokens) const;
   void trim(Session& session, Sequence& sequence);
   Failure no_room(const Session& session, Tier tier, int64_t item, int64_t needed,
                   int64_t available, int64_t headroom) const;
@@ -249,11 +260,15 @@ class Pool final : private Listener {
   std::variant<Admitted, Failure> admit_with(Session& session, const Admission& admission,
                                              int64_t admitted_by, bool computes);
   void find_hits(const Session& session, const Admission& admission, std::vector<Hit>& hits) const;
+  bool find_led(const Session& session, EntryId e, int64_t i, std::vector<Hit>& hits) const;
+  std::pair<int64_t, int64_t> window_hits(const std::vector<uint8_t>& present,
+                                          int64_t num_tokens) const;
   void use_hits(Session& session, Sequence& sequence, const std::vector<Hit>& hits);
 
   // Plans (plans.cpp)
   void transfer(Session& session, BlockRef source, Tier tier, Block copy, uint32_t num_tokens);
   void write_whole_tables(Session& session, Draft& draft);
+  void end_draft(Session& session);
   void demote(Session& session);
   void end_demotions(Session& session, const PlanRecord& record, bool has_run, int64_t next_plan);
   void end_plans(Session& session, int64_t next_plan);
@@ -289,8 +304,7 @@ class Pool final : private Listener {
   double now_s_ = 0;
   std::deque<Announcement> announcements_;
 
-  bool dry_run_ = false;
-  int64_t dry_taken_ = 0;
+  DryRun dry_;
   int64_t num_demoting_ = 0;
   std::vector<Block> scratch_;
   std::vector<Block> restored_;
