@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.layouts import served_layout
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.recovery import build_if_complete
@@ -40,14 +41,14 @@ class Registration:
         pools: dict[str, Pool],
         *,
         incarnation: int,
-        watermark: float,
+        config: CoreConfig,
         new_key: Callable[[], bytes],
         end_sessions: Callable[[Pool], None],
     ) -> None:
         """``end_sessions`` ends all sessions of a pool, for StaleEpochError."""
         self._pools = pools
         self._incarnation = incarnation
-        self._watermark = watermark
+        self._config = config
         self._new_key = new_key
         self._end_sessions = end_sessions
 
@@ -67,7 +68,7 @@ class Registration:
         pool = self._pools.get(hello.pool_id)
         if pool is None:
             shards = PoolShards(hello.shard.num_shards, layout, self._new_key())
-            pool = self._pools[hello.pool_id] = Pool(hello.pool_id, shards, self._watermark)
+            pool = self._pools[hello.pool_id] = Pool(hello.pool_id, shards, self._config)
         elif self._can_resume(pool, hello):
             index = hello.shard.index
             pool.shards.states[index].reconnect(hello, pool.missed(index))

@@ -21,6 +21,7 @@ from kvplane.errors import (
     StepConflictError,
     StepOutOfOrderError,
 )
+from kvplane.v1 import control_pb2 as cpb
 
 
 class Answer:
@@ -86,17 +87,30 @@ class Numbering:
 
 
 def content_of(request: Any) -> bytes:
-    """A digest of the method and of everything in the request but its receipts, to which a repeat
-    may add.
+    """A digest of the method, the number and everything else in the request but its session and
+    its receipts, to which a repeat may add.
     """
-    content = xxhash.xxh3_128(request.DESCRIPTOR.name.encode())
-    if request.receipts:
-        bare: Message = type(request)()
-        bare.CopyFrom(request)
-        bare.ClearField("receipts")
-        request = bare
-    content.update(request.SerializeToString(deterministic=True))
+    # Part by part: a copy of the request without its receipts would cost more than the rest.
+    content = xxhash.xxh3_128(f"{type(request).__name__} {request.number}".encode())
+    match request:
+        case cpb.StepRequest():
+            for operation in request.operations:
+                _add(content, operation)
+        case cpb.AbortPlanRequest():
+            content.update(request.plan_number.to_bytes(8, "little", signed=True))
+            return content.digest()
+        case cpb.ResyncRequest():
+            return content.digest()
+    if request.HasField("deferred_tokens"):
+        content.update(b"deferred_tokens")
+        _add(content, request.deferred_tokens)
     return content.digest()
+
+
+def _add(content: xxhash.xxh3_128, part: Message) -> None:
+    encoded = part.SerializeToString()
+    content.update(len(encoded).to_bytes(8, "little"))
+    content.update(encoded)
 
 
 def _copy(error: KvplaneError) -> KvplaneError:
