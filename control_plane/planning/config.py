@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+EVICTION_POLICIES: Final = ("lru",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class Session:
     def end(self) -> None:
         """Release all blocks. They are retired until every shard has fenced the session."""
         self.plans.clear()
-        self.pool.end(self.ref, self.ordinal, self.slot)
+        self.pool.end(self.ref, self.ordinal)
 
     # Plans
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from registration_messages import hello, report
 
+from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.registration import Registration
 from kvplane import signing
@@ -27,7 +28,7 @@ class World:
         self.it = Registration(
             self.pools,
             incarnation=incarnation,
-            watermark=0.0,
+            config=CoreConfig(watermark=0.0),
             new_key=lambda: next(keys),
             end_sessions=self.end_sessions,
         )
@@ -42,7 +43,7 @@ class World:
 
     def open_session(self) -> int:
         session_id = next(self.session_ids)
-        self.pool.open(session_id)
+        self.pool.open(session_id, "tenant", b"root")
         return session_id
 
     def end_session(self, session_id: int, pool: Pool | None = None) -> None:

@@ -11,6 +11,7 @@ from random import Random
 import pytest
 from registration_messages import LAYOUT, Prefix, blocks, half, hello, publications
 
+from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import root_of
 from control_plane.planning.pools.registration import Registration
@@ -85,7 +86,7 @@ class Walk:
         self.it = Registration(
             self.pools,
             incarnation=self.incarnation,
-            watermark=0.0,
+            config=CoreConfig(watermark=0.0),
             new_key=lambda: next(self.ids).to_bytes(32),
             end_sessions=self.end_sessions,
         )

@@ -11,6 +11,7 @@ generations, counters and the revision go on from the one before.
 from __future__ import annotations
 
 from array import array
+from collections.abc import KeysView
 from typing import Final
 
 from kvplane_blocks import Pool as NativePool
@@ -52,7 +53,7 @@ class Pool:
     def __init__(self, pool_id: str, shards: PoolShards, config: CoreConfig) -> None:
         self.id = pool_id
         self.shards = shards
-        self.session_ids: set[int] = set()  # open ones
+        self._slots: dict[int, int] = {}  # of open sessions
         self.built = False
         self.now_s = 0.0
         # Generations are kept over a rebuild, also those of blocks beyond the size of a smaller
@@ -89,6 +90,11 @@ class Pool:
     def block_size(self) -> int:
         """Token slots of a block."""
         return self.layout.block_size_tokens
+
+    @property
+    def session_ids(self) -> KeysView[int]:
+        """Open sessions."""
+        return self._slots.keys()
 
     @property
     def ready(self) -> bool:
@@ -161,14 +167,13 @@ class Pool:
         if owner >= _MAX_TENANTS:
             del self._owners[tenant]
             raise QuotaExceededError(f"{_MAX_TENANTS} tenants have used the pool: restart it")
-        self.session_ids.add(session_id)
-        return self.native.open_session(root, owner)
+        slot = self._slots[session_id] = self.native.open_session(root, owner)
+        return slot
 
-    def end(self, session: tpb.SessionRef, ordinal: int, slot: int) -> None:
+    def end(self, session: tpb.SessionRef, ordinal: int) -> None:
         """Remove a session and release all it held; every shard must fence it."""
-        self.session_ids.remove(session.session_id)
+        slot = self._ended_slots[session.session_id] = self._slots.pop(session.session_id)
         self.native.end_session(slot)
-        self._ended_slots[session.session_id] = slot
         self.shards.fence(session, ordinal)
 
     def fence_done(self, session_id: int, shard_index: int) -> None:
