@@ -35,7 +35,7 @@ lint: setup node_modules  ## Check style, types, C++ format, protos and shell sc
 	$(BIN)/ruff check $(PYTHON_SOURCES)
 	$(BIN)/ruff format --check $(PYTHON_SOURCES)
 	$(BIN)/mypy
-	find csrc -not -path 'csrc/build/*' \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) \
+	find csrc -not -path '*/build/*' \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) \
 	  -exec $(BIN)/clang-format --dry-run -Werror {} +
 	npx --no-install buf lint
 	for script in $(SHELL_SOURCES); do bash -n "$$script" || exit 1; done
@@ -43,7 +43,7 @@ lint: setup node_modules  ## Check style, types, C++ format, protos and shell sc
 fix: setup  ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix $(PYTHON_SOURCES)
 	$(BIN)/ruff format $(PYTHON_SOURCES)
-	find csrc -not -path 'csrc/build/*' \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) \
+	find csrc -not -path '*/build/*' \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) \
 	  -exec $(BIN)/clang-format -i {} +
 
 protos:  ## Generate the stubs in kvplane/v1 again
@@ -55,5 +55,5 @@ node_modules: package.json
 	@touch node_modules
 
 clean:  ## Remove all that these targets made
-	rm -rf .venv node_modules build csrc/build .run benchmarks/out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf .venv node_modules build csrc/build csrc/blocks/build .run benchmarks/out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv: pinned packages, native kernels, this project.
+# Sets up .venv: pinned packages, the native parts of both planes, this project.
 # Each part runs only when its inputs have changed.
 #
 #   KVPLANE_TORCH=cpu   install torch's CPU build, a tenth of the download
@@ -40,6 +40,8 @@ check_tools() { # $1: the interpreter
   esac
   command -v "${CXX:-g++}" >/dev/null \
     || die "a C++17 compiler is needed (on Debian: apt install g++)"
+  "${CXX:-g++}" -E -x c++ -include xxhash.h /dev/null >/dev/null 2>&1 \
+    || die "xxhash.h is needed (on Debian: apt install libxxhash-dev)"
   "$1" -c 'import ensurepip, venv' 2>/dev/null \
     || die "Python's venv module is needed (on Debian: apt install python3-venv)"
   "$1" -c 'import pathlib, sys, sysconfig
@@ -66,10 +68,19 @@ install_packages() {
   "${PIP[@]}" install -r requirements/lock.txt
 }
 
+install_native() { # $1: the folder
+  PATH="$PWD/$VENV/bin:$PATH" "${PIP[@]}" install --quiet \
+    --no-deps --no-build-isolation --force-reinstall "./$1"
+}
+
 install_kernels() {
   say "compiling the kernels in csrc/: about a minute, one or two more where nvcc is found"
-  PATH="$PWD/$VENV/bin:$PATH" "${PIP[@]}" install --quiet \
-    --no-deps --no-build-isolation --force-reinstall ./csrc
+  install_native csrc
+}
+
+install_blocks() {
+  say "compiling the block store in csrc/blocks/"
+  install_native csrc/blocks
 }
 
 install_project() {
@@ -81,15 +92,22 @@ packages_digest() {
   { cat requirements/lock.txt && echo "${KVPLANE_TORCH:-}"; } | digest
 }
 
-# The names and contents of the kernels' sources, and the versions of what builds them.
+# The names and contents of what find finds there, and the versions of what builds it.
+sources_digest() { # $1: the folder, rest: what find leaves out
+  find "$1" -type f -not -path "$1/build/*" -not -name '*.pyc' "${@:2}" -print0 \
+    | LC_ALL=C sort -z | xargs -0 sha256sum
+  cat requirements/lock.txt
+}
+
 kernels_digest() {
   {
-    find csrc -type f -not -path 'csrc/build/*' -not -name '*.pyc' -print0 \
-      | LC_ALL=C sort -z | xargs -0 sha256sum
-    cat requirements/lock.txt
+    sources_digest csrc -not -path 'csrc/blocks/*'
     echo "${KVPLANE_CUDA:-}" "$(command -v nvcc || true)"
   } | digest
 }
+
+# The tests of csrc/blocks are no part of the module.
+blocks_digest() { sources_digest csrc/blocks -not -path 'csrc/blocks/tests/*' | digest; }
 
 main() {
   local started=$SECONDS
@@ -103,6 +121,7 @@ main() {
   check_tools "$VENV/bin/python"
   unless_done packages "$(packages_digest)" install_packages
   unless_done kernels "$(kernels_digest)" install_kernels
+  unless_done blocks "$(blocks_digest)" install_blocks
   unless_done project "$(digest <pyproject.toml)" install_project
   [ $((SECONDS - started)) -lt 2 ] || say "ready after $((SECONDS - started)) s"
 }

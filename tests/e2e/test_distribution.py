@@ -1,13 +1,16 @@
 """What ``pip install .`` gives: one pure wheel, whose base needs neither compiler nor torch, and
-runs beside the protobuf and the grpcio that an engine pins.
+runs beside the protobuf and the grpcio that an engine pins. The native parts are apart from it, and
+from each other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from email.parser import Parser
@@ -129,3 +132,53 @@ async def test_the_client_reaches_a_control_plane_beside_what_an_engine_pins(
     finally:
         await server.stop()
     assert said.decode().split() == [protobuf, grpcio, "7"]
+
+
+def source_distribution(folder: Path, out: Path) -> Path:
+    """Of what scikit-build-core builds in ``folder``."""
+    program = (
+        "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", program, str(out)], cwd=folder, check=True, timeout=60)
+    (archive,) = out.glob("*.tar.gz")
+    return archive
+
+
+def test_the_kernels_and_the_blocks_have_no_source_in_common(tmp_path: Path) -> None:
+    sources = []
+    for name in ("csrc", "csrc/blocks"):
+        (tmp_path / name).mkdir(parents=True)
+        with tarfile.open(source_distribution(ROOT / name, tmp_path / name)) as archive:
+            names = archive.getnames()
+        sources.append({name.partition("/")[2] for name in names})
+    kernels, blocks = sources
+    assert "cpu/paged_attention.cpp" in kernels
+    assert not [name for name in kernels if "blocks/" in name]
+    assert "core/hash.cpp" in blocks
+    assert kernels & blocks == {"CMakeLists.txt", "PKG-INFO", "pyproject.toml"}
+
+
+def test_the_blocks_are_a_wheel_that_builds_without_a_warning_and_needs_nothing_else(
+    tmp_path: Path,
+) -> None:
+    archive = source_distribution(ROOT / "csrc" / "blocks", tmp_path)
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    command += ["--config-settings=cmake.define.KVPLANE_WERROR=ON", "--wheel-dir", str(tmp_path)]
+    subprocess.run(
+        [*command, str(archive)], env=os.environ | {"PATH": path}, check=True, timeout=100
+    )
+    (built,) = tmp_path.glob("*.whl")
+    package = {n for n in zipfile.ZipFile(built).namelist() if ".dist-info/" not in n}
+    assert {Path(name).suffix for name in package} == {".py", ".pyi", ".so", ".typed"}
+    assert len(package) == 4
+
+    venv.create(tmp_path / "venv")
+    python = str(tmp_path / "venv" / "bin" / "python")
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index"]
+    subprocess.run([*install, str(built)], check=True, timeout=60)
+    program = "import kvplane_blocks as b; print(len(b.chained_hash(b.root_hash(b''), bytes(64))))"
+    done = subprocess.run(
+        [python, "-W", "error", "-c", program], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.stdout, done.stderr) == ("16\n", "")

@@ -40,6 +40,15 @@ def test_without_a_compiler_it_names_the_package_to_install(tree: Path) -> None:
     assert lines == ["setup: a C++17 compiler is needed (on Debian: apt install g++)"]
 
 
+def test_without_the_header_of_xxhash_it_names_the_package_to_install(tree: Path) -> None:
+    compiler = tree / "compiler"
+    compiler.write_text('#!/bin/sh\nexec g++ -nostdinc "$@"\n')  # finds no header at all
+    compiler.chmod(0o755)
+    code, lines = setup(tree, CXX=str(compiler))
+    assert code == 1
+    assert lines == ["setup: xxhash.h is needed (on Debian: apt install libxxhash-dev)"]
+
+
 def test_without_a_new_enough_python_it_names_the_packages_to_install(tree: Path) -> None:
     needed = "Python 3.11 or newer is needed (on Debian: apt install python3 python3-venv"
     assert setup(tree, PYTHON="no-such-python") == (1, [f"setup: {needed} python3-dev)"])
@@ -61,6 +70,33 @@ def test_on_a_machine_with_no_python_at_all_it_says_so(tree: Path) -> None:
     assert code == 1
     assert len(lines) == 1
     assert "Python 3.11 or newer is needed" in lines[0]
+
+
+def digests(tree: Path) -> list[str]:
+    """What the script compares to know whether the kernels, or the blocks, have changed."""
+    script = tree / "scripts" / "setup.sh"
+    functions = script.read_text().removesuffix("\nmain\n")
+    command = ["bash", "-c", f"{functions}\nkernels_digest; blocks_digest", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.split()
+
+
+def test_a_change_of_the_blocks_leaves_the_kernels_as_they_are_and_the_other_way_round(
+    tree: Path,
+) -> None:
+    for name in ("bindings.cpp", "blocks/core/hash.cpp", "blocks/core/x.pyc", "blocks/build/log"):
+        (tree / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / "csrc" / name).write_text("old")
+    kernels, blocks = digests(tree)
+    for ignored in ("blocks/core/x.pyc", "blocks/build/log"):
+        (tree / "csrc" / ignored).write_text("new")
+        assert digests(tree) == [kernels, blocks]
+    (tree / "csrc" / "blocks" / "core" / "hash.cpp").write_text("new")
+    new_kernels, new_blocks = digests(tree)
+    assert new_kernels == kernels and new_blocks != blocks
+    (tree / "csrc" / "bindings.cpp").write_text("new")
+    newer_kernels, newer_blocks = digests(tree)
+    assert newer_kernels != kernels and newer_blocks == new_blocks
 
 
 def test_an_unknown_build_of_torch_is_refused(tree: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ def test_an_image_has_no_root_no_compiler_and_an_authority_that_is_empty_by_defa
     assert "\nUSER kvplane\n" in final
     assert final.index("USER kvplane") < final.index("ENTRYPOINT")
     assert "apt-get" not in final
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_an_image_builds_the_native_part_that_its_extra_needs(name: str) -> None:
+    folders = {"kvplane-kernels": "./csrc", "kvplane-blocks": "./csrc/blocks"}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = [need.partition("==")[0] for need in extras["optional-dependencies"][name]]
+    native = "".join(f"{folders[need]} " for need in needs if need in folders)
+    dockerfile = (ROOT / SERVICES[name]["build"]["dockerfile"]).read_text()
+    assert f'\nRUN deploy/install.sh {native}".[{name}]"\n' in dockerfile
+    assert ("libxxhash-dev" in dockerfile) == ("kvplane-blocks" in needs)
 
 
 def test_the_commands_of_the_compose_file_are_settings_that_the_programs_take(

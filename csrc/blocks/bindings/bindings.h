@@ -1,0 +1,13 @@
+// What the module holds: each file of this folder adds its part.
+
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace kvplane::blocks {
+
+void bind_hashes(pybind11::module_& module);
+void bind_codes(pybind11::module_& module);
+void bind_pool(pybind11::module_& module);
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,7 @@
+#include "bindings/bindings.h"
+
+PYBIND11_MODULE(_native, module) {
+  kvplane::blocks::bind_hashes(module);
+  kvplane::blocks::bind_codes(module);
+  kvplane::blocks::bind_pool(module);
+}

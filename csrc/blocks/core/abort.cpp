@@ -1,0 +1,89 @@
+// Aborting plans that have not run, or may have run in part: each sequence is cut to what receipts
+// say was written. Transfers are undone: tables refer to the sources again, which were pinned for
+// this, in place of the copies. Forks and frees stay. The data plane learns of the abort from the
+// next plan, which carries whole tables; until that has run, blocks released here stay retired.
+//
+// Time is proportional to the sequences, the blocks that they lose and the tables that hold copies.
+#include <algorithm>
+#include <unordered_map>
+
+#include "core/pool.h"
+
+namespace kvplane::blocks {
+
+void Pool::abort(Slot slot, int64_t next_plan) {
+  Session& session = sessions_[slot];
+  session.plans.push_back(std::move(session.record));  // what was drafted since the last plan
+  session.record = PlanRecord{};
+  session.draft.clear();
+  session.destinations.clear();
+  Origins origins;
+  for (const PlanRecord& record : session.plans)
+    for (const Transfer& transfer : record.transfers) {
+      const auto it = origins.find(transfer.source);
+      const BlockRef origin = it == origins.end() ? transfer.source : it->second;
+      origins.insert_or_assign(transfer.destination, origin);
+    }
+  std::vector<uint32_t> indices;
+  session.sequences.for_each([&](int64_t, uint32_t index) { indices.push_back(index); });
+  for (const uint32_t index : indices) cut_to_written(session, index, origins, next_plan);
+  end_plans(session, next_plan);
+  session.resync_due = true;
+}
+
+// Forgets the plans in flight, which will get no receipt. What they read may be read until
+// `next_plan` has run.
+void Pool::end_plans(Session& session, int64_t next_plan) {
+  for (const PlanRecord& record : session.plans) {
+    for (auto it = record.transfers.rbegin(); it != record.transfers.rend(); ++it) {
+      const auto& [tier, block, generation] = it->source;
+      if (remember(session, tier, block, next_plan)) store(tier).add_pending(block, session.slot);
+      store(tier).unpin(block);
+    }
+    end_demotions(session, record, false, next_plan);
+    for (const auto& [index, uid] : record.touched)
+      if (sequences_[index].uid == uid && !sequences_[index].live) forget_sequence(index);
+  }
+  session.plans.clear();
+}
+
+void Pool::cut_to_written(Session& session, uint32_t index, const Origins& origins,
+                          int64_t next_plan) {
+  Sequence& sequence = sequences_[index];
+  clear_leaders(sequence, index, std::min(sequence.num_led, sequence.num_written / block_size_));
+  sequence.tokens.cut(token_store_, sequence.num_written);
+  sequence.num_written = std::min(sequence.num_written, sequence.tokens.size);
+  sequence.num_scheduled = sequence.num_written;
+  sequence.num_cached = std::min(sequence.num_cached, sequence.num_written);
+  sequence.pending.clear();
+  const int64_t num_kept = div_ceil(sequence.num_written, block_size_);
+  const bool has_copies =
+      !origins.empty() && (sequence.copied_by > session.done || sequence.moved_by > session.done);
+  if (sequence.moved_by > session.done) sequence.moved_by = 0;
+  if (!has_copies) {
+    cut_table(session, sequence, num_kept, next_plan);
+    if (sequence.table.size == 0) sequence.tier = kDevice;  // it is in no tier
+    return;
+  }
+  sequence.num_published = 0;
+  sequence.chain = session.root;
+  sequence.chain_uid = index_[session.root].uid;
+  std::vector<BlockRef> kept;
+  const std::vector<Block> old = table_of(sequence);
+  const int64_t num_trimmed = std::min(sequence.num_trimmed, num_kept);
+  for (int64_t i = 0; i < num_kept; ++i) {
+    const Block b = old[static_cast<size_t>(i)];
+    BlockRef ref{sequence.tier, b, b == kNoBlock ? 0 : store(sequence.tier).generation(b)};
+    const auto it = b == kNoBlock ? origins.end() : origins.find(ref);
+    kept.push_back(it == origins.end() ? ref : it->second);
+  }
+  const Tier tier = kept.empty() ? kDevice : kept.back().tier;
+  for (const BlockRef& ref : kept)
+    if (ref.block != kNoBlock) store(tier).share(ref.block);
+  cut_table(session, sequence, 0, next_plan);
+  sequence.tier = tier;
+  for (const BlockRef& ref : kept) push_block(session, sequence, ref.block);
+  sequence.num_trimmed = num_trimmed;
+}
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,219 @@
+// Admission: the longest cached prefix, also in the host tier or being computed by a sequence of
+// the same session, then blocks for the tokens that are computed now.
+#include <algorithm>
+
+#include "core/pool.h"
+
+namespace kvplane::blocks {
+
+// A leading full block of a prompt that need not be computed.
+struct Pool::Hit {
+  enum Kind : uint8_t {
+    kShared,  // a published device block
+    kHosted,  // in the host tier: copied to a new device block
+    kLed,     // a block that a sequence of the session fills by plan `plan`; 0: it has
+  };
+  EntryId entry;
+  Kind kind;
+  Block block;
+  int64_t plan;
+};
+
+std::variant<Admitted, Failure> Pool::admit(Slot slot, const Admission& admission) {
+  Session& session = sessions_[slot];
+  dry_taken_ = 0;
+  return admit_with(session, admission, session.number, true);
+}
+
+std::variant<Admitted, Failure> Pool::grant(Slot slot, int64_t admitted_by,
+                                            const Admission& admission) {
+  Session& session = sessions_[slot];
+  const int64_t number = session.number;
+  session.number = number + 1;  // what it needs is done by the next plan, at the earliest this one
+  auto result = admit_with(session, admission, admitted_by, false);
+  session.number = number;
+  return result;
+}
+
+std::variant<Admitted, Failure> Pool::admit_with(Session& session, const Admission& admission,
+                                                 int64_t admitted_by, bool computes) {
+  const int64_t num_forks = admission.fork_ids.size;
+  if (Failure failure = check_new_id(session, admission.sequence_id, 1 + num_forks, 0);
+      failure.code != Code::kOk)
+    return failure;
+  for (int64_t i = 0; i < num_forks; ++i) {
+    const int64_t id = admission.fork_ids[i];
+    if (Failure failure = check_new_id(session, id, 0, 1 + i); failure.code != Code::kOk)
+      return failure;
+    const auto* begin = admission.fork_ids.data;
+    if (id == admission.sequence_id || std::find(begin, begin + i, id) != begin + i)
+      return Failure{1 + i, Code::kExists, id};
+  }
+  const int64_t num_tokens = admission.tokens.size;
+  for (int64_t i = 0; i < num_tokens; ++i)
+    if (admission.tokens[i] < 0) return Failure{0, Code::kNegative, 1};
+  const int64_t num_device = store(kDevice).num_blocks;
+  const int64_t most = div_ceil(std::max(num_tokens, admission.max_total_tokens), block_size_);
+  if (most > num_device && !config_.window_tokens)
+    return Failure{0, Code::kNever, most, num_device, kDevice};
+
+  std::vector<Hit> hits;
+  if (!admission.skip_lookup) find_hits(session, admission, hits);
+  const int64_t available = obtainable(session, kDevice) - admission.headroom;
+  int64_t num_hits, cached, end, needed;
+  while (true) {
+    num_hits = static_cast<int64_t>(hits.size());
+    cached = std::min(num_hits * block_size_, num_tokens - 1);
+    const int64_t num_compute = admission.num_compute < 0
+                                    ? num_tokens - cached
+                                    : std::min(num_tokens - cached, admission.num_compute);
+    end = cached + num_compute;
+    needed = std::max<int64_t>(0, div_ceil(end, block_size_) - num_hits);
+    const bool copies_last = computes && num_compute && num_hits * block_size_ == num_tokens &&
+                             hits.back().kind != Hit::kHosted;
+    needed += copies_last;
+    for (const Hit& hit : hits)
+      needed += hit.kind == Hit::kHosted ||
+                (hit.kind == Hit::kShared && store(kDevice).is_obtainable(hit.block, session.slot));
+    if (needed <= available) break;
+    // Where there is no room for the last block and its copy, it is computed again instead.
+    if (!copies_last) return no_room(session, kDevice, 0, needed, available, admission.headroom);
+    hits.pop_back();
+  }
+  if (dry_run_)
+    return Admitted{cached, std::max(num_hits, div_ceil(end, block_size_)), end - cached};
+
+  const uint32_t index = new_sequence(session, admission.sequence_id, admitted_by);
+  Sequence& sequence = sequences_[index];
+  sequence.tokens.append(token_store_, admission.tokens.data, num_tokens);
+  use_hits(session, sequence, hits);
+  sequence.num_cached = sequence.num_scheduled = cached;
+  sequence.num_written = std::min(sequence.num_written, cached);
+  for (auto& [plan, stop] : sequence.pending) stop = std::min(stop, cached);
+  for (const auto& [plan, stop] : sequence.pending) touch_plan(session, plan, index);
+  if (computes) {
+    grow(session, index, cached, end, end);
+    if (end > cached) schedule(session, index, end - cached);
+  } else {
+    grow(session, index, cached, cached, end);
+  }
+  if (!admission.skip_lookup) {
+    set_leaders(index, admission.tokens.data, hits.empty() ? session.root : hits.back().entry,
+                num_hits, num_tokens / block_size_);
+    counters_.num_lookup_tokens += num_tokens;
+    counters_.num_hit_tokens += cached;
+  }
+  for (int64_t i = 0; i < num_forks; ++i)
+    add_fork(session, index, admission.fork_ids[i], admitted_by);
+  return Admitted{cached, sequence.table.size, sequence.num_scheduled - cached};
+}
+
+void Pool::find_hits(const Session& session, const Admission& admission,
+                     std::vector<Hit>& hits) const {
+  EntryId e = session.root;
+  const int64_t num_full = admission.tokens.size / block_size_;
+  for (int64_t i = 0; i < num_full; ++i) {
+    e = index_.find(e, admission.tokens.data + i * block_size_);
+    if (e == kNoEntry) break;
+    const Entry& entry = index_[e];
+    if (entry.block(kDevice) != kNoBlock) {
+      hits.push_back({e, Hit::kShared, entry.block(kDevice), 0});
+    } else if (entry.block(kHost) != kNoBlock) {
+      hits.push_back({e, Hit::kHosted, entry.block(kHost), session.number});
+    } else {
+      if (entry.leader == kNoEntry) break;
+      const Sequence& leader = sequences_[entry.leader];
+      const int64_t end = (i + 1) * block_size_;
+      if (leader.uid != entry.leader_uid || !leader.live || leader.slot != session.slot ||
+          leader.tier != kDevice || leader.moved_by > session.done || i < leader.num_trimmed ||
+          i >= leader.table.size || end > leader.num_scheduled)
+        break;
+      int64_t plan = 0;
+      if (end > leader.num_written)
+        for (const auto& [number, stop] : leader.pending)
+          if (stop >= end) {
+            plan = number;
+            break;
+          }
+      hits.push_back({e, Hit::kLed, leader.table.at(table_store_, i), plan});
+    }
+  }
+  // The last token is computed again, into a copy of its block, which must have been written before
+  // this step's transfers run.
+  if (!hits.empty() && static_cast<int64_t>(hits.size()) * block_size_ == admission.tokens.size &&
+      hits.back().kind == Hit::kLed && hits.back().plan >= session.number)
+    hits.pop_back();
+}
+
+// Fills the table with the hits, and says by which plans they are written.
+void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>& hits) {
+  sequence.chain = session.root;
+  sequence.chain_uid = index_[session.root].uid;
+  if (hits.empty()) return;
+  BlockStore& device = store(kDevice);
+  std::vector<Block> shared;
+  int64_t num_hosted = 0;
+  for (const Hit& hit : hits) {  // before anything is allocated, which could evict them
+    if (hit.kind == Hit::kHosted) {
+      ++num_hosted;
+      continue;
+    }
+    device.share(hit.block);
+    if (hit.kind == Hit::kShared) shared.push_back(hit.block);
+  }
+  device.policy().use(shared.data(), shared.size());
+  scratch_.clear();
+  if (num_hosted) allocate(session, kDevice, num_hosted, scratch_);
+  std::vector<uint8_t> allocated(hits.size());
+  int64_t plan = 0, position = 0, num_taken = 0;
+  bool all_published = true;
+  for (size_t i = 0; i < hits.size(); ++i) {
+    const Hit& hit = hits[i];
+    Entry& entry = index_[hit.entry];
+    ++entry.num_uses;
+    entry.used_s = static_cast<float>(now_s_);
+    Block b = hit.block;
+    if (hit.kind == Hit::kHosted) {
+      b = scratch_[static_cast<size_t>(num_taken++)];
+      allocated[i] = 1;
+      BlockStore& host = store(kHost);
+      host.policy().use(&hit.block, 1);
+      transfer(session, {kHost, hit.block, host.generation(hit.block)}, kDevice, b,
+               static_cast<uint32_t>(block_size_));
+      sequence.copied_by = session.number;
+      counters_.num_host_hit_tokens += block_size_;
+    }
+    push_block(session, sequence, b);
+    all_published = all_published && hit.kind == Hit::kShared;
+    if (all_published) {
+      ++sequence.num_published;
+      sequence.chain = hit.entry;
+      sequence.chain_uid = entry.uid;
+    }
+    position += block_size_;
+    plan = std::max(plan, hit.plan);
+    if (plan == 0) {
+      sequence.num_written = position;
+    } else if (!sequence.pending.empty() && sequence.pending.back().first == plan) {
+      sequence.pending.back().second = position;
+    } else {
+      sequence.pending.emplace_back(plan, position);
+    }
+  }
+  set_entries(session, sequence, ChangeKind::kSet, 0, sequence.table.size, &allocated);
+}
+
+// Lets later sequences of the session share the prompt's blocks from `first` on before they are
+// published. `e` is the entry before them.
+void Pool::set_leaders(uint32_t index, const int32_t* tokens, EntryId e, int64_t first,
+                       int64_t end) {
+  Sequence& sequence = sequences_[index];
+  for (int64_t i = first; i < end; ++i) {
+    e = index_.find_or_add(e, tokens + i * block_size_);
+    const Entry& entry = index_[e];
+    if (entry.leader == kNoEntry) index_.set_leader(e, index, sequence.uid);
+  }
+  sequence.num_led = end;
+}
+
+}  // namespace kvplane::blocks

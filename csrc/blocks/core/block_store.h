@@ -1,0 +1,152 @@
+// The blocks of one tier: references, pins, what may still touch each, and reuse.
+//
+// Every block is in exactly one state:
+//
+//     FREE --allocate--> HELD --its last reference is released--> PINNED   while a transfer reads
+//     it
+//      ^                  ^                                         | the transfer has run
+//      |                  | share (a prefix hit)                    v
+//      |                  +------------------------------------ RETIRED   while an unfinished plan
+//      |                  |                                         |     may touch it
+//      |                  |                                         | those plans have finished
+//      +-- not published <------------------------------------------+
+//      |                  |                                         v
+//      |                  +------------------------------------ CACHED    published: evicted when
+//      free |                                                            |     blocks run short
+//      +------------------------ allocate <-------------------------+
+//
+// A release is remembered with the session's plan until that plan has finished: `num_pending`
+// counts them, one integer a block however many sessions share it. A retired block that a single
+// session released can be allocated by that session at once, since its plans run in order.
+//
+// Callers check for room first; nothing here fails. O(1) a block.
+#pragma once
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "core/lists.h"
+#include "core/prefix_index.h"
+#include "core/types.h"
+#include "eviction/policy.h"
+
+namespace kvplane::blocks {
+
+enum class State : uint8_t { kFree, kCached, kRetired, kPinned, kHeld };
+constexpr int kNumStates = 5;
+
+class BlockStore {
+ public:
+  BlockStore(Tier tier, uint32_t num_blocks, std::vector<int64_t> generations, PrefixIndex& index,
+             std::unique_ptr<EvictionPolicy> policy);
+
+  const Tier tier;
+  const uint32_t num_blocks;
+
+  // Queries
+  int64_t generation(Block b) const { return generation_[b]; }
+  const std::vector<int64_t>& generations() const { return generation_; }
+  uint32_t ref_count(Block b) const { return ref_count_[b]; }
+  uint32_t num_pins(Block b) const { return num_pins_[b]; }
+  uint32_t num_pending(Block b) const { return num_pending_[b]; }
+  State state(Block b) const { return state_[b]; }
+  uint32_t num_in(State state) const { return num_in_[static_cast<int>(state)]; }
+  uint64_t num_evictions() const { return num_evictions_; }
+  EvictionPolicy& policy() { return *policy_; }
+  // Blocks that the session could allocate now; those that it could once receipts and fences come.
+  int64_t num_obtainable(Slot slot) const;
+  int64_t num_coming(Slot slot) const;
+  // Whether `num_obtainable` counts the block.
+  bool is_obtainable(Block b, Slot slot) const {
+    return state_[b] == State::kFree || state_[b] == State::kCached ||
+           (state_[b] == State::kRetired && owner_[b] == slot);
+  }
+  // Whether a session whose table alone refers to the block may write it from `offset` tokens on:
+  // it is not published, and transfers read, if anything, what lies before `offset`, for earlier
+  // plans of the same session.
+  bool is_writable(Block b, Slot slot, uint32_t offset) const {
+    return ref_count_[b] == 1 &&
+           (num_pins_[b] == 0 || (pin_owner_[b] == slot && pinned_tokens_[b] <= offset)) &&
+           !index_.is_published(tier, b);
+  }
+
+  // Sessions
+  void open(Slot slot);
+  void close(Slot slot);  // nothing of it is pending
+
+  // Changes
+  // Appends blocks for one table, each of a new generation.
+  void allocate(Slot slot, int64_t num, std::vector<Block>& out);
+  // Adds a reference. An idle block becomes held.
+  void share(Block b);
+  // Removes a reference. If `pending`, the slot's plan may touch the block: `finished` follows.
+  // Returns whether no reference is left.
+  bool release(Block b, Slot slot, bool pending);
+  // The plan that a `release` was pending for has finished.
+  void finished(Block b);
+  // A transfer of the session's plan reads the first num_tokens of the block.
+  void pin(Block b, Slot slot, uint32_t num_tokens);
+  void unpin(Block b);
+  // The session may touch the block, which is pinned, until a later plan has finished.
+  void add_pending(Block b, Slot slot);
+  // The block is published now, or no longer.
+  void published(Block b);
+  // It is published no longer; a spare takes its place if there is one.
+  void unpublish(Block b);
+  // The block that would be evicted next; it stays published, in no list: to be pinned at once.
+  Block pop_idle();
+  // Spares that took the place of blocks allocated since the last call.
+  std::vector<Block> take_promoted() { return std::exchange(promoted_, {}); }
+  // When it is retired, the block is reused last: receipts may still publish it.
+  void keep(Block b);
+  // The block, retained in the index, is evicted after all that are not; lowest priority first.
+  void set_priority(Block b, uint8_t priority);
+  uint8_t priority(Block b) const { return priority_[b]; }
+  // Free blocks that were just entered in the index become cached; the last is evicted first.
+  void restore(const std::vector<Block>& blocks);
+  // Throws std::logic_error saying what is wrong.
+  void check() const;
+
+ private:
+  static constexpr int kNumPriorities = 101;
+  // Retired blocks that one session may allocate at once: `plain` ones first; `kept` ones, which
+  // hold a published prefix or may soon, after evictable blocks.
+  struct Own {
+    List plain;
+    List kept;
+  };
+  enum Place : uint8_t { kNowhere, kPlain, kKept, kPolicy, kRetained };
+
+  void forget(Block b);
+  void publish_to_policy(Block b);
+  void settle(Block b);
+  void leave(Block b);
+  void enter(Block b);
+  Block take(Slot slot);
+  Block evict();
+
+  PrefixIndex& index_;
+  std::unique_ptr<EvictionPolicy> policy_;
+  std::vector<int64_t> generation_;
+  std::vector<uint32_t> ref_count_;
+  std::vector<uint32_t> num_pins_;
+  std::vector<uint32_t> num_pending_;
+  std::vector<Slot> owner_;      // whom the block is pending for: kNoSlot, one, kManySlots
+  std::vector<Slot> pin_owner_;  // whose transfers read it, the same way
+  std::vector<uint16_t> pinned_tokens_;
+  std::vector<State> state_;
+  std::vector<Place> place_;
+  std::vector<uint8_t> keep_;
+  std::vector<uint8_t> priority_;  // 0: not retained
+  std::vector<Block> free_;
+  Links links_;
+  std::vector<Own> own_;           // by slot
+  List retained_[kNumPriorities];  // cached ones, oldest first
+  uint32_t num_retained_ = 0;
+  uint32_t num_in_[kNumStates] = {};
+  uint64_t num_evictions_ = 0;
+  std::vector<Block> promoted_;
+};
+
+}  // namespace kvplane::blocks

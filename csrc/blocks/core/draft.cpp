@@ -1,0 +1,123 @@
+#include "core/draft.h"
+
+#include "core/proto_writer.h"
+
+namespace kvplane::blocks {
+
+void TableChanges::add(ChangeKind kind, int64_t sequence_id, Tier tier, int64_t first,
+                       int64_t num) {
+  kinds.push_back(static_cast<uint8_t>(kind));
+  sequence_ids.push_back(sequence_id);
+  tiers.push_back(tier);
+  first_blocks.push_back(static_cast<int32_t>(first));
+  num_blocks.push_back(static_cast<int32_t>(num));
+}
+
+void TableChanges::clear() {
+  kinds.clear();
+  sequence_ids.clear();
+  tiers.clear();
+  first_blocks.clear();
+  num_blocks.clear();
+  parents.clear();
+  indices.clear();
+  generations.clear();
+  allocated.clear();
+}
+
+std::string TableChanges::encoded() const {
+  std::string out;
+  out.reserve(22 * kinds.size() + 13 * indices.size() + 64);
+  ProtoWriter writer(out);
+  writer.column(1, kinds.data(), kinds.size());
+  writer.column(2, sequence_ids.data(), sequence_ids.size());
+  writer.column(4, tiers.data(), tiers.size());
+  writer.column(5, first_blocks.data(), first_blocks.size());
+  writer.column(6, num_blocks.data(), num_blocks.size());
+  writer.column(7, parents.data(), parents.size());
+  writer.column(8, indices.data(), indices.size());
+  writer.column(9, generations.data(), generations.size());
+  writer.column(10, allocated.data(), allocated.size());
+  return out;
+}
+
+void TransferColumns::clear() {
+  source_tiers.clear();
+  source_indices.clear();
+  source_generations.clear();
+  destination_tiers.clear();
+  destination_indices.clear();
+  destination_generations.clear();
+}
+
+std::string TransferColumns::encoded() const {
+  std::string out;
+  ProtoWriter writer(out);
+  writer.column(2, source_tiers.data(), source_tiers.size());
+  writer.column(3, source_indices.data(), source_indices.size());
+  writer.column(4, source_generations.data(), source_generations.size());
+  writer.column(5, destination_tiers.data(), destination_tiers.size());
+  writer.column(6, destination_indices.data(), destination_indices.size());
+  writer.column(7, destination_generations.data(), destination_generations.size());
+  return out;
+}
+
+void Spans::clear() {
+  sequence_ids.clear();
+  first_positions.clear();
+  num_tokens.clear();
+}
+
+std::string Spans::encoded() const {
+  std::string out;
+  out.reserve(20 * sequence_ids.size() + 16);
+  ProtoWriter writer(out);
+  writer.column(1, sequence_ids.data(), sequence_ids.size());
+  writer.column(2, first_positions.data(), first_positions.size());
+  writer.column(3, num_tokens.data(), num_tokens.size());
+  return out;
+}
+
+void Allocations::clear() {
+  tiers.clear();
+  indices.clear();
+  generations.clear();
+}
+
+std::string Allocations::encoded() const {
+  std::string out;
+  ProtoWriter writer(out);
+  writer.column(1, tiers.data(), tiers.size());
+  writer.column(2, indices.data(), indices.size());
+  writer.column(3, generations.data(), generations.size());
+  return out;
+}
+
+void Draft::clear() {
+  changes.clear();
+  transfers.clear();
+  spans.clear();
+  allocations.clear();
+}
+
+std::string Draft::encode(std::string_view prefix, int64_t number, int64_t previous,
+                          bool resync) const {
+  std::string parts[4];
+  if (!changes.empty()) parts[0] = changes.encoded();
+  if (!transfers.empty()) parts[1] = transfers.encoded();
+  if (!spans.empty()) parts[2] = spans.encoded();
+  if (!allocations.empty()) parts[3] = allocations.encoded();
+  std::string out;
+  size_t size = prefix.size() + 64;
+  for (const std::string& part : parts) size += part.size() + 8;
+  out.reserve(size);
+  out.append(prefix);
+  ProtoWriter writer(out);
+  writer.varint(5, number);
+  writer.varint(6, previous);
+  writer.varint(7, resync);
+  for (uint32_t i = 0; i < 4; ++i) writer.bytes(8 + i, parts[i]);
+  return out;
+}
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,115 @@
+// The columns of a session's next plan, and their protobuf encoding (message Plan).
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/types.h"
+
+namespace kvplane::blocks {
+
+enum class ChangeKind : uint8_t {
+  kSet = 1,
+  kReplace = 2,
+  kFork = 3,
+  kDrop = 4,
+  kTruncate = 5,
+  kTrim = 6
+};
+
+struct TableChanges {
+  std::vector<uint8_t> kinds;
+  std::vector<int64_t> sequence_ids;
+  std::vector<uint8_t> tiers;
+  std::vector<int32_t> first_blocks;
+  std::vector<int32_t> num_blocks;
+  std::vector<int64_t> parents;
+  std::vector<int32_t> indices;
+  std::vector<int64_t> generations;
+  std::vector<uint8_t> allocated;
+
+  // A SET or REPLACE; the caller adds num entries with `entry`.
+  void set(ChangeKind kind, int64_t sequence_id, Tier tier, int64_t first, int64_t num) {
+    add(kind, sequence_id, tier, first, num);
+  }
+  void entry(Block b, int64_t generation, bool is_allocated) {
+    indices.push_back(static_cast<int32_t>(b));
+    generations.push_back(generation);
+    allocated.push_back(is_allocated);
+  }
+  void fork(int64_t sequence_id, int64_t parent_id, int64_t num) {
+    add(ChangeKind::kFork, sequence_id, Tier(0), 0, num);
+    parents.push_back(parent_id);
+  }
+  void drop(int64_t sequence_id) { add(ChangeKind::kDrop, sequence_id, Tier(0), 0, 0); }
+  // TRUNCATE keeps the first num entries, TRIM drops them.
+  void cut(ChangeKind kind, int64_t sequence_id, int64_t num) {
+    add(kind, sequence_id, Tier(0), 0, num);
+  }
+  bool empty() const { return kinds.empty(); }
+  void clear();
+  std::string encoded() const;
+
+ private:
+  void add(ChangeKind kind, int64_t sequence_id, Tier tier, int64_t first, int64_t num);
+};
+
+struct TransferColumns {
+  std::vector<uint8_t> source_tiers;
+  std::vector<int32_t> source_indices;
+  std::vector<int64_t> source_generations;
+  std::vector<uint8_t> destination_tiers;
+  std::vector<int32_t> destination_indices;
+  std::vector<int64_t> destination_generations;
+
+  template <typename Ref>
+  void add(const Ref& source, const Ref& destination) {
+    source_tiers.push_back(source.tier);
+    source_indices.push_back(static_cast<int32_t>(source.block));
+    source_generations.push_back(source.generation);
+    destination_tiers.push_back(destination.tier);
+    destination_indices.push_back(static_cast<int32_t>(destination.block));
+    destination_generations.push_back(destination.generation);
+  }
+  bool empty() const { return source_tiers.empty(); }
+  void clear();
+  std::string encoded() const;
+};
+
+struct Spans {
+  std::vector<int64_t> sequence_ids;
+  std::vector<int64_t> first_positions;
+  std::vector<int32_t> num_tokens;
+
+  bool empty() const { return sequence_ids.empty(); }
+  void clear();
+  std::string encoded() const;
+};
+
+// Blocks allocated for no table.
+struct Allocations {
+  std::vector<uint8_t> tiers;
+  std::vector<int32_t> indices;
+  std::vector<int64_t> generations;
+
+  bool empty() const { return tiers.empty(); }
+  void clear();
+  std::string encoded() const;
+};
+
+struct Draft {
+  TableChanges changes;
+  TransferColumns transfers;
+  Spans spans;
+  Allocations allocations;
+
+  bool empty() const {
+    return changes.empty() && transfers.empty() && spans.empty() && allocations.empty();
+  }
+  void clear();
+  // Fields 5 to 11 of Plan, after `prefix`, which holds the fields before them, encoded.
+  std::string encode(std::string_view prefix, int64_t number, int64_t previous, bool resync) const;
+};
+
+}  // namespace kvplane::blocks

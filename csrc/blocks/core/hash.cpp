@@ -1,0 +1,50 @@
+#include "core/hash.h"
+
+#include <cstring>
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+static_assert(XXH_VERSION_NUMBER >= 800, "xxh3 has its final form since version 0.8.0");
+
+namespace kvplane::blocks {
+namespace {
+
+constexpr std::string_view kRootPrefix("kvplane.v1.tenant\0", 18);
+
+// Of two parts as if they were one. Short inputs are hashed at once: xxHash's streams cost more to
+// set up than a block of 16 tokens to hash.
+Hash hash_of(const void* first, size_t first_bytes, const void* second, size_t second_bytes) {
+  constexpr size_t kShortBytes = 2048;
+  XXH128_hash_t hash;
+  if (first_bytes + second_bytes <= kShortBytes) {
+    char joined[kShortBytes];
+    std::memcpy(joined, first, first_bytes);
+    if (second_bytes > 0) std::memcpy(joined + first_bytes, second, second_bytes);
+    hash = XXH3_128bits(joined, first_bytes + second_bytes);
+  } else {
+    XXH3_state_t state;
+    XXH3_128bits_reset(&state);
+    XXH3_128bits_update(&state, first, first_bytes);
+    XXH3_128bits_update(&state, second, second_bytes);
+    hash = XXH3_128bits_digest(&state);
+  }
+  XXH128_canonical_t canonical;
+  XXH128_canonicalFromHash(&canonical, hash);
+  Hash bytes;
+  static_assert(sizeof(canonical.digest) == sizeof(bytes));
+  std::memcpy(bytes.data(), canonical.digest, sizeof(bytes));
+  return bytes;
+}
+
+}  // namespace
+
+Hash root_hash(std::string_view root) {
+  return hash_of(kRootPrefix.data(), kRootPrefix.size(), root.data(), root.size());
+}
+
+Hash chained_hash(const Hash& parent, const void* tokens, size_t num_bytes) {
+  return hash_of(parent.data(), parent.size(), tokens, num_bytes);
+}
+
+}  // namespace kvplane::blocks

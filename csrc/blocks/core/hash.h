@@ -1,0 +1,20 @@
+// Hashes of prefixes: xxh3-128 (Yann Collet's xxHash) in its canonical form, 16 big-endian bytes.
+
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+namespace kvplane::blocks {
+
+using Hash = std::array<uint8_t, 16>;
+
+// What the first block of each of a root's prefixes is chained to.
+Hash root_hash(std::string_view root);
+
+// The hash of a block's tokens (num_bytes of little-endian uint32) after the prefix of `parent`.
+Hash chained_hash(const Hash& parent, const void* tokens, size_t num_bytes);
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,114 @@
+// A map from ids that clients choose to indices.
+//
+// Open addressing with linear probing in an array of 16-byte slots, so that a look-up mostly reads
+// one cache line. Removal moves later keys back instead of leaving a mark: Knuth, The Art of
+// Computer Programming, volume 3, section 6.4, algorithm R. So the time of a look-up depends on
+// what is in the map alone, not on what has been. Keys are spread by the finaliser of SplitMix64
+// (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) with a seed: clients
+// that do not know it cannot choose keys that all share a slot.
+
+#pragma once
+
+#include <cassert>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace kvplane::blocks {
+
+class IdMap {
+ public:
+  explicit IdMap(uint64_t seed = 0) : seed_(seed) {}
+
+  size_t size() const { return size_; }
+
+  // The value of `key`, to read or to change; null if it is not there. Valid until the next insert,
+  // erase or clear.
+  uint32_t* find(int64_t key) {
+    if (size_ == 0) return nullptr;
+    Slot& slot = slots_[slot_of(key)];
+    return slot.key == key ? &slot.value : nullptr;
+  }
+  const uint32_t* find(int64_t key) const { return const_cast<IdMap*>(this)->find(key); }
+
+  // Whether `key` was new; if not, nothing changes.
+  bool insert(int64_t key, uint32_t value) {
+    assert(key > 0);
+    if (4 * (size_ + 1) > 3 * slots_.size()) grow();
+    Slot& slot = slots_[slot_of(key)];
+    if (slot.key == key) return false;
+    slot = {key, value};
+    ++size_;
+    return true;
+  }
+
+  // Whether `key` was there.
+  bool erase(int64_t key) {
+    if (size_ == 0) return false;
+    const size_t mask = slots_.size() - 1;
+    size_t hole = slot_of(key);
+    if (slots_[hole].key != key) return false;
+    // A later key of the run may fill the hole unless its home lies after the hole.
+    for (size_t next = (hole + 1) & mask; slots_[next].key != kEmpty; next = (next + 1) & mask) {
+      const size_t home = home_of(slots_[next].key);
+      if (((next - home) & mask) < ((next - hole) & mask)) continue;
+      slots_[hole] = slots_[next];
+      hole = next;
+    }
+    slots_[hole].key = kEmpty;
+    --size_;
+    return true;
+  }
+
+  // Gives the memory back too.
+  void clear() {
+    std::vector<Slot>().swap(slots_);
+    size_ = 0;
+  }
+
+  // Calls visit(key, value) for every entry, in no order; `visit` must not change the map.
+  template <typename Visit>
+  void for_each(Visit visit) const {
+    for (const Slot& slot : slots_) {
+      if (slot.key != kEmpty) visit(slot.key, slot.value);
+    }
+  }
+
+ private:
+  struct Slot {
+    int64_t key;
+    uint32_t value;
+  };
+
+  static constexpr int64_t kEmpty = 0;
+  static constexpr size_t kMinSlots = 8;
+
+  size_t home_of(int64_t key) const {
+    uint64_t x = static_cast<uint64_t>(key) ^ seed_;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return (x ^ (x >> 31)) & (slots_.size() - 1);
+  }
+
+  // Where `key` is, or where it would go: a quarter of the slots is empty, so the search ends.
+  size_t slot_of(int64_t key) const {
+    const size_t mask = slots_.size() - 1;
+    size_t slot = home_of(key);
+    while (slots_[slot].key != key && slots_[slot].key != kEmpty) slot = (slot + 1) & mask;
+    return slot;
+  }
+
+  void grow() {
+    std::vector<Slot> old(slots_.empty() ? kMinSlots : 2 * slots_.size(), Slot{kEmpty, 0});
+    old.swap(slots_);
+    for (const Slot& slot : old) {
+      if (slot.key != kEmpty) slots_[slot_of(slot.key)] = slot;
+    }
+  }
+
+  std::vector<Slot> slots_;  // as many as a power of two, or none
+  size_t size_ = 0;
+  uint64_t seed_;
+};
+
+}  // namespace kvplane::blocks

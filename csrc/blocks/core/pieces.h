@@ -1,0 +1,139 @@
+// Tables and tokens of sequences, in pieces that forks share: a fork copies neither entries nor
+// tokens, and who writes a shared piece copies that piece first.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "core/slab.h"
+
+namespace kvplane::blocks {
+
+template <typename T, uint32_t kSize>
+struct Piece {
+  uint32_t num_owners;  // arrays that have this piece
+  T items[kSize];
+};
+
+// All pieces of one kind.
+template <typename T, uint32_t kSize>
+class PieceStore {
+ public:
+  using Item = T;
+  static constexpr uint32_t kItems = kSize;
+
+  // A piece with one owner; its items are undefined.
+  uint32_t add() {
+    uint32_t id;
+    if (free_.empty()) {
+      id = pieces_.add();
+    } else {
+      id = free_.back();
+      free_.pop_back();
+    }
+    pieces_[id].num_owners = 1;
+    return id;
+  }
+
+  Piece<T, kSize>& operator[](uint32_t id) { return pieces_[id]; }
+  const Piece<T, kSize>& operator[](uint32_t id) const { return pieces_[id]; }
+
+  // Whether that was the last owner; the piece may be used again then.
+  bool drop(uint32_t id) {
+    if (--pieces_[id].num_owners) return false;
+    free_.push_back(id);
+    return true;
+  }
+
+  size_t num_used() const { return pieces_.size() - free_.size(); }
+
+ private:
+  Slab<Piece<T, kSize>> pieces_;
+  std::vector<uint32_t> free_;
+};
+
+// An array of items in pieces. Indices of pieces that hold block references are managed by the
+// caller (see tables.h), which counts references when pieces are copied or dropped.
+template <typename Store>
+struct PiecedArray {
+  using Item = typename Store::Item;
+  static constexpr uint32_t kItems = Store::kItems;
+
+  std::vector<uint32_t> pieces;
+  int64_t size = 0;
+
+  const Item& at(const Store& store, int64_t i) const {
+    return store[pieces[static_cast<size_t>(i / kItems)]].items[i % kItems];
+  }
+
+  // Calls f(items, num_items) for the runs of [begin, end), in order.
+  template <typename F>
+  void runs(const Store& store, int64_t begin, int64_t end, F f) const {
+    while (begin < end) {
+      const int64_t first = begin % kItems;
+      const int64_t num = std::min<int64_t>(kItems - first, end - begin);
+      f(store[pieces[static_cast<size_t>(begin / kItems)]].items + first, num);
+      begin += num;
+    }
+  }
+};
+
+using TokenStore = PieceStore<int32_t, 256>;
+
+// The known tokens of a sequence.
+struct Tokens : PiecedArray<TokenStore> {
+  void append(TokenStore& store, const int32_t* tokens, int64_t num) {
+    while (num > 0) {
+      const int64_t first = size % kItems;
+      if (first == 0) {
+        pieces.push_back(store.add());
+      } else if (store[pieces.back()].num_owners > 1) {
+        const uint32_t copy = store.add();
+        std::memcpy(store[copy].items, store[pieces.back()].items, size_t(first) * sizeof(int32_t));
+        store.drop(pieces.back());
+        pieces.back() = copy;
+      }
+      const int64_t now = std::min<int64_t>(kItems - first, num);
+      std::memcpy(store[pieces.back()].items + first, tokens, size_t(now) * sizeof(int32_t));
+      tokens += now;
+      num -= now;
+      size += now;
+    }
+  }
+
+  // Shares the pieces of `other`.
+  void share(TokenStore& store, const Tokens& other) {
+    pieces = other.pieces;
+    size = other.size;
+    for (const uint32_t id : pieces) ++store[id].num_owners;
+  }
+
+  void cut(TokenStore& store, int64_t num) {
+    if (num >= size) return;
+    const size_t keep = static_cast<size_t>(div_ceil(num, kItems));
+    while (pieces.size() > keep) {
+      store.drop(pieces.back());
+      pieces.pop_back();
+    }
+    size = num;
+  }
+
+  void copy(const TokenStore& store, int64_t begin, int64_t end, int32_t* out) const {
+    runs(store, begin, end, [&](const int32_t* items, int64_t num) {
+      std::memcpy(out, items, size_t(num) * sizeof(int32_t));
+      out += num;
+    });
+  }
+
+  bool equals(const TokenStore& store, int64_t begin, const int32_t* tokens, int64_t num) const {
+    bool equal = true;
+    runs(store, begin, begin + num, [&](const int32_t* items, int64_t n) {
+      equal = equal && std::memcmp(items, tokens, size_t(n) * sizeof(int32_t)) == 0;
+      tokens += n;
+    });
+    return equal;
+  }
+};
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,167 @@
+// Plans: what a step changed becomes one message; whole tables after an abort; demotion.
+#include <algorithm>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "core/pool.h"
+
+namespace kvplane::blocks {
+
+namespace {
+
+// Blocks that a plan copies to the host tier at most, before they are evicted.
+constexpr int64_t kMaxDemotions = 64;
+// The share of device blocks that demotion keeps free.
+constexpr int64_t kDemotionShare = 64;
+
+}  // namespace
+
+void Pool::begin(Slot slot, int64_t number, bool dry_run) {
+  sessions_[slot].number = number;
+  dry_run_ = dry_run;
+}
+
+// Copies a block; it is pinned until the plan has run, so that the plan can run again. What counts
+// is its first num_tokens.
+void Pool::transfer(Session& session, BlockRef source, Tier tier, Block copy, uint32_t num_tokens) {
+  store(source.tier).pin(source.block, session.slot, num_tokens);
+  const BlockRef destination{tier, copy, store(tier).generation(copy)};
+  session.destinations.insert(key_of(tier, copy));
+  session.record.transfers.push_back({source, destination});
+}
+
+std::string Pool::finish(Slot slot, std::string_view prefix) {
+  Session& session = sessions_[slot];
+  for (const auto& [tier, block] : session.kept) store(tier).unpin(block);
+  session.kept.clear();
+  session.destinations.clear();
+  counters_.max_held =
+      std::max<int64_t>(counters_.max_held, int64_t{store(kDevice).num_in(State::kHeld)} +
+                                                store(kDevice).num_in(State::kPinned));
+  Draft& draft = session.draft;
+  const bool resync = session.resync_due;
+  if (!resync && draft.empty() && session.record.transfers.empty()) return {};
+  if (resync) {
+    draft.changes.clear();
+    write_whole_tables(session, draft);
+  } else {
+    demote(session);
+    for (const Transfer& transfer : session.record.transfers)
+      draft.transfers.add(transfer.source, transfer.destination);
+  }
+  std::string plan = draft.encode(prefix, session.number, session.last_plan, resync);
+  draft.clear();
+  session.allocated.clear();
+  session.record.number = session.number;
+  session.plans.push_back(std::move(session.record));
+  session.record = PlanRecord{};
+  session.last_plan = session.number;
+  session.resync_due = false;
+  return plan;
+}
+
+// All tables as they are now, and the transfers that fill blocks of theirs. A table that shares its
+// first pieces with one before it is sent as a fork of that one.
+void Pool::write_whole_tables(Session& session, Draft& draft) {
+  std::unordered_map<uint32_t, const Sequence*> sent;  // first piece -> a table that begins with it
+  std::unordered_set<uint64_t> in_tables;
+  TableChanges& changes = draft.changes;
+  for (const Sequence* found : sequences_of(session.slot)) {
+    Sequence& sequence = sequences_[*session.sequences.find(found->id)];
+    sequence.table_sent = sequence.table.size > 0;
+    if (!sequence.table.size) continue;
+    int64_t num_shared = 0;
+    const auto [it, is_first] = sent.try_emplace(sequence.table.pieces[0], &sequence);
+    if (!is_first) {
+      const Sequence& parent = *it->second;
+      const auto& a = parent.table.pieces;
+      const auto& b = sequence.table.pieces;
+      size_t k = 0;
+      while (k < a.size() && k < b.size() && a[k] == b[k]) ++k;
+      num_shared = std::min(
+          {static_cast<int64_t>(k) * Table::kItems, parent.table.size, sequence.table.size});
+      changes.fork(sequence.id, parent.id, num_shared);
+    }
+    const int64_t num_trimmed = std::max(num_shared, sequence.num_trimmed);
+    if (sequence.num_trimmed > num_shared)
+      changes.cut(ChangeKind::kTrim, sequence.id, sequence.num_trimmed);
+    if (sequence.table.size == num_trimmed) continue;
+    changes.set(num_trimmed ? ChangeKind::kSet : ChangeKind::kReplace, sequence.id, sequence.tier,
+                num_trimmed, sequence.table.size - num_trimmed);
+    const BlockStore& blocks = store(sequence.tier);
+    sequence.table.runs(
+        table_store_, num_trimmed, sequence.table.size, [&](const Block* items, int64_t num) {
+          for (int64_t i = 0; i < num; ++i) {
+            const uint64_t key = key_of(sequence.tier, items[i]);
+            // Only the first table that refers to a block says that it is allocated.
+            const bool is_new = !session.allocated.empty() && session.allocated.erase(key);
+            changes.entry(items[i], blocks.generation(items[i]), is_new);
+            if (!session.record.transfers.empty()) in_tables.insert(key);
+          }
+        });
+  }
+  // A block that a later operation of this step replaced is in no table, so the data plane never
+  // learns of it: a copy of such a block is made from the block that it was itself copied from.
+  Origins origins;
+  for (const Transfer& transfer : session.record.transfers) {
+    const auto it = origins.find(transfer.source);
+    const BlockRef origin = it == origins.end() ? transfer.source : it->second;
+    const BlockRef& to = transfer.destination;
+    origins.insert_or_assign(to, origin);
+    if (in_tables.count(key_of(to.tier, to.block)) &&
+        store(to.tier).generation(to.block) == to.generation)
+      draft.transfers.add(origin, to);
+  }
+}
+
+// Blocks that would be evicted next are copied to the host tier first, where it has room. Some
+// blocks are kept free by this, so that a copy has ended before its block is needed.
+void Pool::demote(Session& session) {
+  BlockStore& device = store(kDevice);
+  BlockStore& host = store(kHost);
+  if (!host.num_blocks) return;
+  const int64_t reserve = std::min(kMaxDemotions, div_ceil(device.num_blocks, kDemotionShare));
+  int64_t num = reserve - device.num_in(State::kFree) - num_demoting_;
+  num = std::min<int64_t>(num, host.num_obtainable(session.slot));
+  for (; num > 0 && device.policy().num_idle(); --num) {
+    const Block b = device.pop_idle();
+    const EntryId e = index_.entry_of(kDevice, b);
+    if (index_[e].block(kHost) != kNoBlock) {  // the host tier has it already
+      device.unpublish(b);
+      continue;
+    }
+    scratch_.clear();
+    host.allocate(session.slot, 1, scratch_);
+    const Block copy = scratch_[0];
+    transfer(session, {kDevice, b, device.generation(b)}, kHost, copy,
+             static_cast<uint32_t>(block_size_));
+    Allocations& allocations = session.draft.allocations;
+    allocations.tiers.push_back(kHost);
+    allocations.indices.push_back(static_cast<int32_t>(copy));
+    allocations.generations.push_back(host.generation(copy));
+    session.record.demotions.push_back({e, index_[e].uid, copy});
+    ++num_demoting_;
+  }
+}
+
+// The plan that copied blocks to the host tier has run, or was aborted.
+void Pool::end_demotions(Session& session, const PlanRecord& record, bool has_run,
+                         int64_t next_plan) {
+  BlockStore& device = store(kDevice);
+  BlockStore& host = store(kHost);
+  for (const Demotion& demotion : record.demotions) {
+    --num_demoting_;
+    const EntryId e = demotion.entry;
+    if (has_run && index_.alive(e, demotion.uid) && index_[e].block(kHost) == kNoBlock) {
+      index_.set_block(e, kHost, demotion.copy);
+      host.published(demotion.copy);
+      ++counters_.num_demoted;
+      const Block b = index_[e].block(kDevice);
+      if (b != kNoBlock && device.state(b) == State::kCached) device.unpublish(b);
+    }
+    release(session, kHost, demotion.copy, next_plan);
+  }
+  announce_promoted();
+}
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,282 @@
+#include "core/pool.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "eviction/factory.h"
+
+namespace kvplane::blocks {
+
+Pool::Pool(PoolConfig config)
+    : config_(std::move(config)),
+      block_size_(config_.block_size_tokens),
+      index_(config_.block_size_tokens, config_.num_blocks[0], config_.num_blocks[1],
+             config_.seed) {
+  for (const Tier tier : {kDevice, kHost})
+    stores_[tier - 1] = std::make_unique<BlockStore>(
+        tier, config_.num_blocks[tier - 1], std::move(config_.generations[tier - 1]), index_,
+        make_policy(config_.eviction_policy, config_.num_blocks[tier - 1]));
+  index_.set_listener(this);
+}
+
+void Pool::set_time(double now_s) {
+  now_s_ = now_s;
+  for (auto& blocks : stores_) blocks->policy().set_time(now_s);
+}
+
+void Pool::changed(Change, EntryId, Tier) { ++revision_; }
+
+// Sessions
+
+Slot Pool::open_session(std::string_view root, uint32_t owner) {
+  Slot slot;
+  if (free_slots_.empty()) {
+    slot = static_cast<Slot>(sessions_.size());
+    sessions_.emplace_back();
+  } else {
+    slot = free_slots_.back();
+    free_slots_.pop_back();
+  }
+  Session& session = sessions_[slot];
+  session = Session{};
+  session.slot = slot;
+  session.open = true;
+  session.sequences = IdMap(config_.seed);
+  session.owner = owner;
+  session.root = index_.open_root(root);
+  for (auto& blocks : stores_) blocks->open(slot);
+  return slot;
+}
+
+void Pool::end_session(Slot slot) {
+  Session& session = sessions_[slot];
+  session.plans.push_back(std::move(session.record));
+  session.record = PlanRecord{};
+  session.draft.clear();
+  session.destinations.clear();
+  std::vector<uint32_t> indices;
+  session.sequences.for_each([&](int64_t, uint32_t index) { indices.push_back(index); });
+  for (const uint32_t index : indices) {
+    Sequence& sequence = sequences_[index];
+    clear_leaders(sequence, index, 0);
+    cut_table(session, sequence, 0, kEnded);
+    sequence.live = false;
+    sequence.pending.clear();
+  }
+  session.sequences.clear();
+  end_plans(session, kEnded);  // freed sequences that receipts were to publish are forgotten too
+  for (const uint32_t index : indices) forget_sequence(index);
+  session.open = false;
+  index_.close_root(session.root);
+}
+
+void Pool::session_fenced(Slot slot) {
+  Session& session = sessions_[slot];
+  for (const Release& release : session.releases)
+    for (const auto& [tier, block] : release.blocks) store(tier).finished(block);
+  session.releases.clear();
+  for (auto& blocks : stores_) blocks->close(slot);
+  free_slots_.push_back(slot);
+}
+
+// Queries
+
+const Sequence* Pool::find(Slot slot, int64_t sequence_id) const {
+  const uint32_t* index = sessions_[slot].sequences.find(sequence_id);
+  return index ? &sequences_[*index] : nullptr;
+}
+
+std::vector<const Sequence*> Pool::sequences_of(Slot slot) const {
+  std::vector<const Sequence*> found;
+  sessions_[slot].sequences.for_each(
+      [&](int64_t, uint32_t index) { found.push_back(&sequences_[index]); });
+  std::sort(found.begin(), found.end(),
+            [](const Sequence* a, const Sequence* b) { return a->id < b->id; });
+  return found;
+}
+
+int64_t Pool::common_prefix(Slot slot, Span<int64_t> ids) const {
+  const Sequence& first = *find(slot, ids[0]);
+  int64_t num = first.table.size;
+  for (int64_t k = 1; k < ids.size; ++k) {
+    const Sequence& other = *find(slot, ids[k]);
+    num = other.tier == first.tier ? std::min(num, other.table.size) : 0;
+    for (int64_t i = 0; i < num; ++i) {
+      const auto piece = static_cast<size_t>(i / Table::kItems);
+      if (i % Table::kItems == 0 && first.table.pieces[piece] == other.table.pieces[piece]) {
+        i += Table::kItems - 1;
+      } else if (first.table.at(table_store_, i) != other.table.at(table_store_, i)) {
+        num = i;
+      }
+    }
+  }
+  return num;
+}
+
+std::vector<EntryId> Pool::match(std::string_view root, Span<int32_t> tokens) const {
+  std::vector<EntryId> found;
+  EntryId e = index_.find_root(root);
+  const int64_t num_full = tokens.size / block_size_;
+  for (int64_t i = 0; e != kNoEntry && i < num_full; ++i) {
+    e = index_.find(e, tokens.data + i * block_size_);
+    if (e == kNoEntry ||
+        (index_[e].block(kDevice) == kNoBlock && index_[e].block(kHost) == kNoBlock))
+      break;
+    found.push_back(e);
+  }
+  return found;
+}
+
+std::vector<EntryId> Pool::match_hashes(std::string_view root, Span<uint8_t> hashes) const {
+  std::vector<EntryId> found;
+  const EntryId top = index_.find_root(root);
+  for (int64_t i = 0; i + 16 <= hashes.size; i += 16) {
+    Hash hash;
+    std::copy(hashes.data + i, hashes.data + i + 16, hash.begin());
+    const EntryId e = index_.find_hash(hash);
+    if (e == kNoEntry ||
+        (index_[e].block(kDevice) == kNoBlock && index_[e].block(kHost) == kNoBlock))
+      break;
+    if (index_[e].parent != (found.empty() ? top : found.back())) break;
+    found.push_back(e);
+  }
+  return found;
+}
+
+int64_t Pool::held_by(const Sequence& sequence) const {
+  return sequence.tier == kDevice ? sequence.table.size - sequence.num_trimmed : 0;
+}
+
+// Rebuilding
+
+int64_t Pool::restore(std::string_view root, Block parent, Span<int32_t> tokens,
+                      Span<int32_t> blocks, Span<uint8_t> hashes) {
+  EntryId e = parent == kNoBlock ? index_.open_root(root) : index_.entry_of(kDevice, parent);
+  const EntryId opened = parent == kNoBlock ? e : kNoEntry;
+  int64_t num = 0;
+  for (; num < blocks.size; ++num) {
+    const EntryId child = index_.find_or_add(e, tokens.data + num * block_size_);
+    const Entry& entry = index_[child];
+    const bool is_sound = std::equal(entry.hash.begin(), entry.hash.end(), hashes.data + num * 16);
+    const Block b = static_cast<Block>(blocks[num]);
+    if (!is_sound || entry.block(kDevice) != kNoBlock || index_.entry_of(kDevice, b) != kNoEntry) {
+      index_.prune(child);
+      break;
+    }
+    index_.set_block(child, kDevice, b);
+    restored_.push_back(b);
+    e = child;
+  }
+  if (opened != kNoEntry) index_.close_root(opened);
+  return num;
+}
+
+void Pool::restored() {
+  store(kDevice).restore(restored_);
+  restored_ = {};
+}
+
+// Integrity
+
+void Pool::check() const {
+  index_.check();
+  for (const auto& blocks : stores_) blocks->check();
+  auto require = [](bool ok, const std::string& what) {
+    if (!ok) throw std::logic_error(what);
+  };
+  std::vector<uint32_t> refs[2], pins[2], pending[2];
+  for (int t = 0; t < 2; ++t) {
+    refs[t].resize(stores_[t]->num_blocks);
+    pins[t].resize(stores_[t]->num_blocks);
+    pending[t].resize(stores_[t]->num_blocks);
+  }
+  std::unordered_map<uint32_t, uint32_t> table_owners, token_owners;
+  size_t num_ghosts = 0;
+  for (const Session& session : sessions_) {
+    for (const Release& release : session.releases) {
+      require(release.plan > session.done, "a release waits for a plan that has run");
+      for (const auto& [tier, block] : release.blocks) ++pending[tier - 1][block];
+    }
+    if (!session.open) continue;
+    check_session(session, table_owners, token_owners, refs);
+    auto check_record = [&](const PlanRecord& record) {
+      for (const Transfer& transfer : record.transfers)
+        ++pins[transfer.source.tier - 1][transfer.source.block];
+      for (const Demotion& demotion : record.demotions) ++refs[1][demotion.copy];
+      for (const auto& [index, uid] : record.touched) {
+        const Sequence& sequence = sequences_[index];
+        if (sequence.uid != uid || sequence.live) continue;
+        ++num_ghosts;
+        for (const uint32_t piece : sequence.tokens.pieces) token_owners[piece] += 0;
+      }
+    };
+    for (const PlanRecord& record : session.plans) check_record(record);
+    check_record(session.record);
+    for (const auto& [tier, block] : session.kept) ++pins[tier - 1][block];
+  }
+  for (int t = 0; t < 2; ++t)
+    for (Block b = 0; b < stores_[t]->num_blocks; ++b) {
+      const std::string name = (t ? "host block " : "device block ") + std::to_string(b);
+      require(stores_[t]->ref_count(b) == refs[t][b], name + ": references differ");
+      require(stores_[t]->num_pins(b) == pins[t][b], name + ": pins differ");
+      require(stores_[t]->num_pending(b) == pending[t][b], name + ": pending releases differ");
+    }
+  for (const auto& [piece, num] : table_owners)
+    require(table_store_[piece].num_owners == num, "owners of a piece of a table differ");
+  require(table_store_.num_used() == table_owners.size(), "pieces of tables are lost");
+}
+
+void Pool::check_session(const Session& session,
+                         std::unordered_map<uint32_t, uint32_t>& table_owners,
+                         std::unordered_map<uint32_t, uint32_t>& token_owners,
+                         std::vector<uint32_t>* refs) const {
+  int64_t num_held = 0, num_entries = 0;
+  for (const Sequence* sequence : sequences_of(session.slot)) {
+    const std::string name = "sequence " + std::to_string(sequence->id);
+    auto require = [&](bool ok, const char* what) {
+      if (!ok) throw std::logic_error(name + ": " + what);
+    };
+    require(sequence->live && sequence->slot == session.slot, "is not live");
+    const int64_t num_slots = sequence->table.size * block_size_;
+    require(0 <= sequence->num_cached && sequence->num_cached <= sequence->num_scheduled &&
+                0 <= sequence->num_written && sequence->num_written <= sequence->num_scheduled &&
+                sequence->num_scheduled <= num_slots,
+            "positions are out of order");
+    require(sequence->num_published * block_size_ <= sequence->num_written ||
+                !sequence->pending.empty(),
+            "more is published than is written");
+    num_entries += sequence->table.size;
+    for (const uint32_t piece : sequence->tokens.pieces) ++token_owners[piece];
+    std::vector<Block> table = table_of(*sequence);
+    for (size_t p = 0; p < sequence->table.pieces.size(); ++p) {
+      if (table_owners[sequence->table.pieces[p]]++) continue;
+      for (size_t i = p * Table::kItems; i < std::min(table.size(), (p + 1) * Table::kItems); ++i) {
+        if (table[i] == kNoBlock) continue;
+        ++refs[sequence->tier - 1][table[i]];
+        ++num_held;
+      }
+    }
+    for (size_t i = 0; i < table.size(); ++i) {
+      require((table[i] == kNoBlock) == (static_cast<int64_t>(i) < sequence->num_trimmed),
+              "trimmed entries differ");
+      if (table[i] == kNoBlock || sequence->tier != kDevice) continue;
+      // A published block holds the tokens of the sequence, as far as it has them.
+      const EntryId e = index_.entry_of(kDevice, table[i]);
+      if (e == kNoEntry) continue;
+      const int64_t begin = static_cast<int64_t>(i) * block_size_;
+      const int64_t end =
+          std::min({begin + block_size_, sequence->tokens.size, sequence->num_scheduled});
+      require(end <= begin ||
+                  sequence->tokens.equals(token_store_, begin, index_.tokens(e), end - begin),
+              "a published block holds other tokens");
+    }
+    table.erase(std::remove(table.begin(), table.end(), kNoBlock), table.end());
+    std::sort(table.begin(), table.end());
+    require(std::adjacent_find(table.begin(), table.end()) == table.end(),
+            "a block is twice in it");
+  }
+  if (num_held != session.num_held) throw std::logic_error("blocks held are miscounted");
+  if (num_entries != session.num_entries) throw std::logic_error("table entries are miscounted");
+}
+
+}  // namespace kvplane::blocks

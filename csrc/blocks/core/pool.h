@@ -1,0 +1,298 @@
+// All block metadata of one pool: both tiers, the prefix index, sessions with their sequences, and
+// the drafts of their plans. Ints and bytes only.
+//
+// An operation checks, counts the blocks it needs, then changes: what is refused has changed
+// nothing. Single-threaded.
+#pragma once
+
+#include <deque>
+#include <exception>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <variant>
+#include <vector>
+
+#include "core/block_store.h"
+#include "core/prefix_index.h"
+#include "core/session.h"
+#include "core/types.h"
+
+namespace kvplane::blocks {
+
+// Why an item was refused; see kvplane_blocks/_native.pyi for what a, b and c say.
+enum class Code : int32_t {
+  kOk = 1,
+  kLater = 2,
+  kNever = 3,
+  kLaterHeadroom = 4,
+  kNotFound = 10,
+  kExists = 11,
+  kBadId = 12,
+  kBusy = 13,
+  kSwapped = 14,
+  kPosition = 15,
+  kNegative = 16,
+  kTooManySequences = 17,
+  kNotKnown = 18,
+  kOtherAdmission = 19,
+  kTooLong = 20,
+  kTrimmed = 21,
+  kOtherTokens = 22,
+  kBeyondSlots = 23,
+  kTooManyEntries = 24,
+};
+
+struct Failure {
+  int64_t item = 0;
+  Code code = Code::kLater;
+  int64_t a = 0, b = 0, c = 0;
+};
+
+// Columns that cannot be read.
+struct ColumnError : std::exception {
+  ColumnError(std::string column, int64_t index, std::string what)
+      : column(std::move(column)), index(index), text(std::move(what)) {}
+  const char* what() const noexcept override { return text.c_str(); }
+  std::string column;
+  int64_t index;
+  std::string text;
+};
+
+template <typename T>
+struct Span {
+  const T* data = nullptr;
+  int64_t size = 0;
+  const T& operator[](int64_t i) const { return data[i]; }
+};
+
+// What came of an operation on several sequences: a value for each item, and those refused.
+struct ItemResults {
+  std::vector<int32_t> values;
+  std::vector<Failure> failures;
+};
+
+struct Admission {
+  int64_t sequence_id = 0;
+  Span<int32_t> tokens;
+  Span<int64_t> fork_ids;
+  int64_t num_compute = -1;  // of the uncached tokens; -1: all
+  int64_t max_total_tokens = 0;
+  bool skip_lookup = false;
+  int64_t headroom = 0;
+};
+
+struct Admitted {
+  int64_t num_cached_tokens = 0;
+  int64_t num_blocks = 0;
+  int64_t num_scheduled_tokens = 0;
+};
+
+struct AppendColumns {
+  Span<int64_t> sequence_ids;
+  Span<int64_t> first_positions;
+  Span<int32_t> num_slots;
+  Span<int32_t> num_tokens;
+  Span<int32_t> token_ids;
+  Span<int32_t> num_lookahead;  // empty: none
+};
+
+struct DeferredColumns {
+  Span<int64_t> sequence_ids;
+  Span<int64_t> admitted_by;
+  Span<int64_t> first_positions;
+  Span<int32_t> num_tokens;
+  Span<int32_t> token_ids;
+};
+
+struct Counters {
+  int64_t num_lookup_tokens = 0;
+  int64_t num_hit_tokens = 0;
+  int64_t num_copies_on_write = 0;
+  int64_t num_swapped_out = 0;
+  int64_t num_swapped_in = 0;
+  int64_t num_publications = 0;
+  int64_t max_held = 0;
+  int64_t num_host_hit_tokens = 0;
+  int64_t num_demoted = 0;
+  int64_t num_forgotten = 0;
+};
+
+struct PoolConfig {
+  uint32_t block_size_tokens = 16;
+  uint32_t num_blocks[2] = {0, 0};
+  std::vector<int64_t> generations[2];
+  std::string eviction_policy = "lru";
+  int64_t window_tokens = 0;
+  int64_t max_sequences = 65536;
+  int64_t max_table_entries = 4194304;
+  uint64_t seed = 0;
+};
+
+class Pool final : private Listener {
+ public:
+  explicit Pool(PoolConfig config);
+  Pool(const Pool&) = delete;
+
+  void set_time(double now_s);
+
+  // Sessions
+  Slot open_session(std::string_view root, uint32_t owner);
+  void end_session(Slot slot);
+  void session_fenced(Slot slot);
+
+  // A step
+  void begin(Slot slot, int64_t number, bool dry_run);
+  void end_dry_run() { dry_run_ = false; }
+  std::variant<Admitted, Failure> admit(Slot slot, const Admission& admission);
+  std::variant<Admitted, Failure> grant(Slot slot, int64_t admitted_by, const Admission& admission);
+  ItemResults append(Slot slot, const AppendColumns& columns);
+  ItemResults truncate(Slot slot, Span<int64_t> ids, Span<int64_t> num_tokens);
+  ItemResults fork(Slot slot, Span<int64_t> parents, Span<int64_t> ids);
+  ItemResults free(Slot slot, Span<int64_t> ids);
+  std::variant<int64_t, Failure> swap(Slot slot, Span<int64_t> ids, Tier destination);
+  int64_t cut(Slot slot, int64_t sequence_id);
+  // Empty when there is nothing to carry out.
+  std::string finish(Slot slot, std::string_view prefix);
+
+  // What follows
+  std::vector<Failure> deferred_tokens(Slot slot, const DeferredColumns& columns);
+  void receipted(Slot slot, int64_t plan);
+  void abort(Slot slot, int64_t next_plan);
+  void whole_tables(Slot slot) { session(slot).resync_due = true; }
+
+  // Queries
+  Session& session(Slot slot) { return sessions_[slot]; }
+  const Session& session(Slot slot) const { return sessions_[slot]; }
+  BlockStore& store(Tier tier) { return *stores_[tier - 1]; }
+  const BlockStore& store(Tier tier) const { return *stores_[tier - 1]; }
+  const PrefixIndex& index() const { return index_; }
+  const Counters& counters() const { return counters_; }
+  int64_t revision() const { return revision_; }
+  const Sequence* find(Slot slot, int64_t sequence_id) const;
+  std::vector<const Sequence*> sequences_of(Slot slot) const;  // ids ascending
+  std::vector<Block> table_of(const Sequence& sequence) const;
+  int64_t common_prefix(Slot slot, Span<int64_t> ids) const;
+  // Leading full blocks that are cached: their entries.
+  std::vector<EntryId> match(std::string_view root, Span<int32_t> tokens) const;
+  std::vector<EntryId> match_hashes(std::string_view root, Span<uint8_t> hashes) const;
+  double now_s() const { return now_s_; }
+
+  bool has_slot(Slot slot) const { return slot < sessions_.size() && sessions_[slot].open; }
+
+  // Publications. An item is (entry, uid).
+  struct Announcement {
+    EntryId root;
+    EntryId entry;
+    uint32_t uid;
+  };
+  std::deque<Announcement>& announcements() { return announcements_; }
+  std::vector<Announcement> findable() const;
+
+  // Enters reported blocks, each the child of the one before it; see _native.pyi.
+  int64_t restore(std::string_view root, Block parent, Span<int32_t> tokens, Span<int32_t> blocks,
+                  Span<uint8_t> hashes);
+  void restored();
+
+  void check() const;
+  int64_t held_by(const Sequence& sequence) const;
+
+ private:
+  struct Hit;
+
+  void changed(Change change, EntryId entry, Tier tier) override;
+
+  // Sequences (sequences.cpp)
+  uint32_t new_sequence(Session& session, int64_t id, int64_t admitted_by);
+  void forget_sequence(uint32_t index);
+  uint32_t add_fork(Session& session, uint32_t parent, int64_t id, int64_t admitted_by);
+  Failure check_new_id(const Session& session, int64_t id, int64_t num_more, int64_t item) const;
+  void set_leaders(uint32_t index, const int32_t* tokens, EntryId e, int64_t first, int64_t end);
+  void clear_leaders(Sequence& sequence, uint32_t index, int64_t from);
+  int64_t truncate_one(Session& session, uint32_t index, int64_t num);
+  void move(Session& session, uint32_t index, Tier destination,
+            const std::unordered_map<Block, Block>& copies, std::unordered_map<Block, bool>& used);
+  void send_table(Session& session, Sequence& sequence, const std::vector<uint8_t>& allocated);
+  int64_t drop(Session& session, uint32_t index, int64_t plan);
+
+  // Tables (tables.cpp): references of pieces are counted here.
+  void own_piece(Session& session, Sequence& sequence, size_t piece);
+  void push_block(Session& session, Sequence& sequence, Block b);
+  void put_block(Session& session, Sequence& sequence, int64_t i, Block b);
+  int64_t cut_table(Session& session, Sequence& sequence, int64_t num, int64_t plan);
+  void trim_table(Session& session, Sequence& sequence, int64_t num, int64_t plan);
+  bool release(Session& session, Tier tier, Block b, int64_t plan);
+  bool remember(Session& session, Tier tier, Block b, int64_t plan);
+  void set_entries(Session& session, Sequence& sequence, ChangeKind kind, int64_t first,
+                   int64_t end, const std::vector<uint8_t>* allocated);
+  void allocate(Session& session, Tier tier, int64_t num, std::vector<Block>& out);
+
+  // Growth (append.cpp)
+  bool append_in_place(Session& session, uint32_t index, int64_t first, int64_t num_slots);
+  Failure append_one(Session& session, const AppendColumns& columns, int64_t item,
+                     const int32_t* tokens);
+  int64_t num_needed(const Session& session, const Sequence& sequence, int64_t first, int64_t end,
+                     int64_t cover) const;
+  bool may_write(const Session& session, const Sequence& sequence, int64_t i, int64_t first) const;
+  void copy_on_write(Session& session, uint32_t index, int64_t i, int64_t first);
+  void touch(Session& session, uint32_t index);
+  void touch_plan(Session& session, int64_t plan, uint32_t index);
+  void grow(Session& session, uint32_t index, int64_t first, int64_t end, int64_t cover);
+  void schedule(Session& session, uint32_t index, int64_t num_slots);
+  void trim(Session& session, Sequence& sequence);
+  Failure no_room(const Session& session, Tier tier, int64_t item, int64_t needed,
+                  int64_t available, int64_t headroom) const;
+  int64_t obtainable(const Session& session, Tier tier) const;
+
+  // Admission (admit.cpp)
+  std::variant<Admitted, Failure> admit_with(Session& session, const Admission& admission,
+                                             int64_t admitted_by, bool computes);
+  void find_hits(const Session& session, const Admission& admission, std::vector<Hit>& hits) const;
+  void use_hits(Session& session, Sequence& sequence, const std::vector<Hit>& hits);
+
+  // Plans (plans.cpp)
+  void transfer(Session& session, BlockRef source, Tier tier, Block copy, uint32_t num_tokens);
+  void write_whole_tables(Session& session, Draft& draft);
+  void demote(Session& session);
+  void end_demotions(Session& session, const PlanRecord& record, bool has_run, int64_t next_plan);
+  void end_plans(Session& session, int64_t next_plan);
+
+  // Publication (publish.cpp)
+  void publish(Session& session, uint32_t index);
+  void advance(Session& session, uint32_t index, int64_t done);
+  bool set_chain(Session& session, Sequence& sequence);
+  void enter(Session& session, Sequence& sequence, uint32_t index, const int32_t* tokens, Block b);
+  Failure check_deferred(Session& session, const DeferredColumns& columns, int64_t item,
+                         const int32_t* tokens);
+  void announce(EntryId root, EntryId entry);
+  void announce_promoted();
+  void cut_to_written(Session& session, uint32_t index, const Origins& origins, int64_t next_plan);
+
+  void check_session(const Session& session, std::unordered_map<uint32_t, uint32_t>& table_owners,
+                     std::unordered_map<uint32_t, uint32_t>& token_owners,
+                     std::vector<uint32_t>* refs) const;
+
+  PoolConfig config_;
+  int64_t block_size_;
+  PrefixIndex index_;
+  std::unique_ptr<BlockStore> stores_[2];
+  TableStore table_store_;
+  TokenStore token_store_;
+  std::deque<Session> sessions_;
+  std::vector<Slot> free_slots_;
+  Slab<Sequence> sequences_;
+  std::vector<uint32_t> free_sequences_;
+  Counters counters_;
+  int64_t revision_ = 0;
+  double now_s_ = 0;
+  std::deque<Announcement> announcements_;
+
+  bool dry_run_ = false;
+  int64_t dry_taken_ = 0;
+  int64_t num_demoting_ = 0;
+  std::vector<Block> scratch_;
+  std::vector<Block> restored_;
+};
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,152 @@
+// Which block holds which prefix: a trie of exact entries, one for each full block of tokens.
+//
+//     root --[t0..t15]--> entry --[t16..t31]--> entry --[t32..t47]--> entry
+//                         device 7   |          no block (evicted)    device 3
+//                                    +--[u16..u31]--> entry
+//                                                     host 9
+//
+// An entry is (parent entry, the block's tokens): two prompts share an entry only if all their
+// tokens up to there are equal, so a hit cannot be wrong. Different roots share no entries; a root
+// is identified by bytes that the caller chooses. An entry has at most one published block in each
+// tier. More blocks of the device tier that hold the same tokens are its spares: when the published
+// one is evicted, a spare takes its place. An entry without blocks stays while a descendant lives.
+//
+// The chained hash, xxh3-128 (Yann Collet's xxHash) over the parent's hash and the tokens, starting
+// from a hash of the root's bytes, finds one child among many; tokens are compared all the same.
+//
+// Invariant: an entry has a block, a child or a leader, or is removed.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "core/hash.h"
+#include "core/lists.h"
+#include "core/slab.h"
+#include "core/types.h"
+
+namespace kvplane::blocks {
+
+struct Entry {
+  EntryId parent = kNoEntry;  // kNoEntry for a root
+  EntryId child = kNoEntry;   // the latest of its children
+  EntryId next = kNoEntry;    // siblings
+  EntryId prev = kNoEntry;
+  Block blocks[2] = {kNoBlock, kNoBlock};  // device, host
+  Block spares = kNoBlock;                 // first of the list
+  uint32_t uid = 0;                        // counts the prefixes that this entry stood for
+  // The live sequence that will fill the block at this place of its table, for others of its
+  // session.
+  uint32_t leader = kNoEntry;
+  uint32_t leader_uid = 0;
+  uint32_t num_uses = 0;
+  uint32_t retention = 0;  // 0: not retained
+  float published_s = 0;
+  float used_s = 0;
+  Hash hash{};
+
+  Block block(Tier tier) const { return blocks[tier - 1]; }
+  Block& block(Tier tier) { return blocks[tier - 1]; }
+};
+
+// What happened to the index, for those who follow it.
+enum class Change : uint8_t { kStored = 1, kRemoved = 2, kCleared = 3 };
+
+class Listener {
+ public:
+  virtual ~Listener() = default;
+  // The entry's block of the tier is about to be set (kStored) or has just been cleared (kRemoved).
+  virtual void changed(Change change, EntryId entry, Tier tier) = 0;
+};
+
+class PrefixIndex {
+ public:
+  // `seed` spreads the hashes, so that callers cannot choose prefixes that collide.
+  PrefixIndex(uint32_t block_size_tokens, uint32_t num_device_blocks, uint32_t num_host_blocks,
+              uint64_t seed);
+
+  uint32_t block_size() const { return block_size_; }
+  void set_listener(Listener* listener) { listener_ = listener; }
+
+  // Roots. A root lives while a session uses it or a prefix hangs from it.
+  EntryId open_root(std::string_view name);
+  void close_root(EntryId root);
+  EntryId find_root(std::string_view name) const;  // kNoEntry: nothing is published under it
+  const std::string& root_name(EntryId root) const { return *root_names_.at(root); }
+  EntryId root_of(EntryId entry) const;
+  std::vector<EntryId> roots() const;
+
+  // Look-ups
+  Entry& operator[](EntryId e) { return entries_[e]; }
+  const Entry& operator[](EntryId e) const { return entries_[e]; }
+  bool is_root(EntryId e) const { return entries_[e].parent == kNoEntry; }
+  const int32_t* tokens(EntryId e) const { return tokens_.row(e); }
+  bool alive(EntryId e, uint32_t uid) const { return e != kNoEntry && entries_[e].uid == uid; }
+  // The child of `parent` with these tokens, kNoEntry when there is none.
+  EntryId find(EntryId parent, const int32_t* tokens) const;
+  EntryId find_hash(const Hash& hash) const;
+  // The entry that the block belongs to, as its published block or as a spare.
+  EntryId entry_of(Tier tier, Block b) const { return entry_of_[tier - 1][b]; }
+  bool is_published(Tier tier, Block b) const {
+    const EntryId e = entry_of_[tier - 1][b];
+    return e != kNoEntry && entries_[e].block(tier) == b;
+  }
+
+  // Changes
+  EntryId find_or_add(EntryId parent, const int32_t* tokens);
+  // The block holds the entry's tokens. True: it is published now; false: it is a spare.
+  bool set_block(EntryId e, Tier tier, Block b);
+  // The block no longer holds what it held: it is neither published nor a spare. Returns the spare
+  // that took its place, kNoBlock when none did. Entries that nothing needs are removed.
+  Block clear_block(Tier tier, Block b);
+  // As clear_block for every block of the entry, spares too, but the entry stays until `prune`.
+  void clear_entry(EntryId e);
+  void set_leader(EntryId e, uint32_t leader, uint32_t uid);
+  void clear_leader(EntryId e, uint32_t leader, uint32_t uid);
+  // Removes the entry, and then its ancestors, as far as nothing needs them.
+  void prune(EntryId e);
+
+  size_t num_entries() const { return num_entries_; }
+  // Calls f(entry) for all below `top`, parents first.
+  template <typename F>
+  void walk(EntryId top, F f) const {
+    std::vector<EntryId> stack;
+    for (EntryId c = entries_[top].child; c != kNoEntry; c = entries_[c].next) stack.push_back(c);
+    while (!stack.empty()) {
+      const EntryId e = stack.back();
+      stack.pop_back();
+      f(e);
+      for (EntryId c = entries_[e].child; c != kNoEntry; c = entries_[c].next) stack.push_back(c);
+    }
+  }
+  Block next_spare(Block b) const { return spare_links_.next(b); }
+  // Throws std::logic_error saying what is wrong.
+  void check() const;
+
+ private:
+  EntryId add(EntryId parent, const int32_t* tokens, const Hash& hash);
+  void remove_spare(Entry& entry, Block b);
+  void insert_hash(EntryId e);
+  void erase_hash(EntryId e);
+  void grow_hashes();
+  size_t place(const Hash& hash) const;
+
+  uint32_t block_size_;
+  uint64_t seed_;
+  Slab<Entry> entries_;
+  Slab<int32_t> tokens_;
+  std::vector<EntryId> free_;
+  size_t num_entries_ = 0;            // roots too
+  std::vector<EntryId> entry_of_[2];  // by tier
+  Links spare_links_;                 // device blocks
+  std::vector<EntryId> hashes_;       // open addressing, linear probing
+  size_t num_hashes_ = 0;
+  std::unordered_map<std::string, EntryId> roots_;
+  std::unordered_map<EntryId, const std::string*> root_names_;
+  std::unordered_map<EntryId, uint32_t> root_users_;
+  Listener* listener_ = nullptr;
+};
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,187 @@
+// Publish after write: a block enters the prefix index when it is full, its tokens are known, and
+// receipts say that every slot of it was written. Where the prefix has a block already, the new one
+// is its spare.
+#include <algorithm>
+
+#include "core/pool.h"
+
+namespace kvplane::blocks {
+
+void Pool::receipted(Slot slot, int64_t plan) {
+  Session& session = sessions_[slot];
+  if (plan <= session.done) return;
+  session.done = plan;
+  std::vector<PlanRecord> finished;
+  while (!session.plans.empty() && session.plans.front().number <= plan) {
+    finished.push_back(std::move(session.plans.front()));
+    session.plans.pop_front();
+  }
+  for (const PlanRecord& record : finished)
+    for (const auto& [index, uid] : record.touched)
+      if (sequences_[index].uid == uid) advance(session, index, plan);
+  while (!session.releases.empty() && session.releases.front().plan <= plan) {
+    for (const auto& [tier, block] : session.releases.front().blocks) store(tier).finished(block);
+    session.releases.pop_front();
+  }
+  for (const PlanRecord& record : finished) {
+    for (auto it = record.transfers.rbegin(); it != record.transfers.rend(); ++it)
+      store(it->source.tier).unpin(it->source.block);
+    end_demotions(session, record, true, plan);
+  }
+}
+
+// Plans up to `done` have run: what they wrote of the sequence is published.
+void Pool::advance(Session& session, uint32_t index, int64_t done) {
+  Sequence& sequence = sequences_[index];
+  size_t num = 0;
+  for (; num < sequence.pending.size() && sequence.pending[num].first <= done; ++num)
+    sequence.num_written = std::max(sequence.num_written, sequence.pending[num].second);
+  if (num)
+    sequence.pending.erase(sequence.pending.begin(),
+                           sequence.pending.begin() + static_cast<int64_t>(num));
+  if (sequence.num_written / block_size_ > sequence.num_published) publish(session, index);
+  if (!sequence.live && sequence.pending.empty()) forget_sequence(index);
+}
+
+void Pool::publish(Session& session, uint32_t index) {
+  Sequence& sequence = sequences_[index];
+  int64_t complete = std::min(sequence.num_written, sequence.tokens.size) / block_size_;
+  if (complete <= sequence.num_published || sequence.tier != kDevice ||
+      sequence.moved_by > session.done)
+    return;
+  if (!sequence.live) {
+    // What was allocated again since is lost, and so is all that follows it.
+    const int64_t first = sequence.first_ghost;
+    for (int64_t i = sequence.num_published; i < complete; ++i) {
+      const auto& [b, generation] = sequence.ghosts[static_cast<size_t>(i - first)];
+      if (b == kNoBlock || store(kDevice).generation(b) != generation) complete = i;
+    }
+    if (complete <= sequence.num_published) return;
+  }
+  if (!set_chain(session, sequence)) return;
+  for (int64_t i = sequence.num_published; i < complete; ++i) {
+    const Block b = sequence.live
+                        ? sequence.table.at(table_store_, i)
+                        : sequence.ghosts[static_cast<size_t>(i - sequence.first_ghost)].first;
+    enter(session, sequence, index, &sequence.tokens.at(token_store_, i * block_size_), b);
+  }
+  sequence.num_published = complete;
+}
+
+// Makes sure that the chain is the entry of the last published block: if that was removed,
+// publishing begins again. False when it cannot: blocks on the way were given up.
+bool Pool::set_chain(Session& session, Sequence& sequence) {
+  if (index_.alive(sequence.chain, sequence.chain_uid)) return true;
+  const int64_t num_published = sequence.num_published;
+  sequence.num_published = 0;
+  sequence.chain = session.root;
+  sequence.chain_uid = index_[session.root].uid;
+  const int64_t num_gone = sequence.live ? sequence.num_trimmed : num_published;
+  for (; sequence.num_published < num_gone; ++sequence.num_published) {
+    const EntryId e = index_.find(
+        sequence.chain, &sequence.tokens.at(token_store_, sequence.num_published * block_size_));
+    if (e == kNoEntry) return false;
+    sequence.chain = e;
+    sequence.chain_uid = index_[e].uid;
+  }
+  return true;
+}
+
+// Enters a written block after the sequence's chain.
+void Pool::enter(Session& session, Sequence& sequence, uint32_t index, const int32_t* tokens,
+                 Block b) {
+  const EntryId e = index_.find_or_add(sequence.chain, tokens);
+  Entry& entry = index_[e];
+  sequence.chain = e;
+  sequence.chain_uid = entry.uid;
+  if (b != kNoBlock && index_.entry_of(kDevice, b) == kNoEntry) {
+    if (index_.set_block(e, kDevice, b)) {
+      entry.published_s = static_cast<float>(now_s_);
+      entry.used_s = entry.published_s;
+      ++counters_.num_publications;
+      store(kDevice).published(b);
+      announce(session.root, e);
+    }
+  }
+  if (entry.leader != kNoEntry) index_.clear_leader(e, index, sequence.uid);
+}
+
+// The data planes are told of the entry's block, and again of those below it, which name it.
+void Pool::announce(EntryId root, EntryId e) {
+  std::vector<EntryId> queue{e};
+  for (size_t i = 0; i < queue.size(); ++i) {
+    announcements_.push_back({root, queue[i], index_[queue[i]].uid});
+    for (EntryId c = index_[queue[i]].child; c != kNoEntry; c = index_[c].next)
+      if (index_[c].block(kDevice) != kNoBlock) queue.push_back(c);
+  }
+}
+
+void Pool::announce_promoted() {
+  for (const Block b : store(kDevice).take_promoted()) {
+    const EntryId e = index_.entry_of(kDevice, b);
+    if (e != kNoEntry) announce(index_.root_of(e), e);
+  }
+}
+
+std::vector<Pool::Announcement> Pool::findable() const {
+  std::vector<Announcement> found;
+  for (const EntryId root : index_.roots()) {
+    std::vector<EntryId> stack{root};
+    while (!stack.empty()) {
+      const EntryId e = stack.back();
+      stack.pop_back();
+      if (e != root) found.push_back({root, e, index_[e].uid});
+      for (EntryId c = index_[e].child; c != kNoEntry; c = index_[c].next)
+        if (index_[c].block(kDevice) != kNoBlock) stack.push_back(c);
+    }
+  }
+  return found;
+}
+
+// Deferred tokens
+
+std::vector<Failure> Pool::deferred_tokens(Slot slot, const DeferredColumns& columns) {
+  Session& session = sessions_[slot];
+  const int64_t num = columns.sequence_ids.size;
+  for (int64_t item = 0; item < num; ++item)
+    if (const uint32_t* index = session.sequences.find(columns.sequence_ids[item]))
+      sequences_[*index].num_checked = sequences_[*index].tokens.size;
+  const int32_t* tokens = columns.token_ids.data;
+  for (int64_t item = 0; item < num; tokens += columns.num_tokens[item], ++item) {
+    const Failure failure = check_deferred(session, columns, item, tokens);
+    if (failure.code != Code::kOk) return {failure};
+  }
+  tokens = columns.token_ids.data;
+  for (int64_t item = 0; item < num; tokens += columns.num_tokens[item], ++item) {
+    const uint32_t index = *session.sequences.find(columns.sequence_ids[item]);
+    Sequence& sequence = sequences_[index];
+    const int64_t num_repeated = sequence.tokens.size - columns.first_positions[item];
+    const int64_t num_new = columns.num_tokens[item] - num_repeated;
+    if (num_new <= 0) continue;
+    sequence.tokens.append(token_store_, tokens + num_repeated, num_new);
+    publish(session, index);
+  }
+  return {};
+}
+
+Failure Pool::check_deferred(Session& session, const DeferredColumns& columns, int64_t item,
+                             const int32_t* tokens) {
+  const int64_t id = columns.sequence_ids[item], first = columns.first_positions[item];
+  const uint32_t* index = session.sequences.find(id);
+  if (!index) return {item, Code::kNotFound, id};
+  Sequence& sequence = sequences_[*index];
+  if (sequence.admitted_by != columns.admitted_by[item])
+    return {item, Code::kOtherAdmission, id, sequence.admitted_by, columns.admitted_by[item]};
+  if (first < 0 || first > sequence.num_checked)
+    return {item, Code::kNotKnown, id, sequence.num_checked, first};
+  const int64_t end = first + columns.num_tokens[item];
+  if (end > sequence.num_scheduled && end > sequence.num_checked)
+    return {item, Code::kBeyondSlots, id, sequence.num_scheduled};
+  const int64_t num_known = std::min(sequence.tokens.size, end) - first;
+  if (num_known > 0 && !sequence.tokens.equals(token_store_, first, tokens, num_known))
+    return {item, Code::kOtherTokens, id, first};
+  sequence.num_checked = std::max(sequence.num_checked, end);
+  return {item, Code::kOk};
+}
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,326 @@
+// Sequences: fork, truncate, free, swap, cut.
+#include <algorithm>
+#include <unordered_map>
+
+#include "core/pool.h"
+
+namespace kvplane::blocks {
+
+uint32_t Pool::new_sequence(Session& session, int64_t id, int64_t admitted_by) {
+  uint32_t index;
+  if (free_sequences_.empty()) {
+    index = sequences_.add();
+  } else {
+    index = free_sequences_.back();
+    free_sequences_.pop_back();
+  }
+  Sequence& sequence = sequences_[index];
+  const uint32_t uid = sequence.uid;
+  sequence = Sequence{};
+  sequence.uid = uid;
+  sequence.id = id;
+  sequence.slot = session.slot;
+  sequence.admitted_by = admitted_by;
+  sequence.live = true;
+  session.sequences.insert(id, index);
+  return index;
+}
+
+// The sequence is freed, and no receipt that is still to come concerns it.
+void Pool::forget_sequence(uint32_t index) {
+  Sequence& sequence = sequences_[index];
+  sequence.tokens.cut(token_store_, 0);
+  sequence.ghosts = {};
+  sequence.pending = {};
+  ++sequence.uid;
+  free_sequences_.push_back(index);
+}
+
+Failure Pool::check_new_id(const Session& session, int64_t id, int64_t num_more,
+                           int64_t item) const {
+  if (id < 1) return {item, Code::kBadId, id};
+  if (session.sequences.find(id)) return {item, Code::kExists, id};
+  if (static_cast<int64_t>(session.sequences.size()) + num_more > config_.max_sequences)
+    return {item, Code::kTooManySequences, config_.max_sequences};
+  return {item, Code::kOk};
+}
+
+// Fork
+
+ItemResults Pool::fork(Slot slot, Span<int64_t> parents, Span<int64_t> ids) {
+  Session& session = sessions_[slot];
+  ItemResults results;
+  results.values.resize(static_cast<size_t>(ids.size));
+  for (int64_t item = 0; item < ids.size; ++item) {
+    const uint32_t* parent = session.sequences.find(parents[item]);
+    Failure failure = check_new_id(session, ids[item], 1, item);
+    if (!parent) {
+      failure = {item, Code::kNotFound, parents[item]};
+    } else if (failure.code == Code::kOk && sequences_[*parent].computed_by == session.number) {
+      failure = {item, Code::kBusy, parents[item]};
+    } else if (failure.code == Code::kOk) {
+      const Sequence& sequence = sequences_[*parent];
+      const int64_t more =
+          std::max(sequence.table.size, div_ceil(sequence.tokens.size, block_size_));
+      if (session.num_entries + more > config_.max_table_entries)
+        failure = {item, Code::kTooManyEntries, config_.max_table_entries, session.num_entries,
+                   more};
+    }
+    if (failure.code != Code::kOk) {
+      results.failures.push_back(failure);
+      continue;
+    }
+    results.values[static_cast<size_t>(item)] =
+        static_cast<int32_t>(sequences_[*parent].table.size);
+    if (!dry_run_) add_fork(session, *parent, ids[item], session.number);
+  }
+  return results;
+}
+
+uint32_t Pool::add_fork(Session& session, uint32_t parent_index, int64_t id, int64_t admitted_by) {
+  const uint32_t index = new_sequence(session, id, admitted_by);
+  const Sequence& parent = sequences_[parent_index];
+  Sequence& child = sequences_[index];
+  child.tier = parent.tier;
+  child.table = parent.table;
+  for (const uint32_t piece : child.table.pieces) ++table_store_[piece].num_owners;
+  session.num_entries += child.table.size;
+  child.num_trimmed = parent.num_trimmed;
+  child.tokens.share(token_store_, parent.tokens);
+  child.num_cached = parent.num_cached;
+  child.num_written = parent.num_written;
+  child.num_scheduled = parent.num_scheduled;
+  child.num_published = parent.num_published;
+  child.chain = parent.chain;
+  child.chain_uid = parent.chain_uid;
+  child.moved_by = parent.moved_by;
+  child.copied_by = parent.copied_by;
+  child.table_sent = parent.table_sent;
+  // Receipts of plans that the parent waits for count for the child too.
+  child.pending = parent.pending;
+  for (const auto& [plan, stop] : child.pending) touch_plan(session, plan, index);
+  if (child.moved_by > session.done) touch_plan(session, child.moved_by, index);
+  if (child.table_sent && !session.resync_due)
+    session.draft.changes.fork(id, parent.id, child.table.size);
+  return index;
+}
+
+// Free and cut
+
+ItemResults Pool::free(Slot slot, Span<int64_t> ids) {
+  Session& session = sessions_[slot];
+  ItemResults results;
+  results.values.resize(static_cast<size_t>(ids.size));
+  for (int64_t item = 0; item < ids.size; ++item) {
+    const uint32_t* index = session.sequences.find(ids[item]);
+    if (!index) {
+      results.failures.push_back({item, Code::kNotFound, ids[item]});
+    } else if (sequences_[*index].computed_by == session.number) {
+      results.failures.push_back({item, Code::kBusy, ids[item]});
+    } else if (!dry_run_) {
+      results.values[static_cast<size_t>(item)] =
+          static_cast<int32_t>(drop(session, *index, session.number));
+    }
+  }
+  return results;
+}
+
+int64_t Pool::cut(Slot slot, int64_t sequence_id) {
+  Session& session = sessions_[slot];
+  const uint32_t* index = session.sequences.find(sequence_id);
+  // Plans in flight may still touch its blocks; one that is made later drops its table first. After
+  // an abort, what the data plane does is known when the next plan has run.
+  return drop(session, *index, session.resync_due ? session.number + 1 : session.last_plan);
+}
+
+// Ends a live sequence. What receipts say later that it wrote is published all the same, as far as
+// its blocks have not been allocated again.
+int64_t Pool::drop(Session& session, uint32_t index, int64_t plan) {
+  Sequence& sequence = sequences_[index];
+  publish(session, index);  // tokens may have become known since the last receipt
+  const int64_t complete = std::min(sequence.tokens.size, sequence.num_scheduled) / block_size_;
+  const bool expects =
+      sequence.tier == kDevice && !sequence.pending.empty() && complete > sequence.num_published;
+  clear_leaders(sequence, index, sequence.num_published);
+  BlockStore& blocks = store(sequence.tier);
+  if (expects) {
+    sequence.first_ghost = sequence.num_published;
+    for (int64_t i = sequence.num_published; i < complete; ++i) {
+      const Block b = sequence.table.at(table_store_, i);
+      sequence.ghosts.emplace_back(b, b == kNoBlock ? 0 : blocks.generation(b));
+    }
+  }
+  const int64_t num_released = cut_table(session, sequence, 0, plan);
+  for (auto ghost = sequence.ghosts.rbegin(); ghost != sequence.ghosts.rend(); ++ghost)
+    if (ghost->first != kNoBlock && blocks.state(ghost->first) == State::kRetired)
+      blocks.keep(ghost->first);
+  session.sequences.erase(sequence.id);
+  sequence.live = false;
+  if (sequence.table_sent && !session.resync_due) session.draft.changes.drop(sequence.id);
+  if (!expects) forget_sequence(index);
+  return num_released;
+}
+
+// No other sequence shares the blocks from the from-th on before they are published.
+void Pool::clear_leaders(Sequence& sequence, uint32_t index, int64_t from) {
+  if (from >= sequence.num_led) return;
+  // From the root, since the entries on the way may have been removed.
+  EntryId e = sessions_[sequence.slot].root;
+  std::vector<EntryId> path;
+  for (int64_t i = 0; i < sequence.num_led && e != kNoEntry; ++i) {
+    e = index_.find(e, &sequence.tokens.at(token_store_, i * block_size_));
+    if (e != kNoEntry && i >= from) path.push_back(e);
+  }
+  for (auto it = path.rbegin(); it != path.rend(); ++it)  // tails first: each prunes itself
+    index_.clear_leader(*it, index, sequence.uid);
+  sequence.num_led = from;
+}
+
+// Truncate
+
+ItemResults Pool::truncate(Slot slot, Span<int64_t> ids, Span<int64_t> num_tokens) {
+  Session& session = sessions_[slot];
+  ItemResults results;
+  results.values.resize(static_cast<size_t>(ids.size));
+  for (int64_t item = 0; item < ids.size; ++item) {
+    const int64_t id = ids[item], num = num_tokens[item];
+    const uint32_t* index = session.sequences.find(id);
+    Failure failure{item, Code::kOk};
+    if (!index) {
+      failure = {item, Code::kNotFound, id};
+    } else {
+      const Sequence& sequence = sequences_[*index];
+      if (num < 0)
+        failure = {item, Code::kNegative, 3};
+      else if (sequence.computed_by == session.number)
+        failure = {item, Code::kBusy, id};
+      else if (num > std::max(sequence.num_scheduled, sequence.tokens.size))
+        failure = {item, Code::kTooLong, id, sequence.num_scheduled, num};
+      else if (num < sequence.num_trimmed * block_size_)
+        failure = {item, Code::kTrimmed, id, sequence.num_trimmed * block_size_, num};
+    }
+    if (failure.code != Code::kOk) {
+      results.failures.push_back(failure);
+    } else if (!dry_run_) {
+      results.values[static_cast<size_t>(item)] =
+          static_cast<int32_t>(truncate_one(session, *index, num));
+    }
+  }
+  return results;
+}
+
+int64_t Pool::truncate_one(Session& session, uint32_t index, int64_t num) {
+  Sequence& sequence = sequences_[index];
+  const int64_t num_full = num / block_size_;
+  publish(session, index);  // what is kept and complete
+  clear_leaders(sequence, index, std::min(sequence.num_led, num_full));
+  sequence.tokens.cut(token_store_, num);
+  sequence.num_scheduled = std::min(sequence.num_scheduled, num);
+  sequence.num_written = std::min(sequence.num_written, num);
+  sequence.num_cached = std::min(sequence.num_cached, num);
+  for (auto& [plan, stop] : sequence.pending) stop = std::min(stop, num);
+  if (sequence.num_published > num_full) {
+    if (!index_.alive(sequence.chain, sequence.chain_uid)) {
+      sequence.chain = session.root;
+      sequence.chain_uid = index_[session.root].uid;
+      sequence.num_published = 0;
+    }
+    for (; sequence.num_published > num_full; --sequence.num_published)
+      sequence.chain = index_[sequence.chain].parent;
+    sequence.chain_uid = index_[sequence.chain].uid;
+  }
+  const int64_t num_blocks = div_ceil(num, block_size_);
+  if (num_blocks >= sequence.table.size) return 0;
+  const int64_t num_released = cut_table(session, sequence, num_blocks, session.number);
+  if (sequence.table_sent && !session.resync_due)
+    session.draft.changes.cut(ChangeKind::kTruncate, sequence.id, num_blocks);
+  return num_released;
+}
+
+// Swap
+
+std::variant<int64_t, Failure> Pool::swap(Slot slot, Span<int64_t> ids, Tier destination) {
+  Session& session = sessions_[slot];
+  const Tier source = destination == kHost ? kDevice : kHost;
+  std::vector<uint32_t> indices;
+  for (int64_t item = 0; item < ids.size; ++item) {
+    const uint32_t* index = session.sequences.find(ids[item]);
+    if (!index) return Failure{item, Code::kNotFound, ids[item]};
+    const Sequence& sequence = sequences_[*index];
+    if (sequence.computed_by == session.number) return Failure{item, Code::kBusy, ids[item]};
+    if (sequence.tier != source) return Failure{item, Code::kSwapped, ids[item], sequence.tier};
+    indices.push_back(*index);
+  }
+  std::unordered_map<Block, Block> copies;  // old block -> new one
+  std::vector<Block> blocks;
+  for (const uint32_t index : indices)
+    for (const Block b : table_of(sequences_[index]))
+      if (b != kNoBlock && copies.emplace(b, kNoBlock).second) blocks.push_back(b);
+  const auto needed = static_cast<int64_t>(blocks.size());
+  if (needed > store(destination).num_blocks)
+    return Failure{0, Code::kNever, needed, store(destination).num_blocks, destination};
+  dry_taken_ = 0;
+  const int64_t available = obtainable(session, destination);
+  if (needed > available) return no_room(session, destination, 0, needed, available, 0);
+  if (dry_run_) return needed;
+  std::vector<Block> fresh;
+  allocate(session, destination, needed, fresh);
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    copies[blocks[i]] = fresh[i];
+    transfer(session, {source, blocks[i], store(source).generation(blocks[i])}, destination,
+             fresh[i], static_cast<uint32_t>(block_size_));
+  }
+  std::unordered_map<Block, bool> used;
+  for (const uint32_t index : indices) move(session, index, destination, copies, used);
+  (destination == kHost ? counters_.num_swapped_out : counters_.num_swapped_in) += needed;
+  return needed;
+}
+
+// Lets the sequence's table refer to the copies of its blocks.
+void Pool::move(Session& session, uint32_t index, Tier destination,
+                const std::unordered_map<Block, Block>& copies,
+                std::unordered_map<Block, bool>& used) {
+  Sequence& sequence = sequences_[index];
+  clear_leaders(sequence, index, 0);
+  const std::vector<Block> old = table_of(sequence);
+  const int64_t num_trimmed = sequence.num_trimmed;
+  cut_table(session, sequence, 0, session.number);
+  sequence.tier = destination;
+  std::vector<uint8_t> allocated;
+  for (const Block b : old) {
+    const Block copy = b == kNoBlock ? kNoBlock : copies.at(b);
+    if (copy != kNoBlock) {
+      bool& is_used = used[copy];
+      if (is_used) store(destination).share(copy);
+      allocated.push_back(!is_used);
+      is_used = true;
+    }
+    push_block(session, sequence, copy);
+  }
+  sequence.num_trimmed = num_trimmed;
+  sequence.moved_by = session.number;
+  sequence.num_published = 0;
+  sequence.chain = session.root;
+  sequence.chain_uid = index_[session.root].uid;
+  touch(session, index);
+  send_table(session, sequence, allocated);
+}
+
+// The whole table, in place of what the data plane has.
+void Pool::send_table(Session& session, Sequence& sequence, const std::vector<uint8_t>& allocated) {
+  if (sequence.table.size == 0 || session.resync_due) {
+    sequence.table_sent = sequence.table_sent || sequence.table.size;
+    return;
+  }
+  if (!sequence.num_trimmed) {
+    set_entries(session, sequence, ChangeKind::kReplace, 0, sequence.table.size, &allocated);
+    return;
+  }
+  TableChanges& changes = session.draft.changes;
+  if (sequence.table_sent) changes.drop(sequence.id);
+  changes.cut(ChangeKind::kTrim, sequence.id, sequence.num_trimmed);
+  set_entries(session, sequence, ChangeKind::kSet, sequence.num_trimmed, sequence.table.size,
+              &allocated);
+}
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,131 @@
+// One engine's sequences and plans in flight, and the draft of its next plan.
+#pragma once
+
+#include <deque>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "core/draft.h"
+#include "core/id_map.h"
+#include "core/pieces.h"
+#include "core/types.h"
+
+namespace kvplane::blocks {
+
+using TableStore = PieceStore<Block, 64>;
+using Table = PiecedArray<TableStore>;
+
+// A sequence, live or freed before its last receipts.
+//
+//     0 ............ num_written ............ num_scheduled ............ table.size * block size
+//     | receipted    | some plan in flight    | blocks allocated ahead
+//     |              | writes these           |
+//     tokens known: [0, tokens.size), anywhere up to the end of the table or beyond what is
+//     scheduled
+//
+// Invariant: num_cached, num_written <= num_scheduled <= table.size * block size; pending ends rise
+// with their plans.
+struct Sequence {
+  int64_t id = 0;
+  int64_t admitted_by = 0;  // number of the step that admitted or forked it
+  Slot slot = kNoSlot;
+  uint32_t uid = 0;  // counts the sequences that were kept here
+  bool live = false;
+  bool table_sent = false;  // the data plane will have a table for it once the last plan has run
+  int64_t copied_by = 0;    // the last plan that copies blocks of its table from elsewhere
+  Tier tier = kDevice;
+  Table table;  // blocks; the first num_trimmed are kNoBlock
+  int64_t num_trimmed = 0;
+  Tokens tokens;
+  int64_t num_cached = 0;
+  int64_t num_written = 0;
+  int64_t num_scheduled = 0;
+  int64_t num_published = 0;  // leading blocks that the index has, or has in another block
+  EntryId chain = kNoEntry;   // the entry of the last of them; the root's for none
+  uint32_t chain_uid = 0;
+  int64_t num_led = 0;      // leading blocks whose entries may say that this sequence fills them
+  int64_t moved_by = 0;     // the plan whose transfers fill the table
+  int64_t computed_by = 0;  // the last plan that computes tokens of it
+  std::vector<std::pair<int64_t, int64_t>> pending;  // (plan, end of what it writes)
+  // Of a freed one: blocks from num_published on that receipts may still publish.
+  std::vector<std::pair<Block, int64_t>> ghosts;  // (block, generation)
+  int64_t first_ghost = 0;                        // place in the table of the first
+  int64_t num_checked = 0;                        // scratch of deferred_tokens
+};
+
+// A block as it was when it was allocated.
+struct BlockRef {
+  Tier tier;
+  Block block;
+  int64_t generation;
+
+  bool operator==(const BlockRef& other) const {
+    return tier == other.tier && block == other.block && generation == other.generation;
+  }
+};
+
+struct BlockRefHash {
+  size_t operator()(const BlockRef& ref) const {
+    return (uint64_t{ref.tier} << 32 | ref.block) * 0x9E3779B97F4A7C15u ^
+           static_cast<uint64_t>(ref.generation);
+  }
+};
+
+// Blocks that transfers wrote, and the block whose content each has.
+using Origins = std::unordered_map<BlockRef, BlockRef, BlockRefHash>;
+
+// A copy in the host tier that keeps an entry's prefix.
+struct Demotion {
+  EntryId entry;
+  uint32_t uid;
+  Block copy;
+};
+
+struct Transfer {
+  BlockRef source;
+  BlockRef destination;
+};
+
+// What a plan in flight changes once it has run, or undoes when it is aborted.
+struct PlanRecord {
+  int64_t number = 0;
+  std::vector<std::pair<uint32_t, uint32_t>> touched;  // (sequence, uid): have spans or transfers
+  std::vector<Transfer> transfers;                     // their sources are pinned
+  std::vector<Demotion> demotions;
+};
+
+// Table references released while the session's plan may touch the blocks.
+struct Release {
+  int64_t plan;
+  std::vector<std::pair<Tier, Block>> blocks;
+};
+
+struct Session {
+  Slot slot = kNoSlot;
+  bool open = false;
+  bool resync_due = false;
+  EntryId root = kNoEntry;
+  uint32_t owner = 0;
+  uint64_t opened = 0;
+  IdMap sequences{0};  // id -> index
+  std::deque<PlanRecord> plans;
+  std::deque<Release> releases;
+  int64_t done = 0;  // highest plan receipted
+  int64_t last_plan = 0;
+  int64_t number = 0;       // of the step that runs, or ran last
+  int64_t num_held = 0;     // blocks of pieces of its tables, both tiers
+  int64_t num_entries = 0;  // of its tables, shared or not
+  Draft draft;
+  PlanRecord record;  // of the draft
+  // Of the draft: blocks that its transfers write, which are not allocated twice in one plan; those
+  // of them that nothing refers to any more, pinned until the plan is made; what it allocates.
+  std::unordered_set<uint64_t> destinations;
+  std::vector<std::pair<Tier, Block>> kept;
+  std::unordered_set<uint64_t> allocated;
+};
+
+inline uint64_t key_of(Tier tier, Block b) { return uint64_t{tier} << 32 | b; }
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,31 @@
+// What all parts of the metadata core share.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+namespace kvplane::blocks {
+
+using Block = uint32_t;
+constexpr Block kNoBlock = 0xFFFFFFFF;
+
+// An entry of the prefix index.
+using EntryId = uint32_t;
+constexpr EntryId kNoEntry = 0xFFFFFFFF;
+
+// A session's place in the pool, reused after its fence.
+using Slot = uint32_t;
+constexpr Slot kNoSlot = 0xFFFFFFFF;
+// Where a block concerns several sessions.
+constexpr Slot kManySlots = 0xFFFFFFFE;
+
+// As on the wire.
+enum Tier : uint8_t { kDevice = 1, kHost = 2 };
+
+// Above every plan's number: what waits for the fence of an ended session.
+constexpr int64_t kEnded = std::numeric_limits<int64_t>::max();
+
+inline int64_t div_ceil(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,74 @@
+"""Compares the stub of a native module with the module: names, arguments and results."""
+
+from __future__ import annotations
+
+import ast
+import re
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+
+_ARGUMENT = re.compile(r"(?:^|, )(\w+): ")
+
+
+class Stub:
+    """A ``.pyi`` file beside the module that it describes."""
+
+    def __init__(self, path: Path, module: ModuleType) -> None:
+        self.module = module
+        self._body = ast.parse(path.read_text()).body
+
+    def names(self) -> set[str]:
+        """Of everything in the stub."""
+        names = {ast.unparse(n.target) for n in self._body if isinstance(n, ast.AnnAssign)}
+        return names | {n.name for n in (*self.functions(), *self._classes())}
+
+    def functions(self) -> list[ast.FunctionDef]:
+        return [n for n in self._body if isinstance(n, ast.FunctionDef)]
+
+    def check_functions(self) -> None:
+        """Functions take the arguments of the module's and give what those give."""
+        for stub in self.functions():
+            _check_signature(stub, getattr(self.module, stub.name))
+
+    def check_classes(self) -> None:
+        """Enums have the members of the module's, other classes the methods and properties."""
+        for stub in self._classes():
+            held = getattr(self.module, stub.name)
+            if [ast.unparse(base) for base in stub.bases] == [Enum.__name__]:
+                members = {
+                    n.targets[0].id: ast.literal_eval(n.value)  # type: ignore[attr-defined]
+                    for n in stub.body
+                    if isinstance(n, ast.Assign)
+                }
+                assert members == {key: int(value) for key, value in held.__members__.items()}
+                continue
+            methods = [n for n in stub.body if isinstance(n, ast.FunctionDef)]
+            public = {n for n in vars(held) if not n.startswith("_")}
+            assert {n.name for n in methods if not n.name.startswith("_")} == public, stub.name
+            for method in methods:
+                if not method.decorator_list:  # a property has no signature
+                    _check_signature(method, getattr(held, method.name))
+
+    def _classes(self) -> list[ast.ClassDef]:
+        return [n for n in self._body if isinstance(n, ast.ClassDef)]
+
+
+def _check_signature(stub: ast.FunctionDef, held: object) -> None:
+    by_keyword, names, result = _signature(held)
+    arguments = (*stub.args.args, *stub.args.kwonlyargs)
+    assert names == [a.arg for a in arguments if a.arg != "self"], stub.name
+    assert by_keyword == bool(stub.args.kwonlyargs), stub.name
+    assert stub.returns is not None and result == ast.unparse(stub.returns), stub.name
+
+
+def _signature(function: object) -> tuple[bool, list[str], str]:
+    """Of a function of pybind11, from the first line of its docstring: whether all its arguments
+    are keyword-only, their names, and the type of its result.
+    """
+    line = (function.__doc__ or "").strip().splitlines()[0]
+    found = re.fullmatch(r"\w+\((?P<arguments>.*)\) -> (?P<result>.+)", line)
+    assert found is not None, line
+    arguments = re.sub(r"^self: [^,]+(, |$)", "", found["arguments"])
+    by_keyword = arguments.startswith("*, ")
+    return by_keyword, _ARGUMENT.findall(arguments.removeprefix("*, ")), found["result"]
