@@ -143,11 +143,11 @@ def find_prefix(
         )
     response = cpb.FindPrefixResponse()
     for pool in pools:
+        root = root_of(pool.layout.fingerprint, tenant, request.namespace)
         if what == "token_ids":
-            root = root_of(pool.layout.fingerprint, tenant, request.namespace)
             num_device, num_host, _ = pool.native.match(root, request.token_ids)
         else:
-            num_device, num_host = pool.native.match_hashes(request.hashes)
+            num_device, num_host, _ = pool.native.match_hashes(root, request.hashes)
         response.matches.add(
             pool_id=pool.id,
             num_device_tokens=num_device * pool.block_size,

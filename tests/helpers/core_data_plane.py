@@ -131,6 +131,20 @@ def changes_of(plan: tpb.Plan) -> list[Change]:
     return changes
 
 
+def allocations_of(plan: tpb.Plan) -> list[Block]:
+    """Blocks that a plan allocates for no table."""
+    message = plan.allocations
+    return [
+        Block(*each)
+        for each in zip(
+            columns.read(UINT8, message.tiers, "tiers"),
+            columns.read(INT32, message.indices, "indices"),
+            columns.read(INT64, message.generations, "generations"),
+            strict=True,
+        )
+    ]
+
+
 def transfers_of(plan: tpb.Plan) -> list[tuple[Block, Block]]:
     """A plan's transfers, (source, destination) each."""
     message = plan.transfers
@@ -409,6 +423,9 @@ class DataPlane:
                 tables[change.sequence_id] = parent[: change.num_blocks]
             elif change.kind == tpb.TABLE_CHANGE_KIND_DROP:
                 del tables[change.sequence_id]
+            elif change.kind == tpb.TABLE_CHANGE_KIND_TRUNCATE:
+                assert change.num_blocks <= len(tables[change.sequence_id])
+                del tables[change.sequence_id][change.num_blocks :]
             else:
                 for block, allocated in zip(change.blocks, change.allocated, strict=True):
                     self._check_block(session_id, block, allocated=allocated, again=again)
@@ -419,6 +436,9 @@ class DataPlane:
                 table[change.first_block : change.first_block + len(block_ids)] = block_ids
                 assert len({tier for tier, _ in table}) == 1, "a table in two tiers"
                 tables[change.sequence_id] = table
+
+        for block in allocations_of(plan):
+            self._check_block(session_id, block, allocated=True, again=again)
 
     def _check_block(self, session_id: int, block: Block, *, allocated: bool, again: bool) -> None:
         block_id = block.block_id

@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from registration_messages import hello, report
+from native_sessions import NativeSession
+from registration_messages import LAYOUT, hello, report
 
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.pool import Pool
+from control_plane.planning.pools.publications import root_of
 from control_plane.planning.pools.registration import Registration
 from kvplane import signing
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 
 INCARNATION = 7
+ROOT = root_of(LAYOUT.fingerprint, "default", "")
 
 
 class World:
@@ -42,9 +45,11 @@ class World:
             self.end_session(session_id, pool)
 
     def open_session(self) -> int:
-        session_id = next(self.session_ids)
-        self.pool.open(session_id, "tenant", b"root")
-        return session_id
+        return self.open_writer().id
+
+    def open_writer(self) -> NativeSession:
+        """A session that can write prompts."""
+        return NativeSession(self.pool, next(self.session_ids), "default", ROOT)
 
     def end_session(self, session_id: int, pool: Pool | None = None) -> None:
         (pool or self.pool).end(self.ref(session_id), ordinal=session_id)

@@ -141,7 +141,7 @@ HERE: dict[str, tuple[cpb.Operation, type[KvplaneError], str]] = {
     "id 0": (ops.admit(0, [1]), InvalidRequestError, "admit.sequence_id"),
     "a live id": (ops.admit(1, [1]), SequenceExistsError, "admit.sequence_id"),
     "no tokens": (ops.admit(2, []), InvalidRequestError, "admit.token_ids"),
-    "a negative token": (ops.admit(2, [-1]), InvalidRequestError, "admit.token_ids"),
+    "a negative token": (ops.admit(2, [-1]), InvalidRequestError, "admit.token_ids[0]"),
     "too much": (
         ops.admit(2, [1], max_total_tokens=2**41),
         InvalidRequestError,
@@ -151,7 +151,7 @@ HERE: dict[str, tuple[cpb.Operation, type[KvplaneError], str]] = {
     "a live child": (ops.fork(1, 1), SequenceExistsError, "fork.sequence_ids[0]"),
     "nothing to free": (ops.free([9]), SequenceNotFoundError, "free.sequence_ids[0]"),
     "nothing to swap": (ops.swap_out([]), InvalidRequestError, "swap_out.sequence_ids"),
-    "one twice": (ops.swap_out([1, 1]), InvalidRequestError, "swap_out.sequence_ids"),
+    "one twice": (ops.swap_out([1, 1]), InvalidRequestError, "swap_out.sequence_ids[1]"),
     "there already": (ops.swap_in([1]), SequenceSwappedError, "swap_in.sequence_ids[0]"),
 }
 

@@ -8,14 +8,13 @@ import itertools
 from collections.abc import Iterable, Mapping
 
 import pytest
+from native_sessions import NativeSession, found, generations
 from registration_messages import LAYOUT, Prefix, blocks, chain, half, hello, publications, report
 
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import root_of
 from control_plane.planning.pools.registration import Registration
-from kvplane import columns, ops
-from kvplane.columns import INT32, INT64
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 
@@ -67,29 +66,18 @@ class Pools:
     ) -> list[int]:
         """The blocks that a prompt finds."""
         root = root_of(LAYOUT.fingerprint, tenant, namespace)
-        native = self.pool.native
-        native.check_integrity()
-        packed = ops.pack_tokens(list(tokens))
-        _, indices, *_ = native.explain(root, packed)
-        return columns.read(INT32, indices, "indices").tolist()
+        self.pool.native.check_integrity()
+        return found(self.pool, root, tokens)
 
     def generations(self) -> list[int]:
         """Of the device blocks."""
-        column = self.pool.native.generations(DEVICE)
-        return columns.read(INT64, column, "generations").tolist()
+        return generations(self.pool)
 
     def fill(self, num_blocks: int) -> list[int]:
         """Allocate so many blocks, one after the other."""
         root = root_of(LAYOUT.fingerprint, "filler", "")
-        slot, native = self.pool.open(1, "filler", root), self.pool.native
-        taken = []
-        for i in range(1, num_blocks + 1):
-            native.begin(slot, i)
-            native.admit(slot, i, ops.pack_tokens([900 + i]), b"", -1, 0, True, 0)
-            native.finish(slot, b"")
-            _, indices, *_ = native.table(slot, i)
-            taken += columns.read(INT32, indices, "indices").tolist()
-        return taken
+        session = NativeSession(self.pool, 1, "filler", root)
+        return [session.write([900 + i])[0] for i in range(num_blocks)]
 
 
 def built_from(*parts: pb.BlockReport, num_blocks: int = 16) -> Pools:

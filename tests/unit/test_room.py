@@ -46,7 +46,7 @@ def test_hits_cost_nothing_while_others_hold_them() -> None:
 
 
 def test_a_prompt_that_is_all_cached_needs_a_copy_of_its_last_block() -> None:
-    rig = cached_prompt(3)
+    rig = cached_prompt(4)
     assert rig.admit(1, range(16)).num_cached == 15
     failure = failure_of(rig, ops.admit(2, range(32)))
     assert (failure.status, failure.shortage.num_blocks_needed) == (LATER, 2)

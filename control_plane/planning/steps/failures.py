@@ -6,7 +6,6 @@ from typing import Final, cast
 
 from google.protobuf import duration_pb2
 from kvplane_blocks import ColumnError, _native
-from kvplane_blocks._native import Failure
 
 from control_plane.planning.session import Session
 from kvplane.error_messages import to_wire
@@ -22,6 +21,9 @@ from kvplane.errors import (
 )
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+
+# Item, code, and what the code gives a sense to; see kvplane_blocks._native.
+Failure = tuple[int, int, int, int, int]
 
 # About as long as a step takes on a busy engine: receipts come with steps.
 RETRY_DELAY: Final = duration_pb2.Duration(nanos=50_000_000)

@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvplane_blocks import ColumnError
-from kvplane_blocks._native import Failure
 
 from control_plane.planning.session import Session
 from control_plane.planning.steps import checks, prefixes
-from control_plane.planning.steps.failures import add_error, add_failures, error_of_columns
+from control_plane.planning.steps.failures import Failure, add_error, add_failures, error_of_columns
 from kvplane import columns
 from kvplane.columns import INT64
 from kvplane.errors import InvalidRequestError, KvplaneError

@@ -243,7 +243,9 @@ std::variant<int64_t, Failure> Pool::swap(Slot slot, Span<int64_t> ids, Tier des
   Session& session = sessions_[slot];
   const Tier source = destination == kHost ? kDevice : kHost;
   std::vector<uint32_t> indices;
+  std::unordered_set<int64_t> named;
   for (int64_t item = 0; item < ids.size; ++item) {
+    if (!named.insert(ids[item]).second) return Failure{item, Code::kExists, ids[item]};
     const uint32_t* index = session.sequences.find(ids[item]);
     if (!index) return Failure{item, Code::kNotFound, ids[item]};
     const Sequence& sequence = sequences_[*index];
