@@ -50,7 +50,7 @@ void Pool::end_plans(Session& session, int64_t next_plan) {
 void Pool::cut_to_written(Session& session, uint32_t index, const Origins& origins,
                           int64_t next_plan) {
   Sequence& sequence = sequences_[index];
-  clear_leaders(sequence, index, std::min(sequence.num_led, sequence.num_written / block_size_));
+  clear_leaders(sequence, index, sequence.num_written / block_size_);
   sequence.tokens.cut(token_store_, sequence.num_written);
   sequence.num_written = std::min(sequence.num_written, sequence.tokens.size);
   sequence.num_scheduled = sequence.num_written;

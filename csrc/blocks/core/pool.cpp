@@ -19,10 +19,7 @@ Pool::Pool(PoolConfig config)
   index_.set_listener(this);
 }
 
-void Pool::set_time(double now_s) {
-  now_s_ = now_s;
-  for (auto& blocks : stores_) blocks->policy().set_time(now_s);
-}
+void Pool::set_time(double now_s) { now_s_ = now_s; }
 
 void Pool::changed(Change, EntryId, Tier) { ++revision_; }
 

@@ -263,6 +263,7 @@ class Pool final : private Listener {
   void advance(Session& session, uint32_t index, int64_t done);
   bool set_chain(Session& session, Sequence& sequence);
   void enter(Session& session, Sequence& sequence, uint32_t index, const int32_t* tokens, Block b);
+  EntryId entry_for(const Sequence& sequence, uint32_t index, const int32_t* tokens);
   Failure check_deferred(Session& session, const DeferredColumns& columns, int64_t item,
                          const int32_t* tokens);
   void announce(EntryId root, EntryId entry);

@@ -9,10 +9,11 @@ namespace kvplane::blocks {
 
 namespace {
 
-constexpr size_t kMinHashes = 64;
+constexpr size_t kMinKeys = 64;
+constexpr size_t kMaxDelayed = 32;
 
 size_t power_of_two_above(size_t n) {
-  size_t size = kMinHashes;
+  size_t size = kMinKeys;
   while (size < n) size *= 2;
   return size;
 }
@@ -28,7 +29,9 @@ PrefixIndex::PrefixIndex(uint32_t block_size_tokens, uint32_t num_device_blocks,
                 std::vector<EntryId>(num_host_blocks, kNoEntry)},
       spare_links_(num_device_blocks),
       // Room for an entry a block, so that a pool does not stop to grow the table.
-      hashes_(power_of_two_above(2 * (size_t(num_device_blocks) + num_host_blocks)), kNoEntry) {}
+      keys_(power_of_two_above(2 * (size_t(num_device_blocks) + num_host_blocks))) {
+  delayed_.reserve(kMaxDelayed);
+}
 
 // Roots
 
@@ -75,9 +78,12 @@ EntryId PrefixIndex::find(EntryId parent, const int32_t* tokens) const {
   if (std::memcmp(tokens_.row(first), tokens, num_bytes) == 0) return first;
   if (entries_[first].next == kNoEntry) return kNoEntry;
   const Hash hash = chained_hash(entries_[parent].hash, tokens, num_bytes);
-  for (size_t i = place(hash); hashes_[i] != kNoEntry; i = (i + 1) & (hashes_.size() - 1)) {
-    const EntryId e = hashes_[i];
-    if (entries_[e].parent == parent && entries_[e].hash == hash &&
+  const uint32_t tag = tag_of(hash);
+  do_delayed();
+  const size_t mask = keys_.size() - 1;
+  for (size_t i = tag & mask; keys_[i].entry != kNoEntry; i = (i + 1) & mask) {
+    const EntryId e = keys_[i].entry;
+    if (keys_[i].tag == tag && entries_[e].parent == parent && entries_[e].hash == hash &&
         std::memcmp(tokens_.row(e), tokens, num_bytes) == 0)
       return e;
   }
@@ -85,8 +91,11 @@ EntryId PrefixIndex::find(EntryId parent, const int32_t* tokens) const {
 }
 
 EntryId PrefixIndex::find_hash(const Hash& hash) const {
-  for (size_t i = place(hash); hashes_[i] != kNoEntry; i = (i + 1) & (hashes_.size() - 1))
-    if (entries_[hashes_[i]].hash == hash) return hashes_[i];
+  const uint32_t tag = tag_of(hash);
+  do_delayed();
+  const size_t mask = keys_.size() - 1;
+  for (size_t i = tag & mask; keys_[i].entry != kNoEntry; i = (i + 1) & mask)
+    if (keys_[i].tag == tag && entries_[keys_[i].entry].hash == hash) return keys_[i].entry;
   return kNoEntry;
 }
 
@@ -175,7 +184,7 @@ void PrefixIndex::prune(EntryId e) {
     } else {
       (entry.prev == kNoEntry ? entries_[parent].child : entries_[entry.prev].next) = entry.next;
       if (entry.next != kNoEntry) entries_[entry.next].prev = entry.prev;
-      erase_hash(e);
+      delay({e, tag_of(entry.hash)}, false);
     }
     ++entry.uid;
     free_.push_back(e);
@@ -207,7 +216,7 @@ EntryId PrefixIndex::add(EntryId parent, const int32_t* tokens, const Hash& hash
   entry.next = above.child;
   if (above.child != kNoEntry) entries_[above.child].prev = e;
   above.child = e;
-  insert_hash(e);
+  delay({e, tag_of(hash)}, true);
   return e;
 }
 
@@ -217,45 +226,62 @@ void PrefixIndex::remove_spare(Entry& entry, Block b) {
   entry.spares = list.head;
 }
 
-// The hash table: keys are entries, found by 64 bits of their hash. Deletion moves later keys of
-// the run back (Knuth, The Art of Computer Programming, vol. 3, 6.4, algorithm R).
+// The hash table. Deletion moves later keys of the run back (Knuth, The Art of Computer
+// Programming, vol. 3, 6.4, algorithm R). A prompt adds, and an eviction removes, thousands of keys
+// at random places: these changes wait until a few have come, or a look-up, while their places are
+// fetched from memory.
 
-size_t PrefixIndex::place(const Hash& hash) const {
+uint32_t PrefixIndex::tag_of(const Hash& hash) const {
   uint64_t halves[2];
   std::memcpy(halves, hash.data(), sizeof halves);
   const uint64_t x = (halves[0] ^ seed_) * 0x9E3779B97F4A7C15u + halves[1];
-  return (x ^ (x >> 32)) & (hashes_.size() - 1);
+  return static_cast<uint32_t>(x ^ (x >> 32));
 }
 
-void PrefixIndex::insert_hash(EntryId e) {
-  if (4 * (num_hashes_ + 1) > 3 * hashes_.size()) grow_hashes();
-  size_t i = place(entries_[e].hash);
-  while (hashes_[i] != kNoEntry) i = (i + 1) & (hashes_.size() - 1);
-  hashes_[i] = e;
-  ++num_hashes_;
+void PrefixIndex::delay(Key key, bool is_insert) {
+  if (delayed_.size() == kMaxDelayed) do_delayed();
+  __builtin_prefetch(&keys_[key.tag & (keys_.size() - 1)], 1);
+  delayed_.push_back({key, is_insert});
 }
 
-void PrefixIndex::erase_hash(EntryId e) {
-  const size_t mask = hashes_.size() - 1;
-  size_t hole = place(entries_[e].hash);
-  while (hashes_[hole] != e) hole = (hole + 1) & mask;
-  for (size_t i = (hole + 1) & mask; hashes_[i] != kNoEntry; i = (i + 1) & mask) {
-    const size_t home = place(entries_[hashes_[i]].hash);
-    if (((i - home) & mask) >= ((i - hole) & mask)) {
-      hashes_[hole] = hashes_[i];
+void PrefixIndex::do_delayed() const {
+  if (delayed_.empty()) return;
+  // What the index holds does not change, only where.
+  auto* self = const_cast<PrefixIndex*>(this);
+  for (const Delayed& change : delayed_)
+    change.is_insert ? self->insert_key(change.key) : self->erase_key(change.key);
+  self->delayed_.clear();
+}
+
+void PrefixIndex::insert_key(Key key) {
+  if (4 * (num_keys_ + 1) > 3 * keys_.size()) grow_keys();
+  const size_t mask = keys_.size() - 1;
+  size_t i = key.tag & mask;
+  while (keys_[i].entry != kNoEntry) i = (i + 1) & mask;
+  keys_[i] = key;
+  ++num_keys_;
+}
+
+void PrefixIndex::erase_key(Key key) {
+  const size_t mask = keys_.size() - 1;
+  size_t hole = key.tag & mask;
+  while (keys_[hole].entry != key.entry || keys_[hole].tag != key.tag) hole = (hole + 1) & mask;
+  for (size_t i = (hole + 1) & mask; keys_[i].entry != kNoEntry; i = (i + 1) & mask) {
+    if (((i - keys_[i].tag) & mask) >= ((i - hole) & mask)) {
+      keys_[hole] = keys_[i];
       hole = i;
     }
   }
-  hashes_[hole] = kNoEntry;
-  --num_hashes_;
+  keys_[hole] = Key{};
+  --num_keys_;
 }
 
-void PrefixIndex::grow_hashes() {
-  std::vector<EntryId> old(hashes_.size() * 2, kNoEntry);
-  old.swap(hashes_);
-  num_hashes_ = 0;
-  for (const EntryId e : old)
-    if (e != kNoEntry) insert_hash(e);
+void PrefixIndex::grow_keys() {
+  std::vector<Key> old(keys_.size() * 2);
+  old.swap(keys_);
+  num_keys_ = 0;
+  for (const Key& key : old)
+    if (key.entry != kNoEntry) insert_key(key);
 }
 
 void PrefixIndex::check() const {
@@ -290,7 +316,8 @@ void PrefixIndex::check() const {
     });
   }
   require(num_found == num_entries_, "entries are lost");
-  require(num_hashes_ + roots_.size() == num_entries_, "the hash table differs");
+  do_delayed();
+  require(num_keys_ + roots_.size() == num_entries_, "the hash table differs");
   for (int t = 0; t < 2; ++t) {
     size_t num = 0;
     for (const EntryId e : entry_of_[t]) num += e != kNoEntry;

@@ -128,10 +128,21 @@ class PrefixIndex {
  private:
   EntryId add(EntryId parent, const int32_t* tokens, const Hash& hash);
   void remove_spare(Entry& entry, Block b);
-  void insert_hash(EntryId e);
-  void erase_hash(EntryId e);
-  void grow_hashes();
-  size_t place(const Hash& hash) const;
+  // The hash table: see prefix_index.cpp.
+  struct Key {
+    EntryId entry = kNoEntry;
+    uint32_t tag = 0;  // bits of the hash, which say where the key's run begins
+  };
+  struct Delayed {
+    Key key;
+    bool is_insert;
+  };
+  uint32_t tag_of(const Hash& hash) const;
+  void delay(Key key, bool is_insert);
+  void do_delayed() const;
+  void insert_key(Key key);
+  void erase_key(Key key);
+  void grow_keys();
 
   uint32_t block_size_;
   uint64_t seed_;
@@ -141,8 +152,9 @@ class PrefixIndex {
   size_t num_entries_ = 0;            // roots too
   std::vector<EntryId> entry_of_[2];  // by tier
   Links spare_links_;                 // device blocks
-  std::vector<EntryId> hashes_;       // open addressing, linear probing
-  size_t num_hashes_ = 0;
+  std::vector<Key> keys_;             // open addressing, linear probing
+  size_t num_keys_ = 0;
+  std::vector<Delayed> delayed_;
   std::unordered_map<std::string, EntryId> roots_;
   std::unordered_map<EntryId, const std::string*> root_names_;
   std::unordered_map<EntryId, uint32_t> root_users_;

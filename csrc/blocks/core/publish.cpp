@@ -59,13 +59,13 @@ void Pool::publish(Session& session, uint32_t index) {
     if (complete <= sequence.num_published) return;
   }
   if (!set_chain(session, sequence)) return;
-  for (int64_t i = sequence.num_published; i < complete; ++i) {
+  for (; sequence.num_published < complete; ++sequence.num_published) {
+    const int64_t i = sequence.num_published;
     const Block b = sequence.live
                         ? sequence.table.at(table_store_, i)
                         : sequence.ghosts[static_cast<size_t>(i - sequence.first_ghost)].first;
     enter(session, sequence, index, &sequence.tokens.at(token_store_, i * block_size_), b);
   }
-  sequence.num_published = complete;
 }
 
 // Makes sure that the chain is the entry of the last published block: if that was removed,
@@ -87,10 +87,22 @@ bool Pool::set_chain(Session& session, Sequence& sequence) {
   return true;
 }
 
+// The entry of the first block that is not published.
+EntryId Pool::entry_for(const Sequence& sequence, uint32_t index, const int32_t* tokens) {
+  const int64_t i = sequence.num_published - sequence.first_led;
+  if (0 <= i && i < static_cast<int64_t>(sequence.led.size())) {
+    const EntryId e = sequence.led[static_cast<size_t>(i)];
+    const Entry& entry = index_[e];
+    if (entry.leader == index && entry.leader_uid == sequence.uid && entry.parent == sequence.chain)
+      return e;
+  }
+  return index_.find_or_add(sequence.chain, tokens);
+}
+
 // Enters a written block after the sequence's chain.
 void Pool::enter(Session& session, Sequence& sequence, uint32_t index, const int32_t* tokens,
                  Block b) {
-  const EntryId e = index_.find_or_add(sequence.chain, tokens);
+  const EntryId e = entry_for(sequence, index, tokens);
   Entry& entry = index_[e];
   sequence.chain = e;
   sequence.chain_uid = entry.uid;
@@ -108,6 +120,10 @@ void Pool::enter(Session& session, Sequence& sequence, uint32_t index, const int
 
 // The data planes are told of the entry's block, and again of those below it, which name it.
 void Pool::announce(EntryId root, EntryId e) {
+  if (index_[e].child == kNoEntry) {
+    announcements_.push_back({root, e, index_[e].uid});
+    return;
+  }
   std::vector<EntryId> queue{e};
   for (size_t i = 0; i < queue.size(); ++i) {
     announcements_.push_back({root, queue[i], index_[queue[i]].uid});

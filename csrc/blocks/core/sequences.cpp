@@ -163,17 +163,11 @@ int64_t Pool::drop(Session& session, uint32_t index, int64_t plan) {
 
 // No other sequence shares the blocks from the from-th on before they are published.
 void Pool::clear_leaders(Sequence& sequence, uint32_t index, int64_t from) {
-  if (from >= sequence.num_led) return;
-  // From the root, since the entries on the way may have been removed.
-  EntryId e = sessions_[sequence.slot].root;
-  std::vector<EntryId> path;
-  for (int64_t i = 0; i < sequence.num_led && e != kNoEntry; ++i) {
-    e = index_.find(e, &sequence.tokens.at(token_store_, i * block_size_));
-    if (e != kNoEntry && i >= from) path.push_back(e);
+  auto& led = sequence.led;
+  while (!led.empty() && sequence.first_led + static_cast<int64_t>(led.size()) > from) {
+    index_.clear_leader(led.back(), index, sequence.uid);  // tails first: each prunes itself
+    led.pop_back();
   }
-  for (auto it = path.rbegin(); it != path.rend(); ++it)  // tails first: each prunes itself
-    index_.clear_leader(*it, index, sequence.uid);
-  sequence.num_led = from;
 }
 
 // Truncate
@@ -213,7 +207,7 @@ int64_t Pool::truncate_one(Session& session, uint32_t index, int64_t num) {
   Sequence& sequence = sequences_[index];
   const int64_t num_full = num / block_size_;
   publish(session, index);  // what is kept and complete
-  clear_leaders(sequence, index, std::min(sequence.num_led, num_full));
+  clear_leaders(sequence, index, num_full);
   sequence.tokens.cut(token_store_, num);
   sequence.num_scheduled = std::min(sequence.num_scheduled, num);
   sequence.num_written = std::min(sequence.num_written, num);

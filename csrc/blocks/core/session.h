@@ -45,9 +45,11 @@ struct Sequence {
   int64_t num_published = 0;  // leading blocks that the index has, or has in another block
   EntryId chain = kNoEntry;   // the entry of the last of them; the root's for none
   uint32_t chain_uid = 0;
-  int64_t num_led = 0;      // leading blocks whose entries may say that this sequence fills them
-  int64_t moved_by = 0;     // the plan whose transfers fill the table
-  int64_t computed_by = 0;  // the last plan that computes tokens of it
+  // Entries that may say that this sequence fills them, for the blocks from `first_led` on.
+  std::vector<EntryId> led;
+  int64_t first_led = 0;
+  int64_t moved_by = 0;                              // the plan whose transfers fill the table
+  int64_t computed_by = 0;                           // the last plan that computes tokens of it
   std::vector<std::pair<int64_t, int64_t>> pending;  // (plan, end of what it writes)
   // Of a freed one: blocks from num_published on that receipts may still publish.
   std::vector<std::pair<Block, int64_t>> ghosts;  // (block, generation)
