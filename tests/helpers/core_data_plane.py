@@ -482,13 +482,18 @@ class DataPlane:
             block_id = table[position // BLOCK]
             assert block_id[0] == DEVICE, "a write to the host tier"
             assert block_id[1] not in self.published, f"a write to published block {block_id}"
-            self._check_alone(session_id, sequence_id, block_id)
+            self._check_alone(plan, sequence_id, block_id)
             self.content[block_id][position % BLOCK] = values[position]
 
-    def _check_alone(self, session_id: int, sequence_id: int, block_id: BlockId) -> None:
+    def _check_alone(self, plan: tpb.Plan, sequence_id: int, block_id: BlockId) -> None:
+        """Only sequences that this plan lets read the block, past its end, may share it."""
+        session_id = plan.session.session_id
+        firsts = {span.sequence_id: span.first_position for span in spans_of(plan)}
         for other, tables in self.tables.items():
             for i, table in tables.items():
-                if (other, i) != (session_id, sequence_id):
-                    assert block_id not in table, (
-                        f"{block_id} is written while session {other} shares it"
-                    )
+                if (other, i) == (session_id, sequence_id) or block_id not in table:
+                    continue
+                end = (table.index(block_id) + 1) * BLOCK
+                assert other == session_id and firsts.get(i, end) >= end, (
+                    f"{block_id} is written while session {other} shares it"
+                )
