@@ -14,6 +14,13 @@ constexpr int64_t kMaxDemotions = 64;
 // The share of device blocks that demotion keeps free.
 constexpr int64_t kDemotionShare = 64;
 
+// Leading entries that two tables share as pieces.
+int64_t num_shared_pieces(const Table& a, const Table& b) {
+  size_t k = 0;
+  while (k < a.pieces.size() && k < b.pieces.size() && a.pieces[k] == b.pieces[k]) ++k;
+  return std::min({static_cast<int64_t>(k) * Table::kItems, a.size, b.size});
+}
+
 }  // namespace
 
 void Pool::begin(Slot slot, int64_t number, bool dry_run) {
@@ -70,27 +77,19 @@ void Pool::write_whole_tables(Session& session, Draft& draft) {
     Sequence& sequence = sequences_[*session.sequences.find(found->id)];
     sequence.table_sent = sequence.table.size > 0;
     if (!sequence.table.size) continue;
-    int64_t num_shared = 0;
+    int64_t first = sequence.num_trimmed;
     const auto [it, is_first] = sent.try_emplace(sequence.table.pieces[0], &sequence);
-    if (!is_first) {
-      const Sequence& parent = *it->second;
-      const auto& a = parent.table.pieces;
-      const auto& b = sequence.table.pieces;
-      size_t k = 0;
-      while (k < a.size() && k < b.size() && a[k] == b[k]) ++k;
-      num_shared = std::min(
-          {static_cast<int64_t>(k) * Table::kItems, parent.table.size, sequence.table.size});
-      changes.fork(sequence.id, parent.id, num_shared);
+    const int64_t num_shared = is_first ? 0 : num_shared_pieces(sequence.table, it->second->table);
+    if (num_shared > first) {
+      changes.fork(sequence.id, it->second->id, num_shared);
+      if (num_shared == sequence.table.size) continue;
+      first = num_shared;
     }
-    const int64_t num_trimmed = std::max(num_shared, sequence.num_trimmed);
-    if (sequence.num_trimmed > num_shared)
-      changes.cut(ChangeKind::kTrim, sequence.id, sequence.num_trimmed);
-    if (sequence.table.size == num_trimmed) continue;
-    changes.set(num_trimmed ? ChangeKind::kSet : ChangeKind::kReplace, sequence.id, sequence.tier,
-                num_trimmed, sequence.table.size - num_trimmed);
+    changes.set(num_shared > sequence.num_trimmed ? ChangeKind::kSet : ChangeKind::kReplace,
+                sequence.id, sequence.tier, first, sequence.table.size - first);
     const BlockStore& blocks = store(sequence.tier);
     sequence.table.runs(
-        table_store_, num_trimmed, sequence.table.size, [&](const Block* items, int64_t num) {
+        table_store_, first, sequence.table.size, [&](const Block* items, int64_t num) {
           for (int64_t i = 0; i < num; ++i) {
             const uint64_t key = key_of(sequence.tier, items[i]);
             // Only the first table that refers to a block says that it is allocated.

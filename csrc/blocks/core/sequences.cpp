@@ -308,14 +308,8 @@ void Pool::send_table(Session& session, Sequence& sequence, const std::vector<ui
     sequence.table_sent = sequence.table_sent || sequence.table.size;
     return;
   }
-  if (!sequence.num_trimmed) {
-    set_entries(session, sequence, ChangeKind::kReplace, 0, sequence.table.size, &allocated);
-    return;
-  }
-  TableChanges& changes = session.draft.changes;
-  if (sequence.table_sent) changes.drop(sequence.id);
-  changes.cut(ChangeKind::kTrim, sequence.id, sequence.num_trimmed);
-  set_entries(session, sequence, ChangeKind::kSet, sequence.num_trimmed, sequence.table.size,
+  // Trimmed entries are left out in front.
+  set_entries(session, sequence, ChangeKind::kReplace, sequence.num_trimmed, sequence.table.size,
               &allocated);
 }
 
