@@ -237,14 +237,7 @@ class Executor:
         ``DataPlaneService`` in ``data.proto`` lists.
         """
         with self._command("start"):
-            session_id = session if isinstance(session, int) else self.open(session)
-            verified = self._verifier.plan(plan)
-            require(
-                verified.session.session_id == session_id,
-                f"the plan is for session {verified.session.session_id}, not for {session_id}",
-                "plan.session.session_id",
-            )
-            return self._plans.start(self._sessions.get(session_id), verified, plan.payload)
+            return self._begin(session, *self._verifier.plan(plan))
 
     def write_layer(
         self,
@@ -354,7 +347,8 @@ class Executor:
         InvalidRequestError naming the transfer that is of the other kind.
         """
         with self._command("swap_blocks" if swaps else "copy_blocks"):
-            transfers = Transfers.read(self.pools.num_blocks, self._verifier.plan(plan).transfers)
+            verified, digest = self._verifier.plan(plan)
+            transfers = Transfers.read(self.pools.num_blocks, verified.transfers)
             is_swap = transfers.sources.tiers != transfers.destinations.tiers
             wrong = np.flatnonzero(is_swap != swaps)
             if len(wrong):
@@ -363,7 +357,7 @@ class Executor:
                     f"this call runs plans whose transfers are all {kinds[not swaps]}",
                     field=f"plan.transfers.destination_tiers[{wrong[0]}]",
                 )
-            return len(transfers), self.start(session, plan).receipt
+            return len(transfers), self._begin(session, verified, digest).receipt
 
     def read_blocks(
         self,
@@ -447,6 +441,15 @@ class Executor:
             self._tables.check_integrity()
             for session_id in self._tables.session_ids():
                 self._sessions.get(session_id)
+
+    def _begin(self, session: int | pb.SignedPayload, plan: pb.Plan, digest: bytes) -> StartedPlan:
+        session_id = session if isinstance(session, int) else self.open(session)
+        require(
+            plan.session.session_id == session_id,
+            f"the plan is for session {plan.session.session_id}, not for {session_id}",
+            "plan.session.session_id",
+        )
+        return self._plans.start(self._sessions.get(session_id), plan, digest)
 
     def _layer_index(self, layer: int, prefix: str = "") -> int:
         if layer not in self.layers:

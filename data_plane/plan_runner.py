@@ -23,7 +23,7 @@ from data_plane.plans.sessions import Run, Session, Sessions
 from data_plane.plans.table_changes import apply_changes
 from data_plane.plans.transfers import Transfers
 from data_plane.plans.verifier import Verifier
-from kvplane import columns, signing
+from kvplane import columns
 from kvplane.errors import InternalError, PlanOutOfOrderError
 from kvplane.v1 import types_pb2 as pb
 
@@ -65,11 +65,10 @@ class PlanRunner:
         self._num_layers = num_layers
         self._check_device = check_device
 
-    def start(self, session: Session, plan: pb.Plan, payload: bytes) -> StartedPlan:
-        """Begin a verified plan, continue it, or return its receipt if it has run. ``payload``: the
-        bytes that were signed.
+    def start(self, session: Session, plan: pb.Plan, digest: bytes) -> StartedPlan:
+        """Begin a verified plan, continue it, or return its receipt if it has run. ``digest``: of
+        the bytes that were signed.
         """
-        digest = signing.digest(payload)
         if plan.number not in session.receipts:
             self._settle(session, voided=plan.resync)
         known = session.place(plan, digest)

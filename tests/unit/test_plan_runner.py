@@ -85,8 +85,7 @@ class Bench:
         return self.show(self.author.plan(number, session.id, **fields), session)
 
     def show(self, signed: pb.SignedPayload, session: Session | None = None) -> StartedPlan:
-        plan = self.verifier.plan(signed)
-        return self.runner.start(session or self.session, plan, signed.payload)
+        return self.runner.start(session or self.session, *self.verifier.plan(signed))
 
     def write(self, layer: int, num_tokens: int) -> None:
         _, run = self.runner.latest(1, None)

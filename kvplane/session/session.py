@@ -1,7 +1,7 @@
 """A session: one engine's lease on one pool, and its calls.
 
-All calls that change the session share one numbering (``kvplane.step_numbering``), so each runs
-once however often it is sent. A background task renews the lease.
+All calls that change the session share one numbering (``kvplane.session.step_numbering``), so each
+runs once however often it is sent. Background tasks renew the lease and submit the last receipts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from kvplane.errors import (
 from kvplane.layout import Layout
 from kvplane.results import SequenceState, error_of, require_done, sequence_states
 from kvplane.retry import Deadline
-from kvplane.step_numbering import Steps, UnclaimedAnswer
+from kvplane.session.idle_receipts import submit_when_idle
+from kvplane.session.operations import SessionOperations
+from kvplane.session.queries import SessionQueries
+from kvplane.session.step_numbering import Send, Steps, UnclaimedAnswer
 from kvplane.stream import Stream
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1.types_pb2 import SignedPayload
@@ -43,6 +46,8 @@ _LOGGER: Final = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S: Final = 2.0
 _RENEWALS_PER_LEASE: Final = 3
 _MAX_NOTICES: Final = 100
+# How long receipts submitted by themselves may keep a call waiting.
+_IDLE_TIMEOUT_S: Final = 1.0
 
 
 class Readmission(dict[int, int]):
@@ -61,7 +66,7 @@ class Resynced:
     plan: SignedPayload
 
 
-class Session:
+class Session(SessionOperations, SessionQueries):
     """Made by ``ControlClient.open_session``. ``time_to_live_s``: the lease, renewed by any call.
 
     Every call takes ``timeout_s``, the client's default when None, and is sent again until then
@@ -69,6 +74,8 @@ class Session:
     again: it is then the same step. If another call comes instead, the first one is sent again
     before it, and its answer is kept for ``take_unclaimed``. Raises StaleError or
     SessionNotFoundError when the session is over: ``reopen`` and ``readmit`` then.
+
+    Receipts that no call takes along are submitted by themselves after a tenth of a second.
 
     ``ref`` goes with every request; ``id`` and ``incarnation`` are its fields.
     """
@@ -81,7 +88,7 @@ class Session:
         request: pb.OpenSessionRequest,
         response: pb.OpenSessionResponse,
     ) -> None:
-        self.ref = response.session
+        super().__init__(connection, stub, response.session)
         self.pool_id = request.pool_id
         self.client_name = request.client_name
         self.namespace = request.namespace
@@ -93,12 +100,16 @@ class Session:
         self.max_plans_in_flight = response.max_plans_in_flight
         self.time_to_live_s = response.time_to_live.ToTimedelta().total_seconds()
         self._open_again = open_again
-        self._connection = connection
-        self._stub = stub
         self._steps = Steps()
         self._notices: deque[pb.Notice] = deque(maxlen=_MAX_NOTICES)
         self._stream: Stream[pb.StepRequest, pb.StepResponse] = Stream(lambda: stub.Step())
-        self._renewal = asyncio.create_task(self._renew_lease(), name=f"renew session {self.id}")
+        self._tasks = (
+            asyncio.create_task(self._renew_lease(), name=f"renew session {self.id}"),
+            asyncio.create_task(
+                submit_when_idle(self._steps.changed, self._submit_idle, self.id),
+                name=f"submit receipts of session {self.id}",
+            ),
+        )
 
     async def __aenter__(self) -> Session:
         return self
@@ -123,12 +134,14 @@ class Session:
 
     @property
     def last_number(self) -> int:
-        """The number of the call answered last, which is that of its plan; 0 before the first."""
+        """The number of the call of this object's methods that was answered last, which is that of
+        its plan; 0 before the first.
+        """
         return self._steps.last_number
 
     def add_receipt(self, receipt: SignedPayload) -> None:
-        """Submit ``receipt`` with the next numbered call."""
-        self._steps.receipts.append(receipt)
+        """Submit ``receipt`` with the next numbered call, or by itself when none comes."""
+        self._steps.add_receipt(receipt)
 
     def take_unclaimed(self) -> list[UnclaimedAnswer]:
         """Answers to abandoned calls, each given once. Their plans must run before later ones."""
@@ -160,63 +173,6 @@ class Session:
         deadline = self._connection.deadline(timeout_s)
         result: pb.StepResult = await self._steps.call(request, self._send_step, deadline)
         return result
-
-    async def admit(
-        self,
-        sequence_id: int,
-        token_ids: ops.Tokens,
-        *,
-        num_compute_tokens: int | None = None,
-        max_total_tokens: int = 0,
-        skip_prefix_lookup: bool = False,
-        timeout_s: float | None = None,
-    ) -> pb.StepResult:
-        """A step of one ``ops.admit``. Raises the operation's error: PoolFullError for LATER, with
-        the time to wait, and NeverFitsError for NEVER.
-        """
-        operation = ops.admit(
-            sequence_id,
-            token_ids,
-            num_compute_tokens=num_compute_tokens,
-            max_total_tokens=max_total_tokens,
-            skip_prefix_lookup=skip_prefix_lookup,
-        )
-        return await self._run_operation(operation, timeout_s)
-
-    async def append(
-        self,
-        sequence_id: int,
-        token_ids: ops.Tokens = (),
-        num_slots: int = 0,
-        *,
-        first_position: int,
-        timeout_s: float | None = None,
-    ) -> pb.StepResult:
-        """A step of one ``ops.append``. Raises as ``admit`` does, and PositionMismatchError."""
-        operation = ops.append(sequence_id, token_ids, num_slots, first_position=first_position)
-        return await self._run_operation(operation, timeout_s)
-
-    async def fork(
-        self, parent_sequence_id: int, sequence_id: int, *, timeout_s: float | None = None
-    ) -> pb.StepResult:
-        """A step of one ``ops.fork``. Raises as ``admit`` does."""
-        return await self._run_operation(ops.fork(parent_sequence_id, sequence_id), timeout_s)
-
-    async def free(self, sequence_id: int, *, timeout_s: float | None = None) -> pb.StepResult:
-        """A step of one ``ops.free`` of one sequence. Raises as ``admit`` does."""
-        return await self._run_operation(ops.free([sequence_id]), timeout_s)
-
-    async def swap_out(
-        self, sequence_ids: Iterable[int], *, timeout_s: float | None = None
-    ) -> pb.StepResult:
-        """A step of one ``ops.swap_out``. Raises as ``admit`` does."""
-        return await self._run_operation(ops.swap_out(sequence_ids), timeout_s)
-
-    async def swap_in(
-        self, sequence_ids: Iterable[int], *, timeout_s: float | None = None
-    ) -> pb.StepResult:
-        """A step of one ``ops.swap_in``. Raises as ``admit`` does."""
-        return await self._run_operation(ops.swap_in(sequence_ids), timeout_s)
 
     async def readmit(
         self,
@@ -277,37 +233,6 @@ class Session:
                 return response
             deferred_tokens = None
 
-    async def block_table(
-        self, sequence_id: int, *, timeout_s: float | None = None
-    ) -> pb.GetBlockTableResponse:
-        """A sequence's block table. Raises SequenceNotFoundError."""
-        request = pb.GetBlockTableRequest(session=self.ref, sequence_id=sequence_id)
-        response: pb.GetBlockTableResponse = await self._connection.call(
-            self._stub.GetBlockTable, request, timeout_s
-        )
-        return response
-
-    async def lookup_prefix(
-        self, token_ids: ops.Tokens, *, timeout_s: float | None = None
-    ) -> pb.LookupPrefixResponse:
-        """How much of a prompt is cached now: a hint, nothing is held."""
-        request = pb.LookupPrefixRequest(session=self.ref, token_ids=ops.pack_tokens(token_ids))
-        response: pb.LookupPrefixResponse = await self._connection.call(
-            self._stub.LookupPrefix, request, timeout_s
-        )
-        return response
-
-    async def describe_sequence(
-        self, sequence_id: int, *, timeout_s: float | None = None
-    ) -> SequenceState:
-        """How far a sequence is. Raises SequenceNotFoundError."""
-        request = pb.DescribeSequenceRequest(session=self.ref, sequence_id=sequence_id)
-        response: pb.DescribeSequenceResponse = await self._connection.call(
-            self._stub.DescribeSequence, request, timeout_s
-        )
-        (state,) = sequence_states(response.sequences)
-        return state
-
     async def reopen(self, *, timeout_s: float = 60.0) -> Session:
         """A new session like this one, once the pool is ready. This one is closed if it can be."""
         deadline = Deadline.after(timeout_s)
@@ -323,8 +248,9 @@ class Session:
 
     async def detach(self) -> None:
         """Stop renewing the lease and end the stream; sends the plane nothing."""
-        self._renewal.cancel()
-        await asyncio.wait([self._renewal])
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
         await self._stream.close()
 
     async def _try_to_close(self) -> None:
@@ -362,11 +288,21 @@ class Session:
 
     async def _run(self, method: Any, request: Any, timeout_s: float | None) -> Any:
         """A numbered unary call."""
+        deadline = self._connection.deadline(timeout_s)
+        return await self._steps.call(request, self._sender(method), deadline)
 
+    async def _submit_idle(self) -> None:
+        await self._steps.submit_idle(
+            pb.SubmitReceiptsRequest(session=self.ref),
+            self._sender(self._stub.SubmitReceipts),
+            Deadline.after(_IDLE_TIMEOUT_S),
+        )
+
+    def _sender(self, method: Any) -> Send:
         async def send(numbered: Any, deadline: Deadline) -> Any:
             return await self._connection.attempt(method, numbered, deadline)
 
-        return await self._steps.call(request, send, self._connection.deadline(timeout_s))
+        return send
 
     async def _send_step(self, request: pb.StepRequest, _: Deadline) -> pb.StepResult:
         if not self._stream.is_open:

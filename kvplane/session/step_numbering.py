@@ -11,6 +11,9 @@ again to learn its outcome.
 Some refusals come before the control plane reads the number (a message too large, a caller that is
 not authenticated), and the caller cannot tell them all from others. Numbers refused since the last
 one that was surely used may thus be free: when the next is out of order they are tried in turn.
+
+Receipts that no call comes for are submitted by themselves (see ``idle_receipts``). That call is
+numbered as all others, and never made between an abandoned call and its repetition.
 """
 
 from __future__ import annotations
@@ -54,22 +57,31 @@ class UnclaimedAnswer:
 class _Pending:
     request: Any
     send: Send
+    is_asked_for: bool
     in_doubt: bool = False
 
 
 class Steps:
     """Numbers and sends requests, one after the other.
 
-    ``last_number``: the number used last; 0 before the first.
+    ``last_number``: the number of the last call that was asked for; 0 before the first.
+    ``changed`` is set when a receipt was added and when a call has ended.
     """
 
     def __init__(self) -> None:
         self.last_number = 0
         self.unclaimed: list[UnclaimedAnswer] = []
         self.receipts: list[pb.SignedPayload] = []
+        self.changed = asyncio.Event()
+        self._last_used = 0
         self._last_surely_used = 0
         self._pending: _Pending | None = None
         self._lock = asyncio.Lock()
+
+    def add_receipt(self, receipt: pb.SignedPayload) -> None:
+        """Send ``receipt`` with the next call."""
+        self.receipts.append(receipt)
+        self.changed.set()
 
     async def call(self, content: Any, send: Send, deadline: Deadline) -> Any:
         """What ``send(request, deadline)`` returns for ``content`` with its number and all pending
@@ -77,14 +89,32 @@ class Steps:
 
         ``content``: a request message with ``number`` and ``receipts`` left empty; it is kept.
         """
+        try:
+            async with deadline.guard(), self._lock:
+                if self._pending is not None and not _repeats(self._pending, content):
+                    await self._settle(self._pending, deadline)
+                if self._pending is None:
+                    self._pending = self._number(content, send, is_asked_for=True)
+                return await self._answer(self._pending, deadline)
+        finally:
+            self.changed.set()
+
+    async def submit_idle(self, content: Any, send: Send, deadline: Deadline) -> None:
+        """As ``call``, for pending receipts alone. Does nothing where there are none, and where a
+        call runs or was abandoned: they go with that one.
+        """
+        if self._lock.locked():
+            return
         async with deadline.guard(), self._lock:
-            if self._pending is not None and not _is_content_of(self._pending.request, content):
-                await self._settle(self._pending, deadline)
-            if self._pending is None:
-                content.number = self.last_number + 1
-                content.receipts.extend(self.receipts)
-                self._pending = _Pending(content, send)
-            return await self._answer(self._pending, deadline)
+            if self._pending is None and self.receipts:
+                self._pending = self._number(content, send, is_asked_for=False)
+            if self._pending is not None and not self._pending.is_asked_for:
+                await self._answer(self._pending, deadline)
+
+    def _number(self, content: Any, send: Send, *, is_asked_for: bool) -> _Pending:
+        content.number = self._last_used + 1
+        content.receipts.extend(self.receipts)
+        return _Pending(content, send, is_asked_for)
 
     async def _settle(self, pending: _Pending, deadline: Deadline) -> None:
         """Learn the outcome of an abandoned call. Raises when that cannot be learnt now."""
@@ -118,12 +148,18 @@ class Steps:
                     self._pending = None
                     self._drop_refused(error, request.receipts)
                     if not isinstance(error, StepOutOfOrderError):
-                        self.last_number = request.number
+                        self._use(pending)
                 raise
         self._pending = None
-        self.last_number = self._last_surely_used = request.number
+        self._use(pending)
+        self._last_surely_used = request.number
         self._drop(request.receipts)
         return answer
+
+    def _use(self, pending: _Pending) -> None:
+        self._last_used = pending.request.number
+        if pending.is_asked_for:
+            self.last_number = self._last_used
 
     def _try_another_number(self, request: Any, error: KvplaneError) -> bool:
         """Give ``request`` another number to try, if ``error`` refuses its own; whether it did."""
@@ -131,7 +167,7 @@ class Steps:
             is_tried = request.number == self._last_surely_used + 1
             request.number = self._last_surely_used + 1
             return not is_tried
-        if isinstance(error, StepConflictError) and request.number <= self.last_number:
+        if isinstance(error, StepConflictError) and request.number <= self._last_used:
             self._last_surely_used = request.number
             request.number += 1
             return True
@@ -148,8 +184,9 @@ class Steps:
             self._drop([sent[int(index)]])
 
 
-def _is_content_of(request: Any, content: Any) -> bool:
-    if type(request) is not type(content):
+def _repeats(pending: _Pending, content: Any) -> bool:
+    request = pending.request
+    if not pending.is_asked_for or type(request) is not type(content):
         return False
     bare = type(request)()
     bare.CopyFrom(request)
