@@ -1,6 +1,6 @@
 """What a step may cost, counted in calls of Python functions, which are the same on every machine.
 
-Time is for ``benchmarks/core_step.py`` to tell; here it is only held that no work is done block by
+Time is for ``benchmarks/control_plane`` to tell; here it is only held that no work is done block by
 block, or for every sequence, where it can be done at once.
 """
 
