@@ -3,7 +3,8 @@
 Knows neither grpc nor torch. Single-threaded: it is only ever called from the event loop, and every
 call runs to its end. Invariant: ``check_integrity`` holds after every call, one that raises too.
 
-    registration   register, report, disconnect, fence_done, take_outgoing
+    registration   register, report, disconnect, fence_done, take_told,
+                   take_outgoing
     sessions       open_session, renew_session, close_session, tick
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
                    applying its receipts first
@@ -29,7 +30,7 @@ from control_plane.planning.session import EndedSessions, Session
 from control_plane.planning.steps.abort import abort_from, abort_plans
 from control_plane.planning.steps.deferred_tokens import take_deferred_tokens
 from control_plane.planning.steps.numbering import content_of
-from control_plane.planning.steps.planner import Planner, kinds_of, may_plan, num_items
+from control_plane.planning.steps.planner import Named, Planner, may_plan, read_operations
 from control_plane.planning.steps.plans import finish_plan
 from control_plane.planning.steps.receipts import take_receipts
 from kvplane import protocol, signing
@@ -95,6 +96,8 @@ class ControlPlane:
         self.disconnect = self._registration.disconnect
         self.fence_done = self._registration.fence_done
         self.take_outgoing = self._registration.take_outgoing
+        self.take_told = self._registration.take_told
+        self._touch = self._registration.touched.add
 
     # Sessions
 
@@ -231,7 +234,6 @@ class ControlPlane:
                 _LOGGER.info(
                     "a repeated request brought a receipt that was refused: %s", error.reason
                 )
-            session.pool.announce()
             return cast(_Answer, answer.result())
         session.numbers.use()
         try:
@@ -239,49 +241,24 @@ class ControlPlane:
         except KvplaneError as error:
             session.numbers.remember(content, None, error)
             raise
-        finally:  # what was applied before a refusal may have published blocks
-            session.pool.announce()
         session.numbers.remember(content, message)
         return message
 
     def _step(self, session: Session, request: cpb.StepRequest) -> cpb.StepResult:
         self._take_past(session, request)
-        operations = request.operations
-        kinds = self._kinds(operations)
+        operations = read_operations(request.operations, self._config.max_operations)
         if len(session.plans) >= self._config.max_plans_in_flight:
-            self._check_no_plan(session, kinds, operations)
+            _check_no_plan(session, operations)
         result = cpb.StepResult()
         session.native.begin(session.slot, request.number)
-        run = Planner(session).run
+        run, add = Planner(session).run, result.results.add
         for i, operation in enumerate(operations):
-            run(i, kinds[i], operation, result.results.add())
+            run(i, operation, add())
         finish_plan(session, request.number, result)
         pool = session.pool
         result.usage.CopyFrom(pool.usage())
         result.revision = pool.revision()
         return result
-
-    def _kinds(self, operations: Sequence[cpb.Operation]) -> list[str]:
-        """Which change each operation is. Raises InvalidRequestError when there are too many."""
-        most = self._config.max_operations
-        if len(operations) <= most:
-            kinds = kinds_of(operations)
-            if num_items(kinds, operations) <= most:
-                return kinds
-        raise InvalidRequestError(
-            f"must have at most {most} items in all: send them in several steps",
-            field="operations",
-        )
-
-    def _check_no_plan(
-        self, session: Session, kinds: Sequence[str], operations: Sequence[cpb.Operation]
-    ) -> None:
-        """No plan may be made now. Raises TooManyPlansInFlightError if one might."""
-        if session.resync_due or any(map(may_plan, kinds, operations)):
-            raise TooManyPlansInFlightError(
-                f"{len(session.plans)} plans wait for their receipts: submit some before the next "
-                "step"
-            )
 
     def _take_past(
         self, session: Session, request: cpb.StepRequest | cpb.SubmitReceiptsRequest
@@ -305,15 +282,15 @@ class ControlPlane:
     ) -> cpb.CheckOperationsResponse:
         """What each operation would be answered as the only one of a step now."""
         session = self._session(request.session, tenant)
-        kinds = self._kinds(request.operations)
+        operations = read_operations(request.operations, self._config.max_operations)
         response = cpb.CheckOperationsResponse()
         session.native.begin(session.slot, session.numbers.last + 1, True)
         run = Planner(session, is_check=True).run
-        for i, operation in enumerate(request.operations):
+        for i, operation in enumerate(operations):
             result = response.results.add()
-            run(i, kinds[i], operation, result)
-            if kinds[i] != "admit":
-                result.ClearField(kinds[i])
+            run(i, operation, result)
+            if operation[0] != "admit" and result.WhichOneof("done") is not None:
+                result.ClearField("done")
         session.native.end_dry_run()
         return response
 
@@ -425,6 +402,7 @@ class ControlPlane:
     def _renew(self, session: Session) -> None:
         now_s = self._clock()
         session.expires_at_s = now_s + self._config.lease_s
+        self._touch(session.pool)
         session.pool.set_time(now_s)
 
     def _end_all(self, pool: Pool) -> None:
@@ -434,7 +412,7 @@ class ControlPlane:
 
     def _end(self, session: Session, reason: type[KvplaneError]) -> None:
         session.end()
-        session.pool.announce()
+        self._touch(session.pool)
         del self._sessions[session.id]
         self._ended.add(session, reason)
 
@@ -442,3 +420,11 @@ class ControlPlane:
 def _require_short(value: str, most: int, field: str) -> None:
     if len(value) > most:
         raise InvalidRequestError(f"must have at most {most} characters", field=field)
+
+
+def _check_no_plan(session: Session, operations: Sequence[Named]) -> None:
+    """No plan may be made now. Raises TooManyPlansInFlightError if one might."""
+    if session.resync_due or any(map(may_plan, operations)):
+        raise TooManyPlansInFlightError(
+            f"{len(session.plans)} plans wait for their receipts: submit some before the next step"
+        )

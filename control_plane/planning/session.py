@@ -22,6 +22,7 @@ class Session:
     """State of an open session; what changes it is in the planner, receipts and abort."""
 
     __slots__ = (
+        "_receipt_prefixes",
         "_voided",
         "done",
         "epochs",
@@ -73,6 +74,7 @@ class Session:
         self.plan_prefix = tpb.Plan(
             version=protocol.PAYLOAD_VERSION, session=ref, pool_id=pool.id, shard_epochs=self.epochs
         ).SerializeToString(deterministic=True)
+        self._receipt_prefixes: dict[int, bytes] = {}  # by shard: what its receipts begin with
         self._voided: deque[int] = deque(maxlen=_MAX_VOIDED)
 
     @property
@@ -87,6 +89,22 @@ class Session:
 
     # Plans
 
+    def receipt_of(self, number: int, shard_index: int) -> bytes | None:
+        """The encoded receipt by a shard of a plan in flight; None when there is none of these."""
+        digest = self.plans.get(number)
+        if digest is None or not 0 <= shard_index < len(self.epochs):
+            return None
+        prefix = self._receipt_prefixes.get(shard_index)
+        if prefix is None:
+            prefix = self._receipt_prefixes[shard_index] = tpb.Receipt(
+                version=protocol.PAYLOAD_VERSION,
+                session=self.ref,
+                pool_id=self.pool.id,
+                shard_index=shard_index,
+                epoch=self.epochs[shard_index],
+            ).SerializeToString(deterministic=True)
+        return b"%b\x30%b\x3a\x20%b" % (prefix, _varint(number), digest)
+
     def void(self, number: int) -> None:
         """Remember that the plan is aborted, so that aborting it again changes nothing."""
         self._voided.append(number)
@@ -94,6 +112,16 @@ class Session:
     def is_voided(self, number: int) -> bool:
         """Whether the plan was aborted."""
         return number in self._voided
+
+
+def _varint(value: int) -> bytes:
+    """In protobuf's encoding."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
 
 
 class EndedSessions:

@@ -18,7 +18,7 @@ from control_plane.planning.pools.publications import root_of
 from control_plane.planning.pools.shards import PoolShards, ShardState
 from control_plane.planning.session import Session
 from control_plane.planning.steps.abort import abort_plans
-from control_plane.planning.steps.planner import Planner, kinds_of
+from control_plane.planning.steps.planner import Planner, read_operations
 from control_plane.planning.steps.plans import finish_plan
 from control_plane.planning.steps.receipts import take_receipts
 from kvplane import columns, ops, protocol, signing
@@ -90,8 +90,8 @@ class PlanningRig:
         result = cpb.StepResult()
         session.native.begin(session.slot, number)
         planner = Planner(session)
-        for i, (kind, operation) in enumerate(zip(kinds_of(operations), operations, strict=True)):
-            planner.run(i, kind, operation, result.results.add())
+        for i, operation in enumerate(read_operations(operations, 1000)):
+            planner.run(i, operation, result.results.add())
         finish_plan(session, number, result)
         self.pool.announce()
         return result

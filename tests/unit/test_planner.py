@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from planning_rig import BLOCK_SIZE, DEVICE, HOST, PlanningRig, entries_of, spans_of, transfers_of
 
-from control_plane.planning.steps.planner import kinds_of, may_plan, num_items
+from control_plane.planning.steps.planner import may_plan, read_operations
 from kvplane import columns, ops
 from kvplane.columns import INT32
 from kvplane.error_messages import from_wire
@@ -32,10 +32,17 @@ def rig() -> PlanningRig:
     return rig
 
 
+def assert_counted(operations: list[cpb.Operation], num: int) -> None:
+    assert len(read_operations(operations, num)) == len(operations)
+    with pytest.raises(InvalidRequestError, match=f"operations: must have at most {num - 1} items"):
+        read_operations(operations, num - 1)
+
+
 def test_items_are_counted_by_their_columns_and_each_operation_as_one_at_least() -> None:
     operations = [
         (cpb.Operation(), 1),
         (ops.admit(1, []), 1),
+        (ops.admit(1, [], fork_sequence_ids=[2]), 2),
         (ops.free([]), 1),
         (ops.free([1, 2, 3]), 3),
         (ops.swap_out([1, 2]), 2),
@@ -43,20 +50,20 @@ def test_items_are_counted_by_their_columns_and_each_operation_as_one_at_least()
         (ops.appends([1, 2], [0, 0], [1, 1], [0, 0], []), 2),
     ]
     for operation, num in operations:
-        assert num_items(kinds_of([operation]), [operation]) == num
-    everything = [operation for operation, _ in operations]
-    assert num_items(kinds_of(everything), everything) == 12
+        assert_counted([operation], num)
+    assert_counted([operation for operation, _ in operations], 14)
 
 
 def test_only_an_append_of_tokens_alone_makes_no_plan() -> None:
-    assert not may_plan("append", ops.appends([1, 2], [0, 0], [0, 0], [1, 0], [5]))
+    (tokens,) = read_operations([ops.appends([1, 2], [0, 0], [0, 0], [1, 0], [5])], 9)
+    assert not may_plan(tokens)
     for operation in (
         ops.appends([1, 2], [0, 0], [0, 1], [0, 0], []),
         ops.free([1]),
         ops.fork(1, 2),
         cpb.Operation(),
     ):
-        assert may_plan(operation.WhichOneof("operation") or "", operation)
+        assert may_plan(*read_operations([operation], 9))
 
 
 def test_an_admission_shares_what_is_cached_and_computes_the_rest(rig: PlanningRig) -> None:

@@ -193,6 +193,7 @@ class Pool:
 
     def missed(self, shard_index: int) -> list[cpb.RegisterResponse]:
         """What a shard that came back may not have been sent: fences, and all publications."""
+        self.announce()  # to the others: all of it is in what follows
         published = self.native.all_publications(MAX_PUBLICATIONS)
         return self.shards.fences_for(shard_index) + [publish_message(run) for run in published]
 

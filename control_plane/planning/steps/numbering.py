@@ -10,7 +10,7 @@ Invariant: at most ``num_kept`` answers are remembered, those of the last number
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Final
 
 import xxhash
 from google.protobuf.message import Message
@@ -22,6 +22,14 @@ from kvplane.errors import (
     StepOutOfOrderError,
 )
 from kvplane.v1 import control_pb2 as cpb
+
+_METHODS: Final[dict[type[Message], bytes]] = {
+    cpb.StepRequest: b"step",
+    cpb.SubmitReceiptsRequest: b"submit_receipts",
+    cpb.AbortPlanRequest: b"abort_plan",
+    cpb.ResyncRequest: b"resync",
+}
+_WITH_TOKENS: Final = (cpb.StepRequest, cpb.SubmitReceiptsRequest)
 
 
 class Answer:
@@ -91,25 +99,22 @@ def content_of(request: Any) -> bytes:
     its receipts, to which a repeat may add.
     """
     # Part by part: a copy of the request without its receipts would cost more than the rest.
-    content = xxhash.xxh3_128(f"{type(request).__name__} {request.number}".encode())
-    match request:
-        case cpb.StepRequest():
-            for operation in request.operations:
-                _add(content, operation)
-        case cpb.AbortPlanRequest():
-            content.update(request.plan_number.to_bytes(8, "little", signed=True))
-            return content.digest()
-        case cpb.ResyncRequest():
-            return content.digest()
-    if request.HasField("deferred_tokens"):
-        content.update(b"deferred_tokens")
+    kind = type(request)
+    content = xxhash.xxh3_128(b"%b %d" % (_METHODS[kind], request.number))
+    if kind is cpb.StepRequest:
+        for operation in request.operations:
+            _add(content, operation)
+    elif kind is cpb.AbortPlanRequest:
+        content.update(b" %d" % request.plan_number)
+    if kind in _WITH_TOKENS and request.HasField("deferred_tokens"):
+        content.update(b" deferred ")
         _add(content, request.deferred_tokens)
     return content.digest()
 
 
 def _add(content: xxhash.xxh3_128, part: Message) -> None:
     encoded = part.SerializeToString()
-    content.update(len(encoded).to_bytes(8, "little"))
+    content.update(b"%d " % len(encoded))
     content.update(encoded)
 
 

@@ -17,62 +17,72 @@ from kvplane_blocks import ColumnError
 from control_plane.planning.session import Session
 from control_plane.planning.steps import checks, prefixes
 from control_plane.planning.steps.failures import Failure, add_error, add_failures, error_of_columns
-from kvplane import columns
-from kvplane.columns import INT64
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 
-_WITHOUT_SEQUENCES: Final = ("admit", "retain", "release", "forget")
+# Operations that name sequences in a column; the others are one item.
+_OF_SEQUENCES: Final = ("append", "fork", "free", "truncate", "swap_out", "swap_in")
 _WITHOUT_PLAN: Final = ("retain", "release", "forget")
 _ALL: Final = -1
+_ID_BYTES: Final = 8
+
+# Its name, empty for one that is not known here, and its message.
+Named = tuple[str, Any]
 
 
-def kinds_of(operations: Sequence[cpb.Operation]) -> list[str]:
-    """Which change each operation is; empty for one that is not known here."""
-    return [operation.WhichOneof("operation") or "" for operation in operations]
+def read_operations(operations: Sequence[cpb.Operation], most: int) -> list[Named]:
+    """The operations by name.
 
-
-def num_items(kinds: Sequence[str], operations: Sequence[cpb.Operation]) -> int:
-    """Items of all operations, from the lengths of their columns; each operation counts at least
-    one, and a swap as many as the sequences that it moves.
+    Their items are counted by the lengths of their columns; each operation counts at least one, a
+    swap as many as the sequences that it moves, an admission as many as it starts. Raises
+    InvalidRequestError when there are more than ``most``.
     """
-    num = 0
-    for kind, operation in zip(kinds, operations, strict=True):
-        if kind == "admit":
-            num += 1 + columns.count(INT64, operation.admit.fork_sequence_ids)
-        elif not kind or kind in _WITHOUT_SEQUENCES:
-            num += 1
-        else:
-            num += max(1, columns.count(INT64, getattr(operation, kind).sequence_ids))
-    return num
+    named: list[Named] = []
+    num_items = len(operations)
+    if num_items <= most:
+        for operation in operations:
+            kind = operation.WhichOneof("operation")
+            if kind is None:
+                named.append(("", None))
+                continue
+            message = getattr(operation, kind)
+            if kind in _OF_SEQUENCES:
+                num_items += max(1, len(message.sequence_ids) // _ID_BYTES) - 1
+            elif kind == "admit":
+                num_items += len(message.fork_sequence_ids) // _ID_BYTES
+            named.append((kind, message))
+    if num_items > most:
+        raise InvalidRequestError(
+            f"must have at most {most} items in all: send them in several steps",
+            field="operations",
+        )
+    return named
 
 
-def may_plan(kind: str, operation: cpb.Operation) -> bool:
+def may_plan(named: Named) -> bool:
     """Whether the operation may need a plan."""
+    kind, message = named
     if kind == "append":
-        append = operation.append
-        return bool(append.num_slots.strip(b"\0") or append.num_lookahead_slots.strip(b"\0"))
+        return bool(message.num_slots.strip(b"\0") or message.num_lookahead_slots.strip(b"\0"))
     return kind not in _WITHOUT_PLAN
 
 
 class Planner:
     """Runs the operations of one step, for which the session's draft is begun."""
 
+    __slots__ = ("_is_check", "_session")
+
     def __init__(self, session: Session, *, is_check: bool = False) -> None:
         """``is_check``: say what each operation would be answered, and change nothing."""
         self._session = session
         self._is_check = is_check
 
-    def run(
-        self, index: int, kind: str, operation: cpb.Operation, result: cpb.OperationResult
-    ) -> None:
+    def run(self, index: int, named: Named, result: cpb.OperationResult) -> None:
         """Do the items of an operation that can be done. ``index`` is its place in the step."""
-        run = _RUN.get(kind)
+        kind, message = named
         try:
-            if run is None:
-                raise InvalidRequestError("is not an operation that is known here")
-            failures = run(self, getattr(operation, kind), result)
+            failures = _RUN[kind](self, message, result)
             if failures is None:
                 return
         except ColumnError as error:
@@ -161,6 +171,9 @@ class Planner:
     def _release(self, message: cpb.Release, result: cpb.OperationResult) -> None:
         prefixes.release(self._session, message, result, only_check=self._is_check)
 
+    def _unknown(self, message: None, result: cpb.OperationResult) -> None:
+        raise InvalidRequestError("is not an operation that is known here")
+
     def _forget(self, message: cpb.Forget, result: cpb.OperationResult) -> None:
         prefixes.forget(self._session, message, result, only_check=self._is_check)
 
@@ -177,6 +190,7 @@ _RUN: Final[dict[str, _Run]] = {
     "retain": Planner._retain,
     "release": Planner._release,
     "forget": Planner._forget,
+    "": Planner._unknown,
 }
 
 

@@ -69,14 +69,14 @@ def refused_numbers_stay_free(patch: pytest.MonkeyPatch) -> None:
 def positions_ignored(patch: pytest.MonkeyPatch) -> None:
     """Tokens are appended where the sequence ends, whatever position the caller gave."""
 
-    def run(self: Any, index: int, kind: str, operation: Any, result: Any) -> None:
+    def run(self: Any, index: int, named: Any, result: Any) -> None:
+        kind, message = named
         if kind == "append":
-            message = operation.append
             live = {s.sequence_id: s for s in sequence_states(queries.states(self._session))}
             ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
             ends = [live[i].num_scheduled_tokens if i in live else 0 for i in ids]
             message.first_positions = columns.pack(INT64, ends)
-        original(self, index, kind, operation, result)
+        original(self, index, named, result)
 
     original = planner.Planner.run
     patch.setattr(planner.Planner, "run", run)

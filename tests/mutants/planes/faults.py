@@ -194,14 +194,14 @@ def append_position_unchecked(patch: pytest.MonkeyPatch) -> None:
     """An append goes where the sequence is, wherever its engine took it to be."""
     original = planner.Planner.run
 
-    def run(self: Any, index: int, kind: str, operation: Any, result: Any) -> None:
+    def run(self: Any, index: int, named: Any, result: Any) -> None:
+        kind, message = named
         if kind == "append":
-            message = operation.append
             ids = columns.read(INT64, message.sequence_ids, "")
             live = {s.sequence_id: s for s in sequence_states(queries.states(self._session))}
             firsts = [live[i].num_scheduled_tokens if i in live else 0 for i in ids]
             message.first_positions = columns.pack(INT64, firsts)
-        original(self, index, kind, operation, result)
+        original(self, index, named, result)
 
     patch.setattr(planner.Planner, "run", run)
 
