@@ -57,7 +57,6 @@ void Pool::end_session(Slot slot) {
     Sequence& sequence = sequences_[index];
     clear_leaders(sequence, index, 0);
     cut_table(session, sequence, 0, kEnded);
-    sequence.live = false;
     sequence.pending.clear();
   }
   session.sequences.clear();
