@@ -36,7 +36,7 @@ def tables_of(lists: dict[int, list[int]], tier: pb.Tier = DEVICE) -> BlockTable
 def put(tables: BlockTables, sequence_id: int, blocks: list[int], tier: pb.Tier = DEVICE) -> None:
     table = Table(tier, np.array(blocks, np.int32), np.ones(len(blocks), np.int64))
     tables.put(1, sequence_id, table)
-    tables.add_references(tier, table.blocks)
+    tables.add_references(tier, {table: 1})
 
 
 @given(st.data())

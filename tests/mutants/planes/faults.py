@@ -173,7 +173,7 @@ def lower_incarnation_installed(patch: pytest.MonkeyPatch) -> None:
 
 def tenants_not_cleared(patch: pytest.MonkeyPatch) -> None:
     """A block that goes to another tenant keeps what it held."""
-    patch.setattr(LastTenants, "to_clear", lambda self, tenant, allocated, transfers: {})
+    patch.setattr(LastTenants, "to_clear", lambda self, tenant, allocated, transfers: ({}, {}))
 
 
 def tokens_taken_by_sequence_id(patch: pytest.MonkeyPatch) -> None:
