@@ -16,7 +16,7 @@ import torch
 from data_plane.counters import ExecutorCounters
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
 from data_plane.kernels.shard_kernels import ShardKernels
-from data_plane.plans.attention_batch import check_current, check_writable, prepare_batch
+from data_plane.plans.attention_batch import check_current, check_unpublished, prepare_batch
 from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.last_tenants import LastTenants
 from data_plane.plans.progress import Progress
@@ -93,7 +93,9 @@ class PlanRunner:
             allocated = apply_changes(tables, session.id, plan)
             transfers.check_generations(tables, allocated)
             # In the transaction too: without device memory for the batch the plan is refused.
-            batch = self._compute.prepare(prepare_batch(tables, session.id, plan.spans))
+            changed_ids = plan.changes.sequence_ids
+            batch = prepare_batch(tables, session.id, plan.spans, changed_ids)
+            batch = self._compute.prepare(batch)
         return Run(
             number=plan.number,
             digest=digest,
@@ -209,5 +211,5 @@ class PlanRunner:
     def check_still_writable(self, run: Run) -> None:
         """Check the written blocks again if anything was published since the last check."""
         if run.checked_version != self._tables.publications.version:
-            check_writable(self._tables, run.batch)
+            check_unpublished(self._tables, run.batch)
             run.checked_version = self._tables.publications.version

@@ -93,8 +93,11 @@ class AttentionBatch:
         )
 
 
-def prepare_batch(tables: BlockTables, session_id: int, spans: pb.Spans) -> AttentionBatch:
-    """Check a plan's spans and compute what the kernels need.
+def prepare_batch(
+    tables: BlockTables, session_id: int, spans: pb.Spans, changed_ids: bytes = b""
+) -> AttentionBatch:
+    """Check a plan's spans and compute what the kernels need. ``changed_ids``: the plan's column of
+    the sequences whose tables it has changed.
 
     Raises InvalidRequestError, SequenceNotFoundError, SequenceSwappedError, StaleGenerationError
     and BlockNotWritableError, naming the field.
@@ -111,7 +114,7 @@ def prepare_batch(tables: BlockTables, session_id: int, spans: pb.Spans) -> Atte
     trimmed = np.fromiter(map(attrgetter("num_trimmed"), found), np.int64, num_spans)
     _check_positions(first, counts, trimmed * block_size, lengths * block_size)
     batch = _batch(sequence_ids, first, counts, blocks, lengths, trimmed * block_size, block_size)
-    check_writable(tables, batch)
+    check_writable(tables, session_id, batch, np.frombuffer(changed_ids, "<i8"))
     return batch
 
 
@@ -122,21 +125,46 @@ def check_current(tables: BlockTables, session_id: int, batch: AttentionBatch) -
     _check_current(tables, found, batch.sequence_ids)
 
 
-def check_writable(tables: BlockTables, batch: AttentionBatch) -> None:
-    """Raise BlockNotWritableError if a block to be written is published, or if more than one table
-    entry refers to it.
+def check_unpublished(tables: BlockTables, batch: AttentionBatch) -> None:
+    """Raise BlockNotWritableError if a block to be written is published."""
+    published = tables.publications.published[batch.written_blocks]
+    if published.any():
+        raise _not_writable(batch, int(published.argmax()), "published")
+
+
+def check_writable(
+    tables: BlockTables, session_id: int, batch: AttentionBatch, changed_ids: NDArray[np.int64]
+) -> None:
+    """Raise BlockNotWritableError if a block to be written is published, or shared: if a table
+    refers to it that this plan does not change, besides the writer's, or two spans write it.
+
+    Tables that the plan makes may share what it computes: equal prompts are computed once.
+    ``changed_ids``: the sequences whose tables the plan changes.
     """
+    check_unpublished(tables, batch)
     blocks = batch.written_blocks
-    published = tables.publications.published[blocks]
-    bad = published | (tables.ref_counts[pb.TIER_DEVICE][blocks] != 1)
+    num_entries = tables.ref_counts[pb.TIER_DEVICE][blocks]
+    shared = num_entries != 1
+    if not shared.any():
+        return
+    of_session = tables.of_session(session_id)
+    changed = [of_session[i].held.blocks for i in set(changed_ids.tolist()) if i in of_session]
+    counts = np.bincount(np.concatenate([*changed, blocks[:0]]), minlength=int(blocks.max()) + 1)
+    writers = batch.sequence_ids[batch.written_by]
+    counts = counts[blocks] + ~np.isin(writers, changed_ids)
+    again = np.ones(len(blocks), np.bool_)
+    again[np.unique(blocks, return_index=True)[1]] = False
+    bad = shared & (again | (counts != num_entries))
     if bad.any():
-        i = int(bad.argmax())
-        why = "published" if published[i] else "shared with another table"
-        raise BlockNotWritableError(
-            f"block {blocks[i]} is {why} and may not be written: a plan has to copy it to a block "
-            "of the sequence's own first",
-            field=f"{_AT}.sequence_ids[{batch.written_by[i]}]",
-        )
+        raise _not_writable(batch, int(bad.argmax()), "shared with another table")
+
+
+def _not_writable(batch: AttentionBatch, i: int, why: str) -> BlockNotWritableError:
+    return BlockNotWritableError(
+        f"block {batch.written_blocks[i]} is {why} and may not be written: a plan has to copy it "
+        "to a block of the sequence's own first",
+        field=f"{_AT}.sequence_ids[{batch.written_by[i]}]",
+    )
 
 
 def _tables_of(tables: Mapping[int, Table], sequence_ids: NDArray[np.int64]) -> list[Table]:

@@ -75,7 +75,7 @@ def unknown_fields_ignored() -> None:
 
 def published_write_allowed() -> None:
     attention_batch.check_writable = _nothing
-    plan_runner.check_writable = _nothing
+    plan_runner.check_unpublished = _nothing
 
 
 def publication_forgotten_at_the_kernel() -> None:
