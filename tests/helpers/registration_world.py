@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from native_sessions import NativeSession
+from pool_writer import NativeSession
 from registration_messages import LAYOUT, hello, report
 
 from control_plane.planning.config import CoreConfig

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 
 import pytest
-from native_sessions import NativeSession, found, generations
+from pool_writer import NativeSession, found, generations
 from registration_messages import LAYOUT, Prefix, blocks, chain, half, hello, publications, report
 
 from control_plane.planning.config import CoreConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from native_sessions import found, generations
+from pool_writer import found, generations
 from registration_messages import LAYOUT, chain, half, report
 from registration_world import INCARNATION, ROOT, Plane, World
 

@@ -9,7 +9,7 @@ from collections import deque
 from random import Random
 
 import pytest
-from native_sessions import NativeSession, generations
+from pool_writer import NativeSession, generations
 from registration_messages import LAYOUT, Prefix, blocks, half, hello, publications
 
 from control_plane.planning.config import CoreConfig
