@@ -1,0 +1,159 @@
+"""Sessions, their live sequences, the clocks of their turns, and who is senior to whom.
+
+Seniority orders sessions: it is lost, to the most junior place, when a sequence of the session
+ends, is freed or swapped out, or is cut because its turn is over. It is kept when a sequence is cut
+for another session's growth; else the same session could be cut for ever.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Final
+
+from control_plane.planning.admission.decisions import Reason
+
+
+class Session:
+    """A session: ``num_doublings`` of its turn, and its live sequences, oldest first."""
+
+    __slots__ = ("id", "num_doublings", "paused", "paused_s", "seniority", "sequences")
+
+    def __init__(self, id_: int, seniority: int) -> None:
+        self.id: Final = id_
+        self.seniority = seniority  # the lower, the more senior
+        self.num_doublings = 0
+        self.sequences: dict[int, Sequence] = {}
+        self.paused: Sequence | None = None  # the sequence whose clock stands, since paused_s
+        self.paused_s = 0.0
+
+
+class Sequence:
+    """A live sequence. ``num_blocked``: blocks of growth that it waits for since ``blocked_s``."""
+
+    __slots__ = (
+        "blocked_s",
+        "deadline_s",
+        "id",
+        "num_blocked",
+        "queued",
+        "rank",
+        "reason",
+        "session",
+        "started_s",
+    )
+
+    def __init__(self, session: Session, id_: int, rank: int, now_s: float) -> None:
+        self.session: Final = session
+        self.id: Final = id_
+        self.rank = rank  # the lower, the older
+        self.started_s = now_s  # moved on by the time that the clock stood
+        self.num_blocked = 0
+        self.blocked_s = 0.0
+        self.queued = False
+        self.deadline_s: float | None = None  # when it is cut, if it was asked to yield
+        self.reason = Reason.GROWTH  # and why
+
+
+class Turns:
+    """All sessions of a pool and their live sequences."""
+
+    def __init__(self, turn_s: float, max_doublings: int) -> None:
+        self.sessions: dict[int, Session] = {}
+        self.num_live = 0
+        self.num_blocked = 0  # blocks that blocked growth waits for, over all sequences
+        self._turn_s = turn_s
+        self._max_doublings = max_doublings
+        self._queue: list[tuple[int, Sequence]] = []  # a heap by rank, of those ever blocked
+        self._next_rank = 0
+        self._next_seniority = 0
+
+    def open(self, session: int) -> None:
+        """Add a session, the most junior."""
+        self.sessions[session] = Session(session, 0)
+        self._make_junior(self.sessions[session])
+
+    def close(self, session: int) -> None:
+        """Remove a session with all its sequences."""
+        for sequence in list(self.sessions[session].sequences.values()):
+            self._remove(sequence)
+        del self.sessions[session]
+
+    def start(self, session: int, sequence: int, now_s: float) -> None:
+        """A sequence holds device blocks from now on."""
+        owner = self.sessions[session]
+        assert sequence not in owner.sequences
+        owner.sequences[sequence] = Sequence(owner, sequence, self._next_rank, now_s)
+        self._next_rank += 1
+        self.num_live += 1
+        self._set_clock(owner, now_s)
+
+    def end(self, sequence: Sequence, now_s: float, *, reason: Reason | None, done: bool) -> None:
+        """A sequence holds no device blocks any more: cut for a reason, or by its own session.
+
+        ``done`` says that it is not expected back: what its session learned about turns is over.
+        """
+        session = sequence.session
+        self._remove(sequence)
+        self._set_clock(session, now_s)
+        if reason is Reason.TURN:
+            session.num_doublings = min(session.num_doublings + 1, self._max_doublings)
+        elif done:
+            session.num_doublings = 0
+        if reason is not Reason.GROWTH:
+            self._make_junior(session)
+
+    def past_turn_s(self, sequence: Sequence, now_s: float) -> float:
+        """Seconds by which a sequence has outstayed its turn; negative while it has not."""
+        session = sequence.session
+        elapsed_s = now_s - sequence.started_s
+        return elapsed_s - self._turn_s * 2**session.num_doublings
+
+    # Blocked growth
+
+    def oldest_blocked(self) -> Sequence | None:
+        """The oldest sequence whose growth is blocked."""
+        while self._queue and not self._queue[0][1].num_blocked:
+            heapq.heappop(self._queue)[1].queued = False
+        return self._queue[0][1] if self._queue else None
+
+    def block(self, sequence: Sequence, num_blocks: int, now_s: float) -> None:
+        """The sequence waits for growth; a later number replaces an earlier one."""
+        if not sequence.num_blocked:
+            sequence.blocked_s = now_s
+            if not sequence.queued:
+                sequence.queued = True
+                heapq.heappush(self._queue, (sequence.rank, sequence))
+        self.num_blocked += num_blocks - sequence.num_blocked
+        sequence.num_blocked = num_blocks
+        self._set_clock(sequence.session, now_s)
+
+    def unblock(self, sequence: Sequence, now_s: float) -> None:
+        """The sequence does not wait for growth any more, if it did."""
+        if sequence.num_blocked:
+            self.num_blocked -= sequence.num_blocked
+            sequence.num_blocked = 0
+            self._set_clock(sequence.session, now_s)
+
+    def _remove(self, sequence: Sequence) -> None:
+        session = sequence.session
+        self.num_blocked -= sequence.num_blocked
+        sequence.num_blocked = 0
+        if session.paused is sequence:
+            session.paused = None
+        del session.sequences[sequence.id]
+        self.num_live -= 1
+
+    def _set_clock(self, session: Session, now_s: float) -> None:
+        """The clock stands while the session's only sequence is blocked: it has nothing to yield."""
+        paused, lone = session.paused, len(session.sequences) == 1
+        if paused is not None and not (lone and paused.num_blocked):
+            paused.started_s += now_s - session.paused_s
+            session.paused = None
+        if session.paused is None and lone:
+            (only,) = session.sequences.values()
+            if only.num_blocked:
+                session.paused, session.paused_s = only, now_s
+
+    def _make_junior(self, session: Session) -> None:
+        self._next_seniority += 1
+        session.seniority = self._next_seniority

@@ -1,0 +1,141 @@
+"""Who has to yield, so that whoever waits gets blocks: the rules 4, 5, 8 and 9 of the line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from control_plane.planning.admission.decisions import (
+    AdmissionConfig,
+    Cut,
+    Decision,
+    EndSession,
+    PoolView,
+    Pressure,
+    Reason,
+)
+from control_plane.planning.admission.turns import Sequence, Session, Turns
+
+
+class Waiting:
+    """An admission in the line, since ``since_s``."""
+
+    __slots__ = ("num_needed", "sequence", "session", "since_s", "ticket")
+
+    def __init__(
+        self, session: Session, sequence: int, num_needed: int, since_s: float, ticket: int
+    ) -> None:
+        self.session: Final = session
+        self.sequence: Final = sequence
+        self.num_needed = num_needed
+        self.since_s = since_s
+        self.ticket = ticket  # the order of the line; the head has the lowest
+
+
+def decide(
+    turns: Turns,
+    line: Mapping[int, Waiting],
+    pool: PoolView,
+    config: AdmissionConfig,
+    num_headroom: int,
+    now_s: float,
+) -> list[Decision]:
+    """The decisions of a tick. What they cut is left to the caller."""
+    live = [s for session in turns.sessions.values() for s in session.sequences.values()]
+    long_ago_s = now_s - config.grace_s
+    blocked = [s for s in live if s.num_blocked and s.blocked_s <= long_ago_s]
+    waiting = {s.session for s in blocked}
+    waiting.update(entry.session for entry in line.values() if entry.since_s <= long_ago_s)
+
+    num_for_growth, num_for_all = _num_lacking(turns, line, pool, num_headroom)
+    chosen: dict[Sequence, Reason] = {}
+    num_found = 0
+    for reason, num_lacking, candidates in (
+        (Reason.GROWTH, num_for_growth, _juniors(turns, blocked)),
+        (Reason.TURN, num_for_all, _past_turn(turns, live, waiting, now_s)),
+    ):
+        for sequence in candidates:
+            if num_found >= num_lacking:
+                break
+            if sequence not in chosen:
+                chosen[sequence] = reason
+                num_found += _num_held(pool, sequence) + sequence.num_blocked
+
+    for sequence in live:
+        due_s = sequence.deadline_s
+        if due_s is not None and sequence not in chosen:
+            if num_for_all <= 0 or due_s + config.grace_s < now_s:
+                sequence.deadline_s = None
+    decisions = [_ask(pool, s, reason, config.grace_s, now_s) for s, reason in chosen.items()]
+    overdue = _without_receipts(turns, waiting, pool, now_s - config.receipt_deadline_s)
+    return [d for d in decisions if d is not None] + list(overdue)
+
+
+def _num_lacking(
+    turns: Turns, line: Mapping[int, Waiting], pool: PoolView, num_headroom: int
+) -> tuple[int, int]:
+    """Blocks to be found for blocked growth, and for that and the head of the line."""
+    oldest, head = turns.oldest_blocked(), next(iter(line.values()), None)
+    if oldest is not None:
+        first = oldest.session.id
+    elif head is not None:
+        first = head.session.id
+    else:
+        return 0, 0
+    num_coming = pool.num_obtainable(first) + pool.num_pending(first)
+    num_for_growth = turns.num_blocked - num_coming
+    num_for_head = head.num_needed + num_headroom if head is not None else 0
+    return num_for_growth, num_for_growth + num_for_head
+
+
+def _juniors(turns: Turns, blocked: list[Sequence]) -> Iterator[Sequence]:
+    """Who yields to blocked growth: the newest of the most junior session first, up to the oldest
+    blocked sequence of the most senior session that is blocked.
+    """
+    if not blocked:
+        return
+    last = min(blocked, key=lambda s: (s.session.seniority, s.rank))
+    sessions = sorted(turns.sessions.values(), key=lambda session: -session.seniority)
+    for session in sessions:
+        for sequence in reversed(session.sequences.values()):
+            if sequence is last:
+                return
+            yield sequence
+        if session is last.session:
+            return
+
+
+def _past_turn(
+    turns: Turns, live: list[Sequence], waiting: set[Session], now_s: float
+) -> Iterator[Sequence]:
+    """Who is past its turn while another session waits, furthest first."""
+    past = [
+        (turns.past_turn_s(s, now_s), -s.rank, s)
+        for s in live
+        if s.session.paused is not s and waiting - {s.session}
+    ]
+    return (s for past_s, _, s in sorted(past, reverse=True) if past_s > 0)
+
+
+def _without_receipts(
+    turns: Turns, waiting: set[Session], pool: PoolView, long_ago_s: float
+) -> Iterator[EndSession]:
+    for session in turns.sessions.values():
+        since_s = pool.retired_since(session.id)
+        if since_s is not None and since_s < long_ago_s and waiting - {session}:
+            yield EndSession(session.id)
+
+
+def _ask(
+    pool: PoolView, sequence: Sequence, reason: Reason, grace_s: float, now_s: float
+) -> Decision | None:
+    session, id_ = sequence.session.id, sequence.id
+    sequence.reason = reason
+    if sequence.deadline_s is None:
+        sequence.deadline_s = now_s + grace_s
+        return Pressure(session, id_, _num_held(pool, sequence), sequence.deadline_s, reason)
+    return Cut(session, id_, reason) if sequence.deadline_s <= now_s else None
+
+
+def _num_held(pool: PoolView, sequence: Sequence) -> int:
+    return pool.num_held(sequence.session.id, sequence.id)
