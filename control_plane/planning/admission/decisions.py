@@ -108,7 +108,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class EndSession:
-    """The session keeps blocks from others by its missing receipts: end it, so that it is fenced."""
+    """The session's missing receipts keep blocks from others: end it, so that it is fenced."""
 
     session: int
 

@@ -12,8 +12,8 @@ without it the checker (``tests/helpers/admission_checker.py``) finds a fault:
    it, what a session frees goes to its own next admission while others wait to go on: a deadlock.
 4. **Growth blocked for a grace period makes the most junior session yield**, its newest sequence
    first. Otherwise sequences that wait for each other's blocks wait for ever.
-5. **Who outstays its turn yields while others wait**, who is furthest past it first, and its session
-   goes to the back of the line. This alone ends sequences that hold blocks and do nothing.
+5. **Who outstays its turn yields while others wait**, who is furthest past it first, and its
+   session goes to the back of the line. This alone ends sequences that hold blocks and do nothing.
 6. **A turn that was cut doubles the session's next one**, until a sequence of it ends. Otherwise
    a sequence that needs longer than its turn is cut for ever.
 7. **The clock of a turn stands while a session's only sequence is blocked.** Otherwise two that

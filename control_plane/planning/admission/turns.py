@@ -104,9 +104,8 @@ class Turns:
 
     def past_turn_s(self, sequence: Sequence, now_s: float) -> float:
         """Seconds by which a sequence has outstayed its turn; negative while it has not."""
-        session = sequence.session
-        elapsed_s = now_s - sequence.started_s
-        return elapsed_s - self._turn_s * 2**session.num_doublings
+        turn_s = self._turn_s * (1 << sequence.session.num_doublings)
+        return now_s - sequence.started_s - turn_s
 
     # Blocked growth
 
@@ -144,7 +143,7 @@ class Turns:
         self.num_live -= 1
 
     def _set_clock(self, session: Session, now_s: float) -> None:
-        """The clock stands while the session's only sequence is blocked: it has nothing to yield."""
+        """The clock stands while the only sequence is blocked: there is nothing to yield."""
         paused, lone = session.paused, len(session.sequences) == 1
         if paused is not None and not (lone and paused.num_blocked):
             paused.started_s += now_s - session.paused_s

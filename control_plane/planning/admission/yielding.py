@@ -63,9 +63,10 @@ def decide(
 
     for sequence in live:
         due_s = sequence.deadline_s
-        if due_s is not None and sequence not in chosen:
-            if num_for_all <= 0 or due_s + config.grace_s < now_s:
-                sequence.deadline_s = None
+        if due_s is None or sequence in chosen:
+            continue
+        if num_for_all <= 0 or due_s + config.grace_s < now_s:
+            sequence.deadline_s = None
     decisions = [_ask(pool, s, reason, config.grace_s, now_s) for s, reason in chosen.items()]
     overdue = _without_receipts(turns, waiting, pool, now_s - config.receipt_deadline_s)
     return [d for d in decisions if d is not None] + list(overdue)
