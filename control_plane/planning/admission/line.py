@@ -177,7 +177,14 @@ class Line:
             self._to_the_back(waiting)
 
     def _head(self) -> Waiting | None:
-        return next(iter(self._waiting.values()), None)
+        """The first that owes no round; one that is alone in the line need not let others pass."""
+        while self._waiting:
+            head = next(iter(self._waiting.values()))
+            if not head.session.num_owed or len(self._waiting) == 1:
+                return head
+            head.session.num_owed -= 1
+            self._to_the_back(head)
+        return None
 
     def _is_first(self, session: int) -> bool:
         head = self._head()

@@ -16,12 +16,13 @@ from control_plane.planning.admission.decisions import Reason
 class Session:
     """A session: ``num_doublings`` of its turn, and its live sequences, oldest first."""
 
-    __slots__ = ("id", "num_doublings", "paused", "paused_s", "seniority", "sequences")
+    __slots__ = ("id", "num_doublings", "num_owed", "paused", "paused_s", "seniority", "sequences")
 
     def __init__(self, id_: int, seniority: int) -> None:
         self.id: Final = id_
         self.seniority = seniority  # the lower, the more senior
         self.num_doublings = 0
+        self.num_owed = 0  # rounds of the line that it lets pass, for turns that were doubled
         self.sequences: dict[int, Sequence] = {}
         self.paused: Sequence | None = None  # the sequence whose clock stands, since paused_s
         self.paused_s = 0.0
@@ -35,6 +36,7 @@ class Sequence:
         "deadline_s",
         "id",
         "num_blocked",
+        "num_doublings",
         "queued",
         "rank",
         "reason",
@@ -47,6 +49,7 @@ class Sequence:
         self.id: Final = id_
         self.rank = rank  # the lower, the older
         self.started_s = now_s  # moved on by the time that the clock stood
+        self.num_doublings = session.num_doublings
         self.num_blocked = 0
         self.blocked_s = 0.0
         self.queued = False
@@ -83,6 +86,7 @@ class Turns:
         owner = self.sessions[session]
         assert sequence not in owner.sequences
         owner.sequences[sequence] = Sequence(owner, sequence, self._next_rank, now_s)
+        owner.num_owed = 0  # nobody else was there to be let pass
         self._next_rank += 1
         self.num_live += 1
         self._set_clock(owner, now_s)
@@ -96,7 +100,9 @@ class Turns:
         self._remove(sequence)
         self._set_clock(session, now_s)
         if reason is Reason.TURN:
-            session.num_doublings = min(session.num_doublings + 1, self._max_doublings)
+            session.num_owed += (1 << sequence.num_doublings) - 1
+            num_doublings = min(sequence.num_doublings + 1, self._max_doublings)
+            session.num_doublings = max(session.num_doublings, num_doublings)
         elif done:
             session.num_doublings = 0
         if reason is not Reason.GROWTH:
@@ -104,7 +110,7 @@ class Turns:
 
     def past_turn_s(self, sequence: Sequence, now_s: float) -> float:
         """Seconds by which a sequence has outstayed its turn; negative while it has not."""
-        turn_s = self._turn_s * (1 << sequence.session.num_doublings)
+        turn_s = self._turn_s * (1 << sequence.num_doublings)
         return now_s - sequence.started_s - turn_s
 
     # Blocked growth

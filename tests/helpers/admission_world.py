@@ -1,0 +1,293 @@
+"""A small pool with a few sessions under the real line, as a state that can be stored and restored.
+
+Time runs in ticks of one grace period. Honest sessions step once between two ticks, in any order:
+receipts come, each sequence grows by a block or ends at its length, and one admission is asked for.
+A hostile one does anything, at any time, or nothing: it keeps receipts back, frees, grows, asks with
+and without waiting, and withdraws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from control_plane.planning.admission.decisions import AdmissionConfig, Cut, EndSession, Growth
+from control_plane.planning.admission.line import Line
+from control_plane.planning.admission.turns import Sequence
+from control_plane.planning.admission.yielding import Waiting
+
+HONEST, HOSTILE = "h", "x"
+ASKED = 99  # the id of a sequence that is to be admitted; live ones are numbered from 0
+CONFIG = AdmissionConfig(
+    turn_s=2.0, max_doublings=2, grace_s=1.0, receipt_deadline_s=1.0, headroom=0.0
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pool, and for each session its kind, the blocks of a prompt and of a whole sequence, and
+    how many sequences it keeps.
+    """
+
+    num_blocks: int
+    kinds: str
+    prompt: tuple[int, ...]
+    length: tuple[int, ...]
+    many: tuple[int, ...]
+
+
+class State(NamedTuple):
+    """Everything that matters, in a form that is equal whenever what follows is."""
+
+    sessions: tuple[Any, ...]
+    line: tuple[tuple[int, int, float], ...]
+    stepped: int  # a bit for each honest session that has stepped since the last tick
+
+
+class World:
+    """The pool and its line. Session ids are 0, 1, ..."""
+
+    def __init__(self, case: Case, config: AdmissionConfig = CONFIG) -> None:
+        self.case, self.config = case, config
+        self.num_blocks = case.num_blocks
+        num = len(case.kinds)
+        self.held: list[dict[int, int]] = [{} for _ in range(num)]
+        self.retired = [0] * num
+        self.retired_s = [0.0] * num
+        self.stepped = 0
+        self.now_s = 0.0
+        self.line = Line(self, config)
+        for session in range(num):
+            self.line.open(session)
+
+    # What the line asks
+
+    def num_free(self) -> int:
+        return self.num_blocks - sum(self.retired) - sum(sum(h.values()) for h in self.held)
+
+    def num_obtainable(self, session: int) -> int:
+        return self.num_free() + self.retired[session]
+
+    def num_pending(self, session: int) -> int:
+        return sum(self.retired) - self.retired[session]
+
+    def num_held(self, session: int, sequence: int) -> int:
+        return self.held[session][sequence]
+
+    def retired_since(self, session: int) -> float | None:
+        return self.retired_s[session] if self.retired[session] else None
+
+    # What happens
+
+    def honest_step(self, session: int) -> bool:
+        """Whether the session ended a sequence."""
+        self.retired[session] = 0
+        self._serve()
+        ended = self._grow(session)
+        self._serve()
+        while len(self.held[session]) < self.case.many[session] and self._ask(session):
+            pass
+        self.stepped |= 1 << session
+        return ended
+
+    def hostile_moves(self, session: int) -> list[str]:
+        held = self.held[session]
+        moves = ["receipt"] if self.retired[session] else []
+        moves += ["free", "grow"] if held else []
+        if len(held) < self.case.many[session]:
+            moves += ["ask", "poll"]
+        elif held:
+            moves += ["free+ask"]
+        return moves + (["withdraw"] if session in self.line._waiting else [])
+
+    def hostile_move(self, session: int, move: str) -> None:
+        if move == "receipt":
+            self.retired[session] = 0
+        elif move == "free":
+            self._end(session, max(self.held[session]))
+        elif move == "grow":
+            self._grow(session)
+        elif move == "withdraw":
+            self.line.withdraw(session, ASKED)
+        else:
+            if move == "free+ask":
+                self._end(session, min(self.held[session]))
+            self._ask(session, wait=move != "poll")
+        self._serve()
+
+    def tick(self) -> str:
+        self.now_s += 1.0
+        self.stepped = 0
+        what = "tick"
+        for decision in self.line.tick(self.now_s):
+            session = decision.session
+            if isinstance(decision, Cut):
+                what += f", cut of {session}"
+                self._retire(session, self.held[session].pop(decision.sequence))
+            elif isinstance(decision, EndSession):
+                what += f", end of {session}"
+                self.line.close(session)
+                self.held[session].clear()
+                self.retired[session] = 0
+                self.line.open(session)
+        self._serve()
+        return what
+
+    def _ask(self, session: int, *, wait: bool = True) -> bool:
+        place = self.line.admit(session, ASKED, self.case.prompt[session], self.now_s, wait=wait)
+        if place is None:
+            self._admit(session)
+        return place is None
+
+    def _admit(self, session: int) -> None:
+        self._take(session, self.case.prompt[session])
+        self.line.started(session, ASKED, self.now_s)
+        sequence = max(self.held[session], default=-1) + 1
+        self.held[session][sequence] = self.case.prompt[session]
+        sequences = self.line._turns.sessions[session].sequences
+        sequences[sequence] = _renamed(sequences.pop(ASKED), sequence)
+
+    def _grow(self, session: int) -> bool:
+        ended = False
+        for sequence in list(self.held[session]):
+            if self.held[session][sequence] == self.case.length[session]:
+                self._end(session, sequence)
+                ended = True
+            elif self.line.may_grow(session, sequence, 1, self.now_s):
+                self._take(session, 1)
+                self.held[session][sequence] += 1
+        return ended
+
+    def _serve(self) -> None:
+        while (grant := self.line.next_grant(self.now_s)) is not None:
+            if isinstance(grant, Growth):
+                self._take(grant.session, grant.num_blocks)
+                self.held[grant.session][grant.sequence] += grant.num_blocks
+            else:
+                self._admit(grant.session)
+
+    def _end(self, session: int, sequence: int) -> None:
+        self.line.ended(session, sequence, self.now_s)
+        self._retire(session, self.held[session].pop(sequence))
+
+    def _retire(self, session: int, num_blocks: int) -> None:
+        if not self.retired[session]:
+            self.retired_s[session] = self.now_s
+        self.retired[session] += num_blocks
+
+    def _take(self, session: int, num_blocks: int) -> None:
+        """Free blocks first, then the session's own retired ones."""
+        num_own = max(0, num_blocks - self.num_free())
+        self.retired[session] -= num_own
+        assert self.retired[session] >= 0, "the line granted blocks that are not there"
+
+    # States
+
+    def state(self) -> State:
+        turns, now_s = self.line._turns, self.now_s
+        everyone = [turns.sessions[i] for i in range(len(self.case.kinds))]
+        ranks = _ranks(s.rank for session in everyone for s in session.sequences.values())
+        seniority = _ranks(session.seniority for session in everyone)
+        sessions = tuple(
+            (
+                seniority[session.seniority],
+                session.num_doublings,
+                session.num_owed,
+                session.paused.id if session.paused is not None else -1,
+                self.retired[session.id],
+                min(now_s - self.retired_s[session.id], 2.0) if self.retired[session.id] else 0.0,
+                tuple(
+                    self._sequence_state(sequence, ranks[sequence.rank])
+                    for sequence in session.sequences.values()
+                ),
+            )
+            for session in everyone
+        )
+        line = tuple(
+            (waiting.session.id, waiting.num_needed, min(now_s - waiting.since_s, 1.0))
+            for waiting in self.line._waiting.values()
+        )
+        return State(sessions, line, self.stepped)
+
+    def _sequence_state(self, sequence: Sequence, rank: int) -> tuple[Any, ...]:
+        session, now_s = sequence.session, self.now_s
+        until_s = session.paused_s if session.paused is sequence else now_s
+        longest_s = self.config.turn_s * (1 << sequence.num_doublings) + 2.0
+        due_s = sequence.deadline_s
+        return (
+            self.held[session.id][sequence.id],
+            rank,
+            min(until_s - sequence.started_s, longest_s),
+            sequence.num_doublings,
+            sequence.num_blocked,
+            min(now_s - sequence.blocked_s, 1.0) if sequence.num_blocked else 0.0,
+            None if due_s is None else (max(due_s - now_s, -2.0), sequence.reason),
+        )
+
+    @classmethod
+    def restored(cls, case: Case, config: AdmissionConfig, state: State) -> World:
+        """A world in that state, at second 0."""
+        world = cls(case, config)
+        world.stepped = state.stepped
+        turns = world.line._turns
+        blocked = []
+        for id_, stored in enumerate(state.sessions):
+            session = turns.sessions[id_]
+            session.seniority, session.num_doublings, session.num_owed, paused = stored[:4]
+            world.retired[id_], retired_s, sequences = stored[4:]
+            world.retired_s[id_] = -retired_s
+            for number, (held, rank, elapsed_s, doublings, num, blocked_s, due) in enumerate(
+                sequences
+            ):
+                sequence = Sequence(session, number, rank, -elapsed_s)
+                sequence.num_doublings = doublings
+                sequence.num_blocked, sequence.blocked_s = num, -blocked_s
+                if due is not None:
+                    sequence.deadline_s, sequence.reason = due
+                if num:
+                    sequence.queued = True
+                    blocked.append((rank, sequence))
+                session.sequences[number] = sequence
+                world.held[id_][number] = held
+                turns.num_live += 1
+                turns.num_blocked += num
+            if paused >= 0:
+                session.paused = list(session.sequences.values())[0]
+        turns._queue = sorted(blocked)
+        turns._next_rank = turns.num_live
+        for ticket, (id_, num_needed, since_s) in enumerate(state.line):
+            waiting = Waiting(turns.sessions[id_], ASKED, num_needed, -since_s, ticket)
+            world.line._waiting[id_] = waiting
+        world.line._next_ticket = len(state.line)
+        return world
+
+
+def moves(world_state: State, case: Case, config: AdmissionConfig) -> Iterator[tuple[Any, ...]]:
+    """What can happen next: the state after it, words for it, and which session ended one."""
+    world = World.restored(case, config, world_state)
+    options = [world.hostile_moves(i) if k == HOSTILE else [] for i, k in enumerate(case.kinds)]
+    everyone = sum(1 << i for i, kind in enumerate(case.kinds) if kind == HONEST)
+    for session, kind in enumerate(case.kinds):
+        if kind == HONEST and not world_state.stepped >> session & 1:
+            world = World.restored(case, config, world_state)
+            ended = world.honest_step(session)
+            words = f"{session} steps" + (", ends one" if ended else "")
+            yield world.state(), words, session if ended else None
+        for move in options[session]:
+            world = World.restored(case, config, world_state)
+            world.hostile_move(session, move)
+            yield world.state(), f"{session}: {move}", None
+    if world_state.stepped == everyone:
+        world = World.restored(case, config, world_state)
+        words = world.tick()
+        yield world.state(), words, None
+
+
+def _renamed(sequence: Sequence, id_: int) -> Sequence:
+    sequence.id = id_  # type: ignore[misc]
+    return sequence
+
+
+def _ranks(values: Any) -> dict[int, int]:
+    return {value: rank for rank, value in enumerate(sorted(values))}
