@@ -50,11 +50,11 @@ def decide(
     num_for_growth, num_for_all = _num_lacking(turns, line, pool, num_headroom)
     chosen: dict[Sequence, Reason] = {}
     num_found = 0
-    for reason, num_lacking, candidates in (
-        (Reason.GROWTH, num_for_growth, _juniors(turns, blocked)),
-        (Reason.TURN, num_for_all, _past_turn(turns, live, waiting, now_s)),
+    for num_lacking, candidates in (
+        (num_for_growth, _juniors(turns, blocked)),
+        (num_for_all, _past_turn(turns, live, waiting, now_s)),
     ):
-        for sequence in candidates:
+        for sequence, reason in candidates:
             if num_found >= num_lacking:
                 break
             if sequence not in chosen:
@@ -89,7 +89,7 @@ def _num_lacking(
     return num_for_growth, num_for_growth + num_for_head
 
 
-def _juniors(turns: Turns, blocked: list[Sequence]) -> Iterator[Sequence]:
+def _juniors(turns: Turns, blocked: list[Sequence]) -> Iterator[tuple[Sequence, Reason]]:
     """Who yields to blocked growth: the newest of the most junior session first, up to the oldest
     blocked sequence of the most senior session that is blocked.
     """
@@ -98,24 +98,23 @@ def _juniors(turns: Turns, blocked: list[Sequence]) -> Iterator[Sequence]:
     last = min(blocked, key=lambda s: (s.session.seniority, s.rank))
     sessions = sorted(turns.sessions.values(), key=lambda session: -session.seniority)
     for session in sessions:
+        reason = Reason.OWN_GROWTH if session is last.session else Reason.GROWTH
         for sequence in reversed(session.sequences.values()):
             if sequence is last:
                 return
-            yield sequence
-        if session is last.session:
-            return
+            yield sequence, reason
 
 
 def _past_turn(
     turns: Turns, live: list[Sequence], waiting: set[Session], now_s: float
-) -> Iterator[Sequence]:
+) -> Iterator[tuple[Sequence, Reason]]:
     """Who is past its turn while another session waits, furthest first."""
     past = [
         (turns.past_turn_s(s, now_s), -s.rank, s)
         for s in live
         if s.session.paused is not s and waiting - {s.session}
     ]
-    return (s for past_s, _, s in sorted(past, reverse=True) if past_s > 0)
+    return ((s, Reason.TURN) for past_s, _, s in sorted(past, reverse=True) if past_s > 0)
 
 
 def _without_receipts(
