@@ -1,6 +1,6 @@
 """Simulates engines that share one pool under the real line, with requests from a trace.
 
-    python -m benchmarks.admission --trace FILE [--case NAME] [--seeds N] [--json OUT]
+    python -m benchmarks.admission --trace FILE [--case NAME] [--seeds N] [--duration-s S] [--json OUT]
 
 Blocks of 16 tokens. Whole prefixes of 512 tokens, the trace's hash ids, are shared and stay cached.
 An engine prefills 10,000 tokens a second, decodes a block in 0.32 s, keeps up to 4 sequences, and
@@ -47,7 +47,6 @@ POLL_S = 0.03
 TICK_S = 0.25
 NUM_BLOCKS = 36_000
 NUM_SEQUENCES = 4
-DURATION_S = 200.0
 SERVED_S = (60.0, 120.0)
 NORMAL, TARGET = "normal", 0.9
 
@@ -205,7 +204,7 @@ class Blocks:
 
 
 class Simulation:
-    """Engines, their pool and its line, from second 0 to ``DURATION_S``."""
+    """Engines, their pool and its line, from second 0 on."""
 
     def __init__(self, engines: list[Engine], config: AdmissionConfig) -> None:
         self.engines = engines
@@ -224,14 +223,14 @@ class Simulation:
             self._at(random.random() * 0.5, self._ask, engine)
         self._at(TICK_S, self._tick)
 
-    def run(self) -> Simulation:
-        while self._events[0][0] < DURATION_S:
+    def run(self, duration_s: float) -> Simulation:
+        while self._events[0][0] < duration_s:
             self.now_s, _, call, arguments = heapq.heappop(self._events)
             call(*arguments)
         for engine in self.engines:
             request = engine.asked
             if engine.kind == "honest" and request and not request.admitted:
-                self.waits_s.append(DURATION_S - (request.asked_s or 0.0))
+                self.waits_s.append(duration_s - (request.asked_s or 0.0))
         return self
 
     def _at(self, time_s: float, call: Callable[..., None], *arguments: Any) -> None:
@@ -407,25 +406,30 @@ def requests(kind: str, trace: Iterator[dict[str, Any]]) -> Callable[[], Request
 
 
 def measure(
-    name: str, rows: list[dict[str, Any]], seed: int, config: AdmissionConfig
+    name: str,
+    rows: list[dict[str, Any]],
+    *,
+    seed: int,
+    duration_s: float,
+    config: AdmissionConfig,
 ) -> dict[str, float]:
     """The figures of one case."""
     random.seed(seed)
     trace = itertools.cycle(rows[random.randrange(len(rows)) :] + rows if seed else rows)
     kinds = [kind for kind, num in CASES[name].items() for _ in range(num)]
     engines = [Engine(kind, requests(kind, trace)) for kind in kinds]
-    done = Simulation(engines, config).run()
+    done = Simulation(engines, config).run(duration_s)
     honest = [engine for engine in engines if engine.kind == "honest"]
     begin_s, end_s = SERVED_S
     waits_s = sorted(done.waits_s)
     return {
-        "goodput_tokens_per_s": round(done.num_good / DURATION_S),
+        "goodput_tokens_per_s": round(done.num_good / duration_s),
         "num_engines": len(honest),
         "num_served": sum(any(begin_s <= t < end_s for t in e.admitted_s) for e in honest),
         "wait_p50_s": round(quantile(waits_s, 0.5), 1),
         "wait_p99_s": round(quantile(waits_s, 0.99), 1),
         "recomputed": round(done.num_recomputed / max(1, done.num_computed), 4),
-        "hostile_share": round(done.hostile_block_s / (NUM_BLOCKS * DURATION_S), 3),
+        "hostile_share": round(done.hostile_block_s / (NUM_BLOCKS * duration_s), 3),
         "num_yielded": done.num_yielded,
         "num_cut": done.num_cut,
         "num_ended": done.num_ended,
@@ -467,16 +471,22 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True, help="requests, one JSON a line")
     parser.add_argument("--case", choices=list(CASES), action="append", help="default: all")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each case")
+    parser.add_argument("--duration-s", type=float, default=200.0, help="simulated seconds")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/out/admission.json"))
     for setting in dataclasses.fields(AdmissionConfig):
         kind = type(setting.default)
-        parser.add_argument(f"--{setting.name.replace('_', '-')}", type=kind, default=setting.default)
+        parser.add_argument(
+            f"--{setting.name.replace('_', '-')}", type=kind, default=setting.default
+        )
     arguments = vars(parser.parse_args())
     names = [setting.name for setting in dataclasses.fields(AdmissionConfig)]
     config = AdmissionConfig(**{name: arguments[name] for name in names})
     rows = [json.loads(line) for line in arguments["trace"].read_text().splitlines()]
     results = {
-        name: [measure(name, rows, seed, config) for seed in range(arguments["seeds"])]
+        name: [
+            measure(name, rows, seed=seed, duration_s=arguments["duration_s"], config=config)
+            for seed in range(arguments["seeds"])
+        ]
         for name in arguments["case"] or CASES
     }
     print_table(results)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from admission_world import CONFIG, HONEST, Case, State, World, moves
+from admission_world import CONFIG, HOSTILE, Case, State, World, moves
 
 from control_plane.planning.admission.decisions import AdmissionConfig
 
@@ -23,6 +23,8 @@ CASES = {
     "two, of over half the pool": Case(4, "hh", (1, 1), (3, 3), (2, 2)),
     "two, of the whole pool": Case(4, "hh", (1, 1), (4, 4), (1, 1)),
     "one, with two of over half": Case(4, "h", (1,), (3,), (2,)),
+    "two that yield": Case(4, "yy", (1, 1), (3, 3), (2, 2)),
+    "one of two yields": Case(4, "hy", (1, 1), (4, 3), (1, 2)),
     "three": Case(5, "hhh", (1, 1, 1), (3, 3, 2), (1, 1, 2)),
     "three long ones": Case(6, "hhh", (2, 2, 2), (6, 6, 5), (1, 1, 1)),
     "honest and hostile": Case(4, "hx", (1, 1), (3, 3), (1, 1)),
@@ -49,7 +51,7 @@ def starved(
     states, edges = explore(case, config, max_states)
     found = []
     for session, kind in enumerate(case.kinds):
-        if kind == HONEST:
+        if kind != HOSTILE:
             cycle = _cycle_without(edges, lambda edge, s=session: edge[2] != s)
             if cycle is not None:
                 found.append(Starved(session, [f"{words}: {states[v]}" for v, words in cycle]))

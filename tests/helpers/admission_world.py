@@ -2,8 +2,9 @@
 
 Time runs in ticks of one grace period. Honest sessions step once between two ticks, in any order:
 receipts come, each sequence grows by a block or ends at its length, and one admission is asked for.
-A hostile one does anything, at any time, or nothing: it keeps receipts back, frees, grows, asks with
-and without waiting, and withdraws.
+One kind of them frees a sequence when asked to yield it, the other waits to be cut. A hostile one
+does anything, at any time, or nothing: it keeps receipts back, frees, grows, asks with and without
+waiting, and withdraws.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from control_plane.planning.admission.decisions import AdmissionConfig, Cut, EndSession, Growth
-from control_plane.planning.admission.line import Line
+from admission_rig import Rig
+
+from control_plane.planning.admission.decisions import AdmissionConfig, Pressure
 from control_plane.planning.admission.turns import Sequence
 from control_plane.planning.admission.yielding import Waiting
 
-HONEST, HOSTILE = "h", "x"
+HONEST, YIELDING, HOSTILE = "h", "y", "x"
 ASKED = 99  # the id of a sequence that is to be admitted; live ones are numbered from 0
 CONFIG = AdmissionConfig(
     turn_s=2.0, max_doublings=2, grace_s=1.0, receipt_deadline_s=1.0, headroom=0.0
@@ -45,47 +47,20 @@ class State(NamedTuple):
     stepped: int  # a bit for each honest session that has stepped since the last tick
 
 
-class World:
-    """The pool and its line. Session ids are 0, 1, ..."""
+class World(Rig):
+    """The rig of a case. The sequence that a session asks for is ``ASKED`` until it is live."""
 
     def __init__(self, case: Case, config: AdmissionConfig = CONFIG) -> None:
+        super().__init__(case.num_blocks, len(case.kinds), config)
         self.case, self.config = case, config
-        self.num_blocks = case.num_blocks
-        num = len(case.kinds)
-        self.held: list[dict[int, int]] = [{} for _ in range(num)]
-        self.retired = [0] * num
-        self.retired_s = [0.0] * num
         self.stepped = 0
-        self.now_s = 0.0
-        self.line = Line(self, config)
-        for session in range(num):
-            self.line.open(session)
-
-    # What the line asks
-
-    def num_free(self) -> int:
-        return self.num_blocks - sum(self.retired) - sum(sum(h.values()) for h in self.held)
-
-    def num_obtainable(self, session: int) -> int:
-        return self.num_free() + self.retired[session]
-
-    def num_pending(self, session: int) -> int:
-        return sum(self.retired) - self.retired[session]
-
-    def num_held(self, session: int, sequence: int) -> int:
-        return self.held[session][sequence]
-
-    def retired_since(self, session: int) -> float | None:
-        return self.retired_s[session] if self.retired[session] else None
-
-    # What happens
 
     def honest_step(self, session: int) -> bool:
         """Whether the session ended a sequence."""
-        self.retired[session] = 0
-        self._serve()
-        ended = self._grow(session)
-        self._serve()
+        self.receipt(session)
+        self.serve()
+        ended = self._grow_all(session)
+        self.serve()
         while len(self.held[session]) < self.case.many[session] and self._ask(session):
             pass
         self.stepped |= 1 << session
@@ -103,84 +78,55 @@ class World:
 
     def hostile_move(self, session: int, move: str) -> None:
         if move == "receipt":
-            self.retired[session] = 0
+            self.receipt(session)
         elif move == "free":
-            self._end(session, max(self.held[session]))
+            self.end(session, max(self.held[session]))
         elif move == "grow":
-            self._grow(session)
+            self._grow_all(session)
         elif move == "withdraw":
             self.line.withdraw(session, ASKED)
         else:
             if move == "free+ask":
-                self._end(session, min(self.held[session]))
+                self.end(session, min(self.held[session]))
             self._ask(session, wait=move != "poll")
-        self._serve()
+        self.serve()
 
-    def tick(self) -> str:
+    def time_passes(self) -> str:
+        """A tick; returns words for it."""
         self.now_s += 1.0
         self.stepped = 0
-        what = "tick"
-        for decision in self.line.tick(self.now_s):
-            session = decision.session
-            if isinstance(decision, Cut):
-                what += f", cut of {session}"
-                self._retire(session, self.held[session].pop(decision.sequence))
-            elif isinstance(decision, EndSession):
-                what += f", end of {session}"
-                self.line.close(session)
-                self.held[session].clear()
-                self.retired[session] = 0
-                self.line.open(session)
-        self._serve()
-        return what
+        words = ["tick"]
+        for decision in self.tick():
+            asked = isinstance(decision, Pressure)
+            if asked and self.case.kinds[decision.session] == YIELDING:
+                self.end(decision.session, decision.sequence)
+                words.append(f"{decision.session} yields")
+            elif not asked:
+                words.append(f"{type(decision).__name__} of {decision.session}")
+        self.serve()
+        return ", ".join(words)
 
     def _ask(self, session: int, *, wait: bool = True) -> bool:
-        place = self.line.admit(session, ASKED, self.case.prompt[session], self.now_s, wait=wait)
-        if place is None:
-            self._admit(session)
-        return place is None
+        return self.ask(session, ASKED, self.case.prompt[session], wait=wait) is None
 
-    def _admit(self, session: int) -> None:
-        self._take(session, self.case.prompt[session])
-        self.line.started(session, ASKED, self.now_s)
-        sequence = max(self.held[session], default=-1) + 1
-        self.held[session][sequence] = self.case.prompt[session]
-        sequences = self.line._turns.sessions[session].sequences
-        sequences[sequence] = _renamed(sequences.pop(ASKED), sequence)
+    def _admit(self, session: int, sequence: int, num_blocks: int) -> None:
+        super()._admit(session, sequence, num_blocks)
+        sequences, held = self.line._turns.sessions[session].sequences, self.held[session]
+        number = max((i for i in held if i != ASKED), default=-1) + 1
+        held[number] = held.pop(ASKED)
+        sequences[number] = sequences.pop(ASKED)
+        sequences[number].id = number  # type: ignore[misc]
 
-    def _grow(self, session: int) -> bool:
+    def _grow_all(self, session: int) -> bool:
+        """Whether one of the sequences was at its length, and ended."""
         ended = False
-        for sequence in list(self.held[session]):
-            if self.held[session][sequence] == self.case.length[session]:
-                self._end(session, sequence)
+        for sequence, num_held in list(self.held[session].items()):
+            if num_held == self.case.length[session]:
+                self.end(session, sequence)
                 ended = True
-            elif self.line.may_grow(session, sequence, 1, self.now_s):
-                self._take(session, 1)
-                self.held[session][sequence] += 1
-        return ended
-
-    def _serve(self) -> None:
-        while (grant := self.line.next_grant(self.now_s)) is not None:
-            if isinstance(grant, Growth):
-                self._take(grant.session, grant.num_blocks)
-                self.held[grant.session][grant.sequence] += grant.num_blocks
             else:
-                self._admit(grant.session)
-
-    def _end(self, session: int, sequence: int) -> None:
-        self.line.ended(session, sequence, self.now_s)
-        self._retire(session, self.held[session].pop(sequence))
-
-    def _retire(self, session: int, num_blocks: int) -> None:
-        if not self.retired[session]:
-            self.retired_s[session] = self.now_s
-        self.retired[session] += num_blocks
-
-    def _take(self, session: int, num_blocks: int) -> None:
-        """Free blocks first, then the session's own retired ones."""
-        num_own = max(0, num_blocks - self.num_free())
-        self.retired[session] -= num_own
-        assert self.retired[session] >= 0, "the line granted blocks that are not there"
+                self.grow(session, sequence)
+        return ended
 
     # States
 
@@ -253,7 +199,7 @@ class World:
                 turns.num_live += 1
                 turns.num_blocked += num
             if paused >= 0:
-                session.paused = list(session.sequences.values())[0]
+                session.paused = next(iter(session.sequences.values()))
         turns._queue = sorted(blocked)
         turns._next_rank = turns.num_live
         for ticket, (id_, num_needed, since_s) in enumerate(state.line):
@@ -267,9 +213,9 @@ def moves(world_state: State, case: Case, config: AdmissionConfig) -> Iterator[t
     """What can happen next: the state after it, words for it, and which session ended one."""
     world = World.restored(case, config, world_state)
     options = [world.hostile_moves(i) if k == HOSTILE else [] for i, k in enumerate(case.kinds)]
-    everyone = sum(1 << i for i, kind in enumerate(case.kinds) if kind == HONEST)
+    everyone = sum(1 << i for i, kind in enumerate(case.kinds) if kind != HOSTILE)
     for session, kind in enumerate(case.kinds):
-        if kind == HONEST and not world_state.stepped >> session & 1:
+        if kind != HOSTILE and not world_state.stepped >> session & 1:
             world = World.restored(case, config, world_state)
             ended = world.honest_step(session)
             words = f"{session} steps" + (", ends one" if ended else "")
@@ -280,13 +226,8 @@ def moves(world_state: State, case: Case, config: AdmissionConfig) -> Iterator[t
             yield world.state(), f"{session}: {move}", None
     if world_state.stepped == everyone:
         world = World.restored(case, config, world_state)
-        words = world.tick()
+        words = world.time_passes()
         yield world.state(), words, None
-
-
-def _renamed(sequence: Sequence, id_: int) -> Sequence:
-    sequence.id = id_  # type: ignore[misc]
-    return sequence
 
 
 def _ranks(values: Any) -> dict[int, int]:

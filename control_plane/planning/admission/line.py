@@ -161,7 +161,13 @@ class Line:
         Each sequence of a Cut has left the line; call ``close`` for each EndSession.
         """
         decisions = decide(
-            self._turns, self._waiting, self._pool, self._config, self._num_headroom(), now_s
+            self._turns,
+            self._waiting,
+            self._head(),
+            self._pool,
+            self._config,
+            self._num_headroom(),
+            now_s,
         )
         for decision in decisions:
             if isinstance(decision, Cut):

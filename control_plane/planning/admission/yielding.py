@@ -35,6 +35,7 @@ class Waiting:
 def decide(
     turns: Turns,
     line: Mapping[int, Waiting],
+    head: Waiting | None,
     pool: PoolView,
     config: AdmissionConfig,
     num_headroom: int,
@@ -47,7 +48,7 @@ def decide(
     waiting = {s.session for s in blocked}
     waiting.update(entry.session for entry in line.values() if entry.since_s <= long_ago_s)
 
-    num_for_growth, num_for_all = _num_lacking(turns, line, pool, num_headroom)
+    num_for_growth, num_for_all = _num_lacking(turns, head, pool, num_headroom)
     chosen: dict[Sequence, Reason] = {}
     num_found = 0
     for num_lacking, candidates in (
@@ -73,10 +74,10 @@ def decide(
 
 
 def _num_lacking(
-    turns: Turns, line: Mapping[int, Waiting], pool: PoolView, num_headroom: int
+    turns: Turns, head: Waiting | None, pool: PoolView, num_headroom: int
 ) -> tuple[int, int]:
     """Blocks to be found for blocked growth, and for that and the head of the line."""
-    oldest, head = turns.oldest_blocked(), next(iter(line.values()), None)
+    oldest = turns.oldest_blocked()
     if oldest is not None:
         first = oldest.session.id
     elif head is not None:
