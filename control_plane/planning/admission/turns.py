@@ -92,9 +92,9 @@ class Turns:
         self._set_clock(owner, now_s)
 
     def end(self, sequence: Sequence, now_s: float, *, reason: Reason | None, done: bool) -> None:
-        """A sequence holds no device blocks any more: cut for a reason, or by its own session.
+        """A sequence holds no device blocks any more: for a reason, or because its session wanted.
 
-        ``done`` says that it is not expected back: what its session learned about turns is over.
+        ``done``: it is not expected back, and if it was not made to go, its turn was long enough.
         """
         session = sequence.session
         self._remove(sequence)
@@ -103,7 +103,7 @@ class Turns:
             session.num_owed += (1 << sequence.num_doublings) - 1
             num_doublings = min(sequence.num_doublings + 1, self._max_doublings)
             session.num_doublings = max(session.num_doublings, num_doublings)
-        elif done:
+        elif done and reason is None:
             session.num_doublings = 0
         if reason is not Reason.GROWTH:
             self._make_junior(session)
