@@ -26,14 +26,25 @@ CASES = {
     "two that yield": Case(4, "yy", (1, 1), (3, 3), (2, 2)),
     "one of two yields": Case(4, "hy", (1, 1), (4, 3), (1, 2)),
     "three": Case(5, "hhh", (1, 1, 1), (3, 3, 2), (1, 1, 2)),
+    "three that yield": Case(5, "yyy", (1, 1, 1), (3, 3, 2), (1, 1, 2)),
     "three long ones": Case(6, "hhh", (2, 2, 2), (6, 6, 5), (1, 1, 1)),
     "honest and hostile": Case(4, "hx", (1, 1), (3, 3), (1, 1)),
+    "yielding and hostile": Case(4, "yx", (1, 1), (3, 3), (1, 1)),
     "big honest and hostile": Case(5, "hx", (4, 1), (5, 3), (1, 1)),
     "big honest and hostile with three": Case(5, "hx", (4, 1), (5, 2), (1, 3)),
     "honest and hostile with two": Case(4, "hx", (1, 1), (3, 4), (1, 2)),
     "two honest and hostile": Case(4, "hhx", (1, 1, 1), (3, 3, 4), (1, 1, 1)),
-    "honest and two hostile": Case(4, "hxx", (1, 1, 1), (3, 3, 4), (1, 1, 1)),
+    "honest and two hostile": Case(3, "hxx", (1, 1, 1), (2, 2, 3), (1, 1, 1)),
+    "larger pool": Case(8, "hhy", (2, 3, 1), (6, 8, 4), (1, 1, 2)),
 }
+SLOW = (
+    "three long ones",
+    "honest and hostile with two",
+    "two honest and hostile",
+    "honest and two hostile",
+    "larger pool",
+)
+QUICK = tuple(name for name in CASES if name not in SLOW)
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ def starved(
 
 
 def explore(
-    case: Case, config: AdmissionConfig, max_states: int
+    case: Case, config: AdmissionConfig, max_states: int = 1_000_000
 ) -> tuple[list[State], list[list[Edge]]]:
     start = World(case, config).state()
     numbers, states = {start: 0}, [start]
