@@ -85,16 +85,17 @@ def test_a_closed_session_leaves_the_line_and_its_growth_is_forgotten() -> None:
 
 
 def test_a_grant_that_needs_more_by_now_stays_the_head() -> None:
-    rig = full_pool()
+    rig = Rig(10, 3, CONFIG)
+    rig.ask(0, 1, 5)
+    rig.ask(0, 2, 5)
     rig.ask(1, 1, 2)
     rig.ask(2, 1, 1)
-    rig.end(0, 1)
+    rig.end(0, 2)
     rig.receipt(0)
-    rig.ask(0, 2, 7)
     assert rig.line.next_grant(0.0) == Admission(1, 1, 2)
-    assert rig.ask(1, 1, 4) == Place(Reason.BLOCKS, 1, 1), "what it had found cached is gone"
+    assert rig.ask(1, 1, 6) == Place(Reason.BLOCKS, 1, 1), "what it had found cached is gone"
     assert rig.serve() == []
-    assert rig.ask(1, 1, 3) is None
+    assert rig.ask(1, 1, 5) is None
 
 
 def test_growth_comes_before_admissions() -> None:
