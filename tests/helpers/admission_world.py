@@ -168,7 +168,8 @@ class World(Rig):
             sequence.num_doublings,
             sequence.num_blocked,
             min(now_s - sequence.blocked_s, 1.0) if sequence.num_blocked else 0.0,
-            None if due_s is None else (max(due_s - now_s, -2.0), sequence.reason),
+            None if due_s is None else max(due_s - now_s, -2.0),
+            sequence.reason,
         )
 
     @classmethod
@@ -183,14 +184,20 @@ class World(Rig):
             session.seniority, session.num_doublings, session.num_owed, paused = stored[:4]
             world.retired[id_], retired_s, sequences = stored[4:]
             world.retired_s[id_] = -retired_s
-            for number, (held, rank, elapsed_s, doublings, num, blocked_s, due) in enumerate(
-                sequences
-            ):
+            for number, (
+                held,
+                rank,
+                elapsed_s,
+                doublings,
+                num,
+                blocked_s,
+                due_s,
+                reason,
+            ) in enumerate(sequences):
                 sequence = Sequence(session, number, rank, -elapsed_s)
                 sequence.num_doublings = doublings
                 sequence.num_blocked, sequence.blocked_s = num, -blocked_s
-                if due is not None:
-                    sequence.deadline_s, sequence.reason = due
+                sequence.deadline_s, sequence.reason = due_s, reason
                 if num:
                     sequence.queued = True
                     blocked.append((rank, sequence))

@@ -52,8 +52,7 @@ class Reason(enum.Enum):
     """Why a sequence has to wait, or to yield."""
 
     LINE = enum.auto()  # others stand in front of it, or its session waits for another sequence
-    GROWTH = enum.auto()  # live sequences, of other sessions, need the blocks
-    OWN_GROWTH = enum.auto()  # older sequences of its session need the blocks
+    GROWTH = enum.auto()  # sequences that are live already need the blocks
     BLOCKS = enum.auto()  # it is its turn, and there are not enough blocks yet
     TURN = enum.auto()  # the sequence is past its turn, and others wait
 

@@ -176,7 +176,7 @@ class Line:
 
     def _leave(self, session: int, sequence: int, now_s: float, *, done: bool) -> None:
         leaving = self._turns.sessions[session].sequences[sequence]
-        reason = leaving.reason if leaving.deadline_s is not None else None
+        reason = leaving.reason
         self._turns.end(leaving, now_s, reason=reason, done=done)
         waiting = self._waiting.get(session)
         if reason is Reason.TURN and waiting is not None:

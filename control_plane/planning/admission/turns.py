@@ -54,7 +54,7 @@ class Sequence:
         self.blocked_s = 0.0
         self.queued = False
         self.deadline_s: float | None = None  # when it is cut, if it was asked to yield
-        self.reason = Reason.GROWTH  # and why
+        self.reason: Reason | None = None  # why it is asked to, as long as it is
 
 
 class Turns:

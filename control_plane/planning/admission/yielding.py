@@ -63,10 +63,11 @@ def decide(
                 num_found += _num_held(pool, sequence) + sequence.num_blocked
 
     for sequence in live:
-        due_s = sequence.deadline_s
-        if due_s is None or sequence in chosen:
+        if sequence in chosen:
             continue
-        if num_for_all <= 0 or due_s + config.grace_s < now_s:
+        sequence.reason = None
+        due_s = sequence.deadline_s
+        if due_s is not None and (num_for_all <= 0 or due_s + config.grace_s < now_s):
             sequence.deadline_s = None
     decisions = [_ask(pool, s, reason, config.grace_s, now_s) for s, reason in chosen.items()]
     overdue = _without_receipts(turns, waiting, pool, now_s - config.receipt_deadline_s)
@@ -99,11 +100,10 @@ def _juniors(turns: Turns, blocked: list[Sequence]) -> Iterator[tuple[Sequence, 
     last = min(blocked, key=lambda s: (s.session.seniority, s.rank))
     sessions = sorted(turns.sessions.values(), key=lambda session: -session.seniority)
     for session in sessions:
-        reason = Reason.OWN_GROWTH if session is last.session else Reason.GROWTH
         for sequence in reversed(session.sequences.values()):
             if sequence is last:
                 return
-            yield sequence, reason
+            yield sequence, Reason.GROWTH
 
 
 def _past_turn(
