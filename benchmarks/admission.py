@@ -1,6 +1,7 @@
 """Simulates engines that share one pool under the real line, with requests from a trace.
 
-    python -m benchmarks.admission --trace FILE [--case NAME] [--seeds N] [--duration-s S] [--json OUT]
+    python -m benchmarks.admission --trace FILE [--case NAME] [--seeds N] [--duration-s S]
+                                   [--json OUT]
 
 Blocks of 16 tokens. Whole prefixes of 512 tokens, the trace's hash ids, are shared and stay cached.
 An engine prefills 10,000 tokens a second, decodes a block in 0.32 s, keeps up to 4 sequences, and
@@ -310,7 +311,7 @@ class Simulation:
         if request.num_made >= request.num_output:
             if engine.kind == "honest":
                 self.num_good += request.num_prompt + request.num_output
-            self.line.ended(engine.session, live.id, self.now_s)
+            self.line.ended(engine.session, live.id)
             self._drop(live)
             self._ask(engine)
         elif self.line.may_grow(engine.session, live.id, 1, self.now_s):
@@ -364,7 +365,7 @@ class Simulation:
                 case Pressure(session=session, sequence=id_):
                     if engine.kind == "honest":
                         self.num_yielded += 1
-                        self.line.ended(session, id_, self.now_s)
+                        self.line.ended(session, id_)
                         self._again(engine.live[id_])
                 case Cut(sequence=id_):
                     self.num_cut += 1

@@ -68,7 +68,7 @@ class Rig:
 
     def end(self, session: int, sequence: int) -> None:
         """Its blocks are retired: call ``receipt`` to get them back."""
-        self.line.ended(session, sequence, self.now_s)
+        self.line.ended(session, sequence)
         self._retire(session, sequence)
 
     def receipt(self, session: int) -> None:

@@ -140,7 +140,6 @@ class World(Rig):
                 seniority[session.seniority],
                 session.num_doublings,
                 session.num_owed,
-                session.paused.id if session.paused is not None else -1,
                 self.retired[session.id],
                 min(now_s - self.retired_s[session.id], 2.0) if self.retired[session.id] else 0.0,
                 tuple(
@@ -158,7 +157,7 @@ class World(Rig):
 
     def _sequence_state(self, sequence: Sequence, rank: int) -> tuple[Any, ...]:
         session, now_s = sequence.session, self.now_s
-        until_s = session.paused_s if session.paused is sequence else now_s
+        until_s = sequence.blocked_s if sequence.num_blocked else now_s
         longest_s = self.config.turn_s * (1 << sequence.num_doublings) + 2.0
         due_s = sequence.deadline_s
         return (
@@ -181,8 +180,8 @@ class World(Rig):
         blocked = []
         for id_, stored in enumerate(state.sessions):
             session = turns.sessions[id_]
-            session.seniority, session.num_doublings, session.num_owed, paused = stored[:4]
-            world.retired[id_], retired_s, sequences = stored[4:]
+            session.seniority, session.num_doublings, session.num_owed = stored[:3]
+            world.retired[id_], retired_s, sequences = stored[3:]
             world.retired_s[id_] = -retired_s
             for number, (
                 held,
@@ -194,7 +193,7 @@ class World(Rig):
                 due_s,
                 reason,
             ) in enumerate(sequences):
-                sequence = Sequence(session, number, rank, -elapsed_s)
+                sequence = Sequence(session, number, rank, -blocked_s - elapsed_s)
                 sequence.num_doublings = doublings
                 sequence.num_blocked, sequence.blocked_s = num, -blocked_s
                 sequence.deadline_s, sequence.reason = due_s, reason
@@ -205,8 +204,6 @@ class World(Rig):
                 world.held[id_][number] = held
                 turns.num_live += 1
                 turns.num_blocked += num
-            if paused >= 0:
-                session.paused = next(iter(session.sequences.values()))
         turns._queue = sorted(blocked)
         turns._next_rank = turns.num_live
         for ticket, (id_, num_needed, since_s) in enumerate(state.line):

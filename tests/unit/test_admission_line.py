@@ -204,7 +204,7 @@ def test_a_session_that_owes_rounds_lets_others_pass() -> None:
 def test_a_swapped_out_sequence_comes_back_by_the_line() -> None:
     rig = full_pool()
     rig.ask(1, 1, 5)
-    rig.line.swapped_out(0, 1, 0.0)
+    rig.line.swapped_out(0, 1)
     rig.held[0].clear()
     assert rig.ask(0, 1, 10) == Place(Reason.LINE, 2, 1)
     assert rig.serve() == [Admission(1, 1, 5)]

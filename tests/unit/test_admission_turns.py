@@ -23,48 +23,34 @@ def order(turns: Turns) -> list[int]:
     return sorted(turns.sessions, key=lambda session: turns.sessions[session].seniority)
 
 
-def test_a_clock_stands_while_the_only_sequence_of_a_session_is_blocked() -> None:
+def test_a_clock_stands_while_the_sequence_is_blocked() -> None:
     turns = opened()
-    sequence = started(turns, 0, 1, 0.0)
-    turns.block(sequence, 1, 4.0)
-    turns.block(sequence, 2, 5.0)
-    turns.unblock(sequence, 9.0)
-    assert turns.past_turn_s(sequence, 15.0) == 0.0
-
-
-def test_a_clock_runs_while_the_session_has_another_sequence() -> None:
-    turns = opened()
-    first = started(turns, 0, 1, 0.0)
-    second = started(turns, 0, 2, 0.0)
+    first, second = started(turns, 0, 1, 0.0), started(turns, 0, 2, 0.0)
     turns.block(first, 1, 4.0)
-    assert turns.past_turn_s(first, 8.0) == -2.0
-    turns.end(second, 8.0, reason=None, done=True)
-    assert turns.sessions[0].paused is first
-    turns.unblock(first, 20.0)
-    assert turns.past_turn_s(first, 20.0) == -2.0
-    turns.block(first, 1, 20.0)
-    started(turns, 0, 3, 21.0)
-    assert turns.past_turn_s(first, 22.0) == -1.0, "it is not alone any more"
+    turns.block(first, 2, 5.0)
+    turns.unblock(first, 9.0)
+    turns.unblock(first, 12.0)
+    assert turns.past_turn_s(first, 15.0) == 0.0
+    assert turns.past_turn_s(second, 15.0) == 5.0, "that of its session's other one runs"
 
 
-def test_a_clock_does_not_stand_for_a_sequence_that_left() -> None:
+def test_a_sequence_that_left_is_not_blocked_any_more() -> None:
     turns = opened()
     turns.block(started(turns, 0, 1, 0.0), 1, 0.0)
-    turns.end(turns.sessions[0].sequences[1], 1.0, reason=None, done=True)
-    assert turns.sessions[0].paused is None
+    turns.end(turns.sessions[0].sequences[1], reason=None, done=True)
     assert (turns.num_live, turns.num_blocked, turns.oldest_blocked()) == (0, 0, None)
 
 
 def test_a_cut_turn_doubles_the_next_and_not_those_that_run() -> None:
     turns = opened()
     first, second = started(turns, 0, 1, 0.0), started(turns, 0, 2, 0.0)
-    turns.end(first, 10.0, reason=Reason.TURN, done=False)
+    turns.end(first, reason=Reason.TURN, done=False)
     assert turns.past_turn_s(second, 10.0) == 0.0
-    turns.end(second, 10.0, reason=Reason.TURN, done=False)
+    turns.end(second, reason=Reason.TURN, done=False)
     third = started(turns, 0, 3, 10.0)
     assert turns.past_turn_s(third, 30.0) == 0.0, "two that ran together double it once"
     for doubled_s in (40.0, 80.0, 80.0):
-        turns.end(third, 0.0, reason=Reason.TURN, done=False)
+        turns.end(third, reason=Reason.TURN, done=False)
         third = started(turns, 0, 3, 0.0)
         assert turns.past_turn_s(third, doubled_s) == 0.0
 
@@ -74,7 +60,7 @@ def test_a_doubled_turn_is_paid_for_with_rounds() -> None:
     owed = []
     for _ in range(5):
         sequence = started(turns, 0, 1, 0.0)
-        turns.end(sequence, 10.0, reason=Reason.TURN, done=False)
+        turns.end(sequence, reason=Reason.TURN, done=False)
         owed.append(turns.sessions[0].num_owed)
     assert owed == [0, 1, 3, 7, 7]
 
@@ -84,24 +70,22 @@ def test_turns_are_short_again_when_a_sequence_ends_that_was_not_made_to_go() ->
         (None, True, 0),
         (None, False, 1),
         (Reason.GROWTH, True, 1),
-        (Reason.OWN_GROWTH, True, 1),
         (Reason.TURN, True, 2),
     ):
         turns = opened()
-        turns.end(started(turns, 0, 1, 0.0), 10.0, reason=Reason.TURN, done=False)
-        turns.end(started(turns, 0, 2, 0.0), 10.0, reason=reason, done=done)
+        turns.end(started(turns, 0, 1, 0.0), reason=Reason.TURN, done=False)
+        turns.end(started(turns, 0, 2, 0.0), reason=reason, done=done)
         assert turns.sessions[0].num_doublings == num_doublings, (reason, done)
 
 
-def test_whatever_leaves_costs_seniority_except_for_the_growth_of_others() -> None:
+def test_whatever_leaves_costs_seniority_except_for_growth() -> None:
     for reason, expected in (
         (None, [1, 2, 0]),
         (Reason.TURN, [1, 2, 0]),
-        (Reason.OWN_GROWTH, [1, 2, 0]),
         (Reason.GROWTH, [0, 1, 2]),
     ):
         turns = opened(3)
-        turns.end(started(turns, 0, 1, 0.0), 1.0, reason=reason, done=False)
+        turns.end(started(turns, 0, 1, 0.0), reason=reason, done=False)
         assert order(turns) == expected, reason
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from admission_rig import Rig
 
 from control_plane.planning.admission.decisions import (
@@ -27,6 +26,12 @@ def at(rig: Rig, now_s: float) -> list[Decision]:
     for session in range(len(rig.held)):
         rig.receipt(session)
     return decisions
+
+
+def seniority(rig: Rig) -> list[int]:
+    """Sessions, the most senior first."""
+    sessions = rig.line._turns.sessions
+    return sorted(sessions, key=lambda session: sessions[session].seniority)
 
 
 def test_blocked_growth_makes_the_newest_sequence_of_the_most_junior_session_yield() -> None:
@@ -72,17 +77,29 @@ def test_the_same_session_is_not_cut_for_ever() -> None:
     assert at(rig, 4.0) == [Cut(1, 2, Reason.GROWTH)]
 
 
-def test_a_session_alone_yields_to_its_own_growth_and_loses_its_seniority() -> None:
+def test_a_session_yields_to_its_own_growth() -> None:
     rig = Rig(4, 2, CONFIG)
     rig.ask(0, 1, 2)
     rig.ask(0, 2, 2)
     assert not rig.grow(0, 1)
     assert not rig.grow(0, 2)
-    assert at(rig, 1.0) == [Pressure(0, 2, 2, 2.0, Reason.OWN_GROWTH)]
-    assert at(rig, 2.0) == [Cut(0, 2, Reason.OWN_GROWTH)]
+    assert at(rig, 1.0) == [Pressure(0, 2, 2, 2.0, Reason.GROWTH)]
+    assert at(rig, 2.0) == [Cut(0, 2, Reason.GROWTH)]
     assert rig.serve() == [Growth(0, 1, 1)]
-    sessions = rig.line._turns.sessions
-    assert sessions[1].seniority < sessions[0].seniority
+    assert seniority(rig) == [0, 1]
+
+
+def test_a_sequence_that_is_not_asked_any_more_leaves_like_any_other() -> None:
+    """Else a session could stay senior by having been asked once."""
+    rig = Rig(6, 3, CONFIG)
+    for session, sequence, num_blocks in ((0, 1, 1), (1, 1, 1), (1, 2, 1), (2, 1, 3)):
+        rig.ask(session, sequence, num_blocks)
+    assert not rig.grow(0, 1, 2)
+    assert at(rig, 1.0) == [Pressure(2, 1, 3, 2.0, Reason.GROWTH)]
+    rig.end(1, 2)
+    assert at(rig, 1.5) == [Pressure(1, 1, 1, 2.5, Reason.GROWTH)], "it is the most junior now"
+    rig.end(2, 1)
+    assert seniority(rig) == [0, 1, 2]
 
 
 def test_senior_sessions_do_not_yield_to_juniors_growth() -> None:
@@ -171,7 +188,7 @@ def test_a_turn_does_not_end_for_the_same_sessions_admission() -> None:
     assert at(rig, 100.0) == []
 
 
-def test_a_blocked_sequence_that_is_alone_does_not_yield_to_the_line() -> None:
+def test_a_blocked_sequence_does_not_yield_to_the_line() -> None:
     rig = Rig(4, 3, CONFIG)
     rig.ask(1, 1, 2)
     rig.now_s = 25.0
@@ -206,19 +223,26 @@ def test_a_sequence_that_leaves_when_asked_counts_as_cut() -> None:
     assert rig.line._turns.sessions[0].num_doublings == 1
 
 
-@pytest.mark.parametrize("other", [False, True])
-def test_a_session_without_receipts_is_ended_when_others_wait(other: bool) -> None:
+def test_a_session_without_receipts_is_ended_when_others_wait() -> None:
     rig = Rig(4, 2, CONFIG)
     rig.ask(0, 1, 4)
     rig.now_s = 1.0
     rig.end(0, 1)
-    if other:
-        rig.ask(1, 1, 2)
-    rig.now_s = 31.0
-    assert rig.tick() == []
     rig.now_s = 31.5
-    assert rig.tick() == ([EndSession(0)] if other else [])
-    assert rig.serve() == ([Admission(1, 1, 2)] if other else [])
+    assert rig.tick() == [], "nobody waits"
+    rig.ask(1, 1, 2)
+    rig.now_s = 32.5
+    assert rig.tick() == [EndSession(0)]
+    assert rig.serve() == [Admission(1, 1, 2)]
+
+
+def test_a_session_has_time_for_its_receipts() -> None:
+    rig = Rig(4, 2, CONFIG)
+    rig.ask(0, 1, 4)
+    rig.end(0, 1)
+    rig.ask(1, 1, 2)
+    rig.now_s = 30.0
+    assert rig.tick() == []
 
 
 def test_headroom_is_asked_for_too() -> None:

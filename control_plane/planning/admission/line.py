@@ -11,15 +11,17 @@ without it the checker (``tests/helpers/admission_checker.py``) finds a fault:
 3. **Growth before admissions**, the oldest sequence first, and no younger growth passes. Without
    it, what a session frees goes to its own next admission while others wait to go on: a deadlock.
 4. **Growth blocked for a grace period makes the most junior session yield**, its newest sequence
-   first. Otherwise sequences that wait for each other's blocks wait for ever.
+   first. Otherwise sequences that wait for each other's blocks wait for ever. Nobody senior to all
+   that are blocked yields, and of the most senior of these only what is newer.
 5. **Who outstays its turn yields while others wait**, who is furthest past it first, and its
    session goes to the back of the line. This alone ends sequences that hold blocks and do nothing.
 6. **A turn that was cut doubles the session's next one**, until a sequence of it ends. Otherwise
-   a sequence that needs longer than its turn is cut for ever.
-7. **The clock of a turn stands while a session's only sequence is blocked.** Otherwise two that
-   block each other are cut in turn, and neither ever ends.
+   a sequence that needs longer than its turn is cut for ever. For a doubled turn the session lets
+   rounds of the line pass, so that it gets no more than others do.
+7. **The clock of a turn stands while its sequence is blocked.** Otherwise sequences that block each
+   other are cut in turn, and none ever ends.
 8. **Who is asked to yield is told which sequence, and until when**; then it is cut. A sequence that
-   leaves when asked counts as cut, so a session loses nothing by doing so.
+   leaves while it is asked counts as cut: a session neither loses nor gains by that.
 9. **A session whose missing receipts keep blocks from others is ended** after a deadline.
 
 Swapping a sequence in is an admission: a growth that came before the line could be repeated for
@@ -108,13 +110,13 @@ class Line:
         self.withdraw(session, sequence)
         self._turns.start(session, sequence, now_s)
 
-    def ended(self, session: int, sequence: int, now_s: float) -> None:
+    def ended(self, session: int, sequence: int) -> None:
         """The sequence and all its forks are gone. Not for one that the line has cut."""
-        self._leave(session, sequence, now_s, done=True)
+        self._leave(session, sequence, done=True)
 
-    def swapped_out(self, session: int, sequence: int, now_s: float) -> None:
+    def swapped_out(self, session: int, sequence: int) -> None:
         """The sequence holds no device blocks any more, but may come back, by ``admit``."""
-        self._leave(session, sequence, now_s, done=False)
+        self._leave(session, sequence, done=False)
 
     def may_grow(self, session: int, sequence: int, num_needed: int, now_s: float) -> bool:
         """Whether a live sequence may take so many blocks now; the caller then does.
@@ -171,13 +173,13 @@ class Line:
         )
         for decision in decisions:
             if isinstance(decision, Cut):
-                self._leave(decision.session, decision.sequence, now_s, done=False)
+                self._leave(decision.session, decision.sequence, done=False)
         return decisions
 
-    def _leave(self, session: int, sequence: int, now_s: float, *, done: bool) -> None:
+    def _leave(self, session: int, sequence: int, *, done: bool) -> None:
         leaving = self._turns.sessions[session].sequences[sequence]
         reason = leaving.reason
-        self._turns.end(leaving, now_s, reason=reason, done=done)
+        self._turns.end(leaving, reason=reason, done=done)
         waiting = self._waiting.get(session)
         if reason is Reason.TURN and waiting is not None:
             self._to_the_back(waiting)

@@ -1,8 +1,8 @@
 """Sessions, their live sequences, the clocks of their turns, and who is senior to whom.
 
 Seniority orders sessions: it is lost, to the most junior place, when a sequence of the session
-ends, is freed or swapped out, or is cut because its turn is over. It is kept when a sequence is cut
-for another session's growth; else the same session could be cut for ever.
+ends, is freed or swapped out, or is cut because its turn is over. It is kept when a sequence yields
+to growth; else the same session could be cut for ever.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from control_plane.planning.admission.decisions import Reason
 class Session:
     """A session: ``num_doublings`` of its turn, and its live sequences, oldest first."""
 
-    __slots__ = ("id", "num_doublings", "num_owed", "paused", "paused_s", "seniority", "sequences")
+    __slots__ = ("id", "num_doublings", "num_owed", "seniority", "sequences")
 
     def __init__(self, id_: int, seniority: int) -> None:
         self.id: Final = id_
@@ -24,8 +24,6 @@ class Session:
         self.num_doublings = 0
         self.num_owed = 0  # rounds of the line that it lets pass, for turns that were doubled
         self.sequences: dict[int, Sequence] = {}
-        self.paused: Sequence | None = None  # the sequence whose clock stands, since paused_s
-        self.paused_s = 0.0
 
 
 class Sequence:
@@ -89,16 +87,14 @@ class Turns:
         owner.num_owed = 0  # nobody else was there to be let pass
         self._next_rank += 1
         self.num_live += 1
-        self._set_clock(owner, now_s)
 
-    def end(self, sequence: Sequence, now_s: float, *, reason: Reason | None, done: bool) -> None:
+    def end(self, sequence: Sequence, *, reason: Reason | None, done: bool) -> None:
         """A sequence holds no device blocks any more: for a reason, or because its session wanted.
 
         ``done``: it is not expected back, and if it was not made to go, its turn was long enough.
         """
         session = sequence.session
         self._remove(sequence)
-        self._set_clock(session, now_s)
         if reason is Reason.TURN:
             session.num_owed += (1 << sequence.num_doublings) - 1
             num_doublings = min(sequence.num_doublings + 1, self._max_doublings)
@@ -109,7 +105,10 @@ class Turns:
             self._make_junior(session)
 
     def past_turn_s(self, sequence: Sequence, now_s: float) -> float:
-        """Seconds by which a sequence has outstayed its turn; negative while it has not."""
+        """Seconds by which a sequence has outstayed its turn; negative while it has not.
+
+        The clock stands while the sequence is blocked, so this is for one that is not.
+        """
         turn_s = self._turn_s * (1 << sequence.num_doublings)
         return now_s - sequence.started_s - turn_s
 
@@ -130,34 +129,20 @@ class Turns:
                 heapq.heappush(self._queue, (sequence.rank, sequence))
         self.num_blocked += num_blocks - sequence.num_blocked
         sequence.num_blocked = num_blocks
-        self._set_clock(sequence.session, now_s)
 
     def unblock(self, sequence: Sequence, now_s: float) -> None:
-        """The sequence does not wait for growth any more, if it did."""
+        """The sequence does not wait for growth any more, if it did: its clock goes on."""
         if sequence.num_blocked:
             self.num_blocked -= sequence.num_blocked
             sequence.num_blocked = 0
-            self._set_clock(sequence.session, now_s)
+            sequence.started_s += now_s - sequence.blocked_s
 
     def _remove(self, sequence: Sequence) -> None:
         session = sequence.session
         self.num_blocked -= sequence.num_blocked
         sequence.num_blocked = 0
-        if session.paused is sequence:
-            session.paused = None
         del session.sequences[sequence.id]
         self.num_live -= 1
-
-    def _set_clock(self, session: Session, now_s: float) -> None:
-        """The clock stands while the only sequence is blocked: there is nothing to yield."""
-        paused, lone = session.paused, len(session.sequences) == 1
-        if paused is not None and not (lone and paused.num_blocked):
-            paused.started_s += now_s - session.paused_s
-            session.paused = None
-        if session.paused is None and lone:
-            (only,) = session.sequences.values()
-            if only.num_blocked:
-                session.paused, session.paused_s = only, now_s
 
     def _make_junior(self, session: Session) -> None:
         self._next_seniority += 1

@@ -113,7 +113,7 @@ def _past_turn(
     past = [
         (turns.past_turn_s(s, now_s), -s.rank, s)
         for s in live
-        if s.session.paused is not s and waiting - {s.session}
+        if not s.num_blocked and waiting - {s.session}
     ]
     return ((s, Reason.TURN) for past_s, _, s in sorted(past, reverse=True) if past_s > 0)
 

@@ -6,13 +6,12 @@ checker that shows them, by its name; ``OTHERS`` are shown by a test of one beha
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from control_plane.planning.admission import line, yielding
+from control_plane.planning.admission import yielding
 from control_plane.planning.admission.decisions import Admission, Growth, Place, Reason
 from control_plane.planning.admission.line import Line
 from control_plane.planning.admission.turns import Sequence, Session, Turns
@@ -124,17 +123,19 @@ def nobody_yields_to_growth(patch: pytest.MonkeyPatch) -> None:
 
 def nobody_yields_to_its_own_growth(patch: pytest.MonkeyPatch) -> None:
     """4: the sequences of one session wait for each other."""
-    _juniors_but(patch, Reason.OWN_GROWTH)
+    _juniors_of(patch, own=False)
 
 
 def only_to_its_own_growth(patch: pytest.MonkeyPatch) -> None:
     """4: the sequences of two sessions wait for each other."""
-    _juniors_but(patch, Reason.GROWTH)
+    _juniors_of(patch, own=True)
 
 
-def _juniors_but(patch: pytest.MonkeyPatch, but: Reason) -> None:
+def _juniors_of(patch: pytest.MonkeyPatch, *, own: bool) -> None:
     def juniors(turns: Turns, blocked: list[Sequence]) -> Iterator[tuple[Sequence, Reason]]:
-        return ((s, reason) for s, reason in original(turns, blocked) if reason is not but)
+        waits = min(blocked, key=lambda s: s.session.seniority, default=None)
+        found = original(turns, blocked)
+        return ((s, r) for s, r in found if waits and (s.session is waits.session) is own)
 
     original = yielding._juniors
     patch.setattr(yielding, "_juniors", juniors)
@@ -160,16 +161,24 @@ def seniority_is_never_lost(patch: pytest.MonkeyPatch) -> None:
     _seniority(patch, lost=lambda reason: False)
 
 
-def own_growth_keeps_seniority(patch: pytest.MonkeyPatch) -> None:
-    """4: a session stays senior by blocking itself."""
-    _seniority(patch, lost=lambda reason: reason in (None, Reason.TURN))
+def who_was_asked_once_leaves_for_free(patch: pytest.MonkeyPatch) -> None:
+    """4, 8: a sequence that leaves counts as cut though it is not asked to any more."""
+
+    def leave(self: Line, session: int, sequence: int, *, done: bool) -> None:
+        leaving = self._turns.sessions[session].sequences[sequence]
+        if leaving.deadline_s is not None:
+            leaving.reason = leaving.reason or Reason.GROWTH
+        original(self, session, sequence, done=done)
+
+    original = Line._leave
+    patch.setattr(Line, "_leave", leave)
 
 
 def _seniority(patch: pytest.MonkeyPatch, *, lost: Any) -> None:
-    def end(self: Turns, sequence: Sequence, now_s: float, *, reason: Any, done: bool) -> None:
+    def end(self: Turns, sequence: Sequence, *, reason: Any, done: bool) -> None:
         session = sequence.session
         before = session.seniority
-        original(self, sequence, now_s, reason=reason, done=done)
+        original(self, sequence, reason=reason, done=done)
         session.seniority = before
         if lost(reason):
             self._make_junior(session)
@@ -196,9 +205,9 @@ def the_newest_turn_ends_first(patch: pytest.MonkeyPatch) -> None:
 def who_is_cut_keeps_its_place(patch: pytest.MonkeyPatch) -> None:
     """5: the session of a cut turn does not go to the back of the line."""
 
-    def leave(self: Line, session: int, sequence: int, now_s: float, *, done: bool) -> None:
+    def leave(self: Line, session: int, sequence: int, *, done: bool) -> None:
         order = list(self._waiting)
-        original(self, session, sequence, now_s, done=done)
+        original(self, session, sequence, done=done)
         for other in order:
             self._waiting.move_to_end(other)
 
@@ -224,8 +233,8 @@ def doubled_turns_are_free(patch: pytest.MonkeyPatch) -> None:
 def turns_stay_long(patch: pytest.MonkeyPatch) -> None:
     """6: a sequence that ends does not make them short again."""
 
-    def end(self: Turns, sequence: Sequence, now_s: float, *, reason: Any, done: bool) -> None:
-        original(self, sequence, now_s, reason=reason, done=False)
+    def end(self: Turns, sequence: Sequence, *, reason: Any, done: bool) -> None:
+        original(self, sequence, reason=reason, done=False)
 
     original = Turns.end
     patch.setattr(Turns, "end", end)
@@ -234,8 +243,8 @@ def turns_stay_long(patch: pytest.MonkeyPatch) -> None:
 def yielding_makes_turns_short(patch: pytest.MonkeyPatch) -> None:
     """6, 8: a sequence that leaves when asked counts as one that ended."""
 
-    def end(self: Turns, sequence: Sequence, now_s: float, *, reason: Any, done: bool) -> None:
-        original(self, sequence, now_s, reason=reason, done=done)
+    def end(self: Turns, sequence: Sequence, *, reason: Any, done: bool) -> None:
+        original(self, sequence, reason=reason, done=done)
         if done:
             sequence.session.num_doublings = 0
 
@@ -245,18 +254,24 @@ def yielding_makes_turns_short(patch: pytest.MonkeyPatch) -> None:
 
 def clocks_never_stand(patch: pytest.MonkeyPatch) -> None:
     """7: a turn runs also while its sequence cannot go on."""
-    patch.setattr(Turns, "_set_clock", lambda self, session, now_s: None)
 
-
-def clocks_stand_for_each_that_is_blocked(patch: pytest.MonkeyPatch) -> None:
-    """7: a session with many sequences is never past its turn while they are blocked."""
+    def unblock(self: Turns, sequence: Sequence, now_s: float) -> None:
+        sequence.blocked_s = now_s
+        original(self, sequence, now_s)
 
     def past_turn(
         turns: Turns, live: list[Sequence], *args: Any
     ) -> Iterator[tuple[Sequence, Reason]]:
-        return original(turns, [s for s in live if not s.num_blocked], *args)
+        blocked = {sequence: sequence.num_blocked for sequence in live}
+        for sequence in live:
+            sequence.num_blocked = 0
+        found = list(past(turns, live, *args))
+        for sequence, num in blocked.items():
+            sequence.num_blocked = num
+        return iter(found)
 
-    original = yielding._past_turn
+    original, past = Turns.unblock, yielding._past_turn
+    patch.setattr(Turns, "unblock", unblock)
     patch.setattr(yielding, "_past_turn", past_turn)
 
 
@@ -332,10 +347,38 @@ def pending_blocks_count_for_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 STARVING = {
-    the_head_is_passed: "?",
+    the_head_is_passed: "big honest and hostile",
+    asking_again_loses_the_place: "big honest and hostile",
+    admissions_are_not_pushed: "big honest and hostile",
+    growth_is_not_pushed: "one of two yields",
+    admissions_come_before_growth: "big honest and hostile",
+    nobody_yields_to_growth: "two, of the whole pool",
+    nobody_yields_to_its_own_growth: "one, with two of over half",
+    only_to_its_own_growth: "two, of the whole pool",
+    seniority_is_never_lost: "two, of the whole pool",
+    turns_never_end: "honest and hostile",
+    turns_are_not_doubled: "two, of the whole pool",
+    yielding_makes_turns_short: "two that yield",
+    clocks_never_stand: "yielding and hostile",
+    deadlines_are_put_off: "two, of the whole pool",
+    receipts_may_be_missing: "big honest and hostile",
 }
 OTHERS = (
     polling_keeps_a_place,
+    a_session_has_many_places,
+    younger_growth_passes,
+    impossible_growth_waits,
+    growth_cuts_the_senior,
+    seniority_is_lost_with_every_cut,
+    who_was_asked_once_leaves_for_free,
+    the_newest_turn_ends_first,
+    who_is_cut_keeps_its_place,
+    doubled_turns_are_free,
+    turns_stay_long,
+    cuts_are_not_announced,
+    more_yield_than_needed,
+    sessions_are_ended_for_nobody,
+    headroom_is_kept_in_an_empty_pool,
+    places_are_not_counted,
+    pending_blocks_count_for_nothing,
 )
-ALL = [f for f in list(globals().values()) if callable(f) and getattr(f,'__module__',None)==__name__ and not f.__name__.startswith('_')]
-_ = itertools, line
