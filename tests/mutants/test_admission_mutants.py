@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import inspect
 from collections.abc import Callable
@@ -9,7 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from admission_checker import CASES, starved
+from admission_checker import CASES, SLOW, starved
+from admission_world import CONFIG
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 
@@ -37,6 +39,17 @@ BEHAVIOURS = [
 def test_the_checker_catches(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
     assert starved(CASES[FAULTS.STARVING[fault]])[0]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", FAULTS.STARVING_SLOWLY, ids=lambda f: f.__name__)
+def test_the_checker_catches_in_a_larger_case(
+    fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    name = FAULTS.STARVING_SLOWLY[fault]
+    assert starved(CASES[name], dataclasses.replace(CONFIG, max_doublings=SLOW[name]))[0]
 
 
 @pytest.mark.parametrize("fault", FAULTS.OTHERS, ids=lambda f: f.__name__)

@@ -1,7 +1,8 @@
 """Faults of the line: each leaves out one of its rules, or a part of it.
 
-Each takes pytest's monkeypatch and plants itself for one test. ``STARVING`` have a case of the
-checker that shows them, by its name; ``OTHERS`` are shown by a test of one behaviour.
+Each takes pytest's monkeypatch and plants itself for one test. ``STARVING`` and ``STARVING_SLOWLY``
+have a case of the checker that shows them, by its name; ``OTHERS`` are shown by a test of one
+behaviour.
 """
 
 from __future__ import annotations
@@ -350,7 +351,7 @@ STARVING = {
     the_head_is_passed: "big honest and hostile",
     asking_again_loses_the_place: "big honest and hostile",
     admissions_are_not_pushed: "big honest and hostile",
-    growth_is_not_pushed: "one of two yields",
+    growth_is_not_pushed: "big honest and hostile",
     admissions_come_before_growth: "big honest and hostile",
     nobody_yields_to_growth: "two, of the whole pool",
     nobody_yields_to_its_own_growth: "one, with two of over half",
@@ -359,11 +360,12 @@ STARVING = {
     turns_never_end: "honest and hostile",
     turns_are_not_doubled: "two, of the whole pool",
     yielding_makes_turns_short: "two that yield",
-    clocks_never_stand: "yielding and hostile",
     deadlines_are_put_off: "two, of the whole pool",
     receipts_may_be_missing: "big honest and hostile",
 }
+STARVING_SLOWLY = {clocks_never_stand: "honest and hostile with two"}
 OTHERS = (
+    clocks_never_stand,
     polling_keeps_a_place,
     a_session_has_many_places,
     younger_growth_passes,
