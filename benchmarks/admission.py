@@ -350,13 +350,12 @@ class Simulation:
                 continue
             request = engine.asked
             assert request is not None
-            num_needed = self.blocks.num_needed(request, self.blocks.hits(request))
-            if num_needed <= grant.num_blocks:
+            num = self.blocks.num_needed(request, self.blocks.hits(request))
+            place = None
+            if num > grant.num_blocks:  # what it had found cached was evicted
+                place = self.line.admit(engine.session, grant.sequence, num, self.now_s, wait=True)
+            if place is None:
                 self._admit(engine)
-            else:
-                self.line.admit(
-                    engine.session, grant.sequence, num_needed, self.now_s, wait=True
-                ) or self._admit(engine)
 
     def _tick(self) -> None:
         for decision in self.line.tick(self.now_s):
@@ -407,12 +406,7 @@ def requests(kind: str, trace: Iterator[dict[str, Any]]) -> Callable[[], Request
 
 
 def measure(
-    name: str,
-    rows: list[dict[str, Any]],
-    *,
-    seed: int,
-    duration_s: float,
-    config: AdmissionConfig,
+    name: str, rows: list[dict[str, Any]], *, seed: int, duration_s: float, config: AdmissionConfig
 ) -> dict[str, float]:
     """The figures of one case."""
     random.seed(seed)

@@ -158,12 +158,11 @@ class World(Rig):
     def _sequence_state(self, sequence: Sequence, rank: int) -> tuple[Any, ...]:
         session, now_s = sequence.session, self.now_s
         until_s = sequence.blocked_s if sequence.num_blocked else now_s
-        longest_s = self.config.turn_s * (1 << sequence.num_doublings) + 2.0
         due_s = sequence.deadline_s
         return (
             self.held[session.id][sequence.id],
             rank,
-            min(until_s - sequence.started_s, longest_s),
+            max(sequence.ends_s - until_s, -2.0),
             sequence.num_doublings,
             sequence.num_blocked,
             min(now_s - sequence.blocked_s, 1.0) if sequence.num_blocked else 0.0,
@@ -186,17 +185,19 @@ class World(Rig):
             for number, (
                 held,
                 rank,
-                elapsed_s,
+                left_s,
                 doublings,
                 num,
                 blocked_s,
                 due_s,
                 reason,
             ) in enumerate(sequences):
-                sequence = Sequence(session, number, rank, -blocked_s - elapsed_s)
+                sequence = Sequence(session, number, rank, left_s - blocked_s)
                 sequence.num_doublings = doublings
                 sequence.num_blocked, sequence.blocked_s = num, -blocked_s
                 sequence.deadline_s, sequence.reason = due_s, reason
+                if due_s is not None:
+                    turns.asked.add(sequence)
                 if num:
                     sequence.queued = True
                     blocked.append((rank, sequence))

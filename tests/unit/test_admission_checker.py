@@ -44,7 +44,7 @@ def test_the_states_have_all_that_the_line_remembers() -> None:
     world = World(CASES["two that yield"])
     assert set(vars(world.line)) == {"_pool", "_config", "_turns", "_waiting", "_next_ticket"}
     assert set(vars(world.line._turns)) == {
-        *("sessions", "num_live", "num_blocked", "_turn_s", "_max_doublings", "_queue"),
+        *("sessions", "num_live", "num_blocked", "asked", "_turn_s", "_max_doublings", "_queue"),
         *("_next_rank", "_next_seniority"),
     }
     assert {type(world.line), type(world.line._turns)} == {Line, Turns}
@@ -52,7 +52,7 @@ def test_the_states_have_all_that_the_line_remembers() -> None:
         *("id", "num_doublings", "num_owed", "seniority", "sequences"),
     }
     assert set(Sequence.__slots__) == {
-        *("id", "session", "rank", "started_s", "num_doublings", "num_blocked", "blocked_s"),
+        *("id", "session", "rank", "ends_s", "num_doublings", "num_blocked", "blocked_s"),
         *("queued", "deadline_s", "reason"),
     }
     assert set(Waiting.__slots__) == {"session", "sequence", "num_needed", "since_s", "ticket"}

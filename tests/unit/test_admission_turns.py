@@ -30,8 +30,8 @@ def test_a_clock_stands_while_the_sequence_is_blocked() -> None:
     turns.block(first, 2, 5.0)
     turns.unblock(first, 9.0)
     turns.unblock(first, 12.0)
-    assert turns.past_turn_s(first, 15.0) == 0.0
-    assert turns.past_turn_s(second, 15.0) == 5.0, "that of its session's other one runs"
+    assert 15.0 - first.ends_s == 0.0
+    assert 15.0 - second.ends_s == 5.0, "that of its session's other one runs"
 
 
 def test_a_sequence_that_left_is_not_blocked_any_more() -> None:
@@ -45,14 +45,14 @@ def test_a_cut_turn_doubles_the_next_and_not_those_that_run() -> None:
     turns = opened()
     first, second = started(turns, 0, 1, 0.0), started(turns, 0, 2, 0.0)
     turns.end(first, reason=Reason.TURN, done=False)
-    assert turns.past_turn_s(second, 10.0) == 0.0
+    assert 10.0 - second.ends_s == 0.0
     turns.end(second, reason=Reason.TURN, done=False)
     third = started(turns, 0, 3, 10.0)
-    assert turns.past_turn_s(third, 30.0) == 0.0, "two that ran together double it once"
+    assert 30.0 - third.ends_s == 0.0, "two that ran together double it once"
     for doubled_s in (40.0, 80.0, 80.0):
         turns.end(third, reason=Reason.TURN, done=False)
         third = started(turns, 0, 3, 0.0)
-        assert turns.past_turn_s(third, doubled_s) == 0.0
+        assert doubled_s - third.ends_s == 0.0
 
 
 def test_a_doubled_turn_is_paid_for_with_rounds() -> None:

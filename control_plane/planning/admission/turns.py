@@ -32,6 +32,7 @@ class Sequence:
     __slots__ = (
         "blocked_s",
         "deadline_s",
+        "ends_s",
         "id",
         "num_blocked",
         "num_doublings",
@@ -39,14 +40,13 @@ class Sequence:
         "rank",
         "reason",
         "session",
-        "started_s",
     )
 
-    def __init__(self, session: Session, id_: int, rank: int, now_s: float) -> None:
+    def __init__(self, session: Session, id_: int, rank: int, ends_s: float) -> None:
         self.session: Final = session
         self.id: Final = id_
         self.rank = rank  # the lower, the older
-        self.started_s = now_s  # moved on by the time that the clock stood
+        self.ends_s = ends_s  # of its turn; put off while it is blocked
         self.num_doublings = session.num_doublings
         self.num_blocked = 0
         self.blocked_s = 0.0
@@ -62,6 +62,7 @@ class Turns:
         self.sessions: dict[int, Session] = {}
         self.num_live = 0
         self.num_blocked = 0  # blocks that blocked growth waits for, over all sequences
+        self.asked: set[Sequence] = set()  # those with a deadline
         self._turn_s = turn_s
         self._max_doublings = max_doublings
         self._queue: list[tuple[int, Sequence]] = []  # a heap by rank, of those ever blocked
@@ -83,7 +84,8 @@ class Turns:
         """A sequence holds device blocks from now on."""
         owner = self.sessions[session]
         assert sequence not in owner.sequences
-        owner.sequences[sequence] = Sequence(owner, sequence, self._next_rank, now_s)
+        ends_s = now_s + self._turn_s * (1 << owner.num_doublings)
+        owner.sequences[sequence] = Sequence(owner, sequence, self._next_rank, ends_s)
         owner.num_owed = 0  # nobody else was there to be let pass
         self._next_rank += 1
         self.num_live += 1
@@ -104,15 +106,11 @@ class Turns:
         if reason is not Reason.GROWTH:
             self._make_junior(session)
 
-    def past_turn_s(self, sequence: Sequence, now_s: float) -> float:
-        """Seconds by which a sequence has outstayed its turn; negative while it has not.
-
-        The clock stands while the sequence is blocked, so this is for one that is not.
-        """
-        turn_s = self._turn_s * (1 << sequence.num_doublings)
-        return now_s - sequence.started_s - turn_s
-
     # Blocked growth
+
+    def blocked(self) -> list[Sequence]:
+        """All sequences whose growth is blocked."""
+        return [sequence for _, sequence in self._queue if sequence.num_blocked]
 
     def oldest_blocked(self) -> Sequence | None:
         """The oldest sequence whose growth is blocked."""
@@ -135,12 +133,13 @@ class Turns:
         if sequence.num_blocked:
             self.num_blocked -= sequence.num_blocked
             sequence.num_blocked = 0
-            sequence.started_s += now_s - sequence.blocked_s
+            sequence.ends_s += now_s - sequence.blocked_s
 
     def _remove(self, sequence: Sequence) -> None:
         session = sequence.session
         self.num_blocked -= sequence.num_blocked
         sequence.num_blocked = 0
+        self.asked.discard(sequence)
         del session.sequences[sequence.id]
         self.num_live -= 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -42,9 +43,8 @@ def decide(
     now_s: float,
 ) -> list[Decision]:
     """The decisions of a tick. What they cut is left to the caller."""
-    live = [s for session in turns.sessions.values() for s in session.sequences.values()]
     long_ago_s = now_s - config.grace_s
-    blocked = [s for s in live if s.num_blocked and s.blocked_s <= long_ago_s]
+    blocked = [s for s in turns.blocked() if s.blocked_s <= long_ago_s]
     waiting = {s.session for s in blocked}
     waiting.update(entry.session for entry in line.values() if entry.since_s <= long_ago_s)
 
@@ -53,7 +53,7 @@ def decide(
     num_found = 0
     for num_lacking, candidates in (
         (num_for_growth, _juniors(turns, blocked)),
-        (num_for_all, _past_turn(turns, live, waiting, now_s)),
+        (num_for_all, _past_turn(turns, waiting, now_s)),
     ):
         for sequence, reason in candidates:
             if num_found >= num_lacking:
@@ -62,13 +62,13 @@ def decide(
                 chosen[sequence] = reason
                 num_found += _num_held(pool, sequence) + sequence.num_blocked
 
-    for sequence in live:
-        if sequence in chosen:
-            continue
+    for sequence in turns.asked - chosen.keys():
         sequence.reason = None
         due_s = sequence.deadline_s
-        if due_s is not None and (num_for_all <= 0 or due_s + config.grace_s < now_s):
+        if due_s is None or num_for_all <= 0 or due_s + config.grace_s < now_s:
             sequence.deadline_s = None
+            turns.asked.remove(sequence)
+    turns.asked.update(chosen)
     decisions = [_ask(pool, s, reason, config.grace_s, now_s) for s, reason in chosen.items()]
     overdue = _without_receipts(turns, waiting, pool, now_s - config.receipt_deadline_s)
     return [d for d in decisions if d is not None] + list(overdue)
@@ -97,7 +97,8 @@ def _juniors(turns: Turns, blocked: list[Sequence]) -> Iterator[tuple[Sequence, 
     """
     if not blocked:
         return
-    last = min(blocked, key=lambda s: (s.session.seniority, s.rank))
+    senior = min({s.session for s in blocked}, key=lambda session: session.seniority)
+    last = min((s for s in blocked if s.session is senior), key=lambda s: s.rank)
     sessions = sorted(turns.sessions.values(), key=lambda session: -session.seniority)
     for session in sessions:
         for sequence in reversed(session.sequences.values()):
@@ -107,15 +108,22 @@ def _juniors(turns: Turns, blocked: list[Sequence]) -> Iterator[tuple[Sequence, 
 
 
 def _past_turn(
-    turns: Turns, live: list[Sequence], waiting: set[Session], now_s: float
+    turns: Turns, waiting: set[Session], now_s: float
 ) -> Iterator[tuple[Sequence, Reason]]:
     """Who is past its turn while another session waits, furthest first."""
+    if not waiting:
+        return
     past = [
-        (turns.past_turn_s(s, now_s), -s.rank, s)
-        for s in live
-        if not s.num_blocked and waiting - {s.session}
+        (sequence.ends_s, sequence.rank, sequence)
+        for session in turns.sessions.values()
+        for sequence in session.sequences.values()
+        if sequence.ends_s < now_s and not sequence.num_blocked
     ]
-    return ((s, Reason.TURN) for past_s, _, s in sorted(past, reverse=True) if past_s > 0)
+    heapq.heapify(past)  # a few of them are enough
+    while past:
+        sequence = heapq.heappop(past)[2]
+        if _other_waits(waiting, sequence.session):
+            yield sequence, Reason.TURN
 
 
 def _without_receipts(
@@ -123,8 +131,12 @@ def _without_receipts(
 ) -> Iterator[EndSession]:
     for session in turns.sessions.values():
         since_s = pool.retired_since(session.id)
-        if since_s is not None and since_s < long_ago_s and waiting - {session}:
+        if since_s is not None and since_s < long_ago_s and _other_waits(waiting, session):
             yield EndSession(session.id)
+
+
+def _other_waits(waiting: set[Session], session: Session) -> bool:
+    return len(waiting) > (session in waiting)
 
 
 def _ask(

@@ -190,7 +190,7 @@ def _seniority(patch: pytest.MonkeyPatch, *, lost: Any) -> None:
 
 def turns_never_end(patch: pytest.MonkeyPatch) -> None:
     """5: nobody yields to the line."""
-    patch.setattr(yielding, "_past_turn", lambda turns, live, waiting, now_s: iter(()))
+    patch.setattr(yielding, "_past_turn", lambda turns, waiting, now_s: iter(()))
 
 
 def the_newest_turn_ends_first(patch: pytest.MonkeyPatch) -> None:
@@ -260,13 +260,11 @@ def clocks_never_stand(patch: pytest.MonkeyPatch) -> None:
         sequence.blocked_s = now_s
         original(self, sequence, now_s)
 
-    def past_turn(
-        turns: Turns, live: list[Sequence], *args: Any
-    ) -> Iterator[tuple[Sequence, Reason]]:
-        blocked = {sequence: sequence.num_blocked for sequence in live}
-        for sequence in live:
+    def past_turn(turns: Turns, *args: Any) -> Iterator[tuple[Sequence, Reason]]:
+        blocked = {sequence: sequence.num_blocked for sequence in turns.blocked()}
+        for sequence in blocked:
             sequence.num_blocked = 0
-        found = list(past(turns, live, *args))
+        found = list(past(turns, *args))
         for sequence, num in blocked.items():
             sequence.num_blocked = num
         return iter(found)
