@@ -27,6 +27,14 @@ without it the checker (``tests/helpers/admission_checker.py``) finds a fault:
 Swapping a sequence in is an admission: a growth that came before the line could be repeated for
 ever. All times are given by the caller, and never go back. Every operation is O(1), but for the
 logarithm of the number of blocked sequences; ``tick`` scans sessions and live sequences.
+
+What the caller does, in this order, with nothing in between:
+
+    admit -> None          allocate, then ``started``
+    may_grow -> True       allocate
+    a sequence leaves      ``ended`` or ``swapped_out``, before its blocks are released
+    blocks came back       ``next_grant`` until None: allocate what each grant says, see there
+    a timer                ``tick``; release what it cuts, close what it ends; ``next_grant``
 """
 
 from __future__ import annotations
