@@ -1,7 +1,8 @@
 """The line for the device blocks of one pool: what may be admitted, what may grow, who yields.
 
-Nothing is reserved, and nothing that a client declares is believed. Each rule is here because
-without it the checker (``tests/helpers/admission_checker.py``) finds a fault:
+Nothing is reserved, and nothing that a client declares is believed. Without most of these rules a
+checker (``tests/helpers/admission_checker.py``) finds a session that can be starved; for each part
+of them ``tests/mutants/admission/faults.py`` says which test fails when it is left out.
 
 1. **One place a session, first come, first served.** A waiting admission stands until it is
    admitted or withdrawn, and nobody passes the head. Without it, who asks often or for little
@@ -32,7 +33,7 @@ What the caller does, in this order, with nothing in between:
 
     admit -> None          allocate, then ``started``
     may_grow -> True       allocate
-    a sequence leaves      ``ended`` or ``swapped_out``, before its blocks are released
+    a sequence leaves      release its blocks, ``ended`` or ``swapped_out``
     blocks came back       ``next_grant`` until None: allocate what each grant says, see there
     a timer                ``tick``; release what it cuts, close what it ends; ``next_grant``
 """

@@ -361,7 +361,10 @@ STARVING = {
     deadlines_are_put_off: "two, of the whole pool",
     receipts_may_be_missing: "big honest and hostile",
 }
-STARVING_SLOWLY = {clocks_never_stand: "honest and hostile with two"}
+STARVING_SLOWLY = {
+    clocks_never_stand: "honest and hostile with two",
+    who_was_asked_once_leaves_for_free: "honest and hostile with two",
+}
 OTHERS = (
     clocks_never_stand,
     polling_keeps_a_place,
