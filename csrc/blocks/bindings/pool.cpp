@@ -88,8 +88,21 @@ Admission read_admission(int64_t sequence_id, const py::bytes& token_ids, const 
   admission.num_compute = num_compute;
   admission.max_total_tokens = max_total_tokens;
   admission.skip_lookup = skip_lookup;
+  if (headroom < 0) throw py::value_error("headroom must not be negative");
   admission.headroom = headroom;
   return admission;
+}
+
+AppendColumns read_growth(const py::bytes& sequence_ids, const py::bytes& first_positions,
+                          const py::bytes& num_slots, const py::bytes& num_lookahead) {
+  AppendColumns columns;
+  columns.sequence_ids = read<int64_t>(sequence_ids, "sequence_ids");
+  const int64_t num = columns.sequence_ids.size;
+  columns.first_positions = read<int64_t>(first_positions, "first_positions", num);
+  columns.num_slots = read<int32_t>(num_slots, "num_slots", num);
+  const int64_t num_ahead = std::string_view(num_lookahead).empty() ? 0 : num;
+  columns.num_lookahead = read<int32_t>(num_lookahead, "num_lookahead_slots", num_ahead);
+  return columns;
 }
 
 Slot checked(const Pool& pool, Slot slot) {
@@ -120,6 +133,10 @@ std::unique_ptr<Pool> make_pool(uint32_t block_size_tokens, uint32_t num_device_
                                 int64_t max_sequences, int64_t max_table_entries, uint64_t seed) {
   if (block_size_tokens < 1 || block_size_tokens > 256 || 256 % block_size_tokens)
     throw py::value_error("block_size_tokens must be a power of two up to 256");
+  constexpr uint32_t kMost = std::numeric_limits<int32_t>::max();  // indices are int32
+  if (num_device_blocks > kMost || num_host_blocks > kMost)
+    throw py::value_error("a tier must have fewer than 2^31 blocks");
+  if (window_tokens < 0) throw py::value_error("window_tokens must not be negative");
   PoolConfig config;
   config.block_size_tokens = block_size_tokens;
   config.num_blocks[0] = num_device_blocks;
@@ -294,20 +311,25 @@ void bind_steps(PoolClass& pool) {
       [](Pool& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& first_positions,
          const py::bytes& num_slots, const py::bytes& num_tokens, const py::bytes& token_ids,
          const py::bytes& num_lookahead) {
-        AppendColumns columns;
-        columns.sequence_ids = read<int64_t>(sequence_ids, "sequence_ids");
-        const int64_t num = columns.sequence_ids.size;
-        columns.first_positions = read<int64_t>(first_positions, "first_positions", num);
-        columns.num_slots = read<int32_t>(num_slots, "num_slots", num);
-        columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", num);
+        AppendColumns columns =
+            read_growth(sequence_ids, first_positions, num_slots, num_lookahead);
+        columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", columns.sequence_ids.size);
         columns.token_ids = read<int32_t>(token_ids, "token_ids");
-        columns.num_lookahead = read<int32_t>(num_lookahead, "num_lookahead_slots");
-        if (columns.num_lookahead.size) read<int32_t>(num_lookahead, "num_lookahead_slots", num);
         check_tokens(columns.num_tokens, columns.token_ids, 0);
         return as_tuple(self.append(checked(self, slot), columns));
       },
       py::arg("slot"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
       py::arg("num_tokens"), py::arg("token_ids"), py::arg("num_lookahead"));
+  pool.def(
+      "growth",
+      [](const Pool& self, Slot slot, const py::bytes& sequence_ids,
+         const py::bytes& first_positions, const py::bytes& num_slots,
+         const py::bytes& num_lookahead) {
+        return pack(self.growth(checked(self, slot), read_growth(sequence_ids, first_positions,
+                                                                 num_slots, num_lookahead)));
+      },
+      py::arg("slot"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
+      py::arg("num_lookahead"));
   pool.def(
       "truncate",
       [](Pool& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& num_tokens) {
@@ -333,13 +355,15 @@ void bind_steps(PoolClass& pool) {
       py::arg("slot"), py::arg("sequence_ids"));
   pool.def(
       "swap",
-      [](Pool& self, Slot slot, const py::bytes& sequence_ids, int destination) -> py::object {
+      [](Pool& self, Slot slot, const py::bytes& sequence_ids, int destination,
+         int64_t headroom) -> py::object {
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        const auto result = self.swap(checked(self, slot), ids, tier_of(destination));
+        const auto result = self.swap(checked(self, slot), ids, tier_of(destination), headroom);
         if (const auto* failure = std::get_if<Failure>(&result)) return as_tuple(*failure);
         return py::int_(std::get<int64_t>(result));
       },
-      py::arg("slot"), py::arg("sequence_ids"), py::arg("destination_tier"));
+      py::arg("slot"), py::arg("sequence_ids"), py::arg("destination_tier"),
+      py::arg("headroom") = 0);
   pool.def(
       "cut",
       [](Pool& self, Slot slot, int64_t sequence_id) {
@@ -388,7 +412,13 @@ void bind_sessions(PoolClass& pool) {
   pool.def(
       "end_session", [](Pool& self, Slot slot) { self.end_session(checked(self, slot)); },
       py::arg("slot"));
-  pool.def("session_fenced", &Pool::session_fenced, py::arg("slot"));
+  pool.def(
+      "session_fenced",
+      [](Pool& self, Slot slot) {
+        if (!self.is_unfenced(slot)) throw py::index_error("no ended session is in this slot");
+        self.session_fenced(slot);
+      },
+      py::arg("slot"));
   pool.def(
       "begin",
       [](Pool& self, Slot slot, int64_t number, bool dry_run) {
@@ -404,9 +434,6 @@ void bind_sessions(PoolClass& pool) {
       "abort",
       [](Pool& self, Slot slot, int64_t next_plan) { self.abort(checked(self, slot), next_plan); },
       py::arg("slot"), py::arg("next_plan"));
-  pool.def(
-      "whole_tables", [](Pool& self, Slot slot) { self.whole_tables(checked(self, slot)); },
-      py::arg("slot"));
   pool.def(
       "resync_due",
       [](const Pool& self, Slot slot) { return self.session(checked(self, slot)).resync_due; },
@@ -519,6 +546,13 @@ void bind_queries(PoolClass& pool) {
         const auto tokens =
             read<int32_t>(token_ids, "token_ids", indices.size * self.index().block_size());
         const auto digests = read<uint8_t>(hashes, "hashes", indices.size * 16);
+        const int64_t num_blocks = self.store(kDevice).num_blocks;
+        if (parent < -1 || parent >= num_blocks ||
+            (parent >= 0 && !self.index().is_published(kDevice, static_cast<Block>(parent))))
+          throw py::value_error("parent_block must be -1 or a block that was entered before");
+        for (int64_t i = 0; i < indices.size; ++i)
+          if (indices[i] < 0 || indices[i] >= num_blocks)
+            throw ColumnError("blocks", i, "must be below " + std::to_string(num_blocks));
         return self.restore(std::string_view(root), static_cast<Block>(parent), tokens, indices,
                             digests);
       },
@@ -553,7 +587,13 @@ void bind_pool(py::module_& module) {
            py::arg("eviction_policy"), py::arg("window_tokens") = 0,
            py::arg("max_sequences") = 65536, py::arg("max_table_entries") = 4194304,
            py::arg("seed") = 0);
-  pool.def("set_time", &Pool::set_time, py::arg("now_s"));
+  pool.def(
+      "set_time",
+      [](Pool& self, double now_s) {
+        if (!(now_s >= 0 && now_s < 1e12)) throw py::value_error("now_s must be from 0 to 1e12");
+        self.set_time(now_s);
+      },
+      py::arg("now_s"));
   bind_sessions(pool);
   bind_steps(pool);
   bind_queries(pool);

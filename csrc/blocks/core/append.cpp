@@ -79,7 +79,10 @@ Failure Pool::append_one(Session& session, const AppendColumns& columns, int64_t
   if (any_negative(tokens, num_given)) return {item, Code::kNegative, 1};
   Sequence& sequence = sequences_[*index];
   if (sequence.tier != kDevice) return {item, Code::kSwapped, id, sequence.tier};
-  if (num_slots && sequence.computed_by == session.number) return {item, Code::kBusy, id};
+  // A block that this plan computes is written after this plan's transfers.
+  const bool copies_unwritten = sequence.filled_by == session.number && first % block_size_;
+  if (num_slots && (sequence.computed_by == session.number || copies_unwritten))
+    return {item, Code::kBusy, id};
   if (first != sequence.num_scheduled)
     return {item, Code::kPosition, id, sequence.num_scheduled, first};
   const int64_t end = first + num_slots, cover = end + num_ahead;
@@ -98,6 +101,22 @@ Failure Pool::append_one(Session& session, const AppendColumns& columns, int64_t
   grow(session, *index, first, end, cover);
   if (num_slots) schedule(session, *index, num_slots);
   return {item, Code::kOk, sequence.table.size};
+}
+
+std::vector<int32_t> Pool::growth(Slot slot, const AppendColumns& columns) const {
+  const Session& session = sessions_[slot];
+  std::vector<int32_t> needed;
+  for (int64_t item = 0; item < columns.sequence_ids.size; ++item) {
+    const Sequence* sequence = find(slot, columns.sequence_ids[item]);
+    const int64_t first = columns.first_positions[item], num_slots = columns.num_slots[item];
+    const int64_t num_ahead = columns.num_lookahead.size ? columns.num_lookahead[item] : 0;
+    const bool fits = sequence && sequence->tier == kDevice && sequence->num_scheduled == first &&
+                      num_slots >= 0 && num_ahead >= 0;
+    const int64_t end = first + num_slots;
+    const int64_t num = fits ? num_needed(session, *sequence, first, end, end + num_ahead) : 0;
+    needed.push_back(static_cast<int32_t>(std::min<int64_t>(num, store(kDevice).num_blocks + 1)));
+  }
+  return needed;
 }
 
 // Blocks to allocate so that the sequence can write [first, end) and has slots up to `cover`.
@@ -175,9 +194,10 @@ void Pool::schedule(Session& session, uint32_t index, int64_t num_slots) {
   if (config_.window_tokens) trim(session, sequence);
 }
 
-// Gives back the blocks that no position from the last written one on can see.
+// Gives back the blocks that no position can see from the first on that an abort would leave.
 void Pool::trim(Session& session, Sequence& sequence) {
-  const int64_t first_seen = sequence.num_written - config_.window_tokens + 1;
+  const int64_t first_seen =
+      std::min(sequence.num_written, sequence.tokens.size) - config_.window_tokens + 1;
   const int64_t num = std::min(first_seen / block_size_, sequence.table.size);
   if (first_seen <= 0 || num <= sequence.num_trimmed) return;
   trim_table(session, sequence, num, session.number);

@@ -24,8 +24,17 @@ int64_t num_shared_pieces(const Table& a, const Table& b) {
 }  // namespace
 
 void Pool::begin(Slot slot, int64_t number, bool dry_run) {
+  if (dry_run) {
+    dry_slot_ = slot;
+    number_before_ = sessions_[slot].number;
+  }
   sessions_[slot].number = number;
   dry_run_ = dry_run;
+}
+
+void Pool::end_dry_run() {
+  sessions_[dry_slot_].number = number_before_;
+  dry_run_ = false;
 }
 
 // Copies a block; it is pinned until the plan has run, so that the plan can run again. What counts
@@ -37,11 +46,17 @@ void Pool::transfer(Session& session, BlockRef source, Tier tier, Block copy, ui
   session.record.transfers.push_back({source, destination});
 }
 
-std::string Pool::finish(Slot slot, std::string_view prefix) {
-  Session& session = sessions_[slot];
+// Blocks of the draft may be allocated again.
+void Pool::end_draft(Session& session) {
   for (const auto& [tier, block] : session.kept) store(tier).unpin(block);
   session.kept.clear();
   session.destinations.clear();
+  session.allocated.clear();
+  session.draft.clear();
+}
+
+std::string Pool::finish(Slot slot, std::string_view prefix) {
+  Session& session = sessions_[slot];
   counters_.max_held =
       std::max<int64_t>(counters_.max_held, int64_t{store(kDevice).num_in(State::kHeld)} +
                                                 store(kDevice).num_in(State::kPinned));
@@ -57,8 +72,7 @@ std::string Pool::finish(Slot slot, std::string_view prefix) {
       draft.transfers.add(transfer.source, transfer.destination);
   }
   std::string plan = draft.encode(prefix, session.number, session.last_plan, resync);
-  draft.clear();
-  session.allocated.clear();
+  end_draft(session);
   session.record.number = session.number;
   session.plans.push_back(std::move(session.record));
   session.record = PlanRecord{};
@@ -78,15 +92,16 @@ void Pool::write_whole_tables(Session& session, Draft& draft) {
     sequence.table_sent = sequence.table.size > 0;
     if (!sequence.table.size) continue;
     int64_t first = sequence.num_trimmed;
+    ChangeKind kind = ChangeKind::kReplace;
     const auto [it, is_first] = sent.try_emplace(sequence.table.pieces[0], &sequence);
     const int64_t num_shared = is_first ? 0 : num_shared_pieces(sequence.table, it->second->table);
-    if (num_shared > first) {
+    if (!is_first && num_shared >= first) {
       changes.fork(sequence.id, it->second->id, num_shared);
       if (num_shared == sequence.table.size) continue;
       first = num_shared;
+      kind = ChangeKind::kSet;
     }
-    changes.set(num_shared > sequence.num_trimmed ? ChangeKind::kSet : ChangeKind::kReplace,
-                sequence.id, sequence.tier, first, sequence.table.size - first);
+    changes.set(kind, sequence.id, sequence.tier, first, sequence.table.size - first);
     const BlockStore& blocks = store(sequence.tier);
     sequence.table.runs(
         table_store_, first, sequence.table.size, [&](const Block* items, int64_t num) {
