@@ -158,22 +158,22 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def CheckOperations(
         self, request: pb.CheckOperationsRequest, context: _Context
     ) -> pb.CheckOperationsResponse:
-        raise _not_served("CheckOperations")
+        return self._core.check_operations(request, tenant_of(context))
 
     async def FindPrefix(
         self, request: pb.FindPrefixRequest, context: _Context
     ) -> pb.FindPrefixResponse:
-        raise _not_served("FindPrefix")
+        return self._core.find_prefix(request, tenant_of(context))
 
     async def ExplainPrefix(
         self, request: pb.ExplainPrefixRequest, context: _Context
     ) -> pb.ExplainPrefixResponse:
-        raise _not_served("ExplainPrefix")
+        return self._core.explain_prefix(request, tenant_of(context))
 
     async def CommonPrefix(
         self, request: pb.CommonPrefixRequest, context: _Context
     ) -> pb.CommonPrefixResponse:
-        raise _not_served("CommonPrefix")
+        return self._core.common_prefix(request, tenant_of(context))
 
     def Watch(self, request: pb.WatchRequest, context: _Context) -> AsyncIterator[pb.WatchResponse]:
         raise _not_served("Watch")

@@ -245,14 +245,21 @@ def _batch(
     block_tables = _pad(blocks, lengths, ends)
     starts = np.zeros(num_spans + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
-    # The entries that are written, span after span, and all slots of their blocks.
-    num_written = ends - begins
-    before = np.cumsum(num_written) - num_written
-    written_by = np.repeat(np.arange(num_spans), num_written)
-    entries = np.arange(len(written_by)) - (before - begins)[written_by]
+    # The entries that are written, span after span, and their slots.
+    written_by, entries = np.arange(num_spans), begins
+    is_decode = starts[-1] == num_spans  # each has one token
+    if not is_decode:
+        num_written = ends - begins
+        before = np.cumsum(num_written) - num_written
+        written_by = np.repeat(written_by, num_written)
+        entries = np.arange(len(written_by)) - (before - begins)[written_by]
     written = block_tables[written_by, entries].astype(np.int64)
-    all_slots = (written[:, None] * block_size + np.arange(block_size)).reshape(-1)
-    skipped = before * block_size + first % block_size - starts[:-1]
+    if is_decode:
+        slots = written * block_size + first % block_size
+    else:
+        all_slots = (written[:, None] * block_size + np.arange(block_size)).reshape(-1)
+        skipped = before * block_size + first % block_size - starts[:-1]
+        slots = all_slots[np.arange(starts[-1]) + np.repeat(skipped, counts)]
     reach = (first + 1 - trimmed)[trimmed > 0]
     return AttentionBatch(
         sequence_ids=sequence_ids,
@@ -260,7 +267,7 @@ def _batch(
         num_tokens=int(starts[-1]),
         starts=starts,
         max_tokens=int(counts.max(initial=0)),
-        slots=torch.from_numpy(all_slots[np.arange(starts[-1]) + np.repeat(skipped, counts)]),
+        slots=torch.from_numpy(slots),
         block_tables=torch.from_numpy(block_tables),
         query_starts=torch.from_numpy(starts),
         context_lens=torch.from_numpy(context_lens),

@@ -43,6 +43,7 @@ class ControlPlaneServiceStub(object):
     has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
     - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
+    - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.
 
     A request that names a session renews its lease.
     """
@@ -173,6 +174,7 @@ class ControlPlaneServiceServicer(object):
     has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
     - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
+    - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.
 
     A request that names a session renews its lease.
     """
@@ -453,6 +455,7 @@ class ControlPlaneService(object):
     has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
     - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
+    - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.
 
     A request that names a session renews its lease.
     """

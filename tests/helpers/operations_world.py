@@ -113,7 +113,8 @@ class Caller:
     async def do(self, *operations: pb.Operation) -> pb.StepResult:
         """A step whose operations must all be done."""
         result = await self.step(*operations)
-        assert [list(outcome.failures) for outcome in result.results] == [[] for _ in operations]
+        failures = [failure for outcome in result.results for failure in outcome.failures]
+        assert not failures, failures
         return result
 
     async def admit(self, sequence_id: int, token_ids: Sequence[int], **how: Any) -> pb.AdmitResult:
@@ -146,18 +147,19 @@ class Caller:
         assert failure.status == pb.OPERATION_STATUS_FAILED
         error = error_of(failure)
         name = operation.WhichOneof("operation")
-        assert (type(error), error.field) == (kind, f"operations[0].{name}.{field}")
+        want = kind, f"operations[0].{name}.{field}"
+        assert (type(error), error.field) == want, repr(error)
 
     async def later(self, operation: pb.Operation) -> pb.Shortage:
         """What the operation waits for; nothing must have changed."""
         (failure,) = await self.refuse(operation)
-        assert failure.status == pb.OPERATION_STATUS_LATER
+        assert failure.status == pb.OPERATION_STATUS_LATER, failure
         return failure.shortage
 
     async def never(self, operation: pb.Operation) -> pb.Shortage:
         """What the pool lacks for it at any time; nothing must have changed."""
         (failure,) = await self.refuse(operation)
-        assert failure.status == pb.OPERATION_STATUS_NEVER
+        assert failure.status == pb.OPERATION_STATUS_NEVER, failure
         return failure.shortage
 
     async def table(self, sequence_id: int) -> tuple[Block, ...]:

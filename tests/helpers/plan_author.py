@@ -259,8 +259,11 @@ def tokens(num_tokens: int, num_heads: int = 2, *, seed: int = 0) -> torch.Tenso
     return torch.randn(num_tokens, num_heads, 16, generator=generator)
 
 
-def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal attention in float64 of a sequence's last query tokens over all of it.
+def dense_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window_tokens: int = 0
+) -> torch.Tensor:
+    """Causal attention in float64 of a sequence's last query tokens over all of it, or over the
+    last ``window_tokens`` that each of them sees.
 
     query [Q, H, D], key and value [T, Hkv, D]. Returns [Q, H, D].
     """
@@ -270,6 +273,7 @@ def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
     v = value.double().repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,thd->hqt", q, k) / query.shape[2] ** 0.5
     first = key.shape[0] - query.shape[0]
-    visible = torch.arange(key.shape[0]) <= first + torch.arange(query.shape[0])[:, None]
+    behind = first + torch.arange(query.shape[0])[:, None] - torch.arange(key.shape[0])
+    visible = (behind >= 0) & (behind < (window_tokens or key.shape[0]))
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     return torch.einsum("hqt,thd->qhd", weights, v).to(query.dtype)

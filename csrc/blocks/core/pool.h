@@ -152,6 +152,8 @@ class Pool final : private Listener {
   ItemResults truncate(Slot slot, Span<int64_t> ids, Span<int64_t> num_tokens);
   ItemResults fork(Slot slot, Span<int64_t> parents, Span<int64_t> ids);
   ItemResults free(Slot slot, Span<int64_t> ids);
+  // Blocks that each item would take now; 0 for one that would be refused for another reason.
+  std::vector<int32_t> growth(Slot slot, const AppendColumns& columns) const;
   std::variant<int64_t, Failure> swap(Slot slot, Span<int64_t> ids, Tier destination,
                                       int64_t headroom = 0);
   int64_t cut(Slot slot, int64_t sequence_id);
