@@ -236,7 +236,8 @@ class Pool final : private Listener {
 
   // Growth (append.cpp)
   Sketch look(const Session& session, int64_t id) const;
-  bool append_in_place(Session& session, uint32_t index, int64_t first, int64_t num_slots);
+  bool is_in_place(const Session& session, const Sequence& sequence, int64_t first,
+                   int64_t num_slots) const;
   Failure append_one(Session& session, const AppendColumns& columns, int64_t item,
                      const int32_t* tokens);
   int64_t num_needed(const Session& session, const Sequence& sequence, const Sketch& now,
