@@ -85,6 +85,15 @@ Block BlockStore::take(Slot slot) {
 }
 
 Block BlockStore::evict() {
+  const Block b = pop_cached();
+  --num_in_[static_cast<int>(State::kCached)];
+  ++num_evictions_;
+  forget(b);
+  return b;
+}
+
+// The cached block to be evicted next, in no list any more and no longer known to the policy.
+Block BlockStore::pop_cached() {
   Block b;
   if (policy_->num_idle()) {
     b = policy_->pop();
@@ -96,17 +105,15 @@ Block BlockStore::evict() {
     policy_->unpublish(b);
   }
   place_[b] = kNowhere;
-  --num_in_[static_cast<int>(State::kCached)];
-  ++num_evictions_;
-  forget(b);
   return b;
 }
 
 // The block, in no state, no longer holds what it held.
 void BlockStore::forget(Block b) {
-  priority_[b] = 0;
+  const uint8_t priority = std::exchange(priority_[b], 0);
   const Block spare = index_.clear_block(tier, b);
   if (spare == kNoBlock) return;
+  priority_[spare] = priority;
   published(spare);
   promoted_.push_back(spare);
 }
@@ -124,8 +131,7 @@ void BlockStore::unpublish(Block b) {
 }
 
 Block BlockStore::pop_idle() {
-  const Block b = policy_->pop();
-  place_[b] = kNowhere;
+  const Block b = pop_cached();
   publish_to_policy(b);
   return b;
 }
@@ -185,7 +191,6 @@ void BlockStore::keep(Block b) {
 }
 
 void BlockStore::set_priority(Block b, uint8_t priority) {
-  if (priority_[b] == priority) return;
   const bool cached = state_[b] == State::kCached;
   if (cached) leave(b);
   priority_[b] = priority;
@@ -250,12 +255,13 @@ void BlockStore::enter(Block b) {
   ++num_in_[static_cast<int>(state_[b])];
 }
 
-void BlockStore::restore(const std::vector<Block>& blocks) {
-  for (const Block b : blocks) publish_to_policy(b);
-  free_.erase(std::remove_if(free_.begin(), free_.end(),
-                             [&](Block b) { return index_.is_published(tier, b); }),
-              free_.end());
-  for (auto it = blocks.rbegin(); it != blocks.rend(); ++it) settle(*it);
+size_t BlockStore::num_bytes() const {
+  const size_t num_bytes_each =
+      sizeof(generation_[0]) + sizeof(ref_count_[0]) + sizeof(num_pins_[0]) +
+      sizeof(num_pending_[0]) + sizeof(owner_[0]) + sizeof(pin_owner_[0]) +
+      sizeof(pinned_tokens_[0]) + sizeof(state_[0]) + sizeof(place_[0]) + sizeof(keep_[0]) +
+      sizeof(priority_[0]) + sizeof(free_[0]) + 2 * sizeof(Block);  // the links
+  return num_blocks * num_bytes_each;
 }
 
 void BlockStore::check() const {

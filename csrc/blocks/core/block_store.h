@@ -100,11 +100,20 @@ class BlockStore {
   std::vector<Block> take_promoted() { return std::exchange(promoted_, {}); }
   // When it is retired, the block is reused last: receipts may still publish it.
   void keep(Block b);
-  // The block, retained in the index, is evicted after all that are not; lowest priority first.
+  // The published block is evicted after all that are not retained, and of these after those of a
+  // lower priority and those of this one so far; 0: it is not retained.
   void set_priority(Block b, uint8_t priority);
   uint8_t priority(Block b) const { return priority_[b]; }
-  // Free blocks that were just entered in the index become cached; the last is evicted first.
-  void restore(const std::vector<Block>& blocks);
+  // While a pool is rebuilt: `restored` for each block that was entered in the index, parents first;
+  // then `restored_idle` for each, in the order of eviction; then `restored_rest` for every block of
+  // the tier, the last first.
+  void start_restoring() { free_.clear(); }
+  void restored(Block b) { publish_to_policy(b); }
+  void restored_idle(Block b) { settle(b); }
+  void restored_rest(Block b) {
+    if (!index_.is_published(tier, b)) free_.push_back(b);
+  }
+  size_t num_bytes() const;
   // Throws std::logic_error saying what is wrong.
   void check() const;
 
@@ -125,6 +134,7 @@ class BlockStore {
   void enter(Block b);
   Block take(Slot slot);
   Block evict();
+  Block pop_cached();
 
   PrefixIndex& index_;
   std::unique_ptr<EvictionPolicy> policy_;
