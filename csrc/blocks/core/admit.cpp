@@ -149,19 +149,17 @@ void Pool::find_hits(const Session& session, const Admission& admission,
 void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>& hits) {
   sequence.chain = session.root;
   sequence.chain_uid = index_[session.root].uid;
-  if (hits.empty()) return;
   BlockStore& device = store(kDevice);
-  std::vector<Block> shared;
-  int64_t num_hosted = 0;
-  for (const Hit& hit : hits) {  // before anything is allocated, which could evict them
-    if (hit.kind == Hit::kHosted) {
-      ++num_hosted;
-      continue;
-    }
-    device.share(hit.block);
-    if (hit.kind == Hit::kShared) shared.push_back(hit.block);
-  }
-  device.policy().use(shared.data(), shared.size());
+  BlockStore& host = store(kHost);
+  std::vector<Block> used[2];  // by tier
+  for (const Hit& hit : hits)
+    if (hit.kind != Hit::kLed) used[hit.kind == Hit::kHosted].push_back(hit.block);
+  device.policy().use(used[0].data(), used[0].size());
+  if (host.num_blocks) host.policy().use(used[1].data(), used[1].size());
+  if (hits.empty()) return;
+  for (const Hit& hit : hits)  // before anything is allocated, which could evict them
+    if (hit.kind != Hit::kHosted) device.share(hit.block);
+  const auto num_hosted = static_cast<int64_t>(used[1].size());
   scratch_.clear();
   if (num_hosted) allocate(session, kDevice, num_hosted, scratch_);
   std::vector<uint8_t> allocated(hits.size());
@@ -176,8 +174,6 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
     if (hit.kind == Hit::kHosted) {
       b = scratch_[static_cast<size_t>(num_taken++)];
       allocated[i] = 1;
-      BlockStore& host = store(kHost);
-      host.policy().use(&hit.block, 1);
       transfer(session, {kHost, hit.block, host.generation(hit.block)}, kDevice, b,
                static_cast<uint32_t>(block_size_));
       sequence.copied_by = session.number;

@@ -13,20 +13,11 @@ BlockStore::BlockStore(Tier tier, uint32_t num_blocks, std::vector<int64_t> gene
       num_blocks(num_blocks),
       index_(index),
       policy_(std::move(policy)),
-      generation_(std::move(generations)),
-      ref_count_(num_blocks),
-      num_pins_(num_blocks),
-      num_pending_(num_blocks),
-      owner_(num_blocks, kNoSlot),
-      pin_owner_(num_blocks, kNoSlot),
-      pinned_tokens_(num_blocks),
-      state_(num_blocks, State::kFree),
-      place_(num_blocks, kNowhere),
-      keep_(num_blocks),
-      priority_(num_blocks),
-      free_(num_blocks),
-      links_(num_blocks) {
-  generation_.resize(std::max<size_t>(generation_.size(), num_blocks));
+      infos_(num_blocks),
+      free_(num_blocks) {
+  generations.resize(std::max<size_t>(generations.size(), num_blocks));
+  for (Block b = 0; b < num_blocks; ++b) infos_[b].generation = generations[b];
+  more_generations_.assign(generations.begin() + num_blocks, generations.end());
   for (uint32_t i = 0; i < num_blocks; ++i) free_[i] = num_blocks - 1 - i;
   num_in_[static_cast<int>(State::kFree)] = num_blocks;
 }
@@ -50,10 +41,10 @@ void BlockStore::close(Slot slot) { own_[slot] = Own{}; }
 void BlockStore::allocate(Slot slot, int64_t num, std::vector<Block>& out) {
   for (; num > 0; --num) {
     const Block b = take(slot);
-    ++generation_[b];
-    ref_count_[b] = 1;
-    keep_[b] = 0;
-    state_[b] = State::kHeld;
+    ++infos_[b].generation;
+    infos_[b].ref_count = 1;
+    infos_[b].keep = false;
+    infos_[b].state = State::kHeld;
     ++num_in_[static_cast<int>(State::kHeld)];
     out.push_back(b);
   }
@@ -100,26 +91,30 @@ Block BlockStore::pop_cached() {
   } else {
     int priority = 1;
     while (!retained_[priority].size) ++priority;
-    b = links_.pop_front(retained_[priority]);
+    b = retained_[priority].head;
+    remove(retained_[priority], b);
     --num_retained_;
     policy_->unpublish(b);
   }
-  place_[b] = kNowhere;
+  infos_[b].place = kNowhere;
   return b;
 }
 
 // The block, in no state, no longer holds what it held.
 void BlockStore::forget(Block b) {
-  const uint8_t priority = std::exchange(priority_[b], 0);
+  const uint8_t priority = std::exchange(infos_[b].priority, 0);
   const Block spare = index_.clear_block(tier, b);
   if (spare == kNoBlock) return;
-  priority_[spare] = priority;
+  infos_[spare].priority = priority;
   published(spare);
   promoted_.push_back(spare);
 }
 
 void BlockStore::published(Block b) {
   publish_to_policy(b);
+  const EntryId e = index_.entry_of(tier, b);
+  for (EntryId c = index_[e].child; c != kNoEntry; c = index_[c].next)
+    if (index_[c].block(tier) != kNoBlock) policy_->set_parent(index_[c].block(tier), b);
   settle(b);
 }
 
@@ -144,57 +139,79 @@ void BlockStore::publish_to_policy(Block b) {
 }
 
 void BlockStore::share(Block b) {
-  if (ref_count_[b]++ == 0) settle(b);
+  if (infos_[b].ref_count++ == 0) settle(b);
 }
 
 bool BlockStore::release(Block b, Slot slot, bool pending) {
   if (pending) add_pending(b, slot);
-  if (--ref_count_[b]) return false;
+  if (--infos_[b].ref_count) return false;
   settle(b);
   return true;
 }
 
 void BlockStore::add_pending(Block b, Slot slot) {
-  if (num_pending_[b]++ == 0) {
-    owner_[b] = slot;
-  } else if (owner_[b] != slot) {
-    owner_[b] = kManySlots;
+  if (infos_[b].num_pending++ == 0) {
+    infos_[b].owner = slot;
+  } else if (infos_[b].owner != slot) {
+    infos_[b].owner = kManySlots;
   }
 }
 
 void BlockStore::finished(Block b) {
-  if (--num_pending_[b]) return;
+  if (--infos_[b].num_pending) return;
   settle(b);
-  owner_[b] = kNoSlot;
+  infos_[b].owner = kNoSlot;
 }
 
 void BlockStore::pin(Block b, Slot slot, uint32_t num_tokens) {
-  if (num_pins_[b]++ == 0) {
-    pin_owner_[b] = slot;
-    pinned_tokens_[b] = static_cast<uint16_t>(num_tokens);
+  if (infos_[b].num_pins++ == 0) {
+    infos_[b].pin_owner = slot;
+    infos_[b].pinned_tokens = static_cast<uint16_t>(num_tokens);
     settle(b);
     return;
   }
-  if (pin_owner_[b] != slot) pin_owner_[b] = kManySlots;
-  pinned_tokens_[b] = std::max(pinned_tokens_[b], static_cast<uint16_t>(num_tokens));
+  if (infos_[b].pin_owner != slot) infos_[b].pin_owner = kManySlots;
+  infos_[b].pinned_tokens = std::max(infos_[b].pinned_tokens, static_cast<uint16_t>(num_tokens));
 }
 
 void BlockStore::unpin(Block b) {
-  if (--num_pins_[b]) return;
-  pin_owner_[b] = kNoSlot;
+  if (--infos_[b].num_pins) return;
+  infos_[b].pin_owner = kNoSlot;
   settle(b);
 }
 
 void BlockStore::keep(Block b) {
-  keep_[b] = 1;
+  infos_[b].keep = true;
   settle(b);
 }
 
 void BlockStore::set_priority(Block b, uint8_t priority) {
-  const bool cached = state_[b] == State::kCached;
+  const bool cached = infos_[b].state == State::kCached;
   if (cached) leave(b);
-  priority_[b] = priority;
+  infos_[b].priority = priority;
   if (cached) enter(b);
+}
+
+std::vector<int64_t> BlockStore::generations() const {
+  std::vector<int64_t> generations;
+  for (const Info& info : infos_) generations.push_back(info.generation);
+  generations.insert(generations.end(), more_generations_.begin(), more_generations_.end());
+  return generations;
+}
+
+void BlockStore::push_back(List& list, Block b) {
+  infos_[b].next = kEnd;
+  infos_[b].prev = list.tail;
+  (list.tail == kEnd ? list.head : infos_[list.tail].next) = b;
+  list.tail = b;
+  ++list.size;
+}
+
+void BlockStore::remove(List& list, Block b) {
+  const Info& info = infos_[b];
+  (info.prev == kEnd ? list.head : infos_[info.prev].next) = info.next;
+  (info.next == kEnd ? list.tail : infos_[info.next].prev) = info.prev;
+  --list.size;
 }
 
 // Puts the block in the state that its counts give it.
@@ -204,64 +221,55 @@ void BlockStore::settle(Block b) {
 }
 
 void BlockStore::leave(Block b) {
-  --num_in_[static_cast<int>(state_[b])];
-  switch (place_[b]) {
+  --num_in_[static_cast<int>(infos_[b].state)];
+  switch (infos_[b].place) {
     case kNowhere:
       break;
     case kPlain:
-      links_.remove(own_[owner_[b]].plain, b);
+      remove(own_[infos_[b].owner].plain, b);
       break;
     case kKept:
-      links_.remove(own_[owner_[b]].kept, b);
+      remove(own_[infos_[b].owner].kept, b);
       break;
     case kPolicy:
       policy_->remove_idle(b);
       break;
     case kRetained:
-      links_.remove(retained_[priority_[b]], b);
+      remove(retained_[infos_[b].priority], b);
       --num_retained_;
       break;
   }
-  place_[b] = kNowhere;
+  infos_[b].place = kNowhere;
 }
 
 void BlockStore::enter(Block b) {
-  if (ref_count_[b]) {
-    state_[b] = State::kHeld;
-  } else if (num_pins_[b]) {
-    state_[b] = State::kPinned;
-  } else if (num_pending_[b]) {
-    state_[b] = State::kRetired;
-    if (owner_[b] != kManySlots) {
-      const bool kept = keep_[b] || index_.is_published(tier, b);
-      links_.push_back(kept ? own_[owner_[b]].kept : own_[owner_[b]].plain, b);
-      place_[b] = kept ? kKept : kPlain;
+  if (infos_[b].ref_count) {
+    infos_[b].state = State::kHeld;
+  } else if (infos_[b].num_pins) {
+    infos_[b].state = State::kPinned;
+  } else if (infos_[b].num_pending) {
+    infos_[b].state = State::kRetired;
+    if (infos_[b].owner != kManySlots) {
+      const bool kept = infos_[b].keep || index_.is_published(tier, b);
+      push_back(kept ? own_[infos_[b].owner].kept : own_[infos_[b].owner].plain, b);
+      infos_[b].place = kept ? kKept : kPlain;
     }
   } else if (index_.is_published(tier, b)) {
-    state_[b] = State::kCached;
-    if (priority_[b]) {
-      links_.push_back(retained_[priority_[b]], b);
+    infos_[b].state = State::kCached;
+    if (infos_[b].priority) {
+      push_back(retained_[infos_[b].priority], b);
       ++num_retained_;
-      place_[b] = kRetained;
+      infos_[b].place = kRetained;
     } else {
       policy_->add_idle(b);
-      place_[b] = kPolicy;
+      infos_[b].place = kPolicy;
     }
   } else {
-    state_[b] = State::kFree;
+    infos_[b].state = State::kFree;
     index_.clear_block(tier, b);  // a spare that nobody holds is lost
     free_.push_back(b);
   }
-  ++num_in_[static_cast<int>(state_[b])];
-}
-
-size_t BlockStore::num_bytes() const {
-  const size_t num_bytes_each =
-      sizeof(generation_[0]) + sizeof(ref_count_[0]) + sizeof(num_pins_[0]) +
-      sizeof(num_pending_[0]) + sizeof(owner_[0]) + sizeof(pin_owner_[0]) +
-      sizeof(pinned_tokens_[0]) + sizeof(state_[0]) + sizeof(place_[0]) + sizeof(keep_[0]) +
-      sizeof(priority_[0]) + sizeof(free_[0]) + 2 * sizeof(Block);  // the links
-  return num_blocks * num_bytes_each;
+  ++num_in_[static_cast<int>(infos_[b].state)];
 }
 
 void BlockStore::check() const {
@@ -274,29 +282,30 @@ void BlockStore::check() const {
   std::vector<uint32_t> num_plain(own_.size()), num_kept(own_.size());
   for (Block b = 0; b < num_blocks; ++b) {
     const bool published = index_.is_published(tier, b);
-    const State want = ref_count_[b]     ? State::kHeld
-                       : num_pins_[b]    ? State::kPinned
-                       : num_pending_[b] ? State::kRetired
-                       : published       ? State::kCached
-                                         : State::kFree;
-    require(state_[b] == want, b, "in another state than its counts say");
+    const State want = infos_[b].ref_count     ? State::kHeld
+                       : infos_[b].num_pins    ? State::kPinned
+                       : infos_[b].num_pending ? State::kRetired
+                       : published             ? State::kCached
+                                               : State::kFree;
+    require(infos_[b].state == want, b, "in another state than its counts say");
     ++num_in[static_cast<int>(want)];
-    require((num_pending_[b] == 0) == (owner_[b] == kNoSlot), b, "pending for nobody");
-    const bool kept = keep_[b] || published;
-    const Place place = want == State::kRetired && owner_[b] != kManySlots ? (kept ? kKept : kPlain)
-                        : want != State::kCached                           ? kNowhere
-                        : priority_[b]                                     ? kRetained
-                                                                           : kPolicy;
-    require(place_[b] == place, b, "in another list than its state says");
+    require((infos_[b].num_pending == 0) == (infos_[b].owner == kNoSlot), b, "pending for nobody");
+    const bool kept = infos_[b].keep || published;
+    const Place place = want == State::kRetired && infos_[b].owner != kManySlots
+                            ? (kept ? kKept : kPlain)
+                        : want != State::kCached ? kNowhere
+                        : infos_[b].priority     ? kRetained
+                                                 : kPolicy;
+    require(infos_[b].place == place, b, "in another list than its state says");
     num_policy += place == kPolicy;
     num_retained += place == kRetained;
-    if (place == kPlain) ++num_plain[owner_[b]];
-    if (place == kKept) ++num_kept[owner_[b]];
+    if (place == kPlain) ++num_plain[infos_[b].owner];
+    if (place == kKept) ++num_kept[infos_[b].owner];
     require(want != State::kFree || index_.entry_of(tier, b) == kNoEntry, b, "free and a spare");
   }
   for (int s = 0; s < kNumStates; ++s) require(num_in[s] == num_in_[s], 0, "states are miscounted");
   require(free_.size() == num_in[static_cast<int>(State::kFree)], 0, "the free list differs");
-  for (const Block b : free_) require(state_[b] == State::kFree, b, "listed as free");
+  for (const Block b : free_) require(infos_[b].state == State::kFree, b, "listed as free");
   require(policy_->num_idle() == num_policy, 0, "the policy has other blocks");
   require(num_retained == num_retained_, 0, "retained blocks are miscounted");
   for (size_t slot = 0; slot < own_.size(); ++slot)

@@ -45,12 +45,12 @@ class BlockStore {
   const uint32_t num_blocks;
 
   // Queries
-  int64_t generation(Block b) const { return generation_[b]; }
-  const std::vector<int64_t>& generations() const { return generation_; }
-  uint32_t ref_count(Block b) const { return ref_count_[b]; }
-  uint32_t num_pins(Block b) const { return num_pins_[b]; }
-  uint32_t num_pending(Block b) const { return num_pending_[b]; }
-  State state(Block b) const { return state_[b]; }
+  int64_t generation(Block b) const { return infos_[b].generation; }
+  std::vector<int64_t> generations() const;  // also of blocks beyond num_blocks
+  uint32_t ref_count(Block b) const { return infos_[b].ref_count; }
+  uint32_t num_pins(Block b) const { return infos_[b].num_pins; }
+  uint32_t num_pending(Block b) const { return infos_[b].num_pending; }
+  State state(Block b) const { return infos_[b].state; }
   uint32_t num_in(State state) const { return num_in_[static_cast<int>(state)]; }
   uint64_t num_evictions() const { return num_evictions_; }
   EvictionPolicy& policy() { return *policy_; }
@@ -59,15 +59,16 @@ class BlockStore {
   int64_t num_coming(Slot slot) const;
   // Whether `num_obtainable` counts the block.
   bool is_obtainable(Block b, Slot slot) const {
-    return state_[b] == State::kFree || state_[b] == State::kCached ||
-           (state_[b] == State::kRetired && owner_[b] == slot);
+    return infos_[b].state == State::kFree || infos_[b].state == State::kCached ||
+           (infos_[b].state == State::kRetired && infos_[b].owner == slot);
   }
   // Whether a session whose table alone refers to the block may write it from `offset` tokens on:
   // it is not published, and transfers read, if anything, what lies before `offset`, for earlier
   // plans of the same session.
   bool is_writable(Block b, Slot slot, uint32_t offset) const {
-    return ref_count_[b] == 1 &&
-           (num_pins_[b] == 0 || (pin_owner_[b] == slot && pinned_tokens_[b] <= offset)) &&
+    return infos_[b].ref_count == 1 &&
+           (infos_[b].num_pins == 0 ||
+            (infos_[b].pin_owner == slot && infos_[b].pinned_tokens <= offset)) &&
            !index_.is_published(tier, b);
   }
 
@@ -103,17 +104,19 @@ class BlockStore {
   // The published block is evicted after all that are not retained, and of these after those of a
   // lower priority and those of this one so far; 0: it is not retained.
   void set_priority(Block b, uint8_t priority);
-  uint8_t priority(Block b) const { return priority_[b]; }
-  // While a pool is rebuilt: `restored` for each block that was entered in the index, parents first;
-  // then `restored_idle` for each, in the order of eviction; then `restored_rest` for every block of
-  // the tier, the last first.
+  uint8_t priority(Block b) const { return infos_[b].priority; }
+  // While a pool is rebuilt: `restored` for each block that was entered in the index, parents
+  // first; then `restored_idle` for each, in the order of eviction; then `restored_rest` for every
+  // block of the tier, the last first.
   void start_restoring() { free_.clear(); }
   void restored(Block b) { publish_to_policy(b); }
   void restored_idle(Block b) { settle(b); }
   void restored_rest(Block b) {
     if (!index_.is_published(tier, b)) free_.push_back(b);
   }
-  size_t num_bytes() const;
+  size_t num_bytes() const {
+    return infos_.capacity() * sizeof(Info) + free_.capacity() * sizeof(Block);
+  }
   // Throws std::logic_error saying what is wrong.
   void check() const;
 
@@ -126,9 +129,27 @@ class BlockStore {
     List kept;
   };
   enum Place : uint8_t { kNowhere, kPlain, kKept, kPolicy, kRetained };
+  // A block: what an operation needs of it lies together.
+  struct Info {
+    int64_t generation = 0;
+    uint32_t ref_count = 0;
+    uint32_t num_pins = 0;
+    uint32_t num_pending = 0;
+    Slot owner = kNoSlot;      // whom it is pending for: kNoSlot, one, kManySlots
+    Slot pin_owner = kNoSlot;  // whose transfers read it, the same way
+    uint32_t next = kEnd;      // in the list of its place
+    uint32_t prev = kEnd;
+    uint16_t pinned_tokens = 0;
+    State state = State::kFree;
+    Place place = kNowhere;
+    bool keep = false;
+    uint8_t priority = 0;  // 0: not retained
+  };
 
   void forget(Block b);
   void publish_to_policy(Block b);
+  void push_back(List& list, Block b);
+  void remove(List& list, Block b);
   void settle(Block b);
   void leave(Block b);
   void enter(Block b);
@@ -138,19 +159,9 @@ class BlockStore {
 
   PrefixIndex& index_;
   std::unique_ptr<EvictionPolicy> policy_;
-  std::vector<int64_t> generation_;
-  std::vector<uint32_t> ref_count_;
-  std::vector<uint32_t> num_pins_;
-  std::vector<uint32_t> num_pending_;
-  std::vector<Slot> owner_;      // whom the block is pending for: kNoSlot, one, kManySlots
-  std::vector<Slot> pin_owner_;  // whose transfers read it, the same way
-  std::vector<uint16_t> pinned_tokens_;
-  std::vector<State> state_;
-  std::vector<Place> place_;
-  std::vector<uint8_t> keep_;
-  std::vector<uint8_t> priority_;  // 0: not retained
+  std::vector<Info> infos_;
+  std::vector<int64_t> more_generations_;  // of blocks beyond num_blocks
   std::vector<Block> free_;
-  Links links_;
   std::vector<Own> own_;           // by slot
   List retained_[kNumPriorities];  // cached ones, oldest first
   uint32_t num_retained_ = 0;

@@ -59,7 +59,7 @@ Forgotten Pool::forget_roots(const std::vector<std::string_view>& names, bool fo
 void Pool::forget_root(EntryId root) {
   const std::string name = index_.root_name(root);
   const std::vector<uint32_t> kept = keep_private(root, {}, 1);
-  if (index_.find_root(name) == kNoEntry || index_[root].child == kNoEntry) return;
+  if (index_[root].child == kNoEntry) return;
   changed(Change::kCleared, root, kDevice);
   index_.detach(root);
   forgetting_.emplace_back(root, index_[root].uid);

@@ -10,8 +10,7 @@ namespace kvplane::blocks {
 Pool::Pool(PoolConfig config)
     : config_(std::move(config)),
       block_size_(config_.block_size_tokens),
-      index_(config_.block_size_tokens, config_.num_blocks[0], config_.num_blocks[1],
-             config_.seed),
+      index_(config_.block_size_tokens, config_.num_blocks[0], config_.num_blocks[1], config_.seed),
       retention_(index_, stores_) {
   for (const Tier tier : {kDevice, kHost})
     stores_[tier - 1] = std::make_unique<BlockStore>(
@@ -22,7 +21,6 @@ Pool::Pool(PoolConfig config)
 
 void Pool::set_time(double now_s) {
   now_s_ = now_s;
-  for (auto& blocks : stores_) blocks->policy().set_time(now_s);
   retention_.expire(now_s);
 }
 

@@ -220,8 +220,8 @@ class Pool final : private Listener {
   void watch(size_t max_events) { log_.restart(max_events, index_.block_size(), revision_); }
   const ChangeLog& log() const { return log_; }
 
-  // Rebuilding (rebuild.h). `restore` enters a reported block below its parent; kNoEntry if its hash
-  // does not follow from the tokens or another block has the prefix.
+  // Rebuilding (rebuild.h). `restore` enters a reported block below its parent; kNoEntry if its
+  // hash does not follow from the tokens or another block has the prefix.
   EntryId open_root(std::string_view name) { return index_.open_root(name); }
   void close_root(EntryId root) { index_.close_root(root); }
   EntryId restore(EntryId parent, const int32_t* tokens, const Hash& hash, Block b);

@@ -70,6 +70,10 @@ void Rebuild::add_publications(uint32_t shard, std::string_view root,
   }
 }
 
+bool Rebuild::has_all_shards() const {
+  return std::all_of(shards_.begin(), shards_.end(), [](const Shard& it) { return it.started; });
+}
+
 void Rebuild::begin(PoolConfig config, double now_s) {
   config_ = std::move(config);
   now_s_ = now_s;

@@ -43,7 +43,9 @@ class Rebuild {
   // The pool has as many blocks as the smallest shard. All have reported; parts that come later do
   // not count. `config` has what is known of generations.
   void begin(PoolConfig config, double now_s);
+  bool has_all_shards() const;
   bool has_begun() const { return phase_ != Phase::kCollect; }
+  bool is_done() const { return phase_ == Phase::kDone; }
   // Goes on, by about so many blocks. Whether the pool is complete.
   bool step(int64_t max_blocks);
   // The complete pool; the shards are to be started anew.
@@ -64,8 +66,8 @@ class Rebuild {
     uint32_t num_blocks[2] = {0, 0};
     std::vector<int64_t> generations[2];  // 0: not reported
     std::vector<uint32_t> row_of;         // by block
-    Slab<Row> rows;                       // in the order of their blocks' first reports
-    Slab<int32_t> tokens;
+    Slab<Row> rows{1};                    // in the order of their blocks' first reports
+    Slab<int32_t> tokens{1};
   };
   enum class Phase { kCollect, kLearn, kMake, kAgree, kLink, kEnter, kIdle, kRest, kClose, kDone };
 

@@ -240,8 +240,7 @@ std::variant<Retained, Failure> Pool::retain(Slot slot, Span<int32_t> tokens, ui
   const std::vector<EntryId> path = match(session.root, tokens);
   if (path.empty() || expires_at_s <= now_s_) return Retained{};
   const int64_t now = retention_.num_entries(session.owner);
-  const Retained result{static_cast<int64_t>(path.size()),
-                        retention_.num_new(session.owner, path)};
+  const Retained result{static_cast<int64_t>(path.size()), retention_.num_new(session.owner, path)};
   if (result.num_new && now + result.num_new > most_blocks)
     return Failure{0, Code::kTooManyEntries, most_blocks, now, result.num_new};
   if (!dry_run_)

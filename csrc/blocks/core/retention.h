@@ -1,8 +1,8 @@
 // Soft pins: cached prefixes that are evicted after all others, those of the lowest priority first.
 //
-// A retention is of one owner and one prefix, with a priority, until a time. It lies at the prefix's
-// last entry and counts for every entry from there up to the root. So an entry's priority, the
-// highest that counts for it, is never below that of an entry that continues its prefix.
+// A retention is of one owner and one prefix, with a priority, until a time. It lies at the
+// prefix's last entry and counts for every entry from there up to the root. So an entry's priority,
+// the highest that counts for it, is never below that of an entry that continues its prefix.
 //
 //     root --> A --> B --> C        retentions: 50 at C, 20 at B
 //              50    50    50
@@ -52,7 +52,8 @@ class Retention {
   void release(uint32_t owner, const std::vector<EntryId>& path, uint64_t key);
   // Ends those that lie at the entry.
   void end_at(EntryId e);
-  // Ends those whose time has come; what is left after some thousand entries waits for the next call.
+  // Ends those whose time has come; what is left after some thousand entries waits for the next
+  // call.
   void expire(double now_s);
   // The entry has just lost its last block.
   void lost(EntryId e);

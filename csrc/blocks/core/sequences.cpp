@@ -139,9 +139,8 @@ int64_t Pool::cut(Slot slot, int64_t sequence_id) {
 int64_t Pool::drop(Session& session, uint32_t index, int64_t plan) {
   Sequence& sequence = sequences_[index];
   publish(session, index);  // tokens may have become known since the last receipt
-  const int64_t complete =
-      std::min(std::min(sequence.tokens.size, sequence.num_scheduled) / block_size_,
-               sequence.private_from);
+  const int64_t complete = std::min(
+      std::min(sequence.tokens.size, sequence.num_scheduled) / block_size_, sequence.private_from);
   const bool expects =
       sequence.tier == kDevice && !sequence.pending.empty() && complete > sequence.num_published;
   clear_leaders(sequence, index, sequence.num_published);

@@ -5,6 +5,13 @@
 
 namespace kvplane::blocks {
 
+namespace {
+
+// Entries, of any root, that a piece of a snapshot looks at.
+constexpr EntryId kMaxScanned = 65536;
+
+}  // namespace
+
 void ChangeColumns::add(Change kind, Tier tier, const Hash& hash, const Hash& parent,
                         const int32_t* tokens, size_t block_size) {
   kinds.push_back(static_cast<uint8_t>(kind));
@@ -12,6 +19,23 @@ void ChangeColumns::add(Change kind, Tier tier, const Hash& hash, const Hash& pa
   hashes.append(reinterpret_cast<const char*>(hash.data()), hash.size());
   parent_hashes.append(reinterpret_cast<const char*>(parent.data()), parent.size());
   if (kind == Change::kStored) token_ids.insert(token_ids.end(), tokens, tokens + block_size);
+}
+
+EntryId snapshot(const PrefixIndex& index, std::string_view root, EntryId cursor, size_t max_blocks,
+                 ChangeColumns& columns) {
+  const EntryId top = index.find_root(root);
+  if (top == kNoEntry) return kNoEntry;
+  for (EntryId num = 0; cursor < index.end(); ++cursor, ++num) {
+    if (num == kMaxScanned || columns.kinds.size() >= max_blocks) return cursor;
+    const Entry& entry = index[cursor];
+    if (entry.root != top) continue;
+    const Hash parent = entry.parent == top || cursor == top ? Hash{} : index[entry.parent].hash;
+    for (const Tier tier : {kDevice, kHost})
+      if (entry.block(tier) != kNoBlock)
+        columns.add(Change::kStored, tier, entry.hash, parent, index.tokens(cursor),
+                    index.block_size());
+  }
+  return kNoEntry;
 }
 
 void ChangeLog::restart(size_t max_events, uint32_t block_size, int64_t revision) {
@@ -62,7 +86,8 @@ void ChangeLog::add(int64_t revision, Change change, const PrefixIndex& index, E
 
 bool ChangeLog::since(int64_t revision, std::string_view root, size_t max_events,
                       ChangeColumns& columns) const {
-  if (!is_on() || revision > revision_ || revision < revision_ - static_cast<int64_t>(events_.size()))
+  if (!is_on() || revision > revision_ ||
+      revision < revision_ - static_cast<int64_t>(events_.size()))
     return false;
   columns.revision = revision_;
   const auto it = roots_.find(std::string(root));

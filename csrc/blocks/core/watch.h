@@ -1,6 +1,6 @@
-// The latest changes of the index, so that others can follow it: which prefixes are cached, in which
-// tier. Each change has a revision; revisions of logged changes have no gaps. A follower takes a
-// snapshot and then the changes since, or starts again when those are no longer here.
+// The latest changes of the index, so that others can follow it: which prefixes are cached, in
+// which tier. Each change has a revision; revisions of logged changes have no gaps. A follower
+// takes a snapshot and then the changes since, or starts again when those are no longer here.
 #pragma once
 
 #include <string>
@@ -25,6 +25,13 @@ struct ChangeColumns {
   void add(Change kind, Tier tier, const Hash& hash, const Hash& parent, const int32_t* tokens,
            size_t block_size);
 };
+
+// A piece of what is published below the root: entries from `cursor` on, in the order of their ids,
+// up to about max_blocks blocks. Returns where the next piece begins, kNoEntry if this was the
+// last. An entry that is published all the time keeps its id, so the pieces have it; who applies
+// the changes since the first piece began has the rest too.
+EntryId snapshot(const PrefixIndex& index, std::string_view root, EntryId cursor, size_t max_blocks,
+                 ChangeColumns& columns);
 
 class ChangeLog {
  public:
@@ -51,11 +58,11 @@ class ChangeLog {
 
   size_t max_events_ = 0;
   uint32_t block_size_ = 0;
-  int64_t start_ = 0;     // revision when it was switched on
-  int64_t revision_ = 0;  // of the last event
+  int64_t start_ = 0;          // revision when it was switched on
+  int64_t revision_ = 0;       // of the last event
   std::vector<Event> events_;  // a ring
   Slab<int32_t> tokens_;
-  std::unordered_map<std::string, uint32_t> roots_;  // names of the events' roots
+  std::unordered_map<std::string, uint32_t> roots_;           // names of the events' roots
   std::vector<std::pair<const std::string*, size_t>> names_;  // and how many events each has
   std::vector<uint32_t> free_names_;
 };

@@ -1,0 +1,55 @@
+// Which published blocks are idle, and which of these have idle descendants.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "policy.h"
+
+namespace kvplane::blocks {
+
+// A block can be evicted if it is idle and no block below it is. Each block counts the children
+// that are idle or have an idle block below them, so a change climbs only until it changes no
+// count to or from zero: over the blocks of a sequence that is the length of its table.
+class IdleTree {
+ public:
+  explicit IdleTree(uint32_t num_blocks) : nodes_(num_blocks) {}
+
+  void publish(uint32_t block, uint32_t parent);
+
+  // The other changes return the ancestor whose can_evict they changed, or kNoBlock: there is at
+  // most one.
+  uint32_t set_parent(uint32_t block, uint32_t parent);
+  uint32_t add_idle(uint32_t block);
+  uint32_t remove_idle(uint32_t block);
+  uint32_t unpublish(uint32_t block);  // it is not idle
+
+  bool can_evict(uint32_t block) const {
+    return nodes_[block].idle && nodes_[block].num_idle_children == 0;
+  }
+  bool is_idle(uint32_t block) const { return nodes_[block].idle; }
+  uint32_t num_idle() const { return num_idle_; }
+
+ private:
+  struct Node {
+    uint32_t parent;
+    uint32_t parent_serial;
+    uint32_t serial;                  // of its publication; 0 when not published
+    uint32_t num_idle_children : 31;  // that are idle or have an idle descendant
+    uint32_t idle : 1;
+  };
+
+  // The block that holds the prefix before, if it still does; its number may be reused.
+  uint32_t parent_of(const Node& node) const {
+    const bool held = node.parent != kNoBlock && nodes_[node.parent].serial == node.parent_serial;
+    return held ? node.parent : kNoBlock;
+  }
+  uint32_t count_up(uint32_t parent);
+  uint32_t count_down(uint32_t parent);
+
+  std::vector<Node> nodes_;
+  uint32_t num_idle_ = 0;
+  uint32_t last_serial_ = 0;
+};
+
+}  // namespace kvplane::blocks

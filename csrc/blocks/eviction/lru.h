@@ -1,0 +1,37 @@
+// Evicts the block that became idle longest ago.
+#pragma once
+
+#include <vector>
+
+#include "idle_tree.h"
+#include "policy.h"
+
+namespace kvplane::blocks {
+
+class LeastRecentlyUsed final : public EvictionPolicy {
+ public:
+  explicit LeastRecentlyUsed(uint32_t num_blocks);
+
+  void publish(uint32_t block, uint64_t key, uint32_t parent) override;
+  void set_parent(uint32_t block, uint32_t parent) override;
+  void use(const uint32_t*, size_t) override {}
+  void add_idle(uint32_t block) override;
+  void remove_idle(uint32_t block) override;
+  uint32_t pop() override;
+  void unpublish(uint32_t block) override;
+  size_t num_idle() const override { return tree_.num_idle(); }
+
+ private:
+  struct Link {
+    uint32_t newer;
+    uint32_t older;
+  };
+
+  void push(uint32_t block);
+  void remove(uint32_t block);
+
+  IdleTree tree_;
+  std::vector<Link> links_;  // a circle of the idle blocks, closed by one link that is no block
+};
+
+}  // namespace kvplane::blocks
