@@ -51,6 +51,7 @@ class BlockStore {
   uint32_t num_pins(Block b) const { return infos_[b].num_pins; }
   uint32_t num_pending(Block b) const { return infos_[b].num_pending; }
   State state(Block b) const { return infos_[b].state; }
+  void prefetch(Block b) const { __builtin_prefetch(&infos_[b], 1); }
   uint32_t num_in(State state) const { return num_in_[static_cast<int>(state)]; }
   uint64_t num_evictions() const { return num_evictions_; }
   EvictionPolicy& policy() { return *policy_; }
@@ -110,7 +111,13 @@ class BlockStore {
   // block of the tier, the last first.
   void start_restoring() { free_.clear(); }
   void restored(Block b) { publish_to_policy(b); }
-  void restored_idle(Block b) { settle(b); }
+  void restored_idle(Block b) {
+    --num_in_[static_cast<int>(State::kFree)];
+    ++num_in_[static_cast<int>(State::kCached)];
+    infos_[b].state = State::kCached;
+    infos_[b].place = kPolicy;
+    policy_->add_idle(b);
+  }
   void restored_rest(Block b) {
     if (!index_.is_published(tier, b)) free_.push_back(b);
   }

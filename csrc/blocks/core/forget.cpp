@@ -98,19 +98,23 @@ Forgotten Pool::count_below(EntryId top) const {
   return found;
 }
 
-// One pass over all blocks: quicker than over a large root's entries, which follow one another.
+// One pass over all blocks for those in use: a large root's entries lie all over the memory.
 Forgotten Pool::count_below_roots(const std::vector<EntryId>& roots) const {
   Forgotten found;
   if (roots.empty()) return found;
   std::vector<uint8_t> is_one(index_.end());
-  for (const EntryId root : roots) is_one[root] = 1;
-  for (const auto& blocks : stores_)
+  for (const EntryId root : roots) {
+    is_one[root] = 1;
+    found.num_blocks += index_.num_blocks_below(root);
+  }
+  for (const auto& blocks : stores_) {
+    if (!blocks->num_in(State::kHeld)) continue;
     for (Block b = 0; b < blocks->num_blocks; ++b) {
+      if (!blocks->ref_count(b)) continue;
       const EntryId e = index_.entry_of(blocks->tier, b);
-      if (e == kNoEntry || !is_one[index_.root_of(e)]) continue;
-      ++found.num_blocks;
-      found.num_in_use += blocks->ref_count(b) > 0;
+      found.num_in_use += e != kNoEntry && is_one[index_.root_of(e)];
     }
+  }
   return found;
 }
 

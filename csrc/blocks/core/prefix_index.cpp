@@ -129,10 +129,18 @@ EntryId PrefixIndex::detach(EntryId top) {
   Entry& entry = entries_[top];
   const EntryId above = entry.parent;
   unlink(entry);
-  entry.parent = entries_[top].root = root;
+  entry.parent = root;
   entry.next = entry.prev = kNoEntry;
   entries_[root].child = top;
-  walk(top, [&](EntryId e) { entries_[e].root = root; });
+  const EntryId old = entry.root;
+  walk(root, [&](EntryId e) {
+    Entry& moved = entries_[e];
+    moved.root = root;
+    uint32_t num = (moved.block(kDevice) != kNoBlock) + (moved.block(kHost) != kNoBlock);
+    for (Block b = moved.spares; b != kNoBlock; b = next_spare(b)) ++num;
+    entries_[old].num_uses -= num;
+    entries_[root].num_uses += num;
+  });
   prune(above);
   return root;
 }
@@ -145,6 +153,7 @@ void PrefixIndex::unlink(const Entry& entry) {
 bool PrefixIndex::set_block(EntryId e, Tier tier, Block b) {
   Entry& entry = entries_[e];
   entry_of_[tier - 1][b] = e;
+  ++entries_[entry.root].num_uses;
   if (entry.block(tier) == kNoBlock) {
     entry.block(tier) = b;
     if (listener_) listener_->changed(Change::kStored, e, tier);
@@ -161,6 +170,7 @@ Block PrefixIndex::clear_block(Tier tier, Block b) {
   if (e == kNoEntry) return kNoBlock;
   entry_of_[tier - 1][b] = kNoEntry;
   Entry& entry = entries_[e];
+  --entries_[entry.root].num_uses;
   if (entry.block(tier) != b) {
     remove_spare(entry, b);
     return kNoBlock;
@@ -325,6 +335,7 @@ void PrefixIndex::check() const {
     require(root_names_.at(root) == &name, "a root has another name");
   for (const auto& named : root_names_) {
     const EntryId root = named.first;
+    const size_t num_before = num_blocks[0] + num_blocks[1];
     ++num_found;
     require(is_root(root) && entries_[root].root == root, "a root is none");
     require(entries_[root].child != kNoEntry || root_users_.count(root),
@@ -349,6 +360,8 @@ void PrefixIndex::check() const {
         require(entry_of(kDevice, b) == e, "a spare is another entry's");
       }
     });
+    require(num_blocks[0] + num_blocks[1] - num_before == num_blocks_below(root),
+            "a root's blocks are miscounted");
   }
   require(num_found == num_entries_, "entries are lost");
   do_delayed();

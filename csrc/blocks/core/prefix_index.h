@@ -42,7 +42,7 @@ struct Entry {
   // session.
   uint32_t leader = kNoEntry;
   uint32_t leader_uid = 0;
-  uint32_t num_uses = 0;
+  uint32_t num_uses = 0;   // hits; of a root: blocks below it, spares too
   uint32_t retention = 0;  // see Retention; 0: not retained
   float published_s = 0;
   float used_s = 0;
@@ -79,6 +79,7 @@ class PrefixIndex {
   EntryId find_root(std::string_view name) const;  // kNoEntry: nothing is published under it
   const std::string& root_name(EntryId root) const { return *root_names_.at(root); }
   EntryId root_of(EntryId entry) const { return entries_[entry].root; }
+  uint32_t num_blocks_below(EntryId root) const { return entries_[root].num_uses; }
   // Not if it was detached.
   bool is_named(EntryId root) const { return root_names_.at(root) != nullptr; }
   std::vector<EntryId> roots() const;

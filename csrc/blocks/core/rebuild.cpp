@@ -1,12 +1,17 @@
 #include "core/rebuild.h"
 
 #include <algorithm>
+#include <chrono>
+
+#include "eviction/factory.h"
 
 namespace kvplane::blocks {
 
 namespace {
 
 constexpr uint32_t kNoRow = 0xFFFFFFFF;
+// How far ahead blocks are fetched from memory.
+constexpr uint32_t kAhead = 16;
 constexpr int64_t kMaxGeneration = int64_t{1} << 62;
 
 void check_indices(Span<int32_t> indices, int32_t lowest, uint32_t num_blocks, const char* name) {
@@ -75,6 +80,7 @@ bool Rebuild::has_all_shards() const {
 }
 
 void Rebuild::begin(PoolConfig config, double now_s) {
+  make_policy(config.eviction_policy, 1);  // throws if there is none of this name
   config_ = std::move(config);
   now_s_ = now_s;
   for (int t = 0; t < 2; ++t) {
@@ -95,8 +101,6 @@ int64_t Rebuild::size_of_phase() const {
     case Phase::kLearn:
       return static_cast<int64_t>(
           std::max(config_.generations[0].size(), config_.generations[1].size()));
-    case Phase::kMake:
-      return 1;
     case Phase::kAgree:
     case Phase::kLink:
       return shards_[0].rows.size();
@@ -118,9 +122,13 @@ bool Rebuild::step(int64_t max_blocks) {
       if (stack_.empty()) next(Phase::kIdle);
       continue;
     }
+    if (phase_ == Phase::kMake) {
+      if (!make_pool()) return false;
+      next(Phase::kAgree);
+      continue;
+    }
     const int64_t end = std::min(size_of_phase(), at_ + max_blocks);
     max_blocks -= std::max<int64_t>(1, end - at_);
-    if (phase_ == Phase::kMake) max_blocks = 0;  // it takes as long as a step may
     for (; at_ < end; ++at_) do_one(at_);
     if (at_ == size_of_phase()) next(static_cast<Phase>(static_cast<int>(phase_) + 1));
   }
@@ -132,9 +140,8 @@ void Rebuild::do_one(int64_t i) {
   switch (phase_) {
     case Phase::kLearn:
       return learn(i);
-    case Phase::kMake:
-      return make_pool();
     case Phase::kAgree:
+      if (row + kAhead < shards_[0].rows.size()) prefetch(shards_[0].rows[row + kAhead].block);
       agreed_.push_back(is_agreed(row));
       first_child_.push_back(kNoRow);
       last_child_.push_back(kNoRow);
@@ -144,6 +151,7 @@ void Rebuild::do_one(int64_t i) {
     case Phase::kLink:
       return link(row);
     case Phase::kIdle:  // children are evicted first
+      if (row + kAhead < restored_.size()) prefetch(restored_[restored_.size() - 1 - row - kAhead]);
       return pool_->store(kDevice).restored_idle(restored_[restored_.size() - 1 - row]);
     case Phase::kRest:
       return pool_->store(kDevice).restored_rest(pool_->store(kDevice).num_blocks - 1 - row);
@@ -155,6 +163,10 @@ void Rebuild::do_one(int64_t i) {
   }
 }
 
+void Rebuild::prefetch(uint32_t block) const {
+  if (block < pool_->store(kDevice).num_blocks) pool_->store(kDevice).prefetch(block);
+}
+
 void Rebuild::learn(int64_t i) {
   const auto b = static_cast<size_t>(i);
   for (int t = 0; t < 2; ++t)
@@ -163,14 +175,20 @@ void Rebuild::learn(int64_t i) {
         config_.generations[t][b] = std::max(config_.generations[t][b], shard.generations[t][b]);
 }
 
-void Rebuild::make_pool() {
-  pool_ = std::make_unique<Pool>(std::move(config_));
+bool Rebuild::make_pool() {
+  if (!making_.valid())
+    making_ = std::async(std::launch::async, [config = std::move(config_)]() mutable {
+      return std::make_unique<Pool>(std::move(config));
+    });
+  if (making_.wait_for(std::chrono::milliseconds(1)) != std::future_status::ready) return false;
+  pool_ = making_.get();
   pool_->set_time(now_s_);
   pool_->store(kDevice).start_restoring();
   const size_t num = shards_[0].rows.size();
   agreed_.reserve(num);
   for (auto* column : {&first_child_, &last_child_, &next_, &entries_, &restored_})
     column->reserve(num);
+  return true;
 }
 
 // Whether the block's final generation is published, and all shards say the same of it.

@@ -7,6 +7,7 @@
 // columns and chunks of rows only.
 #pragma once
 
+#include <future>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -79,7 +80,8 @@ class Rebuild {
   }
   int64_t size_of_phase() const;
   void do_one(int64_t i);
-  void make_pool();
+  bool make_pool();
+  void prefetch(uint32_t block) const;
   void learn(int64_t i);
   void link(uint32_t row);
 
@@ -92,6 +94,7 @@ class Rebuild {
   int64_t at_ = 0;
   PoolConfig config_;
   double now_s_ = 0;
+  std::future<std::unique_ptr<Pool>> making_;  // in another thread: most of it is the kernel's work
   std::unique_ptr<Pool> pool_;
   // By row of the first shard.
   std::vector<uint8_t> agreed_;
