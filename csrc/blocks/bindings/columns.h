@@ -4,6 +4,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <limits>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -56,12 +57,19 @@ inline std::vector<int64_t> read_generations(const py::bytes& column) {
   return {span.data, span.data + span.size};
 }
 
+inline void check_num_blocks(uint32_t num_device_blocks, uint32_t num_host_blocks) {
+  constexpr uint32_t kMost = std::numeric_limits<int32_t>::max();  // indices are int32
+  if (num_device_blocks > kMost || num_host_blocks > kMost)
+    throw py::value_error("a tier must have fewer than 2^31 blocks");
+}
+
 inline PoolConfig make_config(uint32_t block_size_tokens, const py::bytes& device_generations,
                               const py::bytes& host_generations, const std::string& eviction_policy,
                               int64_t window_tokens, int64_t max_sequences,
                               int64_t max_table_entries, uint64_t seed) {
   if (block_size_tokens < 1 || block_size_tokens > 256 || 256 % block_size_tokens)
     throw py::value_error("block_size_tokens must be a power of two up to 256");
+  if (window_tokens < 0) throw py::value_error("window_tokens must not be negative");
   PoolConfig config;
   config.block_size_tokens = block_size_tokens;
   config.generations[0] = read_generations(device_generations);

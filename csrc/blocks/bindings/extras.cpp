@@ -115,6 +115,7 @@ void bind_reports(py::class_<Rebuild>& rebuild) {
   rebuild.def(
       "start_shard",
       [](Rebuild& self, uint32_t shard, uint32_t num_device_blocks, uint32_t num_host_blocks) {
+        check_num_blocks(num_device_blocks, num_host_blocks);
         self.start_shard(checked_shard(self, shard), num_device_blocks, num_host_blocks);
       },
       py::arg("shard"), py::arg("num_device_blocks"), py::arg("num_host_blocks"));

@@ -63,6 +63,7 @@ Admission read_admission(int64_t sequence_id, const py::bytes& token_ids, const 
   admission.num_compute = num_compute;
   admission.max_total_tokens = max_total_tokens;
   admission.skip_lookup = skip_lookup;
+  if (headroom < 0) throw py::value_error("headroom must not be negative");
   admission.headroom = headroom;
   return admission;
 }
@@ -78,6 +79,7 @@ std::unique_ptr<Pool> make_pool(uint32_t block_size_tokens, uint32_t num_device_
                                 const py::bytes& host_generations,
                                 const std::string& eviction_policy, int64_t window_tokens,
                                 int64_t max_sequences, int64_t max_table_entries, uint64_t seed) {
+  check_num_blocks(num_device_blocks, num_host_blocks);
   PoolConfig config =
       make_config(block_size_tokens, device_generations, host_generations, eviction_policy,
                   window_tokens, max_sequences, max_table_entries, seed);
@@ -341,7 +343,13 @@ void bind_sessions(PoolClass& pool) {
   pool.def(
       "end_session", [](Pool& self, Slot slot) { self.end_session(checked(self, slot)); },
       py::arg("slot"));
-  pool.def("session_fenced", &Pool::session_fenced, py::arg("slot"));
+  pool.def(
+      "session_fenced",
+      [](Pool& self, Slot slot) {
+        if (!self.is_unfenced(slot)) throw py::index_error("no ended session is in this slot");
+        self.session_fenced(slot);
+      },
+      py::arg("slot"));
   pool.def(
       "begin",
       [](Pool& self, Slot slot, int64_t number, bool dry_run) {
@@ -357,9 +365,6 @@ void bind_sessions(PoolClass& pool) {
       "abort",
       [](Pool& self, Slot slot, int64_t next_plan) { self.abort(checked(self, slot), next_plan); },
       py::arg("slot"), py::arg("next_plan"));
-  pool.def(
-      "whole_tables", [](Pool& self, Slot slot) { self.whole_tables(checked(self, slot)); },
-      py::arg("slot"));
   pool.def(
       "resync_due",
       [](const Pool& self, Slot slot) { return self.session(checked(self, slot)).resync_due; },
@@ -492,7 +497,13 @@ void bind_pool(py::module_& module) {
            py::arg("eviction_policy"), py::arg("window_tokens") = 0,
            py::arg("max_sequences") = 65536, py::arg("max_table_entries") = 4194304,
            py::arg("seed") = 0);
-  pool.def("set_time", &Pool::set_time, py::arg("now_s"));
+  pool.def(
+      "set_time",
+      [](Pool& self, double now_s) {
+        if (!(now_s >= 0 && now_s < 1e12)) throw py::value_error("now_s must be from 0 to 1e12");
+        self.set_time(now_s);
+      },
+      py::arg("now_s"));
   bind_sessions(pool);
   bind_steps(pool);
   bind_queries(pool);

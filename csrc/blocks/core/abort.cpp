@@ -15,8 +15,7 @@ void Pool::abort(Slot slot, int64_t next_plan) {
   Session& session = sessions_[slot];
   session.plans.push_back(std::move(session.record));  // what was drafted since the last plan
   session.record = PlanRecord{};
-  session.draft.clear();
-  session.destinations.clear();
+  end_draft(session);
   Origins origins;
   for (const PlanRecord& record : session.plans)
     for (const Transfer& transfer : record.transfers) {

@@ -1,6 +1,7 @@
 // Admission: the longest cached prefix, also in the host tier or being computed by a sequence of
 // the same session, then blocks for the tokens that are computed now.
 #include <algorithm>
+#include <unordered_set>
 
 #include "core/pool.h"
 
@@ -41,13 +42,12 @@ std::variant<Admitted, Failure> Pool::admit_with(Session& session, const Admissi
   if (Failure failure = check_new_id(session, admission.sequence_id, 1 + num_forks, 0);
       failure.code != Code::kOk)
     return failure;
+  std::unordered_set<int64_t> ids{admission.sequence_id};
   for (int64_t i = 0; i < num_forks; ++i) {
     const int64_t id = admission.fork_ids[i];
     if (Failure failure = check_new_id(session, id, 0, 1 + i); failure.code != Code::kOk)
       return failure;
-    const auto* begin = admission.fork_ids.data;
-    if (id == admission.sequence_id || std::find(begin, begin + i, id) != begin + i)
-      return Failure{1 + i, Code::kExists, id};
+    if (!ids.insert(id).second) return Failure{1 + i, Code::kExists, id};
   }
   const int64_t num_tokens = admission.tokens.size;
   for (int64_t i = 0; i < num_tokens; ++i)
@@ -56,6 +56,10 @@ std::variant<Admitted, Failure> Pool::admit_with(Session& session, const Admissi
   const int64_t most = div_ceil(std::max(num_tokens, admission.max_total_tokens), block_size_);
   if (most > num_device && !config_.window_tokens)
     return Failure{0, Code::kNever, most, num_device, kDevice};
+  const int64_t num_entries = (1 + num_forks) * div_ceil(num_tokens, block_size_);
+  if (session.num_entries + num_entries > config_.max_table_entries)
+    return Failure{0, Code::kTooManyEntries, config_.max_table_entries, session.num_entries,
+                   num_entries};
 
   std::vector<Hit> hits;
   if (!admission.skip_lookup) find_hits(session, admission, hits);
@@ -76,6 +80,8 @@ std::variant<Admitted, Failure> Pool::admit_with(Session& session, const Admissi
       needed += hit.kind == Hit::kHosted ||
                 (hit.kind == Hit::kShared && store(kDevice).is_obtainable(hit.block, session.slot));
     if (needed <= available) break;
+    if (needed > num_device && !copies_last)
+      return Failure{0, Code::kNever, needed, num_device, kDevice};
     // Where there is no room for the last block and its copy, it is computed again instead.
     if (!copies_last) return no_room(session, kDevice, 0, needed, available, admission.headroom);
     hits.pop_back();
@@ -89,6 +95,11 @@ std::variant<Admitted, Failure> Pool::admit_with(Session& session, const Admissi
   use_hits(session, sequence, hits);
   sequence.num_cached = sequence.num_scheduled = cached;
   sequence.num_written = std::min(sequence.num_written, cached);
+  if (sequence.num_published * block_size_ > cached) {  // the last block will be a copy
+    --sequence.num_published;
+    sequence.chain = index_[sequence.chain].parent;
+    sequence.chain_uid = index_[sequence.chain].uid;
+  }
   for (auto& [plan, stop] : sequence.pending) stop = std::min(stop, cached);
   for (const auto& [plan, stop] : sequence.pending) touch_plan(session, plan, index);
   if (computes) {
@@ -171,6 +182,7 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
     ++entry.num_uses;
     entry.used_s = static_cast<float>(now_s_);
     Block b = hit.block;
+    if (hit.kind == Hit::kLed) sequence.filled_by = std::max(sequence.filled_by, hit.plan);
     if (hit.kind == Hit::kHosted) {
       b = scratch_[static_cast<size_t>(num_taken++)];
       allocated[i] = 1;

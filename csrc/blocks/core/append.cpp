@@ -79,7 +79,10 @@ Failure Pool::append_one(Session& session, const AppendColumns& columns, int64_t
   if (any_negative(tokens, num_given)) return {item, Code::kNegative, 1};
   Sequence& sequence = sequences_[*index];
   if (sequence.tier != kDevice) return {item, Code::kSwapped, id, sequence.tier};
-  if (num_slots && sequence.computed_by == session.number) return {item, Code::kBusy, id};
+  // A block that this plan computes is written after this plan's transfers.
+  const bool copies_unwritten = sequence.filled_by == session.number && first % block_size_;
+  if (num_slots && (sequence.computed_by == session.number || copies_unwritten))
+    return {item, Code::kBusy, id};
   if (first != sequence.num_scheduled)
     return {item, Code::kPosition, id, sequence.num_scheduled, first};
   const int64_t end = first + num_slots, cover = end + num_ahead;
@@ -175,9 +178,10 @@ void Pool::schedule(Session& session, uint32_t index, int64_t num_slots) {
   if (config_.window_tokens) trim(session, sequence);
 }
 
-// Gives back the blocks that no position from the last written one on can see.
+// Gives back the blocks that no position can see from the first on that an abort would leave.
 void Pool::trim(Session& session, Sequence& sequence) {
-  const int64_t first_seen = sequence.num_written - config_.window_tokens + 1;
+  const int64_t first_seen =
+      std::min(sequence.num_written, sequence.tokens.size) - config_.window_tokens + 1;
   const int64_t num = std::min(first_seen / block_size_, sequence.table.size);
   if (first_seen <= 0 || num <= sequence.num_trimmed) return;
   trim_table(session, sequence, num, session.number);

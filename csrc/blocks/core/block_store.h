@@ -64,10 +64,10 @@ class BlockStore {
            (infos_[b].state == State::kRetired && infos_[b].owner == slot);
   }
   // Whether a session whose table alone refers to the block may write it from `offset` tokens on:
-  // it is not published, and transfers read, if anything, what lies before `offset`, for earlier
-  // plans of the same session.
+  // it is not published nor kept, and transfers read, if anything, what lies before `offset`, for
+  // earlier plans of the same session.
   bool is_writable(Block b, Slot slot, uint32_t offset) const {
-    return infos_[b].ref_count == 1 &&
+    return infos_[b].ref_count == 1 && !infos_[b].keep &&
            (infos_[b].num_pins == 0 ||
             (infos_[b].pin_owner == slot && infos_[b].pinned_tokens <= offset)) &&
            !index_.is_published(tier, b);
@@ -100,7 +100,8 @@ class BlockStore {
   Block pop_idle();
   // Spares that took the place of blocks allocated since the last call.
   std::vector<Block> take_promoted() { return std::exchange(promoted_, {}); }
-  // When it is retired, the block is reused last: receipts may still publish it.
+  // Receipts may still publish the block: when it is retired it is reused last, and who shares it
+  // does not write it.
   void keep(Block b);
   // The published block is evicted after all that are not retained, and of these after those of a
   // lower priority and those of this one so far; 0: it is not retained.

@@ -25,7 +25,7 @@ class IdMap {
   // The value of `key`, to read or to change; null if it is not there. Valid until the next insert,
   // erase or clear.
   uint32_t* find(int64_t key) {
-    if (size_ == 0) return nullptr;
+    if (size_ == 0 || key == kEmpty) return nullptr;
     Slot& slot = slots_[slot_of(key)];
     return slot.key == key ? &slot.value : nullptr;
   }
@@ -44,7 +44,7 @@ class IdMap {
 
   // Whether `key` was there.
   bool erase(int64_t key) {
-    if (size_ == 0) return false;
+    if (size_ == 0 || key == kEmpty) return false;
     const size_t mask = slots_.size() - 1;
     size_t hole = slot_of(key);
     if (slots_[hole].key != key) return false;

@@ -14,11 +14,27 @@ constexpr int64_t kMaxDemotions = 64;
 // The share of device blocks that demotion keeps free.
 constexpr int64_t kDemotionShare = 64;
 
+// Leading entries that two tables share as pieces.
+int64_t num_shared_pieces(const Table& a, const Table& b) {
+  size_t k = 0;
+  while (k < a.pieces.size() && k < b.pieces.size() && a.pieces[k] == b.pieces[k]) ++k;
+  return std::min({static_cast<int64_t>(k) * Table::kItems, a.size, b.size});
+}
+
 }  // namespace
 
 void Pool::begin(Slot slot, int64_t number, bool dry_run) {
+  if (dry_run) {
+    dry_slot_ = slot;
+    number_before_ = sessions_[slot].number;
+  }
   sessions_[slot].number = number;
   dry_run_ = dry_run;
+}
+
+void Pool::end_dry_run() {
+  sessions_[dry_slot_].number = number_before_;
+  dry_run_ = false;
 }
 
 // Copies a block; it is pinned until the plan has run, so that the plan can run again. What counts
@@ -30,11 +46,17 @@ void Pool::transfer(Session& session, BlockRef source, Tier tier, Block copy, ui
   session.record.transfers.push_back({source, destination});
 }
 
-std::string Pool::finish(Slot slot, std::string_view prefix) {
-  Session& session = sessions_[slot];
+// Blocks of the draft may be allocated again.
+void Pool::end_draft(Session& session) {
   for (const auto& [tier, block] : session.kept) store(tier).unpin(block);
   session.kept.clear();
   session.destinations.clear();
+  session.allocated.clear();
+  session.draft.clear();
+}
+
+std::string Pool::finish(Slot slot, std::string_view prefix) {
+  Session& session = sessions_[slot];
   counters_.max_held =
       std::max<int64_t>(counters_.max_held, int64_t{store(kDevice).num_in(State::kHeld)} +
                                                 store(kDevice).num_in(State::kPinned));
@@ -50,8 +72,7 @@ std::string Pool::finish(Slot slot, std::string_view prefix) {
       draft.transfers.add(transfer.source, transfer.destination);
   }
   std::string plan = draft.encode(prefix, session.number, session.last_plan, resync);
-  draft.clear();
-  session.allocated.clear();
+  end_draft(session);
   session.record.number = session.number;
   session.plans.push_back(std::move(session.record));
   session.record = PlanRecord{};
@@ -70,27 +91,20 @@ void Pool::write_whole_tables(Session& session, Draft& draft) {
     Sequence& sequence = sequences_[*session.sequences.find(found->id)];
     sequence.table_sent = sequence.table.size > 0;
     if (!sequence.table.size) continue;
-    int64_t num_shared = 0;
+    int64_t first = sequence.num_trimmed;
+    ChangeKind kind = ChangeKind::kReplace;
     const auto [it, is_first] = sent.try_emplace(sequence.table.pieces[0], &sequence);
-    if (!is_first) {
-      const Sequence& parent = *it->second;
-      const auto& a = parent.table.pieces;
-      const auto& b = sequence.table.pieces;
-      size_t k = 0;
-      while (k < a.size() && k < b.size() && a[k] == b[k]) ++k;
-      num_shared = std::min(
-          {static_cast<int64_t>(k) * Table::kItems, parent.table.size, sequence.table.size});
-      changes.fork(sequence.id, parent.id, num_shared);
+    const int64_t num_shared = is_first ? 0 : num_shared_pieces(sequence.table, it->second->table);
+    if (!is_first && num_shared >= first) {
+      changes.fork(sequence.id, it->second->id, num_shared);
+      if (num_shared == sequence.table.size) continue;
+      first = num_shared;
+      kind = ChangeKind::kSet;
     }
-    const int64_t num_trimmed = std::max(num_shared, sequence.num_trimmed);
-    if (sequence.num_trimmed > num_shared)
-      changes.cut(ChangeKind::kTrim, sequence.id, sequence.num_trimmed);
-    if (sequence.table.size == num_trimmed) continue;
-    changes.set(num_trimmed ? ChangeKind::kSet : ChangeKind::kReplace, sequence.id, sequence.tier,
-                num_trimmed, sequence.table.size - num_trimmed);
+    changes.set(kind, sequence.id, sequence.tier, first, sequence.table.size - first);
     const BlockStore& blocks = store(sequence.tier);
     sequence.table.runs(
-        table_store_, num_trimmed, sequence.table.size, [&](const Block* items, int64_t num) {
+        table_store_, first, sequence.table.size, [&](const Block* items, int64_t num) {
           for (int64_t i = 0; i < num; ++i) {
             const uint64_t key = key_of(sequence.tier, items[i]);
             // Only the first table that refers to a block says that it is allocated.

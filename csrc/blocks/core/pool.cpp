@@ -60,21 +60,22 @@ void Pool::end_session(Slot slot) {
   Session& session = sessions_[slot];
   session.plans.push_back(std::move(session.record));
   session.record = PlanRecord{};
-  session.draft.clear();
-  session.destinations.clear();
-  std::vector<uint32_t> indices;
-  session.sequences.for_each([&](int64_t, uint32_t index) { indices.push_back(index); });
-  for (const uint32_t index : indices) {
+  end_draft(session);
+  std::vector<std::pair<uint32_t, uint32_t>> found;  // (index, uid)
+  session.sequences.for_each(
+      [&](int64_t, uint32_t index) { found.emplace_back(index, sequences_[index].uid); });
+  for (const auto& [index, uid] : found) {
     Sequence& sequence = sequences_[index];
     clear_leaders(sequence, index, 0);
     cut_table(session, sequence, 0, kEnded);
-    sequence.live = false;
     sequence.pending.clear();
   }
   session.sequences.clear();
   end_plans(session, kEnded);  // freed sequences that receipts were to publish are forgotten too
-  for (const uint32_t index : indices) forget_sequence(index);
+  for (const auto& [index, uid] : found)
+    if (sequences_[index].uid == uid) forget_sequence(index);
   session.open = false;
+  session.ended = true;
   index_.close_root(session.root);
 }
 
@@ -83,6 +84,7 @@ void Pool::session_fenced(Slot slot) {
   for (const Release& release : session.releases)
     for (const auto& [tier, block] : release.blocks) store(tier).finished(block);
   session.releases.clear();
+  session.ended = false;
   for (auto& blocks : stores_) blocks->close(slot);
   free_slots_.push_back(slot);
 }
@@ -105,10 +107,10 @@ std::vector<const Sequence*> Pool::sequences_of(Slot slot) const {
 
 int64_t Pool::common_prefix(Slot slot, Span<int64_t> ids) const {
   const Sequence& first = *find(slot, ids[0]);
-  int64_t num = first.table.size;
+  int64_t num = first.num_trimmed ? 0 : first.table.size;
   for (int64_t k = 1; k < ids.size; ++k) {
     const Sequence& other = *find(slot, ids[k]);
-    num = other.tier == first.tier ? std::min(num, other.table.size) : 0;
+    num = other.tier == first.tier && !other.num_trimmed ? std::min(num, other.table.size) : 0;
     for (int64_t i = 0; i < num; ++i) {
       const auto piece = static_cast<size_t>(i / Table::kItems);
       if (i % Table::kItems == 0 && first.table.pieces[piece] == other.table.pieces[piece]) {

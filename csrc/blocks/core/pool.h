@@ -157,7 +157,7 @@ class Pool final : private Listener {
 
   // A step
   void begin(Slot slot, int64_t number, bool dry_run);
-  void end_dry_run() { dry_run_ = false; }
+  void end_dry_run();
   std::variant<Admitted, Failure> admit(Slot slot, const Admission& admission);
   std::variant<Admitted, Failure> grant(Slot slot, int64_t admitted_by, const Admission& admission);
   ItemResults append(Slot slot, const AppendColumns& columns);
@@ -173,7 +173,6 @@ class Pool final : private Listener {
   std::vector<Failure> deferred_tokens(Slot slot, const DeferredColumns& columns);
   void receipted(Slot slot, int64_t plan);
   void abort(Slot slot, int64_t next_plan);
-  void whole_tables(Slot slot) { session(slot).resync_due = true; }
 
   // Queries
   Session& session(Slot slot) { return sessions_[slot]; }
@@ -192,6 +191,7 @@ class Pool final : private Listener {
   std::vector<EntryId> match_hashes(std::string_view root, Span<uint8_t> hashes) const;
   double now_s() const { return now_s_; }
 
+  bool is_unfenced(Slot slot) const { return slot < sessions_.size() && sessions_[slot].ended; }
   bool has_slot(Slot slot) const { return slot < sessions_.size() && sessions_[slot].open; }
 
   // Publications. An item is (entry, uid).
@@ -251,6 +251,7 @@ class Pool final : private Listener {
   Failure check_new_id(const Session& session, int64_t id, int64_t num_more, int64_t item) const;
   void set_leaders(uint32_t index, const int32_t* tokens, EntryId e, int64_t first, int64_t end);
   void clear_leaders(Sequence& sequence, uint32_t index, int64_t from);
+  int64_t fewest_tokens(const Sequence& sequence) const;
   int64_t truncate_one(Session& session, uint32_t index, int64_t num);
   void move(Session& session, uint32_t index, Tier destination,
             const std::unordered_map<Block, Block>& copies, std::unordered_map<Block, bool>& used);
@@ -295,6 +296,7 @@ class Pool final : private Listener {
   // Plans (plans.cpp)
   void transfer(Session& session, BlockRef source, Tier tier, Block copy, uint32_t num_tokens);
   void write_whole_tables(Session& session, Draft& draft);
+  void end_draft(Session& session);
   void demote(Session& session);
   void end_demotions(Session& session, const PlanRecord& record, bool has_run, int64_t next_plan);
   void end_plans(Session& session, int64_t next_plan);
@@ -335,6 +337,8 @@ class Pool final : private Listener {
   std::deque<std::pair<Block, int64_t>> forgotten_;       // device blocks: (block, generation)
 
   bool dry_run_ = false;
+  Slot dry_slot_ = kNoSlot;
+  int64_t number_before_ = 0;  // of the session of the dry run
   int64_t dry_taken_ = 0;
   int64_t num_demoting_ = 0;
   std::vector<Block> scratch_;

@@ -70,7 +70,8 @@ void Pool::publish(Session& session, uint32_t index) {
 }
 
 // Makes sure that the chain is the entry of the last published block: if that was removed,
-// publishing begins again. False when it cannot: blocks on the way were given up.
+// publishing begins again. False when it cannot: blocks on the way were given up. Then what is
+// complete now is not published, and later blocks are tried again.
 bool Pool::set_chain(Session& session, Sequence& sequence) {
   if (index_.alive(sequence.chain, sequence.chain_uid)) return true;
   const int64_t num_published = sequence.num_published;
@@ -81,7 +82,11 @@ bool Pool::set_chain(Session& session, Sequence& sequence) {
   for (; sequence.num_published < num_gone; ++sequence.num_published) {
     const EntryId e = index_.find(
         sequence.chain, &sequence.tokens.at(token_store_, sequence.num_published * block_size_));
-    if (e == kNoEntry) return false;
+    if (e == kNoEntry) {
+      sequence.num_published = std::max(num_published, num_gone);
+      sequence.chain = kNoEntry;
+      return false;
+    }
     sequence.chain = e;
     sequence.chain_uid = index_[e].uid;
   }

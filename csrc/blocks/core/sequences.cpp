@@ -1,6 +1,7 @@
 // Sequences: fork, truncate, free, swap, cut.
 #include <algorithm>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "core/pool.h"
 
@@ -96,6 +97,7 @@ uint32_t Pool::add_fork(Session& session, uint32_t parent_index, int64_t id, int
   child.private_from = parent.private_from;
   child.moved_by = parent.moved_by;
   child.copied_by = parent.copied_by;
+  child.filled_by = std::max(parent.filled_by, parent.computed_by);
   child.table_sent = parent.table_sent;
   // Receipts of plans that the parent waits for count for the child too.
   child.pending = parent.pending;
@@ -129,9 +131,11 @@ ItemResults Pool::free(Slot slot, Span<int64_t> ids) {
 int64_t Pool::cut(Slot slot, int64_t sequence_id) {
   Session& session = sessions_[slot];
   const uint32_t* index = session.sequences.find(sequence_id);
-  // Plans in flight may still touch its blocks; one that is made later drops its table first. After
-  // an abort, what the data plane does is known when the next plan has run.
-  return drop(session, *index, session.resync_due ? session.number + 1 : session.last_plan);
+  // Plans in flight may still touch its blocks; one that is made later drops its table first. What
+  // a draft allocates, and what the data plane does after an abort, is known when the next plan has
+  // run.
+  const bool is_open = session.resync_due || !session.draft.empty();
+  return drop(session, *index, is_open ? session.number + 1 : session.last_plan);
 }
 
 // Ends a live sequence. What receipts say later that it wrote is published all the same, as far as
@@ -154,8 +158,7 @@ int64_t Pool::drop(Session& session, uint32_t index, int64_t plan) {
   }
   const int64_t num_released = cut_table(session, sequence, 0, plan);
   for (auto ghost = sequence.ghosts.rbegin(); ghost != sequence.ghosts.rend(); ++ghost)
-    if (ghost->first != kNoBlock && blocks.state(ghost->first) == State::kRetired)
-      blocks.keep(ghost->first);
+    if (ghost->first != kNoBlock) blocks.keep(ghost->first);
   session.sequences.erase(sequence.id);
   sequence.live = false;
   if (sequence.table_sent && !session.resync_due) session.draft.changes.drop(sequence.id);
@@ -173,6 +176,11 @@ void Pool::clear_leaders(Sequence& sequence, uint32_t index, int64_t from) {
 }
 
 // Truncate
+
+// What a sequence of which blocks were trimmed can be cut to: the next position sees none of them.
+int64_t Pool::fewest_tokens(const Sequence& sequence) const {
+  return sequence.num_trimmed * block_size_ + config_.window_tokens - 1;
+}
 
 ItemResults Pool::truncate(Slot slot, Span<int64_t> ids, Span<int64_t> num_tokens) {
   Session& session = sessions_[slot];
@@ -192,8 +200,8 @@ ItemResults Pool::truncate(Slot slot, Span<int64_t> ids, Span<int64_t> num_token
         failure = {item, Code::kBusy, id};
       else if (num > std::max(sequence.num_scheduled, sequence.tokens.size))
         failure = {item, Code::kTooLong, id, sequence.num_scheduled, num};
-      else if (num < sequence.num_trimmed * block_size_)
-        failure = {item, Code::kTrimmed, id, sequence.num_trimmed * block_size_, num};
+      else if (sequence.num_trimmed && num < fewest_tokens(sequence))
+        failure = {item, Code::kTrimmed, id, fewest_tokens(sequence), num};
     }
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
@@ -239,11 +247,16 @@ std::variant<int64_t, Failure> Pool::swap(Slot slot, Span<int64_t> ids, Tier des
   Session& session = sessions_[slot];
   const Tier source = destination == kHost ? kDevice : kHost;
   std::vector<uint32_t> indices;
+  std::unordered_set<int64_t> distinct;
   for (int64_t item = 0; item < ids.size; ++item) {
     const uint32_t* index = session.sequences.find(ids[item]);
+    if (!distinct.insert(ids[item]).second)
+      throw ColumnError("sequence_ids", item, "must differ from the ids before it");
     if (!index) return Failure{item, Code::kNotFound, ids[item]};
     const Sequence& sequence = sequences_[*index];
-    if (sequence.computed_by == session.number) return Failure{item, Code::kBusy, ids[item]};
+    // A block that this plan computes is written after this plan's transfers.
+    if (std::max(sequence.computed_by, sequence.filled_by) == session.number)
+      return Failure{item, Code::kBusy, ids[item]};
     if (sequence.tier != source) return Failure{item, Code::kSwapped, ids[item], sequence.tier};
     indices.push_back(*index);
   }
@@ -308,14 +321,8 @@ void Pool::send_table(Session& session, Sequence& sequence, const std::vector<ui
     sequence.table_sent = sequence.table_sent || sequence.table.size;
     return;
   }
-  if (!sequence.num_trimmed) {
-    set_entries(session, sequence, ChangeKind::kReplace, 0, sequence.table.size, &allocated);
-    return;
-  }
-  TableChanges& changes = session.draft.changes;
-  if (sequence.table_sent) changes.drop(sequence.id);
-  changes.cut(ChangeKind::kTrim, sequence.id, sequence.num_trimmed);
-  set_entries(session, sequence, ChangeKind::kSet, sequence.num_trimmed, sequence.table.size,
+  // Trimmed entries are left out in front.
+  set_entries(session, sequence, ChangeKind::kReplace, sequence.num_trimmed, sequence.table.size,
               &allocated);
 }
 

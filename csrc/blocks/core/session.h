@@ -51,8 +51,9 @@ struct Sequence {
   // Entries that may say that this sequence fills them, for the blocks from `first_led` on.
   std::vector<EntryId> led;
   int64_t first_led = 0;
-  int64_t moved_by = 0;                              // the plan whose transfers fill the table
-  int64_t computed_by = 0;                           // the last plan that computes tokens of it
+  int64_t moved_by = 0;     // the plan whose transfers fill the table
+  int64_t computed_by = 0;  // the last plan that computes tokens of it
+  int64_t filled_by = 0;    // the last plan in which another sequence computes blocks of its table
   std::vector<std::pair<int64_t, int64_t>> pending;  // (plan, end of what it writes)
   // Of a freed one: blocks from num_published on that receipts may still publish.
   std::vector<std::pair<Block, int64_t>> ghosts;  // (block, generation)
@@ -110,6 +111,7 @@ struct Release {
 struct Session {
   Slot slot = kNoSlot;
   bool open = false;
+  bool ended = false;  // and not fenced
   bool resync_due = false;
   EntryId root = kNoEntry;
   uint32_t owner = 0;

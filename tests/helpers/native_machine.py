@@ -1,0 +1,452 @@
+"""A random walk over every call of the native core, next to a data plane that checks each slot.
+
+The walk has engines, aborts, plans that run late, halfway or never, receipts that arrive late,
+grants, cuts, ends and fences. `Walk` takes single steps; the hypothesis machine chooses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from native_pool import DEVICE, HOST, Code
+from native_sessions import Engine, Known, World
+
+# (block size in tokens, device blocks, host blocks, window in tokens)
+SHAPES = [
+    (4, 8, 0, 0),
+    (4, 8, 5, 0),
+    (4, 12, 12, 0),
+    (4, 16, 3, 0),
+    (4, 10, 4, 6),
+    (2, 14, 6, 3),
+    (1, 240, 60, 0),
+    (1, 200, 40, 70),
+]
+ROOTS = [b"ann", b"ann", b"ann", b"bob"]
+WAITS = (Code.LATER, Code.LATER_HEADROOM)
+
+
+class Walk:
+    """One world, and what may happen in it."""
+
+    def __init__(self, rng: Random, shape: tuple[int, int, int, int]) -> None:
+        self.rng = rng
+        block_size, num_device, num_host, window = shape
+        self.world = World(num_device, num_host, block_size, window)
+        self.world.open()
+        self.world.open()
+
+    ACTIONS = {
+        "step": 40,
+        "run": 14,
+        "run_halfway": 4,
+        "receive": 14,
+        "settle": 8,
+        "defer": 8,
+        "abort": 3,
+        "resync": 1,
+        "run_a_voided_plan": 3,
+        "grant": 3,
+        "cut": 2,
+        "open": 1,
+        "end": 1,
+        "fence": 2,
+        "ask": 3,
+    }
+
+    def act(self) -> None:
+        """One thing happens."""
+        names, weights = list(self.ACTIONS), list(self.ACTIONS.values())
+        (name,) = self.rng.choices(names, weights)
+        getattr(self, name)()
+
+    def pick(self) -> Engine:
+        if not self.world.engines:
+            self.world.open(self.rng.choice(ROOTS))
+        return self.rng.choice(self.world.engines)
+
+    # Steps
+
+    def step(self) -> None:
+        engine = self.pick()
+        if len(engine.queue) > 3:
+            engine.run_all()
+            engine.receive()
+        first = self.operation(engine)
+        predicted, before = None, None
+        if first and self.rng.random() < 0.5:
+            before = self.world.dump()
+            engine.caller.begin_dry()
+            predicted = first[0]()
+            engine.caller.pool.end_dry_run()
+            assert self.world.dump() == before, "a dry run changed something"
+        engine.caller.begin()
+        if first:
+            done = self.do(engine, first)
+            assert predicted is None or same(predicted, done), f"{predicted} became {done}"
+        for _ in range(self.rng.choice([0, 0, 0, 1, 1, 2, 3])):
+            operation = self.operation(engine)
+            if operation:
+                self.do(engine, operation)
+        self.world.pool.check_integrity()
+        engine.finish()
+
+    def do(self, engine: Engine, operation: Operation) -> Any:
+        """Run an operation and believe its answer; what fails changes nothing."""
+        call, believe = operation
+        before = self.world.dump()
+        answer = call()
+        if failed(answer):
+            assert self.world.dump() == before, f"{answer} changed something"
+        believe(answer)
+        return answer
+
+    def operation(self, engine: Engine) -> Operation | None:
+        kinds = ["admit"]
+        if engine.sequences:
+            kinds += ["append"] * 5 + ["fork", "fork", "truncate", "truncate", "swap", "free"]
+        operation: Operation | None = getattr(self, "_" + self.rng.choice(kinds))(engine)
+        return operation
+
+    def prompt(self) -> list[int]:
+        rng, size = self.rng, self.world.block_size
+        most = self.world.sizes[DEVICE] * size
+        num = min(rng.choice([1, size, 2 * size, 3 * size, rng.randint(1, most)]), most)
+        token = rng.choice([0, 1])
+        return [token] * num + rng.choice([[], [], [2], [3, 2]])
+
+    def admission(self, engine: Engine) -> tuple[int, list[int], dict[str, Any]]:
+        rng, live = self.rng, sorted(engine.sequences)
+        unused = [i for i in range(1, 9) if i not in live] or [99]
+        ids = rng.sample(unused, min(len(unused), rng.choice([1, 1, 1, 1, 2, 3])))
+        if live and rng.random() < 0.05:
+            ids[-1] = live[0]
+        options = {
+            "forks": ids[1:],
+            "num_compute": rng.choice([-1, -1, -1, -1, 0, 3, 8]),
+            "max_total": rng.choice([0, 0, 0, 20, 200]),
+            "skip": rng.random() < 0.1,
+            "headroom": rng.choice([0, 0, 0, 1]),
+        }
+        return ids[0], self.prompt(), options
+
+    def _admit(self, engine: Engine, granted_as: int | None = None) -> Operation:
+        i, tokens, options = self.admission(engine)
+        caller, size = engine.caller, self.world.block_size
+        num_found, num_host, _ = self.world.pool.match(caller.root, _bytes(tokens))
+        found = min((num_found + num_host) * size, len(tokens) - 1)
+
+        def call() -> Any:
+            return caller.admit(i, tokens, admitted_by=granted_as, **options)
+
+        def believe(answer: Any) -> None:
+            if len(answer) == 5:
+                most = self.world.sizes[DEVICE] * size
+                never = max(len(tokens), options["max_total"]) > most and not self.world.window
+                assert (answer[1] == Code.NEVER) == never or answer[1] not in (*WAITS, Code.NEVER)
+                return
+            cached, _, scheduled = answer
+            assert cached < len(tokens)
+            assert options["skip"] <= (cached == 0)
+            assert options["skip"] or cached >= found - size, "a cached prefix is not found"
+            admitted_by = caller.number if granted_as is None else granted_as
+            known = Known(tokens, len(tokens), cached + scheduled, admitted_by)
+            for each in (i, *options["forks"]):
+                engine.sequences[each] = known.copy(admitted_by)
+
+        return call, believe
+
+    def _append(self, engine: Engine) -> Operation:
+        rng, size = self.rng, self.world.block_size
+        live = sorted(engine.sequences)
+        rows, grown = [], []
+        for i in rng.sample(live, rng.choice([1, 1, 2, len(live)]) if len(live) > 1 else 1):
+            known = engine.sequences[i]
+            num = rng.choice([1, 1, 1, 2, size, size + 1, 0])
+            truth = list(known.truth)
+            while len(truth) < known.num_scheduled + num:
+                truth.append(rng.choice([0, 0, 1, 2]))
+            ahead = truth[known.num_known :]
+            given = ahead[: rng.choice([len(ahead), len(ahead), 0, rng.randint(0, len(ahead))])]
+            wrong = rng.random() < 0.03
+            first = known.num_scheduled + wrong
+            rows.append((i, first, num, given, rng.choice([0, 0, 0, 0, 1, 2 * size])))
+            grown.append((i, truth, num, len(given)))
+
+        def call() -> Any:
+            return engine.caller.append(*rows)
+
+        def believe(answer: Any) -> None:
+            refused = {failure[0]: failure for failure in answer[1]}
+            for item, (i, truth, num, num_given) in enumerate(grown):
+                if item in refused:
+                    continue
+                known = engine.sequences[i]
+                known.truth = truth
+                known.num_known += num_given
+                known.num_scheduled += num
+
+        return call, believe
+
+    def _truncate(self, engine: Engine) -> Operation:
+        rng, live = self.rng, sorted(engine.sequences)
+        chosen = rng.sample(live, rng.choice([1, 1, min(2, len(live))]))
+        rows = []
+        for i in chosen:
+            known = engine.sequences[i]
+            most = max(known.num_known, known.num_scheduled)
+            rows.append((i, max(1, most - rng.choice([0, 1, 1, 2, 3, self.world.block_size, most]))))
+
+        def call() -> Any:
+            return engine.caller.truncate(*rows)
+
+        def believe(answer: Any) -> None:
+            refused = {failure[0] for failure in answer[1]}
+            for item, (i, num) in enumerate(rows):
+                if item not in refused:
+                    engine.sequences[i].cut(num)
+
+        return call, believe
+
+    def _fork(self, engine: Engine) -> Operation:
+        rng, live = self.rng, sorted(engine.sequences)
+        parents = rng.sample(live, rng.choice([1, 1, min(2, len(live))]))
+        unused = [i for i in range(1, 9) if i not in live] or [99]
+        rows = list(zip(parents, rng.sample(unused, min(len(unused), len(parents))), strict=False))
+        if rng.random() < 0.1:
+            rows.append((rows[0][1], rng.choice([*unused, 77])))  # a child of a child
+
+        def call() -> Any:
+            return engine.caller.fork(*rows)
+
+        def believe(answer: Any) -> None:
+            refused = {failure[0] for failure in answer[1]}
+            for item, (parent, child) in enumerate(rows):
+                if item not in refused:
+                    engine.sequences[child] = engine.sequences[parent].copy(engine.caller.number)
+
+        return call, believe
+
+    def _free(self, engine: Engine) -> Operation:
+        live = sorted(engine.sequences)
+        chosen = self.rng.sample(live, self.rng.choice([1, 1, min(3, len(live))]))
+
+        def call() -> Any:
+            return engine.caller.free(*chosen)
+
+        def believe(answer: Any) -> None:
+            refused = {failure[0] for failure in answer[1]}
+            for item, i in enumerate(chosen):
+                if item not in refused:
+                    del engine.sequences[i]
+
+        return call, believe
+
+    def _swap(self, engine: Engine) -> Operation:
+        rng, live = self.rng, sorted(engine.sequences)
+        first = rng.choice(live)
+        tier = engine.sequences[first].tier
+        same_tier = [i for i in live if engine.sequences[i].tier == tier and i != first]
+        chosen = [first, *rng.sample(same_tier, rng.randint(0, len(same_tier)))]
+        destination = HOST if tier == DEVICE else DEVICE
+
+        def call() -> Any:
+            return engine.caller.swap(chosen, destination)
+
+        def believe(answer: Any) -> None:
+            if isinstance(answer, int):
+                for i in chosen:
+                    engine.sequences[i].tier = destination
+
+        return call, believe
+
+    # Plans and receipts
+
+    def run(self) -> None:
+        self.pick().run_next()
+
+    def run_halfway(self) -> None:
+        engine = self.pick()
+        for issued in engine.queue:
+            if issued.plan.number > self.world.plane.finished.get(engine.id, 0):
+                self.world.plane.run(engine.id, issued.plan, self.rng)
+                return
+
+    def run_a_voided_plan(self) -> None:
+        """A plan that was aborted arrives all the same, or arrives again."""
+        for engine in self.world.engines + self.world.ended:
+            for issued in engine.voided[:1] + engine.queue[:1]:
+                halfway = self.rng.random() < 0.3
+                self.world.plane.run(engine.id, issued.plan, self.rng if halfway else None)
+
+    def receive(self) -> None:
+        engine = self.pick()
+        numbers = [issued.plan.number for issued in engine.queue]
+        engine.receive(self.rng.choice([None, *numbers]))
+
+    def settle(self) -> None:
+        engine = self.pick()
+        engine.run_all()
+        engine.receive()
+
+    def defer(self) -> None:
+        """Tokens whose slots were reserved become known."""
+        engine, rng = self.pick(), self.rng
+        rows = []
+        for i, known in engine.sequences.items():
+            end = min(len(known.truth), known.num_scheduled)
+            if known.num_known < end and rng.random() < 0.7:
+                first = rng.randint(max(0, known.num_known - 3), known.num_known)
+                end = rng.randint(known.num_known + 1, end)
+                rows.append((i, known.admitted_by, first, known.truth[first:end]))
+        wrong = rng.random() < 0.1
+        if wrong:
+            rows.append(rng.choice([(98, 1, 0, [1]), (0, 1, 0, [1])]))
+        if not rows:
+            return
+        before = self.world.dump() if wrong else None
+        failure = engine.caller.deferred(*rows)
+        assert (failure is not None) == wrong, failure
+        if wrong:
+            assert self.world.dump() == before
+            return
+        for i, _, first, tokens in rows:
+            engine.sequences[i].num_known = first + len(tokens)
+        self.world.take_publications()
+
+    def abort(self) -> None:
+        self.pick().abort()
+
+    def resync(self) -> None:
+        engine = self.pick()
+        engine.abort()
+        self.world.check()
+        engine.caller.begin()
+        engine.finish()
+
+    # Outside of steps
+
+    def grant(self) -> None:
+        """A sequence that waited is admitted between steps."""
+        engine = self.pick()
+        operation = self._admit(engine, granted_as=self.rng.randint(0, engine.caller.number))
+        num_before = len(engine.sequences)
+        self.do(engine, operation)
+        engine.has_draft = engine.has_draft or len(engine.sequences) > num_before
+
+    def cut(self) -> None:
+        engine = self.pick()
+        if engine.sequences:
+            i = self.rng.choice(sorted(engine.sequences))
+            engine.caller.pool.cut(engine.caller.slot, i)
+            del engine.sequences[i]
+            engine.has_draft = True
+
+    def ask(self) -> None:
+        """Questions change nothing."""
+        engine = self.pick()
+        before = self.world.dump()
+        pool, root = self.world.pool, engine.caller.root
+        tokens = self.prompt()
+        num_device, num_host, hashes = pool.match(root, _bytes(tokens))
+        assert pool.match_hashes(root, hashes) == (num_device, num_host, hashes)
+        assert len(pool.explain(root, _bytes(tokens))[0]) == num_device + num_host
+        live = sorted(engine.sequences)
+        if live:
+            tables = [engine.caller.table(i) for i in live]
+            num = 0
+            for refs in zip(*tables, strict=False):
+                if None in refs or len(set(refs)) > 1:
+                    break
+                num += 1
+            asked = pool.common_prefix(engine.caller.slot, b"".join(_id(i) for i in live))
+            assert asked == num
+        assert self.world.dump() == before
+
+    def open(self) -> None:
+        if len(self.world.engines) < 3:
+            self.world.open(self.rng.choice(ROOTS))
+
+    def end(self) -> None:
+        self.world.end(self.pick())
+
+    def fence(self) -> None:
+        if self.world.ended:
+            self.world.fence(self.rng.choice(self.world.ended))
+
+    def finish(self) -> None:
+        """In the end nothing is held, and the whole pool can be allocated."""
+        world = self.world
+        for engine in list(world.engines):
+            world.end(engine)
+        world.check()
+        for engine in list(world.ended):
+            world.fence(engine)
+        world.check()
+        for tier in (DEVICE, HOST):
+            _, _, _, held, retired = world.pool.usage(tier)
+            assert held == retired == 0
+        engine = world.open(b"eve")
+        engine.caller.begin()
+        num = world.sizes[DEVICE] * world.block_size
+        assert len(engine.caller.admit(1, [5] * num)) == 3, "a pool is too small for its size"
+
+
+Operation = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+def failed(answer: Any) -> bool:
+    """Whether all of an operation was refused."""
+    if isinstance(answer, int):
+        return False
+    if isinstance(answer[0], list):
+        return len(answer[0]) == len(answer[1])
+    return len(answer) == 5
+
+
+def same(predicted: Any, done: Any) -> bool:
+    """Whether a dry run said what came of it. It says nothing of how many blocks are released."""
+    if isinstance(done, tuple) and isinstance(done[0], list):
+        return bool(predicted[1] == done[1])
+    return bool(predicted == done)
+
+
+def _bytes(tokens: list[int]) -> bytes:
+    return b"".join(token.to_bytes(4, "little") for token in tokens)
+
+
+def _id(sequence_id: int) -> bytes:
+    return sequence_id.to_bytes(8, "little")
+
+
+class NativeMachine(RuleBasedStateMachine):
+    """Walks that hypothesis chooses, and shortens when one fails."""
+
+    @initialize(seed=st.integers(0, 2**32), shape=st.sampled_from(SHAPES))
+    def begin(self, seed: int, shape: tuple[int, int, int, int]) -> None:
+        self.walk = Walk(Random(seed), shape)
+
+    @rule(seed=st.integers(0, 2**32), name=st.sampled_from(sorted(Walk.ACTIONS)))
+    def act(self, seed: int, name: str) -> None:
+        self.walk.rng = Random(seed)
+        getattr(self.walk, name)()
+
+    @rule(seed=st.integers(0, 2**32), num=st.integers(5, 30))
+    def go_on(self, seed: int, num: int) -> None:
+        self.walk.rng = Random(seed)
+        for _ in range(num):
+            self.walk.act()
+            self.walk.world.check()
+
+    @invariant()
+    def all_is_well(self) -> None:
+        if hasattr(self, "walk"):
+            self.walk.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "walk"):
+            self.walk.finish()

@@ -1,0 +1,183 @@
+"""A data plane of the native core's plans: it runs them, late or halfway, and keeps what each slot
+holds.
+
+In place of keys and values a slot holds the hash of the whole prefix that it was computed from, so
+that a span sees at once whether every slot that it reads holds exactly its own prefix. A wrong plan
+is an AssertionError, never a refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from random import Random
+
+from native_pool import DEVICE, Change, Kind, MadePlan, Ref, Span
+
+Place = tuple[int, int]
+Table = list[Ref | None]
+
+
+def values_of(tokens: Iterable[int], start: int) -> list[int]:
+    """What each position is computed from: all tokens up to it, after ``start``."""
+    values = []
+    for token in tokens:
+        start = hash((start, token))
+        values.append(start)
+    return values
+
+
+def changed(tables: dict[int, Table], changes: Iterable[Change]) -> dict[int, Table]:
+    """The tables of a session after the changes of a plan."""
+    tables = dict(tables)
+    for change in changes:
+        old = tables.get(change.sequence_id)
+        new: Table
+        if change.kind == Kind.SET:
+            new = list(old or [])
+            num_trimmed = sum(ref is None for ref in new)
+            assert num_trimmed <= change.first <= len(new), "a hole, or a trimmed entry is set"
+            assert not any(ref and ref.tier != change.tier for ref in new), "in two tiers"
+            new[change.first : change.first + change.num] = change.blocks
+        elif change.kind == Kind.REPLACE:
+            new = [None] * change.first + list(change.blocks)
+        elif change.kind == Kind.FORK:
+            assert old is None, "a fork over a live table"
+            parent = tables[change.parent_id]
+            assert change.num <= len(parent)
+            new = parent[: change.num]
+        else:
+            assert old is not None, f"{Kind(change.kind).name} of no table"
+            if change.kind == Kind.DROP:
+                del tables[change.sequence_id]
+                continue
+            assert change.num <= len(old), f"{Kind(change.kind).name} beyond the end"
+            if change.kind == Kind.TRUNCATE:
+                new = old[: change.num]
+            else:
+                new = [None] * change.num + old[change.num :]
+        tables[change.sequence_id] = new
+    return tables
+
+
+def allocated_by(plan: MadePlan) -> list[Ref]:
+    """The blocks that a plan allocates."""
+    blocks = list(plan.allocations)
+    for change in plan.changes:
+        blocks += [
+            ref for ref, is_new in zip(change.blocks, change.allocated, strict=True) if is_new
+        ]
+    return blocks
+
+
+class Plane:
+    """One shard's blocks, and the tables of its sessions."""
+
+    def __init__(self, block_size: int, window: int) -> None:
+        self.block_size, self.window = block_size, window
+        self.generation: dict[Place, int] = {}
+        self.content: dict[Place, list[int | None]] = {}
+        self.published: dict[Place, int] = {}  # generation
+        self.tables: dict[int, dict[int, Table]] = {}
+        self.finished: dict[int, int] = {}
+        self.running: dict[int, tuple[int, dict[int, Table]]] = {}
+        self.quit: set[int] = set()
+
+    def fence(self, session: int) -> None:
+        """The session touches nothing any more."""
+        self.quit.add(session)
+        self.tables.pop(session, None)
+
+    def publish(self, block: int, generation: int, parent: Ref | None, tokens: Sequence[int],
+                root: int) -> None:  # fmt: skip
+        """A publication arrives: the block must hold what it says."""
+        place = (DEVICE, block)
+        assert self.generation.get(place) == generation, "a block is published that never was"
+        start: int | None = root
+        if parent is not None:
+            assert self.generation[parent.place] == parent.generation
+            start = self.content[parent.place][-1]
+            assert start is not None, "the parent is not written"
+        wanted = values_of(tokens, start or 0)
+        assert self.content[place] == wanted, f"{place} is published and holds something else"
+        self.published[place] = generation
+
+    def run(self, session: int, plan: MadePlan, halfway: Random | None = None) -> bool:
+        """Run a plan from its start. False when it is refused, or stopped ``halfway``."""
+        last = self.finished.get(session, 0)
+        number, before = self.running.get(session, (0, {}))
+        if session in self.quit or plan.number <= last or plan.number < number:
+            return False
+        if not plan.resync and plan.previous != last:
+            return False
+        again = number == plan.number
+        if not again:
+            before = self.tables.get(session, {})
+        self.running[session] = (plan.number, before)
+        self._allocate(plan, again=again)
+        tables = changed({} if plan.resync else before, plan.changes)
+        self.tables[session] = tables
+        for table in tables.values():
+            for ref in filter(None, table):
+                assert self.generation[ref.place] == ref.generation, f"a stale {ref} in a table"
+        transfers = plan.transfers[: halfway.randint(0, 9) if halfway else None]
+        for source, destination in transfers:
+            self._copy(source, destination)
+        spans = plan.spans[: halfway.randint(0, 9) if halfway else None]
+        if len(transfers) == len(plan.transfers):
+            for span in spans:
+                self._write(tables[span.sequence_id], span, plan.expected[span.sequence_id])
+        if halfway:
+            return False
+        for span in spans:
+            self._read(tables[span.sequence_id], span, plan.expected[span.sequence_id])
+        self.finished[session] = plan.number
+        return True
+
+    def holds(self, table: Table, values: Sequence[int], num: int) -> bool:
+        """Whether the table's first positions, as far as they can be seen, hold the values."""
+        first = max(0, num - self.window + 1) if self.window else 0
+        return all(self._at(table, i) == values[i] for i in range(first, num))
+
+    def _at(self, table: Table, position: int) -> int | None:
+        ref = table[position // self.block_size]
+        assert ref is not None, f"position {position} was trimmed"
+        assert self.generation[ref.place] == ref.generation, f"{ref} was allocated again"
+        return self.content[ref.place][position % self.block_size]
+
+    def _allocate(self, plan: MadePlan, *, again: bool) -> None:
+        new = allocated_by(plan)
+        for ref in new:
+            known = self.generation.get(ref.place, 0)
+            if again and ref.generation <= known:
+                continue
+            assert ref.generation > known, f"{ref} is not new: {known}"
+            self.generation[ref.place] = ref.generation
+            self.content[ref.place] = [None] * self.block_size
+            self.published.pop(ref.place, None)
+        for change in plan.changes:
+            for ref in change.blocks:
+                known = self.generation.get(ref.place, 0)
+                assert ref in new or known == ref.generation, f"{ref} is not allocated: {known}"
+
+    def _copy(self, source: Ref, destination: Ref) -> None:
+        for ref in (source, destination):
+            known = self.generation.get(ref.place)
+            assert known == ref.generation, f"a transfer of {ref}, which is {known}"
+        assert destination.place not in self.published, "a copy over a published block"
+        self.content[destination.place] = list(self.content[source.place])
+
+    def _write(self, table: Table, span: Span, values: Sequence[int]) -> None:
+        for position in range(span.first, span.first + span.num):
+            ref = table[position // self.block_size]
+            assert ref is not None and ref.tier == DEVICE, f"a write to {ref}"
+            assert self.generation[ref.place] == ref.generation, f"{ref} was allocated again"
+            assert ref.place not in self.published, f"a write to a published block: {ref}"
+            self.content[ref.place][position % self.block_size] = values[position]
+
+    def _read(self, table: Table, span: Span, values: Sequence[int]) -> None:
+        first = max(0, span.first - self.window + 1) if self.window else 0
+        for position in range(first, span.first + span.num):
+            found = self._at(table, position)
+            assert found == values[position], (
+                f"sequence {span.sequence_id} reads another token at {position}"
+            )

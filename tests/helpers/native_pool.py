@@ -1,0 +1,376 @@
+"""Calls of the native core with lists in place of columns, and its plans decoded."""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import Message
+from kvplane_blocks._native import Pool
+
+from kvplane.v1 import types_pb2 as tpb
+
+DEVICE, HOST = 1, 2
+NO_BLOCK = 0xFFFFFFFF
+
+Failure = tuple[int, int, int, int, int]
+Rows = tuple[list[int], list[Failure]]
+
+
+class Code(enum.IntEnum):
+    """Why an item is refused, as in csrc/blocks/core/pool.h."""
+
+    LATER = 2
+    NEVER = 3
+    LATER_HEADROOM = 4
+    NOT_FOUND = 10
+    EXISTS = 11
+    BAD_ID = 12
+    BUSY = 13
+    SWAPPED = 14
+    POSITION = 15
+    NEGATIVE = 16
+    TOO_MANY_SEQUENCES = 17
+    NOT_KNOWN = 18
+    OTHER_ADMISSION = 19
+    TOO_LONG = 20
+    TRIMMED = 21
+    OTHER_TOKENS = 22
+    BEYOND_SLOTS = 23
+    TOO_MANY_ENTRIES = 24
+
+
+class Kind(enum.IntEnum):
+    """What happens to a table."""
+
+    SET = 1
+    REPLACE = 2
+    FORK = 3
+    DROP = 4
+    TRUNCATE = 5
+    TRIM = 6
+
+
+class Ref(NamedTuple):
+    """A block as it was when it was allocated."""
+
+    tier: int
+    index: int
+    generation: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return (self.tier, self.index)
+
+
+class Change(NamedTuple):
+    kind: int
+    sequence_id: int
+    tier: int
+    first: int
+    num: int
+    parent_id: int
+    blocks: list[Ref]
+    allocated: list[bool]
+
+
+class Span(NamedTuple):
+    sequence_id: int
+    first: int
+    num: int
+
+
+class State(NamedTuple):
+    """What the core says of a sequence."""
+
+    sequence_id: int
+    admitted_by: int
+    num_tokens: int
+    num_scheduled: int
+    num_written: int
+    num_cached: int
+    num_blocks: int
+    tier: int
+
+
+@dataclass(frozen=True)
+class MadePlan:
+    """One plan."""
+
+    number: int
+    previous: int
+    resync: bool
+    changes: list[Change]
+    transfers: list[tuple[Ref, Ref]]
+    spans: list[Span]
+    allocations: list[Ref]
+    expected: dict[int, list[int]] = field(default_factory=dict)  # for the simulation
+
+
+def i32(values: Iterable[int]) -> bytes:
+    """An int32 column."""
+    values = list(values)
+    return struct.pack(f"<{len(values)}i", *values)
+
+
+def i64(values: Iterable[int]) -> bytes:
+    """An int64 column."""
+    values = list(values)
+    return struct.pack(f"<{len(values)}q", *values)
+
+
+def ints(column: bytes, width: str) -> list[int]:
+    """The elements of a column; ``width``: a letter of ``struct``."""
+    return list(struct.unpack(f"<{len(column) // struct.calcsize(width)}{width}", column))
+
+
+def refs(tiers: bytes, indices: bytes, generations: bytes) -> list[Ref]:
+    return [
+        Ref(*each)
+        for each in zip(ints(tiers, "B"), ints(indices, "i"), ints(generations, "q"), strict=True)
+    ]
+
+
+def _tail_class() -> type[Message]:
+    """Plan's field 11, the blocks allocated for no table."""
+    kinds = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="plan_tail.proto", syntax="proto3")
+    part = file.message_type.add(name="Allocations")
+    for number, name in enumerate(("tiers", "indices", "generations"), 1):
+        part.field.add(name=name, number=number, type=kinds.TYPE_BYTES)
+    tail = file.message_type.add(name="Tail")
+    tail.field.add(name="allocations", number=11, type=kinds.TYPE_MESSAGE, type_name="Allocations")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("Tail"))
+
+
+_Tail = _tail_class()
+
+
+def decoded(payload: bytes) -> MadePlan:
+    """A plan's columns, row by row."""
+    plan = tpb.Plan.FromString(payload)
+    tail: Any = _Tail.FromString(payload)
+    moves, spans, extra = plan.transfers, plan.spans, tail.allocations
+    return MadePlan(
+        number=plan.number,
+        previous=plan.previous,
+        resync=plan.resync,
+        changes=_changes(plan.changes),
+        transfers=list(
+            zip(
+                refs(moves.source_tiers, moves.source_indices, moves.source_generations),
+                refs(
+                    moves.destination_tiers,
+                    moves.destination_indices,
+                    moves.destination_generations,
+                ),
+                strict=True,
+            )
+        ),
+        spans=[
+            Span(*each)
+            for each in zip(
+                ints(spans.sequence_ids, "q"),
+                ints(spans.first_positions, "q"),
+                ints(spans.num_tokens, "i"),
+                strict=True,
+            )
+        ],
+        allocations=refs(extra.tiers, extra.indices, extra.generations),
+    )
+
+
+def _changes(message: tpb.TableChanges) -> list[Change]:
+    entries = zip(
+        ints(message.indices, "i"),
+        ints(message.generations, "q"),
+        ints(message.allocated, "B"),
+        strict=True,
+    )
+    parents = iter(ints(message.parent_sequence_ids, "q"))
+    changes = []
+    for kind, sequence_id, tier, first, num in zip(
+        ints(message.kinds, "B"),
+        ints(message.sequence_ids, "q"),
+        ints(message.tiers, "B"),
+        ints(message.first_blocks, "i"),
+        ints(message.num_blocks, "i"),
+        strict=True,
+    ):
+        own = list(islice(entries, num)) if kind <= Kind.REPLACE else []
+        assert (kind <= Kind.REPLACE) == bool(tier)
+        parent = next(parents) if kind == Kind.FORK else 0
+        blocks = [Ref(tier, index, generation) for index, generation, _ in own]
+        allocated = [bool(flag) for _, _, flag in own]
+        changes.append(Change(kind, sequence_id, tier, first, num, parent, blocks, allocated))
+    assert not list(entries)
+    assert not list(parents)
+    return changes
+
+
+def new_pool(
+    num_device: int, num_host: int = 0, *, block_size: int = 4, **options: int
+) -> Pool:
+    """A pool whose blocks were never allocated."""
+    return Pool(block_size, num_device, num_host, b"", b"", "lru", **options)
+
+
+class Caller:
+    """A session of a pool. Items that are refused are returned, never raised."""
+
+    def __init__(self, pool: Pool, root: bytes = b"root", owner: int = 1) -> None:
+        self.pool, self.root = pool, root
+        self.slot = pool.open_session(root, owner)
+        self.number = 0
+
+    # Steps
+
+    def begin(self) -> None:
+        """Begin the next step."""
+        self.number += 1
+        self.pool.begin(self.slot, self.number, False)
+
+    def begin_dry(self) -> None:
+        """Until ``end_dry_run``, operations say what the next step would be answered."""
+        self.pool.begin(self.slot, self.number + 1, True)
+
+    def finish(self) -> MadePlan | None:
+        """End the step: its plan, or None."""
+        payload = self.pool.finish(self.slot, b"")
+        return None if payload is None else decoded(payload)
+
+    def admit(
+        self,
+        sequence_id: int,
+        tokens: Sequence[int],
+        *,
+        forks: Sequence[int] = (),
+        num_compute: int = -1,
+        max_total: int = 0,
+        skip: bool = False,
+        headroom: int = 0,
+        admitted_by: int | None = None,
+    ) -> tuple[int, ...]:
+        """(cached tokens, blocks, scheduled tokens), or a failure, which has five elements.
+        ``admitted_by``: the admission is granted outside of a step.
+        """
+        rest = (sequence_id, i32(tokens), i64(forks), num_compute, max_total, skip, headroom)
+        if admitted_by is None:
+            answer: tuple[int, ...] = self.pool.admit(self.slot, *rest)
+        else:
+            answer = self.pool.grant(self.slot, admitted_by, *rest)
+        return answer
+
+    def append(self, *rows: tuple[int, int, int, Sequence[int], int]) -> Rows:
+        """Rows: id, first position, slots, tokens, lookahead slots."""
+        ahead = [row[4] for row in rows]
+        return _rows(
+            self.pool.append(
+                self.slot,
+                i64(row[0] for row in rows),
+                i64(row[1] for row in rows),
+                i32(row[2] for row in rows),
+                i32(len(row[3]) for row in rows),
+                i32(token for row in rows for token in row[3]),
+                i32(ahead) if any(ahead) else b"",
+            )
+        )
+
+    def truncate(self, *rows: tuple[int, int]) -> Rows:
+        """Rows: id, tokens that stay."""
+        ids, counts = [row[0] for row in rows], [row[1] for row in rows]
+        return _rows(self.pool.truncate(self.slot, i64(ids), i64(counts)))
+
+    def fork(self, *rows: tuple[int, int]) -> Rows:
+        """Rows: parent, child."""
+        parents, ids = [row[0] for row in rows], [row[1] for row in rows]
+        return _rows(self.pool.fork(self.slot, i64(parents), i64(ids)))
+
+    def free(self, *ids: int) -> Rows:
+        return _rows(self.pool.free(self.slot, i64(ids)))
+
+    def swap(self, ids: Sequence[int], tier: int) -> int | Failure:
+        """Blocks moved, or why not."""
+        answer: int | Failure = self.pool.swap(self.slot, i64(ids), tier)
+        return answer
+
+    # What follows
+
+    def receipted(self, plan: int | None = None) -> None:
+        """The plan, by default the last one, has run."""
+        self.pool.receipted(self.slot, self.pool.last_plan(self.slot) if plan is None else plan)
+
+    def abort(self) -> None:
+        """All plans in flight; takes a number."""
+        self.number += 1
+        self.pool.abort(self.slot, self.number)
+
+    def deferred(self, *rows: tuple[int, int, int, Sequence[int]]) -> Failure | None:
+        """Rows: id, the step that admitted it, first position, tokens."""
+        answer: Failure | None = self.pool.deferred_tokens(
+            self.slot,
+            i64(row[0] for row in rows),
+            i64(row[1] for row in rows),
+            i64(row[2] for row in rows),
+            i32(len(row[3]) for row in rows),
+            i32(token for row in rows for token in row[3]),
+        )
+        return answer
+
+    # Queries
+
+    def states(self) -> list[State]:
+        """Of all sequences, by id."""
+        columns = self.pool.states(self.slot, None)
+        widths = ("q", "q", "q", "q", "q", "q", "i", "B")
+        rows = zip(*(ints(c, w) for c, w in zip(columns, widths, strict=True)), strict=True)
+        return [State(*row) for row in rows]
+
+    def state(self, sequence_id: int) -> State:
+        (found,) = (state for state in self.states() if state.sequence_id == sequence_id)
+        return found
+
+    def table(self, sequence_id: int) -> list[Ref | None]:
+        """A sequence's blocks; None where one was trimmed."""
+        tier, blocks, generations, _, num_trimmed = self.pool.table(self.slot, sequence_id)
+        found = [
+            None if block == NO_BLOCK else Ref(tier, block, generation)
+            for block, generation in zip(ints(blocks, "I"), ints(generations, "q"), strict=True)
+        ]
+        assert all((ref is None) == (i < num_trimmed) for i, ref in enumerate(found))
+        return found
+
+
+def _rows(answer: tuple[bytes, list[Failure] | None]) -> Rows:
+    values, failures = answer
+    return ints(values, "i"), failures or []
+
+
+def dump(pool: Pool, callers: Iterable[Caller]) -> tuple[Any, ...]:
+    """Everything that a query shows."""
+    return (
+        [pool.usage(tier) for tier in (DEVICE, HOST)],
+        [pool.generations(tier) for tier in (DEVICE, HOST)],
+        pool.counters(),
+        pool.revision,
+        sorted(pool.all_publications(1)),
+        [
+            (
+                caller.states(),
+                [caller.table(state.sequence_id) for state in caller.states()],
+                [pool.num_obtainable(caller.slot, tier) for tier in (DEVICE, HOST)],
+                [pool.num_pending(caller.slot, tier) for tier in (DEVICE, HOST)],
+                pool.plans_in_flight(caller.slot),
+                pool.num_blocks_held(caller.slot),
+                pool.resync_due(caller.slot),
+            )
+            for caller in callers
+        ],
+    )

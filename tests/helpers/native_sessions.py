@@ -1,0 +1,257 @@
+"""Engines on one native pool, and what they believe: the naive model of the walk.
+
+Written from the statements of docs/architecture.md ("What always holds"), not from the core.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvplane_blocks._native import Pool
+from native_plane import Place, Plane, Table, allocated_by, changed, values_of
+from native_pool import DEVICE, HOST, Caller, MadePlan, Ref, Span, State, dump, ints
+
+
+@dataclass
+class Known:
+    """A sequence as its engine knows it. ``truth`` has the tokens of all scheduled positions and
+    those known beyond; the core knows the first ``num_known``.
+    """
+
+    truth: list[int]
+    num_known: int
+    num_scheduled: int
+    admitted_by: int
+    tier: int = DEVICE
+
+    def copy(self, admitted_by: int) -> Known:
+        return dataclasses.replace(self, truth=list(self.truth), admitted_by=admitted_by)
+
+    def cut(self, num: int) -> None:
+        del self.truth[num:]
+        self.num_known = min(self.num_known, num)
+        self.num_scheduled = min(self.num_scheduled, num)
+
+
+@dataclass
+class Issued:
+    """A plan, and every block that it may touch."""
+
+    plan: MadePlan
+    touches: set[Place] = field(default_factory=set)
+
+
+class Engine:
+    """One session of the world."""
+
+    def __init__(self, world: World, root: bytes) -> None:
+        self.world = world
+        self.caller = Caller(world.pool, root)
+        self.id = world.num_sessions = world.num_sessions + 1
+        self.start = hash(root)
+        self.sequences: dict[int, Known] = {}
+        self.queue: list[Issued] = []  # issued, not known to have run
+        self.voided: list[Issued] = []  # aborted; they may run until whole tables have
+        self.tables: dict[int, Table] = {}  # as they are once all plans have run
+        self.has_draft = False  # a grant or a cut waits for the next plan
+        self.has_ended = False
+
+    def finish(self) -> None:
+        """End the step, and check its plan against all that is in flight."""
+        made = self.caller.finish()
+        self.world.take_publications()
+        if made is None:
+            return
+        self.has_draft = False
+        self.tables = changed({} if made.resync else self.tables, made.changes)
+        issued = Issued(made)
+        for span in made.spans:
+            known = self.sequences[span.sequence_id]
+            made.expected[span.sequence_id] = values_of(
+                known.truth[: span.first + span.num], self.start
+            )
+            issued.touches |= {ref.place for ref in self.tables[span.sequence_id] if ref}
+            self._check_alone(made, span)
+        for pair in made.transfers:
+            issued.touches |= {ref.place for ref in pair}
+        issued.touches |= {ref.place for ref in made.allocations}
+        new = allocated_by(made)
+        assert len(new) == len(set(new)), "a block is allocated twice at one generation"
+        self.world.check_quiet(self, [ref.place for ref in new])
+        self.queue.append(issued)
+        for i, known in self.sequences.items():
+            table = self.caller.table(i)
+            assert self.tables.get(i, []) == table, f"the plan's table of {i} differs"
+            assert all(ref is None or ref.tier == known.tier for ref in table)
+
+    def _check_alone(self, made: MadePlan, span: Span) -> None:
+        """Nobody writes a slot in which another table has content."""
+        size, table = self.world.block_size, self.tables[span.sequence_id]
+        values = made.expected[span.sequence_id]
+        for other in self.world.engines:
+            for i, known in other.sequences.items():
+                if (other, i) == (self, span.sequence_id):
+                    continue
+                shared = other.caller.table(i)
+                for block in range(span.first // size, len(table)):
+                    if table[block] not in shared:
+                        continue
+                    begin, end = max(span.first, block * size), min(len(values), (block + 1) * size)
+                    assert other is self or begin >= end, f"{i} of another session loses content"
+                    theirs = values_of(known.truth[: known.num_scheduled], self.start)[begin:end]
+                    assert theirs == values[begin : begin + len(theirs)], f"{i} loses content"
+
+    def run_next(self) -> bool:
+        """Run the first plan of the queue that the data plane has not run."""
+        plane = self.world.plane
+        for issued in self.queue:
+            if issued.plan.number > plane.finished.get(self.id, 0):
+                return plane.run(self.id, issued.plan)
+        return False
+
+    def run_all(self) -> None:
+        while self.run_next():
+            pass
+
+    def receive(self, number: int | None = None) -> None:
+        """Receipts of plans up to ``number`` arrive: by default of all that have run."""
+        done = self.world.plane.finished.get(self.id, 0)
+        done = done if number is None else min(done, number)
+        arrived = [issued for issued in self.queue if issued.plan.number <= done]
+        if not arrived:
+            return
+        self.queue = [issued for issued in self.queue if issued.plan.number > done]
+        last = max([i.plan.number for i in arrived if i.plan.resync], default=0)
+        self.voided = [issued for issued in self.voided if issued.plan.number > last]
+        self.caller.receipted(arrived[-1].plan.number)
+        self.world.take_publications()
+
+    def abort(self) -> None:
+        """Abort everything in flight: what receipts say was written stays, and no more."""
+        before = {state.sequence_id: state for state in self.caller.states()}
+        self.caller.abort()
+        self.voided += self.queue
+        self.queue = []
+        for state in self.caller.states():
+            known, was = self.sequences[state.sequence_id], before[state.sequence_id]
+            kept = min(was.num_written, was.num_tokens)
+            assert state.num_tokens == state.num_scheduled == state.num_written == kept
+            known.cut(kept)
+            known.tier = state.tier
+        self.has_draft = False
+
+    def end(self) -> None:
+        self.caller.pool.end_session(self.caller.slot)
+        self.has_ended = True
+        self.sequences.clear()
+
+    # Checks
+
+    def check(self) -> None:
+        """The core agrees with what this engine knows, and with what the data plane holds."""
+        if self.has_ended:
+            return
+        states = self.caller.states()
+        assert [state.sequence_id for state in states] == sorted(self.sequences)
+        is_quiet = not self.queue and not self.has_draft
+        for state in states:
+            known = self.sequences[state.sequence_id]
+            self._check_state(state, known)
+            if is_quiet:
+                assert state.num_written == state.num_scheduled, f"a receipt was lost: {state}"
+                values = values_of(known.truth[: state.num_written], self.start)
+                table = self.caller.table(state.sequence_id)
+                assert self.world.plane.holds(table, values, state.num_written), (
+                    f"sequence {state.sequence_id} of session {self.id} has lost its content"
+                )
+
+    def _check_state(self, state: State, known: Known) -> None:
+        assert state.num_tokens == known.num_known
+        assert state.num_scheduled == known.num_scheduled
+        assert state.tier == known.tier
+        assert state.admitted_by == known.admitted_by
+        assert 0 <= state.num_written <= state.num_scheduled
+        assert state.num_scheduled <= state.num_blocks * self.world.block_size
+
+
+class World:
+    """One pool, its data plane, and the engines on it."""
+
+    def __init__(
+        self, num_device: int, num_host: int, block_size: int = 4, window: int = 0
+    ) -> None:
+        self.pool = Pool(
+            block_size, num_device, num_host, b"", b"", "lru", window_tokens=window,
+            max_sequences=12, seed=7,
+        )  # fmt: skip
+        self.block_size, self.window = block_size, window
+        self.sizes = {DEVICE: num_device, HOST: num_host}
+        self.plane = Plane(block_size, window)
+        self.num_sessions = 0
+        self.engines: list[Engine] = []
+        self.ended: list[Engine] = []  # their fences are not done
+
+    def open(self, root: bytes = b"ann") -> Engine:
+        engine = Engine(self, root)
+        self.engines.append(engine)
+        return engine
+
+    def end(self, engine: Engine) -> None:
+        engine.end()
+        self.engines.remove(engine)
+        self.ended.append(engine)
+
+    def fence(self, engine: Engine) -> None:
+        self.plane.fence(engine.id)
+        self.pool.session_fenced(engine.caller.slot)
+        self.ended.remove(engine)
+
+    def take_publications(self) -> None:
+        for run in self.pool.take_publications(3):
+            root, *columns, _, tokens = run
+            indices, generations, parents, above = (
+                ints(column, width) for column, width in zip(columns, "iqiq", strict=True)
+            )
+            size = self.block_size
+            token_ids = ints(tokens, "i")
+            for i, block in enumerate(indices):
+                parent = None if parents[i] == -1 else Ref(DEVICE, parents[i], above[i])
+                self.plane.publish(
+                    block,
+                    generations[i],
+                    parent,
+                    token_ids[i * size : (i + 1) * size],
+                    hash(root),
+                )
+
+    def check_quiet(self, engine: Engine, places: Sequence[Place]) -> None:
+        """No unfinished plan of another session may touch what the engine's plan allocates, and no
+        table of another session refers to it.
+        """
+        for other in self.engines + self.ended:
+            if other is engine:
+                continue
+            for issued in other.queue + other.voided:
+                both = issued.touches.intersection(places)
+                assert not both, f"{both} allocated while plan {issued.plan.number} may touch it"
+            for i in other.sequences:
+                table = {ref.place for ref in other.caller.table(i) if ref}
+                assert not table.intersection(places), f"sequence {i} of {other.id} lost a block"
+
+    def check(self) -> None:
+        self.pool.check_integrity()
+        in_tables: dict[int, set[int]] = {DEVICE: set(), HOST: set()}
+        for engine in self.engines:
+            engine.check()
+            for i in engine.sequences:
+                for ref in filter(None, engine.caller.table(i)):
+                    in_tables[ref.tier].add(ref.index)
+        for tier, size in self.sizes.items():
+            num, free, cached, held, retired = self.pool.usage(tier)
+            assert num == size == free + cached + held + retired
+            assert held >= len(in_tables[tier])
+
+    def dump(self) -> tuple[object, ...]:
+        return dump(self.pool, [engine.caller for engine in self.engines])
