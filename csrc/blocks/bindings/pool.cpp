@@ -303,6 +303,14 @@ void bind_steps(PoolClass& pool) {
       },
       py::arg("slot"), py::arg("sequence_id"));
   pool.def(
+      "reserve",
+      [](Pool& self, Slot slot, int64_t sequence_id, int64_t num_blocks) {
+        sequence_of(self, slot, sequence_id);
+        if (num_blocks < 0) throw py::value_error("num_blocks must not be negative");
+        return self.reserve(slot, sequence_id, num_blocks);
+      },
+      py::arg("slot"), py::arg("sequence_id"), py::arg("num_blocks"));
+  pool.def(
       "finish",
       [](Pool& self, Slot slot, const py::bytes& prefix) -> py::object {
         const std::string plan = self.finish(checked(self, slot), std::string_view(prefix));

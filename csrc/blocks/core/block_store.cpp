@@ -87,7 +87,7 @@ Block BlockStore::evict() {
 Block BlockStore::pop_cached() {
   Block b;
   if (policy_->num_idle()) {
-    b = policy_->pop();
+    policy_->pop(&b, 1);
   } else {
     int priority = 1;
     while (!retained_[priority].size) ++priority;
@@ -135,7 +135,7 @@ void BlockStore::publish_to_policy(Block b) {
   const Entry& entry = index_[index_.entry_of(tier, b)];
   uint64_t key;
   std::memcpy(&key, entry.hash.data(), sizeof key);
-  policy_->publish(b, key, index_[entry.parent].block(tier));
+  policy_->publish(&b, &key, 1, index_[entry.parent].block(tier));
 }
 
 void BlockStore::share(Block b) {
@@ -232,7 +232,7 @@ void BlockStore::leave(Block b) {
       remove(own_[infos_[b].owner].kept, b);
       break;
     case kPolicy:
-      policy_->remove_idle(b);
+      policy_->remove_idle(&b, 1);
       break;
     case kRetained:
       remove(retained_[infos_[b].priority], b);
@@ -261,7 +261,7 @@ void BlockStore::enter(Block b) {
       ++num_retained_;
       infos_[b].place = kRetained;
     } else {
-      policy_->add_idle(b);
+      policy_->add_idle(&b, 1);
       infos_[b].place = kPolicy;
     }
   } else {

@@ -166,6 +166,7 @@ class Pool final : private Listener {
   ItemResults free(Slot slot, Span<int64_t> ids);
   std::variant<int64_t, Failure> swap(Slot slot, Span<int64_t> ids, Tier destination);
   int64_t cut(Slot slot, int64_t sequence_id);
+  bool reserve(Slot slot, int64_t sequence_id, int64_t num_blocks);
   // Empty when there is nothing to carry out.
   std::string finish(Slot slot, std::string_view prefix);
 
@@ -277,6 +278,7 @@ class Pool final : private Listener {
   int64_t num_needed(const Session& session, const Sequence& sequence, int64_t first, int64_t end,
                      int64_t cover) const;
   bool may_write(const Session& session, const Sequence& sequence, int64_t i, int64_t first) const;
+  int64_t num_ahead_of(const Sequence& sequence, int64_t cover) const;
   void copy_on_write(Session& session, uint32_t index, int64_t i, int64_t first);
   void touch(Session& session, uint32_t index);
   void touch_plan(Session& session, int64_t plan, uint32_t index);

@@ -1,6 +1,7 @@
-#include "age_groups.h"
+#include "eviction/age_groups.h"
 
 #include <cstddef>
+#include <utility>
 
 namespace kvplane::blocks {
 
@@ -38,7 +39,7 @@ void AgeGroups::advance(uint64_t now) {
   groups_.resize(last + 1);
   for (Group& group : groups_) group.range = ReuseStatistics::range_of(age_of(group));
   begin_group();
-  found_ = oldest_ = 0;
+  found_ = found_before_ = oldest_ = 0;
   cheapest_ = kNone;
 }
 
@@ -93,8 +94,9 @@ uint32_t AgeGroups::oldest(const std::vector<Wait>& waits) {
 }
 
 uint32_t AgeGroups::find(uint64_t since) {
-  const Group& known = groups_[found_];
-  if (since >= known.first_since && since <= known.last_since) return found_;
+  if (holds(found_, since)) return found_;
+  std::swap(found_, found_before_);
+  if (holds(found_, since)) return found_;
   uint32_t low = 0;
   uint32_t high = groups_.size() - 1;
   while (low < high) {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "reuse_statistics.h"
+#include "eviction/reuse_statistics.h"
 
 namespace kvplane::blocks {
 
@@ -30,9 +30,11 @@ class AgeGroups {
   // Time goes on: counts what was waited, joins groups, begins a new one.
   void advance(uint64_t now);
 
-  // A prefix begins to wait now, or ends.
+  // A prefix begins to wait now.
   void begin(Wait wait) { ++count(groups_.back(), wait.use_class()); }
-  void end(Wait wait) { --count(groups_[find(wait.since)], wait.use_class()); }
+
+  // So many more prefixes, or fewer, wait as this one does.
+  void add(Wait wait, int32_t num) { count(groups_[find(wait.since)], wait.use_class()) += num; }
 
   // Blocks that can be evicted, to be evicted after, or `first`, before the rest of its list.
   void list(uint32_t block, Wait wait, bool first);
@@ -74,13 +76,17 @@ class AgeGroups {
     return now_ - (group.first_since + group.last_since) / 2;
   }
   uint32_t find(uint64_t since);
+  bool holds(uint32_t group, uint64_t since) const {
+    return since >= groups_[group].first_since && since <= groups_[group].last_since;
+  }
   void begin_group();
   void join(Group& older, const Group& newer);
 
   ReuseStatistics& statistics_;
   uint32_t num_blocks_;
   uint64_t now_ = 0;
-  uint32_t found_ = 0;         // the group of the last find
+  uint32_t found_ = 0;  // the groups of the last searches: blocks and evicted prefixes take turns
+  uint32_t found_before_ = 0;
   uint32_t cheapest_ = kNone;  // the list that is worth least, if known
   double cheapest_worth_ = 0;  //
   uint32_t oldest_ = 0;        // no older group lists a block

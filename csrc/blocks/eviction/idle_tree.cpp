@@ -1,4 +1,4 @@
-#include "idle_tree.h"
+#include "eviction/idle_tree.h"
 
 namespace kvplane::blocks {
 

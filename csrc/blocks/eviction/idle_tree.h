@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "policy.h"
+#include "eviction/policy.h"
 
 namespace kvplane::blocks {
 

@@ -1,41 +1,48 @@
-#include "lru.h"
+#include "eviction/lru.h"
 
 namespace kvplane::blocks {
 
 LeastRecentlyUsed::LeastRecentlyUsed(uint32_t num_blocks)
     : tree_(num_blocks), links_(num_blocks + 1, {num_blocks, num_blocks}) {}
 
-void LeastRecentlyUsed::publish(uint32_t block, uint64_t, uint32_t parent) {
-  tree_.publish(block, parent);
+void LeastRecentlyUsed::publish(const uint32_t* blocks, const uint64_t*, size_t num_blocks,
+                                uint32_t parent) {
+  for (size_t i = 0; i < num_blocks; ++i) tree_.publish(blocks[i], i ? blocks[i - 1] : parent);
 }
 
 void LeastRecentlyUsed::set_parent(uint32_t block, uint32_t parent) {
   tree_.set_parent(block, parent);
 }
 
-void LeastRecentlyUsed::add_idle(uint32_t block) {
-  tree_.add_idle(block);
-  push(block);
-}
-
-void LeastRecentlyUsed::remove_idle(uint32_t block) {
-  tree_.remove_idle(block);
-  remove(block);
-}
-
-uint32_t LeastRecentlyUsed::pop() {
-  const uint32_t end = links_.size() - 1;
-  // An idle block is newer than those below it, unless they were in use without it, by a sequence
-  // that had computed a copy of it. Then it was needed as recently as they were.
-  while (!tree_.can_evict(links_[end].newer)) {
-    const uint32_t block = links_[end].newer;
-    remove(block);
-    push(block);
+void LeastRecentlyUsed::add_idle(const uint32_t* blocks, size_t num_blocks) {
+  for (size_t i = 0; i < num_blocks; ++i) {
+    tree_.add_idle(blocks[i]);
+    push(blocks[i]);
   }
-  const uint32_t block = links_[end].newer;
-  remove_idle(block);
-  tree_.unpublish(block);
-  return block;
+}
+
+void LeastRecentlyUsed::remove_idle(const uint32_t* blocks, size_t num_blocks) {
+  for (size_t i = 0; i < num_blocks; ++i) {
+    tree_.remove_idle(blocks[i]);
+    remove(blocks[i]);
+  }
+}
+
+void LeastRecentlyUsed::pop(uint32_t* blocks, size_t num_blocks) {
+  const uint32_t end = links_.size() - 1;
+  for (size_t i = 0; i < num_blocks; ++i) {
+    // An idle block is newer than those below it, unless they were in use without it, by a sequence
+    // that had computed a copy of it. Then it was needed as recently as they were.
+    while (!tree_.can_evict(links_[end].newer)) {
+      const uint32_t block = links_[end].newer;
+      remove(block);
+      push(block);
+    }
+    blocks[i] = links_[end].newer;
+    remove(blocks[i]);
+    tree_.remove_idle(blocks[i]);
+    tree_.unpublish(blocks[i]);
+  }
 }
 
 void LeastRecentlyUsed::unpublish(uint32_t block) { tree_.unpublish(block); }

@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "idle_tree.h"
-#include "policy.h"
+#include "eviction/idle_tree.h"
+#include "eviction/policy.h"
 
 namespace kvplane::blocks {
 
@@ -12,12 +12,13 @@ class LeastRecentlyUsed final : public EvictionPolicy {
  public:
   explicit LeastRecentlyUsed(uint32_t num_blocks);
 
-  void publish(uint32_t block, uint64_t key, uint32_t parent) override;
+  void publish(const uint32_t* blocks, const uint64_t* keys, size_t num_blocks,
+               uint32_t parent) override;
   void set_parent(uint32_t block, uint32_t parent) override;
   void use(const uint32_t*, size_t) override {}
-  void add_idle(uint32_t block) override;
-  void remove_idle(uint32_t block) override;
-  uint32_t pop() override;
+  void add_idle(const uint32_t* blocks, size_t num_blocks) override;
+  void remove_idle(const uint32_t* blocks, size_t num_blocks) override;
+  void pop(uint32_t* blocks, size_t num_blocks) override;
   void unpublish(uint32_t block) override;
   size_t num_idle() const override { return tree_.num_idle(); }
 

@@ -12,26 +12,28 @@ class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
 
-  // `block` holds a published prefix now; it is not idle yet. `key`: 64 bits of the prefix's
-  // chained hash; the same prefix published again later has the same key. `parent`: the block
-  // that holds the prefix before it, kNoBlock if there is none.
-  virtual void publish(uint32_t block, uint64_t key, uint32_t parent) = 0;
+  // The blocks hold published prefixes now, each one block longer than the one before it, the first
+  // one longer than that of `parent`, or kNoBlock where there is none. None is idle yet. `keys`:
+  // 64 bits of each prefix's chained hash; a prefix that is published again has the same key.
+  virtual void publish(const uint32_t* blocks, const uint64_t* keys, size_t num_blocks,
+                       uint32_t parent) = 0;
 
   // The prefix before that of `block`, which had been evicted, is held by `parent` now.
   virtual void set_parent(uint32_t block, uint32_t parent) = 0;
 
   // An admission was granted that found these blocks, heads first; `num_blocks` may be 0. Called
-  // before remove_idle for those that are idle, and once an admission.
+  // once an admission, before remove_idle for those that are idle.
   virtual void use(const uint32_t* blocks, size_t num_blocks) = 0;
 
-  // Nothing refers to the block any more. Blocks of one sequence come tails first.
-  virtual void add_idle(uint32_t block) = 0;
+  // Nothing refers to the blocks any more. Those of one sequence come tails first.
+  virtual void add_idle(const uint32_t* blocks, size_t num_blocks) = 0;
 
-  // Something refers to the idle block again, or it is about to be unpublished.
-  virtual void remove_idle(uint32_t block) = 0;
+  // Something refers to the idle blocks again, or they are about to be unpublished.
+  virtual void remove_idle(const uint32_t* blocks, size_t num_blocks) = 0;
 
-  // Removes and returns the block to evict; it is no longer published. At least one is idle.
-  virtual uint32_t pop() = 0;
+  // Removes the blocks to evict, in that order; they are no longer published. At least as many are
+  // idle.
+  virtual void pop(uint32_t* blocks, size_t num_blocks) = 0;
 
   // The block, which is not idle, is no longer published.
   virtual void unpublish(uint32_t block) = 0;

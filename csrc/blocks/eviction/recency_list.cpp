@@ -1,42 +1,56 @@
-#include "recency_list.h"
+#include "eviction/recency_list.h"
 
 namespace kvplane::blocks {
 
-void RecencyList::push(uint32_t member) {
+void RecencyList::push(uint32_t block) {
   const uint32_t newest = links_[end_].older;
-  links_[member] = {end_, newest, 1};
-  links_[newest].newer = member;
-  links_[end_].older = member;
-  if (num_recent_++ == 0) boundary_ = member;
+  links_[block] = {end_, newest, 0};
+  links_[newest].newer = block;
+  links_[end_].older = block;
+  if (num_recent_ == 0) boundary_ = block;
+  set_recent(block, true);
 }
 
 void RecencyList::remove(uint32_t member) {
   const Link link = links_[member];
   if (link.recent) {
-    --num_recent_;
     if (boundary_ == member) boundary_ = link.newer;
+    set_recent(member, false);
   }
   links_[link.older].newer = link.newer;
   links_[link.newer].older = link.older;
 }
 
-void RecencyList::replace(uint32_t member, uint32_t by) {
-  const Link link = links_[member];
-  links_[by] = link;
-  links_[link.older].newer = by;
-  links_[link.newer].older = by;
-  if (boundary_ == member) boundary_ = by;
+void RecencyList::evict(uint32_t block, uint32_t evicted) {
+  const Link link = links_[block];
+  links_[evicted] = {link.newer, link.older, 0};
+  links_[link.older].newer = evicted;
+  links_[link.newer].older = evicted;
+  if (boundary_ == block) boundary_ = evicted;
+  if (link.recent) {
+    set_recent(block, false);
+    set_recent(evicted, true);
+  }
 }
 
 void RecencyList::set_num_recent(uint32_t num) {
-  for (; num_recent_ > num; --num_recent_) {
-    links_[boundary_].recent = 0;
-    boundary_ = links_[boundary_].newer;
+  while (num_recent_ > num) {
+    const uint32_t member = boundary_;
+    boundary_ = links_[member].newer;
+    set_recent(member, false);
   }
-  for (; num_recent_ < num && links_[boundary_].older != end_; ++num_recent_) {
+  while (num_recent_ < num && links_[boundary_].older != end_) {
     boundary_ = links_[boundary_].older;
-    links_[boundary_].recent = 1;
+    set_recent(boundary_, true);
   }
+}
+
+void RecencyList::set_recent(uint32_t member, bool recent) {
+  links_[member].recent = recent;
+  const bool is_evicted = member >= num_blocks_;
+  const uint32_t weight = is_evicted ? weight_ : 1;
+  num_recent_ += recent ? weight : -weight;
+  if (is_evicted) num_recent_evicted_ += recent ? weight : -weight;
 }
 
 }  // namespace kvplane::blocks

@@ -6,19 +6,28 @@
 
 namespace kvplane::blocks {
 
-// Members are indices below `num_members`. The newest ones are recent: those that a cache of as
-// many blocks would hold if it evicted the least recently used.
+// Members are the blocks, from 0, and behind them the evicted prefixes, each of which stands for
+// `weight` of its kind. The newest ones are recent: those that a cache of as many blocks would hold
+// if it evicted the least recently used.
 class RecencyList {
  public:
-  explicit RecencyList(uint32_t num_members)
-      : end_(num_members), boundary_(num_members), links_(num_members + 1, {end_, end_, 0}) {}
+  RecencyList(uint32_t num_blocks, uint32_t num_evicted, uint32_t weight)
+      : num_blocks_(num_blocks),
+        weight_(weight),
+        end_(num_blocks + num_evicted),
+        boundary_(end_),
+        links_(end_ + 1, {end_, end_, 0}) {}
 
-  void push(uint32_t member);  // as the newest; recent
+  void push(uint32_t block);  // as the newest; recent
   void remove(uint32_t member);
-  void replace(uint32_t member, uint32_t by);  // `by` takes its place
+  void evict(uint32_t block, uint32_t evicted);  // the evicted prefix takes its place
   bool is_recent(uint32_t member) const { return links_[member].recent; }
 
-  // Makes the newest `num` members recent and no others; costs as much as it changes.
+  // How many blocks the evicted prefixes stand for that are recent.
+  uint32_t num_recent_evicted() const { return num_recent_evicted_; }
+
+  // Makes the newest members recent that stand for `num` blocks, and no others; costs as much as it
+  // changes.
   void set_num_recent(uint32_t num);
 
  private:
@@ -28,9 +37,14 @@ class RecencyList {
     uint32_t recent : 1;
   };
 
+  void set_recent(uint32_t member, bool recent);
+
+  uint32_t num_blocks_;
+  uint32_t weight_;
   uint32_t end_;
   uint32_t boundary_;  // the oldest recent member
   uint32_t num_recent_ = 0;
+  uint32_t num_recent_evicted_ = 0;
   std::vector<Link> links_;  // a circle, closed by `end_`
 };
 

@@ -1,4 +1,4 @@
-#include "reuse_rate.h"
+#include "eviction/reuse_rate.h"
 
 #include <algorithm>
 #include <cmath>
@@ -6,36 +6,51 @@
 namespace kvplane::blocks {
 namespace {
 
-constexpr uint32_t kEvictedPerBlock = 4;  // prefixes that are remembered
-constexpr uint32_t kUpdatesPerPool = 16;  // the statistics are brought up to date so often
-constexpr double kPoolsRemembered = 64;   // uses, in sizes of the pool, that count as the past
-constexpr double kLossAllowed = 0.0025;   // of all uses, against LRU
+constexpr uint32_t kEvictedPerBlock = 4;   // prefixes that are remembered
+constexpr uint32_t kMaxEvicted = 1 << 15;  // of them in memory: a sample in larger pools
+constexpr uint32_t kUpdatesPerPool = 16;   // the statistics are brought up to date so often
+constexpr double kPoolsRemembered = 64;    // uses, in sizes of the pool, that count as the past
+constexpr double kLossAllowed = 0.003;     // of all uses, against LRU
 constexpr uint32_t kMaxUses = 255;
+constexpr size_t kPrefetch = 16;  // blocks that are looked up ahead, for the cache of the CPU
+
+// One of how many evicted prefixes is remembered: a power of two.
+uint32_t weight_for(uint32_t num_blocks) {
+  uint32_t weight = 1;
+  while (uint64_t{num_blocks} * kEvictedPerBlock / weight > kMaxEvicted) weight *= 2;
+  return weight;
+}
 
 }  // namespace
 
 ReuseRate::ReuseRate(uint32_t num_blocks)
     : num_blocks_(num_blocks),
+      weight_(weight_for(num_blocks)),
       tree_(num_blocks),
       groups_(num_blocks, statistics_),
-      evicted_(num_blocks * kEvictedPerBlock),
-      recency_(num_blocks + evicted_.num_slots()),
+      evicted_(uint64_t{num_blocks} * kEvictedPerBlock / weight_),
+      recency_(num_blocks, evicted_.num_slots(), weight_),
       waits_(num_blocks + evicted_.num_slots()),
       keys_(num_blocks) {}
 
-void ReuseRate::publish(uint32_t block, uint64_t key, uint32_t parent) {
-  tree_.publish(block, parent);
-  keys_[block] = key;
-  ++num_uses_;
-  num_counted_ += 1;
-  waits_[block].num_uses = 1;
-  const uint32_t slot = evicted_.find(key);
-  if (slot == EvictedPrefixes::kNone) return;
-  const uint32_t member = num_blocks_ + slot;
-  num_lost_ += recency_.is_recent(member);
-  waits_[block].num_uses = std::min<uint32_t>(waits_[member].num_uses + 1, kMaxUses);
-  end_wait(member, true);
-  evicted_.remove(slot);
+void ReuseRate::publish(const uint32_t* blocks, const uint64_t* keys, size_t num_blocks,
+                        uint32_t parent) {
+  num_uses_ += num_blocks;
+  num_counted_ += static_cast<double>(num_blocks);
+  for (size_t i = 0; i < num_blocks; ++i) {
+    tree_.publish(blocks[i], i ? blocks[i - 1] : parent);
+    keys_[blocks[i]] = keys[i];
+  }
+  // Whoever used a prefix used those before it: what is known of one holds for them, at least.
+  uint32_t num_uses = 0;
+  for (size_t i = num_blocks; i-- > 0;) {
+    if (i >= kPrefetch && is_sampled(keys[i - kPrefetch])) evicted_.prefetch(keys[i - kPrefetch]);
+    if (is_sampled(keys[i])) {
+      const uint32_t slot = evicted_.find(keys[i]);
+      if (slot != EvictedPrefixes::kNone) num_uses = std::max(num_uses, meet_again(slot));
+    }
+    waits_[blocks[i]].num_uses = std::min(num_uses + 1, kMaxUses);
+  }
 }
 
 void ReuseRate::set_parent(uint32_t block, uint32_t parent) {
@@ -49,8 +64,9 @@ void ReuseRate::use(const uint32_t* blocks, size_t num_blocks) {
   for (size_t i = 0; i < num_blocks; ++i) {
     const uint32_t block = blocks[i];
     if (waits_[block].waits) {
+      num_lru_hits_ += recency_.is_recent(block);
       num_lost_ -= !recency_.is_recent(block);
-      end_wait(block, true);
+      end_wait(block, 1, true);
     }
     if (waits_[block].num_uses < kMaxUses) ++waits_[block].num_uses;
   }
@@ -60,30 +76,41 @@ void ReuseRate::use(const uint32_t* blocks, size_t num_blocks) {
   num_lost_ = std::max(num_lost_, -static_cast<double>(num_blocks_));
 }
 
-void ReuseRate::add_idle(uint32_t block) {
-  waits_[block].since = groups_.now();
-  waits_[block].waits = 1;
-  groups_.begin(waits_[block]);
-  recency_.push(block);
-  ancestor_changed(tree_.add_idle(block));
-  if (tree_.can_evict(block)) groups_.list(block, waits_[block], false);
+void ReuseRate::add_idle(const uint32_t* blocks, size_t num_blocks) {
+  for (size_t i = 0; i < num_blocks; ++i) {
+    const uint32_t block = blocks[i];
+    waits_[block].since = groups_.now();
+    waits_[block].waits = 1;
+    groups_.begin(waits_[block]);
+    recency_.push(block);
+    ancestor_changed(tree_.add_idle(block));
+    if (tree_.can_evict(block)) groups_.list(block, waits_[block], false);
+  }
 }
 
-void ReuseRate::remove_idle(uint32_t block) {
-  if (tree_.can_evict(block)) groups_.unlist(block);
-  ancestor_changed(tree_.remove_idle(block));
-  if (waits_[block].waits) end_wait(block, false);
+void ReuseRate::remove_idle(const uint32_t* blocks, size_t num_blocks) {
+  for (size_t i = 0; i < num_blocks; ++i) {
+    const uint32_t block = blocks[i];
+    if (tree_.can_evict(block)) groups_.unlist(block);
+    ancestor_changed(tree_.remove_idle(block));
+    if (waits_[block].waits) end_wait(block, 1, false);
+  }
 }
 
-uint32_t ReuseRate::pop() {
-  const bool as_lru = num_lost_ > kLossAllowed * num_counted_;
-  const uint32_t block = as_lru ? groups_.oldest(waits_) : groups_.worth_least();
-  groups_.unlist(block);
-  remember(block);
-  // The parent follows at once: the blocks of a sequence are evicted together.
-  ancestor_changed(tree_.remove_idle(block));
-  tree_.unpublish(block);
-  return block;
+void ReuseRate::pop(uint32_t* blocks, size_t num_blocks) {
+  for (size_t i = 0; i < num_blocks; ++i) {
+    const uint32_t block = must_be_lru() ? groups_.oldest(waits_) : groups_.worth_least();
+    blocks[i] = block;
+    if (is_sampled(keys_[block])) evicted_.prefetch(keys_[block]);
+    groups_.unlist(block);
+    // The parent follows at once: the blocks of a sequence are evicted together.
+    ancestor_changed(tree_.remove_idle(block));
+    tree_.unpublish(block);
+    if (i >= kPrefetch) remember(blocks[i - kPrefetch]);
+  }
+  for (size_t i = num_blocks - std::min(num_blocks, kPrefetch); i < num_blocks; ++i) {
+    remember(blocks[i]);
+  }
 }
 
 void ReuseRate::unpublish(uint32_t block) { ancestor_changed(tree_.unpublish(block)); }
@@ -98,26 +125,47 @@ void ReuseRate::ancestor_changed(uint32_t block) {
   }
 }
 
-void ReuseRate::end_wait(uint32_t member, bool reused) {
+void ReuseRate::end_wait(uint32_t member, uint32_t weight, bool reused) {
   Wait& wait = waits_[member];
-  if (reused) statistics_.add_reuse(wait.use_class(), groups_.now() - wait.since);
-  groups_.end(wait);
+  if (reused) statistics_.add_reuse(wait.use_class(), groups_.now() - wait.since, weight);
+  groups_.add(wait, -static_cast<int32_t>(weight));
   recency_.remove(member);
   wait.waits = 0;
 }
 
-// The prefix of an idle block goes on to wait as an evicted one.
+// An evicted prefix is published again; returns how often it had been used.
+uint32_t ReuseRate::meet_again(uint32_t slot) {
+  const uint32_t member = num_blocks_ + slot;
+  if (recency_.is_recent(member)) {
+    num_lru_hits_ += weight_;
+    num_lost_ += weight_;
+  }
+  end_wait(member, weight_, true);
+  evicted_.remove(slot);
+  return waits_[member].num_uses;
+}
+
+// The prefix of an idle block goes on to wait as an evicted one, if it is of the sample.
 void ReuseRate::remember(uint32_t block) {
+  if (!is_sampled(keys_[block])) return end_wait(block, 1, false);
   const uint32_t slot = evicted_.next_slot();
   const uint32_t member = num_blocks_ + slot;
   if (evicted_.is_used(slot)) {
-    end_wait(member, false);
+    end_wait(member, weight_, false);
     evicted_.remove(slot);
   }
   evicted_.add(keys_[block]);
   waits_[member] = waits_[block];
+  groups_.add(waits_[member], weight_ - 1);
   waits_[block].waits = 0;
-  recency_.replace(block, member);
+  recency_.evict(block, member);
+}
+
+// What LRU would still hold of the evicted prefixes counts as half lost, at LRU's ratio of hits: it
+// takes long to become the same as LRU, and what is held instead is found now and then as well.
+bool ReuseRate::must_be_lru() const {
+  const double allowed = kLossAllowed * num_counted_ - num_lost_;
+  return 0.5 * recency_.num_recent_evicted() * num_lru_hits_ > allowed * num_counted_;
 }
 
 void ReuseRate::learn() {
@@ -127,6 +175,7 @@ void ReuseRate::learn() {
   statistics_.update(keep);
   groups_.worth_changed();
   num_counted_ *= keep;
+  num_lru_hits_ *= keep;
   num_lost_ *= keep;
 }
 

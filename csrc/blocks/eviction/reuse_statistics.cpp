@@ -1,4 +1,4 @@
-#include "reuse_statistics.h"
+#include "eviction/reuse_statistics.h"
 
 #include <cmath>
 

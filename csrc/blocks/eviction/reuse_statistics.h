@@ -32,7 +32,9 @@ class ReuseStatistics {
     return range < kNumAges ? range : kNumAges - 1;
   }
 
-  void add_reuse(uint32_t use_class, uint64_t age) { num_reuses_[use_class][range_of(age)] += 1; }
+  void add_reuse(uint32_t use_class, uint64_t age, uint32_t num) {
+    num_reuses_[use_class][range_of(age)] += num;
+  }
   void add_wait(uint32_t use_class, uint32_t range, double time) {
     wait_[use_class][range] += time;
   }

@@ -1,0 +1,98 @@
+"""What share of prompts a cache of a given size would find, from a trace of requests.
+
+    python -m benchmarks.replay --trace FILE --policy NAME --capacity-blocks N [--json OUT]
+        [--format mooncake|bailian|dynamo|kv-cache-tester] [--trace-block-tokens N]
+        [--half first|second|all]
+
+The trace drives the control plane's core in this process, one prompt after the other, at the
+trace's own times. The hit ratio is the blocks found at the beginnings of the prompts, over all
+blocks of the prompts. ``--half`` replays a part of the trace, from an empty cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.replay.cache import POLICIES, Cache
+from benchmarks.replay.traces import FORMATS, Request, TraceError, read_trace
+
+
+def num_reused(requests: Sequence[Request]) -> int:
+    """Blocks that a cache without bounds would find."""
+    known: dict[tuple[int, int], int] = {}  # (number of the prefix before, id) -> its own number
+    num = 0
+    for request in requests:
+        prefix = 0
+        for trace_id in request.ids:
+            num += (prefix, trace_id) in known
+            prefix = known.setdefault((prefix, trace_id), len(known) + 1)
+    return num
+
+
+def replay(requests: Sequence[Request], policy: str, capacity_blocks: int) -> dict[str, object]:
+    """The counts of a replay, for programs."""
+    cache = Cache(capacity_blocks, policy)
+    began = time.perf_counter()
+    num_hits = sum(cache.run(*request) for request in requests)
+    seconds = time.perf_counter() - began
+    num_blocks = sum(len(request.ids) for request in requests)
+    return {
+        "hit_ratio": round(num_hits / max(1, num_blocks), 6),
+        "hit_ratio_unlimited": round(num_reused(requests) / max(1, num_blocks), 6),
+        "num_requests": len(requests),
+        "num_blocks": num_blocks,
+        "num_hit_blocks": num_hits,
+        "replay_s": round(seconds, 3),
+    }
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def main() -> None:
+    """Replay, print the ratio, write the JSON."""
+    parser = argparse.ArgumentParser(description="Replay a trace of requests in the core.")
+    parser.add_argument("--trace", type=Path, required=True, help="file or folder; may be .gz")
+    parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0])
+    parser.add_argument("--capacity-blocks", type=_positive, required=True, help="of the trace")
+    parser.add_argument("--trace-block-tokens", type=_positive, help="default: the format's own")
+    parser.add_argument("--format", choices=FORMATS, default="mooncake")
+    parser.add_argument("--half", choices=("first", "second", "all"), default="all")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    arguments = parser.parse_args()
+    try:
+        requests = read_trace(arguments.trace, arguments.format, arguments.half)
+    except TraceError as error:
+        sys.exit(f"cannot replay: {error}")
+    block_tokens = arguments.trace_block_tokens or FORMATS[arguments.format].block_tokens
+    figures = {
+        "trace": arguments.trace.name,
+        "format": arguments.format,
+        "half": arguments.half,
+        "policy": arguments.policy,
+        "capacity_blocks": arguments.capacity_blocks,
+        "trace_block_tokens": block_tokens,
+        "capacity_tokens": arguments.capacity_blocks * block_tokens,
+        **replay(requests, arguments.policy, arguments.capacity_blocks),
+    }
+    print(
+        f"{arguments.policy}, {arguments.capacity_blocks:,} blocks of {block_tokens} tokens: "
+        f"hit ratio {figures['hit_ratio']:.4f} of at most {figures['hit_ratio_unlimited']:.4f}, "
+        f"{figures['num_requests']:,} requests in {figures['replay_s']} s"
+    )
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""A control plane's core in this process, driven as an engine that runs one prompt at a time would.
+
+One block of the pool stands for one block of the trace, whatever number of tokens that has: its
+tokens are invented from the trace's id. Every plan gets its receipt, so every prompt is cached
+after it ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from control_plane.planning.config import CoreConfig
+from control_plane.planning.core import ControlPlane
+from kvplane import ops, protocol, signing
+from kvplane.layout import LayerGroup, Layout
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+
+POLICIES = ("lru",)
+BLOCK_SIZE_TOKENS = 16
+_POOL, _TENANT, _EPOCH = "replay", "tenant", 1
+_LAYOUT = Layout(
+    model_id="replay",
+    block_size_tokens=BLOCK_SIZE_TOKENS,
+    dtype="float32",
+    kv_dtype="float32",
+    groups=(LayerGroup("full", (0,), num_kv_heads=1, head_size=8),),
+)
+_REST_OF_BLOCK = bytes(4 * (BLOCK_SIZE_TOKENS - 1))
+# Ends each prompt, in a block of its own, so that all blocks of the trace can be found: at least
+# one token of a prompt is computed.
+_LAST_TOKEN = b"\1\0\0\0"
+
+
+class Cache:
+    """A pool with room for ``capacity_blocks`` blocks of the trace."""
+
+    def __init__(self, capacity_blocks: int, policy: str) -> None:
+        assert policy in POLICIES, policy
+        self._capacity_blocks = capacity_blocks
+        self._now_s = 0.0
+        config = CoreConfig(lease_s=1e9, watermark=0.0)
+        self._core = ControlPlane(incarnation=1, config=config, clock=lambda: self._now_s)
+        hello = cpb.Hello(
+            pool_id=_POOL,
+            shard=tpb.Shard(num_shards=1, num_layers=1, num_kv_heads=1),
+            epoch=_EPOCH,
+            layout=_LAYOUT.to_proto(),
+            num_device_blocks=capacity_blocks + 1,  # one for the last token
+            address="localhost:1",
+        )
+        self._key = self._core.register(hello).key
+        self._core.report(_POOL, 0, _EPOCH, cpb.BlockReport(last=True))
+        request = cpb.OpenSessionRequest(pool_id=_POOL, layout=_LAYOUT.to_proto())
+        self._session = self._core.open_session(request, _TENANT).session
+        self._number = 0
+        self._receipts: list[tpb.SignedPayload] = []
+        self._tokens: dict[int, bytes] = {}  # of each id
+
+    def run(self, time_s: float, ids: Sequence[int]) -> int:
+        """Admit a prompt, compute it, free it; returns how many of its leading blocks were cached.
+
+        Of a prompt larger than the cache only as many blocks are run as it holds.
+        """
+        self._now_s = time_s
+        tokens = b"".join([self._tokens_of(i) for i in ids[: self._capacity_blocks]])
+        sequence_id = self._number + 1
+        admitted = self._step(ops.admit(sequence_id, tokens + _LAST_TOKEN))
+        self._step(ops.free([sequence_id]))
+        return admitted.results[0].admit.num_cached_tokens // BLOCK_SIZE_TOKENS
+
+    def _tokens_of(self, trace_id: int) -> bytes:
+        tokens = self._tokens.get(trace_id)
+        if tokens is None:
+            tokens = len(self._tokens).to_bytes(4, "little") + _REST_OF_BLOCK
+            self._tokens[trace_id] = tokens
+        return tokens
+
+    def _step(self, operation: cpb.Operation) -> cpb.StepResult:
+        """A step that carries the receipt of the last one."""
+        self._number += 1
+        request = cpb.StepRequest(
+            session=self._session,
+            number=self._number,
+            operations=[operation],
+            receipts=self._receipts,
+        )
+        result = self._core.step(request, _TENANT)
+        self._core.take_outgoing(_POOL, 0)
+        if result.results[0].failures:
+            raise RuntimeError(f"the control plane refused: {result.results[0].failures}")
+        self._receipts = [self._receipt(result.plan)] if result.HasField("plan") else []
+        return result
+
+    def _receipt(self, plan: tpb.SignedPayload) -> tpb.SignedPayload:
+        payload = tpb.Receipt(
+            version=protocol.PAYLOAD_VERSION,
+            session=self._session,
+            pool_id=_POOL,
+            epoch=_EPOCH,
+            plan_number=self._number,
+            plan_digest=signing.digest(plan.payload),
+        ).SerializeToString()
+        signature = signing.sign(self._key, signing.RECEIPT, payload)
+        return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)

@@ -1,0 +1,124 @@
+"""The replay of traces: what its readers make of the published formats, and what it counts."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.replay.cache import POLICIES, Cache
+from benchmarks.replay.traces import Request, TraceError, read_trace
+
+
+def write_lines(path: Path, *rows: Mapping[str, object]) -> Path:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    data = text.encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def row(time: float, ids: Sequence[int], **others: object) -> dict[str, object]:
+    return {"timestamp": time, "input_length": 512, "output_length": 1, "hash_ids": ids, **others}
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_requests_come_in_the_order_of_time_in_seconds(tmp_path: Path, name: str) -> None:
+    path = write_lines(tmp_path / name, row(2500, [3]), row(500, [1, 2]))
+    assert read_trace(path, "mooncake") == [Request(0.5, [1, 2]), Request(2.5, [3])]
+
+
+def test_times_of_bailian_are_seconds(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "trace.jsonl", row(61.5, [7], chat_id=1, parent_chat_id=-1))
+    assert read_trace(path, "bailian") == [Request(61.5, [7])]
+
+
+def test_a_delay_of_dynamo_counts_from_the_last_line_of_its_session(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "trace.jsonl",
+        row(1000, [1], session_id="a"),
+        row(1500, [9], session_id="b"),
+        {"session_id": "a", "delay": 2000, "hash_ids": [1, 2]},
+        {"session_id": "a", "delay_ms": 500, "hash_ids": [1, 2, 3]},
+    )
+    times = [request.time_s for request in read_trace(path, "dynamo")]
+    assert times == [1.0, 1.5, 3.0, 3.5]
+
+
+def test_conversations_share_no_ids_unless_these_are_global(tmp_path: Path) -> None:
+    for i, scope in enumerate(["local", "local", "global", "global"]):
+        requests = [
+            {"t": 0.0, "in": 64, "out": 1, "hash_ids": [1]},
+            {"type": "subagent", "requests": [{"t": 4.0, "hash_ids": [1, 2]}]},
+        ]
+        text = json.dumps({"block_size": 64, "hash_id_scope": scope, "requests": requests})
+        (tmp_path / f"trace_{i}.json").write_text(text)
+    requests_read = read_trace(tmp_path, "kv-cache-tester")
+    assert [request.time_s for request in requests_read] == [0, 1, 2, 3, 4, 5, 6, 7]
+    first_ids = [request.ids[0] for request in requests_read]
+    assert len(set(first_ids)) == 3
+    assert first_ids[2] == first_ids[3] == first_ids[6] == first_ids[7] == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "has no requests"),
+        ('{"timestamp": 1, "hash_ids": [1]}\nnonsense\n', "trace.jsonl:2: "),
+        ('{"timestamp": "1", "hash_ids": [1]}', "trace.jsonl:1: timestamp must be a number"),
+        ('{"timestamp": 1, "hash_ids": ["1"]}', "trace.jsonl:1: hash_ids must be a list of inte"),
+        ("[1]", "trace.jsonl:1: timestamp must be a number"),
+    ],
+)
+def test_a_trace_that_cannot_be_read_is_refused_with_the_place(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(content)
+    with pytest.raises(TraceError, match=message):
+        read_trace(path, "mooncake")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_blocks_of_a_prompt_are_found_when_it_comes_again(policy: str) -> None:
+    cache = Cache(4, policy)
+    assert [cache.run(i, [1, 2, 3, 4]) for i in range(3)] == [0, 4, 4]
+
+
+def test_a_full_cache_keeps_the_heads_of_what_was_used_last() -> None:
+    cache = Cache(4, "lru")
+    assert cache.run(0, [1, 2, 3]) == 0
+    assert cache.run(1, [5, 6, 7]) == 0
+    assert cache.run(2, [1, 2, 3]) == 1
+    assert cache.run(3, [5, 6, 7]) == 1
+
+
+def test_of_a_prompt_larger_than_the_cache_the_head_is_cached() -> None:
+    cache = Cache(2, "lru")
+    assert [cache.run(i, [1, 2, 3, 4]) for i in range(2)] == [0, 2]
+
+
+def test_the_program_counts_hits_of_the_half_that_it_is_asked_for(tmp_path: Path) -> None:
+    rows = [row(1000 * i, [1, 2, 10 + i]) for i in range(4)]
+    trace = write_lines(tmp_path / "trace.jsonl.gz", *rows)
+    out = tmp_path / "new" / "out.json"
+    program = [sys.executable, "-m", "benchmarks.replay", "--trace", str(trace)]
+    options = ["--capacity-blocks", "100", "--trace-block-tokens", "512", "--json", str(out)]
+    subprocess.run([*program, *options, "--policy", "lru", "--half", "second"], check=True)
+    figures = json.loads(out.read_text())
+    assert figures["hit_ratio"] == figures["hit_ratio_unlimited"] == pytest.approx(2 / 6, abs=1e-6)
+    assert (figures["num_requests"], figures["num_hit_blocks"]) == (2, 2)
+    assert figures["capacity_tokens"] == 51_200
+
+
+def test_the_program_says_why_it_cannot_replay(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "benchmarks.replay", "--trace", str(tmp_path / "none.jsonl")]
+    ended = subprocess.run(
+        [*program, "--capacity-blocks", "1"], check=False, capture_output=True, text=True
+    )
+    assert ended.returncode == 1
+    assert "No such file" in ended.stderr and "Traceback" not in ended.stderr
