@@ -117,7 +117,7 @@ class BlockStore {
     ++num_in_[static_cast<int>(State::kCached)];
     infos_[b].state = State::kCached;
     infos_[b].place = kPolicy;
-    policy_->add_idle(b);
+    policy_->add_idle(&b, 1);
   }
   void restored_rest(Block b) {
     if (!index_.is_published(tier, b)) free_.push_back(b);
