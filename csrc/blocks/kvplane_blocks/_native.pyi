@@ -106,7 +106,8 @@ class Pool:
         self, slot: int, token_ids: bytes, priority: int, expires_at_s: float, most_blocks: int
     ) -> tuple:
         """Of the leading full blocks that are cached: (how many, how many new to the owner's
-        count), or a failure (0, 24, most_blocks, blocks that count now, more). ``priority``: 1 to 100.
+        count), or a failure (0, 24, most_blocks, blocks that count now, more). ``priority``: 1 to
+        100.
         """
     def release_retained(self, slot: int, token_ids: bytes) -> int:
         """Ends the owner's retentions of exactly these full blocks. Returns how many blocks it does
