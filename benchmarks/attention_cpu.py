@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from benchmarks.attention_cpu_tables import tables
 from benchmarks.calls import Calls, call_in_rounds
-from benchmarks.core_step import cpu_name
+from benchmarks.cpu import cpu_name
 from benchmarks.memory import EVICTING_CACHES, Memory, cold_caches, last_level_cache_bytes
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
 from data_plane.kernels.cpu import CpuKernels, cpu_isa

@@ -26,17 +26,17 @@ from data_plane.kernels.shard_kernels import ShardKernels
 from data_plane.memory.pool import Pools
 from data_plane.plan_runner import PlanRunner, StartedPlan
 from data_plane.plans.block_report import block_report
-from data_plane.plans.block_tables import BlockTables
+from data_plane.plans.block_tables import BlockTables, taken_away
 from data_plane.plans.sessions import Sessions, check_ordinal
 from data_plane.plans.transfers import Transfers
 from data_plane.plans.verifier import Verifier
-from kvplane import columns
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
     KvplaneError,
     LayoutMismatchError,
+    StaleGenerationError,
 )
 from kvplane.layout import Layout
 from kvplane.shard import Shard
@@ -237,14 +237,7 @@ class Executor:
         ``DataPlaneService`` in ``data.proto`` lists.
         """
         with self._command("start"):
-            session_id = session if isinstance(session, int) else self.open(session)
-            verified = self._verifier.plan(plan)
-            require(
-                verified.session.session_id == session_id,
-                f"the plan is for session {verified.session.session_id}, not for {session_id}",
-                "plan.session.session_id",
-            )
-            return self._plans.start(self._sessions.get(session_id), verified, plan.payload)
+            return self._begin(session, *self._verifier.plan(plan))
 
     def write_layer(
         self,
@@ -259,15 +252,16 @@ class Executor:
 
         key, value: [num_tokens, num_kv_heads, head_size]. Returns the receipt once no layer is
         missing. ``plan_number``: the plan expected to be the latest, None for any. Raises
-        InvalidRequestError, PlanOutOfOrderError, BlockNotWritableError, SessionExpiredError, and
-        InternalError when the device failed.
+        InvalidRequestError, PlanOutOfOrderError, BlockNotWritableError, SessionExpiredError,
+        StaleGenerationError when a block has been allocated again, and InternalError when the
+        device failed.
         """
         with self._command("write_layer"):
             session, run = self._plans.latest(session_id, plan_number)
             index = self._layer_index(layer)
             arguments = self._compute.write_arguments(run.batch, index, key, value)
             if not run.is_complete:
-                self._plans.write(run, arguments)
+                self._plans.write(session, run, arguments)
                 run.progress.finish_layer(index)
             return self._plans.receipt(session, run)
 
@@ -286,7 +280,7 @@ class Executor:
         has the query's shape and dtype. Raises as ``write_layer`` does.
         """
         with self._command("attend"):
-            _session, run = self._plans.latest(session_id, plan_number)
+            session, run = self._plans.latest(session_id, plan_number)
             index = self._layer_index(layer)
             arguments = self._compute.attention_arguments(run.batch, index, query, options)
             require(
@@ -294,8 +288,7 @@ class Executor:
                 f"layer {layer} of the plan has not been written yet: write it first",
                 "layer",
             )
-            run.used_after_receipt |= run.receipt is not None
-            return self._compute.attend(arguments)
+            return self._plans.attend(session, run, arguments)
 
     def layer(
         self,
@@ -317,7 +310,7 @@ class Executor:
         ``field`` prefixes the field names in errors. Raises as ``write_layer`` does.
         """
         with self._command("layer"):
-            _session, run = self._plans.latest(session_id, plan_number)
+            session, run = self._plans.latest(session_id, plan_number)
             index = self._layer_index(layer, field)
             require(
                 index == 0 or run.progress.is_written(index - 1),
@@ -332,9 +325,8 @@ class Executor:
                     run.batch, index, query, options, field
                 )
             if not run.is_complete:
-                self._plans.write(run, to_write)
-            run.used_after_receipt |= run.receipt is not None
-            output = None if to_attend is None else self._compute.attend(to_attend)
+                self._plans.write(session, run, to_write)
+            output = None if to_attend is None else self._plans.attend(session, run, to_attend)
             run.progress.finish_layer(index)
             return output
 
@@ -354,7 +346,8 @@ class Executor:
         InvalidRequestError naming the transfer that is of the other kind.
         """
         with self._command("swap_blocks" if swaps else "copy_blocks"):
-            transfers = Transfers.read(self.pools.num_blocks, self._verifier.plan(plan).transfers)
+            verified, digest = self._verifier.plan(plan)
+            transfers = Transfers.read(self.pools.num_blocks, verified.transfers)
             is_swap = transfers.sources.tiers != transfers.destinations.tiers
             wrong = np.flatnonzero(is_swap != swaps)
             if len(wrong):
@@ -363,7 +356,7 @@ class Executor:
                     f"this call runs plans whose transfers are all {kinds[not swaps]}",
                     field=f"plan.transfers.destination_tiers[{wrong[0]}]",
                 )
-            return len(transfers), self.start(session, plan).receipt
+            return len(transfers), self._begin(session, verified, digest).receipt
 
     def read_blocks(
         self,
@@ -381,8 +374,9 @@ class Executor:
         ``num_layers``: of this shard's layers, from the model's layer ``first_layer`` on; 0 for
         all. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the
         layout's kv_dtype, on the device for the device tier and on the CPU for the host tier.
-        Raises SequenceNotFoundError, InvalidRequestError, SessionExpiredError, and
-        PlanOutOfOrderError while the latest plan's transfers have not all run.
+        Raises SequenceNotFoundError, InvalidRequestError, SessionExpiredError,
+        StaleGenerationError when a block has been allocated again, and PlanOutOfOrderError while
+        the latest plan's transfers have not all run.
         """
         with self._command("read_blocks"):
             latest = self._sessions.get(session_id).latest
@@ -391,8 +385,9 @@ class Executor:
             table = self._tables.get(session_id, sequence_id, "sequence_id")
             length = len(table.blocks)
             require(
-                0 <= first_block < length,
-                f"there is no entry {first_block}: the table has {length} entries",
+                table.num_trimmed <= first_block < length,
+                f"there is no entry {first_block}: the table has {length} entries, of which the "
+                f"first {table.num_trimmed} were trimmed",
                 "first_block",
             )
             num_left = length - first_block
@@ -402,14 +397,15 @@ class Executor:
                 "num_blocks",
             )
             layers = self._layer_range(first_layer, num_layers)
-            entries = slice(first_block, first_block + num_blocks)
-            blocks = table.blocks[entries]
+            part = table.part(first_block, first_block + num_blocks)
+            if self._tables.first_stale([part]) is not None:
+                raise StaleGenerationError(taken_away(sequence_id), field="sequence_id")
             refs = pb.Blocks(
-                tier=table.tier,
-                indices=columns.pack(columns.INT32, blocks.tolist()),
-                generations=columns.pack(columns.INT64, table.generations[entries].tolist()),
+                tier=part.tier,
+                indices=part.blocks.astype("<i4").tobytes(),
+                generations=part.generations.astype("<i8").tobytes(),
             )
-            return self._compute.read(table.tier, blocks, layers), refs
+            return self._compute.read(part.tier, part.blocks, layers), refs
 
     def write_blocks(
         self,
@@ -436,7 +432,7 @@ class Executor:
             tokens = self._compute.check_blocks(run.batch, span, layers, first_block, blocks)
             run.progress.check_no_gap(layers, span, tokens.start)
             if not run.is_complete:
-                self._plans.check_still_writable(run)
+                self._plans.check_may_write(session, run)
                 self._compute.write_span(run.batch, span, layers, first_block, blocks, tokens)
                 run.progress.extend(layers, span, tokens.stop)
             return self._plans.receipt(session, run)
@@ -447,6 +443,15 @@ class Executor:
             self._tables.check_integrity()
             for session_id in self._tables.session_ids():
                 self._sessions.get(session_id)
+
+    def _begin(self, session: int | pb.SignedPayload, plan: pb.Plan, digest: bytes) -> StartedPlan:
+        session_id = session if isinstance(session, int) else self.open(session)
+        require(
+            plan.session.session_id == session_id,
+            f"the plan is for session {plan.session.session_id}, not for {session_id}",
+            "plan.session.session_id",
+        )
+        return self._plans.start(self._sessions.get(session_id), plan, digest)
 
     def _layer_index(self, layer: int, prefix: str = "") -> int:
         if layer not in self.layers:

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from data_plane.counters import ExecutorCounters
-from data_plane.kernels.arguments import WriteArguments
+from data_plane.kernels.arguments import AttentionArguments, WriteArguments
 from data_plane.kernels.shard_kernels import ShardKernels
-from data_plane.plans.attention_batch import check_writable, prepare_batch
+from data_plane.plans.attention_batch import check_current, check_unpublished, prepare_batch
 from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.last_tenants import LastTenants
 from data_plane.plans.progress import Progress
@@ -23,7 +24,7 @@ from data_plane.plans.sessions import Run, Session, Sessions
 from data_plane.plans.table_changes import apply_changes
 from data_plane.plans.transfers import Transfers
 from data_plane.plans.verifier import Verifier
-from kvplane import columns, signing
+from kvplane import columns
 from kvplane.errors import InternalError, PlanOutOfOrderError
 from kvplane.v1 import types_pb2 as pb
 
@@ -65,11 +66,10 @@ class PlanRunner:
         self._num_layers = num_layers
         self._check_device = check_device
 
-    def start(self, session: Session, plan: pb.Plan, payload: bytes) -> StartedPlan:
-        """Begin a verified plan, continue it, or return its receipt if it has run. ``payload``: the
-        bytes that were signed.
+    def start(self, session: Session, plan: pb.Plan, digest: bytes) -> StartedPlan:
+        """Begin a verified plan, continue it, or return its receipt if it has run. ``digest``: of
+        the bytes that were signed.
         """
-        digest = signing.digest(payload)
         if plan.number not in session.receipts:
             self._settle(session, voided=plan.resync)
         known = session.place(plan, digest)
@@ -93,36 +93,49 @@ class PlanRunner:
             allocated = apply_changes(tables, session.id, plan)
             transfers.check_generations(tables, allocated)
             # In the transaction too: without device memory for the batch the plan is refused.
-            batch = self._compute.prepare(prepare_batch(tables, session.id, plan.spans))
+            changed_ids = plan.changes.sequence_ids
+            batch = prepare_batch(tables, session.id, plan.spans, changed_ids)
+            batch = self._compute.prepare(batch)
         return Run(
             number=plan.number,
             digest=digest,
             batch=batch,
             allocated=allocated,
             to_clear=self._tenants.to_clear(session.tenant, allocated, transfers),
-            transfers=transfers.batches(),
+            transfers=transfers,
+            batches=transfers.batches(),
             progress=Progress(self._num_layers, np.diff(batch.starts)),
             checked_version=tables.publications.version,
+            checked_taken=tables.num_taken,
         )
 
     def _transfer(self, session: Session, run: Run) -> None:
         """Queue on the device what comes before all layers, each part once."""
+        before, after = run.to_clear
         if not run.cleared:
-            self._compute.clear(run.to_clear)
+            self._compute.clear(before)
             run.cleared = True
-        while not run.transferred:
-            self._compute.transfer(run.transfers[run.num_transfers_queued])
-            run.num_transfers_queued += 1
+        while run.num_batches_queued < len(run.batches):
+            self._compute.transfer(run.batches[run.num_batches_queued])
+            run.num_batches_queued += 1
+        self._compute.clear(after)
+        run.transferred = True
         # Not earlier: a block that was not cleared holds another tenant's data, even if this plan
         # is voided.
-        self._tenants.take_over(session.tenant, run.allocated)
+        self._tenants.take_over(session.tenant, run.allocated, run.transfers)
 
-    def write(self, run: Run, arguments: WriteArguments) -> None:
-        """Write one layer. Raises BlockNotWritableError if one of its blocks was published since
-        the plan started.
-        """
-        self.check_still_writable(run)
+    def write(self, session: Session, run: Run, arguments: WriteArguments) -> None:
+        """Write one layer. Raises as ``check_may_write``."""
+        self.check_may_write(session, run)
         self._compute.write(arguments)
+
+    def attend(self, session: Session, run: Run, arguments: AttentionArguments) -> torch.Tensor:
+        """Attention in one layer. Raises StaleGenerationError if a block of the spans' tables was
+        allocated again.
+        """
+        self.check_still_current(session, run)
+        run.used_after_receipt |= run.receipt is not None
+        return self._compute.attend(arguments)
 
     def receipt(self, session: Session, run: Run) -> pb.SignedPayload | None:
         """The run's receipt, signed once the device has done all of it; None while something is
@@ -182,8 +195,21 @@ class PlanRunner:
         run.check_transferred()
         return session, run
 
+    def check_may_write(self, session: Session, run: Run) -> None:
+        """Raise BlockNotWritableError if one of the written blocks was published since the plan
+        started, and StaleGenerationError if a block of the spans' tables was allocated again.
+        """
+        self.check_still_current(session, run)
+        self.check_still_writable(run)
+
+    def check_still_current(self, session: Session, run: Run) -> None:
+        """Check the spans' tables again if a plan made any entry stale since the last check."""
+        if run.checked_taken != self._tables.num_taken:
+            check_current(self._tables, session.id, run.batch)
+            run.checked_taken = self._tables.num_taken
+
     def check_still_writable(self, run: Run) -> None:
         """Check the written blocks again if anything was published since the last check."""
         if run.checked_version != self._tables.publications.version:
-            check_writable(self._tables, run.batch)
+            check_unpublished(self._tables, run.batch)
             run.checked_version = self._tables.publications.version

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from kvplane.hf import layout_from_hf
     from kvplane.layout import LayerGroup, Layout
     from kvplane.results import SequenceState
-    from kvplane.session import Readmission, Resynced, Session
+    from kvplane.session import Readmission, Resynced, Session, UnclaimedAnswer
     from kvplane.shard import Shard
-    from kvplane.step_numbering import UnclaimedAnswer
     from kvplane.tensor import Tensor
     from kvplane.tls import TlsOptions
 
@@ -66,7 +65,7 @@ _HOMES: Final = {
     "Started": "kvplane.execution",
     "Tensor": "kvplane.tensor",
     "TlsOptions": "kvplane.tls",
-    "UnclaimedAnswer": "kvplane.step_numbering",
+    "UnclaimedAnswer": "kvplane.session",
     "layout_from_hf": "kvplane.hf",
 }
 

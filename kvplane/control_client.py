@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncGenerator, Iterable
 from types import TracebackType
 from typing import Final
 from weakref import WeakSet
 
+from kvplane import ops
 from kvplane.connection import Connection
 from kvplane.errors import (
     DeadlineExceededError,
@@ -18,6 +20,7 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.layout import Layout
+from kvplane.prefix_feed import PrefixEvent, follow
 from kvplane.protocol import check_chosen, supported
 from kvplane.session import Session
 from kvplane.tls import TlsOptions
@@ -103,6 +106,43 @@ class ControlClient:
                 text = f"pool {pool_id!r} is not ready after {deadline.timeout_s:g} s: {missing}"
                 raise cls(text) from missing
             await asyncio.sleep(delay_s)
+
+    async def find_prefix(
+        self,
+        token_ids: ops.Tokens = (),
+        *,
+        hashes: Iterable[bytes] = (),
+        namespace: str = "",
+        pool_ids: Iterable[str] = (),
+        timeout_s: float | None = None,
+    ) -> list[pb.PoolMatch]:
+        """How much of a prompt each pool has cached, ids ascending: a hint, nothing is held.
+
+        The prompt is given by its tokens or by the hashes of its leading full blocks, 16 bytes
+        each. ``pool_ids``: none means all. Raises PoolNotFoundError.
+        """
+        request = pb.FindPrefixRequest(namespace=namespace, pool_ids=pool_ids)
+        joined = b"".join(hashes)
+        if joined:
+            request.hashes = joined
+        else:
+            request.token_ids = ops.pack_tokens(token_ids)
+        response: pb.FindPrefixResponse = await self._connection.call(
+            self._stub.FindPrefix, request, timeout_s
+        )
+        return list(response.matches)
+
+    def watch(
+        self, pool_id: str, namespace: str = "", *, timeout_s: float | None = None
+    ) -> AsyncGenerator[PrefixEvent, None]:
+        """What the caller's tenant has cached in a pool, and every change to it from then on (see
+        ``kvplane.prefix_feed``), until the generator is closed.
+
+        ``timeout_s``: how long the plane may be away before PlaneUnavailableError is raised. Raises
+        PoolNotFoundError.
+        """
+        patience_s = self._connection.timeout_s if timeout_s is None else timeout_s
+        return follow(self._stub.Watch, pool_id, namespace, patience_s)
 
     async def open_session(
         self,

@@ -28,8 +28,10 @@
     │   ├── PositionMismatchError   FAILED_PRECONDITION   caller and plane differ on a position
     │   ├── SequenceBusyError       FAILED_PRECONDITION   it computes in the same step
     │   ├── SequenceSwappedError    FAILED_PRECONDITION   it is in the other tier
+    │   ├── SequenceRevokedError    FAILED_PRECONDITION   it was cut for others: admit it again
+    │   ├── RevisionTooOldError     FAILED_PRECONDITION   start again from a snapshot
     │   ├── BlockNotWritableError   FAILED_PRECONDITION   a write to a published or shared block
-    │   └── BlockInUseError         FAILED_PRECONDITION   another session's block table refers to it
+    │   └── BlockInUseError         FAILED_PRECONDITION   a block table refers to it
     ├── UnauthenticatedError        UNAUTHENTICATED
     ├── NotPermittedError           PERMISSION_DENIED
     ├── UnavailableError
@@ -181,12 +183,20 @@ class SequenceSwappedError(ConflictError):
     """The sequence is in the other tier than the operation needs."""
 
 
+class SequenceRevokedError(ConflictError):
+    """The sequence was cut: its blocks were reclaimed for others. Admit it again."""
+
+
+class RevisionTooOldError(ConflictError):
+    """Changes since that revision of a prefix index are not kept: start again from a snapshot."""
+
+
 class BlockNotWritableError(ConflictError):
     """A write to a block that is published or shared was refused."""
 
 
 class BlockInUseError(ConflictError):
-    """The plan allocates a block that another session's block table refers to."""
+    """A block that was to be allocated or forgotten is one that a block table refers to."""
 
 
 class UnauthenticatedError(KvplaneError):
@@ -259,6 +269,8 @@ CODES: Final[dict[type[KvplaneError], str]] = {
     PositionMismatchError: "FAILED_PRECONDITION",
     SequenceBusyError: "FAILED_PRECONDITION",
     SequenceSwappedError: "FAILED_PRECONDITION",
+    SequenceRevokedError: "FAILED_PRECONDITION",
+    RevisionTooOldError: "FAILED_PRECONDITION",
     BlockNotWritableError: "FAILED_PRECONDITION",
     BlockInUseError: "FAILED_PRECONDITION",
     UnauthenticatedError: "UNAUTHENTICATED",

@@ -8,15 +8,27 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from enum import Enum
+from typing import Final
 
 from kvplane import columns
 from kvplane.columns import INT32, INT64
+from kvplane.error_messages import duration_of
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2 as pb
 
 Column = Iterable[int] | bytes
 Tokens = Column
 """Token ids: an int32 column."""
+DEFAULT_PRIORITY: Final = 50
+"""Of a retained prefix, halfway between the first and the last to be evicted."""
+
+
+class Scope(Enum):
+    """Whose prefixes to forget: all of the session's namespace, or of the caller's tenant."""
+
+    NAMESPACE = "namespace"
+    TENANT = "tenant"
 
 
 def admit(
@@ -26,12 +38,15 @@ def admit(
     num_compute_tokens: int | None = None,
     max_total_tokens: int = 0,
     skip_prefix_lookup: bool = False,
+    fork_sequence_ids: Column = (),
+    wait: bool = False,
 ) -> pb.Operation:
     """Start a sequence.
 
     ``num_compute_tokens``: uncached tokens that this step's plan computes, None for all.
     ``max_total_tokens``: the most that the sequence will ever have, prompt included; 0 means the
-    prompt alone.
+    prompt alone. ``fork_sequence_ids``: further sequences of the same prompt, started with it.
+    ``wait``: whether to stand in line when there is no room now.
     """
     return pb.Operation(
         admit=pb.Admit(
@@ -40,21 +55,35 @@ def admit(
             num_compute_tokens=num_compute_tokens,
             max_total_tokens=max_total_tokens,
             skip_prefix_lookup=skip_prefix_lookup,
+            fork_sequence_ids=pack(INT64, fork_sequence_ids, "fork_sequence_ids"),
+            wait=wait,
         )
     )
 
 
 def append(
-    sequence_id: int, token_ids: Tokens = (), num_slots: int = 0, *, first_position: int
+    sequence_id: int,
+    token_ids: Tokens = (),
+    num_slots: int = 0,
+    *,
+    first_position: int,
+    num_lookahead_slots: int = 0,
 ) -> pb.Operation:
     """Add known tokens to one sequence and compute positions [first_position, first_position +
     num_slots).
 
-    ``first_position``: the number of positions scheduled so far.
+    ``first_position``: the number of positions scheduled so far. ``num_lookahead_slots``: slots
+    after those computed that there are to be blocks for.
     """
     packed = pack_tokens(token_ids)
-    num_tokens = columns.count(INT32, packed)
-    return appends([sequence_id], [first_position], [num_slots], [num_tokens], packed)
+    return appends(
+        [sequence_id],
+        [first_position],
+        [num_slots],
+        [columns.count(INT32, packed)],
+        packed,
+        [num_lookahead_slots] if num_lookahead_slots else (),
+    )
 
 
 def appends(
@@ -63,17 +92,34 @@ def appends(
     num_slots: Column,
     num_tokens: Column,
     token_ids: Tokens,
+    num_lookahead_slots: Column = (),
 ) -> pb.Operation:
     """As ``append`` for many sequences: each column has an element for each of them, ``token_ids``
-    has their tokens, sequence after sequence.
+    has their tokens, sequence after sequence. ``num_lookahead_slots`` may be empty.
     """
     return pb.Operation(
         append=pb.Append(
-            sequence_ids=_pack(INT64, sequence_ids, "sequence_ids"),
-            first_positions=_pack(INT64, first_positions, "first_positions"),
-            num_slots=_pack(INT32, num_slots, "num_slots"),
-            num_tokens=_pack(INT32, num_tokens, "num_tokens"),
+            sequence_ids=pack(INT64, sequence_ids, "sequence_ids"),
+            first_positions=pack(INT64, first_positions, "first_positions"),
+            num_slots=pack(INT32, num_slots, "num_slots"),
+            num_tokens=pack(INT32, num_tokens, "num_tokens"),
             token_ids=pack_tokens(token_ids),
+            num_lookahead_slots=pack(INT32, num_lookahead_slots, "num_lookahead_slots"),
+        )
+    )
+
+
+def truncate(sequence_id: int, num_tokens: int) -> pb.Operation:
+    """Drop all positions of one sequence but the first ``num_tokens``."""
+    return truncates([sequence_id], [num_tokens])
+
+
+def truncates(sequence_ids: Column, num_tokens: Column) -> pb.Operation:
+    """As ``truncate`` for many sequences; the columns have an element for each of them."""
+    return pb.Operation(
+        truncate=pb.Truncate(
+            sequence_ids=pack(INT64, sequence_ids, "sequence_ids"),
+            num_tokens=pack(INT64, num_tokens, "num_tokens"),
         )
     )
 
@@ -87,27 +133,61 @@ def forks(parent_sequence_ids: Column, sequence_ids: Column) -> pb.Operation:
     """As ``fork`` for many sequences; the columns have an element for each new one."""
     return pb.Operation(
         fork=pb.Fork(
-            parent_sequence_ids=_pack(INT64, parent_sequence_ids, "parent_sequence_ids"),
-            sequence_ids=_pack(INT64, sequence_ids, "sequence_ids"),
+            parent_sequence_ids=pack(INT64, parent_sequence_ids, "parent_sequence_ids"),
+            sequence_ids=pack(INT64, sequence_ids, "sequence_ids"),
         )
     )
 
 
 def free(sequence_ids: Column) -> pb.Operation:
     """End sequences."""
-    return pb.Operation(free=pb.Free(sequence_ids=_pack(INT64, sequence_ids, "sequence_ids")))
+    return pb.Operation(free=pb.Free(sequence_ids=pack(INT64, sequence_ids, "sequence_ids")))
 
 
 def swap_out(sequence_ids: Column) -> pb.Operation:
     """Move sequences to the host tier, all or none."""
-    column = _pack(INT64, sequence_ids, "sequence_ids")
+    column = pack(INT64, sequence_ids, "sequence_ids")
     return pb.Operation(swap_out=pb.SwapOut(sequence_ids=column))
 
 
 def swap_in(sequence_ids: Column) -> pb.Operation:
     """Move sequences back to the device tier, all or none."""
-    column = _pack(INT64, sequence_ids, "sequence_ids")
+    column = pack(INT64, sequence_ids, "sequence_ids")
     return pb.Operation(swap_in=pb.SwapIn(sequence_ids=column))
+
+
+def retain(
+    token_ids: Tokens, *, time_to_live_s: float, priority: int = DEFAULT_PRIORITY
+) -> pb.Operation:
+    """Keep a prompt's cached prefix longer than others; it never stands in a sequence's way.
+
+    ``priority``: among retained prefixes, from 1, evicted first, to 100.
+    """
+    return pb.Operation(
+        retain=pb.Retain(
+            token_ids=pack_tokens(token_ids),
+            time_to_live=duration_of(time_to_live_s),
+            priority=priority,
+        )
+    )
+
+
+def release(token_ids: Tokens) -> pb.Operation:
+    """End the retention of a prompt's prefix."""
+    return pb.Operation(release=pb.Release(token_ids=pack_tokens(token_ids)))
+
+
+def forget(what: Tokens | Scope, *, force: bool = False) -> pb.Operation:
+    """Take prefixes out of the index: those that begin with the tokens of these whole blocks, or
+    all of a scope.
+
+    ``force``: also those that sequences refer to, which go on reading their blocks.
+    """
+    if what is Scope.NAMESPACE:
+        return pb.Operation(forget=pb.Forget(namespace_contents=True, force=force))
+    if what is Scope.TENANT:
+        return pb.Operation(forget=pb.Forget(tenant_contents=True, force=force))
+    return pb.Operation(forget=pb.Forget(token_ids=pack_tokens(what), force=force))
 
 
 def deferred_tokens(
@@ -123,20 +203,21 @@ def deferred_tokens(
     ``Session.last_number`` after that step.
     """
     return pb.DeferredTokens(
-        sequence_ids=_pack(INT64, sequence_ids, "sequence_ids"),
-        admitted_by=_pack(INT64, admitted_by, "admitted_by"),
-        first_positions=_pack(INT64, first_positions, "first_positions"),
-        num_tokens=_pack(INT32, num_tokens, "num_tokens"),
+        sequence_ids=pack(INT64, sequence_ids, "sequence_ids"),
+        admitted_by=pack(INT64, admitted_by, "admitted_by"),
+        first_positions=pack(INT64, first_positions, "first_positions"),
+        num_tokens=pack(INT32, num_tokens, "num_tokens"),
         token_ids=pack_tokens(token_ids),
     )
 
 
 def pack_tokens(token_ids: Tokens) -> bytes:
     """The column of ``token_ids``."""
-    return _pack(INT32, token_ids, "token_ids")
+    return pack(INT32, token_ids, "token_ids")
 
 
-def _pack(kind: str, values: Column | array[int], field: str) -> bytes:
+def pack(kind: str, values: Column | array[int], field: str) -> bytes:
+    """The column of ``values``, of elements of ``kind`` (``kvplane.columns``)."""
     if isinstance(values, bytes):
         return values
     try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from kvplane import columns
 from kvplane.columns import INT32, INT64, UINT8
-from kvplane.error_codec import from_wire
+from kvplane.error_messages import from_wire, seconds_of
 from kvplane.errors import InternalError, KvplaneError, NeverFitsError, PoolFullError
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2
@@ -50,6 +52,95 @@ def sequence_states(message: pb.SequenceStates) -> list[SequenceState]:
     return [SequenceState(*each) for each in zip(*values, strict=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class ExplainedBlock:
+    """A cached block; an element of the message ExplainPrefixResponse.
+
+    ``tier``: a ``types_pb2.Tier``. ``ref_count``: block tables that refer to it. ``num_hits``:
+    admissions that found it. ``age_s``: since it was published. ``idle_s``: since a sequence last
+    referred to it. ``priority``: that it is retained with, 0 when it is not.
+    """
+
+    tier: int
+    index: int
+    generation: int
+    ref_count: int
+    num_hits: int
+    age_s: float
+    idle_s: float
+    priority: int
+
+
+def explained_blocks(message: pb.ExplainPrefixResponse) -> list[ExplainedBlock]:
+    """The blocks, in order. Raises InvalidRequestError when columns differ in length."""
+    num_blocks = len(message.tiers)
+
+    def column(kind: str, name: str) -> array[int]:
+        return columns.read(kind, getattr(message, name), name, length=num_blocks)
+
+    return [
+        ExplainedBlock(*each)
+        for each in zip(
+            column(UINT8, "tiers"),
+            column(INT32, "indices"),
+            column(INT64, "generations"),
+            column(INT32, "ref_counts"),
+            column(INT64, "num_hits"),
+            (ms / 1000 for ms in column(INT64, "ages_ms")),
+            (ms / 1000 for ms in column(INT64, "idle_ms")),
+            column(UINT8, "priorities"),
+            strict=True,
+        )
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """An admission that waited in line and was granted; the message Grant."""
+
+    sequence_id: int
+    fork_sequence_ids: tuple[int, ...]
+    num_cached_tokens: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionNews:
+    """What happened to a session without its asking; the message News.
+
+    ``cut``: the ``control_pb2.CutReason`` of each sequence that lost its blocks, which must be
+    admitted again. ``num_blocks_asked``: blocks that the session is asked to release, 0 for none,
+    within ``deadline_s`` seconds.
+    """
+
+    granted: tuple[Granted, ...]
+    cut: Mapping[int, int]
+    num_blocks_asked: int
+    deadline_s: float
+
+
+def news_of(message: pb.StepResult | pb.Notice) -> SessionNews:
+    """The news in an answer or a notice. Raises InvalidRequestError for columns that are none."""
+    news = message.news
+    granted = (
+        Granted(
+            grant.sequence_id,
+            tuple(columns.read(INT64, grant.fork_sequence_ids, "granted.fork_sequence_ids")),
+            grant.num_cached_tokens,
+            grant.num_blocks,
+        )
+        for grant in news.granted
+    )
+    cut = columns.read(INT64, news.cut_sequence_ids, "cut_sequence_ids")
+    reasons = columns.read(UINT8, news.cut_reasons, "cut_reasons", length=len(cut))
+    return SessionNews(
+        granted=tuple(granted),
+        cut=dict(zip(cut, reasons, strict=True)),
+        num_blocks_asked=news.pressure.num_blocks,
+        deadline_s=seconds_of(news.pressure.deadline),
+    )
+
+
 def error_of(failure: pb.ItemFailure) -> KvplaneError:
     """Why an item of an operation was not done: LATER is PoolFullError with its retry delay, NEVER
     is NeverFitsError, FAILED the error that the control plane gave.
@@ -68,9 +159,11 @@ def error_of(failure: pb.ItemFailure) -> KvplaneError:
     delay_s = None
     if shortage.HasField("retry_delay"):
         delay_s = shortage.retry_delay.ToTimedelta().total_seconds()
+    advice = "submit receipts, free or swap out sequences, then try again"
+    if shortage.place_in_line:
+        advice = f"the admission waits, at place {shortage.place_in_line} in line"
     return PoolFullError(
-        f"{text}, {shortage.num_blocks_pending} more when plans have run: submit receipts, free "
-        "or swap out sequences, then try again",
+        f"{text}, {shortage.num_blocks_pending} more when plans have run: {advice}",
         retry_delay_s=delay_s,
     )
 

@@ -1,7 +1,8 @@
 """Signatures of the payloads that the planes write for each other and clients carry.
 
 HMAC-SHA256 (RFC 2104) under a key that only the two planes of a pool share. The type tag is part of
-what is signed, so that a receipt cannot pass for a plan.
+what is signed, so that a receipt cannot pass for a plan. Of a payload its SHA-256 is signed, which
+also identifies a plan: the two need one pass over its bytes.
 """
 
 from __future__ import annotations
@@ -27,20 +28,29 @@ def new_key() -> bytes:
 
 def sign(key: bytes, type_tag: str, payload: bytes) -> bytes:
     """The 32-byte signature of ``payload`` as a ``type_tag``."""
-    return hmac.digest(key, type_tag.encode() + b"\0" + payload, "sha256")
+    return sign_digest(key, type_tag, digest(payload))
+
+
+def sign_digest(key: bytes, type_tag: str, payload_digest: bytes) -> bytes:
+    """The 32-byte signature of the payload whose ``digest`` this is."""
+    return hmac.digest(key, type_tag.encode() + b"\0" + payload_digest, "sha256")
 
 
 def verify(
     key: bytes, want_type: str, type_tag: str, payload: bytes, signature: bytes, *, field: str
-) -> None:
-    """Raise BadSignatureError naming ``field`` unless it is a ``want_type`` signed with ``key``."""
+) -> bytes:
+    """The payload's ``digest``. Raises BadSignatureError naming ``field`` unless it is a
+    ``want_type`` signed with ``key``.
+    """
     if type_tag != want_type:
         raise BadSignatureError(f"expected a signed {want_type}", field=f"{field}.type")
-    if not hmac.compare_digest(sign(key, type_tag, payload), signature):
+    payload_digest = digest(payload)
+    if not hmac.compare_digest(sign_digest(key, type_tag, payload_digest), signature):
         raise BadSignatureError(
             "does not match: the payload was changed, or signed with another key",
             field=f"{field}.signature",
         )
+    return payload_digest
 
 
 def key_id(key: bytes) -> bytes:
@@ -49,5 +59,5 @@ def key_id(key: bytes) -> bytes:
 
 
 def digest(payload: bytes) -> bytes:
-    """The SHA-256 that identifies a plan."""
+    """The SHA-256 of a payload: what is signed of it, and what identifies a plan."""
     return hashlib.sha256(payload).digest()

@@ -3,11 +3,13 @@
 Knows neither grpc nor torch. Single-threaded: it is only ever called from the event loop, and every
 call runs to its end. Invariant: ``check_integrity`` holds after every call, one that raises too.
 
-    registration   register, report, disconnect, fence_done, take_outgoing
+    registration   register, report, disconnect, fence_done, take_told,
+                   take_outgoing
     sessions       open_session, renew_session, close_session, tick
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
                    applying its receipts first
-    queries        block_table, lookup_prefix, describe_*, check_integrity
+    queries        check_operations, block_table, common_prefix, find_prefix, lookup_prefix,
+                   explain_prefix, describe_*, check_integrity
 """
 
 from __future__ import annotations
@@ -17,23 +19,21 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar, cast
 
-from control_plane.planning import integrity
+from control_plane.planning import integrity, queries
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.layouts import layout_fingerprint
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import MAX_NAMESPACE_CHARACTERS, root_of
 from control_plane.planning.pools.registration import Registration
-from control_plane.planning.sequence import states
+from control_plane.planning.queries import states
 from control_plane.planning.session import EndedSessions, Session
-from control_plane.planning.steps import checks
 from control_plane.planning.steps.abort import abort_from, abort_plans
 from control_plane.planning.steps.deferred_tokens import take_deferred_tokens
-from control_plane.planning.steps.draft import Draft
 from control_plane.planning.steps.numbering import content_of
-from control_plane.planning.steps.planner import Planner, may_plan, num_items
+from control_plane.planning.steps.planner import Named, Planner, may_plan, read_operations
+from control_plane.planning.steps.plans import finish_plan
 from control_plane.planning.steps.receipts import take_receipts
-from kvplane import columns, protocol, signing
-from kvplane.columns import INT32, INT64
+from kvplane import protocol, signing
 from kvplane.error_messages import duration_of
 from kvplane.errors import (
     InvalidRequestError,
@@ -87,7 +87,7 @@ class ControlPlane:
         self._registration = Registration(
             self._pools,
             incarnation=incarnation,
-            watermark=config.watermark,
+            config=config,
             new_key=new_key,
             end_sessions=self._end_all,
         )
@@ -96,6 +96,8 @@ class ControlPlane:
         self.disconnect = self._registration.disconnect
         self.fence_done = self._registration.fence_done
         self.take_outgoing = self._registration.take_outgoing
+        self.take_told = self._registration.take_told
+        self._touch = self._registration.touched.add
 
     # Sessions
 
@@ -131,7 +133,6 @@ class ControlPlane:
         )
         self._sessions[session.id] = session
         self._renew(session)
-        pool.open(session.id)
         return cpb.OpenSessionResponse(
             session=session.ref,
             time_to_live=duration_of(self._config.lease_s),
@@ -139,8 +140,8 @@ class ControlPlane:
             grant=self._grant(session),
             shards=pool.shards.infos(),
             layout=pool.layout.to_proto(),
-            num_device_blocks=pool.device.num_blocks,
-            num_host_blocks=pool.host.num_blocks,
+            num_device_blocks=pool.num_blocks(tpb.TIER_DEVICE),
+            num_host_blocks=pool.num_blocks(tpb.TIER_HOST),
         )
 
     def renew_session(self, session: tpb.SessionRef, tenant: str) -> float:
@@ -203,7 +204,7 @@ class ControlPlane:
         def run(session: Session) -> cpb.AbortPlanResponse:
             take_receipts(session, self._bounded(request.receipts))
             abort_from(session, request.plan_number)
-            return cpb.AbortPlanResponse(sequences=states(session.sequences.values()))
+            return cpb.AbortPlanResponse(sequences=states(session))
 
         return self._answer(request, tenant, run)
 
@@ -213,8 +214,10 @@ class ControlPlane:
         def run(session: Session) -> cpb.ResyncResponse:
             take_receipts(session, self._bounded(request.receipts))
             abort_plans(session, next_plan=request.number)
-            plan = Draft(session, request.number).finish()
-            return cpb.ResyncResponse(sequences=states(session.sequences.values()), plan=plan)
+            response = cpb.ResyncResponse(sequences=states(session))
+            session.native.begin(session.slot, request.number)
+            finish_plan(session, request.number, response)
+            return response
 
         return self._answer(request, tenant, run)
 
@@ -243,27 +246,19 @@ class ControlPlane:
 
     def _step(self, session: Session, request: cpb.StepRequest) -> cpb.StepResult:
         self._take_past(session, request)
-        operations, most = request.operations, self._config.max_operations
-        if len(operations) > most or num_items(operations) > most:
-            raise InvalidRequestError(
-                f"must have at most {most} items in all: send them in several steps",
-                field="operations",
-            )
-        if session.resync_due or any(map(may_plan, operations)):
-            self._check_plans_in_flight(session)
-        draft = Draft(session, request.number)
-        planner = Planner(
-            session,
-            draft,
-            max_sequences=self._config.max_sequences,
-            max_table_entries=self._config.max_table_entries,
-        )
-        results = [planner.run(i, operation) for i, operation in enumerate(operations)]
+        operations = read_operations(request.operations, self._config.max_operations)
+        if len(session.plans) >= self._config.max_plans_in_flight:
+            _check_no_plan(session, operations)
+        result = cpb.StepResult()
+        session.native.begin(session.slot, request.number)
+        run, add = Planner(session).run, result.results.add
+        for i, operation in enumerate(operations):
+            run(i, operation, add())
+        finish_plan(session, request.number, result)
         pool = session.pool
-        pool.counters.max_held_blocks = max(pool.counters.max_held_blocks, pool.device.num_held())
-        return cpb.StepResult(
-            results=results, plan=draft.finish(), usage=pool.usage(), revision=pool.revision()
-        )
+        result.usage.CopyFrom(pool.usage())
+        result.revision = pool.revision()
+        return result
 
     def _take_past(
         self, session: Session, request: cpb.StepRequest | cpb.SubmitReceiptsRequest
@@ -280,55 +275,67 @@ class ControlPlane:
             )
         return receipts
 
-    def _check_plans_in_flight(self, session: Session) -> None:
-        num = len(session.plans)
-        if num >= self._config.max_plans_in_flight:
-            raise TooManyPlansInFlightError(
-                f"{num} plans wait for their receipts: submit some before the next step"
-            )
-
     # Queries
+
+    def check_operations(
+        self, request: cpb.CheckOperationsRequest, tenant: str
+    ) -> cpb.CheckOperationsResponse:
+        """What each operation would be answered as the only one of a step now."""
+        session = self._session(request.session, tenant)
+        operations = read_operations(request.operations, self._config.max_operations)
+        response = cpb.CheckOperationsResponse()
+        session.native.begin(session.slot, session.numbers.last + 1, True)
+        run = Planner(session, is_check=True).run
+        for i, operation in enumerate(operations):
+            result = response.results.add()
+            run(i, operation, result)
+            if operation[0] != "admit" and result.WhichOneof("done") is not None:
+                result.ClearField("done")
+        session.native.end_dry_run()
+        return response
 
     def block_table(
         self, request: cpb.GetBlockTableRequest, tenant: str
     ) -> cpb.GetBlockTableResponse:
         """A sequence's blocks, and how many of its tokens are known."""
-        session = self._session(request.session, tenant)
-        sequence = session.sequence(request.sequence_id, field="sequence_id")
-        generations = session.pool.tiers[sequence.tier].generations(sequence.table)
-        blocks = tpb.Blocks(
-            tier=sequence.tier,
-            indices=columns.pack(INT32, sequence.table),
-            generations=columns.pack(INT64, generations),
-        )
-        return cpb.GetBlockTableResponse(tables=[blocks], num_tokens=sequence.num_tokens)
-
-    def lookup_prefix(
-        self, request: cpb.LookupPrefixRequest, tenant: str
-    ) -> cpb.LookupPrefixResponse:
-        """How much of a prompt an admission would find cached now. Nothing is held."""
-        session = self._session(request.session, tenant)
-        token_ids = request.token_ids
-        checks.token_ids(token_ids, at_least=1, field="token_ids")
-        index = session.pool.device.index
-        hits = index.match(session.root, token_ids)
-        num_cached = min(len(hits) * session.pool.block_size, len(token_ids) // 4 - 1)
-        return cpb.LookupPrefixResponse(
-            num_cached_tokens=num_cached, hashes=b"".join(index.hashes(hits))
-        )
+        return queries.block_table(self._session(request.session, tenant), request)
 
     def describe_sequence(
         self, request: cpb.DescribeSequenceRequest, tenant: str
     ) -> cpb.DescribeSequenceResponse:
         """A sequence's positions and blocks."""
-        session = self._session(request.session, tenant)
-        sequence = session.sequence(request.sequence_id, field="sequence_id")
-        return cpb.DescribeSequenceResponse(sequences=states([sequence]))
+        return queries.describe_sequence(self._session(request.session, tenant), request)
+
+    def common_prefix(
+        self, request: cpb.CommonPrefixRequest, tenant: str
+    ) -> cpb.CommonPrefixResponse:
+        """How many leading blocks several sequences share."""
+        return queries.common_prefix(self._session(request.session, tenant), request)
+
+    def lookup_prefix(
+        self, request: cpb.LookupPrefixRequest, tenant: str
+    ) -> cpb.LookupPrefixResponse:
+        """How much of a prompt an admission would find cached now. Nothing is held."""
+        return queries.lookup_prefix(self._session(request.session, tenant), request)
+
+    def explain_prefix(
+        self, request: cpb.ExplainPrefixRequest, tenant: str
+    ) -> cpb.ExplainPrefixResponse:
+        """The cached blocks of a prompt's prefix. Nothing is held."""
+        return queries.explain_prefix(self._session(request.session, tenant), request)
+
+    def find_prefix(self, request: cpb.FindPrefixRequest, tenant: str) -> cpb.FindPrefixResponse:
+        """How much of a prompt each pool has cached for the tenant. Raises PoolNotFoundError."""
+        if not request.pool_ids:
+            pools = [self._pools[pool_id] for pool_id in sorted(self._pools)]
+        else:
+            pools = [self._pool(i, "pool_ids") for i in sorted(set(request.pool_ids))]
+        return queries.find_prefix(pools, request, tenant)
 
     def describe_pool(self, pool_id: str) -> cpb.DescribePoolResponse:
         """A pool, ready or not. Raises PoolNotFoundError."""
         pool = self._pool(pool_id)
-        return pool.info(sum(len(session.sequences) for session in self._sessions_of(pool)))
+        return pool.info(sum(pool.native.num_sequences(s.slot) for s in self._sessions_of(pool)))
 
     def list_pools(self) -> list[str]:
         """Ids of the pools that have registered, in order."""
@@ -343,12 +350,12 @@ class ControlPlane:
 
     # Helpers
 
-    def _pool(self, pool_id: str) -> Pool:
+    def _pool(self, pool_id: str, field: str = "pool_id") -> Pool:
         if not pool_id:
-            raise InvalidRequestError("is missing: it names a pool", field="pool_id")
+            raise InvalidRequestError("is missing: it names a pool", field=field)
         pool = self._pools.get(pool_id)
         if pool is None:
-            raise PoolNotFoundError(f"no shard of pool {pool_id!r} has registered", field="pool_id")
+            raise PoolNotFoundError(f"no shard of pool {pool_id!r} has registered", field=field)
         return pool
 
     def _session(self, ref: tpb.SessionRef, tenant: str) -> Session:
@@ -393,7 +400,10 @@ class ControlPlane:
         return tpb.SignedPayload(type=signing.GRANT, payload=payload, signature=signature)
 
     def _renew(self, session: Session) -> None:
-        session.expires_at_s = self._clock() + self._config.lease_s
+        now_s = self._clock()
+        session.expires_at_s = now_s + self._config.lease_s
+        self._touch(session.pool)
+        session.pool.set_time(now_s)
 
     def _end_all(self, pool: Pool) -> None:
         """End the sessions of a pool, of which a shard has restarted."""
@@ -402,6 +412,7 @@ class ControlPlane:
 
     def _end(self, session: Session, reason: type[KvplaneError]) -> None:
         session.end()
+        self._touch(session.pool)
         del self._sessions[session.id]
         self._ended.add(session, reason)
 
@@ -409,3 +420,11 @@ class ControlPlane:
 def _require_short(value: str, most: int, field: str) -> None:
     if len(value) > most:
         raise InvalidRequestError(f"must have at most {most} characters", field=field)
+
+
+def _check_no_plan(session: Session, operations: Sequence[Named]) -> None:
+    """No plan may be made now. Raises TooManyPlansInFlightError if one might."""
+    if session.resync_due or any(map(may_plan, operations)):
+        raise TooManyPlansInFlightError(
+            f"{len(session.plans)} plans wait for their receipts: submit some before the next step"
+        )

@@ -1,56 +1,44 @@
-"""One engine's lease on a pool: its sequences, its blocks, its plans in flight.
+"""One engine's lease on a pool: its numbers, its plans in flight, and why ended ones ended.
 
-Invariants: the pool's reservations count every live sequence and every device block of its tables;
-a plan is in ``plans`` until it is receipted or aborted.
+Its sequences, their tables and the draft of its next plan are in the native core, under ``slot``.
+Invariant: a plan is in ``plans`` until it is receipted or aborted.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass
 from typing import Final
 
-from control_plane.blocks.block_store import ENDED, BlockStore
 from control_plane.planning.pools.pool import Pool
-from control_plane.planning.sequence import Sequence
 from control_plane.planning.steps.numbering import Numbering
-from control_plane.planning.steps.plan_columns import TransferColumns
-from kvplane.errors import KvplaneError, SequenceNotFoundError, SessionNotFoundError
+from kvplane import protocol
+from kvplane.errors import KvplaneError, SessionNotFoundError
 from kvplane.v1 import types_pb2 as tpb
 
 _MAX_VOIDED: Final = 1024
-_DEVICE: Final = tpb.TIER_DEVICE
-
-
-@dataclass(slots=True)
-class PlanRecord:
-    """What a plan in flight will change once it has run, or must undo when it is aborted."""
-
-    number: int
-    digest: bytes
-    touched: list[Sequence]  # have spans or transfers in it
-    transfers: TransferColumns
-    pins: list[tuple[BlockStore, int]]  # transfer sources
 
 
 class Session:
     """State of an open session; what changes it is in the planner, receipts and abort."""
 
     __slots__ = (
+        "_receipt_prefixes",
         "_voided",
         "done",
+        "epochs",
         "expires_at_s",
         "id",
         "last_plan",
+        "native",
         "numbers",
         "ordinal",
+        "plan_prefix",
         "plans",
         "pool",
         "receipted",
         "ref",
-        "resync_due",
         "root",
-        "sequences",
+        "slot",
         "tenant",
     )
 
@@ -64,7 +52,9 @@ class Session:
         root: bytes,
         num_answers: int,
     ) -> None:
-        """``root``: of the prefixes that it shares. ``num_answers``: how many are remembered."""
+        """Open it in the pool. ``root``: of the prefixes that it shares. ``num_answers``: how many
+        are remembered. Raises QuotaExceededError.
+        """
         self.ref = ref
         self.id = ref.session_id
         self.pool = pool
@@ -72,77 +62,48 @@ class Session:
         self.tenant = tenant
         self.root = root
         self.expires_at_s = 0.0
-        self.sequences: dict[int, Sequence] = {}
+        self.epochs = pool.epochs  # of the shards; a session ends when one of them changes
+        self.slot = pool.open(self.id, tenant, root)
+        self.native = pool.native
         self.numbers = Numbering(num_answers)
         self.last_plan = 0
-        self.plans: dict[int, PlanRecord] = {}
+        self.plans: dict[int, bytes] = {}  # SHA-256 of each plan in flight
         self.receipted = [0] * pool.shards.num_shards  # highest plan receipted by each shard
         self.done = 0  # highest plan receipted by all
-        self.resync_due = False
+        # The fields that all plans of the session begin with, encoded.
+        self.plan_prefix = tpb.Plan(
+            version=protocol.PAYLOAD_VERSION, session=ref, pool_id=pool.id, shard_epochs=self.epochs
+        ).SerializeToString(deterministic=True)
+        self._receipt_prefixes: dict[int, bytes] = {}  # by shard: what its receipts begin with
         self._voided: deque[int] = deque(maxlen=_MAX_VOIDED)
 
-    # Sequences
-
-    def sequence(self, sequence_id: int, *, field: str) -> Sequence:
-        """The live sequence. Raises SequenceNotFoundError naming ``field``."""
-        sequence = self.sequences.get(sequence_id)
-        if sequence is None:
-            raise SequenceNotFoundError(f"sequence {sequence_id} is not live", field=field)
-        return sequence
-
-    def add(self, sequence: Sequence) -> None:
-        """Add a live sequence and guarantee its need."""
-        self.sequences[sequence.id] = sequence
-        self.pool.reservations.add_sequence(self.id, sequence.need)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a live sequence, whose blocks were released."""
-        del self.sequences[sequence.id]
-        self.pool.reservations.remove_sequence(self.id, sequence.need)
-
-    # Blocks
-
-    def allocate(self, tier: tpb.Tier, num_blocks: int) -> list[int]:
-        """Blocks for a table of the session. The caller has checked that there is room."""
-        blocks = self.pool.tiers[tier].allocate(self.id, num_blocks)
-        if tier == _DEVICE:
-            self.pool.reservations.hold(self.id, blocks)
-        return blocks
-
-    def share(self, tier: tpb.Tier, blocks: list[int]) -> None:
-        """Add a reference of a table of the session to each block."""
-        self.pool.tiers[tier].share(blocks)
-        if tier == _DEVICE:
-            self.pool.reservations.hold(self.id, blocks)
-
-    def release(self, tier: tpb.Tier, blocks: list[int], plan: int) -> int:
-        """Remove a table's reference to each block, tails first. They may be touched until
-        ``plan`` has run.
-
-        Returns how many blocks no table refers to any more.
-        """
-        if tier == _DEVICE:
-            self.pool.reservations.release(self.id, blocks)
-        return self.pool.tiers[tier].release(blocks, self.id, plan)
-
-    def unpin(self, record: PlanRecord, plan: int) -> None:
-        """Unpin the sources of an aborted plan, whose transfers may run until ``plan`` has."""
-        for store, block in reversed(record.pins):
-            store.touched_until([block], self.id, plan)
-            store.unpin([block])
+    @property
+    def resync_due(self) -> bool:
+        """Whether the next plan carries whole tables."""
+        return self.native.resync_due(self.slot)
 
     def end(self) -> None:
         """Release all blocks. They are retired until every shard has fenced the session."""
-        for sequence in list(self.sequences.values()):
-            self.release(sequence.tier, sequence.table[::-1], ENDED)
-            sequence.table = []
-            self.remove(sequence)
-        for record in self.plans.values():
-            self.unpin(record, ENDED)
         self.plans.clear()
         self.pool.end(self.ref, self.ordinal)
 
     # Plans
+
+    def receipt_of(self, number: int, shard_index: int) -> bytes | None:
+        """The encoded receipt by a shard of a plan in flight; None when there is none of these."""
+        digest = self.plans.get(number)
+        if digest is None or not 0 <= shard_index < len(self.epochs):
+            return None
+        prefix = self._receipt_prefixes.get(shard_index)
+        if prefix is None:
+            prefix = self._receipt_prefixes[shard_index] = tpb.Receipt(
+                version=protocol.PAYLOAD_VERSION,
+                session=self.ref,
+                pool_id=self.pool.id,
+                shard_index=shard_index,
+                epoch=self.epochs[shard_index],
+            ).SerializeToString(deterministic=True)
+        return b"%b\x30%b\x3a\x20%b" % (prefix, _varint(number), digest)
 
     def void(self, number: int) -> None:
         """Remember that the plan is aborted, so that aborting it again changes nothing."""
@@ -151,6 +112,16 @@ class Session:
     def is_voided(self, number: int) -> bool:
         """Whether the plan was aborted."""
         return number in self._voided
+
+
+def _varint(value: int) -> bytes:
+    """In protobuf's encoding."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
 
 
 class EndedSessions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from control_plane.planning.config import CoreConfig
+from control_plane.planning.config import EVICTION_POLICIES, CoreConfig
 from kvplane.serving.config import ServingConfig, bind_setting, metrics_port_setting
 from kvplane.serving.settings import setting
 
@@ -48,12 +48,48 @@ class ControlPlaneConfig(ServingConfig):
     )
     max_table_entries: int = setting(
         _CORE.max_table_entries,
-        help="Entries of the block tables of a session, beyond which it cannot fork.",
+        help="Entries of the block tables of a session, shared ones counted in each table.",
         unit="entries",
         minimum=1,
     )
     max_operations: int = setting(
         _CORE.max_operations, help="Items of all operations of a step.", unit="items", minimum=1
+    )
+    eviction_policy: str = setting(
+        _CORE.eviction_policy,
+        help="Which cached blocks are evicted first.",
+        choices=EVICTION_POLICIES,
+    )
+    max_tenant_sessions: int = setting(
+        _CORE.max_tenant_sessions,
+        help="Open sessions of a tenant; 0 means no quota.",
+        unit="sessions",
+        minimum=0,
+    )
+    max_tenant_sequences: int = setting(
+        _CORE.max_tenant_sequences,
+        help="Live sequences of a tenant, over all its sessions; 0 means no quota.",
+        unit="sequences",
+        minimum=0,
+    )
+    max_tenant_blocks: int = setting(
+        _CORE.max_tenant_blocks,
+        help="Blocks of both tiers that a tenant's block tables refer to; 0 means no quota.",
+        unit="blocks",
+        minimum=0,
+    )
+    max_tenant_steps_per_s: float = setting(
+        _CORE.max_tenant_steps_per_s,
+        help="Steps a second of a tenant, over all its sessions; 0 means no quota.",
+        unit="1/s",
+        minimum=0.0,
+    )
+    max_retained_share: float = setting(
+        _CORE.max_retained_share,
+        help="Share of a pool's device blocks that a tenant may retain.",
+        unit="fraction",
+        minimum=0.0,
+        maximum=1.0,
     )
     heartbeat_s: float = setting(
         5.0,
@@ -80,4 +116,10 @@ class ControlPlaneConfig(ServingConfig):
             max_sequences=self.max_sequences,
             max_table_entries=self.max_table_entries,
             max_sessions=self.max_sessions,
+            eviction_policy=self.eviction_policy,
+            max_tenant_sessions=self.max_tenant_sessions,
+            max_tenant_sequences=self.max_tenant_sequences,
+            max_tenant_blocks=self.max_tenant_blocks,
+            max_tenant_steps_per_s=self.max_tenant_steps_per_s,
+            max_retained_share=self.max_retained_share,
         )

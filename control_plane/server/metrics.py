@@ -27,7 +27,7 @@ _STATUS_NAMES: Final = {
 }
 _TIER_NAMES: Final = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
 # Operations of several items; the others are one item.
-_COLUMN_OPERATIONS: Final = ("append", "fork", "free")
+_COLUMN_OPERATIONS: Final = ("append", "fork", "free", "truncate")
 
 # Pools by their ids.
 Pools = Mapping[str, pb.DescribePoolResponse]
@@ -135,7 +135,6 @@ def _blocks(pools: Pools) -> Metric:
                 "cached": tier.num_cached_blocks,
                 "held": tier.num_held_blocks,
                 "retired": tier.num_retired_blocks,
-                "reserved": tier.num_reserved_blocks,
             }
             for state, num_blocks in states.items():
                 family.add_metric((pool_id, _TIER_NAMES[tier.tier], state), num_blocks)
@@ -158,6 +157,23 @@ def _counters(pools: Pools) -> Iterator[Metric]:
         ("kvplane_copies_on_write", "Blocks copied for their writer.", "num_copies_on_write"),
         ("kvplane_evictions", "Published blocks allocated for another use.", "num_evictions"),
         ("kvplane_publications", "Blocks published.", "num_publications"),
+        (
+            "kvplane_host_hit_tokens",
+            "Of the tokens found cached, those in the host tier.",
+            "num_host_hit_tokens",
+        ),
+        (
+            "kvplane_demoted_blocks",
+            "Published blocks moved to the host tier where they would have been evicted.",
+            "num_demoted_blocks",
+        ),
+        ("kvplane_forgotten_blocks", "Published blocks forgotten.", "num_forgotten_blocks"),
+        ("kvplane_cut_sequences", "Sequences cut for others.", "num_cut_sequences"),
+        (
+            "kvplane_granted_admissions",
+            "Admissions that waited in line and were granted.",
+            "num_granted_admissions",
+        ),
     ):
         family = CounterMetricFamily(name, help, labels=("pool",))
         for pool_id, pool in pools.items():

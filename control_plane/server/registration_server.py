@@ -71,9 +71,9 @@ class Registrar:
 
     def flush(self) -> None:
         """Move the messages that the core has queued to their streams."""
-        for stream in self._streams.values():
-            outgoing = self._core.take_outgoing(*stream.key)
-            if outgoing:
+        for key in self._core.take_told():
+            stream = self._streams.get(key)
+            if stream is not None and (outgoing := self._core.take_outgoing(*key)):
                 stream.outbox.extend(outgoing)
                 stream.changed.set()
 

@@ -19,7 +19,7 @@ from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.registration_server import Registrar
 from kvplane import protocol
 from kvplane.error_codec import to_wire
-from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.errors import InvalidRequestError, KvplaneError, ProtocolMismatchError
 from kvplane.serving.identity import tenant_of
 from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import control_pb2 as pb
@@ -155,6 +155,29 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     ) -> pb.DescribeSequenceResponse:
         return self._core.describe_sequence(request, tenant_of(context))
 
+    async def CheckOperations(
+        self, request: pb.CheckOperationsRequest, context: _Context
+    ) -> pb.CheckOperationsResponse:
+        return self._core.check_operations(request, tenant_of(context))
+
+    async def FindPrefix(
+        self, request: pb.FindPrefixRequest, context: _Context
+    ) -> pb.FindPrefixResponse:
+        return self._core.find_prefix(request, tenant_of(context))
+
+    async def ExplainPrefix(
+        self, request: pb.ExplainPrefixRequest, context: _Context
+    ) -> pb.ExplainPrefixResponse:
+        return self._core.explain_prefix(request, tenant_of(context))
+
+    async def CommonPrefix(
+        self, request: pb.CommonPrefixRequest, context: _Context
+    ) -> pb.CommonPrefixResponse:
+        return self._core.common_prefix(request, tenant_of(context))
+
+    def Watch(self, request: pb.WatchRequest, context: _Context) -> AsyncIterator[pb.WatchResponse]:
+        raise _not_served("Watch")
+
     def Register(
         self, request_iterator: AsyncIterator[pb.RegisterRequest], context: _Context
     ) -> AsyncIterator[pb.RegisterResponse]:
@@ -180,3 +203,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
             self._registrar.flush()
         self._metrics.count_step(request.operations, result, time.perf_counter() - begin)
         return result
+
+
+def _not_served(method: str) -> ProtocolMismatchError:
+    return ProtocolMismatchError(f"this control plane does not serve {method}")

@@ -95,14 +95,16 @@ class ShardKernels:
         dtype and the options fit it, and InternalError when the device failed.
         """
         key_scales, value_scales = self._scales[layer]
+        options = options.in_group(self._group.sliding_window_tokens)
         with device_errors(), _errors_under(prefix):
+            _check_window(options.sliding_window_tokens, batch.max_window_tokens)
             arguments = AttentionArguments(
                 query,
                 self._pools.pages(layer),
                 batch.block_tables,
                 batch.query_starts,
                 batch.context_lens,
-                options.in_group(self._group.sliding_window_tokens),
+                options,
                 key_scales,
                 value_scales,
                 batch.max_tokens,
@@ -241,6 +243,17 @@ class ShardKernels:
         """Stricter than the kernels, which would accept other dtypes and round."""
         wanted, has = (str(dtype).removeprefix("torch.") for dtype in (self._dtype, tensor.dtype))
         require(has == wanted, f"must have the layout's dtype {wanted}, has {has}", name)
+
+
+def _check_window(window_tokens: int, most: int | None) -> None:
+    """Refuse a window, 0 for none, that reaches back to trimmed entries."""
+    if most is not None:
+        require(
+            0 < window_tokens <= most,
+            f"must be 1 to {most}, because what lies further back was trimmed from a block table, "
+            f"is {window_tokens or 'without a window'}",
+            "options.sliding_window_tokens",
+        )
 
 
 @contextmanager

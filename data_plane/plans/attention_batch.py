@@ -1,7 +1,8 @@
 """A plan's spans in the form that the kernels take: checked against the block tables, made once.
 
 Token i of a span is at position p = first_position + i of its sequence and is written to slot
-``table[p // block_size] * block_size + p % block_size``.
+``table[p // block_size] * block_size + p % block_size``. A table that was trimmed has 0 for the
+entries behind the attention window; ``max_window_tokens`` says how far back queries may look.
 
 Computed with numpy: torch would wake its threads, even for tensors as small as a decode step's.
 """
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from data_plane.memory.upload import upload
-from data_plane.plans.block_tables import BlockTables, Table, no_table
+from data_plane.plans.block_tables import BlockTables, Table, no_table, taken_away
 from data_plane.plans.plan_columns import ints, refuse
 from kvplane import columns
 from kvplane.errors import (
@@ -25,6 +26,7 @@ from kvplane.errors import (
     InvalidRequestError,
     SequenceNotFoundError,
     SequenceSwappedError,
+    StaleGenerationError,
 )
 from kvplane.v1 import types_pb2 as pb
 
@@ -48,7 +50,9 @@ class AttentionBatch:
     slots: torch.Tensor
     """[T] int64: where each token is written."""
     block_tables: torch.Tensor
-    """[S, max_blocks] int32: the part of each span's table that it attends to, padded with 0."""
+    """[S, max_blocks] int32: each span's table up to its last token. Padding and trimmed entries
+    are 0.
+    """
     query_starts: torch.Tensor
     """[S + 1] int64: ``starts`` for the kernels."""
     context_lens: torch.Tensor
@@ -57,6 +61,8 @@ class AttentionBatch:
     """Device blocks written, each listed once for each span that writes it."""
     written_by: NDArray[np.int64]
     """The span that writes each."""
+    max_window_tokens: int | None
+    """The widest attention window that reads no trimmed entry; None when none is trimmed."""
 
     @property
     def num_spans(self) -> int:
@@ -87,40 +93,78 @@ class AttentionBatch:
         )
 
 
-def prepare_batch(tables: BlockTables, session_id: int, spans: pb.Spans) -> AttentionBatch:
-    """Check a plan's spans and compute what the kernels need.
+def prepare_batch(
+    tables: BlockTables, session_id: int, spans: pb.Spans, changed_ids: bytes = b""
+) -> AttentionBatch:
+    """Check a plan's spans and compute what the kernels need. ``changed_ids``: the plan's column of
+    the sequences whose tables it has changed.
 
-    Raises InvalidRequestError, SequenceNotFoundError, SequenceSwappedError and
-    BlockNotWritableError, naming the field.
+    Raises InvalidRequestError, SequenceNotFoundError, SequenceSwappedError, StaleGenerationError
+    and BlockNotWritableError, naming the field.
     """
     sequence_ids = ints(columns.INT64, spans.sequence_ids, f"{_AT}.sequence_ids")
     num_spans = len(sequence_ids)
     first = ints(columns.INT64, spans.first_positions, f"{_AT}.first_positions", num_spans)
     counts = ints(columns.INT32, spans.num_tokens, f"{_AT}.num_tokens", num_spans)
     found = _tables_of(tables.of_session(session_id), sequence_ids)
-    blocks = list(map(attrgetter("blocks"), found))
+    _check_current(tables, found, sequence_ids)
+    block_size = tables.block_size_tokens
+    blocks = [table.blocks for table in found]
     lengths = np.fromiter(map(len, blocks), np.int64, num_spans)
-    _check_positions(first, counts, lengths * tables.block_size_tokens)
-    batch = _batch(sequence_ids, first, counts, blocks, lengths, tables.block_size_tokens)
-    check_writable(tables, batch)
+    trimmed = np.fromiter(map(attrgetter("num_trimmed"), found), np.int64, num_spans)
+    _check_positions(first, counts, trimmed * block_size, lengths * block_size)
+    batch = _batch(sequence_ids, first, counts, blocks, lengths, trimmed * block_size, block_size)
+    check_writable(tables, session_id, batch, np.frombuffer(changed_ids, "<i8"))
     return batch
 
 
-def check_writable(tables: BlockTables, batch: AttentionBatch) -> None:
-    """Raise BlockNotWritableError if a block to be written is published, or if more than one table
-    entry refers to it.
+def check_current(tables: BlockTables, session_id: int, batch: AttentionBatch) -> None:
+    """Raise StaleGenerationError if a block of a span's table has been allocated again."""
+    of_session = tables.of_session(session_id)
+    found = [of_session[sequence_id] for sequence_id in batch.sequence_ids.tolist()]
+    _check_current(tables, found, batch.sequence_ids)
+
+
+def check_unpublished(tables: BlockTables, batch: AttentionBatch) -> None:
+    """Raise BlockNotWritableError if a block to be written is published."""
+    published = tables.publications.published[batch.written_blocks]
+    if published.any():
+        raise _not_writable(batch, int(published.argmax()), "published")
+
+
+def check_writable(
+    tables: BlockTables, session_id: int, batch: AttentionBatch, changed_ids: NDArray[np.int64]
+) -> None:
+    """Raise BlockNotWritableError if a block to be written is published, or shared: if a table
+    refers to it that this plan does not change, besides the writer's, or two spans write it.
+
+    Tables that the plan makes may share what it computes: equal prompts are computed once.
+    ``changed_ids``: the sequences whose tables the plan changes.
     """
+    check_unpublished(tables, batch)
     blocks = batch.written_blocks
-    published = tables.publications.published[blocks]
-    bad = published | (tables.ref_counts[pb.TIER_DEVICE][blocks] != 1)
+    num_entries = tables.ref_counts[pb.TIER_DEVICE][blocks]
+    shared = num_entries != 1
+    if not shared.any():
+        return
+    of_session = tables.of_session(session_id)
+    changed = [of_session[i].held.blocks for i in set(changed_ids.tolist()) if i in of_session]
+    counts = np.bincount(np.concatenate([*changed, blocks[:0]]), minlength=int(blocks.max()) + 1)
+    writers = batch.sequence_ids[batch.written_by]
+    counts = counts[blocks] + ~np.isin(writers, changed_ids)
+    again = np.ones(len(blocks), np.bool_)
+    again[np.unique(blocks, return_index=True)[1]] = False
+    bad = shared & (again | (counts != num_entries))
     if bad.any():
-        i = int(bad.argmax())
-        why = "published" if published[i] else "shared with another table"
-        raise BlockNotWritableError(
-            f"block {blocks[i]} is {why} and may not be written: a plan has to copy it to a block "
-            "of the sequence's own first",
-            field=f"{_AT}.sequence_ids[{batch.written_by[i]}]",
-        )
+        raise _not_writable(batch, int(bad.argmax()), "shared with another table")
+
+
+def _not_writable(batch: AttentionBatch, i: int, why: str) -> BlockNotWritableError:
+    return BlockNotWritableError(
+        f"block {batch.written_blocks[i]} is {why} and may not be written: a plan has to copy it "
+        "to a block of the sequence's own first",
+        field=f"{_AT}.sequence_ids[{batch.written_by[i]}]",
+    )
 
 
 def _tables_of(tables: Mapping[int, Table], sequence_ids: NDArray[np.int64]) -> list[Table]:
@@ -149,13 +193,29 @@ def _tables_of(tables: Mapping[int, Table], sequence_ids: NDArray[np.int64]) -> 
     return found  # type: ignore[return-value]
 
 
-def _check_positions(
-    first: NDArray[np.int64], counts: NDArray[np.int64], num_slots: NDArray[np.int64]
+def _check_current(
+    tables: BlockTables, found: list[Table], sequence_ids: NDArray[np.int64]
 ) -> None:
+    i = tables.first_stale(found)
+    if i is not None:
+        at = f"{_AT}.sequence_ids[{i}]"
+        raise StaleGenerationError(taken_away(int(sequence_ids[i])), field=at)
+
+
+def _check_positions(
+    first: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    trimmed: NDArray[np.int64],
+    num_slots: NDArray[np.int64],
+) -> None:
+    """``trimmed``: positions that were dropped from the front of each table."""
     refuse(
-        (first < 0) | (first >= num_slots),
+        (first < trimmed) | (first >= num_slots),
         InvalidRequestError,
-        lambda i: f"the table has slots for positions 0 to {num_slots[i] - 1}, not for {first[i]}",
+        lambda i: (
+            f"the table has slots for positions {trimmed[i]} to {num_slots[i] - 1}, not for "
+            f"{first[i]}"
+        ),
         f"{_AT}.first_positions",
     )
     refuse(
@@ -175,34 +235,45 @@ def _batch(
     counts: NDArray[np.int64],
     blocks: list[NDArray[np.int32]],
     lengths: NDArray[np.int64],
+    trimmed: NDArray[np.int64],
     block_size: int,
 ) -> AttentionBatch:
+    """``lengths``: of ``blocks``. ``trimmed``: positions dropped from the front of each table."""
     num_spans = len(sequence_ids)
     context_lens = first + counts
-    num_blocks = (context_lens + block_size - 1) // block_size
-    block_tables = _pad(blocks, lengths, num_blocks)
+    begins, ends = first // block_size, (context_lens + block_size - 1) // block_size
+    block_tables = _pad(blocks, lengths, ends)
     starts = np.zeros(num_spans + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
-    num_tokens = int(starts[-1])
-    span_of_token = np.repeat(np.arange(num_spans), counts)
-    positions = np.arange(num_tokens) - (starts[:-1] - first)[span_of_token]
-    entries, offsets = np.divmod(positions, block_size)
-    written = block_tables[span_of_token, entries].astype(np.int64)
-    # Each block once: where a token is the first in its block or the first of its span.
-    begins = offsets == 0
-    begins[starts[:-1]] = True
+    # The entries that are written, span after span, and their slots.
+    written_by, entries = np.arange(num_spans), begins
+    is_decode = starts[-1] == num_spans  # each has one token
+    if not is_decode:
+        num_written = ends - begins
+        before = np.cumsum(num_written) - num_written
+        written_by = np.repeat(written_by, num_written)
+        entries = np.arange(len(written_by)) - (before - begins)[written_by]
+    written = block_tables[written_by, entries].astype(np.int64)
+    if is_decode:
+        slots = written * block_size + first % block_size
+    else:
+        all_slots = (written[:, None] * block_size + np.arange(block_size)).reshape(-1)
+        skipped = before * block_size + first % block_size - starts[:-1]
+        slots = all_slots[np.arange(starts[-1]) + np.repeat(skipped, counts)]
+    reach = (first + 1 - trimmed)[trimmed > 0]
     return AttentionBatch(
         sequence_ids=sequence_ids,
         first_positions=first,
-        num_tokens=num_tokens,
+        num_tokens=int(starts[-1]),
         starts=starts,
         max_tokens=int(counts.max(initial=0)),
-        slots=torch.from_numpy(written * block_size + offsets),
+        slots=torch.from_numpy(slots),
         block_tables=torch.from_numpy(block_tables),
         query_starts=torch.from_numpy(starts),
         context_lens=torch.from_numpy(context_lens),
-        written_blocks=written[begins],
-        written_by=span_of_token[begins],
+        written_blocks=written,
+        written_by=written_by,
+        max_window_tokens=int(reach.min()) if len(reach) else None,
     )
 
 
@@ -211,12 +282,8 @@ def _pad(
 ) -> NDArray[np.int32]:
     """[S, max(wanted)]: the first ``wanted`` entries of each of ``blocks``, padded with 0."""
     padded = np.zeros((len(blocks), int(wanted.max(initial=0))), np.int32)
-    if not len(blocks):
-        return padded
-    flat = np.concatenate(blocks)
-    if not np.array_equal(lengths, wanted):
-        starts = np.cumsum(lengths) - lengths
-        entry = np.arange(len(flat)) - np.repeat(starts, lengths)
-        flat = flat[entry < np.repeat(wanted, lengths)]
-    padded[np.arange(padded.shape[1]) < wanted[:, None]] = flat
+    for i in np.flatnonzero(lengths > wanted).tolist():
+        blocks[i] = blocks[i][: wanted[i]]
+    if blocks:
+        padded[np.arange(padded.shape[1]) < wanted[:, None]] = np.concatenate(blocks)
     return padded

@@ -8,7 +8,7 @@ import secrets
 import numpy as np
 from numpy.typing import NDArray
 
-from data_plane.plans.table_changes import AllocatedBlocks
+from data_plane.plans.allocations import AllocatedBlocks
 from data_plane.plans.transfers import Transfers
 from kvplane.v1 import types_pb2 as pb
 
@@ -28,31 +28,69 @@ class LastTenants:
 
     def to_clear(
         self, tenant: str, allocated: AllocatedBlocks, transfers: Transfers
-    ) -> BlocksByTier:
+    ) -> tuple[BlocksByTier, BlocksByTier]:
         """Of the blocks that a plan of ``tenant`` allocates, those that may hold another tenant's
-        data and that no transfer of the plan overwrites first. A tier without any is left out.
+        data and that no transfer of the plan overwrites first: to be cleared before the plan's
+        transfers, and after them. A tier without any is left out.
+
+        A block that transfers read as it was before the plan is cleared after them.
         """
         own = self._digest(tenant)
-        found = {}
+        before: BlocksByTier = {}
+        after: BlocksByTier = {}
+        is_former = transfers.reads_former(allocated)
         for tier, new in allocated.items():
-            blocks = np.unique(new.blocks)
-            last = self._last[tier][blocks]
-            blocks = blocks[(last != 0) & (last != own)]
-            if len(blocks):
-                # A transfer overwrites all of its block. A block that transfers also read may be
-                # read before it is overwritten, so it is cleared.
-                ends = transfers.destinations, transfers.sources
-                filled, read = (e.blocks[e.tiers == tier] for e in ends)
-                blocks = blocks[~np.isin(blocks, filled) | np.isin(blocks, read)]
-            if len(blocks):
-                found[tier] = blocks
-        return found
+            last = self._last[tier][new.blocks]
+            blocks = new.blocks[(last != 0) & (last != own)]
+            if not len(blocks):
+                continue
+            blocks = np.unique(blocks)
+            sources, destinations = transfers.sources, transfers.destinations
+            of_tier = sources.tiers == tier
+            saved = np.isin(blocks, sources.blocks[of_tier & is_former])
+            # A transfer overwrites all of its block. A block that transfers also read may be read
+            # before it is overwritten, so it is cleared.
+            read = np.isin(blocks, sources.blocks[of_tier & ~is_former])
+            filled = np.isin(blocks, destinations.blocks[destinations.tiers == tier])
+            for found, wanted in ((before, ~saved & (~filled | read)), (after, saved & ~filled)):
+                if wanted.any():
+                    found[tier] = blocks[wanted]
+        return before, after
 
-    def take_over(self, tenant: str, allocated: AllocatedBlocks) -> None:
-        """Note the tenant of ``allocated``, once the clears and transfers are queued."""
+    def take_over(self, tenant: str, allocated: AllocatedBlocks, transfers: Transfers) -> None:
+        """Note whose data the blocks of ``allocated`` hold once the clears and transfers are
+        queued: the tenant's, or that of the block that a transfer copied.
+        """
+        if not allocated:
+            return
         own = self._digest(tenant)
-        for tier, new in allocated.items():
-            self._last[tier][new.blocks] = own
+        if not len(transfers):
+            for tier, new in allocated.items():
+                self._last[tier][new.blocks] = own
+            return
+        sources, destinations = transfers.sources, transfers.destinations
+        copied = np.zeros(len(transfers), np.uint64)
+        is_new = ~transfers.reads_former(allocated)
+        for tier, last in self._last.items():
+            of_tier = np.flatnonzero(sources.tiers == tier)
+            copied[of_tier] = last[sources.blocks[of_tier]]
+            if tier in allocated:
+                is_new[of_tier] &= allocated[tier].before(sources.blocks[of_tier]) >= 0
+                last[allocated[tier].blocks] = own
+            else:
+                is_new[of_tier] = False
+        copied = np.where(copied == 0, own, copied)
+        if not is_new.any():
+            for tier, last in self._last.items():
+                of_tier = np.flatnonzero(destinations.tiers == tier)
+                last[destinations.blocks[of_tier]] = copied[of_tier]
+            return
+        for i, (source_tier, tier) in enumerate(
+            zip(sources.tiers.tolist(), destinations.tiers.tolist(), strict=True)
+        ):
+            if is_new[i]:  # written by an earlier transfer, or cleared
+                copied[i] = self._last[source_tier][sources.blocks[i]]
+            self._last[tier][destinations.blocks[i]] = copied[i]
 
     def _digest(self, tenant: str) -> int:
         """The tenant's digest, never 0, which stands for no tenant."""

@@ -6,7 +6,7 @@ A plan may have thousands of blocks and spans, so nothing here makes an object f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +18,24 @@ from kvplane.v1 import types_pb2 as pb
 Ints: TypeAlias = NDArray[np.int32] | NDArray[np.int64] | NDArray[np.uint8]
 Mask: TypeAlias = NDArray[np.bool_]
 
+_DTYPES: dict[str, np.dtype[Any]] = {
+    columns.UINT8: np.dtype("u1"),
+    columns.INT32: np.dtype("<i4"),
+    columns.INT64: np.dtype("<i8"),
+}
+
 
 def ints(kind: str, column: bytes, field: str, length: int | None = None) -> NDArray[np.int64]:
     """A column's elements as int64, so that sums and products of int32 elements do not overflow.
 
     Raises InvalidRequestError naming ``field`` unless it has ``length`` elements, where given.
     """
-    return np.asarray(columns.read(kind, column, field, length=length)).astype(np.int64)
+    dtype = _DTYPES[kind]
+    num, rest = divmod(len(column), dtype.itemsize)
+    if rest or (length is not None and num != length):
+        columns.read(kind, column, field, length=length)  # raises
+    elements: NDArray[np.int64] = np.frombuffer(column, dtype).astype(np.int64)
+    return elements
 
 
 def limits_of_tiers(num_blocks: Mapping[pb.Tier, int]) -> NDArray[np.int64]:

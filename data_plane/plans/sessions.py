@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from data_plane.plans.allocations import AllocatedBlocks
 from data_plane.plans.attention_batch import AttentionBatch
 from data_plane.plans.ended_sessions import EndedSessions
 from data_plane.plans.last_tenants import BlocksByTier
 from data_plane.plans.progress import Progress
-from data_plane.plans.table_changes import AllocatedBlocks
-from data_plane.plans.transfers import Batch
+from data_plane.plans.transfers import Batch, Transfers
 from kvplane.errors import (
     InvalidRequestError,
     PlanConflictError,
@@ -38,26 +38,29 @@ class Run:
     digest: bytes
     batch: AttentionBatch
     allocated: AllocatedBlocks
-    to_clear: BlocksByTier
-    """Blocks that may still hold another tenant's data."""
-    transfers: list[Batch]
+    to_clear: tuple[BlocksByTier, BlocksByTier]
+    """Blocks that may still hold another tenant's data, to be cleared before all transfers, and
+    after them.
+    """
+    transfers: Transfers
+    batches: list[Batch]
+    """Of ``transfers``."""
     progress: Progress
     checked_version: int
     """The publications' version when the written blocks were last found writable."""
+    checked_taken: int
+    """The tables' ``num_taken`` when none of the spans' entries was last found stale."""
     cleared: bool = False
-    """Whether the clearing of ``to_clear`` is queued, which comes before all transfers."""
-    num_transfers_queued: int = 0
-    """Of ``transfers``; each is queued once."""
+    """Whether the clearing before the transfers is queued."""
+    num_batches_queued: int = 0
+    """Of ``batches``; each is queued once."""
+    transferred: bool = False
+    """Whether all clearing and transfers are queued. Layers may only come after them."""
     receipt: pb.SignedPayload | None = None
     used_after_receipt: bool = False
     """Whether the device may still read the batch after the receipt."""
     failure: str = ""
     """Why there will be no receipt; empty while there may be one."""
-
-    @property
-    def transferred(self) -> bool:
-        """Whether all transfers are queued. Layers may only come after them."""
-        return self.cleared and self.num_transfers_queued == len(self.transfers)
 
     @property
     def is_complete(self) -> bool:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from data_plane.plans.allocations import AllocatedBlocks
 from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.plan_columns import Mask, check_groups, ints, limits_of_tiers, refuse
-from data_plane.plans.table_changes import AllocatedBlocks
 from kvplane import columns
 from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.v1 import types_pb2 as pb
@@ -41,6 +41,11 @@ class TransferEnds:
     tiers: NDArray[np.int64]
     blocks: NDArray[np.int64]
     generations: NDArray[np.int64]
+
+    @property
+    def keys(self) -> NDArray[np.int64]:
+        """A number for each block, unique over both tiers."""
+        return self.blocks * len(pb.Tier.values()) + self.tiers
 
 
 _NONE = TransferEnds(*(np.zeros(0, np.int64) for _ in range(3)))
@@ -96,13 +101,18 @@ class Transfers:
 
     def check_generations(self, tables: BlockTables, allocated: AllocatedBlocks) -> None:
         """Check against the tables after the plan's changes. Raises StaleGenerationError for a
-        destination that the plan does not allocate, and for a source of another generation.
+        destination that the plan does not allocate, for a source of another generation, and for a
+        source that does not hold what it should when its turn comes.
+
+        A source need not be in a table. One that the plan allocates may be read as it was before
+        the plan, until a transfer overwrites it; what is evicted is saved like this.
         """
         if not len(self):
             return
         present, of_plan = _look_up(self.sources, tables, allocated)
+        is_former = self.reads_former(allocated)
         refuse(
-            ~of_plan & ((self.sources.generations != present) | (present < 1)),
+            ~of_plan & ~is_former & ((self.sources.generations != present) | (present < 1)),
             StaleGenerationError,
             lambda i: (
                 f"block {self.sources.blocks[i]} has generation {present[i]}, but the plan has "
@@ -119,6 +129,40 @@ class Transfers:
                 "generation, so it may hold data that is still needed"
             ),
             f"{_AT}.destination_generations",
+        )
+        if is_former.any():
+            self._check_turns(is_former)
+
+    def reads_former(self, allocated: AllocatedBlocks) -> Mask:
+        """Which transfers read a block that the plan allocates, as it was before the plan."""
+        is_former = np.zeros(len(self), np.bool_)
+        if not len(self):
+            return is_former
+        for tier, new in allocated.items():
+            of_tier = np.flatnonzero(self.sources.tiers == tier)
+            generations = self.sources.generations[of_tier]
+            before = new.before(self.sources.blocks[of_tier])
+            is_former[of_tier] = (generations == before) & (generations >= 1)
+        return is_former
+
+    def _check_turns(self, is_former: Mask) -> None:
+        """A block that is read as it was before the plan is read anew only after a transfer wrote
+        it, and as it was only before.
+        """
+        sources = self.sources.keys
+        written, first = np.unique(self.destinations.keys, return_index=True)
+        at = np.minimum(np.searchsorted(written, sources), len(written) - 1)
+        was_written = (written[at] == sources) & (first[at] < np.arange(len(self)))
+        bad = np.isin(sources, sources[is_former]) & (is_former == was_written)
+        refuse(
+            bad,
+            StaleGenerationError,
+            lambda i: (
+                f"block {self.sources.blocks[i]} has been overwritten by an earlier transfer"
+                if is_former[i]
+                else f"block {self.sources.blocks[i]} has not been written by an earlier transfer"
+            ),
+            f"{_AT}.source_generations",
         )
 
     def batches(self) -> list[Batch]:
@@ -148,15 +192,11 @@ def _look_up(
     present = np.zeros(len(ends.blocks), np.int64)
     of_plan = np.zeros(len(ends.blocks), np.bool_)
     for tier, generations in tables.generations.items():
-        of_tier = ends.tiers == tier
+        of_tier = np.flatnonzero(ends.tiers == tier)
         blocks = ends.blocks[of_tier]
         present[of_tier] = generations[blocks]
         if tier in allocated:
-            of_plan[of_tier] = np.isin(blocks, allocated[tier].blocks)
-    # A plan may allocate a block twice, and write to it each time.
-    for i in np.flatnonzero(of_plan & (ends.generations != present)).tolist():
-        pair = int(ends.blocks[i]), int(ends.generations[i])
-        of_plan[i] = pair in allocated[cast(pb.Tier, int(ends.tiers[i]))].pairs()
+            of_plan[of_tier] = allocated[tier].begins(blocks, ends.generations[of_tier])
     return present, of_plan
 
 

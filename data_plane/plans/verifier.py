@@ -76,10 +76,10 @@ class Verifier:
 
     def grant(self, signed: pb.SignedPayload) -> pb.SessionGrant:
         """A verified grant. Raises as ``plan`` does."""
-        return self._read(signed, signing.GRANT, pb.SessionGrant, "grant")
+        return self._read(signed, signing.GRANT, pb.SessionGrant, "grant")[0]
 
-    def plan(self, signed: pb.SignedPayload) -> pb.Plan:
-        """A verified plan for this pool, epoch and incarnation.
+    def plan(self, signed: pb.SignedPayload) -> tuple[pb.Plan, bytes]:
+        """A verified plan for this pool, epoch and incarnation, and the digest of its payload.
 
         Raises PoolNotReadyError before there is a key, BadSignatureError, StaleEpochError,
         StaleIncarnationError, ProtocolMismatchError for another version, and InvalidRequestError
@@ -108,14 +108,14 @@ class Verifier:
 
     def _read(
         self, signed: pb.SignedPayload, want_type: str, cls: type[Payload], field: str
-    ) -> Payload:
+    ) -> tuple[Payload, bytes]:
         if not self._key:
             raise PoolNotReadyError(
                 "the data plane has not registered with a control plane yet: try again",
                 retry_delay_s=0.5,
             )
         try:
-            signing.verify(
+            digest = signing.verify(
                 self._key, want_type, signed.type, signed.payload, signed.signature, field=field
             )
         except BadSignatureError:
@@ -149,7 +149,7 @@ class Verifier:
                 field=f"{field}.shard_epochs",
             )
         self._check_run(message, field)
-        return message
+        return message, digest
 
     def _refuse_if_stale(self, payload: bytes, cls: type[Payload], field: str) -> None:
         try:

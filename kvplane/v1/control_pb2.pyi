@@ -9,6 +9,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class CutReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CUT_REASON_UNSPECIFIED: _ClassVar[CutReason]
+    CUT_REASON_GROWTH: _ClassVar[CutReason]
+    CUT_REASON_TURN: _ClassVar[CutReason]
+
 class OperationStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     OPERATION_STATUS_UNSPECIFIED: _ClassVar[OperationStatus]
@@ -21,9 +27,13 @@ class ShortageReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SHORTAGE_REASON_UNSPECIFIED: _ClassVar[ShortageReason]
     SHORTAGE_REASON_BLOCKS: _ClassVar[ShortageReason]
-    SHORTAGE_REASON_RESERVED: _ClassVar[ShortageReason]
     SHORTAGE_REASON_HEADROOM: _ClassVar[ShortageReason]
     SHORTAGE_REASON_LINE: _ClassVar[ShortageReason]
+    SHORTAGE_REASON_GROWTH: _ClassVar[ShortageReason]
+    SHORTAGE_REASON_QUOTA: _ClassVar[ShortageReason]
+CUT_REASON_UNSPECIFIED: CutReason
+CUT_REASON_GROWTH: CutReason
+CUT_REASON_TURN: CutReason
 OPERATION_STATUS_UNSPECIFIED: OperationStatus
 OPERATION_STATUS_OK: OperationStatus
 OPERATION_STATUS_LATER: OperationStatus
@@ -31,9 +41,10 @@ OPERATION_STATUS_NEVER: OperationStatus
 OPERATION_STATUS_FAILED: OperationStatus
 SHORTAGE_REASON_UNSPECIFIED: ShortageReason
 SHORTAGE_REASON_BLOCKS: ShortageReason
-SHORTAGE_REASON_RESERVED: ShortageReason
 SHORTAGE_REASON_HEADROOM: ShortageReason
 SHORTAGE_REASON_LINE: ShortageReason
+SHORTAGE_REASON_GROWTH: ShortageReason
+SHORTAGE_REASON_QUOTA: ShortageReason
 
 class DescribeControlPlaneRequest(_message.Message):
     __slots__ = ()
@@ -102,25 +113,23 @@ class PoolUsage(_message.Message):
     def __init__(self, tiers: _Optional[_Iterable[_Union[TierUsage, _Mapping]]] = ...) -> None: ...
 
 class TierUsage(_message.Message):
-    __slots__ = ("tier", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_held_blocks", "num_retired_blocks", "num_reserved_blocks")
+    __slots__ = ("tier", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_held_blocks", "num_retired_blocks")
     TIER_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_RETIRED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     tier: _types_pb2.Tier
     num_blocks: int
     num_free_blocks: int
     num_cached_blocks: int
     num_held_blocks: int
     num_retired_blocks: int
-    num_reserved_blocks: int
-    def __init__(self, tier: _Optional[_Union[_types_pb2.Tier, str]] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_retired_blocks: _Optional[int] = ..., num_reserved_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, tier: _Optional[_Union[_types_pb2.Tier, str]] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_retired_blocks: _Optional[int] = ...) -> None: ...
 
 class PoolCounters(_message.Message):
-    __slots__ = ("num_lookup_tokens", "num_hit_tokens", "num_copies_on_write", "num_swapped_out_blocks", "num_swapped_in_blocks", "num_evictions", "num_publications", "max_held_blocks")
+    __slots__ = ("num_lookup_tokens", "num_hit_tokens", "num_copies_on_write", "num_swapped_out_blocks", "num_swapped_in_blocks", "num_evictions", "num_publications", "max_held_blocks", "num_host_hit_tokens", "num_demoted_blocks", "num_forgotten_blocks", "num_cut_sequences", "num_granted_admissions")
     NUM_LOOKUP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_COPIES_ON_WRITE_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +138,11 @@ class PoolCounters(_message.Message):
     NUM_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_PUBLICATIONS_FIELD_NUMBER: _ClassVar[int]
     MAX_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEMOTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FORGOTTEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CUT_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_GRANTED_ADMISSIONS_FIELD_NUMBER: _ClassVar[int]
     num_lookup_tokens: int
     num_hit_tokens: int
     num_copies_on_write: int
@@ -137,7 +151,12 @@ class PoolCounters(_message.Message):
     num_evictions: int
     num_publications: int
     max_held_blocks: int
-    def __init__(self, num_lookup_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_copies_on_write: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_swapped_in_blocks: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_publications: _Optional[int] = ..., max_held_blocks: _Optional[int] = ...) -> None: ...
+    num_host_hit_tokens: int
+    num_demoted_blocks: int
+    num_forgotten_blocks: int
+    num_cut_sequences: int
+    num_granted_admissions: int
+    def __init__(self, num_lookup_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_copies_on_write: _Optional[int] = ..., num_swapped_out_blocks: _Optional[int] = ..., num_swapped_in_blocks: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_publications: _Optional[int] = ..., max_held_blocks: _Optional[int] = ..., num_host_hit_tokens: _Optional[int] = ..., num_demoted_blocks: _Optional[int] = ..., num_forgotten_blocks: _Optional[int] = ..., num_cut_sequences: _Optional[int] = ..., num_granted_admissions: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
     __slots__ = ("pool_id", "protocol", "layout", "client_name", "namespace")
@@ -224,14 +243,34 @@ class StepResponse(_message.Message):
     def __init__(self, number: _Optional[int] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("pressure", "granted_sequence_ids", "cut_sequence_ids")
+    __slots__ = ("news",)
+    NEWS_FIELD_NUMBER: _ClassVar[int]
+    news: News
+    def __init__(self, news: _Optional[_Union[News, _Mapping]] = ...) -> None: ...
+
+class News(_message.Message):
+    __slots__ = ("pressure", "granted", "cut_sequence_ids", "cut_reasons")
     PRESSURE_FIELD_NUMBER: _ClassVar[int]
-    GRANTED_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
     CUT_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    CUT_REASONS_FIELD_NUMBER: _ClassVar[int]
     pressure: Pressure
-    granted_sequence_ids: bytes
+    granted: _containers.RepeatedCompositeFieldContainer[Grant]
     cut_sequence_ids: bytes
-    def __init__(self, pressure: _Optional[_Union[Pressure, _Mapping]] = ..., granted_sequence_ids: _Optional[bytes] = ..., cut_sequence_ids: _Optional[bytes] = ...) -> None: ...
+    cut_reasons: bytes
+    def __init__(self, pressure: _Optional[_Union[Pressure, _Mapping]] = ..., granted: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., cut_sequence_ids: _Optional[bytes] = ..., cut_reasons: _Optional[bytes] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("sequence_id", "fork_sequence_ids", "num_cached_tokens", "num_blocks")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    FORK_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    fork_sequence_ids: bytes
+    num_cached_tokens: int
+    num_blocks: int
+    def __init__(self, sequence_id: _Optional[int] = ..., fork_sequence_ids: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class Pressure(_message.Message):
     __slots__ = ("num_blocks", "deadline")
@@ -254,16 +293,18 @@ class RunStepResponse(_message.Message):
     def __init__(self, result: _Optional[_Union[StepResult, _Mapping]] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("results", "plan", "usage", "revision")
+    __slots__ = ("results", "plan", "usage", "revision", "news")
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    NEWS_FIELD_NUMBER: _ClassVar[int]
     results: _containers.RepeatedCompositeFieldContainer[OperationResult]
     plan: _types_pb2.SignedPayload
     usage: PoolUsage
     revision: int
-    def __init__(self, results: _Optional[_Iterable[_Union[OperationResult, _Mapping]]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., revision: _Optional[int] = ...) -> None: ...
+    news: News
+    def __init__(self, results: _Optional[_Iterable[_Union[OperationResult, _Mapping]]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., revision: _Optional[int] = ..., news: _Optional[_Union[News, _Mapping]] = ...) -> None: ...
 
 class DeferredTokens(_message.Message):
     __slots__ = ("sequence_ids", "admitted_by", "first_positions", "num_tokens", "token_ids")
@@ -280,48 +321,62 @@ class DeferredTokens(_message.Message):
     def __init__(self, sequence_ids: _Optional[bytes] = ..., admitted_by: _Optional[bytes] = ..., first_positions: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
 
 class Operation(_message.Message):
-    __slots__ = ("admit", "append", "fork", "free", "swap_out", "swap_in")
+    __slots__ = ("admit", "append", "fork", "free", "swap_out", "swap_in", "truncate", "retain", "release", "forget")
     ADMIT_FIELD_NUMBER: _ClassVar[int]
     APPEND_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
     SWAP_OUT_FIELD_NUMBER: _ClassVar[int]
     SWAP_IN_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
     admit: Admit
     append: Append
     fork: Fork
     free: Free
     swap_out: SwapOut
     swap_in: SwapIn
-    def __init__(self, admit: _Optional[_Union[Admit, _Mapping]] = ..., append: _Optional[_Union[Append, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., swap_out: _Optional[_Union[SwapOut, _Mapping]] = ..., swap_in: _Optional[_Union[SwapIn, _Mapping]] = ...) -> None: ...
+    truncate: Truncate
+    retain: Retain
+    release: Release
+    forget: Forget
+    def __init__(self, admit: _Optional[_Union[Admit, _Mapping]] = ..., append: _Optional[_Union[Append, _Mapping]] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., free: _Optional[_Union[Free, _Mapping]] = ..., swap_out: _Optional[_Union[SwapOut, _Mapping]] = ..., swap_in: _Optional[_Union[SwapIn, _Mapping]] = ..., truncate: _Optional[_Union[Truncate, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ...) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("sequence_id", "token_ids", "num_compute_tokens", "max_total_tokens", "skip_prefix_lookup")
+    __slots__ = ("sequence_id", "token_ids", "num_compute_tokens", "max_total_tokens", "skip_prefix_lookup", "fork_sequence_ids", "wait")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SKIP_PREFIX_LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    FORK_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     token_ids: bytes
     num_compute_tokens: int
     max_total_tokens: int
     skip_prefix_lookup: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_compute_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., skip_prefix_lookup: bool = ...) -> None: ...
+    fork_sequence_ids: bytes
+    wait: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_compute_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., skip_prefix_lookup: bool = ..., fork_sequence_ids: _Optional[bytes] = ..., wait: bool = ...) -> None: ...
 
 class Append(_message.Message):
-    __slots__ = ("sequence_ids", "first_positions", "num_slots", "num_tokens", "token_ids")
+    __slots__ = ("sequence_ids", "first_positions", "num_slots", "num_tokens", "token_ids", "num_lookahead_slots")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOOKAHEAD_SLOTS_FIELD_NUMBER: _ClassVar[int]
     sequence_ids: bytes
     first_positions: bytes
     num_slots: bytes
     num_tokens: bytes
     token_ids: bytes
-    def __init__(self, sequence_ids: _Optional[bytes] = ..., first_positions: _Optional[bytes] = ..., num_slots: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+    num_lookahead_slots: bytes
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., first_positions: _Optional[bytes] = ..., num_slots: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., num_lookahead_slots: _Optional[bytes] = ...) -> None: ...
 
 class Fork(_message.Message):
     __slots__ = ("parent_sequence_ids", "sequence_ids")
@@ -349,8 +404,44 @@ class SwapIn(_message.Message):
     sequence_ids: bytes
     def __init__(self, sequence_ids: _Optional[bytes] = ...) -> None: ...
 
+class Truncate(_message.Message):
+    __slots__ = ("sequence_ids", "num_tokens")
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: bytes
+    num_tokens: bytes
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ...) -> None: ...
+
+class Retain(_message.Message):
+    __slots__ = ("token_ids", "time_to_live", "priority")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    time_to_live: _duration_pb2.Duration
+    priority: int
+    def __init__(self, token_ids: _Optional[bytes] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    def __init__(self, token_ids: _Optional[bytes] = ...) -> None: ...
+
+class Forget(_message.Message):
+    __slots__ = ("token_ids", "namespace_contents", "tenant_contents", "force")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_CONTENTS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_CONTENTS_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    namespace_contents: bool
+    tenant_contents: bool
+    force: bool
+    def __init__(self, token_ids: _Optional[bytes] = ..., namespace_contents: bool = ..., tenant_contents: bool = ..., force: bool = ...) -> None: ...
+
 class OperationResult(_message.Message):
-    __slots__ = ("failures", "admit", "append", "fork", "free", "swap_out", "swap_in")
+    __slots__ = ("failures", "admit", "append", "fork", "free", "swap_out", "swap_in", "truncate", "retain", "release", "forget")
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
     APPEND_FIELD_NUMBER: _ClassVar[int]
@@ -358,6 +449,10 @@ class OperationResult(_message.Message):
     FREE_FIELD_NUMBER: _ClassVar[int]
     SWAP_OUT_FIELD_NUMBER: _ClassVar[int]
     SWAP_IN_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
     failures: _containers.RepeatedCompositeFieldContainer[ItemFailure]
     admit: AdmitResult
     append: AppendResult
@@ -365,7 +460,11 @@ class OperationResult(_message.Message):
     free: FreeResult
     swap_out: SwapResult
     swap_in: SwapResult
-    def __init__(self, failures: _Optional[_Iterable[_Union[ItemFailure, _Mapping]]] = ..., admit: _Optional[_Union[AdmitResult, _Mapping]] = ..., append: _Optional[_Union[AppendResult, _Mapping]] = ..., fork: _Optional[_Union[ForkResult, _Mapping]] = ..., free: _Optional[_Union[FreeResult, _Mapping]] = ..., swap_out: _Optional[_Union[SwapResult, _Mapping]] = ..., swap_in: _Optional[_Union[SwapResult, _Mapping]] = ...) -> None: ...
+    truncate: TruncateResult
+    retain: RetainResult
+    release: ReleaseResult
+    forget: ForgetResult
+    def __init__(self, failures: _Optional[_Iterable[_Union[ItemFailure, _Mapping]]] = ..., admit: _Optional[_Union[AdmitResult, _Mapping]] = ..., append: _Optional[_Union[AppendResult, _Mapping]] = ..., fork: _Optional[_Union[ForkResult, _Mapping]] = ..., free: _Optional[_Union[FreeResult, _Mapping]] = ..., swap_out: _Optional[_Union[SwapResult, _Mapping]] = ..., swap_in: _Optional[_Union[SwapResult, _Mapping]] = ..., truncate: _Optional[_Union[TruncateResult, _Mapping]] = ..., retain: _Optional[_Union[RetainResult, _Mapping]] = ..., release: _Optional[_Union[ReleaseResult, _Mapping]] = ..., forget: _Optional[_Union[ForgetResult, _Mapping]] = ...) -> None: ...
 
 class ItemFailure(_message.Message):
     __slots__ = ("item", "status", "error", "shortage")
@@ -430,6 +529,48 @@ class SwapResult(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+
+class TruncateResult(_message.Message):
+    __slots__ = ("num_released_blocks",)
+    NUM_RELEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_released_blocks: bytes
+    def __init__(self, num_released_blocks: _Optional[bytes] = ...) -> None: ...
+
+class RetainResult(_message.Message):
+    __slots__ = ("num_retained_blocks", "num_retained_tokens")
+    NUM_RETAINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RETAINED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_retained_blocks: int
+    num_retained_tokens: int
+    def __init__(self, num_retained_blocks: _Optional[int] = ..., num_retained_tokens: _Optional[int] = ...) -> None: ...
+
+class ReleaseResult(_message.Message):
+    __slots__ = ("num_released_blocks",)
+    NUM_RELEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_released_blocks: int
+    def __init__(self, num_released_blocks: _Optional[int] = ...) -> None: ...
+
+class ForgetResult(_message.Message):
+    __slots__ = ("num_forgotten_blocks", "num_blocks_in_use")
+    NUM_FORGOTTEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_IN_USE_FIELD_NUMBER: _ClassVar[int]
+    num_forgotten_blocks: int
+    num_blocks_in_use: int
+    def __init__(self, num_forgotten_blocks: _Optional[int] = ..., num_blocks_in_use: _Optional[int] = ...) -> None: ...
+
+class CheckOperationsRequest(_message.Message):
+    __slots__ = ("session", "operations")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionRef
+    operations: _containers.RepeatedCompositeFieldContainer[Operation]
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., operations: _Optional[_Iterable[_Union[Operation, _Mapping]]] = ...) -> None: ...
+
+class CheckOperationsResponse(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[OperationResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[OperationResult, _Mapping]]] = ...) -> None: ...
 
 class SubmitReceiptsRequest(_message.Message):
     __slots__ = ("session", "number", "receipts", "deferred_tokens")
@@ -512,12 +653,164 @@ class LookupPrefixRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
 
 class LookupPrefixResponse(_message.Message):
-    __slots__ = ("num_cached_tokens", "hashes")
+    __slots__ = ("num_cached_tokens", "hashes", "num_host_tokens")
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_cached_tokens: int
     hashes: bytes
-    def __init__(self, num_cached_tokens: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+    num_host_tokens: int
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., hashes: _Optional[bytes] = ..., num_host_tokens: _Optional[int] = ...) -> None: ...
+
+class FindPrefixRequest(_message.Message):
+    __slots__ = ("token_ids", "hashes", "namespace", "pool_ids")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    POOL_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    hashes: bytes
+    namespace: str
+    pool_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, token_ids: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., namespace: _Optional[str] = ..., pool_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class FindPrefixResponse(_message.Message):
+    __slots__ = ("matches",)
+    MATCHES_FIELD_NUMBER: _ClassVar[int]
+    matches: _containers.RepeatedCompositeFieldContainer[PoolMatch]
+    def __init__(self, matches: _Optional[_Iterable[_Union[PoolMatch, _Mapping]]] = ...) -> None: ...
+
+class PoolMatch(_message.Message):
+    __slots__ = ("pool_id", "num_device_tokens", "num_host_tokens", "revision")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    num_device_tokens: int
+    num_host_tokens: int
+    revision: int
+    def __init__(self, pool_id: _Optional[str] = ..., num_device_tokens: _Optional[int] = ..., num_host_tokens: _Optional[int] = ..., revision: _Optional[int] = ...) -> None: ...
+
+class ExplainPrefixRequest(_message.Message):
+    __slots__ = ("session", "token_ids")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionRef
+    token_ids: bytes
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+
+class ExplainPrefixResponse(_message.Message):
+    __slots__ = ("tiers", "indices", "generations", "ref_counts", "num_hits", "ages_ms", "idle_ms", "priorities", "num_cached_tokens")
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    REF_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HITS_FIELD_NUMBER: _ClassVar[int]
+    AGES_MS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_MS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tiers: bytes
+    indices: bytes
+    generations: bytes
+    ref_counts: bytes
+    num_hits: bytes
+    ages_ms: bytes
+    idle_ms: bytes
+    priorities: bytes
+    num_cached_tokens: int
+    def __init__(self, tiers: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., ref_counts: _Optional[bytes] = ..., num_hits: _Optional[bytes] = ..., ages_ms: _Optional[bytes] = ..., idle_ms: _Optional[bytes] = ..., priorities: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+
+class CommonPrefixRequest(_message.Message):
+    __slots__ = ("session", "sequence_ids")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.SessionRef
+    sequence_ids: bytes
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., sequence_ids: _Optional[bytes] = ...) -> None: ...
+
+class CommonPrefixResponse(_message.Message):
+    __slots__ = ("num_blocks", "num_tokens")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    num_tokens: int
+    def __init__(self, num_blocks: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("pool_id", "namespace", "since_revision", "incarnation")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    SINCE_REVISION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    namespace: str
+    since_revision: int
+    incarnation: int
+    def __init__(self, pool_id: _Optional[str] = ..., namespace: _Optional[str] = ..., since_revision: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class WatchResponse(_message.Message):
+    __slots__ = ("incarnation", "snapshot", "changes")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    snapshot: Snapshot
+    changes: Changes
+    def __init__(self, incarnation: _Optional[int] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., changes: _Optional[_Union[Changes, _Mapping]] = ...) -> None: ...
+
+class Snapshot(_message.Message):
+    __slots__ = ("stored", "last", "revision")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    stored: Stored
+    last: bool
+    revision: int
+    def __init__(self, stored: _Optional[_Union[Stored, _Mapping]] = ..., last: bool = ..., revision: _Optional[int] = ...) -> None: ...
+
+class Changes(_message.Message):
+    __slots__ = ("changes", "revision")
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    changes: _containers.RepeatedCompositeFieldContainer[Change]
+    revision: int
+    def __init__(self, changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., revision: _Optional[int] = ...) -> None: ...
+
+class Change(_message.Message):
+    __slots__ = ("stored", "removed", "cleared")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    stored: Stored
+    removed: Removed
+    cleared: Cleared
+    def __init__(self, stored: _Optional[_Union[Stored, _Mapping]] = ..., removed: _Optional[_Union[Removed, _Mapping]] = ..., cleared: _Optional[_Union[Cleared, _Mapping]] = ...) -> None: ...
+
+class Stored(_message.Message):
+    __slots__ = ("hashes", "parent_hashes", "token_ids", "tiers")
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    PARENT_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    hashes: bytes
+    parent_hashes: bytes
+    token_ids: bytes
+    tiers: bytes
+    def __init__(self, hashes: _Optional[bytes] = ..., parent_hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., tiers: _Optional[bytes] = ...) -> None: ...
+
+class Removed(_message.Message):
+    __slots__ = ("hashes", "tiers")
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    hashes: bytes
+    tiers: bytes
+    def __init__(self, hashes: _Optional[bytes] = ..., tiers: _Optional[bytes] = ...) -> None: ...
+
+class Cleared(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class DescribeSequenceRequest(_message.Message):
     __slots__ = ("session", "sequence_id")

@@ -43,6 +43,7 @@ class ControlPlaneServiceStub(object):
     has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
     - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
+    - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.
 
     A request that names a session renews its lease.
     """
@@ -113,10 +114,35 @@ class ControlPlaneServiceStub(object):
                 request_serializer=kvplane_dot_v1_dot_control__pb2.GetBlockTableRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_control__pb2.GetBlockTableResponse.FromString,
                 _registered_method=True)
+        self.CheckOperations = channel.unary_unary(
+                '/kvplane.v1.ControlPlaneService/CheckOperations',
+                request_serializer=kvplane_dot_v1_dot_control__pb2.CheckOperationsRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_control__pb2.CheckOperationsResponse.FromString,
+                _registered_method=True)
         self.LookupPrefix = channel.unary_unary(
                 '/kvplane.v1.ControlPlaneService/LookupPrefix',
                 request_serializer=kvplane_dot_v1_dot_control__pb2.LookupPrefixRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_control__pb2.LookupPrefixResponse.FromString,
+                _registered_method=True)
+        self.FindPrefix = channel.unary_unary(
+                '/kvplane.v1.ControlPlaneService/FindPrefix',
+                request_serializer=kvplane_dot_v1_dot_control__pb2.FindPrefixRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_control__pb2.FindPrefixResponse.FromString,
+                _registered_method=True)
+        self.ExplainPrefix = channel.unary_unary(
+                '/kvplane.v1.ControlPlaneService/ExplainPrefix',
+                request_serializer=kvplane_dot_v1_dot_control__pb2.ExplainPrefixRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_control__pb2.ExplainPrefixResponse.FromString,
+                _registered_method=True)
+        self.CommonPrefix = channel.unary_unary(
+                '/kvplane.v1.ControlPlaneService/CommonPrefix',
+                request_serializer=kvplane_dot_v1_dot_control__pb2.CommonPrefixRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_control__pb2.CommonPrefixResponse.FromString,
+                _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/kvplane.v1.ControlPlaneService/Watch',
+                request_serializer=kvplane_dot_v1_dot_control__pb2.WatchRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_control__pb2.WatchResponse.FromString,
                 _registered_method=True)
         self.DescribeSequence = channel.unary_unary(
                 '/kvplane.v1.ControlPlaneService/DescribeSequence',
@@ -148,6 +174,7 @@ class ControlPlaneServiceServicer(object):
     has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
     - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
+    - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.
 
     A request that names a session renews its lease.
     """
@@ -239,8 +266,46 @@ class ControlPlaneServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckOperations(self, request, context):
+        """Says what each of these operations would be answered now, each by itself as if it were the step's only one. Nothing is taken or
+        changed, and no place in line is given. Takes no number.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LookupPrefix(self, request, context):
         """Says how much of a prompt is cached. A hint: nothing is held for the caller.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FindPrefix(self, request, context):
+        """Says how much of a prompt each pool has cached for the caller's tenant, without a session. A hint: nothing is held for the caller.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainPrefix(self, request, context):
+        """Describes the cached blocks of a prompt's prefix. Nothing is held, and no block counts as used by it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CommonPrefix(self, request, context):
+        """Says how many leading blocks several sequences share, for attention that reads them once. NOT_FOUND (SEQUENCE_NOT_FOUND).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """Follows a pool's prefix index, of the caller's tenant and one namespace: a snapshot, then every change. A follower that applies
+        them in order has what the pool has. FAILED_PRECONDITION (REVISION_TOO_OLD) when the changes since the revision asked for are not
+        kept any more, and as the end of the stream when the follower is too slow: start again from a snapshot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -324,10 +389,35 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     request_deserializer=kvplane_dot_v1_dot_control__pb2.GetBlockTableRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_control__pb2.GetBlockTableResponse.SerializeToString,
             ),
+            'CheckOperations': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckOperations,
+                    request_deserializer=kvplane_dot_v1_dot_control__pb2.CheckOperationsRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_control__pb2.CheckOperationsResponse.SerializeToString,
+            ),
             'LookupPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.LookupPrefix,
                     request_deserializer=kvplane_dot_v1_dot_control__pb2.LookupPrefixRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_control__pb2.LookupPrefixResponse.SerializeToString,
+            ),
+            'FindPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindPrefix,
+                    request_deserializer=kvplane_dot_v1_dot_control__pb2.FindPrefixRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_control__pb2.FindPrefixResponse.SerializeToString,
+            ),
+            'ExplainPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainPrefix,
+                    request_deserializer=kvplane_dot_v1_dot_control__pb2.ExplainPrefixRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_control__pb2.ExplainPrefixResponse.SerializeToString,
+            ),
+            'CommonPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommonPrefix,
+                    request_deserializer=kvplane_dot_v1_dot_control__pb2.CommonPrefixRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_control__pb2.CommonPrefixResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=kvplane_dot_v1_dot_control__pb2.WatchRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_control__pb2.WatchResponse.SerializeToString,
             ),
             'DescribeSequence': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeSequence,
@@ -365,6 +455,7 @@ class ControlPlaneService(object):
     has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
     - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
+    - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.
 
     A request that names a session renews its lease.
     """
@@ -694,6 +785,33 @@ class ControlPlaneService(object):
             _registered_method=True)
 
     @staticmethod
+    def CheckOperations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.ControlPlaneService/CheckOperations',
+            kvplane_dot_v1_dot_control__pb2.CheckOperationsRequest.SerializeToString,
+            kvplane_dot_v1_dot_control__pb2.CheckOperationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def LookupPrefix(request,
             target,
             options=(),
@@ -710,6 +828,114 @@ class ControlPlaneService(object):
             '/kvplane.v1.ControlPlaneService/LookupPrefix',
             kvplane_dot_v1_dot_control__pb2.LookupPrefixRequest.SerializeToString,
             kvplane_dot_v1_dot_control__pb2.LookupPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.ControlPlaneService/FindPrefix',
+            kvplane_dot_v1_dot_control__pb2.FindPrefixRequest.SerializeToString,
+            kvplane_dot_v1_dot_control__pb2.FindPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.ControlPlaneService/ExplainPrefix',
+            kvplane_dot_v1_dot_control__pb2.ExplainPrefixRequest.SerializeToString,
+            kvplane_dot_v1_dot_control__pb2.ExplainPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CommonPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.ControlPlaneService/CommonPrefix',
+            kvplane_dot_v1_dot_control__pb2.CommonPrefixRequest.SerializeToString,
+            kvplane_dot_v1_dot_control__pb2.CommonPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvplane.v1.ControlPlaneService/Watch',
+            kvplane_dot_v1_dot_control__pb2.WatchRequest.SerializeToString,
+            kvplane_dot_v1_dot_control__pb2.WatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

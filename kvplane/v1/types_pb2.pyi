@@ -37,6 +37,8 @@ class TableChangeKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TABLE_CHANGE_KIND_REPLACE: _ClassVar[TableChangeKind]
     TABLE_CHANGE_KIND_FORK: _ClassVar[TableChangeKind]
     TABLE_CHANGE_KIND_DROP: _ClassVar[TableChangeKind]
+    TABLE_CHANGE_KIND_TRUNCATE: _ClassVar[TableChangeKind]
+    TABLE_CHANGE_KIND_TRIM: _ClassVar[TableChangeKind]
 TIER_UNSPECIFIED: Tier
 TIER_DEVICE: Tier
 TIER_HOST: Tier
@@ -55,6 +57,8 @@ TABLE_CHANGE_KIND_SET: TableChangeKind
 TABLE_CHANGE_KIND_REPLACE: TableChangeKind
 TABLE_CHANGE_KIND_FORK: TableChangeKind
 TABLE_CHANGE_KIND_DROP: TableChangeKind
+TABLE_CHANGE_KIND_TRUNCATE: TableChangeKind
+TABLE_CHANGE_KIND_TRIM: TableChangeKind
 
 class ProtocolRange(_message.Message):
     __slots__ = ("oldest", "newest")
@@ -213,7 +217,7 @@ class SessionGrant(_message.Message):
     def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[SessionRef, _Mapping]] = ..., ordinal: _Optional[int] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., layout_fingerprint: _Optional[bytes] = ..., max_plans_in_flight: _Optional[int] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("version", "session", "pool_id", "shard_epochs", "number", "previous", "resync", "changes", "transfers", "spans")
+    __slots__ = ("version", "session", "pool_id", "shard_epochs", "number", "previous", "resync", "changes", "transfers", "spans", "allocations")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +228,7 @@ class Plan(_message.Message):
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATIONS_FIELD_NUMBER: _ClassVar[int]
     version: int
     session: SessionRef
     pool_id: str
@@ -234,7 +239,8 @@ class Plan(_message.Message):
     changes: TableChanges
     transfers: Transfers
     spans: Spans
-    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[SessionRef, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., previous: _Optional[int] = ..., resync: bool = ..., changes: _Optional[_Union[TableChanges, _Mapping]] = ..., transfers: _Optional[_Union[Transfers, _Mapping]] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ...) -> None: ...
+    allocations: Allocations
+    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[SessionRef, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., previous: _Optional[int] = ..., resync: bool = ..., changes: _Optional[_Union[TableChanges, _Mapping]] = ..., transfers: _Optional[_Union[Transfers, _Mapping]] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ..., allocations: _Optional[_Union[Allocations, _Mapping]] = ...) -> None: ...
 
 class TableChanges(_message.Message):
     __slots__ = ("kinds", "sequence_ids", "groups", "tiers", "first_blocks", "num_blocks", "parent_sequence_ids", "indices", "generations", "allocated")
@@ -259,6 +265,16 @@ class TableChanges(_message.Message):
     generations: bytes
     allocated: bytes
     def __init__(self, kinds: _Optional[bytes] = ..., sequence_ids: _Optional[bytes] = ..., groups: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., first_blocks: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., parent_sequence_ids: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., allocated: _Optional[bytes] = ...) -> None: ...
+
+class Allocations(_message.Message):
+    __slots__ = ("tiers", "indices", "generations")
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    tiers: bytes
+    indices: bytes
+    generations: bytes
+    def __init__(self, tiers: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ...) -> None: ...
 
 class Transfers(_message.Message):
     __slots__ = ("groups", "source_tiers", "source_indices", "source_generations", "destination_tiers", "destination_indices", "destination_generations")

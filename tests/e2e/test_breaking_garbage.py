@@ -158,7 +158,7 @@ def usage_is_sound(llm: LLM) -> None:
     for tier in llm.describe_pool().usage.tiers:
         parts = (
             tier.num_free_blocks, tier.num_cached_blocks, tier.num_held_blocks,
-            tier.num_retired_blocks, tier.num_reserved_blocks,
+            tier.num_retired_blocks,
         )  # fmt: skip
         assert min(parts) >= 0 and sum(parts) == tier.num_blocks
 

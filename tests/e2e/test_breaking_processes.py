@@ -40,7 +40,7 @@ def num_in_use(pool: control_pb2.DescribePoolResponse) -> int:
     for tier in pool.usage.tiers:
         parts = (
             tier.num_free_blocks, tier.num_cached_blocks, tier.num_held_blocks,
-            tier.num_retired_blocks, tier.num_reserved_blocks,
+            tier.num_retired_blocks,
         )  # fmt: skip
         assert min(parts) >= 0
         assert sum(parts) == tier.num_blocks

@@ -19,6 +19,8 @@ from plan_author import (
     set_blocks,
     span,
     transfer,
+    trim,
+    truncate,
 )
 
 from kvplane.errors import (
@@ -182,10 +184,30 @@ BAD_PLANS |= {
         f"{_CHANGES}.first_blocks[0]",
         {"changes": [set_blocks(1, [(2, 1)], first_block=3)]},
     ),
-    "a gap in a table that is replaced": (
+    "an entry that was trimmed": (
         InvalidRequestError,
-        f"{_CHANGES}.first_blocks[0]",
-        {"changes": [set_blocks(1, [(2, 1)], first_block=1, replace=True)]},
+        f"{_CHANGES}.first_blocks[1]",
+        {"changes": [trim(1, 1), set_blocks(1, [(2, 1)])]},
+    ),
+    "a table too long to be": (
+        InvalidRequestError,
+        f"{_CHANGES}.num_blocks[0]",
+        {"changes": [set_blocks(1, [(2, 1)], first_block=2**31 - 1, replace=True)]},
+    ),
+    "a truncation to more than there is": (
+        InvalidRequestError,
+        f"{_CHANGES}.num_blocks[0]",
+        {"changes": [truncate(1, 3)]},
+    ),
+    "a trim of more than there is": (
+        InvalidRequestError,
+        f"{_CHANGES}.num_blocks[0]",
+        {"changes": [trim(1, 3)]},
+    ),
+    "a trim of nothing": (
+        SequenceNotFoundError,
+        f"{_CHANGES}.sequence_ids[1]",
+        {"changes": [truncate(1, 2), trim(4, 0)]},
     ),
     "a negative first block": (
         InvalidRequestError,
@@ -261,7 +283,7 @@ BAD_PLANS |= {
     "a change of an unknown kind": (
         InvalidRequestError,
         f"{_CHANGES}.kinds[0]",
-        {"changes": [Change(5, 1)]},
+        {"changes": [Change(7, 1)]},
     ),
     "sequence 0": (
         InvalidRequestError,
@@ -292,6 +314,30 @@ BAD_PLANS |= {
 
 _TRANSFERS = "plan.transfers"
 BAD_PLANS |= {
+    "a transfer from a block that an earlier one has overwritten": (
+        StaleGenerationError,
+        f"{_TRANSFERS}.source_generations[1]",
+        {
+            "changes": [drop(1), set_blocks(2, [(0, 2), (2, 1)])],
+            "transfers": [transfer(ref(1), ref(0, 2)), transfer(ref(0), ref(2))],
+        },
+    ),
+    "a transfer from a block that is saved and not written yet": (
+        StaleGenerationError,
+        f"{_TRANSFERS}.source_generations[1]",
+        {
+            "changes": [drop(1), set_blocks(2, [(0, 2), (2, 1), (3, 1)])],
+            "transfers": [transfer(ref(0), ref(2)), transfer(ref(0, 2), ref(3))],
+        },
+    ),
+    "a transfer into a block that another plan allocated": (
+        StaleGenerationError,
+        f"{_TRANSFERS}.destination_generations[1]",
+        {
+            "allocations": [ref(2)],
+            "transfers": [transfer(ref(0), ref(2)), transfer(ref(0), ref(1))],
+        },
+    ),
     "a transfer into a block not allocated": (
         StaleGenerationError,
         f"{_TRANSFERS}.destination_generations[0]",

@@ -131,6 +131,20 @@ def changes_of(plan: tpb.Plan) -> list[Change]:
     return changes
 
 
+def allocations_of(plan: tpb.Plan) -> list[Block]:
+    """Blocks that a plan allocates for no table."""
+    message = plan.allocations
+    return [
+        Block(*each)
+        for each in zip(
+            columns.read(UINT8, message.tiers, "tiers"),
+            columns.read(INT32, message.indices, "indices"),
+            columns.read(INT64, message.generations, "generations"),
+            strict=True,
+        )
+    ]
+
+
 def transfers_of(plan: tpb.Plan) -> list[tuple[Block, Block]]:
     """A plan's transfers, (source, destination) each."""
     message = plan.transfers
@@ -409,6 +423,9 @@ class DataPlane:
                 tables[change.sequence_id] = parent[: change.num_blocks]
             elif change.kind == tpb.TABLE_CHANGE_KIND_DROP:
                 del tables[change.sequence_id]
+            elif change.kind == tpb.TABLE_CHANGE_KIND_TRUNCATE:
+                assert change.num_blocks <= len(tables[change.sequence_id])
+                del tables[change.sequence_id][change.num_blocks :]
             else:
                 for block, allocated in zip(change.blocks, change.allocated, strict=True):
                     self._check_block(session_id, block, allocated=allocated, again=again)
@@ -419,6 +436,9 @@ class DataPlane:
                 table[change.first_block : change.first_block + len(block_ids)] = block_ids
                 assert len({tier for tier, _ in table}) == 1, "a table in two tiers"
                 tables[change.sequence_id] = table
+
+        for block in allocations_of(plan):
+            self._check_block(session_id, block, allocated=True, again=again)
 
     def _check_block(self, session_id: int, block: Block, *, allocated: bool, again: bool) -> None:
         block_id = block.block_id
@@ -462,13 +482,18 @@ class DataPlane:
             block_id = table[position // BLOCK]
             assert block_id[0] == DEVICE, "a write to the host tier"
             assert block_id[1] not in self.published, f"a write to published block {block_id}"
-            self._check_alone(session_id, sequence_id, block_id)
+            self._check_alone(plan, sequence_id, block_id)
             self.content[block_id][position % BLOCK] = values[position]
 
-    def _check_alone(self, session_id: int, sequence_id: int, block_id: BlockId) -> None:
+    def _check_alone(self, plan: tpb.Plan, sequence_id: int, block_id: BlockId) -> None:
+        """Only sequences that this plan lets read the block, past its end, may share it."""
+        session_id = plan.session.session_id
+        firsts = {span.sequence_id: span.first_position for span in spans_of(plan)}
         for other, tables in self.tables.items():
             for i, table in tables.items():
-                if (other, i) != (session_id, sequence_id):
-                    assert block_id not in table, (
-                        f"{block_id} is written while session {other} shares it"
-                    )
+                if (other, i) == (session_id, sequence_id) or block_id not in table:
+                    continue
+                end = (table.index(block_id) + 1) * BLOCK
+                assert other == session_id and firsts.get(i, end) >= end, (
+                    f"{block_id} is written while session {other} shares it"
+                )

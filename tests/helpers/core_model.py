@@ -20,8 +20,8 @@ from core_data_plane import (
     root_value,
     spans_of,
 )
+from kvplane_blocks import chained_hash, root_hash
 
-from control_plane.blocks.prefix_index import chained_hash, root_hash
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
 from control_plane.planning.pools.publications import root_of
@@ -113,7 +113,6 @@ class World:
             "cached": usage.num_cached_blocks,
             "held": usage.num_held_blocks,
             "retired": usage.num_retired_blocks,
-            "reserved": usage.num_reserved_blocks,
         }
 
 

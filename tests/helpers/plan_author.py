@@ -65,6 +65,7 @@ class PlanAuthor:
         changes: Sequence[Change] | pb.TableChanges = (),
         transfers: Sequence[Transfer] | pb.Transfers = (),
         spans: Sequence[Span] | pb.Spans = (),
+        allocations: Sequence[pb.BlockRef] | pb.Allocations = (),
         **fields: Any,
     ) -> pb.SignedPayload:
         """Follows plan ``number - 1`` unless ``previous`` is given."""
@@ -80,6 +81,11 @@ class PlanAuthor:
                 transfers if isinstance(transfers, pb.Transfers) else pack_transfers(transfers)
             ),
             "spans": spans if isinstance(spans, pb.Spans) else pack_spans(spans),
+            "allocations": (
+                allocations
+                if isinstance(allocations, pb.Allocations)
+                else pack_allocations(allocations)
+            ),
         }
         plan = pb.Plan(**{**values, **fields})
         return self.sign(signing.PLAN, plan.SerializeToString())
@@ -150,6 +156,14 @@ def drop(sequence_id: int) -> Change:
     return Change(pb.TABLE_CHANGE_KIND_DROP, sequence_id)
 
 
+def truncate(sequence_id: int, num_blocks: int) -> Change:
+    return Change(pb.TABLE_CHANGE_KIND_TRUNCATE, sequence_id, num_blocks=num_blocks)
+
+
+def trim(sequence_id: int, num_blocks: int) -> Change:
+    return Change(pb.TABLE_CHANGE_KIND_TRIM, sequence_id, num_blocks=num_blocks)
+
+
 def ref(index: int, generation: int = 1, tier: pb.Tier = DEVICE) -> pb.BlockRef:
     return pb.BlockRef(tier=tier, index=index, generation=generation)
 
@@ -174,6 +188,14 @@ def pack_changes(changes: Sequence[Change]) -> pb.TableChanges:
         indices=_int32(index for index, _ in entries),
         generations=_int64(generation for _, generation in entries),
         allocated=_uint8(int(flag) for c in changes for flag in c.allocated),
+    )
+
+
+def pack_allocations(blocks: Sequence[pb.BlockRef]) -> pb.Allocations:
+    return pb.Allocations(
+        tiers=_uint8(b.tier for b in blocks),
+        indices=_int32(b.index for b in blocks),
+        generations=_int64(b.generation for b in blocks),
     )
 
 
@@ -237,8 +259,11 @@ def tokens(num_tokens: int, num_heads: int = 2, *, seed: int = 0) -> torch.Tenso
     return torch.randn(num_tokens, num_heads, 16, generator=generator)
 
 
-def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal attention in float64 of a sequence's last query tokens over all of it.
+def dense_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window_tokens: int = 0
+) -> torch.Tensor:
+    """Causal attention in float64 of a sequence's last query tokens over all of it, or over the
+    last ``window_tokens`` that each of them sees.
 
     query [Q, H, D], key and value [T, Hkv, D]. Returns [Q, H, D].
     """
@@ -248,6 +273,7 @@ def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
     v = value.double().repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,thd->hqt", q, k) / query.shape[2] ** 0.5
     first = key.shape[0] - query.shape[0]
-    visible = torch.arange(key.shape[0]) <= first + torch.arange(query.shape[0])[:, None]
+    behind = first + torch.arange(query.shape[0])[:, None] - torch.arange(key.shape[0])
+    visible = (behind >= 0) & (behind < (window_tokens or key.shape[0]))
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     return torch.einsum("hqt,thd->qhd", weights, v).to(query.dtype)

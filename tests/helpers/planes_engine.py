@@ -16,6 +16,7 @@ from planes_known import DEVICE, HOST, Known, LayerCall, Made, Sent, ShardRun, S
 from planes_values import LAYOUT_MESSAGE, Owner, check_blocks, tag_of, values_of
 from planes_world import POOL, ControlProcess, DataProcess, World, wire
 
+from control_plane.planning import queries
 from kvplane import columns, ops, signing
 from kvplane.columns import INT32, INT64
 from kvplane.errors import (
@@ -213,9 +214,8 @@ class Engine:
         session = core._sessions.get(self.id)
         if session is None:
             return (pool,)
-        tokens = {i: bytes(sequence.tokens) for i, sequence in session.sequences.items()}
-        states = self._states(sorted(tokens))
-        return (pool, tokens, states, sorted(session.plans), session.resync_due)
+        states = queries.states(session).SerializeToString(deterministic=True)
+        return (pool, states, sorted(session.plans), session.resync_due)
 
     def _states(self, ids: list[int]) -> list[Any]:
         core = self.control.core

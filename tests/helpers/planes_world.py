@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
+from collections.abc import Iterator
 from random import Random
 from typing import TypeVar
 
-import pytest
 import torch
-import xxhash
 from google.protobuf.message import Message
 from planes_values import (
     LAYOUT,
@@ -26,11 +25,10 @@ from planes_values import (
     values_of,
 )
 
-from control_plane.blocks import prefix_index
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
 from control_plane.planning.pools.pool import Pool
-from control_plane.planning.pools.publications import owner_of
+from control_plane.planning.pools.publications import publish_message
 from data_plane import Executor
 from kvplane import columns, protocol
 from kvplane.columns import INT32
@@ -51,15 +49,6 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 def wire(message: AnyMessage) -> AnyMessage:
     """The message as its receiver has it."""
     return type(message).FromString(message.SerializeToString())
-
-
-def weaken_hashes(patch: pytest.MonkeyPatch) -> None:
-    """No fault: hashes of prefixes are of one bit, and nothing may depend on them."""
-
-    def weak(parent_hash: bytes, tokens: bytes) -> bytes:
-        return bytes([xxhash.xxh3_128_digest(parent_hash + tokens)[0] & 1]) * 16
-
-    patch.setattr(prefix_index, "chained_hash", weak)
 
 
 def cells(shard: tpb.Shard) -> set[tuple[int, int]]:
@@ -451,6 +440,19 @@ class World:
         wanted = itertools.product(range(NUM_LAYERS), range(NUM_HEADS))
         assert held == Counter(wanted), "a pool is ready without all of its parts"
 
+    def _findable(self, pool: Pool) -> Iterator[tuple[int, tuple[str, str], int, list[int]]]:
+        """(block, tenant and namespace, parent, tokens) of what can be found, parents first."""
+        for run in pool.native.all_publications(3):
+            message = publish_message(run).publish.publications
+            for block, parent, token_ids in zip(
+                columns.read(INT32, message.indices, ""),
+                columns.read(INT32, message.parent_indices, ""),
+                columns.fixed(message.token_ids, 4 * pool.block_size),
+                strict=True,
+            ):
+                owner = (message.tenant, message.namespace)
+                yield block, owner, parent, list(columns.read(INT32, token_ids, ""))
+
     def _check_findable(self, control: ControlProcess) -> None:
         """Whatever a prompt would find holds that prompt's values, in every shard."""
         pool = control.pool
@@ -459,11 +461,8 @@ class World:
         processes = {process.executor.epoch: process for process in self.processes}
         views = [processes.get(epoch) for epoch in pool.epochs]
         prefixes: dict[int, list[int]] = {}
-        index = pool.device.index
-        for root, block in index.findable():
-            (parent,), (token_ids,) = index.parents([block]), index.token_ids([block])
-            prefixes[block] = [*prefixes.get(parent, []), *columns.read(INT32, token_ids, "")]
-            owner = owner_of(root)
+        for block, owner, parent, tokens in self._findable(pool):
+            prefixes[block] = [*prefixes.get(parent, []), *tokens]
             for process in views:
                 if process is None or process.executor.key_id != pool.shards.key_id:
                     continue

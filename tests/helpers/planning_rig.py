@@ -4,18 +4,22 @@ steps and receipts for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from registration_messages import LAYOUT, hello
 
+from control_plane.planning import queries
+from control_plane.planning.config import CoreConfig
 from control_plane.planning.integrity import check_pool
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import root_of
 from control_plane.planning.pools.shards import PoolShards, ShardState
-from control_plane.planning.sequence import Sequence as CoreSequence
 from control_plane.planning.session import Session
-from control_plane.planning.steps.draft import Draft
-from control_plane.planning.steps.planner import Planner
+from control_plane.planning.steps.abort import abort_plans
+from control_plane.planning.steps.planner import Planner, read_operations
+from control_plane.planning.steps.plans import finish_plan
 from control_plane.planning.steps.receipts import take_receipts
 from kvplane import columns, ops, protocol, signing
 from kvplane.columns import INT32, INT64, UINT8
@@ -27,15 +31,29 @@ BLOCK_SIZE = LAYOUT.block_size_tokens
 EPOCH = 11
 
 
+@dataclass(frozen=True)
+class State:
+    """A live sequence as the core has it."""
+
+    tier: int
+    table: list[int]
+    num_tokens: int
+    num_scheduled: int
+    num_written: int
+    num_cached: int
+    admitted_by: int
+
+
 class PlanningRig:
     """Session 1 is open."""
 
     def __init__(
-        self, num_device_blocks: int = 8, num_host_blocks: int = 4, *, watermark: float = 0.0
+        self, num_device_blocks: int = 8, num_host_blocks: int = 4, **settings: Any
     ) -> None:
+        """``settings``: of CoreConfig; the watermark is 0 unless given."""
         shards = PoolShards(1, LAYOUT, bytes(32))
         shards.states[0] = ShardState(hello(epoch=EPOCH), LAYOUT)
-        self.pool = Pool("pool", shards, watermark)
+        self.pool = Pool("pool", shards, CoreConfig(**{"watermark": 0.0, **settings}))
         self.pool.set_tiers({DEVICE: num_device_blocks, HOST: num_host_blocks})
         self.pool.built = True
         self.sessions: dict[int, Session] = {}
@@ -50,43 +68,53 @@ class PlanningRig:
             root=root_of(LAYOUT.fingerprint, tenant, ""),
             num_answers=3,
         )
-        self.pool.open(session_id)
         self.sessions[session_id] = session
         return session
 
     def end(self, session_id: int) -> None:
         self.sessions.pop(session_id).end()
 
-    def draft(self, session: Session | None = None) -> Draft:
-        """The session's next step, whose number is used up."""
-        session = session or self.session
-        session.numbers.use()
-        return Draft(session, session.numbers.last)
-
     def step(
         self, *operations: cpb.Operation, session: Session | None = None
     ) -> tuple[list[cpb.OperationResult], tpb.Plan | None]:
-        """Run a step; its results and its plan."""
-        draft = self.draft(session)
-        planner = Planner(draft.session, draft, max_sequences=100, max_table_entries=1000)
-        results = [planner.run(i, operation) for i, operation in enumerate(operations)]
-        signed = draft.finish()
-        return results, None if signed is None else tpb.Plan.FromString(signed.payload)
+        """Run a step, whose number is used up; its results and its plan."""
+        result = self.answer(*operations, session=session)
+        plan = tpb.Plan.FromString(result.plan.payload) if result.HasField("plan") else None
+        return list(result.results), plan
+
+    def answer(self, *operations: cpb.Operation, session: Session | None = None) -> cpb.StepResult:
+        """As ``step``, as it is answered."""
+        session = session or self.session
+        session.numbers.use()
+        number = session.numbers.last
+        result = cpb.StepResult()
+        session.native.begin(session.slot, number)
+        planner = Planner(session)
+        for i, operation in enumerate(read_operations(operations, 1000)):
+            planner.run(i, operation, result.results.add())
+        finish_plan(session, number, result)
+        self.pool.announce()
+        return result
 
     def admit(
         self, sequence_id: int, token_ids: Sequence[int], *, session: Session | None = None
-    ) -> CoreSequence:
+    ) -> State:
         """A sequence, all of which the step computes."""
-        session = session or self.session
         (result,), _ = self.step(ops.admit(sequence_id, token_ids), session=session)
         assert not result.failures, result
-        return session.sequences[sequence_id]
+        return self.state(sequence_id, session=session)
 
     def run(self, *, up_to: int | None = None, session: Session | None = None) -> None:
         """Submit the receipts of plans in flight, of all or of those up to a number."""
         session = session or self.session
         numbers = [n for n in session.plans if up_to is None or n <= up_to]
         take_receipts(session, [self.receipt(session, number) for number in numbers])
+        self.pool.announce()
+
+    def abort(self) -> None:
+        """Abort all plans in flight, under the next number."""
+        self.session.numbers.use()
+        abort_plans(self.session, next_plan=self.session.numbers.last + 1)
 
     def receipt(self, session: Session, number: int) -> tpb.SignedPayload:
         payload = tpb.Receipt(
@@ -95,13 +123,70 @@ class PlanningRig:
             pool_id=self.pool.id,
             epoch=EPOCH,
             plan_number=number,
-            plan_digest=session.plans[number].digest,
+            plan_digest=session.plans[number],
         ).SerializeToString()
         signature = signing.sign(self.pool.key, signing.RECEIPT, payload)
         return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
 
     def check(self) -> None:
         check_pool(self.pool, self.sessions.values())
+
+    # What it has
+
+    def state(self, sequence_id: int, *, session: Session | None = None) -> State:
+        session = session or self.session
+        tier, indices, *_ = session.native.table(session.slot, sequence_id)
+        ids = columns.pack(INT64, [sequence_id])
+        message = queries.states(session, ids)
+
+        def one(column: bytes) -> int:
+            return columns.read(INT64, column, "column")[0]
+
+        return State(
+            tier,
+            columns.read(INT32, indices, "indices").tolist(),
+            one(message.num_tokens),
+            one(message.num_scheduled_tokens),
+            one(message.num_written_tokens),
+            one(message.num_cached_tokens),
+            one(message.admitted_by),
+        )
+
+    def live(self, *, session: Session | None = None) -> list[int]:
+        """Ids of the live sequences."""
+        message = queries.states(session or self.session)
+        return columns.read(INT64, message.sequence_ids, "ids").tolist()
+
+    def found(self, token_ids: Iterable[int], *, session: Session | None = None) -> int:
+        """Leading full blocks of a prompt that a session finds on the device."""
+        session = session or self.session
+        return session.native.match(session.root, ops.pack_tokens(list(token_ids)))[0]
+
+    def usage(self, tier: tpb.Tier = DEVICE) -> dict[str, int]:
+        """Blocks of a tier by state."""
+        (usage,) = (usage for usage in self.pool.usage().tiers if usage.tier == tier)
+        return {
+            "free": usage.num_free_blocks,
+            "cached": usage.num_cached_blocks,
+            "held": usage.num_held_blocks,
+            "retired": usage.num_retired_blocks,
+        }
+
+    def obtainable(self, session: Session | None = None, tier: tpb.Tier = DEVICE) -> int:
+        """Blocks that the session could allocate now."""
+        return self.pool.native.num_obtainable((session or self.session).slot, tier)
+
+    def published(self) -> list[tuple[int, int]]:
+        """(index, index of its parent) of each block announced to the shard since the last call."""
+        found: list[tuple[int, int]] = []
+        outgoing = self.pool.shards.states[0].outgoing
+        for message in outgoing:
+            publications = message.publish.publications
+            indices = columns.read(INT32, publications.indices, "indices")
+            parents = columns.read(INT32, publications.parent_indices, "parents")
+            found += zip(indices, parents, strict=True)
+        outgoing.clear()
+        return found
 
 
 def entries_of(changes: tpb.TableChanges) -> list[tuple[int, int, bool]]:

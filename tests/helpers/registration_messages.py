@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from control_plane.blocks.prefix_index import chained_hash, root_hash
+from kvplane_blocks import chained_hash, root_hash
+
 from control_plane.planning.pools.publications import root_of
 from kvplane import columns, ops, protocol
 from kvplane.columns import INT32, INT64

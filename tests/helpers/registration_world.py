@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from registration_messages import hello, report
+from pool_writer import NativeSession
+from registration_messages import LAYOUT, hello, report
 
+from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.pool import Pool
+from control_plane.planning.pools.publications import root_of
 from control_plane.planning.pools.registration import Registration
 from kvplane import signing
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 
 INCARNATION = 7
+ROOT = root_of(LAYOUT.fingerprint, "default", "")
 
 
 class World:
@@ -27,7 +31,7 @@ class World:
         self.it = Registration(
             self.pools,
             incarnation=incarnation,
-            watermark=0.0,
+            config=CoreConfig(watermark=0.0),
             new_key=lambda: next(keys),
             end_sessions=self.end_sessions,
         )
@@ -41,9 +45,11 @@ class World:
             self.end_session(session_id, pool)
 
     def open_session(self) -> int:
-        session_id = next(self.session_ids)
-        self.pool.open(session_id)
-        return session_id
+        return self.open_writer().id
+
+    def open_writer(self) -> NativeSession:
+        """A session that can write prompts."""
+        return NativeSession(self.pool, next(self.session_ids), "default", ROOT)
 
     def end_session(self, session_id: int, pool: Pool | None = None) -> None:
         (pool or self.pool).end(self.ref(session_id), ordinal=session_id)

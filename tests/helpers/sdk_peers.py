@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
+from prometheus_client import CollectorRegistry
 
 from kvplane.layout import LayerGroup, Layout
+from kvplane.serving.interceptor import ErrorInterceptor
+from kvplane.serving.metrics import RpcMetrics
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
 from kvplane.v1 import data_pb2 as dpb
@@ -70,10 +74,29 @@ class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
         return await self._answer(request, context)
 
     RunStep = AbortPlan = SubmitReceipts = DescribeSequence = DescribePool = Resync
+    CheckOperations = CommonPrefix = ExplainPrefix = FindPrefix = Resync
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.requests.append(request)
+        for response in self.script(request):
+            if isinstance(response, Exception):
+                raise response
+            yield response
 
     async def _answer(self, request: Any, context: Any) -> Any:
         self.requests.append(request)
         return await answered(self.script, request, context)
+
+
+@asynccontextmanager
+async def serving(plane: ScriptedControlPlane) -> AsyncIterator[str]:
+    """Serve ``plane`` on a loopback port; its address."""
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(RpcMetrics(CollectorRegistry()))])
+    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(0)
 
 
 class ScriptedDataPlane(data_pb2_grpc.DataPlaneServiceServicer):

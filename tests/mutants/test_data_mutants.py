@@ -25,6 +25,9 @@ ENDED = "test_ended_sessions.py"
 TENANTS = "test_last_tenants.py"
 PROGRESS = "test_progress.py"
 TRANSFERS = "test_transfers.py"
+TRIMMED = "test_trimmed_tables.py"
+TAKEN = "test_taken_blocks.py"
+KEPT = "test_kept_blocks.py"
 
 # Fault: the file of tests that must notice it.
 BASIC = {
@@ -36,6 +39,10 @@ BASIC = {
     "version_unchecked": REJECTIONS,
     "fenced_ordinals_forgotten": SESSIONS,
     "transfers_run_twice": EXECUTOR,
+    "stale_entries_readable": TAKEN,
+    "trimmed_entries_readable": TRIMMED,
+    "truncation_keeps_one_too_many": TRIMMED,
+    "allocations_keep_their_generation": KEPT,
     "receipts_before_the_end": STREAMS,
     "skip-newest-slot": EXECUTOR,
 }
@@ -47,9 +54,13 @@ MORE = {
     "publication_forgotten_at_the_kernel": REJECTIONS,
     "publication_survives_allocation": INVARIANTS,
     "stale_publications_kept": SESSIONS,
-    "stale_references_unchecked": INVARIANTS,
+    "stale_references_unchecked": REJECTIONS,
     "ref_counts_not_kept": CLEARED,
     "unknown_fields_ignored": REJECTIONS,
+    "finished_plans_attend_for_ever": TAKEN,
+    "trimmed_entries_attended": TRIMMED,
+    "saved_blocks_cleared_first": KEPT,
+    "copies_are_the_copying_tenants": KEPT,
     "clearing_of_one_tier_only": CLEARED,
     "blocks_read_before_they_are_filled": TENANTS,
     "clearing_after_the_transfers": STREAMS,

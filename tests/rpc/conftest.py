@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc.aio
 import pytest
 from control_wire import RawSession, RawShard, Stub
+from operations_world import World
+from registration_messages import LAYOUT
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
+from kvplane import ControlClient, Layout
 from kvplane.v1 import control_pb2_grpc
 
 StartServer = Callable[..., Awaitable[ControlPlaneServer]]
+StartWorld = Callable[..., Awaitable[World]]
 
 
 @pytest.fixture
@@ -76,3 +81,29 @@ async def shard(stub: Stub) -> AsyncIterator[RawShard]:
 async def session(stub: Stub, shard: RawShard) -> RawSession:
     """A session on ``shard``'s pool."""
     return await RawSession.open(stub, shard)
+
+
+@pytest.fixture
+async def start_world(
+    start_control_plane: StartServer, connect: Callable[[ControlPlaneServer], Stub]
+) -> AsyncIterator[StartWorld]:
+    """Start a control plane with one pool, which admissions may fill to the last block."""
+    async with AsyncExitStack() as stack:
+
+        async def start(
+            layout: Layout = LAYOUT,
+            *,
+            num_device_blocks: int = 16,
+            num_host_blocks: int = 8,
+            **settings: Any,
+        ) -> World:
+            server = await start_control_plane(**{"watermark": 0.0, **settings})
+            client = await stack.enter_async_context(ControlClient(server.address))
+            world = World(server, client, connect(server))
+            shard = await world.register(
+                layout, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks
+            )
+            stack.callback(shard.hang_up)
+            return world
+
+        yield start

@@ -156,12 +156,12 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
     assert (await call.read()).error.reason == "STEP_OUT_OF_ORDER"
     call.cancel()
     told = await scrape(control_server)
-    states = ("free", "cached", "held", "retired", "reserved")
+    states = ("free", "cached", "held", "retired")
     device = [told[f'kvplane_blocks{{pool="pool",state="{s}",tier="device"}}'] for s in states]
     assert sum(device) == 16
     assert device[2] == 4
     host = [told[f'kvplane_blocks{{pool="pool",state="{s}",tier="host"}}'] for s in states]
-    assert host == [8, 0, 0, 0, 0]
+    assert host == [8, 0, 0, 0]
     assert told['kvplane_sessions{pool="pool"}'] == 1
     assert told['kvplane_sequences{pool="pool"}'] == 2
     assert told['kvplane_registered_shards{pool="pool"}'] == 1

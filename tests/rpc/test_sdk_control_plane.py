@@ -379,7 +379,6 @@ async def test_a_session_is_opened_again_after_the_control_plane_was_replaced(
         assert again.incarnation > session.incarnation
         assert (again.layout, again.client_name) == (session.layout, "engine")
         readmitted = await again.readmit({1: ([1] * 20, 40), 2: ([2] * 120, 0)})
-        assert readmitted == {1: 0}
-        assert readmitted.plan is not None
+        assert readmitted == {1: 0, 2: 0}, "nothing is computed yet"
         await again.close()
     shard.hang_up()

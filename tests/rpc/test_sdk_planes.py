@@ -321,9 +321,9 @@ async def go_on(
     async with session, await data.open(session.grant) as execution:
         readmitted = await session.readmit({1: (prompt, 32)})
         assert readmitted == {1: num_cached_tokens}
-        assert readmitted.plan is not None
-        assert await run(execution, readmitted.plan) == []
-        session.add_receipt(receipt_of(execution))
+        if readmitted.plan is not None:  # of tables that begin with cached blocks
+            assert await run(execution, readmitted.plan) == []
+            session.add_receipt(receipt_of(execution))
         num_missing = len(prompt) - num_cached_tokens
         for operation in (
             ops.append(1, [], num_missing, first_position=num_cached_tokens),

@@ -7,9 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc.aio
 import pytest
-from prometheus_client import CollectorRegistry
 from sdk_peers import (
     LAYOUT,
     SESSION,
@@ -19,6 +17,7 @@ from sdk_peers import (
     numbered,
     payload,
     plan_of,
+    serving,
 )
 
 from kvplane import ControlClient, Session, columns, ops
@@ -39,10 +38,7 @@ from kvplane.errors import (
     StepOutOfOrderError,
     TooManyPlansInFlightError,
 )
-from kvplane.serving.interceptor import ErrorInterceptor
-from kvplane.serving.metrics import RpcMetrics
 from kvplane.v1 import control_pb2 as pb
-from kvplane.v1 import control_pb2_grpc
 
 
 @pytest.fixture
@@ -52,12 +48,8 @@ async def plane() -> ScriptedControlPlane:
 
 @pytest.fixture
 async def address(plane: ScriptedControlPlane) -> AsyncIterator[str]:
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(RpcMetrics(CollectorRegistry()))])
-    control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield f"127.0.0.1:{port}"
-    await server.stop(0)
+    async with serving(plane) as address:
+        yield address
 
 
 @pytest.fixture
@@ -314,7 +306,7 @@ async def test_an_answer_to_another_number_is_not_taken(plane, session) -> None:
 
 
 async def test_notices_are_kept_and_never_taken_for_answers(plane, session) -> None:
-    notice = pb.Notice(cut_sequence_ids=columns.pack(columns.INT64, [4]))
+    notice = pb.Notice(news=pb.News(cut_sequence_ids=columns.pack(columns.INT64, [4])))
     plane.script = lambda request: [
         pb.StepResponse(notice=notice),
         pb.StepResponse(),  # of a kind that this release does not know

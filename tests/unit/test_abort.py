@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from planning_rig import DEVICE, HOST, PlanningRig, entries_of
 
-from control_plane.blocks.block_store import RETIRED
-from control_plane.planning.steps.abort import abort_from, abort_plans
+from control_plane.planning.steps.abort import abort_from
 from kvplane import ops
 
 
@@ -20,93 +19,94 @@ def rig() -> PlanningRig:
     return rig
 
 
-def test_what_no_receipt_covers_is_cut_with_its_tokens_and_blocks(rig: PlanningRig) -> None:
-    sequence = rig.session.sequences[1]
-    kept, released = sequence.table[:2], sequence.table[2:]
+def abort_from_next(rig: PlanningRig, plan_number: int) -> None:
     rig.session.numbers.use()
-    abort_from(rig.session, 2)
+    abort_from(rig.session, plan_number)
+
+
+def test_what_no_receipt_covers_is_cut_with_its_tokens_and_blocks(rig: PlanningRig) -> None:
+    kept = rig.state(1).table[:2]
+    abort_from_next(rig, 2)
     rig.check()
-    assert sequence.table == kept
-    assert (sequence.num_tokens, sequence.num_written, sequence.num_scheduled) == (12, 12, 12)
+    state = rig.state(1)
+    assert state.table == kept
+    assert (state.num_tokens, state.num_written, state.num_scheduled) == (12, 12, 12)
     assert rig.session.plans == {}
-    assert [rig.pool.device.state[block] for block in released] == [RETIRED]
+    assert rig.usage() == {"free": 5, "cached": 0, "held": 2, "retired": 1}
 
 
 def test_blocks_stay_retired_until_the_plan_of_whole_tables_has_run(rig: PlanningRig) -> None:
-    (released,) = rig.session.sequences[1].table[2:]
-    rig.session.numbers.use()
-    abort_from(rig.session, 2)
+    abort_from_next(rig, 2)
     _, plan = rig.step()
     assert plan is not None
     assert plan.resync
     assert [entry[2] for entry in entries_of(plan.changes)] == [False, False]
-    assert rig.pool.device.state[released] == RETIRED
+    assert rig.usage()["retired"] == 1
+    other = rig.open(2)
+    assert rig.obtainable(other) == 5
     rig.run()
-    assert rig.pool.device.num_obtainable(0) == 6
+    assert rig.obtainable(other) == 6
     rig.check()
 
 
 def test_earlier_plans_in_flight_are_aborted_too(rig: PlanningRig) -> None:
     rig.step(ops.append(1, range(18, 20), 2, first_position=18))
-    rig.session.numbers.use()
-    abort_from(rig.session, 3)
+    abort_from_next(rig, 3)
     assert rig.session.plans == {}
     assert rig.session.is_voided(2)
 
 
 def test_a_number_without_a_plan_in_flight_or_after_it_changes_nothing(rig: PlanningRig) -> None:
     rig.session.numbers.use()
-    rig.session.numbers.use()
-    abort_from(rig.session, 3)
+    abort_from_next(rig, 3)
     assert list(rig.session.plans) == [2]
     assert not rig.session.resync_due
 
 
 def test_a_sequence_that_was_moved_goes_back_to_the_blocks_it_came_from() -> None:
     rig = PlanningRig()
-    sequence = rig.admit(1, range(12))
+    before = rig.admit(1, range(12)).table
     rig.run()
-    before = list(sequence.table)
     rig.step(ops.swap_out([1]))
     rig.step(ops.swap_in([1]))
-    assert sequence.table != before
-    abort_plans(rig.session, next_plan=4)
+    assert rig.state(1).table != before
+    rig.abort()
     rig.check()
-    assert (sequence.tier, sequence.table, sequence.moved_by) == (DEVICE, before, 0)
+    assert (rig.state(1).tier, rig.state(1).table) == (DEVICE, before)
 
 
 def test_a_swap_that_has_run_is_not_undone() -> None:
     rig = PlanningRig()
-    sequence = rig.admit(1, range(12))
+    rig.admit(1, range(12))
     rig.step(ops.swap_out([1]))
     rig.run()
-    copies = list(sequence.table)
+    copies = rig.state(1).table
     rig.step(ops.swap_in([1]))
-    abort_plans(rig.session, next_plan=4)
+    rig.abort()
     rig.check()
-    assert (sequence.tier, sequence.table) == (HOST, copies)
+    assert (rig.state(1).tier, rig.state(1).table) == (HOST, copies)
 
 
 def test_a_fork_stays_with_what_its_parent_had_written() -> None:
     rig = PlanningRig()
-    parent = rig.admit(1, range(12))
+    rig.admit(1, range(12))
     rig.run()
     rig.step(ops.append(1, [12], 1, first_position=12))
     rig.step(ops.fork(1, 2), ops.append(2, [13], 1, first_position=13))
-    abort_plans(rig.session, next_plan=4)
+    rig.abort()
     rig.check()
-    child = rig.session.sequences[2]
+    parent, child = rig.state(1), rig.state(2)
     assert child.table == parent.table
-    assert child.tokens == parent.tokens
     assert (child.num_tokens, child.num_written) == (12, 12)
 
 
 def test_a_sequence_of_which_nothing_was_written_has_an_empty_table() -> None:
     rig = PlanningRig()
-    sequence = rig.admit(1, range(12))
-    abort_plans(rig.session, next_plan=2)
+    rig.admit(1, range(12))
+    rig.abort()
     rig.check()
-    assert (sequence.tier, sequence.table, sequence.num_tokens) == (DEVICE, [], 0)
+    state = rig.state(1)
+    assert (state.tier, state.table, state.num_tokens) == (DEVICE, [], 0)
     _, plan = rig.step()
     assert plan is not None
     assert plan.resync

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_author import BLOCK_SIZE, DEVICE, HOST, pack_spans, span
 
-from data_plane.plans.attention_batch import check_writable, prepare_batch
+from data_plane.plans.attention_batch import check_unpublished, prepare_batch
 from data_plane.plans.block_tables import BlockTables, Table
 from kvplane.errors import (
     BlockNotWritableError,
@@ -36,7 +36,7 @@ def tables_of(lists: dict[int, list[int]], tier: pb.Tier = DEVICE) -> BlockTable
 def put(tables: BlockTables, sequence_id: int, blocks: list[int], tier: pb.Tier = DEVICE) -> None:
     table = Table(tier, np.array(blocks, np.int32), np.ones(len(blocks), np.int64))
     tables.put(1, sequence_id, table)
-    tables.add_references(tier, table.blocks)
+    tables.add_references(tier, {table: 1})
 
 
 @given(st.data())
@@ -119,7 +119,7 @@ def test_only_the_blocks_that_are_written_must_be_writable() -> None:
     batch = prepare_batch(tables, 1, spans)
     tables.publications.published[3] = True
     with pytest.raises(BlockNotWritableError, match="block 3 is published") as refused:
-        check_writable(tables, batch)
+        check_unpublished(tables, batch)
     assert refused.value.field == "plan.spans.sequence_ids[1]"
     with pytest.raises(BlockNotWritableError, match="block 2 is shared"):
         prepare_batch(tables, 1, pack_spans([span(2, BLOCK_SIZE - 1, 1)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,9 +20,13 @@ def table(tier: pb.Tier, *blocks: tuple[int, int]) -> Table:
     return Table(tier, indices, np.array([generation for _, generation in blocks], np.int64))
 
 
+def trimmed(*blocks: tuple[int, int], by: int) -> Table:
+    return replace(table(DEVICE, *blocks), num_trimmed=by)
+
+
 def put(tables: BlockTables, session_id: int, sequence_id: int, made: Table) -> None:
     tables.put(session_id, sequence_id, made)
-    tables.add_references(made.tier, made.blocks)
+    tables.add_references(made.tier, {made: 1})
 
 
 def sound_tables() -> BlockTables:
@@ -38,7 +43,8 @@ def sound_tables() -> BlockTables:
 
 def state_of(tables: BlockTables) -> list[object]:
     """All that is known, in a form that can be compared."""
-    arrays = [*tables.generations.values(), *tables.ref_counts.values()]
+    counts = [*tables.ref_counts.values(), *tables.stale_counts.values()]
+    arrays = [*tables.generations.values(), *counts]
     published = [p.SerializeToString() for p in tables.publications.report(arrays[0], 9)]
     kept = {
         (session_id, sequence_id): (made.tier, made.blocks.tolist(), made.generations.tolist())
@@ -72,11 +78,14 @@ SPOILERS: dict[str, Callable[[BlockTables], object]] = {
     "columns of unequal length": lambda t: t.put(
         1, 2, Table(DEVICE, np.ones(1, np.int32), np.full(2, 2))
     ),
-    "a reference too many": lambda t: t.add_references(DEVICE, np.array([2])),
-    "a block allocated under a table": lambda t: t.allocate(DEVICE, np.array([3]), np.array([9])),
+    "a reference too many": lambda t: t.add_references(DEVICE, {table(DEVICE, (2, 3)): 1}),
+    "a generation to come": lambda t: t.generations[DEVICE].__setitem__(3, 3),
+    "an entry that became stale unnoticed": lambda t: t.generations[DEVICE].__setitem__(3, 9),
+    "a trimmed entry with a block": lambda t: t.put(1, 1, trimmed((0, 1), (1, 2), by=1)),
+    "a table trimmed by too much": lambda t: t.put(1, 2, trimmed((0, 0), by=2)),
     "a publication of a block never allocated": lambda t: (
         t.put(1, 1, table(DEVICE, (1, 2))),
-        t.add_references(DEVICE, np.array([0]), -1),
+        t.add_references(DEVICE, {table(DEVICE, (0, 1)): -1}),
         t.generations[DEVICE].__setitem__(0, 0),
     ),
 }
@@ -95,8 +104,8 @@ def test_a_transaction_that_fails_is_undone_and_one_that_does_not_stays() -> Non
     before = state_of(made)
     with pytest.raises(ZeroDivisionError), made.transaction():
         made.allocate(DEVICE, np.array([0, 2, 2]), np.array([50, 51, 52]))
+        made.add_references(DEVICE, {made.of_session(1)[1]: -1})
         made.put(1, 1, None)
-        made.add_references(DEVICE, np.array([0, 1]), -1)
         put(made, 3, 9, table(HOST, (1, 7)))
         put(made, 2, 1, table(DEVICE, (3, 4), (0, 50), (0, 50)))
         put(made, 2, 1, table(DEVICE, (3, 4)))
@@ -104,12 +113,39 @@ def test_a_transaction_that_fails_is_undone_and_one_that_does_not_stays() -> Non
     made.check_integrity()
     assert state_of(made) == before
     with made.transaction():
+        made.add_references(DEVICE, {made.of_session(1)[1]: -1})
         made.put(1, 1, None)
-        made.add_references(DEVICE, np.array([0, 1]), -1)
         made.allocate(DEVICE, np.array([0]), np.array([50]))
     made.check_integrity()
     assert made.generations[DEVICE][0] == 50
     assert not len(made.publications)
+
+
+def test_entries_of_a_block_allocated_again_are_stale_until_they_are_removed() -> None:
+    made = sound_tables()
+    first, second, other = *made.of_session(1).values(), made.of_session(2)[1]
+    assert made.first_stale([first, second]) is None
+    made.allocate(DEVICE, np.array([1]), np.array([7]))
+    put(made, 3, 1, table(DEVICE, (1, 7)))
+    made.check_integrity()
+    assert (made.ref_counts[DEVICE][1], made.stale_counts[DEVICE][1]) == (1, 2)
+    assert made.first_stale([made.of_session(3)[1], other, second, first]) == 2
+    assert made.first_stale([first.part(0, 1), other]) is None
+    made.drop_session(1)
+    made.check_integrity()
+    assert made.first_stale([first]) is None, "nothing is counted, so nothing is looked for"
+    assert made.ref_counts[DEVICE].tolist() == [0, 1, 0, 1]
+
+
+def test_a_trimmed_entry_refers_to_no_block() -> None:
+    made = sound_tables()
+    put(made, 4, 1, trimmed((0, 0), (0, 0), (2, 3), by=2))
+    made.check_integrity()
+    assert made.ref_counts[DEVICE].tolist() == [1, 2, 1, 1]
+    made.allocate(DEVICE, np.array([0]), np.array([9]))
+    assert made.first_stale([made.of_session(4)[1]]) is None
+    made.drop_session(4)
+    made.check_integrity()
 
 
 def test_scopes_of_which_nothing_is_published_are_forgotten() -> None:

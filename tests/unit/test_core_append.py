@@ -10,9 +10,6 @@ from core_machine import growth, joined
 from core_model import World
 
 from control_plane.planning.config import CoreConfig
-from control_plane.planning.steps.append import append
-from control_plane.planning.steps.draft import Draft
-from control_plane.planning.steps.failures import Failures
 from kvplane import columns, ops
 from kvplane.columns import INT32, INT64
 from kvplane.v1 import control_pb2 as cpb
@@ -105,14 +102,10 @@ def test_an_item_that_crosses_into_a_new_block_is_told_to_the_data_plane() -> No
     engine = World().engine()
     engine.admit(1, range(BLOCK - 1))
     engine.admit(2, range(20, 20 + BLOCK))
-    session = engine.world.core._sessions[engine.id]
-    draft = Draft(session, engine.number + 1)
-    message = ops.appends([1, 2], [BLOCK - 1, BLOCK], [1, 1], [1, 1], pack([7, 28])).append
-    failures = Failures("operations[0].append")
-    result = append(draft, message, failures)
-    assert not failures.items
-    assert columns.read(INT32, result.num_blocks, "num_blocks").tolist() == [1, 2]
-    signed = draft.finish()
-    assert signed is not None
-    (change,) = changes_of(tpb.Plan.FromString(signed.payload))
+    operation = ops.appends([1, 2], [BLOCK - 1, BLOCK], [1, 1], [1, 1], pack([7, 28]))
+    result = engine.step(operation)
+    appended = only(result)
+    assert not appended.failures
+    assert columns.read(INT32, appended.append.num_blocks, "num_blocks").tolist() == [1, 2]
+    (change,) = changes_of(tpb.Plan.FromString(result.plan.payload))
     assert (change.sequence_id, change.first_block, change.allocated) == (2, 1, [True])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from core_data_plane import DEVICE, HOST
 from core_model import LATER, NEVER, OK, World, status_of
 
 from control_plane.planning.config import CoreConfig
-from control_plane.planning.steps.room import NoRoom, require_fits, require_room
 from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 
@@ -28,17 +26,23 @@ def test_the_watermark_leaves_blocks_free_once_something_is_held() -> None:
     assert status_of(engine.admit(2, range(100, 124)).results[0]) == OK
 
 
-def test_each_session_is_guaranteed_its_longest_sequence() -> None:
+def test_nothing_is_reserved_for_what_a_session_says_it_will_need() -> None:
     world = World(num_device=10)
     one, other = world.engine(), world.engine()
-    one.admit(1, range(8), max_total_tokens=48)
-    assert world.usage()["reserved"] == 5
-    (later,) = only(other.step(ops.admit(1, range(200, 240)))).failures
-    assert (later.status, later.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_RESERVED)
-    assert status_of(other.admit(1, range(200, 232)).results[0]) == OK
-    assert status_of(other.append(1, 99).results[0]) == LATER
-    for token in range(8, 48):
-        assert status_of(one.append(1, token).results[0]) == OK
+    one.admit(1, range(8), max_total_tokens=80)
+    assert status_of(other.admit(1, range(200, 200 + 72)).results[0]) == OK
+    (later,) = only(one.step(one.growth(1, [8], 1))).failures
+    assert (later.status, later.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_BLOCKS)
+
+
+def test_shared_blocks_count_once_however_many_sequences_hold_them() -> None:
+    """Two sessions with the same cached prompt of ten blocks fit a pool of twelve."""
+    world = World(num_device=12)
+    one, other = world.engine(), world.engine()
+    prompt = range(80)
+    assert status_of(one.admit(1, prompt, max_total_tokens=88).results[0]) == OK
+    assert status_of(other.admit(1, prompt, max_total_tokens=88).results[0]) == OK
+    assert world.usage()["held"] == 11
 
 
 def test_a_shortage_says_what_is_in_the_way() -> None:
@@ -62,17 +66,3 @@ def test_a_shortage_says_what_is_in_the_way() -> None:
     other.admit(2, [2] * 8)
     (never,) = only(other.step(ops.swap_out([1, 2]))).failures
     assert (never.status, never.shortage.tier) == (NEVER, HOST)
-
-
-def test_room_ends_where_the_tier_does() -> None:
-    world = World(num_device=4, num_host=2)
-    engine = world.engine()
-    session, pool = world.core._sessions[engine.id], world.core._pools["pool"]
-    for tier, num_blocks in ((DEVICE, 4), (HOST, 2)):
-        require_fits(pool, num_blocks, tier)
-        require_room(session, tier, num_blocks)
-        with pytest.raises(NoRoom) as never:
-            require_fits(pool, num_blocks + 1, tier)
-        assert (never.value.status, never.value.shortage.tier) == (NEVER, tier)
-        assert never.value.shortage.num_blocks_needed == num_blocks + 1
-        assert never.value.shortage.num_blocks_available == num_blocks

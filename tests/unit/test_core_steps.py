@@ -63,7 +63,7 @@ FEW_COUNTS = ops.appends([1, 1], [4, 4], [0, 0], [0], b"")
         (ops.admit(1, [1]), SequenceExistsError, "admit.sequence_id"),
         (ops.admit(2, b""), InvalidRequestError, "admit.token_ids"),
         (ops.admit(2, b"abc"), InvalidRequestError, "admit.token_ids"),
-        (ops.admit(2, [-1]), InvalidRequestError, "admit.token_ids"),
+        (ops.admit(2, [-1]), InvalidRequestError, "admit.token_ids[0]"),
         (
             ops.admit(2, [1], num_compute_tokens=-1),
             InvalidRequestError,
@@ -111,7 +111,7 @@ FEW_COUNTS = ops.appends([1, 1], [4, 4], [0, 0], [0], b"")
         (ops.free([9]), SequenceNotFoundError, "free.sequence_ids[0]"),
         (ops.free(b"1234"), InvalidRequestError, "free.sequence_ids"),
         (ops.swap_out([]), InvalidRequestError, "swap_out.sequence_ids"),
-        (ops.swap_out([1, 1]), InvalidRequestError, "swap_out.sequence_ids"),
+        (ops.swap_out([1, 1]), InvalidRequestError, "swap_out.sequence_ids[1]"),
         (ops.swap_out([1, 9]), SequenceNotFoundError, "swap_out.sequence_ids[1]"),
         (ops.swap_out([1, 3]), SequenceSwappedError, "swap_out.sequence_ids[1]"),
         (ops.swap_in([1]), SequenceSwappedError, "swap_in.sequence_ids[0]"),
@@ -197,7 +197,7 @@ def test_a_prompt_can_be_computed_in_chunks() -> None:
     engine = world.engine()
     engine.admit(1, range(20), num_compute_tokens=8)
     assert engine.state(1).num_written_tokens == 8
-    assert engine.state(1).num_blocks == 3
+    assert engine.state(1).num_blocks == 1, "blocks are taken as chunks come"
     engine.send(engine.growth(1, num_slots=12))
     engine.settle()
     assert engine.state(1).num_written_tokens == 20
@@ -217,7 +217,7 @@ def test_what_a_freed_sequence_wrote_is_published_when_its_receipts_come() -> No
     engine.settle()
     assert other.lookup(prompt) == 32
     world.core.check_integrity()
-    assert world.usage() == {"free": 0, "cached": 4, "held": 2, "retired": 0, "reserved": 0}
+    assert world.usage() == {"free": 0, "cached": 4, "held": 2, "retired": 0}
     world.pump()
     engine.send(ops.free([2]))
     engine.settle()

@@ -28,15 +28,13 @@ def take(rig: PlanningRig, message: cpb.DeferredTokens, *, max_items: int = 9) -
 def test_blocks_that_were_written_are_published_once_their_tokens_are_known() -> None:
     rig = reserved()
     rig.run()
-    index, root = rig.pool.device.index, rig.session.root
-    prompt = ops.pack_tokens(range(16))
-    assert index.match(root, prompt) == []
+    assert rig.found(range(16)) == 0
     take(rig, ops.deferred_tokens([1], [1], [7], [1], [7]))
-    assert len(index.match(root, prompt)) == 1
-    (message,) = rig.pool.shards.states[0].outgoing
-    assert len(message.publish.publications.indices) == 4, "data planes are told of one block"
+    assert rig.found(range(16)) == 1
+    rig.pool.announce()
+    assert rig.published() == [(rig.state(1).table[0], -1)], "data planes are told of one block"
     take(rig, ops.deferred_tokens([1, 1], [1, 1], [8, 10], [2, 6], range(8, 16)))
-    assert len(index.match(root, prompt)) == 2
+    assert rig.found(range(16)) == 2
     rig.check()
 
 
@@ -53,7 +51,7 @@ def test_pieces_that_touch_what_is_known_add_what_is_new(pieces: list[tuple[int,
         else:
             with pytest.raises(InvalidRequestError):
                 take(rig, message)
-        assert rig.session.sequences[1].tokens == ops.pack_tokens(range(num_known))
+        assert rig.state(1).num_tokens == num_known
 
 
 def test_more_sequences_than_the_limit_are_refused_unread() -> None:

@@ -26,7 +26,6 @@ from kvplane import columns, signing
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BadSignatureError,
-    BlockInUseError,
     BlockNotWritableError,
     InvalidRequestError,
     PlanConflictError,
@@ -178,12 +177,6 @@ def test_a_plan_is_refused_while_another_runs(rig: Rig) -> None:
     rig.start(2, spans=[span(1, 12, 1)])
     with rig.refuses(PlanOutOfOrderError, "plan.previous"):
         rig.start(3, spans=[span(1, 13, 1)])
-
-
-def test_another_sessions_block_is_not_allocated(rig: Rig) -> None:
-    rig.open(2)
-    with rig.refuses(BlockInUseError, "plan.changes.generations[0]"):
-        rig.start(1, 2, changes=[set_blocks(1, [(0, 2)])])
 
 
 def test_a_write_to_a_block_published_after_the_plan_started_is_refused(rig: Rig) -> None:

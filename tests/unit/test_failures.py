@@ -3,47 +3,69 @@
 from __future__ import annotations
 
 import pytest
+from kvplane_blocks import ColumnError, _native
+from planning_rig import DEVICE, PlanningRig
 
-from control_plane.planning.steps.failures import Failures
-from control_plane.planning.steps.room import NoRoom
+from control_plane.planning.steps.failures import (
+    add_error,
+    add_failures,
+    error_of,
+    error_of_columns,
+)
 from kvplane.error_messages import from_wire
-from kvplane.errors import InvalidRequestError, PositionMismatchError
+from kvplane.errors import InvalidRequestError, PositionMismatchError, SequenceNotFoundError
 from kvplane.v1 import control_pb2 as cpb
 
 AT = "operations[2].append"
 
 
-@pytest.mark.parametrize(
-    ("field", "item", "want"),
-    [
-        ("num_slots", 17, f"{AT}.num_slots[17]"),
-        ("num_tokens[3]", 3, f"{AT}.num_tokens[3]"),
-        ("num_tokens", None, f"{AT}.num_tokens"),
-        ("", 17, f"{AT}[17]"),
-        ("", None, AT),
-    ],
-)
-def test_the_field_is_named_from_the_request_on(field: str, item: int | None, want: str) -> None:
-    failures = Failures(AT)
-    failures.add(InvalidRequestError("is wrong", field=field), item)
-    (failure,) = failures.items
-    assert (failure.item, failure.status) == (item or 0, cpb.OPERATION_STATUS_FAILED)
+@pytest.mark.parametrize(("field", "want"), [("num_slots", f"{AT}.num_slots"), ("", AT)])
+def test_the_field_is_named_from_the_request_on(field: str, want: str) -> None:
+    result = cpb.OperationResult()
+    error = InvalidRequestError("is wrong", field=field)
+    add_error(result, AT, error)
+    (failure,) = result.failures
+    assert (failure.item, failure.status) == (0, cpb.OPERATION_STATUS_FAILED)
     assert failure.error.field == want
+    assert error.field == field, "the caller's own is not changed"
 
 
-def test_an_error_keeps_its_type_and_the_callers_own_is_not_changed() -> None:
-    failures = Failures(AT)
-    error = PositionMismatchError("is at 3", field="first_positions")
-    failures.add(error, 1)
-    assert type(from_wire(failures.items[0].error)) is PositionMismatchError
-    assert error.field == "first_positions"
+@pytest.mark.parametrize(("index", "want"), [(-1, "at.num_tokens"), (3, "at.num_tokens[3]")])
+def test_a_column_that_cannot_be_read_is_named_with_its_element(index: int, want: str) -> None:
+    error = error_of_columns(ColumnError("num_tokens", index, "must be at least 1"), at="at.")
+    assert (error.field, error.message) == (want, "must be at least 1")
 
 
-def test_a_shortage_is_no_error() -> None:
-    failures = Failures(AT)
-    shortage = cpb.Shortage(num_blocks_needed=4)
-    failures.add(NoRoom(cpb.OPERATION_STATUS_LATER, shortage), 5)
-    (failure,) = failures.items
-    assert (failure.item, failure.status) == (5, cpb.OPERATION_STATUS_LATER)
-    assert failure.shortage == shortage
-    assert not failure.HasField("error")
+def test_items_keep_their_places_and_errors_their_types() -> None:
+    rig, result = PlanningRig(), cpb.OperationResult()
+    refused = [(1, _native.POSITION, 7, 12, 11), (4, _native.LATER, 3, 2, DEVICE)]
+    add_failures(result, rig.session, AT, "append", refused)
+    first, second = result.failures
+    assert (first.item, second.item) == (1, 4)
+    assert type(from_wire(first.error)) is PositionMismatchError
+    assert first.error.field == f"{AT}.first_positions[1]"
+    assert second.status == cpb.OPERATION_STATUS_LATER
+    assert (second.shortage.num_blocks_needed, second.shortage.num_blocks_available) == (3, 2)
+    assert not second.HasField("error")
+
+
+def test_an_operation_that_is_one_item_names_its_columns_element_by_element() -> None:
+    rig, result = PlanningRig(), cpb.OperationResult()
+    at = "operations[0].swap_out"
+    add_failures(result, rig.session, at, "swap_out", [(3, _native.NOT_FOUND, 9, 0, 0)])
+    (failure,) = result.failures
+    assert failure.item == 0
+    assert failure.error.field == f"{at}.sequence_ids[3]"
+
+
+def test_every_code_of_the_core_has_an_error() -> None:
+    rig = PlanningRig()
+    shortages = {_native.LATER, _native.NEVER, _native.LATER_HEADROOM}
+    codes = {value for name, value in vars(_native).items() if name.isupper()} - shortages
+    assert len(codes) >= 15
+    for code in codes:
+        for kind in ("append", "fork", "admit", "truncate", "deferred_tokens"):
+            assert error_of(rig.session, kind, (0, code, 1, 1, 1)).field
+    missing = error_of(rig.session, "fork", (0, _native.NOT_FOUND, 5, 0, 0))
+    assert type(missing) is SequenceNotFoundError
+    assert missing.field == "parent_sequence_ids"

@@ -36,11 +36,11 @@ def test_statement_01_conservation() -> None:
     engine.send(ops.fork(1, 3), ops.swap_out([2]))
     engine.step(ops.free([1]))
     usage = world.usage()
-    assert usage == {"free": 1, "cached": 0, "held": 6, "retired": 0, "reserved": 3}
+    assert usage == {"free": 4, "cached": 0, "held": 6, "retired": 0}
     engine.run_all()
     engine.settle()
     usage = world.usage()
-    assert usage == {"free": 2, "cached": 2, "held": 3, "retired": 0, "reserved": 3}
+    assert usage == {"free": 5, "cached": 2, "held": 3, "retired": 0}
     assert sum(world.usage(HOST).values()) == 4
     world.core.check_integrity()
 

@@ -13,18 +13,20 @@ from plan_author import (
     HOST,
     PlanAuthor,
     blocks_of,
+    drop,
     fork,
     ref,
     set_blocks,
     span,
     tokens,
     transfer,
+    trim,
+    truncate,
 )
 
 from kvplane import signing
 from kvplane.errors import (
     BadSignatureError,
-    BlockInUseError,
     BlockNotWritableError,
     InvalidRequestError,
     KvplaneError,
@@ -97,13 +99,17 @@ def test_8_a_block_whose_generation_moved_is_not_taken_into_a_table(rig: Rig) ->
         rig.start(3, changes=[set_blocks(2, [(0, 1)], allocated=False)])
 
 
-def test_8_a_block_that_a_table_refers_to_is_not_allocated_for_another_session(rig: Rig) -> None:
+def test_8_a_block_that_was_taken_from_a_table_is_not_used_through_it(rig: Rig) -> None:
     rig.admit(1)
     rig.open(2)
-    with rig.refuses(BlockInUseError):
-        rig.start(1, 2, changes=[set_blocks(1, [(1, 2)])])
-    rig.fence(1)
-    assert rig.run(1, 2, changes=[set_blocks(1, [(1, 2)])]).plan_number == 1
+    rig.run(1, 2, changes=[set_blocks(1, [(1, 2)])], spans=[span(1, 0, 3)])
+    with rig.refuses(StaleGenerationError, "sequence_id"):
+        rig.executor.read_blocks(1, 1, 0, 2)
+    with rig.refuses(StaleGenerationError, "plan.spans.sequence_ids[0]"):
+        rig.layer(0, 12)
+    with rig.refuses(StaleGenerationError, "plan.spans.sequence_ids[0]"):
+        rig.start(2, spans=[span(1, 12, 1)])
+    assert rig.run(2, changes=[drop(1)]).plan_number == 2
 
 
 def test_9_an_unreceipted_plan_may_run_again_from_its_start(rig: Rig) -> None:
@@ -144,6 +150,24 @@ def test_9_a_receipted_plan_returns_its_receipt_and_writes_nothing(rig: Rig) -> 
     blocks = torch.ones(2, 1, 2, 2, 8, 16)
     assert rig.executor.write_blocks(1, 2, 1, blocks) == receipt
     assert rig.snapshot() == state
+
+
+def test_9_a_plan_that_shortens_tables_and_keeps_copies_changes_nothing_again(rig: Rig) -> None:
+    rig.admit(1)
+    plan = rig.author.plan(
+        2,
+        changes=[fork(2, 1, 2), truncate(1, 1), trim(2, 1)],
+        allocations=[ref(2, 1, HOST)],
+        transfers=[transfer(ref(0), ref(2, 1, HOST))],
+    )
+    receipt = rig.executor.start(1, plan).receipt
+    rig.run(3, changes=[set_blocks(1, [(3, 1)], first_block=1)], spans=[span(1, 8, 3)])
+    state = rig.snapshot()
+    assert rig.executor.start(1, plan).receipt == receipt
+    assert rig.snapshot() == state
+    assert rig.executor.read_blocks(1, 1, 0, 2)[1].indices == b"\0\0\0\0\3\0\0\0"
+    with rig.refuses(InvalidRequestError, "first_block"):
+        rig.executor.read_blocks(1, 2, 0, 1)
 
 
 def test_9_no_receipt_comes_before_all_layers_are_written(rig: Rig) -> None:
@@ -240,9 +264,9 @@ def test_1_to_9_hold_over_random_plans_good_and_bad(seed: int) -> None:
     dice = random.Random(seed)
     numbers = {1: 0, 2: 0}
     num_run = 0
-    for _ in range(150):
+    for turn in range(1, 151):
         session = dice.choice((1, 2))
-        fields = _random_plan(dice)
+        fields = _random_plan(dice, turn)
         number = numbers[session] + 1
         before = rig.snapshot()
         try:
@@ -253,18 +277,19 @@ def test_1_to_9_hold_over_random_plans_good_and_bad(seed: int) -> None:
             numbers[session] = number
             num_run += 1
         rig.executor.check_integrity()
-    assert num_run > 10
+    assert num_run > 15
 
 
-def _random_plan(dice: random.Random) -> dict[str, Any]:
+def _random_plan(dice: random.Random, turn: int) -> dict[str, Any]:
+    """Generations that are ``turn`` are new."""
     sequences = range(1, 4)
-    changes, transfers, spans = [], [], []
+    changes, transfers, spans, allocations = [], [], [], []
     for _ in range(dice.randint(1, 2)):
         sequence = dice.choice(sequences)
         kind = dice.random()
         tier = HOST if dice.random() < 0.2 else ref(0).tier
         if kind < 0.7:
-            index, generation = dice.randrange(4), dice.randint(1, 60)
+            index, generation = dice.randrange(4), dice.choice((turn, dice.randint(1, turn)))
             changes.append(
                 set_blocks(
                     sequence,
@@ -277,8 +302,16 @@ def _random_plan(dice: random.Random) -> dict[str, Any]:
             if dice.random() < 0.4:
                 source = ref(dice.randrange(4), dice.randint(1, 5))
                 transfers.append(transfer(source, ref(index, generation, tier)))
-        elif kind < 0.9:
+        elif kind < 0.85:
             changes.append(fork(sequence, dice.choice(sequences), dice.randint(0, 1)))
+        elif kind < 0.92:
+            changes.append(dice.choice((truncate, trim))(sequence, dice.randint(0, 1)))
+        else:
+            allocations.append(ref(dice.randrange(4), turn, HOST))
+            if dice.random() < 0.5:
+                source = ref(dice.randrange(4), dice.randint(max(1, turn - 9), turn))
+                transfers.append(transfer(source, allocations[-1]))
         if dice.random() < 0.5:
             spans.append(span(sequence, dice.randrange(6), dice.randint(1, 3)))
-    return {"changes": changes, "transfers": transfers, "spans": spans}
+    fields = {"changes": changes, "transfers": transfers, "spans": spans}
+    return {**fields, "allocations": allocations}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from plan_author import DEVICE, HOST
 
+from data_plane.plans.allocations import Allocated, AllocatedBlocks
 from data_plane.plans.last_tenants import LastTenants
-from data_plane.plans.table_changes import Allocated, AllocatedBlocks
 from data_plane.plans.transfers import TransferEnds, Transfers
 from kvplane.v1 import types_pb2 as pb
 
@@ -18,9 +20,19 @@ Block = tuple["pb.Tier", int]
 BLOCKS = [(tier, block) for tier, num in NUM_BLOCKS.items() for block in range(num)]
 PLANS = st.tuples(
     st.sampled_from(["ann", "bob", ""]),
-    st.lists(st.sampled_from(BLOCKS), max_size=4),
-    st.lists(st.tuples(st.sampled_from(BLOCKS), st.sampled_from(BLOCKS)), max_size=3),
+    st.lists(st.sampled_from(BLOCKS), unique=True, max_size=4),
+    st.lists(
+        st.tuples(st.sampled_from(BLOCKS), st.sampled_from(BLOCKS), st.booleans()), max_size=4
+    ),
 )
+
+
+class Move(NamedTuple):
+    """A transfer. ``is_former``: it reads its source as it was before the plan allocated it."""
+
+    source: Block
+    destination: Block
+    is_former: bool
 
 
 def int64(values: list[int]) -> NDArray[np.int64]:
@@ -28,55 +40,110 @@ def int64(values: list[int]) -> NDArray[np.int64]:
 
 
 def allocated_of(blocks: list[Block]) -> AllocatedBlocks:
-    """As a plan's changes allocate them; one may come twice."""
-    of_tier = {tier: [b for t, b in blocks if t == tier] for tier in NUM_BLOCKS}
+    """As a plan allocates them: their generations were 1 and are 2."""
+    of_tier = {tier: sorted(b for t, b in blocks if t == tier) for tier in NUM_BLOCKS}
     return {
-        tier: Allocated(int64(new), int64([1] * len(new)), int64([0] * len(new)))
+        tier: Allocated(int64(new), int64([2] * len(new)), int64([1] * len(new)))
         for tier, new in of_tier.items()
         if new
     }
 
 
-def transfers_of(pairs: list[tuple[Block, Block]]) -> Transfers:
-    ends = [
-        TransferEnds(
-            int64([pair[end][0] for pair in pairs]),
-            int64([pair[end][1] for pair in pairs]),
-            int64([1] * len(pairs)),
-        )
-        for end in (0, 1)
+def transfers_of(moves: list[Move], blocks: list[Block]) -> Transfers:
+    generations = [1 if m.is_former or m.source not in blocks else 2 for m in moves]
+    sources = int64([m.source[0] for m in moves]), int64([m.source[1] for m in moves])
+    ends = int64([m.destination[0] for m in moves]), int64([m.destination[1] for m in moves])
+    return Transfers(
+        TransferEnds(*sources, int64(generations)), TransferEnds(*ends, int64([2] * len(moves)))
+    )
+
+
+def moves_of(blocks: list[Block], drawn: list[tuple[Block, Block, bool]]) -> list[Move]:
+    """Those of the drawn ones that a plan may have, which allocates ``blocks``."""
+    moves: list[Move] = []
+    for source, destination, is_former in drawn:
+        was_written = any(m.destination == source for m in moves)
+        was_saved = any(m.source == source and m.is_former for m in moves)
+        is_former &= source in blocks
+        if destination not in blocks or source == destination:
+            continue
+        if was_written if is_former else was_saved and not was_written:
+            continue
+        moves.append(Move(source, destination, is_former))
+    saved = {m.source for m in moves if m.is_former}
+    return [
+        m
+        for i, m in enumerate(moves)
+        if m.is_former
+        or m.source not in saved
+        or any(before.destination == m.source for before in moves[:i])
     ]
-    return Transfers(*ends)
 
 
 @given(st.lists(PLANS, max_size=8))
-def test_what_another_tenant_had_last_is_cleared_unless_a_transfer_fills_it(
-    plans: list[tuple[str, list[Block], list[tuple[Block, Block]]]],
+def test_no_tenant_is_given_what_another_left_and_copies_stay_their_tenants(
+    plans: list[tuple[str, list[Block], list[tuple[Block, Block, bool]]]],
 ) -> None:
-    tenants, last = LastTenants(NUM_BLOCKS), dict[Block, str]()
-    for tenant, blocks, pairs in plans:
-        allocated = allocated_of(blocks)
-        found = tenants.to_clear(tenant, allocated, transfers_of(pairs))
-        read, filled = ({pair[end] for pair in pairs} for end in (0, 1))
-        want = {
-            block
-            for block in blocks
-            if last.get(block, tenant) != tenant and (block not in filled or block in read)
-        }
-        got = [(tier, int(block)) for tier, of_tier in found.items() for block in of_tier]
-        assert sorted(got) == sorted(want)
-        assert all(len(of_tier) for of_tier in found.values())
-        tenants.take_over(tenant, allocated)
-        last |= dict.fromkeys(blocks, tenant)
+    """``data``: whose data each block really holds."""
+    tenants, data = LastTenants(NUM_BLOCKS), dict[Block, str]()
+    for tenant, blocks, drawn in plans:
+        moves = moves_of(blocks, drawn)
+        allocated, transfers = allocated_of(blocks), transfers_of(moves, blocks)
+        before, after = tenants.to_clear(tenant, allocated, transfers)
+        was = dict(data)
+        for clear in (before, after):
+            cleared = [(tier, int(b)) for tier, of_tier in clear.items() for b in of_tier]
+            assert all(len(of_tier) for of_tier in clear.values())
+            assert all(data.get(block, tenant) != tenant for block in cleared), "for nothing"
+            for block in cleared:
+                data.pop(block)
+            if clear is before:
+                for source, destination, is_former in moves:
+                    assert not is_former or data.get(source) == was.get(source), "lost"
+                    is_own = source not in blocks or is_former
+                    assert (
+                        is_own
+                        or data.get(source, tenant) == tenant
+                        or any(m.destination == source for m in moves)
+                    ), "another's data was copied as the tenant's"
+                    data[destination] = data.get(source, tenant)
+        filled = {m.destination for m in moves}
+        for block in blocks:
+            if block not in filled:
+                assert data.get(block, tenant) == tenant
+                data[block] = tenant
+        tenants.take_over(tenant, allocated, transfers)
 
 
 def test_blocks_are_anothers_until_they_are_taken_over() -> None:
     tenants, blocks = LastTenants(NUM_BLOCKS), allocated_of([(DEVICE, 3)])
-    tenants.take_over("ann", blocks)
+    nothing = transfers_of([], [])
+    tenants.take_over("ann", blocks, nothing)
     for _ in range(2):
-        assert list(tenants.to_clear("bob", blocks, transfers_of([]))) == [DEVICE]
-    tenants.take_over("bob", blocks)
-    assert tenants.to_clear("bob", blocks, transfers_of([])) == {}
+        assert list(tenants.to_clear("bob", blocks, nothing)[0]) == [DEVICE]
+    tenants.take_over("bob", blocks, nothing)
+    assert tenants.to_clear("bob", blocks, nothing) == ({}, {})
+
+
+def test_a_copy_has_the_tenant_of_its_source_also_when_it_is_a_copy_of_a_copy() -> None:
+    tenants = LastTenants(NUM_BLOCKS)
+    nothing = transfers_of([], [])
+    tenants.take_over("ann", allocated_of([(DEVICE, 0)]), nothing)
+    new: list[Block] = [(HOST, 1), (DEVICE, 2), (DEVICE, 3)]
+    moves = [Move((DEVICE, 0), (HOST, 1), False), Move((HOST, 1), (DEVICE, 2), False)]
+    tenants.take_over("bob", allocated_of(new), transfers_of(moves, new))
+    before, after = tenants.to_clear("bob", allocated_of(new), nothing)
+    assert {tier: blocks.tolist() for tier, blocks in before.items()} == {DEVICE: [2], HOST: [1]}
+    assert after == {}
+
+
+def test_what_is_saved_is_cleared_after_it_was_read() -> None:
+    tenants, blocks = LastTenants(NUM_BLOCKS), list[Block]([(DEVICE, 0), (HOST, 0)])
+    tenants.take_over("ann", allocated_of([(DEVICE, 0)]), transfers_of([], []))
+    moves = [Move((DEVICE, 0), (HOST, 0), True)]
+    before, after = tenants.to_clear("bob", allocated_of(blocks), transfers_of(moves, blocks))
+    assert before == {}
+    assert {tier: blocks.tolist() for tier, blocks in after.items()} == {DEVICE: [0]}
 
 
 def test_two_processes_know_a_tenant_by_two_digests() -> None:

@@ -13,6 +13,7 @@ from data_plane.plans.attention_batch import prepare_batch
 from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.progress import Progress
 from data_plane.plans.sessions import MAX_SESSION_ID, Run, Session, Sessions
+from data_plane.plans.transfers import Transfers
 from kvplane.errors import (
     InvalidRequestError,
     PlanConflictError,
@@ -37,7 +38,20 @@ def run_of(number: int, num_spans: int = 1) -> Run:
     tables = BlockTables({pb.TIER_DEVICE: 1}, 8)
     batch = prepare_batch(tables, 1, pb.Spans())
     progress = Progress(1, np.ones(num_spans, np.int64))
-    return Run(number, b"%d" % number, batch, {}, {}, [], progress, 0, cleared=True)
+    transfers = Transfers.read({}, pb.Transfers())
+    return Run(
+        number=number,
+        digest=b"%d" % number,
+        batch=batch,
+        allocated={},
+        to_clear=({}, {}),
+        transfers=transfers,
+        batches=[],
+        progress=progress,
+        checked_version=0,
+        checked_taken=0,
+        transferred=True,
+    )
 
 
 def opened() -> Session:
@@ -113,11 +127,11 @@ def test_a_number_with_another_digest_is_a_conflict(has_run: bool) -> None:
 
 def test_a_plan_is_complete_when_all_it_asks_for_was_given() -> None:
     run = run_of(1, num_spans=0)
-    run.cleared = False
+    run.transferred = False
     with pytest.raises(PlanOutOfOrderError):
         run.check_transferred()
     assert not run.is_complete
-    run.cleared = True
+    run.transferred = True
     run.check_transferred()
     assert run.is_complete
     assert not run_of(1).is_complete

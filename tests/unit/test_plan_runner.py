@@ -85,13 +85,13 @@ class Bench:
         return self.show(self.author.plan(number, session.id, **fields), session)
 
     def show(self, signed: pb.SignedPayload, session: Session | None = None) -> StartedPlan:
-        plan = self.verifier.plan(signed)
-        return self.runner.start(session or self.session, plan, signed.payload)
+        return self.runner.start(session or self.session, *self.verifier.plan(signed))
 
     def write(self, layer: int, num_tokens: int) -> None:
-        _, run = self.runner.latest(1, None)
+        session, run = self.runner.latest(1, None)
         key, value = tokens(num_tokens, seed=1), tokens(num_tokens, seed=2)
-        self.runner.write(run, self.compute.write_arguments(run.batch, layer, key, value))
+        arguments = self.compute.write_arguments(run.batch, layer, key, value)
+        self.runner.write(session, run, arguments)
         run.progress.finish_layer(layer)
 
     def receipt(self) -> pb.SignedPayload | None:

@@ -8,24 +8,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from planes_machine import PlanesMachine
-from planes_world import weaken_hashes
 
 
 def test_no_engine_sees_what_is_not_its_own() -> None:
     walk(max_examples=80)
 
 
-def test_equal_hashes_join_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    weaken_hashes(monkeypatch)
-    walk(max_examples=40)
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("are_hashes_weak", [False, True])
-def test_longer_walks(monkeypatch: pytest.MonkeyPatch, are_hashes_weak: bool) -> None:
-    if are_hashes_weak:
-        weaken_hashes(monkeypatch)
+def test_longer_walks() -> None:
     walk(max_examples=4000)
 
 

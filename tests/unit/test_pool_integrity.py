@@ -1,5 +1,5 @@
-"""The check of a pool's books finds what is seldom wrong with them; test_core_integrity.py has what
-a wrong operation would bring about.
+"""The check of a pool finds where a session and the native core disagree. What the core checks of
+its own blocks is tested in ``tests/unit/blocks``.
 """
 
 from __future__ import annotations
@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from planning_rig import DEVICE, PlanningRig
+from planning_rig import PlanningRig
 
 from control_plane.planning.integrity import check_pool
+from control_plane.planning.session import Session
 from kvplane import ops
 
 
@@ -29,54 +30,40 @@ def test_a_pool_in_use_passes(rig: PlanningRig) -> None:
     check_pool(rig.pool, rig.sessions.values())
 
 
-def _publish_on_the_host(rig: PlanningRig) -> None:
-    rig.pool.host.index.publish(b"root", -1, bytes(32), rig.session.sequences[3].table)
+def _receipts(session: Session) -> None:
+    session.receipted[0] += 1
 
 
-def _publish_what_is_written(rig: PlanningRig) -> None:
-    sequence = rig.session.sequences[2]
-    rig.pool.device.publish(rig.session.root, -1, bytes(sequence.tokens[:32]), sequence.table[:1])
-    sequence.pending[-1] = (sequence.pending[-1][0], 5)
+def _ran(session: Session) -> None:
+    session.plans[1] = session.plans.pop(3)
 
 
-def _end_plans_in_flight(rig: PlanningRig) -> None:
-    rig.session.receipted, rig.session.done = [9], 9
+def _lost(session: Session) -> None:
+    session.plans.clear()
 
 
-FAULTS: dict[str, tuple[Callable[[PlanningRig], object], str]] = {
-    "a published block on the host": (_publish_on_the_host, "a host block is published"),
-    "a plan that ran and is in flight": (
-        _end_plans_in_flight,
-        "has run",
-    ),
-    "a live sequence that was freed": (
-        lambda rig: setattr(rig.session.sequences[1], "generations", []),
-        "is live, but marked as freed",
-    ),
-    "a published block that is written": (_publish_what_is_written, "writes published block"),
-    "blocks that are nowhere": (
-        lambda rig: rig.pool.device.num_in.__setitem__(0, 3),
-        "state counts differ",
-    ),
+def _made(session: Session) -> None:
+    session.last_plan += 1
+
+
+FAULTS: dict[str, tuple[Callable[[Session], None], str]] = {
+    "receipts that are not counted": (_receipts, "receipts differ"),
+    "a plan that ran and is in flight": (_ran, "a plan that ran is in flight"),
+    "a plan that is lost": (_lost, "plans in flight differ"),
+    "a plan that the core did not make": (_made, "last plans differ"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_it_finds(rig: PlanningRig, fault: str) -> None:
     plant, message = FAULTS[fault]
-    plant(rig)
+    plant(rig.session)
     with pytest.raises(AssertionError, match=message):
         check_pool(rig.pool, rig.sessions.values())
 
 
-def test_a_block_twice_in_a_table_is_found_though_it_is_counted_twice(rig: PlanningRig) -> None:
-    sequence = rig.session.sequences[2]
-    rig.session.share(DEVICE, sequence.table[:1])
-    sequence.table.append(sequence.table[0])
-    with pytest.raises(AssertionError, match="a block twice in its table"):
+def test_two_sessions_of_one_slot_are_found(rig: PlanningRig) -> None:
+    other = rig.open(2)
+    other.slot = rig.session.slot
+    with pytest.raises(AssertionError, match="one slot"):
         check_pool(rig.pool, rig.sessions.values())
-
-
-def test_a_session_that_is_left_out_is_missed(rig: PlanningRig) -> None:
-    with pytest.raises(AssertionError):
-        check_pool(rig.pool, [])

@@ -100,34 +100,34 @@ def test_a_signature_of_another_key_is_refused(rig: PlanningRig) -> None:
 
 
 def test_what_was_written_is_published_and_what_was_retired_becomes_free(rig: PlanningRig) -> None:
-    sequence = rig.session.sequences[1]
     rig.run(up_to=1)
     rig.check()
-    assert (sequence.num_written, rig.session.done, list(rig.session.plans)) == (12, 1, [2])
-    index, prompt = rig.pool.device.index, ops.pack_tokens(range(18))
-    assert index.match(rig.session.root, prompt) == sequence.table[:1]
+    assert (rig.state(1).num_written, rig.session.done, list(rig.session.plans)) == (12, 1, [2])
+    assert rig.found(range(18)) == 1
     rig.step(ops.free([1]))
     other = rig.open(2)
-    assert rig.pool.device.num_obtainable(other.id) == 5
+    assert rig.obtainable(other) == 5
     rig.run()
     rig.check()
-    assert rig.pool.device.num_obtainable(other.id) == 8
-    assert len(index.match(rig.session.root, prompt)) == 2, "freed before its last receipt came"
+    assert rig.obtainable(other) == 8
+    assert rig.found(range(18)) == 2, "freed before its last receipt came"
 
 
 def test_the_receipt_of_a_plan_stands_for_all_before_it(rig: PlanningRig) -> None:
     take_receipts(rig.session, [rig.receipt(rig.session, 2)])
     assert (rig.session.done, rig.session.plans) == (2, {})
-    assert rig.session.sequences[1].num_written == 18
+    assert rig.state(1).num_written == 18
     rig.check()
 
 
 def test_receipts_again_and_in_any_order_change_nothing_more(rig: PlanningRig) -> None:
     receipts = [rig.receipt(rig.session, number) for number in (2, 1, 2)]
     take_receipts(rig.session, receipts)
-    outgoing = len(rig.pool.shards.states[0].outgoing)
+    rig.pool.announce()
+    assert len(rig.published()) == 2
     take_receipts(rig.session, receipts)
-    assert len(rig.pool.shards.states[0].outgoing) == outgoing
+    rig.pool.announce()
+    assert rig.published() == []
     rig.check()
 
 
@@ -137,11 +137,11 @@ def test_a_plan_takes_effect_once_every_shard_has_run_it() -> None:
     shards.num_shards = 2
     shards.states[1] = ShardState(shards.states[0].hello, rig.pool.layout)
     session = rig.open(2)
-    sequence = rig.admit(1, range(8), session=session)
+    rig.admit(1, range(8), session=session)
     first = rig.receipt(session, 1)
     second = tpb.Receipt.FromString(first.payload)
     second.shard_index = 1
     take_receipts(session, [first])
-    assert (session.done, sequence.num_written) == (0, 0)
+    assert (session.done, rig.state(1, session=session).num_written) == (0, 0)
     take_receipts(session, [signed(rig, second.SerializeToString())])
-    assert (session.done, sequence.num_written) == (1, 8)
+    assert (session.done, rig.state(1, session=session).num_written) == (1, 8)

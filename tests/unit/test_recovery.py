@@ -8,19 +8,18 @@ import itertools
 from collections.abc import Iterable, Mapping
 
 import pytest
+from pool_writer import NativeSession, found, generations
 from registration_messages import LAYOUT, Prefix, blocks, chain, half, hello, publications, report
 
-from control_plane.blocks import prefix_index
-from control_plane.blocks.block_store import CACHED
-from control_plane.blocks.integrity import check_store
+from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import root_of
 from control_plane.planning.pools.registration import Registration
-from kvplane import ops
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 
-A, B, C = range(24), range(100, 124), range(200, 208)
+DEVICE = tpb.TIER_DEVICE
+A, C = range(24), range(200, 208)
 
 
 class Pools:
@@ -32,7 +31,7 @@ class Pools:
         self.registration = Registration(
             self.pools,
             incarnation=1,
-            watermark=0.0,
+            config=CoreConfig(watermark=0.0),
             new_key=lambda: bytes(32),
             end_sessions=self.end_sessions,
         )
@@ -42,7 +41,8 @@ class Pools:
         return self.pools["pool"]
 
     def end_sessions(self, pool: Pool) -> None:
-        assert not pool.session_ids
+        for session_id in list(pool.session_ids):
+            pool.end(tpb.SessionRef(incarnation=1, session_id=session_id), session_id)
 
     def start(
         self, index: int = 0, num_shards: int = 1, *, num_blocks: int = 16
@@ -66,8 +66,18 @@ class Pools:
     ) -> list[int]:
         """The blocks that a prompt finds."""
         root = root_of(LAYOUT.fingerprint, tenant, namespace)
-        check_store(self.pool.device, "device", ref_count={}, pins={}, finished={})
-        return self.pool.device.index.match(root, ops.pack_tokens(list(tokens)))
+        self.pool.native.check_integrity()
+        return found(self.pool, root, tokens)
+
+    def generations(self) -> list[int]:
+        """Of the device blocks."""
+        return generations(self.pool)
+
+    def fill(self, num_blocks: int) -> list[int]:
+        """Allocate so many blocks, one after the other."""
+        root = root_of(LAYOUT.fingerprint, "filler", "")
+        session = NativeSession(self.pool, 1, "filler", root)
+        return [session.write([900 + i])[0] for i in range(num_blocks)]
 
 
 def built_from(*parts: pb.BlockReport, num_blocks: int = 16) -> Pools:
@@ -83,7 +93,7 @@ def test_prefixes_are_found_again_in_the_blocks_and_generations_reported() -> No
     pools = built_from(report({7: 3, 2: 9, 5: 1, 6: 4}, *prefixes))
     assert pools.cached(A) == [7, 2, 5]
     assert pools.cached(A, tenant="other") == pools.cached(A, namespace="lora") == []
-    assert pools.pool.device.generations([7, 2, 5, 6, 0]) == [3, 9, 1, 4, 0]
+    assert [pools.generations()[i] for i in (7, 2, 5, 6, 0)] == [3, 9, 1, 4, 0]
 
 
 def test_parts_may_come_in_any_order_and_children_before_their_parents() -> None:
@@ -146,26 +156,6 @@ def test_a_hash_that_does_not_follow_from_the_tokens_is_not_believed() -> None:
     assert built_from(report({1: 5, 2: 5}, first._replace(hash=bytes(16)), second)).cached(A) == []
 
 
-def test_equal_hashes_join_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands for two prompts whose 128-bit hashes are equal: xxh3 is not a cryptographic hash."""
-    real = prefix_index.chained_hash
-    a, b = (ops.pack_tokens(list(tokens)) for tokens in (A[:8], B[:8]))
-
-    def weak(parent: bytes, tokens: bytes) -> bytes:
-        return real(parent, a if tokens == b else tokens)
-
-    monkeypatch.setattr("registration_messages.chained_hash", weak)
-    monkeypatch.setattr(prefix_index, "chained_hash", weak)
-    prompt, other = [*A[:8], *C], [*B[:8], *C]
-    first, second = chain(prompt, [(1, 1), (2, 1)])
-    [lone] = chain(other, [(3, 1)])
-    assert lone.hash == first.hash
-    for order in itertools.permutations([first, second, lone]):
-        pools = built_from(report(dict.fromkeys((1, 2, 3), 1), *order))
-        assert pools.cached(prompt) == [1, 2]
-        assert pools.cached(other) == [3], "another prompt's block is found after it"
-
-
 @pytest.mark.parametrize("change", ["absent", "generation", "parent", "tokens", "tenant"])
 def test_a_prefix_is_restored_only_where_all_shards_report_the_same(change: str) -> None:
     prefixes = chain(A, [(1, 5), (2, 5), (3, 5)])
@@ -191,7 +181,7 @@ def test_a_prefix_is_restored_only_where_all_shards_report_the_same(change: str)
     pools.report(processes[1], other)
     assert pools.pool.ready
     assert pools.cached(A) == ([] if change == "tenant" else [1])
-    assert pools.pool.device.generation[2] == max(known[2], 5)
+    assert pools.generations()[2] == max(known[2], 5)
 
 
 def test_shards_that_report_the_same_in_another_order_agree() -> None:
@@ -215,8 +205,8 @@ def test_a_shard_that_comes_back_smaller_and_then_larger_loses_no_generation() -
         pools.report(process, report())
         pools.report(stays, report(held if num_blocks == 8 else None))
         assert pools.pool.ready
-        assert pools.pool.device.num_blocks == num_blocks
-    assert pools.pool.device.generation == [3] * 16
+        assert pools.pool.num_blocks(DEVICE) == num_blocks
+    assert pools.generations() == [3] * 16
 
 
 def test_generations_of_a_process_that_came_in_between_are_final() -> None:
@@ -225,10 +215,10 @@ def test_generations_of_a_process_that_came_in_between_are_final() -> None:
     prefixes = chain(A, [(1, 1), (2, 1), (3, 1)])
     pools.report(pools.start(), report({1: 1, 2: 1, 3: 1}, *prefixes))
     pools.report(pools.start(), report())
-    pools.pool.device.allocate(1, 16)
+    assert sorted(pools.fill(16)) == list(range(16))
     pools.report(pools.start(), report({1: 1, 2: 1, 3: 1}, *prefixes))
     assert pools.cached(A) == []
-    assert pools.pool.device.generations([1, 2, 3]) == [2, 2, 2]
+    assert pools.generations()[1:4] == [2, 2, 2]
 
 
 def test_a_publication_of_a_block_that_the_smallest_shard_lacks_is_left_out() -> None:
@@ -254,11 +244,10 @@ def test_of_two_blocks_that_claim_one_prefix_one_is_restored_and_no_child_of_the
     second = chain(A, [(4, 1), (5, 1), (6, 1)])
     pools = built_from(report(dict.fromkeys(range(1, 7), 1), *first, *second))
     assert pools.cached(A) in ([1, 2, 3], [4, 5, 6])
-    assert pools.pool.device.num_in[CACHED] == 3
+    assert pools.pool.usage().tiers[0].num_cached_blocks == 3
 
 
 def test_restored_prefixes_are_evicted_children_first() -> None:
     prefixes = chain(A, [(0, 1), (1, 1), (2, 1)])
     pools = built_from(report({0: 1, 1: 1, 2: 1}, *prefixes), num_blocks=3)
-    pools.pool.open(1)
-    assert [pools.pool.device.allocate(1, 1) for _ in range(3)] == [[2], [1], [0]]
+    assert pools.fill(3) == [2, 1, 0]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pool_writer import found, generations
 from registration_messages import LAYOUT, chain, half, report
-from registration_world import INCARNATION, Plane, World
+from registration_world import INCARNATION, ROOT, Plane, World
 
-from control_plane.planning.pools.publications import root_of
 from kvplane import columns, signing
 from kvplane.columns import INT32
 from kvplane.errors import (
@@ -19,8 +19,6 @@ from kvplane.errors import (
 )
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
-
-ROOT = root_of(LAYOUT.fingerprint, "default", "")
 
 
 def two_halves(world: World, **fields: Any) -> tuple[Plane, Plane]:
@@ -41,7 +39,7 @@ def test_a_shard_registers_reports_and_is_resumed_without_the_key() -> None:
     assert not world.pool.ready
     plane.report(report({1: 5}))
     assert world.pool.ready
-    assert world.pool.device.generation[:3] == [3, 5, 0]
+    assert generations(world.pool)[:3] == [3, 5, 0]
     plane.leave()
     assert not world.pool.ready
     assert plane.register() == pb.Welcome(incarnation=INCARNATION, resumed=True)
@@ -125,7 +123,7 @@ def test_a_shard_that_had_not_reported_begins_anew() -> None:
     plane.leave()
     assert not plane.register().resumed
     plane.report()
-    assert plane.world.pool.device.generation[3] == 0, "the part of the broken stream counts"
+    assert generations(plane.world.pool)[3] == 0, "the part of the broken stream counts"
 
 
 def test_a_report_that_was_not_asked_for_is_refused() -> None:
@@ -146,12 +144,10 @@ def test_a_report_that_was_not_asked_for_is_refused() -> None:
 def test_shards_that_stay_fence_all_sessions_and_report_again() -> None:
     world = World()
     left, right = two_halves(world)
-    blocks = world.pool.device.allocate(world.open_session(), 1)
-    world.pool.device.publish(ROOT, -1, bytes(32), blocks)
-    world.pool.announce(ROOT, blocks)
+    blocks = world.open_writer().write([0] * 8)
+    world.pool.announce()
     assert left.kinds() == ["publish"]
     [session] = world.pool.session_ids
-    world.pool.device.release(blocks, session, 2**63)
 
     successor = Plane(world, shard=half(1), epoch=12)
     successor.join(report({blocks[0]: 1}))
@@ -164,7 +160,7 @@ def test_shards_that_stay_fence_all_sessions_and_report_again() -> None:
     assert not world.pool.ready, "the session is not fenced"
     left.fence_done(session)
     assert world.pool.ready
-    assert world.pool.device.index.match(ROOT, bytes(32)) == [], "the new process does not hold it"
+    assert found(world.pool, ROOT, [0] * 8) == [], "the new process does not hold it"
     with pytest.raises(StaleEpochError):
         right.report()
 
@@ -186,7 +182,7 @@ def test_a_shard_that_stays_is_asked_again_when_its_stream_breaks() -> None:
     left.fence_done(session)
     left.report(report({3: 5}))
     assert world.pool.ready
-    assert world.pool.device.generation[3] == 5
+    assert generations(world.pool)[3] == 5
 
 
 def test_a_shard_is_asked_once_however_often_another_restarts() -> None:
@@ -307,17 +303,14 @@ def test_a_shard_that_came_back_is_sent_all_that_it_may_have_missed() -> None:
     world = World()
     plane = Plane(world)
     plane.join()
-    session = world.open_session()
-    store = world.pool.device
-    blocks = store.allocate(session, 3)
-    store.publish(ROOT, -1, b"".join(bytes([0, 0, 0, i]) * 8 for i in range(3)), blocks)
+    session = world.open_writer()
     plane.leave()
-    world.pool.announce(ROOT, blocks)
-    store.release(blocks[::-1], session, 2**63)
-    world.end_session(session)
+    blocks = session.write(range(24))
+    world.pool.announce()
+    world.end_session(session.id)
     assert plane.register().resumed
     fence, publish = plane.take()
-    assert fence.fence.session == world.ref(session)
+    assert fence.fence.session == world.ref(session.id)
     sent = publish.publish.publications
     assert list(columns.read(INT32, sent.indices, "indices")) == blocks
     assert list(columns.read(INT32, sent.parent_indices, "parents")) == [-1, *blocks[:2]]
@@ -326,24 +319,22 @@ def test_a_shard_that_came_back_is_sent_all_that_it_may_have_missed() -> None:
 
 
 def test_what_cannot_be_found_any_more_is_not_sent_again() -> None:
-    """A parent that was evicted: its child's publication would name a block of another prefix."""
     world = World()
-    plane = Plane(world)
+    plane = Plane(world, num_device_blocks=4, num_host_blocks=0)
     plane.join()
-    store = world.pool.device
-    blocks = store.allocate(world.open_session(), 3)
-    store.publish(ROOT, -1, b"".join(bytes([0, 0, 0, i]) * 8 for i in range(3)), blocks)
-    store.index.evict([blocks[1]])
+    session = world.open_writer()
+    session.write(range(24))
+    session.free()
+    session.write(range(100, 116))  # evicts the tail
     plane.leave()
     plane.register()
-    [publish] = plane.take()
-    assert columns.count(INT32, publish.publish.publications.indices) == 1
+    sent = [message.publish.publications for message in plane.take()]
+    assert sum(columns.count(INT32, publications.indices) for publications in sent) == 4
 
 
 def test_the_highest_generation_that_may_be_reported_leaves_room_for_more() -> None:
     world = World()
     plane = Plane(world)
     plane.join(report(dict.fromkeys(range(16), 2**62)))
-    plane.world.open_session()
-    blocks = world.pool.device.allocate(1, 2)
-    assert world.pool.device.generations(blocks) == [2**62 + 1] * 2
+    blocks = world.open_writer().write(range(9))
+    assert [generations(world.pool)[block] for block in blocks] == [2**62 + 1] * 2

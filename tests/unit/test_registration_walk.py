@@ -9,12 +9,14 @@ from collections import deque
 from random import Random
 
 import pytest
+from pool_writer import NativeSession, generations
 from registration_messages import LAYOUT, Prefix, blocks, half, hello, publications
 
+from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import root_of
 from control_plane.planning.pools.registration import Registration
-from kvplane import columns, ops, signing
+from kvplane import columns, signing
 from kvplane.columns import INT32, INT64
 from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnationError
 from kvplane.v1 import control_pb2 as pb
@@ -85,7 +87,7 @@ class Walk:
         self.it = Registration(
             self.pools,
             incarnation=self.incarnation,
-            watermark=0.0,
+            config=CoreConfig(watermark=0.0),
             new_key=lambda: next(self.ids).to_bytes(32),
             end_sessions=self.end_sessions,
         )
@@ -165,24 +167,19 @@ class Walk:
         if pool is None or not pool.ready:
             return
         if not pool.session_ids:
-            pool.open(next(self.ids))
-        [session] = pool.session_ids
-        num = self.rng.randint(1, 3)
-        if pool.device.num_obtainable(session) < num:
+            self.session = NativeSession(pool, next(self.ids), "default", ROOT)
+        num, first = self.rng.randint(1, 3), self.rng.randrange(3)
+        if pool.native.num_obtainable(self.session.slot, tpb.TIER_DEVICE) < num:
             return
-        placed = pool.device.allocate(session, num)
+        placed = self.session.write(range(first, first + 8 * num))
+        self.session.free()
         for process in self.registered():
             for block in placed:
-                generation = pool.device.generation[block]
+                generation = generations(pool)[block]
                 assert process.generations.get(block, 0) < generation, "given before"
                 process.generations[block] = generation
                 process.published.pop(block, None)
-        first = self.rng.randrange(3)
-        tokens = ops.pack_tokens(list(range(first, first + 8 * num)))
-        entered, refilled, _ = pool.device.publish(ROOT, -1, tokens, placed)
-        pool.announce(ROOT, entered + pool.device.index.below(refilled))
-        pool.device.release(placed[::-1], session, 0)
-        pool.device.plans_finished(session, 0)
+        pool.announce()
 
     def break_off(self) -> None:
         if processes := self.connected():
@@ -200,15 +197,16 @@ class Walk:
 
     def check_rebuilt(self, pool: Pool) -> None:
         self.num_rebuilds += 1
-        held = self.registered()
+        held, known = self.registered(), generations(pool)
         for process in held:
             for block, generation in process.generations.items():
-                assert pool.device.generation[block] >= generation
-        for _, block in pool.device.index.findable():
+                assert known[block] >= generation
+        for run in pool.native.all_publications(1):
+            (block,) = columns.read(INT32, run[1], "indices")
             self.num_restored += 1
             for process in held:
-                assert process.published[block].block == (block, pool.device.generation[block])
-                assert process.generations[block] == pool.device.generation[block]
+                assert process.published[block].block == (block, known[block])
+                assert process.generations[block] == known[block]
 
 
 def test_whatever_comes_and_goes_only_what_all_hold_is_found_again() -> None:

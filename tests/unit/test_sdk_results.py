@@ -14,7 +14,17 @@ from kvplane.errors import (
     PoolFullError,
     PositionMismatchError,
 )
-from kvplane.results import SequenceState, error_of, require_done, sequence_states
+from kvplane.results import (
+    ExplainedBlock,
+    Granted,
+    SequenceState,
+    SessionNews,
+    error_of,
+    explained_blocks,
+    news_of,
+    require_done,
+    sequence_states,
+)
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 
@@ -34,6 +44,15 @@ def test_later_is_a_full_pool_and_says_how_long_to_wait() -> None:
     assert type(error) is PoolFullError
     assert error.retry_delay_s == 0.05
     assert "9 blocks of the device tier are needed and 4 are available, 2 more" in error.message
+
+
+def test_an_admission_that_waits_says_where_in_line() -> None:
+    failure = pb.ItemFailure(status=pb.OPERATION_STATUS_LATER, shortage=SHORTAGE)
+    failure.shortage.place_in_line = 3
+    error = error_of(failure)
+    assert type(error) is PoolFullError
+    assert error.retry_delay_s is None
+    assert error.message.endswith("the admission waits, at place 3 in line")
 
 
 def test_never_does_not_fit_and_does_not_say_to_wait() -> None:
@@ -90,3 +109,54 @@ def test_columns_of_unequal_length_are_refused_by_name() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         sequence_states(message)
     assert caught.value.field == "sequences.num_blocks"
+
+
+def test_cached_blocks_are_read_from_their_columns() -> None:
+    message = pb.ExplainPrefixResponse(
+        tiers=columns.pack(UINT8, [types.TIER_DEVICE, types.TIER_HOST]),
+        indices=columns.pack(INT32, [7, 0]),
+        generations=columns.pack(INT64, [2**40, 1]),
+        ref_counts=columns.pack(INT32, [3, 0]),
+        num_hits=columns.pack(INT64, [12, 1]),
+        ages_ms=columns.pack(INT64, [2500, 90]),
+        idle_ms=columns.pack(INT64, [0, 80]),
+        priorities=columns.pack(UINT8, [0, 100]),
+        num_cached_tokens=32,
+    )
+    assert explained_blocks(message) == [
+        ExplainedBlock(types.TIER_DEVICE, 7, 2**40, 3, 12, 2.5, 0.0, 0),
+        ExplainedBlock(types.TIER_HOST, 0, 1, 0, 1, 0.09, 0.08, 100),
+    ]
+    message.ref_counts = b""
+    with pytest.raises(InvalidRequestError) as caught:
+        explained_blocks(message)
+    assert caught.value.field == "ref_counts"
+
+
+def test_news_say_what_was_granted_cut_and_asked_for() -> None:
+    result = pb.StepResult()
+    result.news.granted.add(
+        sequence_id=4,
+        fork_sequence_ids=columns.pack(INT64, [5, 6]),
+        num_cached_tokens=16,
+        num_blocks=3,
+    )
+    result.news.cut_sequence_ids = columns.pack(INT64, [9, 8])
+    result.news.cut_reasons = columns.pack(UINT8, [pb.CUT_REASON_GROWTH, pb.CUT_REASON_TURN])
+    result.news.pressure.num_blocks = 12
+    result.news.pressure.deadline.FromMilliseconds(1500)
+    assert news_of(result) == SessionNews(
+        granted=(Granted(4, (5, 6), 16, 3),),
+        cut={9: pb.CUT_REASON_GROWTH, 8: pb.CUT_REASON_TURN},
+        num_blocks_asked=12,
+        deadline_s=1.5,
+    )
+    assert news_of(pb.Notice(news=result.news)) == news_of(result)
+    result.news.cut_reasons = b""
+    with pytest.raises(InvalidRequestError) as caught:
+        news_of(result)
+    assert caught.value.field == "cut_reasons"
+
+
+def test_an_answer_without_news_says_that_nothing_happened() -> None:
+    assert news_of(pb.StepResult()) == SessionNews((), {}, 0, 0.0)

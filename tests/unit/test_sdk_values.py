@@ -142,6 +142,47 @@ def test_an_append_of_one_sequence_is_one_element_of_each_column() -> None:
     assert int32(append.append.token_ids) == [7, 8]
 
 
+def test_further_sequences_of_a_prompt_and_waiting_are_asked_for() -> None:
+    plain = ops.admit(1, [5]).admit
+    assert (plain.fork_sequence_ids, plain.wait) == (b"", False)
+    admit = ops.admit(1, [5], fork_sequence_ids=[2, 2**40], wait=True).admit
+    assert (int64(admit.fork_sequence_ids), admit.wait) == ([2, 2**40], True)
+
+
+def test_lookahead_slots_are_a_column_where_there_are_any() -> None:
+    assert ops.append(3, [7], 1, first_position=5).append.num_lookahead_slots == b""
+    append = ops.append(3, [7], 1, first_position=5, num_lookahead_slots=4)
+    assert append == ops.appends([3], [5], [1], [1], [7], [4])
+    assert int32(append.append.num_lookahead_slots) == [4]
+    with pytest.raises(InvalidRequestError) as caught:
+        ops.appends([3], [5], [1], [1], [7], [2**31])
+    assert caught.value.field == "num_lookahead_slots"
+
+
+def test_what_stays_of_sequences_is_a_column() -> None:
+    truncates = ops.truncates([3, 4], array("q", [9, 2**40]))
+    assert int64(truncates.truncate.sequence_ids) == [3, 4]
+    assert int64(truncates.truncate.num_tokens) == [9, 2**40]
+    assert ops.truncate(3, 9) == ops.truncates([3], [9])
+
+
+def test_prefixes_are_retained_released_and_forgotten_by_their_tokens() -> None:
+    retain = ops.retain([7, 8], time_to_live_s=1.5, priority=9).retain
+    assert (int32(retain.token_ids), retain.priority) == ([7, 8], 9)
+    assert retain.time_to_live.ToMilliseconds() == 1500
+    assert ops.retain([7], time_to_live_s=1).retain.priority == ops.DEFAULT_PRIORITY == 50
+    assert int32(ops.release([7, 8]).release.token_ids) == [7, 8]
+    forget = ops.forget([7, 8], force=True).forget
+    assert (int32(forget.token_ids), forget.force) == ([7, 8], True)
+
+
+@pytest.mark.parametrize("scope", ops.Scope)
+def test_all_of_a_scope_is_forgotten(scope: ops.Scope) -> None:
+    forget = ops.forget(scope).forget
+    assert forget.WhichOneof("what") == f"{scope.value}_contents"
+    assert (getattr(forget, f"{scope.value}_contents"), forget.force) == (True, False)
+
+
 def test_operations_carry_their_arguments() -> None:
     append = ops.appends([3, 4], array("q", [9, 2]), [1, 3], [0, 2], [5, 6]).append
     assert (int64(append.sequence_ids), int64(append.first_positions)) == ([3, 4], [9, 2])

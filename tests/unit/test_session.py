@@ -1,55 +1,13 @@
-"""A session: what it holds is what its tables say, and why it ended is told to its tenant alone."""
+"""A session: what it held when it ended, and why it ended is told to its tenant alone."""
 
 from __future__ import annotations
 
-import pytest
-from planning_rig import DEVICE, HOST, PlanningRig
+from planning_rig import HOST, PlanningRig
 
-from control_plane.blocks.block_store import CACHED, FREE, HELD, RETIRED
-from control_plane.planning.sequence import Sequence
 from control_plane.planning.session import EndedSessions
 from kvplane import ops
-from kvplane.errors import (
-    SequenceNotFoundError,
-    SessionExpiredError,
-    SessionNotFoundError,
-)
-
-
-def test_a_sequence_that_is_not_live_is_refused_by_the_field_given() -> None:
-    rig = PlanningRig()
-    sequence = rig.admit(7, range(5))
-    assert rig.session.sequence(7, field="f") is sequence
-    with pytest.raises(SequenceNotFoundError) as refused:
-        rig.session.sequence(8, field="f[3]")
-    assert refused.value.field == "f[3]"
-
-
-def test_live_sequences_are_guaranteed_what_the_longest_of_them_needs() -> None:
-    rig = PlanningRig()
-    reservations = rig.pool.reservations
-    long, short = (Sequence(i, 1, b"", need) for i, need in ((1, 5), (2, 3)))
-    rig.session.add(long)
-    rig.session.add(short)
-    assert reservations.guarantee(1) == 5
-    rig.session.remove(long)
-    assert reservations.guarantee(1) == 3
-    assert rig.session.sequences == {2: short}
-
-
-def test_device_blocks_count_towards_the_guarantee_and_host_blocks_do_not() -> None:
-    rig = PlanningRig()
-    rig.session.add(Sequence(1, 1, b"", need=3))
-    reservations = rig.pool.reservations
-    device = rig.session.allocate(DEVICE, 2)
-    host = rig.session.allocate(HOST, 2)
-    assert reservations.shortfall(1) == 1
-    rig.session.share(DEVICE, device)
-    assert rig.session.release(DEVICE, device, 1) == 0, "another table refers to them still"
-    assert reservations.shortfall(1) == 1
-    assert rig.session.release(DEVICE, device, 1) == 2
-    assert rig.session.release(HOST, host, 1) == 2
-    assert reservations.shortfall(1) == 3
+from kvplane.errors import SessionExpiredError, SessionNotFoundError
+from kvplane.v1 import types_pb2 as tpb
 
 
 def test_a_session_that_ends_retires_all_it_held_until_every_shard_has_fenced_it() -> None:
@@ -61,14 +19,33 @@ def test_a_session_that_ends_retires_all_it_held_until_every_shard_has_fenced_it
     other = rig.open(2)
     rig.end(1)
     rig.check()
-    device, host = rig.pool.device, rig.pool.host
-    assert (device.num_in[HELD], device.num_in[RETIRED], host.num_in[RETIRED]) == (0, 5, 2)
-    assert not any(device.pins)
-    assert device.num_obtainable(other.id) == 3
+    assert rig.usage() == {"free": 3, "cached": 0, "held": 0, "retired": 5}
+    assert rig.usage(HOST)["retired"] == 2
+    assert rig.obtainable(other) == 3
     rig.pool.fence_done(1, 0)
     rig.check()
-    assert (device.num_in[FREE], device.num_in[CACHED], host.num_in[FREE]) == (6, 2, 4)
-    assert rig.pool.reservations.num_reserved == 0
+    assert rig.usage() == {"free": 6, "cached": 2, "held": 0, "retired": 0}
+    assert rig.usage(HOST)["free"] == 4
+
+
+def test_a_fence_of_a_session_of_an_earlier_build_touches_no_later_one() -> None:
+    rig = PlanningRig()
+    rig.admit(1, range(20))
+    rig.end(1)
+    rig.pool.set_tiers({tpb.TIER_DEVICE: 8, HOST: 4})
+    session = rig.open(2)
+    rig.admit(1, range(20), session=session)
+    rig.pool.fence_done(1, 0)
+    assert rig.usage()["held"] == 3
+    rig.check()
+
+
+def test_the_fields_that_all_plans_begin_with_are_those_of_a_plan() -> None:
+    session = PlanningRig().session
+    plan = tpb.Plan.FromString(session.plan_prefix)
+    assert (plan.version, plan.session, plan.pool_id) == (1, session.ref, "pool")
+    assert list(plan.shard_epochs) == session.epochs
+    assert plan.SerializeToString() == session.plan_prefix
 
 
 def test_plans_that_were_aborted_are_remembered_a_thousand_of_them() -> None:

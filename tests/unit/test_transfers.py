@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_author import BLOCK_SIZE, DEVICE, HOST, pack_transfers, ref, transfer
 
+from data_plane.plans.allocations import Allocated
 from data_plane.plans.block_tables import BlockTables
-from data_plane.plans.table_changes import Allocated
 from data_plane.plans.transfers import Transfers
 from kvplane import columns
 from kvplane.errors import InvalidRequestError, StaleGenerationError
@@ -125,7 +125,9 @@ def after_changes() -> tuple[BlockTables, dict[Any, Allocated]]:
         (ref(0, 5), ref(2, 6), None),
         (ref(2, 6), ref(1, 1, HOST), None),
         (ref(0, 4), ref(2, 7), "source_generations"),
-        (ref(2, 5), ref(1, 1, HOST), "source_generations"),
+        (ref(2, 5), ref(1, 1, HOST), None),
+        (ref(2, 4), ref(1, 1, HOST), "source_generations"),
+        (ref(1, 0, HOST), ref(2, 7), "source_generations"),
         (ref(4, 0), ref(2, 7), "source_generations"),
         (ref(0, 5), ref(1, 5), "destination_generations"),
         (ref(0, 5), ref(2, 5), "destination_generations"),

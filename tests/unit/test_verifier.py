@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import pytest
@@ -34,7 +35,9 @@ def pair() -> tuple[Verifier, PlanAuthor]:
 
 def test_what_was_signed_for_this_process_is_read() -> None:
     verifier, author = pair()
-    assert verifier.plan(author.plan(4, **EPOCHS)).number == 4
+    signed = author.plan(4, **EPOCHS)
+    plan, digest = verifier.plan(signed)
+    assert (plan.number, digest) == (4, hashlib.sha256(signed.payload).digest())
     assert verifier.grant(author.grant(9, **EPOCHS)).ordinal == 9
 
 

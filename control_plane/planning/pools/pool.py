@@ -1,40 +1,75 @@
-"""One pool: its shards, its two tiers of blocks, and the guarantees of its sessions.
+"""One pool: its shards, and the native core that keeps the metadata of its blocks.
 
     register ──► report ──► (all reported, old sessions fenced) ──► built ──► ready
        ▲                                                             │ while all are connected
        └──────────── a shard registers with a new epoch ◄────────────┘
 
-Sessions refer to their pool; the pool knows only their ids.
+Sessions refer to their pool; the pool knows only their ids and slots. Each build makes a new core:
+generations, counters and the revision go on from the one before.
 """
 
 from __future__ import annotations
 
-from control_plane.blocks.block_store import CACHED, FREE, RETIRED, BlockStore
-from control_plane.blocks.reservations import Reservations
-from control_plane.planning.pools.publications import publish_messages
+from array import array
+from collections.abc import KeysView
+from typing import Final
+
+from kvplane_blocks import Pool as NativePool
+
+from control_plane.planning.config import CoreConfig
+from control_plane.planning.pools.publications import MAX_PUBLICATIONS, publish_message
 from control_plane.planning.pools.shards import TIERS, PoolShards
+from kvplane import columns
+from kvplane.columns import INT64
+from kvplane.errors import QuotaExceededError
 from kvplane.layout import Layout
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+
+_DEVICE: Final = tpb.TIER_DEVICE
+_MAX_TENANTS: Final = 65_536
+# PoolCounters in the order of the core's counters; the one that is a maximum does not add up.
+_COUNTERS: Final = (
+    "num_lookup_tokens",
+    "num_hit_tokens",
+    "num_copies_on_write",
+    "num_swapped_out_blocks",
+    "num_swapped_in_blocks",
+    "num_evictions",
+    "num_publications",
+    "max_held_blocks",
+    "num_host_hit_tokens",
+    "num_demoted_blocks",
+    "num_forgotten_blocks",
+)
+_MAXIMUM: Final = _COUNTERS.index("max_held_blocks")
 
 
 class Pool:
     """State of one pool; registration, planning and publication are in other modules."""
 
-    def __init__(self, pool_id: str, shards: PoolShards, watermark: float) -> None:
-        """``watermark``: share of the device blocks that admissions leave free."""
+    native: NativePool
+
+    def __init__(self, pool_id: str, shards: PoolShards, config: CoreConfig) -> None:
         self.id = pool_id
         self.shards = shards
-        self.session_ids: set[int] = set()  # open ones
-        self.counters = cpb.PoolCounters()
-        self.reservations = Reservations()
+        self._slots: dict[int, int] = {}  # of open sessions
         self.built = False
+        self.now_s = 0.0
         # Generations are kept over a rebuild, also those of blocks beyond the size of a smaller
         # shard: a shard that kept running must not see one again.
-        self.generations: dict[tpb.Tier, list[int]] = {tier: [] for tier in TIERS}
-        self._watermark = watermark
-        self.tiers: dict[tpb.Tier, BlockStore] = {}
-        self.set_tiers(dict.fromkeys(TIERS, 0))
+        self.generations = {tier: array(INT64) for tier in TIERS}
+        self.num_cut_sequences = 0
+        self.num_granted_admissions = 0
+        self._config = config
+        self._owners: dict[str, int] = {}
+        # Slots of ended sessions that are being fenced.
+        self._ended_slots: dict[int, int] = {}
+        self._earlier_counters = [0] * len(_COUNTERS)  # of the cores before this one
+        self._earlier_revision = 0
+        self._usage = cpb.PoolUsage(tiers=[cpb.TierUsage(tier=tier) for tier in TIERS])
+        self._counted: dict[tpb.Tier, tuple[int, ...]] = {}
+        self._make_core(dict.fromkeys(TIERS, 0))
 
     @property
     def key(self) -> bytes:
@@ -57,100 +92,147 @@ class Pool:
         return self.layout.block_size_tokens
 
     @property
-    def host(self) -> BlockStore:
-        """The tier that sequences are swapped out to."""
-        return self.tiers[tpb.TIER_HOST]
+    def session_ids(self) -> KeysView[int]:
+        """Open sessions."""
+        return self._slots.keys()
 
     @property
     def ready(self) -> bool:
         """Whether sessions can be opened."""
         return self.built and self.shards.are_connected
 
+    def num_blocks(self, tier: tpb.Tier) -> int:
+        """Blocks of a tier; 0 while the pool is not built."""
+        return self.native.usage(tier)[0]
+
+    # Builds
+
     def close(self) -> None:
-        """Forget all blocks until the pool is built again."""
+        """Forget all blocks until the pool is built again. Its sessions have ended."""
         self.built = False
         self.set_tiers(dict.fromkeys(TIERS, 0))
 
     def set_tiers(self, num_blocks: dict[tpb.Tier, int]) -> None:
         """Start over with so many blocks of each tier, all free, at the generations known."""
-        self.counters.num_evictions = self.num_evictions()
-        for tier, num in num_blocks.items():
-            generations = self.generations[tier]
-            generations += [0] * (num - len(generations))
-        self.tiers = {
-            tier: BlockStore(num_blocks[tier], self.block_size, self.generations[tier])
-            for tier in TIERS
-        }
-        self.device = self.tiers[tpb.TIER_DEVICE]  # the tier that attention reads
+        for i, value in enumerate(self.native.counters()):
+            earlier = self._earlier_counters[i]
+            self._earlier_counters[i] = max(earlier, value) if i == _MAXIMUM else earlier + value
+        self._earlier_revision += self.native.revision
+        for tier in TIERS:
+            known = columns.read(INT64, self.native.generations(tier), "generations")
+            self.generations[tier][: len(known)] = known
+        self._make_core(num_blocks)
+
+    def _make_core(self, num_blocks: dict[tpb.Tier, int]) -> None:
+        config, (group,) = self._config, self.layout.groups
+        device, host = (num_blocks[tier] for tier in TIERS)
+        known = self.generations
+        self._ended_slots.clear()
+        self.native = NativePool(
+            self.block_size,
+            device,
+            host,
+            columns.pack(INT64, known[tpb.TIER_DEVICE][:device]),
+            columns.pack(INT64, known[tpb.TIER_HOST][:host]),
+            config.eviction_policy,
+            group.sliding_window_tokens,
+            config.max_sequences,
+            config.max_table_entries,
+        )
+        self.native.set_time(self.now_s)
+
+    def set_time(self, now_s: float) -> None:
+        """``now_s``: monotonic seconds."""
+        self.now_s = now_s
+        self.native.set_time(now_s)
 
     # Room
 
-    def num_available(self, session_id: int, tier: tpb.Tier) -> int:
-        """Blocks that the session may allocate now, without those reserved for others."""
-        num_obtainable = self.tiers[tier].num_obtainable(session_id)
-        if tier == tpb.TIER_DEVICE:
-            num_obtainable -= self.reservations.num_reserved_for_others(session_id)
-        return num_obtainable
-
     def num_watermark_blocks(self) -> int:
         """Device blocks that admissions leave free while anything is held."""
-        return int(self._watermark * self.device.num_blocks) if self.device.num_held() else 0
+        if not self._config.watermark:
+            return 0
+        num_blocks, _, _, num_held, _ = self.native.usage(_DEVICE)
+        return int(self._config.watermark * num_blocks) if num_held else 0
+
+    def num_retainable_blocks(self) -> int:
+        """Device blocks that a tenant may retain."""
+        return int(self._config.max_retained_share * self.num_blocks(_DEVICE))
 
     # Sessions
 
-    def open(self, session_id: int) -> None:
-        """Add a session."""
-        self.session_ids.add(session_id)
-        self.reservations.open(session_id)
+    def open(self, session_id: int, tenant: str, root: bytes) -> int:
+        """Add a session; returns its slot. Raises QuotaExceededError."""
+        owner = self._owners.setdefault(tenant, len(self._owners))
+        if owner >= _MAX_TENANTS:
+            del self._owners[tenant]
+            raise QuotaExceededError(f"{_MAX_TENANTS} tenants have used the pool: restart it")
+        slot = self._slots[session_id] = self.native.open_session(root, owner)
+        return slot
 
     def end(self, session: tpb.SessionRef, ordinal: int) -> None:
-        """Remove a session, which has released all it held; every shard must fence it."""
-        self.session_ids.remove(session.session_id)
-        self.reservations.close(session.session_id)
+        """Remove a session and release all it held; every shard must fence it."""
+        slot = self._ended_slots[session.session_id] = self._slots.pop(session.session_id)
+        self.native.end_session(slot)
         self.shards.fence(session, ordinal)
 
     def fence_done(self, session_id: int, shard_index: int) -> None:
         """The shard will never again run a plan of the session, if that has ended."""
         if self.shards.fence_done(session_id, shard_index):
-            for store in self.tiers.values():
-                store.session_fenced(session_id)
+            slot = self._ended_slots.pop(session_id, None)
+            if slot is not None:  # else it was of an earlier build
+                self.native.session_fenced(slot)
 
     # Publications
 
-    def announce(self, root: bytes, blocks: list[int]) -> None:
-        """Send publications to the shards, of one root, parents before children."""
-        if blocks:
-            self.shards.send(publish_messages(self.device, root, blocks))
+    def announce(self) -> None:
+        """Send what was published since the last call to the shards."""
+        published = self.native.take_publications(MAX_PUBLICATIONS)
+        if published:
+            self.shards.send([publish_message(run) for run in published])
 
     def missed(self, shard_index: int) -> list[cpb.RegisterResponse]:
         """What a shard that came back may not have been sent: fences, and all publications."""
-        messages = self.shards.fences_for(shard_index)
-        by_root: dict[bytes, list[int]] = {}
-        for root, block in self.device.index.findable():
-            by_root.setdefault(root, []).append(block)
-        for root, blocks in by_root.items():
-            messages += publish_messages(self.device, root, blocks)
-        return messages
+        self.announce()  # to the others: all of it is in what follows
+        published = self.native.all_publications(MAX_PUBLICATIONS)
+        return self.shards.fences_for(shard_index) + [publish_message(run) for run in published]
 
     # Descriptions
 
-    def num_evictions(self) -> int:
-        """Published blocks allocated for another use, since the pool registered."""
-        return self.counters.num_evictions + sum(t.num_evictions for t in self.tiers.values())
-
     def revision(self) -> int:
         """Counts the changes to the prefix index."""
-        return self.counters.num_publications + self.num_evictions()
+        return self._earlier_revision + self.native.revision
 
     def usage(self) -> cpb.PoolUsage:
-        """How the blocks of each tier are used."""
-        return cpb.PoolUsage(tiers=map(self._usage, TIERS))
+        """How the blocks of each tier are used. The message is changed by the next call."""
+        for tier, message in zip(TIERS, self._usage.tiers, strict=True):
+            counted = self.native.usage(tier)
+            if self._counted.get(tier) != counted:
+                self._counted[tier] = counted
+                (
+                    message.num_blocks,
+                    message.num_free_blocks,
+                    message.num_cached_blocks,
+                    message.num_held_blocks,
+                    message.num_retired_blocks,
+                ) = counted
+        return self._usage
+
+    def counters(self) -> cpb.PoolCounters:
+        """What the pool has done since it registered."""
+        counters = cpb.PoolCounters(
+            num_cut_sequences=self.num_cut_sequences,
+            num_granted_admissions=self.num_granted_admissions,
+        )
+        for name, earlier, value in zip(
+            _COUNTERS, self._earlier_counters, self.native.counters(), strict=True
+        ):
+            is_maximum = name == _COUNTERS[_MAXIMUM]
+            setattr(counters, name, max(earlier, value) if is_maximum else earlier + value)
+        return counters
 
     def info(self, num_sequences: int) -> cpb.DescribePoolResponse:
         """The pool's description; the caller counts its live sequences."""
-        counters = cpb.PoolCounters()
-        counters.CopyFrom(self.counters)
-        counters.num_evictions = self.num_evictions()
         return cpb.DescribePoolResponse(
             layout=self.layout.to_proto(),
             shards=self.shards.infos(),
@@ -158,21 +240,5 @@ class Pool:
             usage=self.usage(),
             num_sessions=len(self.session_ids),
             num_sequences=num_sequences,
-            counters=counters,
-        )
-
-    def _usage(self, tier: tpb.Tier) -> cpb.TierUsage:
-        store = self.tiers[tier]
-        num_free = store.num_in[FREE]
-        # Not a state of a block: how many of the free ones are kept for guarantees.
-        is_device = tier == tpb.TIER_DEVICE
-        num_reserved = min(num_free, self.reservations.num_reserved) if is_device else 0
-        return cpb.TierUsage(
-            tier=tier,
-            num_blocks=store.num_blocks,
-            num_free_blocks=num_free - num_reserved,
-            num_cached_blocks=store.num_in[CACHED],
-            num_held_blocks=store.num_held(),
-            num_retired_blocks=store.num_in[RETIRED],
-            num_reserved_blocks=num_reserved,
+            counters=self.counters(),
         )

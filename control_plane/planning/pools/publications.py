@@ -9,8 +9,6 @@ from __future__ import annotations
 import struct
 from typing import Final, NamedTuple
 
-from control_plane.blocks.block_store import BlockStore
-from control_plane.blocks.prefix_index import NO_BLOCK
 from control_plane.planning.steps import checks
 from kvplane import columns
 from kvplane.columns import INT32, INT64
@@ -22,10 +20,17 @@ HASH_ALGORITHM: Final = "xxh3-128"
 HASH_BYTES: Final = 16
 MAX_NAMESPACE_CHARACTERS: Final = 128
 
+NO_BLOCK: Final = -1  # the parent of the first block of a prompt
+
 # Publications in one message. Each has at most 256 tokens of 4 bytes: far below the size limit.
-_MAX_PUBLICATIONS: Final = 1024
+MAX_PUBLICATIONS: Final = 1024
 _FINGERPRINT_BYTES: Final = 32
 _LENGTH: Final = struct.Struct("<I")
+
+
+# A root, and columns of blocks that hold its prefixes: indices, generations, indices and
+# generations of their parents, hashes, token ids.
+Run = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]
 
 
 class Published(NamedTuple):
@@ -55,40 +60,22 @@ def owner_of(root: bytes) -> tuple[str, str]:
     return root[begin:end].decode(), root[end + _LENGTH.size :].decode()
 
 
-def publish_messages(
-    store: BlockStore, root: bytes, blocks: list[int]
-) -> list[cpb.RegisterResponse]:
-    """The messages that announce published blocks of one root, given parents before children.
-
-    The prefix before each block must be in a block too.
-    """
-    return [
-        cpb.RegisterResponse(
-            publish=cpb.PublishBlocks(
-                publications=_publications(store, root, blocks[i : i + _MAX_PUBLICATIONS])
-            )
-        )
-        for i in range(0, len(blocks), _MAX_PUBLICATIONS)
-    ]
-
-
-def _publications(store: BlockStore, root: bytes, blocks: list[int]) -> tpb.Publications:
+def publish_message(run: Run) -> cpb.RegisterResponse:
+    """Announces published blocks of one root, parents before children."""
+    root, indices, generations, parent_indices, parent_generations, hashes, token_ids = run
     tenant, namespace = owner_of(root)
-    index, generation = store.index, store.generation
-    parents = index.parents(blocks)
-    return tpb.Publications(
+    publications = tpb.Publications(
         tenant=tenant,
         namespace=namespace,
         hash_algorithm=HASH_ALGORITHM,
-        indices=columns.pack(INT32, blocks),
-        generations=columns.pack(INT64, store.generations(blocks)),
-        parent_indices=columns.pack(INT32, parents),
-        parent_generations=columns.pack(
-            INT64, [0 if parent == NO_BLOCK else generation[parent] for parent in parents]
-        ),
-        hashes=b"".join(index.hashes(blocks)),
-        token_ids=b"".join(index.token_ids(blocks)),
+        indices=indices,
+        generations=generations,
+        parent_indices=parent_indices,
+        parent_generations=parent_generations,
+        hashes=hashes,
+        token_ids=token_ids,
     )
+    return cpb.RegisterResponse(publish=cpb.PublishBlocks(publications=publications))
 
 
 def read_publications(

@@ -13,11 +13,13 @@ from reports which block holds which prefix, and an old one does when a shard ha
 
 from __future__ import annotations
 
-from control_plane.blocks.block_store import BlockStore
-from control_plane.blocks.prefix_index import NO_BLOCK, PrefixIndex
+from array import array
+
 from control_plane.planning.pools.pool import Pool
-from control_plane.planning.pools.publications import Published
+from control_plane.planning.pools.publications import NO_BLOCK, Published
 from control_plane.planning.pools.shards import TIERS, Report
+from kvplane import columns
+from kvplane.columns import INT32
 from kvplane.v1 import types_pb2 as tpb
 
 
@@ -33,34 +35,36 @@ def build_if_complete(pool: Pool) -> None:
         for report in reports:
             _learn(pool.generations[tier], report.generations[tier])
     pool.set_tiers({tier: shards.num_blocks(tier) for tier in TIERS})
-    _restore(pool.device, _agreed(pool.device, reports))
+    _restore(pool, _agreed(pool, reports))
     for state in shards.states.values():
         state.drop_report()
     pool.built = True
 
 
-def _learn(known: list[int], reported: dict[int, int]) -> None:
+def _learn(known: array[int], reported: dict[int, int]) -> None:
     """Raise ``known`` to the highest generation of each block."""
-    known += [0] * (max(reported, default=-1) + 1 - len(known))
+    known.extend([0] * (max(reported, default=-1) + 1 - len(known)))
     for block, generation in reported.items():
         if generation > known[block]:
             known[block] = generation
 
 
-def _agreed(device: BlockStore, reports: list[Report]) -> dict[int, Published]:
+def _agreed(pool: Pool, reports: list[Report]) -> dict[int, Published]:
     """The publications that are of their blocks' final generation in every shard."""
     first, *others = reports
+    num_blocks = pool.num_blocks(tpb.TIER_DEVICE)
+    final = pool.generations[tpb.TIER_DEVICE]
     present = first.generations[tpb.TIER_DEVICE]
     return {
         block: published
         for block, published in first.published.items()
-        if block < device.num_blocks
-        and published.generation == device.generation[block] == present.get(block)
+        if block < num_blocks
+        and published.generation == present.get(block) == final[block]
         and all(other.published.get(block) == published for other in others)
     }
 
 
-def _restore(device: BlockStore, agreed: dict[int, Published]) -> None:
+def _restore(pool: Pool, agreed: dict[int, Published]) -> None:
     """Fill the index, parents before children; a block without all of its ancestors is left out."""
     runs: list[tuple[int, int]] = []  # (parent, its child) where a run of prefixes begins
     children: dict[int, list[int]] = {}
@@ -76,32 +80,25 @@ def _restore(device: BlockStore, agreed: dict[int, Published]) -> None:
             and before.root == published.root
         ):
             children.setdefault(parent, []).append(block)
-    restored: list[int] = []
     while runs:
         parent, block = runs.pop()
         run = [block]
         while len(following := children.get(run[-1], ())) == 1:
             run += following
-        entered = _enter(device.index, agreed, parent, run)
-        restored += entered
-        if len(entered) == len(run):
+        if _enter(pool, agreed, parent, run) == len(run):
             runs += [(run[-1], block) for block in following]
-    # Parents come before children here; in the cache children go first.
-    device.restore(restored[::-1])
+    pool.native.restored()
 
 
-def _enter(
-    index: PrefixIndex, agreed: dict[int, Published], parent: int, run: list[int]
-) -> list[int]:
+def _enter(pool: Pool, agreed: dict[int, Published], parent: int, run: list[int]) -> int:
     """Enter blocks, each the only child of the one before it, up to the first that cannot be:
-    its prefix is in another block, or its hash does not follow from its tokens.
+    its prefix is in another block, or its hash does not follow from its tokens. Returns how many
+    were entered.
     """
-    token_ids = b"".join([agreed[block].token_ids for block in run])
-    entered, _, _ = index.publish(agreed[run[0]].root, parent, token_ids, run)
-    num_sound = 0
-    for block, is_at, hash_ in zip(run, entered, index.hashes(entered), strict=False):
-        if block != is_at or agreed[block].hash != hash_:
-            break
-        num_sound += 1
-    index.evict(entered[num_sound:])
-    return entered[:num_sound]
+    return pool.native.restore(
+        agreed[run[0]].root,
+        parent,
+        b"".join([agreed[block].token_ids for block in run]),
+        columns.pack(INT32, run),
+        b"".join([agreed[block].hash for block in run]),
+    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.layouts import served_layout
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.recovery import build_if_complete
@@ -40,16 +41,17 @@ class Registration:
         pools: dict[str, Pool],
         *,
         incarnation: int,
-        watermark: float,
+        config: CoreConfig,
         new_key: Callable[[], bytes],
         end_sessions: Callable[[Pool], None],
     ) -> None:
         """``end_sessions`` ends all sessions of a pool, for StaleEpochError."""
         self._pools = pools
         self._incarnation = incarnation
-        self._watermark = watermark
+        self._config = config
         self._new_key = new_key
         self._end_sessions = end_sessions
+        self.touched: set[Pool] = set()  # what their shards are to be told may have changed
 
     def register(self, hello: cpb.Hello) -> cpb.Welcome:
         """Register a shard, or resume it. Unless it is resumed, it must report next.
@@ -67,13 +69,15 @@ class Registration:
         pool = self._pools.get(hello.pool_id)
         if pool is None:
             shards = PoolShards(hello.shard.num_shards, layout, self._new_key())
-            pool = self._pools[hello.pool_id] = Pool(hello.pool_id, shards, self._watermark)
+            pool = self._pools[hello.pool_id] = Pool(hello.pool_id, shards, self._config)
         elif self._can_resume(pool, hello):
+            self.touched.add(pool)
             index = hello.shard.index
             pool.shards.states[index].reconnect(hello, pool.missed(index))
             return cpb.Welcome(incarnation=self._incarnation, resumed=True)
         else:
             self._restart(pool, hello, layout)
+        self.touched.add(pool)
         index = hello.shard.index
         state = pool.shards.states[index] = ShardState(hello, layout)
         state.outgoing.extend(pool.shards.fences_for(index))
@@ -85,6 +89,7 @@ class Registration:
         Raises PoolNotFoundError, StaleEpochError, InvalidRequestError.
         """
         pool, state = self._shard(pool_id, shard_index, epoch)
+        self.touched.add(pool)
         state.add_report(report)
         build_if_complete(pool)
 
@@ -99,15 +104,30 @@ class Registration:
         """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
         pool, _ = self._shard(pool_id, shard_index, epoch)
         if done.session.incarnation == self._incarnation:
+            self.touched.add(pool)
             pool.fence_done(done.session.session_id, shard_index)
             build_if_complete(pool)
+
+    def take_told(self) -> list[tuple[str, int]]:
+        """The shards (pool, index) for which messages wait, of the pools touched since the last
+        call.
+        """
+        told = []
+        for pool in self.touched:
+            pool.announce()
+            told += [(pool.id, i) for i, state in pool.shards.states.items() if state.outgoing]
+        self.touched.clear()
+        return told
 
     def take_outgoing(self, pool_id: str, shard_index: int) -> list[cpb.RegisterResponse]:
         """The messages to send to a shard, in order. Each is returned once, and what a shard may
         have missed again after it is resumed.
         """
         pool = self._pools.get(pool_id)
-        state = pool.shards.states.get(shard_index) if pool is not None else None
+        if pool is None:
+            return []
+        pool.announce()
+        state = pool.shards.states.get(shard_index)
         return state.take_outgoing() if state is not None else []
 
     def _shard(self, pool_id: str, shard_index: int, epoch: int) -> tuple[Pool, ShardState]:

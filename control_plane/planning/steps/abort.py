@@ -9,16 +9,8 @@ retired.
 
 from __future__ import annotations
 
-from typing import Final
-
-from control_plane.planning.sequence import Sequence
 from control_plane.planning.session import Session
-from control_plane.planning.steps.checks import div_ceil
-from control_plane.planning.steps.plan_columns import Ref
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
-from kvplane.v1 import types_pb2 as tpb
-
-_DEVICE: Final = tpb.TIER_DEVICE
 
 
 def abort_from(session: Session, plan_number: int) -> None:
@@ -42,31 +34,7 @@ def abort_plans(session: Session, *, next_plan: int) -> None:
     """Cut every sequence to what is written; the next plan, numbered ``next_plan`` or higher,
     carries all tables whole.
     """
-    origins: dict[Ref, Ref] = {}
-    for record in session.plans.values():
-        record.transfers.trace(origins)
-    for sequence in session.sequences.values():
-        _cut(session, sequence, origins, next_plan)
-    for record in session.plans.values():
-        session.unpin(record, next_plan)
-        session.void(record.number)
+    session.native.abort(session.slot, next_plan)
+    for number in session.plans:
+        session.void(number)
     session.plans.clear()
-    session.resync_due = True
-
-
-def _cut(session: Session, sequence: Sequence, origins: dict[Ref, Ref], next_plan: int) -> None:
-    sequence.cut()
-    old_tier, old_table = sequence.tier, sequence.table
-    kept = old_table[: div_ceil(sequence.num_written, session.pool.block_size)]
-    generations = session.pool.tiers[old_tier].generations(kept)
-    refs = [
-        origins.get((old_tier, block, generation), (old_tier, block, generation))
-        for block, generation in zip(kept, generations, strict=True)
-    ]
-    # An empty table is in no tier; it can grow on the device.
-    sequence.tier = refs[0][0] if refs else _DEVICE
-    sequence.table = [block for _, block, _ in refs]
-    if sequence.moved_by > session.done:
-        sequence.moved_by = 0
-    session.share(sequence.tier, sequence.table)
-    session.release(old_tier, old_table[::-1], next_plan)

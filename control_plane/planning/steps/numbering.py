@@ -10,7 +10,7 @@ Invariant: at most ``num_kept`` answers are remembered, those of the last number
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Final
 
 import xxhash
 from google.protobuf.message import Message
@@ -21,6 +21,15 @@ from kvplane.errors import (
     StepConflictError,
     StepOutOfOrderError,
 )
+from kvplane.v1 import control_pb2 as cpb
+
+_METHODS: Final[dict[type[Message], bytes]] = {
+    cpb.StepRequest: b"step",
+    cpb.SubmitReceiptsRequest: b"submit_receipts",
+    cpb.AbortPlanRequest: b"abort_plan",
+    cpb.ResyncRequest: b"resync",
+}
+_WITH_TOKENS: Final = (cpb.StepRequest, cpb.SubmitReceiptsRequest)
 
 
 class Answer:
@@ -86,17 +95,27 @@ class Numbering:
 
 
 def content_of(request: Any) -> bytes:
-    """A digest of the method and of everything in the request but its receipts, to which a repeat
-    may add.
+    """A digest of the method, the number and everything else in the request but its session and
+    its receipts, to which a repeat may add.
     """
-    content = xxhash.xxh3_128(request.DESCRIPTOR.name.encode())
-    if request.receipts:
-        bare: Message = type(request)()
-        bare.CopyFrom(request)
-        bare.ClearField("receipts")
-        request = bare
-    content.update(request.SerializeToString(deterministic=True))
+    # Part by part: a copy of the request without its receipts would cost more than the rest.
+    kind = type(request)
+    content = xxhash.xxh3_128(b"%b %d" % (_METHODS[kind], request.number))
+    if kind is cpb.StepRequest:
+        for operation in request.operations:
+            _add(content, operation)
+    elif kind is cpb.AbortPlanRequest:
+        content.update(b" %d" % request.plan_number)
+    if kind in _WITH_TOKENS and request.HasField("deferred_tokens"):
+        content.update(b" deferred ")
+        _add(content, request.deferred_tokens)
     return content.digest()
+
+
+def _add(content: xxhash.xxh3_128, part: Message) -> None:
+    encoded = part.SerializeToString()
+    content.update(b"%d " % len(encoded))
+    content.update(encoded)
 
 
 def _copy(error: KvplaneError) -> KvplaneError:

@@ -93,6 +93,18 @@ Admission read_admission(int64_t sequence_id, const py::bytes& token_ids, const 
   return admission;
 }
 
+AppendColumns read_growth(const py::bytes& sequence_ids, const py::bytes& first_positions,
+                          const py::bytes& num_slots, const py::bytes& num_lookahead) {
+  AppendColumns columns;
+  columns.sequence_ids = read<int64_t>(sequence_ids, "sequence_ids");
+  const int64_t num = columns.sequence_ids.size;
+  columns.first_positions = read<int64_t>(first_positions, "first_positions", num);
+  columns.num_slots = read<int32_t>(num_slots, "num_slots", num);
+  const int64_t num_ahead = std::string_view(num_lookahead).empty() ? 0 : num;
+  columns.num_lookahead = read<int32_t>(num_lookahead, "num_lookahead_slots", num_ahead);
+  return columns;
+}
+
 Slot checked(const Pool& pool, Slot slot) {
   if (!pool.has_slot(slot)) throw py::index_error("no session is in this slot");
   return slot;
@@ -299,20 +311,25 @@ void bind_steps(PoolClass& pool) {
       [](Pool& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& first_positions,
          const py::bytes& num_slots, const py::bytes& num_tokens, const py::bytes& token_ids,
          const py::bytes& num_lookahead) {
-        AppendColumns columns;
-        columns.sequence_ids = read<int64_t>(sequence_ids, "sequence_ids");
-        const int64_t num = columns.sequence_ids.size;
-        columns.first_positions = read<int64_t>(first_positions, "first_positions", num);
-        columns.num_slots = read<int32_t>(num_slots, "num_slots", num);
-        columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", num);
+        AppendColumns columns =
+            read_growth(sequence_ids, first_positions, num_slots, num_lookahead);
+        columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", columns.sequence_ids.size);
         columns.token_ids = read<int32_t>(token_ids, "token_ids");
-        columns.num_lookahead = read<int32_t>(num_lookahead, "num_lookahead_slots");
-        if (columns.num_lookahead.size) read<int32_t>(num_lookahead, "num_lookahead_slots", num);
         check_tokens(columns.num_tokens, columns.token_ids, 0);
         return as_tuple(self.append(checked(self, slot), columns));
       },
       py::arg("slot"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
       py::arg("num_tokens"), py::arg("token_ids"), py::arg("num_lookahead"));
+  pool.def(
+      "growth",
+      [](const Pool& self, Slot slot, const py::bytes& sequence_ids,
+         const py::bytes& first_positions, const py::bytes& num_slots,
+         const py::bytes& num_lookahead) {
+        return pack(self.growth(checked(self, slot), read_growth(sequence_ids, first_positions,
+                                                                 num_slots, num_lookahead)));
+      },
+      py::arg("slot"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
+      py::arg("num_lookahead"));
   pool.def(
       "truncate",
       [](Pool& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& num_tokens) {
@@ -338,13 +355,15 @@ void bind_steps(PoolClass& pool) {
       py::arg("slot"), py::arg("sequence_ids"));
   pool.def(
       "swap",
-      [](Pool& self, Slot slot, const py::bytes& sequence_ids, int destination) -> py::object {
+      [](Pool& self, Slot slot, const py::bytes& sequence_ids, int destination,
+         int64_t headroom) -> py::object {
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        const auto result = self.swap(checked(self, slot), ids, tier_of(destination));
+        const auto result = self.swap(checked(self, slot), ids, tier_of(destination), headroom);
         if (const auto* failure = std::get_if<Failure>(&result)) return as_tuple(*failure);
         return py::int_(std::get<int64_t>(result));
       },
-      py::arg("slot"), py::arg("sequence_ids"), py::arg("destination_tier"));
+      py::arg("slot"), py::arg("sequence_ids"), py::arg("destination_tier"),
+      py::arg("headroom") = 0);
   pool.def(
       "cut",
       [](Pool& self, Slot slot, int64_t sequence_id) {

@@ -103,6 +103,22 @@ Failure Pool::append_one(Session& session, const AppendColumns& columns, int64_t
   return {item, Code::kOk, sequence.table.size};
 }
 
+std::vector<int32_t> Pool::growth(Slot slot, const AppendColumns& columns) const {
+  const Session& session = sessions_[slot];
+  std::vector<int32_t> needed;
+  for (int64_t item = 0; item < columns.sequence_ids.size; ++item) {
+    const Sequence* sequence = find(slot, columns.sequence_ids[item]);
+    const int64_t first = columns.first_positions[item], num_slots = columns.num_slots[item];
+    const int64_t num_ahead = columns.num_lookahead.size ? columns.num_lookahead[item] : 0;
+    const bool fits = sequence && sequence->tier == kDevice && sequence->num_scheduled == first &&
+                      num_slots >= 0 && num_ahead >= 0;
+    const int64_t end = first + num_slots;
+    const int64_t num = fits ? num_needed(session, *sequence, first, end, end + num_ahead) : 0;
+    needed.push_back(static_cast<int32_t>(std::min<int64_t>(num, store(kDevice).num_blocks + 1)));
+  }
+  return needed;
+}
+
 // Blocks to allocate so that the sequence can write [first, end) and has slots up to `cover`.
 int64_t Pool::num_needed(const Session& session, const Sequence& sequence, int64_t first,
                          int64_t end, int64_t cover) const {

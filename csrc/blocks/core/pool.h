@@ -151,7 +151,10 @@ class Pool final : private Listener {
   ItemResults truncate(Slot slot, Span<int64_t> ids, Span<int64_t> num_tokens);
   ItemResults fork(Slot slot, Span<int64_t> parents, Span<int64_t> ids);
   ItemResults free(Slot slot, Span<int64_t> ids);
-  std::variant<int64_t, Failure> swap(Slot slot, Span<int64_t> ids, Tier destination);
+  // Blocks that each item would take now; 0 for one that would be refused for another reason.
+  std::vector<int32_t> growth(Slot slot, const AppendColumns& columns) const;
+  std::variant<int64_t, Failure> swap(Slot slot, Span<int64_t> ids, Tier destination,
+                                      int64_t headroom);
   int64_t cut(Slot slot, int64_t sequence_id);
   // Empty when there is nothing to carry out.
   std::string finish(Slot slot, std::string_view prefix);

@@ -241,7 +241,8 @@ int64_t Pool::truncate_one(Session& session, uint32_t index, int64_t num) {
 
 // Swap
 
-std::variant<int64_t, Failure> Pool::swap(Slot slot, Span<int64_t> ids, Tier destination) {
+std::variant<int64_t, Failure> Pool::swap(Slot slot, Span<int64_t> ids, Tier destination,
+                                          int64_t headroom) {
   Session& session = sessions_[slot];
   const Tier source = destination == kHost ? kDevice : kHost;
   std::vector<uint32_t> indices;
@@ -267,8 +268,8 @@ std::variant<int64_t, Failure> Pool::swap(Slot slot, Span<int64_t> ids, Tier des
   if (needed > store(destination).num_blocks)
     return Failure{0, Code::kNever, needed, store(destination).num_blocks, destination};
   dry_taken_ = 0;
-  const int64_t available = obtainable(session, destination);
-  if (needed > available) return no_room(session, destination, 0, needed, available, 0);
+  const int64_t available = obtainable(session, destination) - headroom;
+  if (needed > available) return no_room(session, destination, 0, needed, available, headroom);
   if (dry_run_) return needed;
   std::vector<Block> fresh;
   allocate(session, destination, needed, fresh);

@@ -1,4 +1,179 @@
-"""Types of the native module; the headers in csrc/blocks/core describe what they do."""
+"""Types of the native module; the headers in csrc/blocks/core describe what they do.
+
+Columns are little-endian bytes, as on the wire. An item that is refused is a failure and has
+changed nothing.
+"""
+
+from typing import Final
+
+_Failure = tuple[int, int, int, int, int]
+"""Item, code, and the three values a, b, c that the code gives a sense to:
+
+LATER, NEVER        a: blocks needed, b: blocks available, c: tier
+LATER_HEADROOM      as LATER; there would be room but for the headroom
+NOT_FOUND, EXISTS, BAD_ID, BUSY   a: the id
+SWAPPED             a: the id, b: the tier that it is on
+POSITION            a: the id, b: the next slot's position, c: what was given
+NEGATIVE            a: 0 num_slots, 1 token_ids, 2 num_lookahead_slots, 3 num_tokens
+TOO_MANY_SEQUENCES  a: the most
+NOT_KNOWN           a: the id, b: tokens known, c: the first position given
+OTHER_ADMISSION     a: the id, b: the step that admitted it, c: the step given
+TOO_LONG            a: the id, b: its positions, c: what was given
+TRIMMED             a: the id, b: the first position still held, c: what was given
+OTHER_TOKENS        a: the id, b: the position
+BEYOND_SLOTS        a: the id, b: its slots
+TOO_MANY_ENTRIES    a: the most, b: now, c: more
+"""
+
+_Run = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]
+"""Published blocks of one root: the root, and columns of indices, generations, indices and
+generations of their parents, hashes, token ids."""
+
+LATER: Final = 2
+NEVER: Final = 3
+LATER_HEADROOM: Final = 4
+NOT_FOUND: Final = 10
+EXISTS: Final = 11
+BAD_ID: Final = 12
+BUSY: Final = 13
+SWAPPED: Final = 14
+POSITION: Final = 15
+NEGATIVE: Final = 16
+TOO_MANY_SEQUENCES: Final = 17
+NOT_KNOWN: Final = 18
+OTHER_ADMISSION: Final = 19
+TOO_LONG: Final = 20
+TRIMMED: Final = 21
+OTHER_TOKENS: Final = 22
+BEYOND_SLOTS: Final = 23
+TOO_MANY_ENTRIES: Final = 24
+
+class ColumnError(ValueError):
+    """Columns cannot be read: args are the column, the index or -1, and what is wrong."""
+
+class Pool:
+    def __init__(
+        self,
+        block_size_tokens: int,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        device_generations: bytes,
+        host_generations: bytes,
+        eviction_policy: str,
+        window_tokens: int = 0,
+        max_sequences: int = 65536,
+        max_table_entries: int = 4194304,
+        seed: int = 0,
+    ) -> None: ...
+    def set_time(self, now_s: float) -> None: ...
+    def open_session(self, root: bytes, owner: int) -> int: ...
+    def end_session(self, slot: int) -> None: ...
+    def session_fenced(self, slot: int) -> None: ...
+    def begin(self, slot: int, number: int, dry_run: bool = False) -> None: ...
+    def end_dry_run(self) -> None: ...
+    def admit(
+        self,
+        slot: int,
+        sequence_id: int,
+        token_ids: bytes,
+        fork_ids: bytes,
+        num_compute: int,
+        max_total_tokens: int,
+        skip_lookup: bool,
+        headroom: int,
+    ) -> tuple[int, int, int] | _Failure: ...
+    def grant(
+        self,
+        slot: int,
+        admitted_by: int,
+        sequence_id: int,
+        token_ids: bytes,
+        fork_ids: bytes,
+        num_compute: int,
+        max_total_tokens: int,
+        skip_lookup: bool,
+        headroom: int,
+    ) -> tuple[int, int, int] | _Failure: ...
+    def append(
+        self,
+        slot: int,
+        sequence_ids: bytes,
+        first_positions: bytes,
+        num_slots: bytes,
+        num_tokens: bytes,
+        token_ids: bytes,
+        num_lookahead: bytes,
+    ) -> tuple[bytes, list[_Failure] | None]: ...
+    def growth(
+        self,
+        slot: int,
+        sequence_ids: bytes,
+        first_positions: bytes,
+        num_slots: bytes,
+        num_lookahead: bytes,
+    ) -> bytes: ...
+    def truncate(
+        self, slot: int, sequence_ids: bytes, num_tokens: bytes
+    ) -> tuple[bytes, list[_Failure] | None]: ...
+    def fork(
+        self, slot: int, parent_ids: bytes, sequence_ids: bytes
+    ) -> tuple[bytes, list[_Failure] | None]: ...
+    def free(self, slot: int, sequence_ids: bytes) -> tuple[bytes, list[_Failure] | None]: ...
+    def swap(
+        self, slot: int, sequence_ids: bytes, destination_tier: int, headroom: int = 0
+    ) -> int | _Failure: ...
+    def cut(self, slot: int, sequence_id: int) -> int: ...
+    def finish(self, slot: int, prefix: bytes) -> bytes | None: ...
+    def deferred_tokens(
+        self,
+        slot: int,
+        sequence_ids: bytes,
+        admitted_by: bytes,
+        first_positions: bytes,
+        num_tokens: bytes,
+        token_ids: bytes,
+    ) -> _Failure | None: ...
+    def receipted(self, slot: int, plan: int) -> None: ...
+    def abort(self, slot: int, next_plan: int) -> None: ...
+    def whole_tables(self, slot: int) -> None: ...
+    def resync_due(self, slot: int) -> bool: ...
+    def plans_in_flight(self, slot: int) -> int: ...
+    def last_plan(self, slot: int) -> int: ...
+    def states(
+        self, slot: int, sequence_ids: bytes | None
+    ) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]: ...
+    def num_sequences(self, slot: int) -> int: ...
+    def num_blocks_held(self, slot: int) -> int: ...
+    def has_sequence(self, slot: int, sequence_id: int) -> bool: ...
+    def num_held(self, slot: int, sequence_id: int) -> int: ...
+    def table(self, slot: int, sequence_id: int) -> tuple[int, bytes, bytes, int, int]: ...
+    def common_prefix(self, slot: int, sequence_ids: bytes) -> int: ...
+    def match(self, root: bytes, token_ids: bytes) -> tuple[int, int, bytes]: ...
+    def match_hashes(self, root: bytes, hashes: bytes) -> tuple[int, int, bytes]: ...
+    def explain(
+        self, root: bytes, token_ids: bytes
+    ) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]: ...
+    def usage(self, tier: int) -> tuple[int, int, int, int, int]: ...
+    def num_obtainable(self, slot: int, tier: int) -> int: ...
+    def num_pending(self, slot: int, tier: int) -> int: ...
+    def counters(self) -> tuple[int, ...]: ...
+    @property
+    def revision(self) -> int: ...
+    def generations(self, tier: int) -> bytes: ...
+    def take_publications(self, max_blocks: int) -> list[_Run]: ...
+    def all_publications(self, max_blocks: int) -> list[_Run]: ...
+    def restore(
+        self, root: bytes, parent_block: int, token_ids: bytes, blocks: bytes, hashes: bytes
+    ) -> int: ...
+    def restored(self) -> None: ...
+    def check_integrity(self) -> None: ...
+    def retain(
+        self, slot: int, token_ids: bytes, priority: int, expires_at_s: float, most_blocks: int
+    ) -> tuple[int, int] | _Failure: ...
+    def release_retained(self, slot: int, token_ids: bytes) -> int: ...
+    def forget(self, slot: int, token_ids: bytes, force: bool) -> tuple[int, int]: ...
+    def forget_roots(self, roots: list[bytes], force: bool) -> tuple[int, int]: ...
+    def roots(self) -> list[bytes]: ...
 
 def root_hash(root: bytes) -> bytes: ...
 def chained_hash(parent_hash: bytes, tokens: bytes) -> bytes: ...

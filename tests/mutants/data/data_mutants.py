@@ -12,19 +12,17 @@ from dataclasses import replace
 from typing import Any
 
 from kernel_faults import FAULTS, with_fault
+from table_mutants import TABLE_MUTANTS
 
 from data_plane import executor, plan_runner
 from data_plane.kernels import cuda_streams, scales, shard_kernels
 from data_plane.memory import pool
 from data_plane.plans import (
     attention_batch,
-    block_tables,
     ended_sessions,
-    last_tenants,
     progress,
     publications,
     sessions,
-    table_changes,
     transfers,
     verifier,
 )
@@ -35,7 +33,6 @@ from kvplane.v1 import types_pb2 as pb
 
 _kernels_of = executor.kernels_of
 _start = plan_runner.PlanRunner.start
-_allocate = block_tables.BlockTables.allocate
 _keep = publications.Publications.keep
 _layer_scales = scales.layer_scales
 _canonical = LayerGroup.canonical
@@ -45,9 +42,15 @@ def _nothing(*_args: Any, **_options: Any) -> None:
     return None
 
 
+def _digest_alone(
+    _key: bytes, _want: str, _tag: str, payload: bytes, _signature: bytes, *, field: str
+) -> bytes:
+    return verifier.signing.digest(payload)
+
+
 def verification_skipped() -> None:
     """A payload signed with any key passes."""
-    verifier.signing.verify = _nothing
+    verifier.signing.verify = _digest_alone
 
 
 def epoch_unchecked() -> None:
@@ -70,43 +73,14 @@ def unknown_fields_ignored() -> None:
     verifier.refuse_unknown_fields = _nothing
 
 
-def generation_unchecked() -> None:
-    table_changes._check_generations = _nothing
-
-
-def stale_references_unchecked() -> None:
-    """A table may go on referring to a block that is allocated for another."""
-    table_changes._check_no_stale_references = _nothing
-
-
-def ref_counts_not_kept() -> None:
-    """References of dropped tables stay counted."""
-
-    def apply(self: Any, tables: Any) -> None:
-        for tier, parts in self.added.items():
-            for part in parts:
-                tables.add_references(tier, part.blocks)
-
-    table_changes._Counts.apply = apply  # type: ignore[method-assign]
-
-
 def published_write_allowed() -> None:
     attention_batch.check_writable = _nothing
-    plan_runner.check_writable = _nothing
+    plan_runner.check_unpublished = _nothing
 
 
 def publication_forgotten_at_the_kernel() -> None:
     """A block that is writable when a plan starts counts as writable for ever."""
     plan_runner.PlanRunner.check_still_writable = _nothing  # type: ignore[method-assign]
-
-
-def publication_survives_allocation() -> None:
-    def allocate(self: Any, tier: pb.Tier, blocks: Any, generations: Any) -> None:
-        published = self.publications.published.copy()
-        _allocate(self, tier, blocks, generations)
-        self.publications.published[:] = published
-
-    block_tables.BlockTables.allocate = allocate  # type: ignore[method-assign]
 
 
 def stale_publications_kept() -> None:
@@ -119,60 +93,6 @@ def stale_publications_kept() -> None:
         return _keep(self, message, named, field)
 
     publications.Publications.keep = keep  # type: ignore[method-assign]
-
-
-def clearing_skipped() -> None:
-    """The next tenant gets blocks as the last one left them."""
-    executor.ShardKernels.clear = _nothing  # type: ignore[method-assign]
-
-
-def clearing_of_one_tier_only() -> None:
-    to_clear = last_tenants.LastTenants.to_clear
-
-    def of_device(self: Any, *args: Any) -> Any:
-        found = to_clear(self, *args)
-        return {tier: blocks for tier, blocks in found.items() if tier == pb.TIER_DEVICE}
-
-    last_tenants.LastTenants.to_clear = of_device  # type: ignore[method-assign]
-
-
-def blocks_read_before_they_are_filled() -> None:
-    """A block that a transfer fills is not cleared, though another reads it before."""
-    to_clear = last_tenants.LastTenants.to_clear
-
-    def of_others(self: Any, tenant: str, allocated: Any, moved: Any) -> Any:
-        nothing = transfers.Transfers.read({}, pb.Transfers()).sources
-        return to_clear(self, tenant, allocated, replace(moved, sources=nothing))
-
-    last_tenants.LastTenants.to_clear = of_others  # type: ignore[method-assign]
-
-
-def clearing_after_the_transfers() -> None:
-    def transfer(self: Any, session: Any, run: Any) -> None:
-        for batch in run.transfers:
-            self._compute.transfer(batch)
-        run.num_transfers_queued = len(run.transfers)
-        self._compute.clear(run.to_clear)
-        run.cleared = True
-        self._tenants.take_over(session.tenant, run.allocated)
-
-    plan_runner.PlanRunner._transfer = transfer  # type: ignore[method-assign]
-
-
-def tenant_taken_over_early() -> None:
-    """A block counts as the new tenant's before it was cleared."""
-    to_clear = last_tenants.LastTenants.to_clear
-
-    def hasty(self: Any, tenant: str, allocated: Any, transfers: Any) -> Any:
-        found = to_clear(self, tenant, allocated, transfers)
-        self.take_over(tenant, allocated)
-        return found
-
-    last_tenants.LastTenants.to_clear = hasty  # type: ignore[method-assign]
-
-
-def refused_plans_not_undone() -> None:
-    block_tables.BlockTables._undo = _nothing  # type: ignore[method-assign]
 
 
 def receipt_given_early() -> None:
@@ -214,10 +134,11 @@ def layers_written_again_after_the_end() -> None:
 
 
 def transfers_run_twice() -> None:
-    def start(self: Any, session: Any, plan: pb.Plan, payload: bytes) -> Any:
+    def start(self: Any, session: Any, plan: pb.Plan, digest: bytes) -> Any:
         if session.running is not None:
-            session.running.num_transfers_queued = 0
-        return _start(self, session, plan, payload)
+            session.running.num_batches_queued = 0
+            session.running.transferred = False
+        return _start(self, session, plan, digest)
 
     plan_runner.PlanRunner.start = start  # type: ignore[method-assign]
 
@@ -225,14 +146,15 @@ def transfers_run_twice() -> None:
 def receipted_plan_writes_again() -> None:
     """A receipt is forgotten at once, and its plan runs again."""
 
-    def start(self: Any, session: Any, plan: pb.Plan, payload: bytes) -> Any:
+    def start(self: Any, session: Any, plan: pb.Plan, digest: bytes) -> Any:
         run = session.latest
         if run is not None and plan.number == run.number:
             run.receipt = None
             run.progress._written[:] = [False] * len(run.progress._written)
-            run.num_transfers_queued = 0
+            run.num_batches_queued = 0
+            run.transferred = False
             session.receipts.clear()
-        return _start(self, session, plan, payload)
+        return _start(self, session, plan, digest)
 
     plan_runner.PlanRunner.start = start  # type: ignore[method-assign]
 
@@ -366,9 +288,9 @@ def pools_go_early() -> None:
 def receipts_before_kept_ones() -> None:
     """The receipt of a plan that has run waits for a later plan."""
 
-    def start(self: Any, session: Any, plan: pb.Plan, payload: bytes) -> Any:
+    def start(self: Any, session: Any, plan: pb.Plan, digest: bytes) -> Any:
         self._settle(session, voided=plan.resync)
-        return _start(self, session, plan, payload)
+        return _start(self, session, plan, digest)
 
     plan_runner.PlanRunner.start = start  # type: ignore[method-assign]
 
@@ -423,19 +345,9 @@ MUTANTS: dict[str, Callable[[], None]] = {
         epoch_unchecked,
         version_unchecked,
         unknown_fields_ignored,
-        generation_unchecked,
-        stale_references_unchecked,
-        ref_counts_not_kept,
         published_write_allowed,
         publication_forgotten_at_the_kernel,
-        publication_survives_allocation,
         stale_publications_kept,
-        clearing_skipped,
-        clearing_of_one_tier_only,
-        blocks_read_before_they_are_filled,
-        clearing_after_the_transfers,
-        tenant_taken_over_early,
-        refused_plans_not_undone,
         receipt_given_early,
         spans_written_shrink,
         gaps_in_blocks_allowed,
@@ -464,6 +376,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
         fingerprint_without_scales,
     )
 }
+MUTANTS |= TABLE_MUTANTS
 MUTANTS |= {name: _fault(name) for name in FAULTS}
 
 

@@ -9,10 +9,8 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from planes_world import weaken_hashes
 
-from control_plane.blocks.block_store import BlockStore
-from control_plane.planning import core
+from control_plane.planning import core, queries
 from control_plane.planning.pools import recovery, registration, shards
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import Published
@@ -27,6 +25,7 @@ from data_plane.plans.sessions import Sessions
 from data_plane.plans.verifier import Verifier
 from kvplane import columns
 from kvplane.columns import INT64
+from kvplane.results import sequence_states
 from kvplane.v1 import types_pb2 as tpb
 
 
@@ -109,29 +108,11 @@ def generations_cut_at_smallest_shard(patch: pytest.MonkeyPatch) -> None:
 def publication_of_other_generation_restored(patch: pytest.MonkeyPatch) -> None:
     """A shard's publication is believed though another, or the past, knows a later generation."""
 
-    def agreed(device: BlockStore, reports: list[Any]) -> dict[int, Published]:
-        first = reports[0].published
-        return {block: published for block, published in first.items() if block < device.num_blocks}
+    def agreed(pool: Pool, reports: list[Any]) -> dict[int, Published]:
+        first, num_blocks = reports[0].published, pool.num_blocks(tpb.TIER_DEVICE)
+        return {block: published for block, published in first.items() if block < num_blocks}
 
     patch.setattr(recovery, "_agreed", agreed)
-
-
-def parents_linked_by_hash(patch: pytest.MonkeyPatch) -> None:
-    """Hashes are so weak that many are equal, and recovery finds parents by them alone."""
-    weaken_hashes(patch)
-    original = recovery._restore
-
-    def restore(device: BlockStore, agreed: dict[int, Published]) -> None:
-        holder = {(p.root, p.hash): (block, p.generation) for block, p in agreed.items()}
-        linked = {}
-        for block, p in agreed.items():
-            if p.parent in agreed:
-                parent, generation = holder[p.root, agreed[p.parent].hash]
-                p = p._replace(parent=parent, parent_generation=generation)
-            linked[block] = p
-        original(device, linked)
-
-    patch.setattr(recovery, "_restore", restore)
 
 
 def fence_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -161,8 +142,7 @@ def fence_not_awaited(patch: pytest.MonkeyPatch) -> None:
 
     def end(self: Pool, session: tpb.SessionRef, ordinal: int) -> None:
         original(self, session, ordinal)
-        for store in self.tiers.values():
-            store.session_fenced(session.session_id)
+        self.native.session_fenced(self._ended_slots.pop(session.session_id))
 
     patch.setattr(Pool, "end", end)
 
@@ -193,7 +173,7 @@ def lower_incarnation_installed(patch: pytest.MonkeyPatch) -> None:
 
 def tenants_not_cleared(patch: pytest.MonkeyPatch) -> None:
     """A block that goes to another tenant keeps what it held."""
-    patch.setattr(LastTenants, "to_clear", lambda self, tenant, allocated, transfers: {})
+    patch.setattr(LastTenants, "to_clear", lambda self, tenant, allocated, transfers: ({}, {}))
 
 
 def tokens_taken_by_sequence_id(patch: pytest.MonkeyPatch) -> None:
@@ -202,7 +182,8 @@ def tokens_taken_by_sequence_id(patch: pytest.MonkeyPatch) -> None:
 
     def take(session: Session, message: Any, max_items: int) -> None:
         ids = columns.read(INT64, message.sequence_ids, "")
-        steps = [session.sequences[i].admitted_by if i in session.sequences else 0 for i in ids]
+        states = {s.sequence_id: s for s in sequence_states(queries.states(session))}
+        steps = [states[i].admitted_by if i in states else 0 for i in ids]
         message.admitted_by = columns.pack(INT64, steps)
         original(session, message, max_items)
 
@@ -211,16 +192,18 @@ def tokens_taken_by_sequence_id(patch: pytest.MonkeyPatch) -> None:
 
 def append_position_unchecked(patch: pytest.MonkeyPatch) -> None:
     """An append goes where the sequence is, wherever its engine took it to be."""
-    original = planner.append
+    original = planner.Planner.run
 
-    def append(draft: Any, message: Any, failures: Any) -> Any:
-        ids = columns.read(INT64, message.sequence_ids, "")
-        live = draft.session.sequences
-        firsts = [live[i].num_scheduled if i in live else 0 for i in ids]
-        message.first_positions = columns.pack(INT64, firsts)
-        return original(draft, message, failures)
+    def run(self: Any, index: int, named: Any, result: Any) -> None:
+        kind, message = named
+        if kind == "append":
+            ids = columns.read(INT64, message.sequence_ids, "")
+            live = {s.sequence_id: s for s in sequence_states(queries.states(self._session))}
+            firsts = [live[i].num_scheduled_tokens if i in live else 0 for i in ids]
+            message.first_positions = columns.pack(INT64, firsts)
+        original(self, index, named, result)
 
-    patch.setattr(planner, "append", append)
+    patch.setattr(planner.Planner, "run", run)
 
 
 def stale_publication_kept(patch: pytest.MonkeyPatch) -> None:
@@ -272,7 +255,6 @@ SLOW = (
     key_ignored_on_resume,
     generations_cut_at_smallest_shard,
     publication_of_other_generation_restored,
-    parents_linked_by_hash,
     ended_sessions_forgotten_with_the_key,
     fence_not_awaited,
     tokens_taken_by_sequence_id,

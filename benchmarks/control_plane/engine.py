@@ -1,0 +1,99 @@
+"""An engine: one session, whose steps are timed, whatever carries them to the control plane."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from benchmarks.control_plane import messages
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+
+
+class Wire(Protocol):
+    """Carries one session's requests. Each call gives the answer and the seconds it took."""
+
+    async def step(self, request: cpb.StepRequest) -> tuple[cpb.StepResponse, float]: ...
+
+    async def abort(self, request: cpb.AbortPlanRequest) -> float: ...
+
+
+class Engine:
+    """One session. Every plan gets its receipt at once, which goes with the next step.
+
+    Ids of sequences begin at ``first_id``; they are the seeds of prompts too, so engines of one
+    pool begin far apart.
+    """
+
+    def __init__(
+        self, wire: Wire, session: tpb.SessionRef, key: bytes, *, first_id: int = 1
+    ) -> None:
+        self._wire = wire
+        self._session = session
+        self._key = key
+        self._numbers = itertools.count(1)
+        self._ids = itertools.count(first_id)
+        self._receipts: list[tpb.SignedPayload] = []
+        self._last_plan = 0
+
+    def new_ids(self, num: int) -> list[int]:
+        """Sequence ids that were not used before."""
+        return list(itertools.islice(self._ids, num))
+
+    async def step(self, *operations: cpb.Operation, is_receipted: bool = True) -> float:
+        """Seconds of a step that carries the receipts of those before. All of it must succeed.
+
+        ``is_receipted``: whether its plan gets a receipt.
+        """
+        number = next(self._numbers)
+        request = cpb.StepRequest(
+            session=self._session, number=number, operations=operations, receipts=self._receipts
+        )
+        response, seconds = await self._wire.step(request)
+        if not response.HasField("result"):
+            raise RuntimeError(f"a step was refused: {response.error}")
+        for operation in response.result.results:
+            for failure in operation.failures:
+                raise RuntimeError(f"an operation was not done: {failure}")
+        self._receipts = []
+        if response.result.HasField("plan"):
+            self._last_plan = number
+            if is_receipted:
+                plan = response.result.plan
+                self._receipts = [messages.receipt(self._key, self._session, number, plan)]
+        return seconds
+
+    async def settle(self) -> float:
+        """Seconds of a step without operations, which carries the receipt of the last one."""
+        return await self.step()
+
+    async def abort(self) -> float:
+        """Seconds to abort the last plan, which has no receipt."""
+        request = cpb.AbortPlanRequest(
+            session=self._session, number=next(self._numbers), plan_number=self._last_plan
+        )
+        return await self._wire.abort(request)
+
+
+class Pool(Protocol):
+    """A pool that is ready."""
+
+    async def engine(self) -> Engine:
+        """A session of its own."""
+        ...
+
+
+class World(Protocol):
+    """Where the control plane runs. ``name``: what its rows begin with. ``gc_s``: pauses of its
+    garbage collector while there was a pool, in seconds.
+    """
+
+    name: str
+    gc_s: list[float]
+
+    def pool(
+        self, num_device_blocks: int, num_host_blocks: int = 0
+    ) -> AbstractAsyncContextManager[Pool]:
+        """A control plane of its own, with one pool."""
+        ...

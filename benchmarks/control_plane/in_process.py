@@ -1,0 +1,96 @@
+"""The control plane's core in this process: packed requests in, packed answers out.
+
+What is timed is what the gRPC service does for a request: parse it, call the core, take what is to
+be sent to data planes, and serialise the answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final
+
+from benchmarks.control_plane import messages
+from benchmarks.control_plane.engine import Engine
+from benchmarks.control_plane.gc_pauses import Pauses
+from benchmarks.control_plane.messages import EPOCH, POOL
+from control_plane.planning.config import CoreConfig
+from control_plane.planning.core import ControlPlane
+from kvplane.v1 import control_pb2 as cpb
+
+TENANT: Final = "tenant"
+
+
+class CorePool:
+    """A core with one pool, and all its sessions."""
+
+    def __init__(self, num_device_blocks: int, num_host_blocks: int = 0) -> None:
+        """The pool is ready when its report was given by ``report``."""
+        self._core = ControlPlane(
+            incarnation=time.time_ns(), config=CoreConfig(lease_s=3600.0), clock=time.monotonic
+        )
+        self._key = self._core.register(messages.hello(num_device_blocks, num_host_blocks)).key
+        self._num_engines = 0
+        self.on_outgoing: Callable[[list[cpb.RegisterResponse]], None] = lambda outgoing: None
+        """Gets the messages for the data plane, outside of what is timed."""
+
+    def report(self, part: bytes) -> float:
+        """Seconds to take a part of the data plane's report, a serialised RegisterRequest."""
+        began = time.perf_counter()
+        self._core.report(POOL, 0, EPOCH, cpb.RegisterRequest.FromString(part).report)
+        return time.perf_counter() - began
+
+    async def engine(self) -> Engine:
+        session = self._core.open_session(messages.open_session(), TENANT).session
+        first_id = 1 + 1_000_000 * self._num_engines
+        self._num_engines += 1
+        return Engine(self, session, self._key, first_id=first_id)
+
+    async def step(self, request: cpb.StepRequest) -> tuple[cpb.StepResponse, float]:
+        data = request.SerializeToString()
+        began = time.perf_counter()
+        result = self._core.step(cpb.StepRequest.FromString(data), TENANT)
+        outgoing = self._core.take_outgoing(POOL, 0)
+        answer = cpb.StepResponse(number=request.number, result=result).SerializeToString()
+        seconds = time.perf_counter() - began
+        self.on_outgoing(outgoing)
+        return cpb.StepResponse.FromString(answer), seconds
+
+    async def abort(self, request: cpb.AbortPlanRequest) -> float:
+        data = request.SerializeToString()
+        began = time.perf_counter()
+        answer = self._core.abort_plan(cpb.AbortPlanRequest.FromString(data), TENANT)
+        self._core.take_outgoing(POOL, 0)
+        answer.SerializeToString()
+        return time.perf_counter() - began
+
+    def description(self) -> cpb.DescribePoolResponse:
+        """The pool as it is now."""
+        return self._core.describe_pool(POOL)
+
+
+class InProcess:
+    """A world whose control planes are in this process."""
+
+    name = "core"
+
+    def __init__(self) -> None:
+        self.gc_s: list[float] = []
+
+    @asynccontextmanager
+    async def pool(
+        self, num_device_blocks: int, num_host_blocks: int = 0
+    ) -> AsyncIterator[CorePool]:
+        pool = CorePool(num_device_blocks, num_host_blocks)
+        report = cpb.RegisterRequest(report=cpb.BlockReport(last=True))
+        pool.report(report.SerializeToString())
+        with self.counting_pauses():
+            yield pool
+
+    @contextmanager
+    def counting_pauses(self) -> Iterator[None]:
+        """Count the garbage collections during a block of code."""
+        with Pauses() as pauses:
+            yield
+        self.gc_s += [seconds for _, seconds in pauses.found]

@@ -1,0 +1,106 @@
+"""The messages that the fake data plane and the engines of this benchmark send."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from typing import Final
+
+from kvplane import ops, protocol, signing
+from kvplane.layout import LayerGroup, Layout
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+
+BLOCK_SIZE_TOKENS: Final = 16
+POOL: Final = "benchmark"
+EPOCH: Final = 1
+LAYOUT: Final = Layout(
+    model_id="benchmark",
+    block_size_tokens=BLOCK_SIZE_TOKENS,
+    dtype="float32",
+    kv_dtype="float32",
+    groups=(LayerGroup("full", (0,), num_kv_heads=1, head_size=8),),
+)
+_TEXT_TOKENS: Final = 1 << 16
+_TEXT: Final = array("i", random.Random(0).choices(range(128_000), k=_TEXT_TOKENS))
+
+
+def prompt(seed: int, num_tokens: int) -> bytes:
+    """Packed token ids, at most 32,768, which differ from those of any other seed in the first
+    block already.
+    """
+    start = seed * 9_973 % (_TEXT_TOKENS // 2)
+    return array("i", [seed]).tobytes() + _TEXT[start + 1 : start + num_tokens].tobytes()
+
+
+def hello(num_device_blocks: int, num_host_blocks: int) -> cpb.Hello:
+    """The one shard of the pool."""
+    return cpb.Hello(
+        protocol=protocol.supported(),
+        pool_id=POOL,
+        shard=tpb.Shard(num_shards=1, num_layers=1, num_kv_heads=1),
+        epoch=EPOCH,
+        layout=LAYOUT.to_proto(),
+        num_device_blocks=num_device_blocks,
+        num_host_blocks=num_host_blocks,
+        address="127.0.0.1:1",
+    )
+
+
+def open_session() -> cpb.OpenSessionRequest:
+    """A session on the pool."""
+    return cpb.OpenSessionRequest(
+        pool_id=POOL, protocol=protocol.supported(), layout=LAYOUT.to_proto()
+    )
+
+
+def receipt(
+    key: bytes, session: tpb.SessionRef, number: int, plan: tpb.SignedPayload
+) -> tpb.SignedPayload:
+    """The data plane's statement that the plan of step ``number`` ran."""
+    payload = tpb.Receipt(
+        version=protocol.PAYLOAD_VERSION,
+        session=session,
+        pool_id=POOL,
+        epoch=EPOCH,
+        plan_number=number,
+        plan_digest=signing.digest(plan.payload),
+    ).SerializeToString()
+    signature = signing.sign(key, signing.RECEIPT, payload)
+    return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
+
+
+def report_part(publications: tpb.Publications) -> cpb.BlockReport:
+    """Blocks that were published, with their generations, as a part of a report."""
+    blocks = tpb.Blocks(
+        tier=tpb.TIER_DEVICE,
+        indices=publications.indices,
+        generations=publications.generations,
+    )
+    return cpb.BlockReport(blocks=[blocks], publications=[publications])
+
+
+class Decoding:
+    """Sequences of one engine that get one token each in every step.
+
+    ``ids``: the sequences. Their prompts end at different places in a block, so that in each step a
+    sixteenth of them fills one and a sixteenth needs one.
+    """
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+        self._num_tokens = [BLOCK_SIZE_TOKENS + i % BLOCK_SIZE_TOKENS for i, _ in enumerate(ids)]
+        self._num_steps = 0
+
+    def admits(self) -> list[cpb.Operation]:
+        """The operations that start the sequences."""
+        pairs = zip(self.ids, self._num_tokens, strict=True)
+        return [ops.admit(i, prompt(i, num_tokens)) for i, num_tokens in pairs]
+
+    def append(self) -> cpb.Operation:
+        """The next token of each."""
+        num, step = len(self.ids), self._num_steps
+        self._num_steps += 1
+        positions = [num_tokens + step for num_tokens in self._num_tokens]
+        ones = [1] * num
+        return ops.appends(self.ids, positions, ones, ones, [step + i for i in range(num)])

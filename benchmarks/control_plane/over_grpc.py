@@ -1,0 +1,206 @@
+"""The control plane as a process of its own, reached over gRPC on loopback.
+
+A Step is timed from the request message to the parsed answer, serialising included. The data plane
+is played: it registers on a real stream, reads what it is sent, and its receipts are signed by the
+engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import grpc.aio
+
+from benchmarks.control_plane import gc_pauses, messages
+from benchmarks.control_plane.engine import Engine
+from kvplane.tls import open_channel
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import control_pb2_grpc
+
+START_TIMEOUT_S: Final = 60.0
+STOP_TIMEOUT_S: Final = 30.0
+_HEARTBEAT_S: Final = 60.0
+# A registration stream whose answers after the first ones are not parsed.
+_REGISTER: Final = "/kvplane.v1.ControlPlaneService/Register"
+
+
+class StreamWire:
+    """One session's Step stream."""
+
+    def __init__(self, stub: Any) -> None:
+        self._stub = stub
+        self._stream = stub.Step()
+
+    async def step(self, request: cpb.StepRequest) -> tuple[cpb.StepResponse, float]:
+        began = time.perf_counter()
+        await self._stream.write(request)
+        response = await self._stream.read()
+        while response is not grpc.aio.EOF and response.HasField("notice"):
+            response = await self._stream.read()
+        seconds = time.perf_counter() - began
+        if response is grpc.aio.EOF:
+            raise RuntimeError("the control plane ended the stream")
+        return response, seconds
+
+    async def abort(self, request: cpb.AbortPlanRequest) -> float:
+        began = time.perf_counter()
+        await self._stub.AbortPlan(request)
+        return time.perf_counter() - began
+
+
+class Connection:
+    """A channel to a control plane, on which engines open sessions."""
+
+    def __init__(self, address: str, key: bytes, *, first_engine: int = 0) -> None:
+        """``key``: the pool's. ``first_engine``: engines of other processes that come before."""
+        self.address = address
+        self.key = key
+        self.stub: Any = None
+        self._next_engine = first_engine
+
+    async def __aenter__(self) -> Connection:
+        self._channel = open_channel(self.address, None)
+        self.stub = control_pb2_grpc.ControlPlaneServiceStub(self._channel)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+    async def engine(self) -> Engine:
+        session = (await self.stub.OpenSession(messages.open_session())).session
+        first_id = 1 + 1_000_000 * self._next_engine
+        self._next_engine += 1
+        return Engine(StreamWire(self.stub), session, self.key, first_id=first_id)
+
+
+class DataPlane:
+    """The data plane's end of a registration stream, for as long as a block of code runs."""
+
+    def __init__(self, address: str, hello: cpb.Hello) -> None:
+        self._address = address
+        self._hello = hello
+
+    async def __aenter__(self) -> DataPlane:
+        """Registers. The pool is ready after ``report``."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._channel = open_channel(self._address, None)
+        serialize = cpb.RegisterRequest.SerializeToString
+        open_stream: Any = self._channel.stream_stream(_REGISTER, request_serializer=serialize)
+        self._stream = open_stream()
+        await self._stream.write(cpb.RegisterRequest(hello=self._hello))
+        self.key = (await self._read()).welcome.key
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._stream.cancel()
+        await self._channel.close()
+
+    async def report(self, parts: Iterable[cpb.RegisterRequest]) -> None:
+        """Send a report, and follow the stream when it was accepted."""
+        for part in parts:
+            await self._stream.write(part)
+        if not (await self._read()).HasField("report_accepted"):
+            raise RuntimeError("the report was not accepted")
+        self._tasks = [asyncio.create_task(self._drain()), asyncio.create_task(self._beat())]
+
+    async def _read(self) -> cpb.RegisterResponse:
+        return cpb.RegisterResponse.FromString(await self._stream.read())
+
+    async def _drain(self) -> None:
+        while await self._stream.read() is not grpc.aio.EOF:
+            pass
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            await self._stream.write(cpb.RegisterRequest(heartbeat=cpb.Heartbeat()))
+
+
+class Server:
+    """A control plane that runs as a process for as long as a block of code."""
+
+    def __init__(self, world: OverGrpc) -> None:
+        """The world gets its pauses at the end: those after ``count_pauses`` was called."""
+        self._world = world
+        self._counts_from_s = math.inf
+
+    def count_pauses(self) -> None:
+        """Count garbage collections from now on."""
+        self._counts_from_s = time.perf_counter()
+
+    def __enter__(self) -> Server:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            port_file, self._pauses = folder / "port", folder / "pauses"
+            log = folder / "log"
+            program = ["-m", gc_pauses.__name__, str(self._pauses)]
+            program.append("on" if self._world.is_gc_on else "off")
+            flags = ["--bind", "127.0.0.1:0", "--port-file", str(port_file)]
+            flags += ["--metrics-port", "-1", "--lease-s", "3600"]
+            flags += ["--heartbeat-s", str(_HEARTBEAT_S)]
+            output = stack.enter_context(log.open("wb"))
+            process = subprocess.Popen(
+                [sys.executable, *program, *flags], stdout=output, stderr=subprocess.STDOUT
+            )
+            stack.callback(self._stop, process)
+            self.address = f"127.0.0.1:{_wait_for_port(process, port_file, log)}"
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _stop(self, process: subprocess.Popen[bytes]) -> None:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        else:
+            found = json.loads(self._pauses.read_text()) if self._pauses.exists() else []
+            self._world.gc_s += [s for began_s, s in found if began_s >= self._counts_from_s]
+
+
+def _wait_for_port(process: subprocess.Popen[bytes], port_file: Path, log: Path) -> int:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline_s:
+        if port_file.exists() and (text := port_file.read_text().strip()):
+            return int(text)
+        time.sleep(0.02)
+    raise RuntimeError(f"the control plane did not start:\n{log.read_text()}")
+
+
+class OverGrpc:
+    """A world whose control planes are processes of their own."""
+
+    name = "grpc"
+
+    def __init__(self, *, is_gc_on: bool) -> None:
+        self.is_gc_on = is_gc_on
+        self.gc_s: list[float] = []
+
+    @asynccontextmanager
+    async def pool(
+        self, num_device_blocks: int, num_host_blocks: int = 0
+    ) -> AsyncIterator[Connection]:
+        hello = messages.hello(num_device_blocks, num_host_blocks)
+        with Server(self) as server:
+            async with DataPlane(server.address, hello) as data_plane:
+                await data_plane.report([cpb.RegisterRequest(report=cpb.BlockReport(last=True))])
+                async with Connection(server.address, data_plane.key) as connection:
+                    server.count_pauses()
+                    yield connection

@@ -1,0 +1,210 @@
+"""Cases that admit, free, fork and swap prompts of 32,768 tokens, and decode steps."""
+
+from __future__ import annotations
+
+import time
+
+from benchmarks.control_plane.engine import Engine, World
+from benchmarks.control_plane.in_process import CorePool
+from benchmarks.control_plane.messages import Decoding, prompt
+from benchmarks.control_plane.report import Row
+from benchmarks.control_plane.sizes import Sizes
+from kvplane import ops
+from kvplane.v1 import control_pb2 as cpb
+
+_NUM_HELD_PROMPTS = 4
+_NUM_DECODING = 256
+_NUM_PLANS_IN_FLIGHT = 4  # as many as a control plane allows a session
+
+
+async def hit_in_use_32k(world: World, sizes: Sizes) -> list[Row]:
+    """Admit prompts that other sequences hold; several by turns."""
+    async with world.pool(sizes.num_pool_blocks) as pool:
+        engine = await pool.engine()
+        holders = engine.new_ids(_NUM_HELD_PROMPTS)
+        for seed in holders:
+            await engine.step(ops.admit(seed, prompt(seed, sizes.prompt_tokens)))
+            await engine.settle()
+        return [await _hits("hit_in_use_32k", engine, holders, sizes)]
+
+
+async def hit_free_32k_pool100k(world: World, sizes: Sizes) -> list[Row]:
+    """Admit prompts that nobody holds, of a pool that is full of such prompts."""
+    async with world.pool(sizes.num_pool_blocks) as pool:
+        engine = await pool.engine()
+        seeds = await _fill(engine, sizes)
+        return [await _hits("hit_free_32k_pool100k", engine, seeds, sizes)]
+
+
+async def miss_32k(world: World, sizes: Sizes) -> list[Row]:
+    """Admit a new prompt to a pool that is full of others; each step carries the receipt of the
+    one before, and so publishes the prompt before.
+    """
+    async with world.pool(sizes.num_pool_blocks) as pool:
+        engine = await pool.engine()
+        await _fill(engine, sizes)
+        most_held = sizes.num_pool_blocks // sizes.prompt_blocks // 2
+        held: list[int] = []
+        admit_s, free_s = [], []
+        for sequence_id in engine.new_ids(sizes.num_prompts):
+            tokens = prompt(sequence_id, sizes.prompt_tokens)
+            seconds = await engine.step(ops.admit(sequence_id, tokens))
+            if held:  # the first one carries no receipt of an admission
+                admit_s.append(seconds)
+            held.append(sequence_id)
+            if len(held) == most_held:
+                await engine.settle()
+                free_s += [await engine.step(ops.free([i])) for i in held]
+                held.clear()
+        rows = [Row.of_seconds("miss_32k", admit_s)]
+        return [*rows, Row.of_seconds("free_32k", free_s)] if free_s else rows
+
+
+async def miss_32k_parts(world: World, sizes: Sizes) -> list[Row]:
+    """The two parts of ``miss_32k``: the admission, and the receipt that publishes it."""
+    admit_s, receipt_s = [], []
+    async with world.pool(sizes.num_pool_blocks) as pool:
+        engine = await pool.engine()
+        await _fill(engine, sizes)
+        for sequence_id in engine.new_ids(sizes.num_prompts):
+            tokens = prompt(sequence_id, sizes.prompt_tokens)
+            admit_s.append(await engine.step(ops.admit(sequence_id, tokens)))
+            receipt_s.append(await engine.settle())
+            await engine.step(ops.free([sequence_id]))
+    return [
+        Row.of_seconds("miss_32k/admit", admit_s),
+        Row.of_seconds("miss_32k/receipt", receipt_s),
+    ]
+
+
+async def empty_step(world: World, sizes: Sizes) -> list[Row]:
+    """A step that changes nothing: what carrying it costs."""
+    async with world.pool(sizes.num_pool_blocks) as pool:
+        engine = await pool.engine()
+        seconds = [await engine.step() for _ in range(sizes.num_decode_steps)]
+        return [Row.of_seconds("empty_step", seconds)]
+
+
+async def decode_step_256(world: World, sizes: Sizes) -> list[Row]:
+    """One token for each of 256 sequences, and the receipt of the step before."""
+    async with world.pool(sizes.num_pool_blocks) as pool:
+        engine = await pool.engine()
+        decoding = Decoding(engine.new_ids(_NUM_DECODING))
+        await engine.step(*decoding.admits())
+        seconds = [await engine.step(decoding.append()) for _ in range(sizes.num_decode_steps)]
+        return [Row.of_seconds("decode_step_256", seconds)]
+
+
+async def fork_2048_blocks(world: World, sizes: Sizes) -> list[Row]:
+    """Fork a sequence that ends inside a block."""
+    async with world.pool(sizes.num_pool_blocks) as pool:
+        engine = await pool.engine()
+        (parent,) = engine.new_ids(1)
+        await engine.step(ops.admit(parent, prompt(parent, sizes.prompt_tokens - 1)))
+        await engine.settle()
+        seconds = []
+        for child in engine.new_ids(sizes.num_prompts):
+            seconds.append(await engine.step(ops.fork(parent, child)))
+            await engine.step(ops.free([child]))
+        return [Row.of_seconds("fork_2048_blocks", seconds)]
+
+
+async def swap_2048_blocks(world: World, sizes: Sizes) -> list[Row]:
+    """Swap a sequence out and in again; each step carries the receipt of the one before."""
+    async with world.pool(sizes.num_pool_blocks, 4 * sizes.prompt_blocks) as pool:
+        engine = await pool.engine()
+        out_s, in_s = [], []
+        for sequence_id in engine.new_ids(sizes.num_swaps):
+            await engine.step(ops.admit(sequence_id, prompt(sequence_id, sizes.prompt_tokens)))
+            await engine.settle()
+            out_s.append(await engine.step(ops.swap_out([sequence_id])))
+            in_s.append(await engine.step(ops.swap_in([sequence_id])))
+            await engine.step(ops.free([sequence_id]))
+    both_s = [sum(pair) for pair in zip(out_s, in_s, strict=True)]
+    return [
+        Row.of_seconds("swap_2048_blocks", both_s),
+        Row.of_seconds("swap_2048_blocks/out", out_s),
+        Row.of_seconds("swap_2048_blocks/in", in_s),
+    ]
+
+
+async def abort_256x2048(world: World, sizes: Sizes) -> list[Row]:
+    """Abort a decode step of 256 sequences of 2,048 blocks each; the next step's plan has all
+    tables whole. Before that, once, abort the admissions themselves; the next step computes all
+    prompts again.
+    """
+    name, num = "abort_256x2048", sizes.num_aborted_sequences
+    num_blocks = num * (sizes.prompt_blocks + 1)
+    async with world.pool(num_blocks + num_blocks // 16) as pool:
+        engine = await pool.engine()
+        ids = engine.new_ids(num)
+        prompts = [prompt(i, sizes.prompt_tokens) for i in ids]
+        admits = [ops.admit(i, tokens) for i, tokens in zip(ids, prompts, strict=True)]
+        share = num // _NUM_PLANS_IN_FLIGHT
+        for i in range(0, num, share):
+            await engine.step(*admits[i : i + share], is_receipted=False)
+        admits_s = await engine.abort()
+        lengths = [sizes.prompt_tokens] * num
+        again = ops.appends(ids, [0] * num, lengths, lengths, b"".join(prompts))
+        again_s = await engine.step(again)
+        ones, position = [1] * num, sizes.prompt_tokens
+        abort_s, next_s = [], []
+        for _ in range(sizes.num_aborts):
+            append = ops.appends(ids, [position] * num, ones, ones, ids)
+            await engine.step(append, is_receipted=False)
+            abort_s.append(await engine.abort())
+            next_s.append(await engine.step(append))
+            position += 1
+    both_s = [sum(pair) for pair in zip(abort_s, next_s, strict=True)]
+    return [
+        Row.of_seconds(name, both_s),
+        Row.of_seconds(f"{name}/abort", abort_s),
+        Row.of_seconds(f"{name}/next_step", next_s),
+        Row.of_seconds(f"{name}/abort_of_admissions", [admits_s]),
+        Row.of_seconds(f"{name}/computed_again", [again_s]),
+    ]
+
+
+async def announce_32k(world: World, sizes: Sizes) -> list[Row]:
+    """Serialise what the data plane is sent of a published prompt, which no step waits for."""
+    seconds: list[float] = []
+
+    def serialise(outgoing: list[cpb.RegisterResponse]) -> None:
+        began = time.perf_counter()
+        num_bytes = sum(len(message.SerializeToString()) for message in outgoing)
+        if num_bytes:
+            seconds.append(time.perf_counter() - began)
+
+    async with world.pool(sizes.num_pool_blocks) as pool:
+        assert isinstance(pool, CorePool), "measured in process only"
+        pool.on_outgoing = serialise
+        engine = await pool.engine()
+        for sequence_id in engine.new_ids(sizes.num_prompts):
+            await engine.step(ops.admit(sequence_id, prompt(sequence_id, sizes.prompt_tokens)))
+            await engine.settle()
+            await engine.step(ops.free([sequence_id]))
+    return [Row.of_seconds("announce_32k", seconds)]
+
+
+async def _hits(name: str, engine: Engine, seeds: list[int], sizes: Sizes) -> Row:
+    """Admit the prompts of ``seeds`` by turns, and free them."""
+    seconds = []
+    for i, sequence_id in enumerate(engine.new_ids(sizes.num_prompts)):
+        tokens = prompt(seeds[i % len(seeds)], sizes.prompt_tokens)
+        seconds.append(await engine.step(ops.admit(sequence_id, tokens)))
+        await engine.settle()
+        await engine.step(ops.free([sequence_id]))
+        await engine.settle()
+    return Row.of_seconds(name, seconds)
+
+
+async def _fill(engine: Engine, sizes: Sizes) -> list[int]:
+    """Publish prompts until a pool holds no other; their seeds."""
+    num_usable = sizes.num_pool_blocks * 98 // 100  # admissions leave some blocks free
+    seeds = engine.new_ids(num_usable // sizes.prompt_blocks)
+    for seed in seeds:
+        await engine.step(ops.admit(seed, prompt(seed, sizes.prompt_tokens)))
+        await engine.settle()
+        await engine.step(ops.free([seed]))
+    await engine.settle()
+    return seeds

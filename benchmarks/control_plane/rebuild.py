@@ -1,0 +1,104 @@
+"""How long a control plane takes to learn a pool of a million published blocks from a report."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+from benchmarks.control_plane import messages
+from benchmarks.control_plane.engine import World
+from benchmarks.control_plane.in_process import CorePool, InProcess
+from benchmarks.control_plane.messages import prompt, report_part
+from benchmarks.control_plane.over_grpc import Connection, DataPlane, OverGrpc, Server
+from benchmarks.control_plane.report import MICROSECONDS, Row
+from benchmarks.control_plane.sizes import Sizes
+from kvplane import ops
+from kvplane.v1 import control_pb2 as cpb
+
+_NAME = "rebuild_1M_blocks"
+
+
+async def rebuild_1m_blocks(world: World, sizes: Sizes) -> list[Row]:
+    """Parts of 2,048 blocks until the pool is ready, and the longest time that others wait."""
+    num_entries = sizes.num_rebuilt_prompts * sizes.prompt_blocks
+    num_blocks = num_entries + num_entries // 32
+    parts = await _published(num_blocks, sizes)
+    if isinstance(world, OverGrpc):
+        return await _over_grpc(world, num_blocks, num_entries, parts)
+    assert isinstance(world, InProcess), "there are two worlds"
+    with world.counting_pauses():
+        return _in_process(num_blocks, num_entries, parts)
+
+
+def _in_process(num_blocks: int, num_entries: int, parts: list[cpb.RegisterRequest]) -> list[Row]:
+    pool = CorePool(num_blocks)
+    seconds = [pool.report(part.SerializeToString()) for part in parts]
+    _check(pool.description(), num_entries)
+    return [
+        Row.of_one(_NAME, MICROSECONDS, 1e6 * sum(seconds)),
+        Row.of_one(f"{_NAME}/longest_call", MICROSECONDS, 1e6 * max(seconds)),
+    ]
+
+
+async def _over_grpc(
+    world: OverGrpc, num_blocks: int, num_entries: int, parts: list[cpb.RegisterRequest]
+) -> list[Row]:
+    with Server(world) as server:
+        async with (
+            DataPlane(server.address, messages.hello(num_blocks, 0)) as data_plane,
+            Connection(server.address, data_plane.key) as connection,
+        ):
+            await connection.stub.DescribeControlPlane(cpb.DescribeControlPlaneRequest())
+            server.count_pauses()
+            waits_s: list[float] = []
+            probe = asyncio.create_task(_probe(connection, waits_s))
+            began = time.perf_counter()
+            await data_plane.report(parts)
+            seconds = time.perf_counter() - began
+            probe.cancel()
+            request = cpb.DescribePoolRequest(pool_id=messages.POOL)
+            _check(await connection.stub.DescribePool(request), num_entries)
+    return [
+        Row.of_one(_NAME, MICROSECONDS, 1e6 * seconds),
+        Row.of_one(f"{_NAME}/longest_wait", MICROSECONDS, 1e6 * max(waits_s)),
+    ]
+
+
+async def _probe(connection: Connection, waits_s: list[float]) -> None:
+    """How long another caller waits for an answer, all the time."""
+    while True:
+        began = time.perf_counter()
+        try:
+            await connection.stub.DescribeControlPlane(cpb.DescribeControlPlaneRequest())
+        finally:
+            waits_s.append(time.perf_counter() - began)
+
+
+def _check(description: cpb.DescribePoolResponse, num_entries: int) -> None:
+    num_cached = description.usage.tiers[0].num_cached_blocks
+    if num_cached != num_entries or not description.ready:
+        raise RuntimeError(f"{num_cached} blocks were restored instead of {num_entries}")
+
+
+async def _published(num_blocks: int, sizes: Sizes) -> list[cpb.RegisterRequest]:
+    """A report of prompts, which a control plane published in a pool of ``num_blocks``."""
+    publications: list[cpb.PublishBlocks] = []
+
+    def keep(outgoing: list[cpb.RegisterResponse]) -> None:
+        publications.extend(each.publish for each in outgoing if each.HasField("publish"))
+
+    async with InProcess().pool(num_blocks) as pool:
+        pool.on_outgoing = keep
+        engine = await pool.engine()
+        for sequence_id in engine.new_ids(sizes.num_rebuilt_prompts):
+            await engine.step(ops.admit(sequence_id, prompt(sequence_id, sizes.prompt_tokens)))
+            await engine.settle()
+            await engine.step(ops.free([sequence_id]))
+    return list(_parts(publications))
+
+
+def _parts(publications: list[cpb.PublishBlocks]) -> Iterator[cpb.RegisterRequest]:
+    for publication in publications:
+        yield cpb.RegisterRequest(report=report_part(publication.publications))
+    yield cpb.RegisterRequest(report=cpb.BlockReport(last=True))

@@ -1,0 +1,166 @@
+"""Rows of figures, their goals, and how they are written."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from benchmarks.cpu import cpu_name
+
+MICROSECONDS: Final = "us"
+STEPS_PER_S: Final = "steps/s"
+# Units of which more is better.
+_RATES: Final = {STEPS_PER_S}
+
+# For the median, by the row's name.
+GOALS: Final = {
+    "core/hit_in_use_32k": 150.0,
+    "core/miss_32k": 200.0,
+    "core/hit_free_32k_pool100k": 150.0,
+    "core/decode_step_256": 40.0,
+    "core/rebuild_1M_blocks": 1e6,
+    "core/rebuild_1M_blocks/longest_call": 10_000.0,
+    "core/scale_admit_miss/growth": 10.0,
+    "core/scale_admit_hit/growth": 10.0,
+    "core/scale_decode/growth": 10.0,
+    "grpc/hit_in_use_32k": 1_000.0,
+    "grpc/miss_32k": 1_000.0,
+    "grpc/hit_free_32k_pool100k": 1_000.0,
+    "grpc/decode_step_256": 400.0,
+    "grpc/rebuild_1M_blocks": 1e6,
+    "grpc/rebuild_1M_blocks/longest_wait": 10_000.0,
+    "grpc/steps_per_s_1_engine": 5_000.0,
+    "grpc/steps_per_s_8_engines": 5_000.0,
+    "grpc/steps_per_s_64_engines": 5_000.0,
+}
+_GRPC_P99_US: Final = 5_000.0
+GOALS_P99: Final = {
+    f"grpc/{case}": _GRPC_P99_US
+    for case in (
+        "hit_in_use_32k",
+        "miss_32k",
+        "hit_free_32k_pool100k",
+        "decode_step_256",
+        "steps_per_s_1_engine/latency",
+        "steps_per_s_8_engines/latency",
+        "decode_beside_32k_admissions",
+    )
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. ``p99``: 99 % of the samples are as good. ``name`` is without the world's."""
+
+    name: str
+    unit: str
+    p50: float
+    p99: float
+    num_samples: int
+
+    @classmethod
+    def of_seconds(cls, name: str, seconds: Sequence[float], unit: str = MICROSECONDS) -> Row:
+        """Latencies, in microseconds."""
+        p50, p99 = (1e6 * quantile(seconds, q) for q in (0.5, 0.99))
+        return cls(name, unit, p50, p99, len(seconds))
+
+    @classmethod
+    def of_one(cls, name: str, unit: str, value: float) -> Row:
+        """A figure that was measured once."""
+        return cls(name, unit, value, value, 1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The rows of one case in one world. ``gc_s``: pauses of the garbage collector of the process
+    that the control plane was in, while there was a pool.
+    """
+
+    world: str
+    rows: Sequence[Row]
+    gc_s: Sequence[float] = ()
+
+    def as_json(self) -> list[dict[str, object]]:
+        """The rows, for programs."""
+        rows = []
+        for row in self.rows:
+            name = f"{self.world}/{row.name}"
+            entry: dict[str, object] = {
+                "name": name,
+                "unit": row.unit,
+                "p50": round(row.p50, 2),
+                "p99": round(row.p99, 2),
+                "num_samples": row.num_samples,
+            }
+            if name in GOALS:
+                entry["goal"] = GOALS[name]
+            if name in GOALS_P99:
+                entry["goal_p99"] = GOALS_P99[name]
+            entry["num_gc_pauses"] = len(self.gc_s)
+            entry["gc_longest_us"] = round(1e6 * max(self.gc_s, default=0.0), 1)
+            rows.append(entry)
+        return rows
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """A quantile by the nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def table(rows: Sequence[dict[str, object]]) -> str:
+    """Rows of ``Outcome.as_json`` as lines, goals beside the figures."""
+    head = ("", "unit", "p50", "goal", "p99", "goal", "gc pauses", "longest, us")
+    lines = [head, *map(_cells, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _cells(row: dict[str, object]) -> tuple[str, ...]:
+    return (
+        str(row["name"]),
+        str(row["unit"]),
+        _number(row["p50"]),
+        _goal(row, "p50", "goal"),
+        _number(row["p99"]),
+        _goal(row, "p99", "goal_p99"),
+        _number(row["num_gc_pauses"]),
+        _number(row["gc_longest_us"]),
+    )
+
+
+def _goal(row: dict[str, object], figure: str, goal: str) -> str:
+    if goal not in row:
+        return ""
+    is_rate = row["unit"] in _RATES
+    value, wanted = float(str(row[figure])), float(str(row[goal]))
+    is_met = value >= wanted if is_rate else value <= wanted
+    sign = "≥" if is_rate else "≤"
+    return f"{sign} {_number(wanted)} {'met' if is_met else 'missed'}"
+
+
+def _number(value: object) -> str:
+    number = float(str(value))
+    return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:,.1f}"
+
+
+def machine() -> dict[str, object]:
+    """The machine that this runs on."""
+    return {
+        "cpu": cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "load_average_1_min": round(os.getloadavg()[0], 2),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "gc": "on" if gc.isenabled() else "off",
+    }

@@ -1,0 +1,128 @@
+"""What a block costs in pools of 1,000 to 1,000,000 blocks, in time and in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import multiprocessing
+import os
+import random
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from benchmarks.control_plane.engine import Engine, World
+from benchmarks.control_plane.in_process import InProcess
+from benchmarks.control_plane.messages import BLOCK_SIZE_TOKENS, Decoding, prompt
+from benchmarks.control_plane.report import Row, quantile
+from benchmarks.control_plane.sizes import Sizes
+from kvplane import ops
+
+_PROMPT_BLOCKS: Final = 256
+_PROMPT_TOKENS: Final = _PROMPT_BLOCKS * BLOCK_SIZE_TOKENS
+_NUM_DECODING: Final = 64
+_DECODE_STEPS_PER_ROUND: Final = 64
+_NS_PER_BLOCK: Final = "ns/block"
+
+
+async def scale(world: World, sizes: Sizes) -> list[Row]:
+    """Admissions of 256 blocks and decode steps of 64 sequences in pools full of cached prompts,
+    and how many times as much the largest pool costs as the smallest.
+    """
+    rows: list[Row] = []
+    for num_blocks in sizes.scale_pools:
+        async with world.pool(num_blocks) as pool:
+            rows += await _costs(await pool.engine(), num_blocks, sizes)
+    num_pools = len(sizes.scale_pools)
+    kinds = len(rows) // num_pools
+    for first, last in zip(rows[:kinds], rows[-kinds:], strict=True):
+        name = first.name.rpartition("/")[0]
+        growth = (last.p50 / first.p50, last.p99 / first.p99)
+        rows.append(Row(f"{name}/growth", "x", *growth, last.num_samples))
+    return rows
+
+
+async def _costs(engine: Engine, num_blocks: int, sizes: Sizes) -> list[Row]:
+    cached = engine.new_ids(num_blocks * 9 // 10 // _PROMPT_BLOCKS)
+    for seed in cached:
+        await _admit(engine, seed)
+    choose = random.Random(0)
+    hit_s = [await _admit(engine, choose.choice(cached)) for _ in range(sizes.num_scale_prompts)]
+    miss_s = [await _admit(engine, seed) for seed in engine.new_ids(sizes.num_scale_prompts)]
+    decode_s: list[float] = []
+    while len(decode_s) < 4 * sizes.num_scale_prompts:
+        ids = engine.new_ids(_NUM_DECODING)
+        decoding = Decoding(ids)
+        await engine.step(*decoding.admits())
+        for _ in range(_DECODE_STEPS_PER_ROUND):
+            decode_s.append(await engine.step(decoding.append()))
+        await engine.step(ops.free(ids))
+        await engine.settle()
+    return [
+        _per_block(f"scale_admit_hit/{num_blocks}", hit_s, _PROMPT_BLOCKS),
+        _per_block(f"scale_admit_miss/{num_blocks}", miss_s, _PROMPT_BLOCKS),
+        _per_block(f"scale_decode/{num_blocks}", decode_s, _NUM_DECODING),
+    ]
+
+
+async def _admit(engine: Engine, seed: int) -> float:
+    """Seconds to admit a prompt and to take its receipt; it is freed."""
+    (sequence_id,) = engine.new_ids(1)
+    seconds = await engine.step(ops.admit(sequence_id, prompt(seed, _PROMPT_TOKENS)))
+    seconds += await engine.settle()
+    await engine.step(ops.free([sequence_id]))
+    await engine.settle()
+    return seconds
+
+
+def _per_block(name: str, seconds: Sequence[float], num_blocks: int) -> Row:
+    p50, p99 = (1e9 * quantile(seconds, q) / num_blocks for q in (0.5, 0.99))
+    return Row(name, _NS_PER_BLOCK, p50, p99, len(seconds))
+
+
+async def memory(world: World, sizes: Sizes) -> list[Row]:
+    """Memory of a block, and of what a published one has besides, its tokens included."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as process:
+        loop = asyncio.get_running_loop()
+        per_block, per_entry = await loop.run_in_executor(process, _measure_memory, sizes)
+    return [
+        Row.of_one("memory_per_block", "bytes", per_block),
+        Row.of_one("memory_per_entry", "bytes", per_entry),
+    ]
+
+
+def _measure_memory(sizes: Sizes) -> tuple[float, float]:
+    """Bytes per block and per published block, in this process, which does nothing else."""
+    return asyncio.run(_fill_and_measure(sizes))
+
+
+async def _fill_and_measure(sizes: Sizes) -> tuple[float, float]:
+    async with InProcess().pool(1_000) as small:
+        await _admit(await small.engine(), 1)  # what a first use takes, once
+    num_entries = sizes.num_rebuilt_prompts * sizes.prompt_blocks
+    num_blocks = num_entries + num_entries // 32
+    before = _resident_bytes()
+    async with InProcess().pool(num_blocks) as pool:
+        engine = await pool.engine()
+        empty = _resident_bytes()
+        for sequence_id in engine.new_ids(sizes.num_rebuilt_prompts):
+            await engine.step(ops.admit(sequence_id, prompt(sequence_id, sizes.prompt_tokens)))
+            await engine.settle()
+            await engine.step(ops.free([sequence_id]))
+        await engine.settle()
+        full = _resident_bytes()
+        num_cached = pool.description().usage.tiers[0].num_cached_blocks
+    if num_cached != num_entries:
+        raise RuntimeError(f"{num_cached} blocks are cached instead of {num_entries}")
+    return (empty - before) / num_blocks, (full - empty) / num_entries
+
+
+def _resident_bytes() -> int:
+    """Memory of this process, without what it could give back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

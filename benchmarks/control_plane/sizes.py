@@ -1,0 +1,50 @@
+"""How much is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.control_plane.messages import BLOCK_SIZE_TOKENS
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The defaults are what the names of the cases say; ``QUICK`` only shows that they run."""
+
+    prompt_blocks: int = 2_048
+    num_pool_blocks: int = 100_000
+    num_prompts: int = 200
+    """Samples of each case that moves a prompt."""
+    num_decode_steps: int = 1_000
+    num_swaps: int = 40
+    num_aborted_sequences: int = 256
+    num_aborts: int = 5
+    rate_s: float = 5.0
+    """How long each rate is measured."""
+    num_rate_steps: int = 2_000
+    """Steps of each rate in process."""
+    scale_pools: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
+    num_scale_prompts: int = 200
+    num_rebuilt_prompts: int = 488
+    """Of ``prompt_blocks`` each: a million blocks."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prompt_blocks * BLOCK_SIZE_TOKENS
+
+
+FULL = Sizes()
+QUICK = Sizes(
+    prompt_blocks=64,
+    num_pool_blocks=10_000,
+    num_prompts=5,
+    num_decode_steps=20,
+    num_swaps=2,
+    num_aborted_sequences=8,
+    num_aborts=2,
+    rate_s=1.0,
+    num_rate_steps=128,
+    scale_pools=(1_000, 5_000),
+    num_scale_prompts=5,
+    num_rebuilt_prompts=20,
+)

@@ -1,0 +1,42 @@
+"""The case that gives back rejected speculative tokens."""
+
+from __future__ import annotations
+
+from benchmarks.control_plane.engine import World
+from benchmarks.control_plane.messages import BLOCK_SIZE_TOKENS, prompt
+from benchmarks.control_plane.report import Row
+from benchmarks.control_plane.sizes import Sizes
+from kvplane import columns, ops
+from kvplane.columns import INT64
+from kvplane.v1 import control_pb2 as cpb
+
+IN_CONTRACT = "truncate" in cpb.Operation.DESCRIPTOR.fields_by_name
+_NUM_SEQUENCES = 256
+_NUM_COMPUTED_TOKENS = 5
+_NUM_ACCEPTED_TOKENS = 2
+
+
+async def truncate(world: World, sizes: Sizes) -> list[Row]:
+    """Shorten each of 256 sequences by 3 of 5 tokens that the step before computed; the step
+    carries that one's receipt.
+    """
+    async with world.pool(sizes.num_pool_blocks) as pool:
+        engine = await pool.engine()
+        ids = engine.new_ids(_NUM_SEQUENCES)
+        lengths = [BLOCK_SIZE_TOKENS + i % BLOCK_SIZE_TOKENS for i in range(len(ids))]
+        pairs = zip(ids, lengths, strict=True)
+        await engine.step(*[ops.admit(i, prompt(i, length)) for i, length in pairs])
+        num_each = [_NUM_COMPUTED_TOKENS] * len(ids)
+        seconds = []
+        for step in range(sizes.num_decode_steps // 2):
+            tokens = range(step, step + sum(num_each))
+            await engine.step(ops.appends(ids, lengths, num_each, num_each, tokens))
+            lengths = [length + _NUM_ACCEPTED_TOKENS for length in lengths]
+            operation = cpb.Operation(
+                truncate={
+                    "sequence_ids": columns.pack(INT64, ids),
+                    "num_tokens": columns.pack(INT64, lengths),
+                }
+            )
+            seconds.append(await engine.step(operation))
+        return [Row.of_seconds("truncate", seconds)]

@@ -1,1 +1,0 @@
-"""Blocks of one pool: states, references, prefix index, reservations. Ints and bytes only."""

@@ -1,0 +1,117 @@
+"""What the line asks of its pool, and what it answers.
+
+Sessions and sequences are ints, numbers of blocks are device blocks, and times are seconds of the
+caller's clock. A *sequence* is here an admission with all its forks: they hold the same blocks, so
+they have one turn, grow as one and are cut together.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class PoolView(Protocol):
+    """The device blocks of a pool. A physical block counts once, however many tables share it."""
+
+    @property
+    def num_blocks(self) -> int:
+        """All device blocks."""
+
+    def num_obtainable(self, session: int) -> int:
+        """Blocks that the session could allocate now: free, evictable, its own retired ones."""
+
+    def num_pending(self, session: int) -> int:
+        """Other blocks that receipts and fences will bring back."""
+
+    def num_held(self, session: int, sequence: int) -> int:
+        """Blocks that the sequence and its forks refer to. It may be too high, never too low."""
+
+    def retired_since(self, session: int) -> float | None:
+        """When the oldest of the blocks that wait for the session's receipts was retired."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """``turn_s``: how long a sequence may stay while others wait; it must be long enough for the
+    longest prefill. ``max_doublings``: how often a session's turn can double. ``grace_s``: how long
+    somebody waits before another is asked to yield, and how long that one has to do so.
+    ``receipt_deadline_s``: how long blocks that others wait for may lack a receipt. ``headroom``:
+    the share of the pool that admissions leave free for growth while any sequence is live.
+    """
+
+    turn_s: float = 30.0
+    max_doublings: int = 5
+    grace_s: float = 1.0
+    receipt_deadline_s: float = 30.0
+    headroom: float = 0.01
+
+
+class Reason(enum.Enum):
+    """Why a sequence has to wait, or to yield."""
+
+    LINE = enum.auto()  # others stand in front of it, or its session waits for another sequence
+    GROWTH = enum.auto()  # sequences that are live already need the blocks
+    BLOCKS = enum.auto()  # it is its turn, and there are not enough blocks yet
+    TURN = enum.auto()  # the sequence is past its turn, and others wait
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An admission has to wait. ``place``: how many stand in the line up to this session, at most;
+    0 when it has no place. ``sequence``: the one that the session has its place for, if any.
+    """
+
+    reason: Reason
+    place: int = 0
+    sequence: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A live sequence whose growth was blocked gets blocks now: allocate them to it."""
+
+    session: int
+    sequence: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The head of the line can be admitted now, if it needs no more than ``num_blocks``."""
+
+    session: int
+    sequence: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """The sequence will be cut at ``deadline_s`` unless it leaves, or nobody needs its blocks."""
+
+    session: int
+    sequence: int
+    num_blocks: int
+    deadline_s: float
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The sequence loses its device blocks now. For the line it has ended already."""
+
+    session: int
+    sequence: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class EndSession:
+    """The session's missing receipts keep blocks from others: end it, so that it is fenced."""
+
+    session: int
+
+
+Grant = Growth | Admission
+Decision = Pressure | Cut | EndSession

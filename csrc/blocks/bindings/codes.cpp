@@ -1,0 +1,34 @@
+// Why items are refused, as constants of the module.
+#include "bindings/bindings.h"
+#include "core/pool.h"
+
+namespace kvplane::blocks {
+
+void bind_codes(pybind11::module_& module) {
+  const struct {
+    const char* name;
+    Code code;
+  } codes[] = {
+      {"LATER", Code::kLater},
+      {"NEVER", Code::kNever},
+      {"LATER_HEADROOM", Code::kLaterHeadroom},
+      {"NOT_FOUND", Code::kNotFound},
+      {"EXISTS", Code::kExists},
+      {"BAD_ID", Code::kBadId},
+      {"BUSY", Code::kBusy},
+      {"SWAPPED", Code::kSwapped},
+      {"POSITION", Code::kPosition},
+      {"NEGATIVE", Code::kNegative},
+      {"TOO_MANY_SEQUENCES", Code::kTooManySequences},
+      {"NOT_KNOWN", Code::kNotKnown},
+      {"OTHER_ADMISSION", Code::kOtherAdmission},
+      {"TOO_LONG", Code::kTooLong},
+      {"TRIMMED", Code::kTrimmed},
+      {"OTHER_TOKENS", Code::kOtherTokens},
+      {"BEYOND_SLOTS", Code::kBeyondSlots},
+      {"TOO_MANY_ENTRIES", Code::kTooManyEntries},
+  };
+  for (const auto& [name, code] : codes) module.attr(name) = static_cast<int>(code);
+}
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,154 @@
+"""The columns of a plan's table changes and of the blocks that it allocates, checked one by one.
+
+Nothing here depends on what the tables hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_plane.plans.plan_columns import Mask, check_groups, ints, limits_of_tiers, refuse
+from kvplane import columns
+from kvplane.errors import InvalidRequestError
+from kvplane.v1 import types_pb2 as pb
+
+AT_CHANGES = "plan.changes"
+AT_ALLOCATIONS = "plan.allocations"
+SET, REPLACE, FORK, DROP, TRUNCATE, TRIM = (
+    pb.TABLE_CHANGE_KIND_SET,
+    pb.TABLE_CHANGE_KIND_REPLACE,
+    pb.TABLE_CHANGE_KIND_FORK,
+    pb.TABLE_CHANGE_KIND_DROP,
+    pb.TABLE_CHANGE_KIND_TRUNCATE,
+    pb.TABLE_CHANGE_KIND_TRIM,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockColumns:
+    """Blocks with generations, one element for each."""
+
+    tiers: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    generations: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
+_NONE = BlockColumns(*(np.zeros(0, np.int64) for _ in range(3)))
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeColumns:
+    """The columns of ``plan.changes``. C changes set E entries in all."""
+
+    kinds: NDArray[np.int64]
+    sequence_ids: NDArray[np.int64]
+    tiers: NDArray[np.int64]
+    first_blocks: NDArray[np.int64]
+    num_blocks: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    """[forks]."""
+    entries: BlockColumns
+    """[E]."""
+    allocated: Mask
+    """[E]."""
+
+    @classmethod
+    def read(cls, num_blocks: Mapping[pb.Tier, int], message: pb.TableChanges) -> ChangeColumns:
+        """Raises InvalidRequestError. ``num_blocks``: of each tier."""
+
+        def column(kind: str, name: str, length: int | None = None) -> NDArray[np.int64]:
+            return ints(kind, getattr(message, name), f"{AT_CHANGES}.{name}", length)
+
+        def require(bad: Mask, name: str, wanted: Callable[[int], str]) -> None:
+            refuse(bad, InvalidRequestError, wanted, f"{AT_CHANGES}.{name}")
+
+        kinds = column(columns.UINT8, "kinds")
+        num = len(kinds)
+        require(
+            (kinds < SET) | (kinds > TRIM),
+            "kinds",
+            lambda i: f"{kinds[i]} is not a TableChangeKind",
+        )
+        ids = column(columns.INT64, "sequence_ids", num)
+        require(ids < 1, "sequence_ids", lambda i: f"must be at least 1, is {ids[i]}")
+        check_groups(message.groups, num, f"{AT_CHANGES}.groups")
+        sets = kinds <= REPLACE
+        tiers = column(columns.UINT8, "tiers", num)
+        limits = limits_of_tiers(num_blocks)
+        require(
+            np.where(sets, limits[tiers] < 0, tiers != 0),
+            "tiers",
+            lambda i: (
+                f"{tiers[i]} is not a tier"
+                if sets[i]
+                else "must be 0: only SET and REPLACE have a tier"
+            ),
+        )
+        firsts = column(columns.INT32, "first_blocks", num)
+        require(
+            np.where(sets, firsts < 0, firsts != 0),
+            "first_blocks",
+            lambda i: (
+                f"must be at least 0, is {firsts[i]}"
+                if sets[i]
+                else "must be 0: only SET and REPLACE set entries"
+            ),
+        )
+        counts = column(columns.INT32, "num_blocks", num)
+        require(
+            np.where(kinds == DROP, counts != 0, counts < 0),
+            "num_blocks",
+            lambda i: (
+                "must be 0: DROP has no blocks"
+                if kinds[i] == DROP
+                else f"must be at least 0, is {counts[i]}"
+            ),
+        )
+        parents = column(columns.INT64, "parent_sequence_ids", int(np.count_nonzero(kinds == FORK)))
+        entries = _read_blocks(message, np.repeat(tiers[sets], counts[sets]), limits, AT_CHANGES)
+        allocated = column(columns.UINT8, "allocated", len(entries))
+        require(allocated > 1, "allocated", lambda i: f"must be 0 or 1, is {allocated[i]}")
+        return cls(kinds, ids, tiers, firsts, counts, parents, entries, allocated == 1)
+
+
+def read_allocations(num_blocks: Mapping[pb.Tier, int], message: pb.Allocations) -> BlockColumns:
+    """The blocks that a plan allocates for no table. Raises InvalidRequestError. ``num_blocks``: of
+    each tier.
+    """
+    if not message.ByteSize():
+        return _NONE
+    tiers = ints(columns.UINT8, message.tiers, f"{AT_ALLOCATIONS}.tiers")
+    limits = limits_of_tiers(num_blocks)
+    refuse(
+        limits[tiers] < 0,
+        InvalidRequestError,
+        lambda i: f"{tiers[i]} is not a tier",
+        f"{AT_ALLOCATIONS}.tiers",
+    )
+    return _read_blocks(message, tiers, limits, AT_ALLOCATIONS)
+
+
+def _read_blocks(
+    message: pb.TableChanges | pb.Allocations,
+    tiers: NDArray[np.int64],
+    limits_of: NDArray[np.int64],
+    at: str,
+) -> BlockColumns:
+    """``tiers``: of each block. ``limits_of``: as ``limits_of_tiers`` returns them."""
+    limits = limits_of[tiers]
+    blocks = ints(columns.INT32, message.indices, f"{at}.indices", len(tiers))
+    refuse(
+        (blocks < 0) | (blocks >= limits),
+        InvalidRequestError,
+        lambda i: f"there is no block {blocks[i]} in this tier, which has {limits[i]} blocks",
+        f"{at}.indices",
+    )
+    generations = ints(columns.INT64, message.generations, f"{at}.generations", len(tiers))
+    return BlockColumns(tiers, blocks, generations)

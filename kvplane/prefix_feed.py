@@ -1,0 +1,160 @@
+"""Follows a pool's prefix index: what is cached there, and each change to it.
+
+A follower that applies the events in order has what the pool has whenever ``CaughtUp`` comes. When
+the connection breaks, the feed goes on where it was; when the changes since then are not kept any
+more, it begins again with a snapshot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import grpc.aio
+
+from kvplane import columns
+from kvplane.columns import INT32, UINT8
+from kvplane.connection import typed_errors
+from kvplane.errors import (
+    InvalidRequestError,
+    KvplaneError,
+    PlaneUnavailableError,
+    PoolNotFoundError,
+    RevisionTooOldError,
+    UnavailableError,
+)
+from kvplane.retry import FIRST_DELAY_S, MAX_DELAY_S, Deadline
+from kvplane.v1 import control_pb2 as pb
+
+HASH_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A cached block. ``block_hash`` names the prefix that ends with it, ``parent_hash`` the one
+    before it: zero bytes for the first block of a prompt. ``token_ids``: int32, those of the block.
+    ``tier``: a ``types_pb2.Tier``.
+    """
+
+    block_hash: bytes
+    parent_hash: bytes
+    token_ids: array[int]
+    tier: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Blocks can be found from now on, parents before children."""
+
+    blocks: tuple[StoredBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks are gone from a tier: the hash and the tier of each."""
+
+    blocks: tuple[tuple[bytes, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexCleared:
+    """Nothing is cached any more, or a snapshot of everything that is follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """The events so far make up what the pool had at this revision."""
+
+    revision: int
+
+
+PrefixEvent: TypeAlias = BlocksStored | BlocksRemoved | IndexCleared | CaughtUp
+
+
+async def follow(
+    open_call: Callable[[pb.WatchRequest], Any], pool_id: str, namespace: str, timeout_s: float
+) -> AsyncGenerator[PrefixEvent, None]:
+    """The events, for as long as they are asked for. ``open_call`` starts the RPC Watch.
+
+    Raises PlaneUnavailableError or PoolNotFoundError when the plane, or the pool that was followed,
+    has not been there for ``timeout_s`` seconds, and at once whatever else goes wrong.
+    """
+    request = pb.WatchRequest(pool_id=pool_id, namespace=namespace)
+    deadline, delay_s, was_there = Deadline.after(timeout_s), FIRST_DELAY_S, False
+    while True:
+        try:
+            async with aclosing(_events(open_call(request), request)) as events:
+                async for event in events:
+                    deadline, delay_s, was_there = Deadline.after(timeout_s), FIRST_DELAY_S, True
+                    yield event
+        except RevisionTooOldError:
+            request.since_revision = 0
+        except KvplaneError as error:
+            passes = isinstance(error, UnavailableError) or (
+                was_there and isinstance(error, PoolNotFoundError)
+            )
+            if not passes or delay_s >= deadline.remaining_s:
+                raise
+        await asyncio.sleep(delay_s)
+        delay_s = min(2 * delay_s, MAX_DELAY_S)
+
+
+async def _events(call: Any, request: pb.WatchRequest) -> AsyncGenerator[PrefixEvent, None]:
+    """The events of one call. Notes in ``request`` how far they have got."""
+    in_snapshot = False
+    try:
+        while True:
+            with typed_errors():
+                response = await call.read()
+            if response is grpc.aio.EOF:
+                raise PlaneUnavailableError("the peer ended the stream")
+            if response.HasField("snapshot"):
+                part = response.snapshot
+                if not in_snapshot:
+                    yield IndexCleared()
+                in_snapshot = not part.last
+                yield _stored(part.stored)
+            else:
+                part = response.changes
+                for change in part.changes:
+                    yield _event(change)
+            if not in_snapshot:
+                request.since_revision = part.revision
+                request.incarnation = response.incarnation
+                yield CaughtUp(part.revision)
+    finally:
+        call.cancel()
+
+
+def _event(change: pb.Change) -> PrefixEvent:
+    match change.WhichOneof("change"):
+        case "stored":
+            return _stored(change.stored)
+        case "removed":
+            hashes = columns.fixed(change.removed.hashes, HASH_BYTES)
+            tiers = columns.read(UINT8, change.removed.tiers, "removed.tiers", length=len(hashes))
+            return BlocksRemoved(tuple(zip(hashes, tiers, strict=True)))
+        case "cleared":
+            return IndexCleared()
+        case _:
+            raise InvalidRequestError("is not a change that is known here", field="changes")
+
+
+def _stored(message: pb.Stored) -> BlocksStored:
+    return BlocksStored(tuple(_blocks(message)))
+
+
+def _blocks(message: pb.Stored) -> Iterator[StoredBlock]:
+    hashes = columns.fixed(message.hashes, HASH_BYTES)
+    parents = columns.fixed(message.parent_hashes, HASH_BYTES)
+    tiers = columns.read(UINT8, message.tiers, "stored.tiers", length=len(hashes))
+    tokens = columns.read(INT32, message.token_ids, "stored.token_ids")
+    if len(parents) != len(hashes) or (len(tokens) % len(hashes) if hashes else tokens):
+        raise InvalidRequestError("its columns differ in length", field="stored")
+    size = len(tokens) // len(hashes) if hashes else 0
+    for i, (block_hash, parent_hash, tier) in enumerate(zip(hashes, parents, tiers, strict=True)):
+        yield StoredBlock(block_hash, parent_hash, tokens[i * size : (i + 1) * size], tier)

@@ -1,0 +1,322 @@
+"""A session: one engine's lease on one pool, and its calls.
+
+All calls that change the session share one numbering (``kvplane.session.step_numbering``), so each
+runs once however often it is sent. Background tasks renew the lease and submit the last receipts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+from kvplane import ops
+from kvplane.connection import Connection
+from kvplane.error_codec import from_wire
+from kvplane.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    KvplaneError,
+    PlaneUnavailableError,
+    SessionExpiredError,
+    SessionNotFoundError,
+    StaleError,
+    StaleIncarnationError,
+    UnavailableError,
+)
+from kvplane.layout import Layout
+from kvplane.results import SequenceState, error_of, require_done, sequence_states
+from kvplane.retry import Deadline
+from kvplane.session.idle_receipts import submit_when_idle
+from kvplane.session.operations import SessionOperations
+from kvplane.session.queries import SessionQueries
+from kvplane.session.step_numbering import Send, Steps, UnclaimedAnswer
+from kvplane.stream import Stream
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1.types_pb2 import SignedPayload
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+# How long closing a replaced session may take; its lease ends by itself anyway.
+_CLOSE_TIMEOUT_S: Final = 2.0
+_RENEWALS_PER_LEASE: Final = 3
+_MAX_NOTICES: Final = 100
+# How long receipts submitted by themselves may keep a call waiting.
+_IDLE_TIMEOUT_S: Final = 1.0
+
+
+class Readmission(dict[int, int]):
+    """Tokens found cached, by sequence id. ``plan`` must run before later ones; it may be None."""
+
+    def __init__(self, num_cached_tokens: Mapping[int, int], plan: SignedPayload | None) -> None:
+        super().__init__(num_cached_tokens)
+        self.plan = plan
+
+
+@dataclass(frozen=True, slots=True)
+class Resynced:
+    """Every sequence of a session, and the plan of whole tables that must run before later ones."""
+
+    sequences: list[SequenceState]
+    plan: SignedPayload
+
+
+class Session(SessionOperations, SessionQueries):
+    """Made by ``ControlClient.open_session``. ``time_to_live_s``: the lease, renewed by any call.
+
+    Every call takes ``timeout_s``, the client's default when None, and is sent again until then
+    while the plane cannot be reached. A call that was cancelled or ran out of time may be made
+    again: it is then the same step. If another call comes instead, the first one is sent again
+    before it, and its answer is kept for ``take_unclaimed``. Raises StaleError or
+    SessionNotFoundError when the session is over: ``reopen`` and ``readmit`` then.
+
+    Receipts that no call takes along are submitted by themselves after a tenth of a second.
+
+    ``ref`` goes with every request; ``id`` and ``incarnation`` are its fields.
+    """
+
+    def __init__(
+        self,
+        open_again: Callable[[float], Awaitable[Session]],
+        connection: Connection,
+        stub: Any,
+        request: pb.OpenSessionRequest,
+        response: pb.OpenSessionResponse,
+    ) -> None:
+        super().__init__(connection, stub, response.session)
+        self.pool_id = request.pool_id
+        self.client_name = request.client_name
+        self.namespace = request.namespace
+        self.layout = Layout.from_proto(response.layout)
+        self.grant = response.grant
+        self.shards = tuple(response.shards)
+        self.num_device_blocks = response.num_device_blocks
+        self.num_host_blocks = response.num_host_blocks
+        self.max_plans_in_flight = response.max_plans_in_flight
+        self.time_to_live_s = response.time_to_live.ToTimedelta().total_seconds()
+        self._open_again = open_again
+        self._steps = Steps()
+        self._notices: deque[pb.Notice] = deque(maxlen=_MAX_NOTICES)
+        self._stream: Stream[pb.StepRequest, pb.StepResponse] = Stream(lambda: stub.Step())
+        self._tasks = (
+            asyncio.create_task(self._renew_lease(), name=f"renew session {self.id}"),
+            asyncio.create_task(
+                submit_when_idle(self._steps.changed, self._submit_idle, self.id),
+                name=f"submit receipts of session {self.id}",
+            ),
+        )
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._try_to_close()
+
+    @property
+    def id(self) -> int:
+        """The session's id."""
+        return self.ref.session_id
+
+    @property
+    def incarnation(self) -> int:
+        """The run of the control plane that opened the session."""
+        return self.ref.incarnation
+
+    @property
+    def last_number(self) -> int:
+        """The number of the call of this object's methods that was answered last, which is that of
+        its plan; 0 before the first.
+        """
+        return self._steps.last_number
+
+    def add_receipt(self, receipt: SignedPayload) -> None:
+        """Submit ``receipt`` with the next numbered call, or by itself when none comes."""
+        self._steps.add_receipt(receipt)
+
+    def take_unclaimed(self) -> list[UnclaimedAnswer]:
+        """Answers to abandoned calls, each given once. Their plans must run before later ones."""
+        taken, self._steps.unclaimed = self._steps.unclaimed, []
+        return taken
+
+    def take_notices(self) -> list[pb.Notice]:
+        """Notices that came between answers to steps, each given once; the newest 100 are kept."""
+        taken = list(self._notices)
+        self._notices.clear()
+        return taken
+
+    async def step(
+        self,
+        operations: Iterable[pb.Operation],
+        deferred_tokens: pb.DeferredTokens | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> pb.StepResult:
+        """Apply pending receipts, then deferred tokens, then ``operations`` in order; see
+        StepResult.
+
+        Raises TooManyPlansInFlightError and whatever made the step as a whole fail; an item of an
+        operation that fails by itself is in the result (``kvplane.results.error_of``).
+        """
+        request = pb.StepRequest(
+            session=self.ref, operations=operations, deferred_tokens=deferred_tokens
+        )
+        deadline = self._connection.deadline(timeout_s)
+        result: pb.StepResult = await self._steps.call(request, self._send_step, deadline)
+        return result
+
+    async def readmit(
+        self,
+        sequences: Mapping[int, tuple[ops.Tokens, int]],
+        *,
+        timeout_s: float | None = None,
+    ) -> Readmission:
+        """Admit sequences again, ``{sequence_id: (token_ids, max_total_tokens)}``, in one step.
+
+        Nothing is computed yet: what is not cached is computed by later appends. Sequences that
+        there is no room for now are absent from the answer. Raises NeverFitsError, or the error
+        of an operation that was wrong; the other sequences are admitted nevertheless, and the
+        answer is then in ``take_unclaimed``.
+        """
+        operations = [
+            ops.admit(sequence_id, tokens, num_compute_tokens=0, max_total_tokens=max_total)
+            for sequence_id, (tokens, max_total) in sequences.items()
+        ]
+        result = await self.step(operations, timeout_s=timeout_s)
+        cached: dict[int, int] = {}
+        for sequence_id, outcome in zip(sequences, result.results, strict=True):
+            if not outcome.failures:
+                cached[sequence_id] = outcome.admit.num_cached_tokens
+            elif outcome.failures[0].status != pb.OPERATION_STATUS_LATER:
+                self._steps.unclaimed.append(UnclaimedAnswer(self.last_number, result))
+                raise error_of(outcome.failures[0])
+        return Readmission(cached, result.plan if result.HasField("plan") else None)
+
+    async def resync(self, *, timeout_s: float | None = None) -> Resynced:
+        """Submit pending receipts, abort plans that have none, and get a plan of whole tables."""
+        request = pb.ResyncRequest(session=self.ref)
+        response: pb.ResyncResponse = await self._run(self._stub.Resync, request, timeout_s)
+        return Resynced(sequence_states(response.sequences), response.plan)
+
+    async def abort_plan(
+        self, plan_number: int, *, timeout_s: float | None = None
+    ) -> list[SequenceState]:
+        """Submit pending receipts, then abort this plan and every other that has no receipt.
+
+        Returns every sequence as it is then. Raises PlanReceiptedError if the plan has run.
+        """
+        request = pb.AbortPlanRequest(session=self.ref, plan_number=plan_number)
+        response: pb.AbortPlanResponse = await self._run(self._stub.AbortPlan, request, timeout_s)
+        return sequence_states(response.sequences)
+
+    async def submit_receipts(
+        self, deferred_tokens: pb.DeferredTokens | None = None, *, timeout_s: float | None = None
+    ) -> pb.SubmitReceiptsResponse:
+        """Submit pending receipts, and deferred tokens, without a step."""
+        deadline = self._connection.deadline(timeout_s)
+        while True:
+            request = pb.SubmitReceiptsRequest(session=self.ref, deferred_tokens=deferred_tokens)
+            response: pb.SubmitReceiptsResponse = await self._run(
+                self._stub.SubmitReceipts, request, deadline.remaining_s
+            )
+            # A repeat of an abandoned call is sent as that was, without the receipts added since.
+            if not self._steps.receipts:
+                return response
+            deferred_tokens = None
+
+    async def reopen(self, *, timeout_s: float = 60.0) -> Session:
+        """A new session like this one, once the pool is ready. This one is closed if it can be."""
+        deadline = Deadline.after(timeout_s)
+        await self._try_to_close()
+        return await self._open_again(deadline.remaining_s)
+
+    async def close(self, *, timeout_s: float | None = None) -> None:
+        """Release all that the session holds. Closing a session that has ended is no error."""
+        await self.detach()
+        request = pb.CloseSessionRequest(session=self.ref)
+        with suppress(SessionNotFoundError, SessionExpiredError, StaleIncarnationError):
+            await self._connection.call(self._stub.CloseSession, request, timeout_s)
+
+    async def detach(self) -> None:
+        """Stop renewing the lease and end the stream; sends the plane nothing."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        await self._stream.close()
+
+    async def _try_to_close(self) -> None:
+        """Close, unless that fails: the lease ends by itself."""
+        try:
+            await self.close(timeout_s=_CLOSE_TIMEOUT_S)
+        except (UnavailableError, DeadlineExceededError, StaleError, CancelledError) as error:
+            _LOGGER.warning("session=%d not closed, its lease will end it: %s", self.id, error)
+
+    async def _renew_lease(self) -> None:
+        interval_s = self.time_to_live_s / _RENEWALS_PER_LEASE
+        request = pb.RenewSessionRequest(session=self.ref)
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                await self._connection.call(self._stub.RenewSession, request, interval_s)
+            except (UnavailableError, DeadlineExceededError) as error:
+                _LOGGER.warning("session=%d lease not renewed: %s", self.id, error)
+            except KvplaneError as error:
+                _LOGGER.warning("session=%d lost: %s", self.id, error)
+                return
+
+    async def _run_operation(
+        self, operation: pb.Operation, timeout_s: float | None
+    ) -> pb.StepResult:
+        async def send(request: pb.StepRequest, deadline: Deadline) -> pb.StepResult:
+            response: pb.RunStepResponse = await self._connection.attempt(
+                self._stub.RunStep, pb.RunStepRequest(step=request), deadline
+            )
+            return response.result
+
+        request = pb.StepRequest(session=self.ref, operations=[operation])
+        deadline = self._connection.deadline(timeout_s)
+        return require_done(await self._steps.call(request, send, deadline))
+
+    async def _run(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        """A numbered unary call."""
+        deadline = self._connection.deadline(timeout_s)
+        return await self._steps.call(request, self._sender(method), deadline)
+
+    async def _submit_idle(self) -> None:
+        await self._steps.submit_idle(
+            pb.SubmitReceiptsRequest(session=self.ref),
+            self._sender(self._stub.SubmitReceipts),
+            Deadline.after(_IDLE_TIMEOUT_S),
+        )
+
+    def _sender(self, method: Any) -> Send:
+        async def send(numbered: Any, deadline: Deadline) -> Any:
+            return await self._connection.attempt(method, numbered, deadline)
+
+        return send
+
+    async def _send_step(self, request: pb.StepRequest, _: Deadline) -> pb.StepResult:
+        if not self._stream.is_open:
+            self._stream.open()
+        await self._stream.send(request)
+        response = await self._stream.receive()
+        while response.number == 0:
+            if response.HasField("notice"):
+                self._notices.append(response.notice)
+            response = await self._stream.receive()
+        if response.number != request.number:
+            self._stream.drop()
+            text = f"step {request.number} was answered as {response.number}: the stream is broken"
+            raise PlaneUnavailableError(text)
+        if response.WhichOneof("outcome") != "result":
+            raise from_wire(response.error)
+        return response.result

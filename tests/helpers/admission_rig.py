@@ -1,0 +1,116 @@
+"""A small pool and its line, and what a control plane does between them."""
+
+from __future__ import annotations
+
+from control_plane.planning.admission.decisions import (
+    AdmissionConfig,
+    Cut,
+    Decision,
+    EndSession,
+    Grant,
+    Growth,
+    Place,
+)
+from control_plane.planning.admission.line import Line
+
+
+class Rig:
+    """A pool that counts blocks, with sessions 0, 1, ... that are open from the beginning.
+
+    ``held``: for each session the blocks of each live sequence. ``retired``: blocks that wait for
+    the session's receipts, since ``retired_s``. The clock, ``now_s``, is the test's to move.
+    """
+
+    def __init__(self, num_blocks: int, num_sessions: int, config: AdmissionConfig) -> None:
+        self.num_blocks = num_blocks
+        self.held: list[dict[int, int]] = [{} for _ in range(num_sessions)]
+        self.retired = [0] * num_sessions
+        self.retired_s = [0.0] * num_sessions
+        self.now_s = 0.0
+        self.line = Line(self, config)
+        for session in range(num_sessions):
+            self.line.open(session)
+
+    # What the line asks
+
+    def num_free(self) -> int:
+        return self.num_blocks - sum(self.retired) - sum(sum(h.values()) for h in self.held)
+
+    def num_obtainable(self, session: int) -> int:
+        return self.num_free() + self.retired[session]
+
+    def num_pending(self, session: int) -> int:
+        return sum(self.retired) - self.retired[session]
+
+    def num_held(self, session: int, sequence: int) -> int:
+        return self.held[session][sequence]
+
+    def retired_since(self, session: int) -> float | None:
+        return self.retired_s[session] if self.retired[session] else None
+
+    # What sessions do
+
+    def ask(
+        self, session: int, sequence: int, num_blocks: int, *, wait: bool = True
+    ) -> Place | None:
+        """None when it was admitted."""
+        place = self.line.admit(session, sequence, num_blocks, self.now_s, wait=wait)
+        if place is None:
+            self._admit(session, sequence, num_blocks)
+        return place
+
+    def grow(self, session: int, sequence: int, num_blocks: int = 1) -> bool:
+        may = self.line.may_grow(session, sequence, num_blocks, self.now_s)
+        if may:
+            self._take(session, num_blocks)
+            self.held[session][sequence] += num_blocks
+        return may
+
+    def end(self, session: int, sequence: int) -> None:
+        """Its blocks are retired: call ``receipt`` to get them back."""
+        self.line.ended(session, sequence)
+        self._retire(session, sequence)
+
+    def receipt(self, session: int) -> None:
+        self.retired[session] = 0
+
+    # What the control plane does
+
+    def serve(self) -> list[Grant]:
+        grants = []
+        while (grant := self.line.next_grant(self.now_s)) is not None:
+            if isinstance(grant, Growth):
+                self._take(grant.session, grant.num_blocks)
+                self.held[grant.session][grant.sequence] += grant.num_blocks
+            else:
+                self._admit(grant.session, grant.sequence, grant.num_blocks)
+            grants.append(grant)
+        return grants
+
+    def tick(self) -> list[Decision]:
+        decisions = self.line.tick(self.now_s)
+        for decision in decisions:
+            session = decision.session
+            if isinstance(decision, Cut):
+                self._retire(session, decision.sequence)
+            elif isinstance(decision, EndSession):
+                self.line.close(session)
+                self.held[session].clear()
+                self.retired[session] = 0
+                self.line.open(session)
+        return decisions
+
+    def _admit(self, session: int, sequence: int, num_blocks: int) -> None:
+        self._take(session, num_blocks)
+        self.held[session][sequence] = num_blocks
+        self.line.started(session, sequence, self.now_s)
+
+    def _retire(self, session: int, sequence: int) -> None:
+        if not self.retired[session]:
+            self.retired_s[session] = self.now_s
+        self.retired[session] += self.held[session].pop(sequence)
+
+    def _take(self, session: int, num_blocks: int) -> None:
+        """Free blocks first, then the session's own retired ones."""
+        self.retired[session] -= max(0, num_blocks - self.num_free())
+        assert self.retired[session] >= 0, "the line granted blocks that are not there"

@@ -1,0 +1,59 @@
+"""An engine of both planes that compares every output with dense attention."""
+
+from __future__ import annotations
+
+import torch
+from plan_author import dense_attention, tokens
+
+from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
+from kvplane.execution import Execution
+from kvplane.results import require_done
+from kvplane.session import Session
+from kvplane.tensor import Tensor
+from kvplane.v1 import control_pb2 as pb
+
+CPU = torch.device("cpu")
+
+
+def key_of(positions: torch.Tensor) -> torch.Tensor:
+    """Keys (and values, and a quarter of the queries) are functions of the position alone."""
+    return tokens(128, seed=1)[positions]
+
+
+class Engine:
+    """One session that runs what it is given and checks every output.
+
+    ``window_tokens``: that the layout's layers see, 0 for all.
+    """
+
+    def __init__(self, session: Session, execution: Execution, window_tokens: int = 0) -> None:
+        self.session = session
+        self.execution = execution
+        self._window_tokens = window_tokens
+
+    async def step(self, *operations: pb.Operation, spans: list[tuple[int, int]]) -> pb.StepResult:
+        """``spans``: first position and number of tokens of each span of the plan."""
+        result = require_done(await self.session.step(operations))
+        started = await self.execution.start(result.plan)
+        assert started.num_tokens == sum(num for _, num in spans)
+        if started.receipt is None:
+            for layer in self.execution.layers:
+                await self._layer(layer, spans)
+        assert self.execution.receipt is not None
+        self.session.add_receipt(self.execution.receipt)
+        return result
+
+    async def _layer(self, layer: int, spans: list[tuple[int, int]]) -> None:
+        positions = [torch.arange(first, first + num) for first, num in spans]
+        key = key_of(torch.cat(positions))
+        query = key.repeat_interleave(2, dim=1)
+        parts = (Tensor.from_proto(tensor_to_message(t)) for t in (query, key, key))
+        answer = await self.execution.layer(layer, *parts)
+        got = tensor_from_message(answer.to_proto(), CPU, field="output")
+        begin = 0
+        for (first, num), own in zip(spans, positions, strict=True):
+            seen = key_of(torch.arange(first + num))
+            query = key_of(own).repeat_interleave(2, dim=1)
+            want = dense_attention(query, seen, seen, self._window_tokens)
+            torch.testing.assert_close(got[begin : begin + num], want, atol=1e-5, rtol=1e-5)
+            begin += num

@@ -1,0 +1,56 @@
+"""A session of the native core, driven without messages: for tests of what is around the core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from control_plane.planning.pools.pool import Pool
+from kvplane import columns, ops
+from kvplane.columns import INT32, INT64
+from kvplane.v1 import types_pb2 as tpb
+
+
+class NativeSession:
+    """Writes prompts, each in a sequence of its own. Every plan runs at once."""
+
+    def __init__(self, pool: Pool, session_id: int, tenant: str, root: bytes) -> None:
+        self.pool = pool
+        self.id = session_id
+        self.slot = pool.open(session_id, tenant, root)
+        self.num_plans = 0
+        self.num_sequences = 0
+
+    def write(self, token_ids: Iterable[int]) -> list[int]:
+        """The blocks of a new sequence, all of it computed; nothing is looked up."""
+        native = self.pool.native
+        self.num_sequences += 1
+        self.num_plans += 1
+        native.begin(self.slot, self.num_plans)
+        packed = ops.pack_tokens(list(token_ids))
+        done = native.admit(self.slot, self.num_sequences, packed, b"", -1, 0, True, 0)
+        assert len(done) == 3, done
+        assert native.finish(self.slot, b"") is not None
+        native.receipted(self.slot, self.num_plans)
+        _, indices, *_ = native.table(self.slot, self.num_sequences)
+        return columns.read(INT32, indices, "indices").tolist()
+
+    def free(self) -> None:
+        """The last sequence that was written ends."""
+        native = self.pool.native
+        self.num_plans += 1
+        native.begin(self.slot, self.num_plans)
+        native.free(self.slot, columns.pack(INT64, [self.num_sequences]))
+        native.finish(self.slot, b"")
+        native.receipted(self.slot, self.num_plans)
+
+
+def found(pool: Pool, root: bytes, token_ids: Iterable[int]) -> list[int]:
+    """The device blocks that hold the longest cached prefix of a prompt."""
+    _, indices, *_ = pool.native.explain(root, ops.pack_tokens(list(token_ids)))
+    return columns.read(INT32, indices, "indices").tolist()
+
+
+def generations(pool: Pool, tier: tpb.Tier = tpb.TIER_DEVICE) -> list[int]:
+    """Of all blocks of a tier."""
+    column = pool.native.generations(tier)
+    return columns.read(INT64, column, "generations").tolist()

@@ -1,0 +1,387 @@
+"""Faults of the line: each leaves out one of its rules, or a part of it.
+
+Each takes pytest's monkeypatch and plants itself for one test. ``STARVING`` and ``STARVING_SLOWLY``
+have a case of the checker that shows them, by its name; ``OTHERS`` are shown by a test of one
+behaviour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from control_plane.planning.admission import yielding
+from control_plane.planning.admission.decisions import Admission, Growth, Place, Reason
+from control_plane.planning.admission.line import Line
+from control_plane.planning.admission.turns import Sequence, Session, Turns
+
+
+def the_head_is_passed(patch: pytest.MonkeyPatch) -> None:
+    """1: whoever finds room is admitted, also when others stand in front."""
+    patch.setattr(Line, "_is_first", lambda self, session: True)
+
+
+def polling_keeps_a_place(patch: pytest.MonkeyPatch) -> None:
+    """1: who asks without waiting stands in the line too."""
+
+    def admit(self: Line, *args: Any, wait: bool) -> Place | None:
+        return original(self, *args, wait=True)
+
+    original = Line.admit
+    patch.setattr(Line, "admit", admit)
+
+
+def asking_again_loses_the_place(patch: pytest.MonkeyPatch) -> None:
+    """1: a session that asks again goes to the back."""
+
+    def admit(self: Line, session: int, sequence: int, *args: Any, **kwargs: Any) -> Place | None:
+        self.withdraw(session, sequence)
+        return original(self, session, sequence, *args, **kwargs)
+
+    original = Line.admit
+    patch.setattr(Line, "admit", admit)
+
+
+def a_session_has_many_places(patch: pytest.MonkeyPatch) -> None:
+    """1: another sequence of a session takes its place over."""
+
+    def admit(self: Line, session: int, sequence: int, *args: Any, **kwargs: Any) -> Place | None:
+        if session in self._waiting:
+            self._waiting[session].sequence = sequence  # type: ignore[misc]
+        return original(self, session, sequence, *args, **kwargs)
+
+    original = Line.admit
+    patch.setattr(Line, "admit", admit)
+
+
+def admissions_are_not_pushed(patch: pytest.MonkeyPatch) -> None:
+    """2: who waits has to ask again."""
+    _grant_only(patch, Growth)
+
+
+def growth_is_not_pushed(patch: pytest.MonkeyPatch) -> None:
+    """2: growth that could go on is not told."""
+    _grant_only(patch, Admission)
+
+
+def _grant_only(patch: pytest.MonkeyPatch, kind: type) -> None:
+    def next_grant(self: Line, now_s: float) -> Growth | Admission | None:
+        oldest = self._turns.oldest_blocked()
+        if oldest is not None and kind is Admission:
+            return None
+        grant = original(self, now_s)
+        return grant if isinstance(grant, kind) else None
+
+    original = Line.next_grant
+    patch.setattr(Line, "next_grant", next_grant)
+
+
+def admissions_come_before_growth(patch: pytest.MonkeyPatch) -> None:
+    """3: an admission is made whenever there is room for it."""
+
+    def admit(
+        self: Line, session: int, sequence: int, num: int, now_s: float, *, wait: bool
+    ) -> Place | None:
+        place = original(self, session, sequence, num, now_s, wait=wait)
+        return None if self._is_first(session) and self._has_room(session, num) else place
+
+    original = Line.admit
+    patch.setattr(Line, "admit", admit)
+
+
+def younger_growth_passes(patch: pytest.MonkeyPatch) -> None:
+    """3: growth takes what there is, whoever waits for more."""
+
+    def may_grow(self: Line, session: int, sequence: int, num: int, now_s: float) -> bool:
+        if num <= self._pool.num_obtainable(session):
+            self._turns.unblock(self._turns.sessions[session].sequences[sequence], now_s)
+            return True
+        return original(self, session, sequence, num, now_s)
+
+    original = Line.may_grow
+    patch.setattr(Line, "may_grow", may_grow)
+
+
+def impossible_growth_waits(patch: pytest.MonkeyPatch) -> None:
+    """3: growth beyond the pool is remembered like any other."""
+
+    def may_grow(self: Line, session: int, sequence: int, num: int, now_s: float) -> bool:
+        may = original(self, session, sequence, num, now_s)
+        if not may:
+            self._turns.block(self._turns.sessions[session].sequences[sequence], num, now_s)
+        return may
+
+    original = Line.may_grow
+    patch.setattr(Line, "may_grow", may_grow)
+
+
+def nobody_yields_to_growth(patch: pytest.MonkeyPatch) -> None:
+    """4: growth waits until sequences end, or their turns do."""
+    patch.setattr(yielding, "_juniors", lambda turns, blocked: iter(()))
+
+
+def nobody_yields_to_its_own_growth(patch: pytest.MonkeyPatch) -> None:
+    """4: the sequences of one session wait for each other."""
+    _juniors_of(patch, own=False)
+
+
+def only_to_its_own_growth(patch: pytest.MonkeyPatch) -> None:
+    """4: the sequences of two sessions wait for each other."""
+    _juniors_of(patch, own=True)
+
+
+def _juniors_of(patch: pytest.MonkeyPatch, *, own: bool) -> None:
+    def juniors(turns: Turns, blocked: list[Sequence]) -> Iterator[tuple[Sequence, Reason]]:
+        waits = min(blocked, key=lambda s: s.session.seniority, default=None)
+        found = original(turns, blocked)
+        return ((s, r) for s, r in found if waits and (s.session is waits.session) is own)
+
+    original = yielding._juniors
+    patch.setattr(yielding, "_juniors", juniors)
+
+
+def growth_cuts_the_senior(patch: pytest.MonkeyPatch) -> None:
+    """4: the most senior session is the first to yield."""
+
+    def juniors(turns: Turns, blocked: list[Sequence]) -> Iterator[tuple[Sequence, Reason]]:
+        return iter([(s, r) for s, r in original(turns, blocked)][::-1])
+
+    original = yielding._juniors
+    patch.setattr(yielding, "_juniors", juniors)
+
+
+def seniority_is_lost_with_every_cut(patch: pytest.MonkeyPatch) -> None:
+    """4: who was cut for others is cut again."""
+    _seniority(patch, lost=lambda reason: True)
+
+
+def seniority_is_never_lost(patch: pytest.MonkeyPatch) -> None:
+    """4: the session that came first is never cut for growth."""
+    _seniority(patch, lost=lambda reason: False)
+
+
+def who_was_asked_once_leaves_for_free(patch: pytest.MonkeyPatch) -> None:
+    """4, 8: a sequence that leaves counts as cut though it is not asked to any more."""
+
+    def leave(self: Line, session: int, sequence: int, *, done: bool) -> None:
+        leaving = self._turns.sessions[session].sequences[sequence]
+        if leaving.deadline_s is not None:
+            leaving.reason = leaving.reason or Reason.GROWTH
+        original(self, session, sequence, done=done)
+
+    original = Line._leave
+    patch.setattr(Line, "_leave", leave)
+
+
+def _seniority(patch: pytest.MonkeyPatch, *, lost: Any) -> None:
+    def end(self: Turns, sequence: Sequence, *, reason: Any, done: bool) -> None:
+        session = sequence.session
+        before = session.seniority
+        original(self, sequence, reason=reason, done=done)
+        session.seniority = before
+        if lost(reason):
+            self._make_junior(session)
+
+    original = Turns.end
+    patch.setattr(Turns, "end", end)
+
+
+def turns_never_end(patch: pytest.MonkeyPatch) -> None:
+    """5: nobody yields to the line."""
+    patch.setattr(yielding, "_past_turn", lambda turns, waiting, now_s: iter(()))
+
+
+def the_newest_turn_ends_first(patch: pytest.MonkeyPatch) -> None:
+    """5: who is past its turn yields in the wrong order."""
+
+    def past_turn(*args: Any) -> Iterator[tuple[Sequence, Reason]]:
+        return iter(list(original(*args))[::-1])
+
+    original = yielding._past_turn
+    patch.setattr(yielding, "_past_turn", past_turn)
+
+
+def who_is_cut_keeps_its_place(patch: pytest.MonkeyPatch) -> None:
+    """5: the session of a cut turn does not go to the back of the line."""
+
+    def leave(self: Line, session: int, sequence: int, *, done: bool) -> None:
+        order = list(self._waiting)
+        original(self, session, sequence, done=done)
+        for other in order:
+            self._waiting.move_to_end(other)
+
+    original = Line._leave
+    patch.setattr(Line, "_leave", leave)
+
+
+def turns_are_not_doubled(patch: pytest.MonkeyPatch) -> None:
+    """6: each turn is as long as the first."""
+
+    def init(self: Turns, turn_s: float, max_doublings: int) -> None:
+        original(self, turn_s, 0)
+
+    original = Turns.__init__
+    patch.setattr(Turns, "__init__", init)
+
+
+def doubled_turns_are_free(patch: pytest.MonkeyPatch) -> None:
+    """6: no round is owed for them."""
+    patch.setattr(Session, "num_owed", property(lambda self: 0, lambda self, num: None))
+
+
+def turns_stay_long(patch: pytest.MonkeyPatch) -> None:
+    """6: a sequence that ends does not make them short again."""
+
+    def end(self: Turns, sequence: Sequence, *, reason: Any, done: bool) -> None:
+        original(self, sequence, reason=reason, done=False)
+
+    original = Turns.end
+    patch.setattr(Turns, "end", end)
+
+
+def yielding_makes_turns_short(patch: pytest.MonkeyPatch) -> None:
+    """6, 8: a sequence that leaves when asked counts as one that ended."""
+
+    def end(self: Turns, sequence: Sequence, *, reason: Any, done: bool) -> None:
+        original(self, sequence, reason=reason, done=done)
+        if done:
+            sequence.session.num_doublings = 0
+
+    original = Turns.end
+    patch.setattr(Turns, "end", end)
+
+
+def clocks_never_stand(patch: pytest.MonkeyPatch) -> None:
+    """7: a turn runs also while its sequence cannot go on."""
+
+    def unblock(self: Turns, sequence: Sequence, now_s: float) -> None:
+        sequence.blocked_s = now_s
+        original(self, sequence, now_s)
+
+    def past_turn(turns: Turns, *args: Any) -> Iterator[tuple[Sequence, Reason]]:
+        blocked = {sequence: sequence.num_blocked for sequence in turns.blocked()}
+        for sequence in blocked:
+            sequence.num_blocked = 0
+        found = list(past(turns, *args))
+        for sequence, num in blocked.items():
+            sequence.num_blocked = num
+        return iter(found)
+
+    original, past = Turns.unblock, yielding._past_turn
+    patch.setattr(Turns, "unblock", unblock)
+    patch.setattr(yielding, "_past_turn", past_turn)
+
+
+def cuts_are_not_announced(patch: pytest.MonkeyPatch) -> None:
+    """8: a sequence is cut as soon as it has to yield."""
+
+    def ask(pool: Any, sequence: Sequence, reason: Reason, grace_s: float, now_s: float) -> Any:
+        sequence.deadline_s = now_s
+        return original(pool, sequence, reason, grace_s, now_s)
+
+    original = yielding._ask
+    patch.setattr(yielding, "_ask", ask)
+
+
+def deadlines_are_put_off(patch: pytest.MonkeyPatch) -> None:
+    """8: who is asked again gets more time."""
+
+    def ask(pool: Any, sequence: Sequence, reason: Reason, grace_s: float, now_s: float) -> Any:
+        sequence.deadline_s = None
+        return original(pool, sequence, reason, grace_s, now_s)
+
+    original = yielding._ask
+    patch.setattr(yielding, "_ask", ask)
+
+
+def more_yield_than_needed(patch: pytest.MonkeyPatch) -> None:
+    """8: all that may be asked are asked."""
+    patch.setattr(yielding, "_num_lacking", lambda *args: (1 << 40, 1 << 40))
+
+
+def receipts_may_be_missing(patch: pytest.MonkeyPatch) -> None:
+    """9: no session is ended."""
+    patch.setattr(yielding, "_without_receipts", lambda *args: iter(()))
+
+
+def sessions_are_ended_for_nobody(patch: pytest.MonkeyPatch) -> None:
+    """9: a session is ended though nobody else waits."""
+
+    def without(turns: Turns, waiting: set[Session], *args: Any) -> Iterator[Any]:
+        nobody = Session(-1, 0)
+        return original(turns, waiting | {nobody}, *args)
+
+    original = yielding._without_receipts
+    patch.setattr(yielding, "_without_receipts", without)
+
+
+def headroom_is_kept_in_an_empty_pool(patch: pytest.MonkeyPatch) -> None:
+    """A prompt of nearly the whole pool is never admitted."""
+
+    def num_headroom(self: Line) -> int:
+        return int(self._config.headroom * self._pool.num_blocks)
+
+    patch.setattr(Line, "_num_headroom", num_headroom)
+
+
+def places_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """A session is not told how many stand in front of it."""
+    patch.setattr(Line, "_place", lambda self, waiting: 1)
+
+
+def pending_blocks_count_for_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Sequences yield although receipts will bring enough."""
+
+    def num_lacking(turns: Turns, head: Any, pool: Any, headroom: int) -> tuple[int, int]:
+        class NothingPending:
+            num_obtainable = staticmethod(pool.num_obtainable)
+            num_pending = staticmethod(lambda session: 0)
+
+        return original(turns, head, NothingPending, headroom)  # type: ignore[arg-type]
+
+    original = yielding._num_lacking
+    patch.setattr(yielding, "_num_lacking", num_lacking)
+
+
+STARVING = {
+    the_head_is_passed: "big honest and hostile",
+    asking_again_loses_the_place: "big honest and hostile",
+    admissions_are_not_pushed: "big honest and hostile",
+    growth_is_not_pushed: "big honest and hostile",
+    admissions_come_before_growth: "big honest and hostile",
+    nobody_yields_to_growth: "two, of the whole pool",
+    nobody_yields_to_its_own_growth: "one, with two of over half",
+    only_to_its_own_growth: "two, of the whole pool",
+    seniority_is_never_lost: "two, of the whole pool",
+    turns_never_end: "honest and hostile",
+    turns_are_not_doubled: "two, of the whole pool",
+    yielding_makes_turns_short: "two that yield",
+    deadlines_are_put_off: "two, of the whole pool",
+    receipts_may_be_missing: "big honest and hostile",
+}
+STARVING_SLOWLY = {
+    clocks_never_stand: "honest and hostile with two",
+    who_was_asked_once_leaves_for_free: "honest and hostile with two",
+}
+OTHERS = (
+    clocks_never_stand,
+    polling_keeps_a_place,
+    a_session_has_many_places,
+    younger_growth_passes,
+    impossible_growth_waits,
+    growth_cuts_the_senior,
+    seniority_is_lost_with_every_cut,
+    who_was_asked_once_leaves_for_free,
+    the_newest_turn_ends_first,
+    who_is_cut_keeps_its_place,
+    doubled_turns_are_free,
+    turns_stay_long,
+    cuts_are_not_announced,
+    more_yield_than_needed,
+    sessions_are_ended_for_nobody,
+    headroom_is_kept_in_an_empty_pool,
+    places_are_not_counted,
+    pending_blocks_count_for_nothing,
+)

@@ -1,0 +1,212 @@
+"""Faults in the tables of a data plane, in what plans allocate and in what is cleared of it.
+
+Planted by ``data_mutants``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from data_plane import executor, plan_runner
+from data_plane.kernels import shard_kernels
+from data_plane.plans import allocations, block_tables, last_tenants, table_changes, transfers
+from kvplane.v1 import types_pb2 as pb
+
+_allocate_new = allocations.NewBlocks.allocate
+_allocate = block_tables.BlockTables.allocate
+
+
+def _nothing(*_args: Any, **_options: Any) -> None:
+    return None
+
+
+def generation_unchecked() -> None:
+    table_changes._check_generations = _nothing
+
+
+def stale_references_unchecked() -> None:
+    """A table may go on referring to a block that its session allocates for another."""
+    table_changes._check_own_tables = _nothing
+
+
+def stale_entries_readable() -> None:
+    """A sequence whose blocks were given to another session is read as before."""
+    block_tables.BlockTables.first_stale = _nothing  # type: ignore[method-assign]
+
+
+def finished_plans_attend_for_ever() -> None:
+    """Only when a plan starts is it checked that its tables are not stale."""
+    plan_runner.PlanRunner.check_still_current = _nothing  # type: ignore[method-assign]
+
+
+def truncation_keeps_one_too_many() -> None:
+    shorten = table_changes._Changer._shorten
+
+    def keep_one_more(self: Any, old: Any, kind: int, num_blocks: int, i: int) -> Any:
+        if kind == pb.TABLE_CHANGE_KIND_TRUNCATE and num_blocks < len(old.blocks):
+            num_blocks += 1
+        return shorten(self, old, kind, num_blocks, i)
+
+    table_changes._Changer._shorten = keep_one_more  # type: ignore[method-assign]
+
+
+def trimmed_entries_readable() -> None:
+    """A trimmed table counts as one that begins with block 0."""
+    shorten = table_changes._Changer._shorten
+
+    def forget(self: Any, *args: Any) -> Any:
+        made = shorten(self, *args)
+        return None if made is None else replace(made, num_trimmed=0)
+
+    table_changes._Changer._shorten = forget  # type: ignore[method-assign]
+
+
+def trimmed_entries_attended() -> None:
+    """Any window may be asked for, whatever was trimmed."""
+    shard_kernels._check_window = _nothing
+
+
+def allocations_keep_their_generation() -> None:
+    """Blocks for no table keep generation and publication."""
+
+    def allocate(self: Any, tables: Any) -> Any:
+        generations = {tier: g.copy() for tier, g in tables.generations.items()}
+        published = tables.publications.published.copy()
+        allocated = _allocate_new(self, tables)
+        others = (column[len(self._entries) :] for column in (self._tiers, self._blocks))
+        for tier, block in zip(*(column.tolist() for column in others), strict=True):
+            tables.generations[tier][block] = generations[tier][block]
+            tables.publications.published[block] = published[block]
+        return allocated
+
+    allocations.NewBlocks.allocate = allocate  # type: ignore[method-assign]
+
+
+def saved_blocks_cleared_first() -> None:
+    """What a transfer saves of another tenant's block is cleared before."""
+    to_clear = last_tenants.LastTenants.to_clear
+
+    def early(self: Any, *args: Any) -> Any:
+        before, after = to_clear(self, *args)
+        return before | after, {}
+
+    last_tenants.LastTenants.to_clear = early  # type: ignore[method-assign]
+
+
+def copies_are_the_copying_tenants() -> None:
+    """A block counts as the tenant's whose plan allocated it, whatever was copied to it."""
+    take_over = last_tenants.LastTenants.take_over
+    nothing = transfers.Transfers.read({}, pb.Transfers())
+    last_tenants.LastTenants.take_over = (  # type: ignore[method-assign]
+        lambda self, tenant, allocated, _: take_over(self, tenant, allocated, nothing)
+    )
+
+
+def ref_counts_not_kept() -> None:
+    """References of dropped tables stay counted."""
+
+    add = table_changes._Counts.add
+
+    def add_only(self: Any, table: Any, num: int = 1) -> None:
+        if num > 0:
+            add(self, table, num)
+
+    table_changes._Counts.add = add_only  # type: ignore[method-assign]
+
+
+def publication_survives_allocation() -> None:
+    def allocate(self: Any, tier: pb.Tier, blocks: Any, generations: Any) -> None:
+        published = self.publications.published.copy()
+        _allocate(self, tier, blocks, generations)
+        self.publications.published[:] = published
+
+    block_tables.BlockTables.allocate = allocate  # type: ignore[method-assign]
+
+
+def clearing_skipped() -> None:
+    """The next tenant gets blocks as the last one left them."""
+    executor.ShardKernels.clear = _nothing  # type: ignore[method-assign]
+
+
+def clearing_of_one_tier_only() -> None:
+    to_clear = last_tenants.LastTenants.to_clear
+
+    def of_device(self: Any, *args: Any) -> Any:
+        before, after = to_clear(self, *args)
+        return {tier: blocks for tier, blocks in before.items() if tier == pb.TIER_DEVICE}, after
+
+    last_tenants.LastTenants.to_clear = of_device  # type: ignore[method-assign]
+
+
+def blocks_read_before_they_are_filled() -> None:
+    """A block that a transfer fills is not cleared, though another reads it before."""
+    to_clear = last_tenants.LastTenants.to_clear
+
+    def of_others(self: Any, tenant: str, allocated: Any, moved: Any) -> Any:
+        before, after = to_clear(self, tenant, allocated, moved)
+        ends = moved.destinations
+        unfilled = {
+            tier: blocks[~np.isin(blocks, ends.blocks[ends.tiers == tier])]
+            for tier, blocks in before.items()
+        }
+        return unfilled, after
+
+    last_tenants.LastTenants.to_clear = of_others  # type: ignore[method-assign]
+
+
+def clearing_after_the_transfers() -> None:
+    def transfer(self: Any, session: Any, run: Any) -> None:
+        for batch in run.batches:
+            self._compute.transfer(batch)
+        run.num_batches_queued = len(run.batches)
+        for clear in run.to_clear:
+            self._compute.clear(clear)
+        run.cleared = run.transferred = True
+        self._tenants.take_over(session.tenant, run.allocated, run.transfers)
+
+    plan_runner.PlanRunner._transfer = transfer  # type: ignore[method-assign]
+
+
+def tenant_taken_over_early() -> None:
+    """A block counts as the new tenant's before it was cleared."""
+    to_clear = last_tenants.LastTenants.to_clear
+
+    def hasty(self: Any, tenant: str, allocated: Any, transfers: Any) -> Any:
+        found = to_clear(self, tenant, allocated, transfers)
+        self.take_over(tenant, allocated, transfers)
+        return found
+
+    last_tenants.LastTenants.to_clear = hasty  # type: ignore[method-assign]
+
+
+def refused_plans_not_undone() -> None:
+    block_tables.BlockTables._undo = _nothing  # type: ignore[method-assign]
+
+
+TABLE_MUTANTS: dict[str, Callable[[], None]] = {
+    mutant.__name__: mutant
+    for mutant in (
+        generation_unchecked,
+        stale_references_unchecked,
+        stale_entries_readable,
+        finished_plans_attend_for_ever,
+        truncation_keeps_one_too_many,
+        trimmed_entries_readable,
+        trimmed_entries_attended,
+        allocations_keep_their_generation,
+        saved_blocks_cleared_first,
+        copies_are_the_copying_tenants,
+        ref_counts_not_kept,
+        publication_survives_allocation,
+        clearing_skipped,
+        clearing_of_one_tier_only,
+        blocks_read_before_they_are_filled,
+        clearing_after_the_transfers,
+        tenant_taken_over_early,
+        refused_plans_not_undone,
+    )
+}

@@ -1,0 +1,75 @@
+"""Each planted fault of the line is caught, by the checker or by a test of one behaviour."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from admission_checker import CASES, SLOW, starved
+from admission_world import CONFIG
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"admission_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+HERE = Path(__file__).parent
+FAULTS = _load(HERE / "admission" / "faults.py")
+BEHAVIOURS = [
+    function
+    for part in ("line", "turns", "yielding")
+    for name, function in vars(_load(HERE.parent / "unit" / f"test_admission_{part}.py")).items()
+    if name.startswith("test_") and not inspect.signature(function).parameters
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS.STARVING, ids=lambda f: f.__name__)
+def test_the_checker_catches(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    assert starved(CASES[FAULTS.STARVING[fault]])[0]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", FAULTS.STARVING_SLOWLY, ids=lambda f: f.__name__)
+def test_the_checker_catches_in_a_larger_case(
+    fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    name = FAULTS.STARVING_SLOWLY[fault]
+    assert starved(CASES[name], dataclasses.replace(CONFIG, max_doublings=SLOW[name]))[0]
+
+
+@pytest.mark.parametrize("fault", FAULTS.OTHERS, ids=lambda f: f.__name__)
+def test_a_behaviour_is_lost_with(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    assert any(_fails(behaviour) for behaviour in BEHAVIOURS)
+
+
+def _fails(behaviour: Callable[[], None]) -> bool:
+    try:
+        behaviour()
+    except AssertionError:
+        return True
+    return False
+
+
+def test_no_fault_is_left_out() -> None:
+    written = {
+        function
+        for name, function in vars(FAULTS).items()
+        if inspect.isfunction(function) and not name.startswith("_")
+    }
+    assert written == {*FAULTS.STARVING, *FAULTS.OTHERS}

@@ -1,0 +1,232 @@
+"""The last receipt of an engine that has nothing more to compute is submitted by the client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from control_wire import RawShard
+from registration_messages import LAYOUT as SMALL_LAYOUT
+from sdk_peers import LAYOUT, ScriptedControlPlane, answer_step, payload, plan_of, serving
+
+from control_plane.server.server import ControlPlaneServer
+from kvplane import ControlClient, Session, ops
+from kvplane.errors import BadSignatureError, PlaneUnavailableError, QuotaExceededError
+from kvplane.session import idle_receipts
+from kvplane.v1 import control_pb2 as pb
+
+
+@pytest.fixture
+async def plane() -> ScriptedControlPlane:
+    return ScriptedControlPlane()
+
+
+@pytest.fixture
+async def session(plane: ScriptedControlPlane) -> AsyncIterator[Session]:
+    async with (
+        serving(plane) as address,
+        ControlClient(address) as client,
+        await client.open_session("p", LAYOUT) as session,
+    ):
+        yield session
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+async def while_idle() -> None:
+    """Long enough for a submission that must not come."""
+    await asyncio.sleep(4 * idle_receipts.IDLE_S)
+
+
+def submissions(plane: ScriptedControlPlane) -> list[list[bytes]]:
+    return [
+        [receipt.payload for receipt in request.receipts]
+        for request in plane.requests
+        if isinstance(request, pb.SubmitReceiptsRequest)
+    ]
+
+
+async def test_what_an_idle_engine_wrote_is_found_by_others_without_a_step(
+    control_server: ControlPlaneServer, shard: RawShard
+) -> None:
+    async with (
+        ControlClient(control_server.address) as client,
+        await client.open_session("pool", SMALL_LAYOUT) as session,
+    ):
+        prompt = list(range(1, 21))
+        session.add_receipt(shard.receipt((await session.admit(1, prompt)).plan))
+        pool = control_server.core.describe_pool
+        await until(lambda: pool("pool").counters.num_publications == 2)
+        assert (await session.lookup_prefix(prompt)).num_cached_tokens == 16
+
+
+async def test_the_last_receipt_is_submitted_once_under_the_next_number(plane, session) -> None:
+    await session.step([])
+    session.add_receipt(payload(b"r1"))
+    session.add_receipt(payload(b"r2"))
+    await until(lambda: submissions(plane))
+    await while_idle()
+    assert submissions(plane) == [[b"r1", b"r2"]]
+    assert (await session.step([])).plan == plan_of(3)
+    assert plane.numbers == [1, 2, 3]
+
+
+async def test_an_engine_that_goes_on_pays_for_no_further_call(plane, session) -> None:
+    for number in range(1, 6):
+        await session.step([])
+        session.add_receipt(payload(b"r%d" % number))
+        await asyncio.sleep(idle_receipts.IDLE_S / 5)
+    assert submissions(plane) == []
+    assert [len(request.receipts) for request in plane.requests] == [0, 1, 1, 1, 1]
+
+
+async def test_a_session_without_receipts_submits_none(plane, session) -> None:
+    await session.step([])
+    await while_idle()
+    assert submissions(plane) == []
+
+
+async def test_a_submission_of_its_own_does_not_change_the_callers_last_number(
+    plane, session
+) -> None:
+    await session.step([])
+    session.add_receipt(payload(b"r1"))
+    await until(lambda: submissions(plane))
+    assert session.last_number == 1
+    await session.step([])
+    assert session.last_number == 3
+
+
+async def test_it_waits_for_a_call_that_runs_and_finds_its_receipts_gone(plane, session) -> None:
+    may_answer = asyncio.Event()
+
+    async def slow(request: Any) -> Any:
+        await may_answer.wait()
+        return answer_step(request)
+
+    plane.script = slow
+    session.add_receipt(payload(b"r1"))
+    step = asyncio.create_task(session.step([]))
+    await while_idle()
+    may_answer.set()
+    await step
+    await while_idle()
+    assert plane.numbers == [1]
+
+
+async def test_receipts_added_while_a_call_ran_are_submitted_after_it(plane, session) -> None:
+    may_answer = asyncio.Event()
+
+    async def slow(request: Any) -> Any:
+        await may_answer.wait()
+        return answer_step(request)
+
+    plane.script = slow
+    step = asyncio.create_task(session.step([]))
+    await until(lambda: plane.requests)
+    session.add_receipt(payload(b"r1"))
+    await while_idle()
+    assert plane.numbers == [1]
+    may_answer.set()
+    await step
+    await until(lambda: submissions(plane) == [[b"r1"]])
+    assert plane.numbers == [1, 2]
+
+
+async def test_a_step_made_while_it_is_submitted_comes_after_it(plane, session) -> None:
+    may_answer = asyncio.Event()
+
+    async def slow(request: Any) -> Any:
+        if isinstance(request, pb.SubmitReceiptsRequest):
+            await may_answer.wait()
+        return answer_step(request)
+
+    plane.script = slow
+    session.add_receipt(payload(b"r1"))
+    await until(lambda: submissions(plane))
+    steps = [asyncio.create_task(session.step([ops.free([i])])) for i in (1, 2)]
+    await while_idle()
+    assert plane.numbers == [1]
+    may_answer.set()
+    assert [(await step).plan for step in steps] == [plan_of(2), plan_of(3)]
+    assert plane.numbers == [1, 2, 3]
+    assert session.take_unclaimed() == []
+
+
+async def test_it_never_stands_between_an_abandoned_step_and_its_repetition(plane, session) -> None:
+    async def never(_: Any) -> None:
+        await asyncio.sleep(60)
+
+    plane.script = never
+    step = asyncio.create_task(session.step([ops.free([1])]))
+    await until(lambda: plane.requests)
+    step.cancel()
+    await asyncio.wait([step])
+    plane.script = answer_step
+    session.add_receipt(payload(b"r1"))
+    await while_idle()
+    assert plane.numbers == [1]
+    assert (await session.step([ops.free([1])])).plan == plan_of(1)
+    assert plane.requests[0] == plane.requests[1]
+    assert session.take_unclaimed() == []
+    await until(lambda: submissions(plane) == [[b"r1"]])
+
+
+async def test_one_that_got_no_answer_is_sent_again_as_it_was(plane, session, monkeypatch) -> None:
+    monkeypatch.setattr(idle_receipts, "_RETRY_S", 0.01)
+    errors = [PlaneUnavailableError("gone")] * 2
+
+    def lose(request: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return answer_step(request)
+
+    plane.script = lose
+    session.add_receipt(payload(b"r1"))
+    await until(lambda: len(plane.requests) == 3)
+    assert plane.requests[0] == plane.requests[1] == plane.requests[2]
+    await session.step([])
+    assert plane.numbers == [1, 1, 1, 2]
+
+
+async def test_a_refused_receipt_is_dropped_and_the_others_follow(plane, session, caplog) -> None:
+    errors = [BadSignatureError("forged", field="receipts[0].signature")]
+
+    def refuse(request: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return answer_step(request)
+
+    plane.script = refuse
+    session.add_receipt(payload(b"forged"))
+    session.add_receipt(payload(b"r1"))
+    await until(lambda: len(plane.requests) == 2)
+    assert submissions(plane) == [[b"forged", b"r1"], [b"r1"]]
+    assert "receipts not submitted: receipts[0].signature: forged" in caplog.text
+
+
+async def test_a_plane_that_asks_to_wait_is_asked_again_then(plane, session) -> None:
+    errors = [QuotaExceededError("too many calls", retry_delay_s=0.01)]
+
+    def refuse(request: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return answer_step(request)
+
+    plane.script = refuse
+    session.add_receipt(payload(b"r1"))
+    await until(lambda: len(plane.requests) == 2)
+    assert submissions(plane) == [[b"r1"], [b"r1"]]
+
+
+async def test_a_detached_session_submits_nothing_more(plane, session) -> None:
+    session.add_receipt(payload(b"r1"))
+    await session.detach()
+    await while_idle()
+    assert plane.requests == []

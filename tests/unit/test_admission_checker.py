@@ -1,0 +1,58 @@
+"""In small pools no session that keeps asking is starved, whatever the others do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from admission_checker import CASES, QUICK, SLOW, explore, starved
+from admission_world import CONFIG, World
+
+from control_plane.planning.admission.line import Line
+from control_plane.planning.admission.turns import Sequence, Session, Turns
+from control_plane.planning.admission.yielding import Waiting
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_nobody_is_starved(name: str) -> None:
+    found, num_states = starved(CASES[name])
+    assert found == []
+    assert num_states > 10
+
+
+def test_nobody_is_starved_by_headroom() -> None:
+    config = dataclasses.replace(CONFIG, headroom=0.25)
+    assert starved(CASES["two, of the whole pool"], config)[0] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", SLOW)
+def test_nobody_is_starved_in_a_larger_case(name: str) -> None:
+    config = dataclasses.replace(CONFIG, max_doublings=SLOW[name])
+    assert starved(CASES[name], config)[0] == []
+
+
+@pytest.mark.parametrize("name", ["two that yield", "honest and hostile"])
+def test_a_state_that_is_restored_is_the_same(name: str) -> None:
+    for state in explore(CASES[name], CONFIG)[0]:
+        assert World.restored(CASES[name], CONFIG, state).state() == state
+
+
+def test_the_states_have_all_that_the_line_remembers() -> None:
+    """A field that is added has to be added to the states of the checker."""
+    world = World(CASES["two that yield"])
+    assert set(vars(world.line)) == {"_pool", "_config", "_turns", "_waiting", "_next_ticket"}
+    assert set(vars(world.line._turns)) == {
+        *("sessions", "num_live", "num_blocked", "asked", "_turn_s", "_max_doublings", "_queue"),
+        *("_next_rank", "_next_seniority"),
+    }
+    assert {type(world.line), type(world.line._turns)} == {Line, Turns}
+    assert set(Session.__slots__) == {
+        *("id", "num_doublings", "num_owed", "seniority", "sequences"),
+    }
+    assert set(Sequence.__slots__) == {
+        *("id", "session", "rank", "ends_s", "num_doublings", "num_blocked", "blocked_s"),
+        *("queued", "deadline_s", "reason"),
+    }
+    assert set(Waiting.__slots__) == {"session", "sequence", "num_needed", "since_s", "ticket"}

@@ -1,0 +1,39 @@
+"""Many more engines than the pool has room for are all served, and little is lost by it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from benchmarks import admission
+from control_plane.planning.admission.decisions import AdmissionConfig
+
+
+def requests() -> list[dict[str, Any]]:
+    """Prompts of 1,000 to 25,000 tokens, some with a prefix in common, and short answers."""
+    rows = []
+    for number in range(2000):
+        num_prompt = random.randint(1_000, 25_000)
+        ids = [10_000 * number + i for i in range(num_prompt // admission.CHUNK_TOKENS)]
+        ids[: number % 5] = range(len(ids[: number % 5]))
+        num_output = random.randint(20, 600)
+        rows.append({"hash_ids": ids, "input_length": num_prompt, "output_length": num_output})
+    return rows
+
+
+def measured(name: str) -> dict[str, float]:
+    return admission.measure(name, requests(), seed=1, duration_s=130.0, config=AdmissionConfig())
+
+
+def test_ten_times_more_than_fits_costs_little() -> None:
+    normal, overload = measured("normal"), measured("overload")
+    assert overload["num_served"] == overload["num_engines"] == 120
+    assert overload["goodput_tokens_per_s"] >= 0.9 * normal["goodput_tokens_per_s"]
+    assert overload["recomputed"] < 0.05
+
+
+@pytest.mark.parametrize("kind", admission.HOSTILE)
+def test_all_honest_engines_are_served_beside_hostile_ones(kind: str) -> None:
+    assert measured(f"overload, {kind}")["num_served"] == 108

@@ -1,0 +1,138 @@
+"""Copies that keep a prefix: blocks that a plan allocates for no table and fills by its transfers,
+and that later plans read though no table refers to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from data_rig import Rig
+from plan_author import HOST, drop, fork, publications, ref, set_blocks, span, transfer
+
+from kvplane.errors import StaleGenerationError
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """Ann's session 3 wrote 16 tokens to blocks 0 and 1, which are published, and has ended. Bob's
+    session 2 and Ann's session 4 are open.
+    """
+    rig = Rig()
+    rig.open(3, tenant="ann")
+    rig.run(1, 3, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 16)])
+    assert rig.executor.publish(publications((0, 1), (1, 1))) == 2
+    rig.fence(3)
+    rig.open(2, tenant="bob")
+    rig.open(4, tenant="ann")
+    yield rig
+    rig.executor.check_integrity()
+
+
+def read(rig: Rig, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
+    return rig.executor.read_blocks(session_id, sequence_id, 0, num_blocks)[0]
+
+
+def test_a_cached_block_is_kept_in_the_host_tier_and_comes_back(rig: Rig) -> None:
+    device, host = rig.executor.pools.device_tier, rig.executor.pools.host_tier
+    kept = device[:2].clone()
+    saves = [transfer(ref(i), ref(i + 1, 1, HOST)) for i in (0, 1)]
+    rig.run(1, 2, allocations=[ref(1, 1, HOST), ref(2, 1, HOST)], transfers=saves)
+    assert torch.equal(host[1:3], kept)
+    back = [transfer(ref(i + 1, 1, HOST), ref(i + 4)) for i in (0, 1)]
+    rig.run(1, 4, changes=[set_blocks(1, [(4, 1), (5, 1)])], transfers=back)
+    assert torch.equal(read(rig, 4, 1, 2), kept.transpose(0, 1))
+    assert rig.executor.num_published_blocks == 2, "they are where they were as well"
+
+
+def test_what_is_evicted_is_saved_by_the_plan_that_takes_its_block(rig: Rig) -> None:
+    """The block is another tenant's, so it is cleared, but not before it was read."""
+    kept = rig.executor.pools.device_tier[0].clone()
+    rig.run(
+        1,
+        2,
+        changes=[set_blocks(1, [(0, 2)])],
+        allocations=[ref(3, 1, HOST)],
+        transfers=[transfer(ref(0), ref(3, 1, HOST))],
+    )
+    assert torch.equal(rig.executor.pools.host_tier[3], kept)
+    assert not bool(read(rig, 2, 1, 1).any())
+    assert rig.executor.num_published_blocks == 1
+
+
+def test_a_block_is_saved_filled_and_read_again_by_one_plan(rig: Rig) -> None:
+    first, second = rig.executor.pools.device_tier[:2].clone()
+    rig.run(
+        1,
+        2,
+        changes=[set_blocks(1, [(0, 2), (4, 1)])],
+        allocations=[ref(3, 1, HOST)],
+        transfers=[
+            transfer(ref(0), ref(3, 1, HOST)),
+            transfer(ref(1), ref(0, 2)),
+            transfer(ref(0, 2), ref(4)),
+        ],
+    )
+    assert torch.equal(rig.executor.pools.host_tier[3], first)
+    assert torch.equal(rig.executor.pools.device_tier[4], second)
+    assert torch.equal(rig.executor.pools.device_tier[0], second)
+
+
+def test_a_copy_is_its_sources_tenants_whoever_made_it(rig: Rig) -> None:
+    rig.run(1, 2, allocations=[ref(0, 1, HOST)], transfers=[transfer(ref(0), ref(0, 1, HOST))])
+    rig.run(2, 2, allocations=[ref(5)], transfers=[transfer(ref(0, 1, HOST), ref(5))])
+    num = rig.executor.counters.num_cleared_blocks
+    rig.run(1, 4, changes=[set_blocks(1, [(0, 2)], tier=HOST)])
+    assert rig.executor.counters.num_cleared_blocks == num, "it was Ann's"
+    rig.run(3, 2, changes=[set_blocks(1, [(5, 2)])])
+    assert not bool(read(rig, 2, 1, 1).any()), "the copy of the copy was Ann's too"
+
+
+def test_a_copy_of_an_own_block_within_a_plan_is_the_sources_tenants(rig: Rig) -> None:
+    rig.run(
+        1,
+        2,
+        allocations=[ref(6), ref(7)],
+        transfers=[transfer(ref(1), ref(6)), transfer(ref(6), ref(7))],
+    )
+    rig.run(2, 2, changes=[set_blocks(1, [(7, 2), (6, 2)])])
+    assert not bool(read(rig, 2, 1, 2).any())
+
+
+def test_what_is_allocated_for_no_table_forgets_its_publication_and_former_generation(
+    rig: Rig,
+) -> None:
+    rig.run(1, 2, allocations=[ref(1, 2)])
+    assert rig.executor.num_published_blocks == 1
+    assert rig.executor.publish(publications((1, 1))) == 0
+    with rig.refuses(StaleGenerationError, "plan.changes.generations[1]"):
+        rig.start(1, 4, changes=[set_blocks(1, [(0, 1), (1, 1)], allocated=False)])
+    with rig.refuses(StaleGenerationError, "plan.allocations.generations[0]"):
+        rig.start(2, 2, allocations=[ref(1, 2)])
+    assert rig.executor.publish(publications((0, 1), (1, 2))) == 2
+
+
+def test_an_allocation_takes_a_block_from_another_sessions_table(rig: Rig) -> None:
+    rig.run(1, 4, changes=[set_blocks(1, [(0, 1), (1, 1)], allocated=False), fork(2, 1, 1)])
+    rig.run(1, 2, allocations=[ref(1, 2)], transfers=[transfer(ref(0), ref(1, 2))])
+    with rig.refuses(StaleGenerationError, "sequence_id"):
+        rig.executor.read_blocks(4, 1, 0, 2)
+    rig.executor.read_blocks(4, 2, 0, 1)
+    rig.run(2, 4, changes=[drop(1)])
+
+
+def test_a_plan_shown_again_saves_nothing_again(rig: Rig) -> None:
+    plan = rig.author.plan(
+        1,
+        2,
+        changes=[set_blocks(1, [(0, 2)])],
+        allocations=[ref(3, 1, HOST)],
+        transfers=[transfer(ref(0), ref(3, 1, HOST))],
+        spans=[span(1, 0, 4)],
+    )
+    rig.executor.start(2, plan)
+    rig.layer(0, 4, session_id=2)
+    before = rig.snapshot()
+    rig.executor.start(2, plan)
+    assert rig.snapshot() == before

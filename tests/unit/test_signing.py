@@ -1,0 +1,46 @@
+"""Signatures as the contract defines them, so that a peer written from it signs alike."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+import pytest
+
+from kvplane import signing
+from kvplane.errors import BadSignatureError
+
+KEY = bytes(range(32))
+PAYLOAD = b"what one plane writes for the other"
+
+
+def test_a_signature_covers_the_type_and_the_digest_of_the_payload() -> None:
+    digest = hashlib.sha256(PAYLOAD).digest()
+    want = hmac.new(KEY, b"kvplane.v1.Plan\0" + digest, hashlib.sha256).digest()
+    assert signing.sign(KEY, signing.PLAN, PAYLOAD) == want
+    assert signing.sign_digest(KEY, signing.PLAN, digest) == want
+
+
+def test_verifying_gives_the_digest_that_names_a_plan() -> None:
+    signature = signing.sign(KEY, signing.PLAN, PAYLOAD)
+    digest = signing.verify(KEY, signing.PLAN, signing.PLAN, PAYLOAD, signature, field="plan")
+    assert digest == signing.digest(PAYLOAD) == hashlib.sha256(PAYLOAD).digest()
+
+
+@pytest.mark.parametrize(
+    ("type_tag", "payload", "signature", "field"),
+    [
+        (signing.RECEIPT, PAYLOAD, signing.sign(KEY, signing.RECEIPT, PAYLOAD), "plan.type"),
+        (signing.PLAN, PAYLOAD, signing.sign(KEY, signing.RECEIPT, PAYLOAD), "plan.signature"),
+        (signing.PLAN, PAYLOAD, signing.sign(bytes(32), signing.PLAN, PAYLOAD), "plan.signature"),
+        (signing.PLAN, b"!" + PAYLOAD, signing.sign(KEY, signing.PLAN, PAYLOAD), "plan.signature"),
+        (signing.PLAN, PAYLOAD, b"", "plan.signature"),
+    ],
+    ids=["type", "signed as another type", "key", "payload", "none"],
+)
+def test_what_was_not_signed_so_is_refused(
+    type_tag: str, payload: bytes, signature: bytes, field: str
+) -> None:
+    with pytest.raises(BadSignatureError) as refused:
+        signing.verify(KEY, signing.PLAN, type_tag, payload, signature, field="plan")
+    assert refused.value.field == field
