@@ -18,8 +18,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.replay.cache import POLICIES, Cache
+from benchmarks.replay.cache import Cache
 from benchmarks.replay.traces import FORMATS, Request, TraceError, read_trace
+from control_plane.planning.config import EVICTION_POLICIES
 
 
 def num_reused(requests: Sequence[Request]) -> int:
@@ -62,7 +63,7 @@ def main() -> None:
     """Replay, print the ratio, write the JSON."""
     parser = argparse.ArgumentParser(description="Replay a trace of requests in the core.")
     parser.add_argument("--trace", type=Path, required=True, help="file or folder; may be .gz")
-    parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0])
+    parser.add_argument("--policy", choices=EVICTION_POLICIES, default=EVICTION_POLICIES[0])
     parser.add_argument("--capacity-blocks", type=_positive, required=True, help="of the trace")
     parser.add_argument("--trace-block-tokens", type=_positive, help="default: the format's own")
     parser.add_argument("--format", choices=FORMATS, default="mooncake")

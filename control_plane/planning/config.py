@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-EVICTION_POLICIES: Final = ("lru",)
+EVICTION_POLICIES: Final = ("lru", "reuse-rate")
 
 
 @dataclass(frozen=True, slots=True)

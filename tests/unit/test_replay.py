@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.replay.cache import POLICIES, Cache
+from benchmarks.replay.cache import Cache
 from benchmarks.replay.traces import Request, TraceError, read_trace
+from control_plane.planning.config import EVICTION_POLICIES
 
 
 def write_lines(path: Path, *rows: Mapping[str, object]) -> Path:
@@ -83,7 +84,7 @@ def test_a_trace_that_cannot_be_read_is_refused_with_the_place(
         read_trace(path, "mooncake")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
 def test_all_blocks_of_a_prompt_are_found_when_it_comes_again(policy: str) -> None:
     cache = Cache(4, policy)
     assert [cache.run(i, [1, 2, 3, 4]) for i in range(3)] == [0, 4, 4]
