@@ -52,6 +52,12 @@ inline Tier tier_of(int tier) {
   return static_cast<Tier>(tier);
 }
 
+inline const Sequence& sequence_of(const Pool& pool, Slot slot, int64_t id) {
+  const Sequence* sequence = pool.find(checked(pool, slot), id);
+  if (!sequence) throw py::key_error(std::to_string(id));
+  return *sequence;
+}
+
 inline std::vector<int64_t> read_generations(const py::bytes& column) {
   const auto span = read<int64_t>(column, "generations");
   return {span.data, span.data + span.size};
