@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from control_plane.planning.core import ControlPlane
+from control_plane.server.joined_publications import take_next
 from kvplane import protocol
 from kvplane.errors import (
     CancelledError,
@@ -29,6 +30,9 @@ from kvplane.v1 import control_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
 _MISSED_HEARTBEATS: Final = 3
+# How long a stream rests that has sent publications and is empty, so that those of many steps go
+# together.
+_PUBLISH_INTERVAL_S: Final = 0.005
 
 
 class Registrar:
@@ -55,7 +59,10 @@ class Registrar:
         try:
             while stream.failure is None:
                 if stream.outbox:
-                    yield stream.outbox.popleft()
+                    message = take_next(stream.outbox)
+                    yield message
+                    if message.HasField("publish") and not stream.outbox:
+                        await asyncio.sleep(_PUBLISH_INTERVAL_S)
                 elif reader.done():
                     await reader
                     return
