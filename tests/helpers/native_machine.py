@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -40,7 +40,7 @@ class Walk:
         self.world.open()
         self.world.open()
 
-    ACTIONS = {
+    ACTIONS: ClassVar = {
         "step": 40,
         "run": 14,
         "run_halfway": 4,
