@@ -40,13 +40,15 @@ class Build:
     def __init__(self, folder: Path) -> None:
         self.sources, self.build = folder / "blocks", folder / "build"
         shutil.copytree(SOURCES, self.sources, ignore=shutil.ignore_patterns("build"))
+        lists = self.sources / "CMakeLists.txt"  # compiled soon rather than well
+        lists.write_text(lists.read_text().replace("-O3", "-O0"))
         flags = subprocess.run(
             [sys.executable, "-m", "pybind11", "--cmakedir"],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
         done = cmake(
             *("-S", str(self.sources), "-B", str(self.build), "-G", "Ninja"),
-            *("-DCMAKE_BUILD_TYPE=RelWithDebInfo", f"-DPython_EXECUTABLE={sys.executable}"),
+            *("-DCMAKE_BUILD_TYPE=None", f"-DPython_EXECUTABLE={sys.executable}"),
             f"-Dpybind11_DIR={flags.stdout.strip()}",
         )
         assert done.returncode == 0, done.stdout + done.stderr
@@ -97,14 +99,14 @@ def assert_caught(build: Build, name: str, folder: Path) -> None:
     assert crashed or "1 failed" in done.stdout
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MUTANTS.QUICK)
 def test_a_planted_fault_is_caught(build: Build, name: str, tmp_path: Path) -> None:
     assert_caught(build, name, tmp_path)
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MUTANTS.MORE)
 def test_every_planted_fault_is_caught(build: Build, name: str, tmp_path: Path) -> None:
     assert_caught(build, name, tmp_path)

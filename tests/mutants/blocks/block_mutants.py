@@ -30,9 +30,10 @@ QUICK = {
 }
 MORE = {
     "written_in_place_though_shared": Mutant(
-        "append.cpp", "return piece.num_owners == 1 &&\n         store(kDevice).is_writable(b, "
-        "session.slot, static_cast", "return store(kDevice).is_writable(b, session.slot, "
-        "static_cast",
+        "append.cpp",
+        "return piece.num_owners == 1 &&\n         store(kDevice).is_writable(b, "
+        "session.slot, static_cast",
+        "return store(kDevice).is_writable(b, session.slot, static_cast",
     ),
     "a_spare_does_not_take_over": Mutant(
         "prefix_index.cpp",
@@ -92,12 +93,8 @@ MORE = {
     "a_destination_is_allocated_again_by_its_plan": Mutant(
         "tables.cpp", "if (!session.destinations.empty() &&", "if (false &&"
     ),
-    "a_dry_run_takes_nothing": Mutant(
-        "append.cpp", "dry_.num_taken += needed;", ""
-    ),
-    "a_dry_run_counts_every_sharer": Mutant(
-        "append.cpp", "++dry_.pieces_copied[id];", ""
-    ),
+    "a_dry_run_takes_nothing": Mutant("append.cpp", "dry_.num_taken += needed;", ""),
+    "a_dry_run_counts_every_sharer": Mutant("append.cpp", "++dry_.pieces_copied[id];", ""),
     "a_refused_admission_takes_its_id": Mutant(
         "admit.cpp",
         "if (!copies_last) return no_room(",
