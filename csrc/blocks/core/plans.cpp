@@ -34,6 +34,7 @@ void Pool::begin(Slot slot, int64_t number, bool dry_run) {
 }
 
 void Pool::end_dry_run() {
+  if (!dry_.on) return;
   sessions_[dry_.slot].number = dry_.number_before;
   dry_.clear();
   dry_.on = false;

@@ -69,6 +69,21 @@ def test_of_two_sharers_the_first_copies_and_the_last_writes_in_place() -> None:
     assert caller.table(1)[1] == shared != caller.table(2)[1]
 
 
+def test_what_a_copy_reads_is_not_written_before_its_plan_has_run() -> None:
+    caller = with_prompt()
+    caller.begin()
+    caller.fork((1, 2))
+    ran(caller)
+    shared = caller.table(1)[1]
+    caller.begin()
+    caller.append((2, 6, 1, [7], 0))
+    caller.truncate((1, 5))
+    caller.append((1, 5, 1, [8], 0))
+    assert shared not in (caller.table(1)[1], caller.table(2)[1]), "the plan may run again"
+    plan = caller.finish()
+    assert plan is not None and len(plan.transfers) == 2
+
+
 def test_refused_appends() -> None:
     caller = with_prompt(num_device=4)
     caller.begin()

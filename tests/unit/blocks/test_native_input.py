@@ -162,6 +162,12 @@ def test_restoring_below_a_block_that_was_not_entered_is_refused(caller: Caller)
             caller.pool.restore(b"root", parent, FEW * 4, i32([6]), b"\0" * 16)
 
 
+def test_a_dry_run_that_never_began_ends() -> None:
+    pool = new_pool(4)
+    pool.end_dry_run()
+    pool.check_integrity()
+
+
 # Dry runs: each operation is predicted, and done.
 
 Operation = Callable[[Caller], Any]
