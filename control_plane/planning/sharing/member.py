@@ -45,7 +45,7 @@ class Member:
 
     ``news``: what its next answer tells, None when nothing happened. ``is_drafted``: whether its
     next plan carries what happened outside of its steps. ``wanted``: for each group whose growth
-    is blocked, the sequence that asked and the end of the slots that it asked for.
+    is blocked, the sequence that asked.
     """
 
     __slots__ = (
@@ -65,7 +65,7 @@ class Member:
         self._with_news = with_news
         self.groups = Groups()
         self.waiting: Waiting | None = None
-        self.wanted: dict[int, tuple[int, int]] = {}
+        self.wanted: dict[int, int] = {}
         self.news: cpb.News | None = None
         self.is_drafted = False
         self.revoked: OrderedDict[int, None] = OrderedDict()

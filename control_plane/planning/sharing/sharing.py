@@ -207,7 +207,7 @@ class Sharing:
             return
         while (grant := self._line.next_grant(self._pool.now_s)) is not None:
             if isinstance(grant, Growth):
-                self._grow(self.members[grant.session], grant.sequence)
+                self._grow(self.members[grant.session], grant)
             elif not self._grant(self.members[grant.session], grant):
                 return
 
@@ -291,7 +291,8 @@ class Sharing:
             )
             growth = native.growth(slot, ids, firsts, slots, ahead)
             (num_needed,) = columns.read(INT32, growth, "growth")
-            if num_needed and not self._may_grow(member, ids, firsts, slots + ahead, num_needed):
+            (sequence_id,) = columns.read(INT64, ids, "sequence_ids")
+            if num_needed and not self._may_grow(member, sequence_id, num_needed):
                 num_obtainable = native.num_obtainable(slot, _DEVICE)
                 failures.append((item, _native.LATER, num_needed, num_obtainable, _DEVICE))
                 done += bytes(4)
@@ -303,34 +304,22 @@ class Sharing:
             begin = end
         return bytes(done), failures or None
 
-    def _may_grow(
-        self, member: Member, ids: bytes, firsts: bytes, more: bytes, num_needed: int
-    ) -> bool:
+    def _may_grow(self, member: Member, sequence_id: int, num_needed: int) -> bool:
         """Ask the line for the growth of a sequence, which else waits for it."""
-        (sequence_id,) = columns.read(INT64, ids, "sequence_ids")
-        group = member.groups.of(sequence_id)
-        now_s = self._pool.now_s
-        if self._line.may_grow(member.session.id, group.key, num_needed, now_s):
-            member.wanted.pop(group.key, None)
+        key = member.groups.of(sequence_id).key
+        if self._line.may_grow(member.session.id, key, num_needed, self._pool.now_s):
+            member.wanted.pop(key, None)
             return True
-        (first,) = columns.read(INT64, firsts, "first_positions")
-        end = first + sum(columns.read(INT32, more, "num_slots"))
-        member.wanted[group.key] = (sequence_id, end)
+        member.wanted[key] = sequence_id
         return False
 
-    def _grow(self, member: Member, key: int) -> None:
+    def _grow(self, member: Member, grant: Growth) -> None:
         """Give a blocked sequence the blocks that it asked for, ahead of its next append."""
-        sequence_id, end = member.wanted.pop(key, (0, 0))
         native, slot = member.session.native, member.session.slot
-        if not native.has_sequence(slot, sequence_id):
-            return
-        packed = columns.pack(INT64, [sequence_id])
-        _, _, _, scheduled, *_ = native.states(slot, packed)
-        (first,) = columns.read(INT64, scheduled, "num_scheduled_tokens")
-        zero = columns.pack(INT32, [0])
-        ahead = columns.pack(INT32, [max(0, end - first)])
-        native.append(slot, packed, scheduled, zero, zero, b"", ahead)
-        member.is_drafted = True
+        sequence_id = member.wanted.pop(grant.sequence, 0)
+        if native.has_sequence(slot, sequence_id):
+            native.reserve(slot, sequence_id, grant.num_blocks)
+            member.is_drafted = True
 
     def _grant(self, member: Member, grant: Admission) -> bool:
         """Admit the head of the line; whether the next can be served now."""

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/block_store.h"
+#include "core/dry_run.h"
 #include "core/prefix_index.h"
 #include "core/session.h"
 #include "core/types.h"
@@ -154,8 +155,9 @@ class Pool final : private Listener {
   // Blocks that each item would take now; 0 for one that would be refused for another reason.
   std::vector<int32_t> growth(Slot slot, const AppendColumns& columns) const;
   std::variant<int64_t, Failure> swap(Slot slot, Span<int64_t> ids, Tier destination,
-                                      int64_t headroom);
+                                      int64_t headroom = 0);
   int64_t cut(Slot slot, int64_t sequence_id);
+  bool reserve(Slot slot, int64_t sequence_id, int64_t num_blocks);
   // Empty when there is nothing to carry out.
   std::string finish(Slot slot, std::string_view prefix);
 
@@ -233,17 +235,24 @@ class Pool final : private Listener {
   void allocate(Session& session, Tier tier, int64_t num, std::vector<Block>& out);
 
   // Growth (append.cpp)
+  Sketch look(const Session& session, int64_t id) const;
   bool append_in_place(Session& session, uint32_t index, int64_t first, int64_t num_slots);
   Failure append_one(Session& session, const AppendColumns& columns, int64_t item,
                      const int32_t* tokens);
-  int64_t num_needed(const Session& session, const Sequence& sequence, int64_t first, int64_t end,
-                     int64_t cover) const;
-  bool may_write(const Session& session, const Sequence& sequence, int64_t i, int64_t first) const;
+  int64_t num_needed(const Session& session, const Sequence& sequence, const Sketch& now,
+                     int64_t first, int64_t end, int64_t cover) const;
+  void pretend(const Session& session, const Sequence& sequence, Sketch now, int64_t first,
+               int64_t end, int64_t cover);
+  void pretend_own_piece(const Sequence& sequence, Sketch& now, size_t piece);
+  bool may_write(const Session& session, const Sequence& sequence, int64_t i, int64_t first,
+                 const Sketch* now = nullptr) const;
+  int64_t num_ahead_of(const Sequence& sequence, int64_t cover) const;
   void copy_on_write(Session& session, uint32_t index, int64_t i, int64_t first);
   void touch(Session& session, uint32_t index);
   void touch_plan(Session& session, int64_t plan, uint32_t index);
   void grow(Session& session, uint32_t index, int64_t first, int64_t end, int64_t cover);
   void schedule(Session& session, uint32_t index, int64_t num_slots);
+  int64_t num_to_trim(const Sequence& sequence, int64_t num_tokens) const;
   void trim(Session& session, Sequence& sequence);
   Failure no_room(const Session& session, Tier tier, int64_t item, int64_t needed,
                   int64_t available, int64_t headroom) const;
@@ -253,6 +262,9 @@ class Pool final : private Listener {
   std::variant<Admitted, Failure> admit_with(Session& session, const Admission& admission,
                                              int64_t admitted_by, bool computes);
   void find_hits(const Session& session, const Admission& admission, std::vector<Hit>& hits) const;
+  bool find_led(const Session& session, EntryId e, int64_t i, std::vector<Hit>& hits) const;
+  std::pair<int64_t, int64_t> window_hits(const std::vector<uint8_t>& present,
+                                          int64_t num_tokens) const;
   void use_hits(Session& session, Sequence& sequence, const std::vector<Hit>& hits);
 
   // Plans (plans.cpp)
@@ -294,10 +306,7 @@ class Pool final : private Listener {
   double now_s_ = 0;
   std::deque<Announcement> announcements_;
 
-  bool dry_run_ = false;
-  Slot dry_slot_ = kNoSlot;
-  int64_t number_before_ = 0;  // of the session of the dry run
-  int64_t dry_taken_ = 0;
+  DryRun dry_;
   int64_t num_demoting_ = 0;
   std::vector<Block> scratch_;
   std::vector<Block> restored_;
