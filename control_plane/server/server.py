@@ -17,7 +17,7 @@ from kvplane.serving.plane_server import PlaneServer, package_version
 from kvplane.v1.control_pb2_grpc import add_ControlPlaneServiceServicer_to_server
 
 _LOGGER: Final = logging.getLogger(__name__)
-_LONGEST_TICK_S: Final = 1.0
+_LONGEST_TICK_S: Final = 0.25
 
 
 class ControlPlaneServer(PlaneServer):
