@@ -6,37 +6,12 @@
 #include <type_traits>
 
 #include "bindings/bindings.h"
+#include "bindings/columns.h"
 
 namespace py = pybind11;
 
 namespace kvplane::blocks {
 namespace {
-
-template <typename T>
-py::bytes pack(const T* values, size_t num) {
-  return py::bytes(reinterpret_cast<const char*>(values), num * sizeof(T));
-}
-
-template <typename T>
-py::bytes pack(const std::vector<T>& values) {
-  return pack(values.data(), values.size());
-}
-
-// The elements of a column; `length` is how many there must be, -1 for any number.
-template <typename T>
-Span<T> read(const py::bytes& column, const char* name, int64_t length = -1) {
-  const std::string_view bytes = column;
-  if (bytes.size() % sizeof(T))
-    throw ColumnError(name, -1, "must be a multiple of " + std::to_string(sizeof(T)) + " bytes");
-  const auto num = static_cast<int64_t>(bytes.size() / sizeof(T));
-  if (length >= 0 && num != length)
-    throw ColumnError(name, -1,
-                      "must have " + std::to_string(length) +
-                          " elements, as many as the first "
-                          "column, but has " +
-                          std::to_string(num));
-  return {reinterpret_cast<const T*>(bytes.data()), num};
-}
 
 // Checks that num_tokens, each at_least or more, add up to the tokens given.
 void check_tokens(Span<int32_t> num_tokens, Span<int32_t> token_ids, int32_t at_least) {
@@ -105,25 +80,10 @@ AppendColumns read_growth(const py::bytes& sequence_ids, const py::bytes& first_
   return columns;
 }
 
-Slot checked(const Pool& pool, Slot slot) {
-  if (!pool.has_slot(slot)) throw py::index_error("no session is in this slot");
-  return slot;
-}
-
-Tier tier_of(int tier) {
-  if (tier != kDevice && tier != kHost) throw py::value_error("tier must be 1 or 2");
-  return static_cast<Tier>(tier);
-}
-
 const Sequence& sequence_of(const Pool& pool, Slot slot, int64_t id) {
   const Sequence* sequence = pool.find(checked(pool, slot), id);
   if (!sequence) throw py::key_error(std::to_string(id));
   return *sequence;
-}
-
-std::vector<int64_t> read_generations(const py::bytes& column) {
-  const auto span = read<int64_t>(column, "generations");
-  return {span.data, span.data + span.size};
 }
 
 std::unique_ptr<Pool> make_pool(uint32_t block_size_tokens, uint32_t num_device_blocks,
@@ -131,23 +91,12 @@ std::unique_ptr<Pool> make_pool(uint32_t block_size_tokens, uint32_t num_device_
                                 const py::bytes& host_generations,
                                 const std::string& eviction_policy, int64_t window_tokens,
                                 int64_t max_sequences, int64_t max_table_entries, uint64_t seed) {
-  if (block_size_tokens < 1 || block_size_tokens > 256 || 256 % block_size_tokens)
-    throw py::value_error("block_size_tokens must be a power of two up to 256");
-  constexpr uint32_t kMost = std::numeric_limits<int32_t>::max();  // indices are int32
-  if (num_device_blocks > kMost || num_host_blocks > kMost)
-    throw py::value_error("a tier must have fewer than 2^31 blocks");
-  if (window_tokens < 0) throw py::value_error("window_tokens must not be negative");
-  PoolConfig config;
-  config.block_size_tokens = block_size_tokens;
+  check_num_blocks(num_device_blocks, num_host_blocks);
+  PoolConfig config =
+      make_config(block_size_tokens, device_generations, host_generations, eviction_policy,
+                  window_tokens, max_sequences, max_table_entries, seed);
   config.num_blocks[0] = num_device_blocks;
   config.num_blocks[1] = num_host_blocks;
-  config.generations[0] = read_generations(device_generations);
-  config.generations[1] = read_generations(host_generations);
-  config.eviction_policy = eviction_policy;
-  config.window_tokens = window_tokens;
-  config.max_sequences = max_sequences;
-  config.max_table_entries = max_table_entries;
-  config.seed = seed;
   return std::make_unique<Pool>(std::move(config));
 }
 
@@ -260,7 +209,8 @@ py::list publications(const Pool& pool, const Announcements& announcements, size
     run.clear();
   };
   for (const Pool::Announcement& item : announcements) {
-    if (!index.alive(item.entry, item.uid) || index[item.entry].block(kDevice) == kNoBlock)
+    if (!index.alive(item.entry, item.uid) || index[item.entry].block(kDevice) == kNoBlock ||
+        index.root_of(item.entry) != item.root || !index.is_named(item.root))
       continue;
     const EntryId parent = index[item.entry].parent;
     if (!index.is_root(parent) && index[parent].block(kDevice) == kNoBlock) continue;
@@ -371,6 +321,14 @@ void bind_steps(PoolClass& pool) {
         return self.cut(slot, sequence_id);
       },
       py::arg("slot"), py::arg("sequence_id"));
+  pool.def(
+      "reserve",
+      [](Pool& self, Slot slot, int64_t sequence_id, int64_t num_blocks) {
+        sequence_of(self, slot, sequence_id);
+        if (num_blocks < 0) throw py::value_error("num_blocks must not be negative");
+        return self.reserve(slot, sequence_id, num_blocks);
+      },
+      py::arg("slot"), py::arg("sequence_id"), py::arg("num_blocks"));
   pool.def(
       "finish",
       [](Pool& self, Slot slot, const py::bytes& prefix) -> py::object {
@@ -538,27 +496,6 @@ void bind_queries(PoolClass& pool) {
         return publications(self, self.findable(), max_blocks);
       },
       py::arg("max_blocks"));
-  pool.def(
-      "restore",
-      [](Pool& self, const py::bytes& root, int64_t parent, const py::bytes& token_ids,
-         const py::bytes& blocks, const py::bytes& hashes) {
-        const auto indices = read<int32_t>(blocks, "blocks");
-        const auto tokens =
-            read<int32_t>(token_ids, "token_ids", indices.size * self.index().block_size());
-        const auto digests = read<uint8_t>(hashes, "hashes", indices.size * 16);
-        const int64_t num_blocks = self.store(kDevice).num_blocks;
-        if (parent < -1 || parent >= num_blocks ||
-            (parent >= 0 && !self.index().is_published(kDevice, static_cast<Block>(parent))))
-          throw py::value_error("parent_block must be -1 or a block that was entered before");
-        for (int64_t i = 0; i < indices.size; ++i)
-          if (indices[i] < 0 || indices[i] >= num_blocks)
-            throw ColumnError("blocks", i, "must be below " + std::to_string(num_blocks));
-        return self.restore(std::string_view(root), static_cast<Block>(parent), tokens, indices,
-                            digests);
-      },
-      py::arg("root"), py::arg("parent_block"), py::arg("token_ids"), py::arg("blocks"),
-      py::arg("hashes"));
-  pool.def("restored", &Pool::restored);
   pool.def("check_integrity", [](const Pool& self) {
     try {
       self.check();

@@ -92,10 +92,17 @@ Failure Pool::append_one(Session& session, const AppendColumns& columns, int64_t
     return {item, Code::kNever, div_ceil(longest, block_size_), num_fitting, kDevice};
   const int64_t needed = num_needed(session, sequence, first, end, cover);
   const int64_t available = obtainable(session, kDevice);
-  if (needed > available) return no_room(session, kDevice, item, needed, available, 0);
+  // Blocks that it has ahead serve for the copy of a shared one.
+  const int64_t num_spare = needed > available ? num_ahead_of(sequence, std::max(end, cover)) : 0;
+  if (needed > available + num_spare) return no_room(session, kDevice, item, needed, available, 0);
   if (dry_run_) {
     dry_taken_ += needed;
     return {item, Code::kOk, std::max(sequence.table.size, div_ceil(cover, block_size_))};
+  }
+  if (needed > available) {
+    cut_table(session, sequence, sequence.table.size - (needed - available), session.number);
+    if (sequence.table_sent && !session.resync_due)
+      session.draft.changes.cut(ChangeKind::kTruncate, id, sequence.table.size);
   }
   sequence.tokens.append(token_store_, tokens, num_given);
   grow(session, *index, first, end, cover);
@@ -117,6 +124,32 @@ std::vector<int32_t> Pool::growth(Slot slot, const AppendColumns& columns) const
     needed.push_back(static_cast<int32_t>(std::min<int64_t>(num, store(kDevice).num_blocks + 1)));
   }
   return needed;
+}
+
+// Gives a sequence blocks ahead, outside of a step; its table goes with the session's next plan.
+bool Pool::reserve(Slot slot, int64_t sequence_id, int64_t num_blocks) {
+  Session& session = sessions_[slot];
+  const uint32_t index = *session.sequences.find(sequence_id);
+  Sequence& sequence = sequences_[index];
+  if (sequence.tier != kDevice || num_blocks > obtainable(session, kDevice)) return false;
+  const int64_t number = session.number++;  // the next plan, at the earliest
+  const int64_t first = sequence.num_scheduled;
+  grow(session, index, first, first, (sequence.table.size + num_blocks) * block_size_);
+  session.number = number;
+  return true;
+}
+
+// Blocks at the end of the table that are not needed up to `cover`, and that nothing else has.
+int64_t Pool::num_ahead_of(const Sequence& sequence, int64_t cover) const {
+  int64_t num = 0;
+  for (int64_t i = sequence.table.size; i > div_ceil(cover, block_size_); --i, ++num) {
+    const auto piece = static_cast<size_t>((i - 1) / Table::kItems);
+    const Block b = sequence.table.at(table_store_, i - 1);
+    if (table_store_[sequence.table.pieces[piece]].num_owners > 1 ||
+        store(kDevice).ref_count(b) > 1 || store(kDevice).num_pins(b))
+      break;
+  }
+  return num;
 }
 
 // Blocks to allocate so that the sequence can write [first, end) and has slots up to `cover`.

@@ -137,7 +137,7 @@ void Pool::demote(Session& session) {
   const int64_t reserve = std::min(kMaxDemotions, div_ceil(device.num_blocks, kDemotionShare));
   int64_t num = reserve - device.num_in(State::kFree) - num_demoting_;
   num = std::min<int64_t>(num, host.num_obtainable(session.slot));
-  for (; num > 0 && device.policy().num_idle(); --num) {
+  for (; num > 0 && device.num_in(State::kCached); --num) {
     const Block b = device.pop_idle();
     const EntryId e = index_.entry_of(kDevice, b);
     if (index_[e].block(kHost) != kNoBlock) {  // the host tier has it already
