@@ -10,7 +10,6 @@ generations, counters and the revision go on from the one before.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import KeysView
 from typing import Final
 
@@ -18,9 +17,8 @@ from kvplane_blocks import Pool as NativePool
 
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.publications import MAX_PUBLICATIONS, publish_message
-from control_plane.planning.pools.shards import TIERS, PoolShards
-from kvplane import columns
-from kvplane.columns import INT64
+from control_plane.planning.pools.reports import TIERS
+from control_plane.planning.pools.shards import PoolShards
 from kvplane.errors import QuotaExceededError
 from kvplane.layout import Layout
 from kvplane.v1 import control_pb2 as cpb
@@ -55,10 +53,8 @@ class Pool:
         self.shards = shards
         self._slots: dict[int, int] = {}  # of open sessions
         self.built = False
+        self.is_building = False
         self.now_s = 0.0
-        # Generations are kept over a rebuild, also those of blocks beyond the size of a smaller
-        # shard: a shard that kept running must not see one again.
-        self.generations = {tier: array(INT64) for tier in TIERS}
         self.num_cut_sequences = 0
         self.num_granted_admissions = 0
         self._config = config
@@ -69,7 +65,7 @@ class Pool:
         self._earlier_revision = 0
         self._usage = cpb.PoolUsage(tiers=[cpb.TierUsage(tier=tier) for tier in TIERS])
         self._counted: dict[tpb.Tier, tuple[int, ...]] = {}
-        self._make_core(dict.fromkeys(TIERS, 0))
+        self.native = NativePool(shards.layout.block_size_tokens, 0, 0, b"", b"", "lru")
 
     @property
     def key(self) -> bytes:
@@ -109,37 +105,47 @@ class Pool:
 
     def close(self) -> None:
         """Forget all blocks until the pool is built again. Its sessions have ended."""
-        self.built = False
+        self.built = self.is_building = False
+        self._earlier_revision += 1
         self.set_tiers(dict.fromkeys(TIERS, 0))
 
     def set_tiers(self, num_blocks: dict[tpb.Tier, int]) -> None:
         """Start over with so many blocks of each tier, all free, at the generations known."""
-        for i, value in enumerate(self.native.counters()):
-            earlier = self._earlier_counters[i]
-            self._earlier_counters[i] = max(earlier, value) if i == _MAXIMUM else earlier + value
-        self._earlier_revision += self.native.revision
-        for tier in TIERS:
-            known = columns.read(INT64, self.native.generations(tier), "generations")
-            self.generations[tier][: len(known)] = known
-        self._make_core(num_blocks)
+        self._adopt(NativePool(self.block_size, *(num_blocks[t] for t in TIERS), *self._settings()))
 
-    def _make_core(self, num_blocks: dict[tpb.Tier, int]) -> None:
+    def begin_build(self) -> None:
+        """Begin to build the pool from its shards' reports."""
+        self.is_building = True
+        self.shards.reports.rebuild.begin(*self._settings(), now_s=self.now_s)
+
+    def end_build(self) -> None:
+        """Use the pool that is built."""
+        self._adopt(self.shards.reports.rebuild.take())
+        self.is_building, self.built = False, True
+
+    def _settings(self) -> tuple[bytes, bytes, str, int, int, int]:
+        """Of a core that goes on from the present one's generations: also those of blocks beyond
+        the size of a smaller shard, as one that kept running must not see them again.
+        """
         config, (group,) = self._config, self.layout.groups
-        device, host = (num_blocks[tier] for tier in TIERS)
-        known = self.generations
-        self._ended_slots.clear()
-        self.native = NativePool(
-            self.block_size,
+        device, host = (self.native.generations(tier) for tier in TIERS)
+        return (
             device,
             host,
-            columns.pack(INT64, known[tpb.TIER_DEVICE][:device]),
-            columns.pack(INT64, known[tpb.TIER_HOST][:host]),
             config.eviction_policy,
             group.sliding_window_tokens,
             config.max_sequences,
             config.max_table_entries,
         )
-        self.native.set_time(self.now_s)
+
+    def _adopt(self, native: NativePool) -> None:
+        for i, value in enumerate(self.native.counters()):
+            earlier = self._earlier_counters[i]
+            self._earlier_counters[i] = max(earlier, value) if i == _MAXIMUM else earlier + value
+        self._earlier_revision += self.native.revision
+        self._ended_slots.clear()
+        self.native = native
+        native.set_time(self.now_s)
 
     def set_time(self, now_s: float) -> None:
         """``now_s``: monotonic seconds."""

@@ -14,7 +14,7 @@ from typing import Final
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.layouts import served_layout
 from control_plane.planning.pools.pool import Pool
-from control_plane.planning.pools.recovery import build_if_complete
+from control_plane.planning.pools.recovery import begin_if_complete, build_some
 from control_plane.planning.pools.shards import PoolShards, ShardState
 from kvplane.errors import (
     InvalidRequestError,
@@ -79,7 +79,7 @@ class Registration:
             self._restart(pool, hello, layout)
         self.touched.add(pool)
         index = hello.shard.index
-        state = pool.shards.states[index] = ShardState(hello, layout)
+        state = pool.shards.add(hello)
         state.outgoing.extend(pool.shards.fences_for(index))
         return cpb.Welcome(incarnation=self._incarnation, key=pool.shards.key)
 
@@ -91,7 +91,7 @@ class Registration:
         pool, state = self._shard(pool_id, shard_index, epoch)
         self.touched.add(pool)
         state.add_report(report)
-        build_if_complete(pool)
+        begin_if_complete(pool)
 
     def disconnect(self, pool_id: str, shard_index: int, epoch: int) -> None:
         """A shard's stream has ended. Sessions go on: engines carry their plans."""
@@ -106,7 +106,7 @@ class Registration:
         if done.session.incarnation == self._incarnation:
             self.touched.add(pool)
             pool.fence_done(done.session.session_id, shard_index)
-            build_if_complete(pool)
+            begin_if_complete(pool)
 
     def take_told(self) -> list[tuple[str, int]]:
         """The shards (pool, index) for which messages wait, of the pools touched since the last
@@ -176,10 +176,8 @@ class Registration:
         elif earlier is not None and earlier.hello.epoch != hello.epoch:
             for session_id in shards.fenced_sessions:
                 pool.fence_done(session_id, index)  # the process that was to do it is gone
-        if pool.built:
-            for i, state in shards.states.items():
-                if i != index:
-                    state.ask_again()
+        if pool.built or pool.is_building:
+            shards.ask_again(but=index)
         pool.close()
 
 
