@@ -146,8 +146,9 @@ class Walk:
         def believe(answer: Any) -> None:
             if len(answer) == 5:
                 most = self.world.sizes[DEVICE] * size
-                never = max(len(tokens), options["max_total"]) > most and not self.world.window
-                assert (answer[1] == Code.NEVER) == never or answer[1] not in (*WAITS, Code.NEVER)
+                never = max(len(tokens), options["max_total"]) > most
+                assert never or answer[1] != Code.NEVER
+                assert not never or self.world.window or answer[1] not in WAITS
                 return
             cached, _, scheduled = answer
             assert cached < len(tokens)

@@ -1,4 +1,6 @@
 // What a pool does besides its steps: retention, forgetting, watching, rebuilding, memory.
+#include <pybind11/typing.h>
+
 #include <memory>
 
 #include "bindings/bindings.h"
@@ -10,8 +12,8 @@ namespace {
 
 using PoolClass = py::class_<Pool>;
 
-py::tuple as_tuple(const Forgotten& forgotten) {
-  return py::make_tuple(forgotten.num_blocks, forgotten.num_in_use);
+std::pair<int64_t, int64_t> as_pair(const Forgotten& forgotten) {
+  return {forgotten.num_blocks, forgotten.num_in_use};
 }
 
 void bind_retention(PoolClass& pool) {
@@ -43,7 +45,7 @@ void bind_forgetting(PoolClass& pool) {
   pool.def(
       "forget",
       [](Pool& self, Slot slot, const py::bytes& token_ids, bool force) {
-        return as_tuple(
+        return as_pair(
             self.forget(checked(self, slot), read<int32_t>(token_ids, "token_ids"), force));
       },
       py::arg("slot"), py::arg("token_ids"), py::arg("force"));
@@ -52,9 +54,15 @@ void bind_forgetting(PoolClass& pool) {
       [](Pool& self, const py::list& roots, bool force) {
         std::vector<std::string_view> names;
         for (const auto& root : roots) names.push_back(py::cast<std::string_view>(root));
-        return as_tuple(self.forget_roots(names, force));
+        return as_pair(self.forget_roots(names, force));
       },
       py::arg("roots"), py::arg("force"));
+  pool.def("roots", [](const Pool& self) {
+    py::list names;
+    for (const EntryId root : self.index().roots())
+      names.append(py::bytes(self.index().root_name(root)));
+    return names;
+  });
   pool.def("forget_some", &Pool::forget_some, py::arg("max_entries"));
   pool.def(
       "take_forgotten",
@@ -76,7 +84,7 @@ void bind_watching(PoolClass& pool) {
   pool.def(
       "changes_since",
       [](const Pool& self, int64_t revision, const py::bytes& root,
-         size_t max_events) -> py::object {
+         size_t max_events) -> py::typing::Optional<py::tuple> {
         ChangeColumns changes;
         if (!self.log().since(revision, std::string_view(root), max_events, changes))
           return py::none();

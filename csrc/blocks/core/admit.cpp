@@ -22,7 +22,7 @@ struct Pool::Hit {
 
 std::variant<Admitted, Failure> Pool::admit(Slot slot, const Admission& admission) {
   Session& session = sessions_[slot];
-  dry_taken_ = 0;
+  dry_.clear();
   return admit_with(session, admission, session.number, true);
 }
 
@@ -86,7 +86,7 @@ std::variant<Admitted, Failure> Pool::admit_with(Session& session, const Admissi
     if (!copies_last) return no_room(session, kDevice, 0, needed, available, admission.headroom);
     hits.pop_back();
   }
-  if (dry_run_)
+  if (dry_.on)
     return Admitted{cached, std::max(num_hits, div_ceil(end, block_size_)), end - cached};
 
   const uint32_t index = new_sequence(session, admission.sequence_id, admitted_by);

@@ -19,12 +19,12 @@ bool any_negative(const int32_t* values, int64_t num) {
 
 ItemResults Pool::append(Slot slot, const AppendColumns& columns) {
   Session& session = sessions_[slot];
-  dry_taken_ = 0;
+  dry_.clear();
   const int64_t num = columns.sequence_ids.size;
   ItemResults results;
   results.values.resize(static_cast<size_t>(num));
   const bool has_negatives = any_negative(columns.token_ids.data, columns.token_ids.size);
-  const bool is_plain = !dry_run_ && !has_negatives && columns.num_lookahead.size == 0;
+  const bool is_plain = !dry_.on && !has_negatives && columns.num_lookahead.size == 0;
   const int64_t max_tokens = int64_t{store(kDevice).num_blocks} * block_size_;
   const int32_t* tokens = columns.token_ids.data;
   for (int64_t item = 0; item < num; tokens += columns.num_tokens[item], ++item) {
@@ -59,7 +59,7 @@ bool Pool::append_in_place(Session& session, uint32_t index, int64_t first, int6
     return false;
   const auto& piece = table_store_[sequence.table.pieces[static_cast<size_t>(i / Table::kItems)]];
   const Block b = piece.items[i % Table::kItems];
-  if (piece.num_owners > 1 || index_.entry_of(kDevice, b) != kNoEntry ||
+  if (piece.num_owners > 1 ||
       !store(kDevice).is_writable(b, session.slot, static_cast<uint32_t>(first % block_size_)))
     return false;
   schedule(session, index, num_slots);
@@ -72,32 +72,33 @@ Failure Pool::append_one(Session& session, const AppendColumns& columns, int64_t
   const int64_t id = columns.sequence_ids[item], first = columns.first_positions[item];
   const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
   const int64_t num_ahead = columns.num_lookahead.size ? columns.num_lookahead[item] : 0;
-  const uint32_t* index = session.sequences.find(id);
-  if (!index) return {item, Code::kNotFound, id};
+  Sketch now = look(session, id);
+  if (!now.live) return {item, Code::kNotFound, id};
+  const uint32_t index = *session.sequences.find(id);
   if (num_slots < 0) return {item, Code::kNegative, 0};
   if (num_ahead < 0) return {item, Code::kNegative, 2};
   if (any_negative(tokens, num_given)) return {item, Code::kNegative, 1};
-  Sequence& sequence = sequences_[*index];
+  Sequence& sequence = sequences_[index];
   if (sequence.tier != kDevice) return {item, Code::kSwapped, id, sequence.tier};
   // A block that this plan computes is written after this plan's transfers.
   const bool copies_unwritten = sequence.filled_by == session.number && first % block_size_;
-  if (num_slots && (sequence.computed_by == session.number || copies_unwritten))
-    return {item, Code::kBusy, id};
-  if (first != sequence.num_scheduled)
-    return {item, Code::kPosition, id, sequence.num_scheduled, first};
+  if (num_slots && (now.computed || copies_unwritten)) return {item, Code::kBusy, id};
+  if (first != now.num_scheduled) return {item, Code::kPosition, id, now.num_scheduled, first};
   const int64_t end = first + num_slots, cover = end + num_ahead;
-  const int64_t longest = std::max(cover, sequence.tokens.size + num_given);
+  const int64_t longest = std::max(cover, now.num_tokens + num_given);
   const int64_t num_fitting = store(kDevice).num_blocks;
-  if (div_ceil(longest, block_size_) - sequence.num_trimmed > num_fitting)
+  if (div_ceil(longest, block_size_) - now.num_trimmed > num_fitting)
     return {item, Code::kNever, div_ceil(longest, block_size_), num_fitting, kDevice};
-  const int64_t needed = num_needed(session, sequence, first, end, cover);
+  const int64_t needed = num_needed(session, sequence, now, first, end, cover);
   const int64_t available = obtainable(session, kDevice);
   // Blocks that it has ahead serve for the copy of a shared one.
   const int64_t num_spare = needed > available ? num_ahead_of(sequence, std::max(end, cover)) : 0;
   if (needed > available + num_spare) return no_room(session, kDevice, item, needed, available, 0);
-  if (dry_run_) {
-    dry_taken_ += needed;
-    return {item, Code::kOk, std::max(sequence.table.size, div_ceil(cover, block_size_))};
+  if (dry_.on) {
+    dry_.num_taken += std::min(needed, available);
+    now.num_tokens += num_given;
+    pretend(session, sequence, now, first, end, cover);
+    return {item, Code::kOk, dry_.sequences[id].table_size};
   }
   if (needed > available) {
     cut_table(session, sequence, sequence.table.size - (needed - available), session.number);
@@ -105,8 +106,8 @@ Failure Pool::append_one(Session& session, const AppendColumns& columns, int64_t
       session.draft.changes.cut(ChangeKind::kTruncate, id, sequence.table.size);
   }
   sequence.tokens.append(token_store_, tokens, num_given);
-  grow(session, *index, first, end, cover);
-  if (num_slots) schedule(session, *index, num_slots);
+  grow(session, index, first, end, cover);
+  if (num_slots) schedule(session, index, num_slots);
   return {item, Code::kOk, sequence.table.size};
 }
 
@@ -152,24 +153,95 @@ int64_t Pool::num_ahead_of(const Sequence& sequence, int64_t cover) const {
   return num;
 }
 
+// A sequence as it is or, in a dry run, as earlier items of the operation would have left it.
+Sketch Pool::look(const Session& session, int64_t id) const {
+  if (dry_.on)
+    if (const auto it = dry_.sequences.find(id); it != dry_.sequences.end()) return it->second;
+  Sketch now;
+  const uint32_t* index = session.sequences.find(id);
+  if (!index) return now;
+  const Sequence& sequence = sequences_[*index];
+  now.live = true;
+  now.computed = sequence.computed_by == session.number;
+  now.table_size = sequence.table.size;
+  now.num_tokens = sequence.tokens.size;
+  now.num_scheduled = sequence.num_scheduled;
+  now.num_trimmed = sequence.num_trimmed;
+  return now;
+}
+
 // Blocks to allocate so that the sequence can write [first, end) and has slots up to `cover`.
-int64_t Pool::num_needed(const Session& session, const Sequence& sequence, int64_t first,
-                         int64_t end, int64_t cover) const {
-  const int64_t size = sequence.table.size;
-  int64_t num = std::max<int64_t>(0, div_ceil(std::max(end, cover), block_size_) - size);
+int64_t Pool::num_needed(const Session& session, const Sequence& sequence, const Sketch& now,
+                         int64_t first, int64_t end, int64_t cover) const {
+  int64_t num = std::max<int64_t>(0, div_ceil(cover, block_size_) - now.table_size);
   if (end == first) return num;
-  for (int64_t i = first / block_size_; i < std::min(div_ceil(end, block_size_), size); ++i)
-    num += !may_write(session, sequence, i, first);
+  const int64_t stop = std::min(div_ceil(end, block_size_), sequence.table.size);
+  for (int64_t i = first / block_size_; i < stop; ++i)
+    num += !may_write(session, sequence, i, first, &now);
   return num;
 }
 
 // Whether the sequence may write its i-th block from position `first` on, without copying it.
-bool Pool::may_write(const Session& session, const Sequence& sequence, int64_t i,
-                     int64_t first) const {
-  const auto& piece = table_store_[sequence.table.pieces[static_cast<size_t>(i / Table::kItems)]];
+// `now` matters in a dry run alone.
+bool Pool::may_write(const Session& session, const Sequence& sequence, int64_t i, int64_t first,
+                     const Sketch* now) const {
+  const auto place = static_cast<size_t>(i / Table::kItems);
+  const uint32_t id = sequence.table.pieces[place];
+  const auto& piece = table_store_[id];
   const auto offset = static_cast<uint32_t>(std::max<int64_t>(0, first - i * block_size_));
-  return piece.num_owners == 1 &&
-         store(kDevice).is_writable(piece.items[i % Table::kItems], session.slot, offset);
+  const Block b = piece.items[i % Table::kItems];
+  if (!dry_.on || !now)
+    return piece.num_owners == 1 && store(kDevice).is_writable(b, session.slot, offset);
+  const auto value = [](const auto& map, auto key) {
+    const auto it = map.find(key);
+    return it == map.end() ? 0 : it->second;
+  };
+  return (now->owns(place) || piece.num_owners - value(dry_.pieces_copied, id) == 1) &&
+         value(dry_.pinned_tokens, b) <= offset &&
+         store(kDevice).is_writable(b, session.slot, offset, value(dry_.more_refs, b));
+}
+
+// Remembers what the append would change.
+void Pool::pretend(const Session& session, const Sequence& sequence, Sketch now, int64_t first,
+                   int64_t end, int64_t cover) {
+  const int64_t stop = std::min(div_ceil(end, block_size_), sequence.table.size);
+  for (int64_t i = first / block_size_; end > first && i < stop; ++i) {
+    if (may_write(session, sequence, i, first, &now)) continue;
+    pretend_own_piece(sequence, now, static_cast<size_t>(i / Table::kItems));
+    const Block old = sequence.table.at(table_store_, i);
+    --dry_.more_refs[old];
+    if (first <= i * block_size_) continue;
+    uint32_t& pinned = dry_.pinned_tokens[old];
+    pinned = std::max(pinned, static_cast<uint32_t>(first - i * block_size_));
+  }
+  const int64_t size = div_ceil(cover, block_size_);
+  if (size > now.table_size) {
+    if (now.table_size == sequence.table.size && sequence.table.size % Table::kItems)
+      pretend_own_piece(sequence, now, sequence.table.pieces.size() - 1);
+    now.table_size = size;
+  }
+  const int64_t num_trimmed = end > first ? num_to_trim(sequence, now.num_tokens) : 0;
+  for (; now.num_trimmed < num_trimmed; ++now.num_trimmed) {
+    pretend_own_piece(sequence, now, static_cast<size_t>(now.num_trimmed / Table::kItems));
+    const Block b = sequence.table.at(table_store_, now.num_trimmed);
+    const int64_t num_refs = store(kDevice).ref_count(b) + --dry_.more_refs[b];
+    dry_.num_taken -=
+        num_refs == 0 && !dry_.pinned_tokens.count(b) && store(kDevice).returns(b, session.slot);
+  }
+  now.computed = now.computed || end > first;
+  now.num_scheduled = end;
+  dry_.sequences[sequence.id] = std::move(now);
+}
+
+void Pool::pretend_own_piece(const Sequence& sequence, Sketch& now, size_t piece) {
+  const uint32_t id = sequence.table.pieces[piece];
+  if (now.owns(piece) || table_store_[id].num_owners - dry_.pieces_copied[id] == 1) return;
+  now.own_pieces.push_back(piece);
+  ++dry_.pieces_copied[id];
+  const int64_t begin = static_cast<int64_t>(piece) * Table::kItems;
+  const int64_t end = std::min<int64_t>(begin + Table::kItems, sequence.table.size);
+  for (int64_t i = std::max(begin, sequence.num_trimmed); i < end; ++i)
+    ++dry_.more_refs[sequence.table.at(table_store_, i)];
 }
 
 void Pool::grow(Session& session, uint32_t index, int64_t first, int64_t end, int64_t cover) {
@@ -177,12 +249,7 @@ void Pool::grow(Session& session, uint32_t index, int64_t first, int64_t end, in
   const int64_t size = sequence.table.size;
   if (end > first) {
     for (int64_t i = first / block_size_; i < std::min(div_ceil(end, block_size_), size); ++i) {
-      if (may_write(session, sequence, i, first)) {
-        // What it held was given up, so it is no spare any more.
-        index_.clear_block(kDevice, sequence.table.at(table_store_, i));
-      } else {
-        copy_on_write(session, index, i, first);
-      }
+      if (!may_write(session, sequence, i, first)) copy_on_write(session, index, i, first);
     }
   }
   const int64_t num_grown = div_ceil(std::max(end, cover), block_size_) - size;
@@ -227,12 +294,17 @@ void Pool::schedule(Session& session, uint32_t index, int64_t num_slots) {
   if (config_.window_tokens) trim(session, sequence);
 }
 
-// Gives back the blocks that no position can see from the first on that an abort would leave.
+// Leading blocks that no position can see from the first on that an abort would leave.
+int64_t Pool::num_to_trim(const Sequence& sequence, int64_t num_tokens) const {
+  if (!config_.window_tokens) return 0;
+  const int64_t num_left = std::min(sequence.num_written, num_tokens);
+  const int64_t first_seen = std::max<int64_t>(0, num_left - config_.window_tokens + 1);
+  return std::min(first_seen / block_size_, sequence.table.size);
+}
+
 void Pool::trim(Session& session, Sequence& sequence) {
-  const int64_t first_seen =
-      std::min(sequence.num_written, sequence.tokens.size) - config_.window_tokens + 1;
-  const int64_t num = std::min(first_seen / block_size_, sequence.table.size);
-  if (first_seen <= 0 || num <= sequence.num_trimmed) return;
+  const int64_t num = num_to_trim(sequence, sequence.tokens.size);
+  if (num <= sequence.num_trimmed) return;
   trim_table(session, sequence, num, session.number);
   if (sequence.table_sent) session.draft.changes.cut(ChangeKind::kTrim, sequence.id, num);
 }
@@ -245,7 +317,7 @@ Failure Pool::no_room(const Session& session, Tier tier, int64_t item, int64_t n
 }
 
 int64_t Pool::obtainable(const Session& session, Tier tier) const {
-  return store(tier).num_obtainable(session.slot) - (dry_run_ ? dry_taken_ : 0);
+  return store(tier).num_obtainable(session.slot) - (dry_.on ? dry_.num_taken : 0);
 }
 
 void Pool::touch(Session& session, uint32_t index) {

@@ -17,7 +17,7 @@ Forgotten Pool::forget(Slot slot, Span<int32_t> tokens, bool force) {
   Forgotten result;
   if (const EntryId top = find_path(root, tokens, num); top != kNoEntry) result = count_below(top);
   if (result.num_in_use && !force) return {0, result.num_in_use};
-  if (dry_run_) return result;
+  if (dry_.on) return result;
   const std::vector<uint32_t> kept = keep_private(root, tokens, num);
   const EntryId top = find_path(root, tokens, num);  // it is gone if only leaders needed it
   if (top == kNoEntry) return result;
@@ -50,7 +50,7 @@ Forgotten Pool::forget_roots(const std::vector<std::string_view>& names, bool fo
       roots.push_back(root);
   const Forgotten result = count_below_roots(roots);
   if (result.num_in_use && !force) return {0, result.num_in_use};
-  if (dry_run_) return result;
+  if (dry_.on) return result;
   for (const EntryId root : roots) forget_root(root);
   counters_.num_forgotten += result.num_blocks;
   return result;

@@ -24,17 +24,19 @@ int64_t num_shared_pieces(const Table& a, const Table& b) {
 }  // namespace
 
 void Pool::begin(Slot slot, int64_t number, bool dry_run) {
+  dry_.clear();
   if (dry_run) {
-    dry_slot_ = slot;
-    number_before_ = sessions_[slot].number;
+    dry_.slot = slot;
+    dry_.number_before = sessions_[slot].number;
   }
   sessions_[slot].number = number;
-  dry_run_ = dry_run;
+  dry_.on = dry_run;
 }
 
 void Pool::end_dry_run() {
-  sessions_[dry_slot_].number = number_before_;
-  dry_run_ = false;
+  sessions_[dry_.slot].number = dry_.number_before;
+  dry_.clear();
+  dry_.on = false;
 }
 
 // Copies a block; it is pinned until the plan has run, so that the plan can run again. What counts
@@ -122,6 +124,8 @@ void Pool::write_whole_tables(Session& session, Draft& draft) {
     const BlockRef origin = it == origins.end() ? transfer.source : it->second;
     const BlockRef& to = transfer.destination;
     origins.insert_or_assign(to, origin);
+    // Nothing was ever written to a block that the step allocated and gave up again.
+    if (session.allocated.count(key_of(origin.tier, origin.block))) continue;
     if (in_tables.count(key_of(to.tier, to.block)) &&
         store(to.tier).generation(to.block) == to.generation)
       draft.transfers.add(origin, to);

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "core/block_store.h"
+#include "core/dry_run.h"
 #include "core/prefix_index.h"
 #include "core/retention.h"
 #include "core/session.h"
@@ -275,18 +276,24 @@ class Pool final : private Listener {
   void allocate(Session& session, Tier tier, int64_t num, std::vector<Block>& out);
 
   // Growth (append.cpp)
+  Sketch look(const Session& session, int64_t id) const;
   bool append_in_place(Session& session, uint32_t index, int64_t first, int64_t num_slots);
   Failure append_one(Session& session, const AppendColumns& columns, int64_t item,
                      const int32_t* tokens);
-  int64_t num_needed(const Session& session, const Sequence& sequence, int64_t first, int64_t end,
-                     int64_t cover) const;
-  bool may_write(const Session& session, const Sequence& sequence, int64_t i, int64_t first) const;
+  int64_t num_needed(const Session& session, const Sequence& sequence, const Sketch& now,
+                     int64_t first, int64_t end, int64_t cover) const;
+  void pretend(const Session& session, const Sequence& sequence, Sketch now, int64_t first,
+               int64_t end, int64_t cover);
+  void pretend_own_piece(const Sequence& sequence, Sketch& now, size_t piece);
+  bool may_write(const Session& session, const Sequence& sequence, int64_t i, int64_t first,
+                 const Sketch* now = nullptr) const;
   int64_t num_ahead_of(const Sequence& sequence, int64_t cover) const;
   void copy_on_write(Session& session, uint32_t index, int64_t i, int64_t first);
   void touch(Session& session, uint32_t index);
   void touch_plan(Session& session, int64_t plan, uint32_t index);
   void grow(Session& session, uint32_t index, int64_t first, int64_t end, int64_t cover);
   void schedule(Session& session, uint32_t index, int64_t num_slots);
+  int64_t num_to_trim(const Sequence& sequence, int64_t num_tokens) const;
   void trim(Session& session, Sequence& sequence);
   Failure no_room(const Session& session, Tier tier, int64_t item, int64_t needed,
                   int64_t available, int64_t headroom) const;
@@ -341,10 +348,7 @@ class Pool final : private Listener {
   std::vector<std::pair<EntryId, uint32_t>> forgetting_;  // a path down: (entry, uid)
   std::deque<std::pair<Block, int64_t>> forgotten_;       // device blocks: (block, generation)
 
-  bool dry_run_ = false;
-  Slot dry_slot_ = kNoSlot;
-  int64_t number_before_ = 0;  // of the session of the dry run
-  int64_t dry_taken_ = 0;
+  DryRun dry_;
   int64_t num_demoting_ = 0;
   std::vector<Block> scratch_;
 };

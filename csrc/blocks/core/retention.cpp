@@ -243,7 +243,7 @@ std::variant<Retained, Failure> Pool::retain(Slot slot, Span<int32_t> tokens, ui
   const Retained result{static_cast<int64_t>(path.size()), retention_.num_new(session.owner, path)};
   if (result.num_new && now + result.num_new > most_blocks)
     return Failure{0, Code::kTooManyEntries, most_blocks, now, result.num_new};
-  if (!dry_run_)
+  if (!dry_.on)
     retention_.retain(session.owner, path, priority, expires_at_s,
                       prefix_key(path.back(), static_cast<int64_t>(path.size()), tokens));
   return result;
@@ -251,7 +251,7 @@ std::variant<Retained, Failure> Pool::retain(Slot slot, Span<int32_t> tokens, ui
 
 int64_t Pool::release_retained(Slot slot, Span<int32_t> tokens) {
   const Session& session = sessions_[slot];
-  if (dry_run_) return 0;
+  if (dry_.on) return 0;
   std::vector<EntryId> path;
   EntryId last = session.root;
   for (int64_t i = 0; i < tokens.size / block_size_; ++i) {

@@ -40,8 +40,9 @@ void Pool::forget_sequence(uint32_t index) {
 Failure Pool::check_new_id(const Session& session, int64_t id, int64_t num_more,
                            int64_t item) const {
   if (id < 1) return {item, Code::kBadId, id};
-  if (session.sequences.find(id)) return {item, Code::kExists, id};
-  if (static_cast<int64_t>(session.sequences.size()) + num_more > config_.max_sequences)
+  if (look(session, id).live) return {item, Code::kExists, id};
+  const int64_t num = static_cast<int64_t>(session.sequences.size()) + dry_.num_new;
+  if (num + num_more > config_.max_sequences)
     return {item, Code::kTooManySequences, config_.max_sequences};
   return {item, Code::kOk};
 }
@@ -50,30 +51,34 @@ Failure Pool::check_new_id(const Session& session, int64_t id, int64_t num_more,
 
 ItemResults Pool::fork(Slot slot, Span<int64_t> parents, Span<int64_t> ids) {
   Session& session = sessions_[slot];
+  dry_.clear();
   ItemResults results;
   results.values.resize(static_cast<size_t>(ids.size));
   for (int64_t item = 0; item < ids.size; ++item) {
-    const uint32_t* parent = session.sequences.find(parents[item]);
+    const Sketch parent = look(session, parents[item]);
     Failure failure = check_new_id(session, ids[item], 1, item);
-    if (!parent) {
+    if (!parent.live) {
       failure = {item, Code::kNotFound, parents[item]};
-    } else if (failure.code == Code::kOk && sequences_[*parent].computed_by == session.number) {
+    } else if (failure.code == Code::kOk && parent.computed) {
       failure = {item, Code::kBusy, parents[item]};
     } else if (failure.code == Code::kOk) {
-      const Sequence& sequence = sequences_[*parent];
-      const int64_t more =
-          std::max(sequence.table.size, div_ceil(sequence.tokens.size, block_size_));
-      if (session.num_entries + more > config_.max_table_entries)
-        failure = {item, Code::kTooManyEntries, config_.max_table_entries, session.num_entries,
-                   more};
+      const int64_t num = session.num_entries + dry_.num_entries;
+      const int64_t more = std::max(parent.table_size, div_ceil(parent.num_tokens, block_size_));
+      if (num + more > config_.max_table_entries)
+        failure = {item, Code::kTooManyEntries, config_.max_table_entries, num, more};
     }
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
       continue;
     }
-    results.values[static_cast<size_t>(item)] =
-        static_cast<int32_t>(sequences_[*parent].table.size);
-    if (!dry_run_) add_fork(session, *parent, ids[item], session.number);
+    results.values[static_cast<size_t>(item)] = static_cast<int32_t>(parent.table_size);
+    if (dry_.on) {
+      dry_.sequences[ids[item]] = parent;
+      dry_.num_entries += parent.table_size;
+      ++dry_.num_new;
+    } else {
+      add_fork(session, *session.sequences.find(parents[item]), ids[item], session.number);
+    }
   }
   return results;
 }
@@ -112,17 +117,20 @@ uint32_t Pool::add_fork(Session& session, uint32_t parent_index, int64_t id, int
 
 ItemResults Pool::free(Slot slot, Span<int64_t> ids) {
   Session& session = sessions_[slot];
+  dry_.clear();
   ItemResults results;
   results.values.resize(static_cast<size_t>(ids.size));
   for (int64_t item = 0; item < ids.size; ++item) {
-    const uint32_t* index = session.sequences.find(ids[item]);
-    if (!index) {
+    const Sketch now = look(session, ids[item]);
+    if (!now.live) {
       results.failures.push_back({item, Code::kNotFound, ids[item]});
-    } else if (sequences_[*index].computed_by == session.number) {
+    } else if (now.computed) {
       results.failures.push_back({item, Code::kBusy, ids[item]});
-    } else if (!dry_run_) {
+    } else if (dry_.on) {
+      dry_.sequences[ids[item]] = Sketch{};
+    } else {
       results.values[static_cast<size_t>(item)] =
-          static_cast<int32_t>(drop(session, *index, session.number));
+          static_cast<int32_t>(drop(session, *session.sequences.find(ids[item]), session.number));
     }
   }
   return results;
@@ -184,30 +192,35 @@ int64_t Pool::fewest_tokens(const Sequence& sequence) const {
 
 ItemResults Pool::truncate(Slot slot, Span<int64_t> ids, Span<int64_t> num_tokens) {
   Session& session = sessions_[slot];
+  dry_.clear();
   ItemResults results;
   results.values.resize(static_cast<size_t>(ids.size));
   for (int64_t item = 0; item < ids.size; ++item) {
     const int64_t id = ids[item], num = num_tokens[item];
-    const uint32_t* index = session.sequences.find(id);
+    Sketch now = look(session, id);
     Failure failure{item, Code::kOk};
-    if (!index) {
+    if (!now.live) {
       failure = {item, Code::kNotFound, id};
     } else {
-      const Sequence& sequence = sequences_[*index];
+      const Sequence& sequence = sequences_[*session.sequences.find(id)];
       if (num < 0)
         failure = {item, Code::kNegative, 3};
-      else if (sequence.computed_by == session.number)
+      else if (now.computed)
         failure = {item, Code::kBusy, id};
-      else if (num > std::max(sequence.num_scheduled, sequence.tokens.size))
-        failure = {item, Code::kTooLong, id, sequence.num_scheduled, num};
+      else if (num > std::max(now.num_scheduled, now.num_tokens))
+        failure = {item, Code::kTooLong, id, now.num_scheduled, num};
       else if (sequence.num_trimmed && num < fewest_tokens(sequence))
         failure = {item, Code::kTrimmed, id, fewest_tokens(sequence), num};
     }
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
-    } else if (!dry_run_) {
+    } else if (dry_.on) {
+      now.num_tokens = std::min(now.num_tokens, num);
+      now.num_scheduled = std::min(now.num_scheduled, num);
+      dry_.sequences[id] = now;
+    } else {
       results.values[static_cast<size_t>(item)] =
-          static_cast<int32_t>(truncate_one(session, *index, num));
+          static_cast<int32_t>(truncate_one(session, *session.sequences.find(id), num));
     }
   }
   return results;
@@ -269,10 +282,10 @@ std::variant<int64_t, Failure> Pool::swap(Slot slot, Span<int64_t> ids, Tier des
   const auto needed = static_cast<int64_t>(blocks.size());
   if (needed > store(destination).num_blocks)
     return Failure{0, Code::kNever, needed, store(destination).num_blocks, destination};
-  dry_taken_ = 0;
+  dry_.clear();
   const int64_t available = obtainable(session, destination) - headroom;
   if (needed > available) return no_room(session, destination, 0, needed, available, headroom);
-  if (dry_run_) return needed;
+  if (dry_.on) return needed;
   std::vector<Block> fresh;
   allocate(session, destination, needed, fresh);
   for (size_t i = 0; i < blocks.size(); ++i) {

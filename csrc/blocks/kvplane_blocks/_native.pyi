@@ -213,5 +213,179 @@ class Rebuild:
     @property
     def num_restored(self) -> int: ...
 
+import kvplane_blocks._native
+
 def root_hash(root: bytes) -> bytes: ...
 def chained_hash(parent_hash: bytes, tokens: bytes) -> bytes: ...
+
+class ColumnError(ValueError):
+    """args: column, index of the element or -1, what is wrong. Nothing has changed."""
+
+class Pool:
+    def __init__(
+        self,
+        block_size_tokens: int,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        device_generations: bytes,
+        host_generations: bytes,
+        eviction_policy: str,
+        window_tokens: int = 0,
+        max_sequences: int = 65536,
+        max_table_entries: int = 4194304,
+        seed: int = 0,
+    ) -> None: ...
+    def set_time(self, now_s: float) -> None: ...
+    def open_session(self, root: bytes, owner: int) -> int: ...
+    def end_session(self, slot: int) -> None: ...
+    def session_fenced(self, slot: int) -> None: ...
+    def begin(self, slot: int, number: int, dry_run: bool = False) -> None: ...
+    def end_dry_run(self) -> None: ...
+    def receipted(self, slot: int, plan: int) -> None: ...
+    def abort(self, slot: int, next_plan: int) -> None: ...
+    def resync_due(self, slot: int) -> bool: ...
+    def plans_in_flight(self, slot: int) -> int: ...
+    def last_plan(self, slot: int) -> int: ...
+    def num_sequences(self, slot: int) -> int: ...
+    def num_blocks_held(self, slot: int) -> int: ...
+    def has_sequence(self, slot: int, sequence_id: int) -> bool: ...
+    def num_held(self, slot: int, sequence_id: int) -> int: ...
+    def admit(
+        self,
+        slot: int,
+        sequence_id: int,
+        token_ids: bytes,
+        fork_ids: bytes,
+        num_compute: int,
+        max_total_tokens: int,
+        skip_lookup: bool,
+        headroom: int,
+    ) -> tuple: ...
+    def grant(
+        self,
+        slot: int,
+        admitted_by: int,
+        sequence_id: int,
+        token_ids: bytes,
+        fork_ids: bytes,
+        num_compute: int,
+        max_total_tokens: int,
+        skip_lookup: bool,
+        headroom: int,
+    ) -> tuple: ...
+    def append(
+        self,
+        slot: int,
+        sequence_ids: bytes,
+        first_positions: bytes,
+        num_slots: bytes,
+        num_tokens: bytes,
+        token_ids: bytes,
+        num_lookahead: bytes,
+    ) -> tuple: ...
+    def truncate(self, slot: int, sequence_ids: bytes, num_tokens: bytes) -> tuple: ...
+    def fork(self, slot: int, parent_ids: bytes, sequence_ids: bytes) -> tuple: ...
+    def free(self, slot: int, sequence_ids: bytes) -> tuple: ...
+    def swap(self, slot: int, sequence_ids: bytes, destination_tier: int) -> object: ...
+    def cut(self, slot: int, sequence_id: int) -> int: ...
+    def reserve(self, slot: int, sequence_id: int, num_blocks: int) -> bool: ...
+    def finish(self, slot: int, prefix: bytes) -> object: ...
+    def deferred_tokens(
+        self,
+        slot: int,
+        sequence_ids: bytes,
+        admitted_by: bytes,
+        first_positions: bytes,
+        num_tokens: bytes,
+        token_ids: bytes,
+    ) -> object: ...
+    def states(self, slot: int, sequence_ids: bytes | None) -> tuple: ...
+    def table(self, slot: int, sequence_id: int) -> tuple: ...
+    def common_prefix(self, slot: int, sequence_ids: bytes) -> int: ...
+    def match(self, root: bytes, token_ids: bytes) -> tuple: ...
+    def match_hashes(self, root: bytes, hashes: bytes) -> tuple: ...
+    def explain(self, root: bytes, token_ids: bytes) -> tuple: ...
+    def usage(self, tier: int) -> tuple[int, int, int, int, int]: ...
+    def num_obtainable(self, slot: int, tier: int) -> int: ...
+    def num_pending(self, slot: int, tier: int) -> int: ...
+    def counters(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int]: ...
+    @property
+    def revision(self) -> int: ...
+    def generations(self, tier: int) -> bytes: ...
+    def take_publications(self, max_blocks: int) -> list: ...
+    def all_publications(self, max_blocks: int) -> list: ...
+    def check_integrity(self) -> None: ...
+    def retain(
+        self, slot: int, token_ids: bytes, priority: int, expires_at_s: float, most_blocks: int
+    ) -> tuple:
+        """Of the leading full blocks that are cached: (how many, how many new to the owner's
+        count), or a failure (0, 24, most_blocks, blocks that count now, more). ``priority``: 1 to
+        100.
+        """
+    def release_retained(self, slot: int, token_ids: bytes) -> int:
+        """Ends the owner's retentions of exactly these full blocks. Returns how many blocks it does
+        not retain any more.
+        """
+    def num_retained(self, owner: int) -> int:
+        """Blocks that count for the owner."""
+    def forget(self, slot: int, token_ids: bytes, force: bool) -> tuple[int, int]:
+        """The prefix of these full blocks and all that follows: (blocks taken out, blocks in use).
+        With blocks in use nothing is taken out unless forced.
+        """
+    def forget_roots(self, roots: list[bytes], force: bool) -> tuple[int, int]:
+        """All of these roots or nothing, as ``forget``."""
+    def forget_some(self, max_entries: int) -> bool:
+        """Goes on taking apart what was forgotten. Whether some is left."""
+    def take_forgotten(self, max_blocks: int) -> tuple[bytes, bytes]:
+        """Device blocks taken apart since the last call: (indices i32, generations i64)."""
+    def watch_enable(self, max_events: int) -> None:
+        """Logs so many changes from now on; 0: none."""
+    def changes_since(self, revision: int, root: bytes, max_events: int) -> tuple | None:
+        """(revision to go on from, kinds u8, tiers u8, hashes, parents' hashes, tokens of those
+        stored), or None when the log does not reach back. Kinds: 1 stored, 2 removed, 3 cleared.
+        """
+    def snapshot(
+        self, root: bytes, cursor: int, max_blocks: int
+    ) -> tuple[int, int, bytes, bytes, bytes, bytes]:
+        """A piece: (next cursor or -1, revision, tiers u8, hashes, parents' hashes, tokens). The
+        changes since the first piece's revision make the pieces one.
+        """
+    def memory(self) -> tuple[int, int, int]:
+        """(bytes of blocks, bytes of entries, entries)."""
+
+class Rebuild:
+    def __init__(self, block_size_tokens: int, num_shards: int) -> None: ...
+    def start_shard(self, shard: int, num_device_blocks: int, num_host_blocks: int) -> None:
+        """Forgets what it reported."""
+    def add_blocks(self, shard: int, tier: int, indices: bytes, generations: bytes) -> None:
+        """Raises ColumnError."""
+    def add_publications(
+        self,
+        shard: int,
+        root: bytes,
+        indices: bytes,
+        generations: bytes,
+        parent_indices: bytes,
+        parent_generations: bytes,
+        hashes: bytes,
+        token_ids: bytes,
+    ) -> None:
+        """Of one root; ``parent_indices``: -1 for none. Raises ColumnError."""
+    def begin(
+        self,
+        device_generations: bytes,
+        host_generations: bytes,
+        eviction_policy: str,
+        window_tokens: int = 0,
+        max_sequences: int = 65536,
+        max_table_entries: int = 4194304,
+        seed: int = 0,
+        now_s: float = 0.0,
+    ) -> None:
+        """All shards have reported. The columns: generations known already."""
+    def step(self, max_blocks: int) -> bool:
+        """Goes on, by about so many blocks. True when the pool is complete."""
+    def take(self) -> kvplane_blocks._native.Pool:
+        """The complete pool; the shards are to be started anew."""
+    @property
+    def num_restored(self) -> int: ...

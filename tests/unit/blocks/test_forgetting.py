@@ -57,9 +57,7 @@ def test_a_forgotten_prefix_can_be_cached_anew_while_the_old_is_taken_apart() ->
         finish(pool)
         assert writer.num_cached(blocks(1, 2, 3)) == (3, 0)
         (run,) = pool.all_publications(100)
-        assert run[5] == b"".join(
-            sorted(hashes_of(b"root", blocks(1, 2, 3)), key=run[5].index)
-        )
+        assert run[5] == b"".join(sorted(hashes_of(b"root", blocks(1, 2, 3)), key=run[5].index))
 
 
 def test_blocks_in_use_are_left_unless_it_is_forced() -> None:
@@ -131,22 +129,23 @@ def test_a_sequence_whose_tokens_come_later_stays_private_if_they_might_be_the_f
             for sequence_id in running:
                 first = 6 if sequence_id == running[0] else 4
                 slots, none = i32([6 if first == 6 else 4]), i32([0])
-                pool.append(
-                    writer.slot, i64([sequence_id]), i64([first]), slots, none, b"", b""
-                )
+                pool.append(writer.slot, i64([sequence_id]), i64([first]), slots, none, b"", b"")
         forget(writer, blocks(1, 2, 5))
         for sequence_id, first, tokens in (
             (running[0], 6, blocks(2)[2:] + blocks(5)),
             (running[1], 4, blocks(6)),
         ):
-            assert pool.deferred_tokens(
-                writer.slot,
-                i64([sequence_id]),
-                i64([running.index(sequence_id) + 1]),
-                i64([first]),
-                i32([len(tokens)]),
-                i32(tokens),
-            ) is None, number
+            assert (
+                pool.deferred_tokens(
+                    writer.slot,
+                    i64([sequence_id]),
+                    i64([running.index(sequence_id) + 1]),
+                    i64([first]),
+                    i32([len(tokens)]),
+                    i32(tokens),
+                )
+                is None
+            ), number
         assert writer.num_cached(blocks(1, 2, 5)) == (2, 0)
         assert writer.num_cached(blocks(3, 6)) == (2, 0)
 

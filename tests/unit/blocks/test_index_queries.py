@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from index_writer import BLOCK_TOKENS, Writer, blocks, checked_pool, hashes_of, i32, ints
@@ -97,6 +98,6 @@ def test_memory_grows_by_what_is_said_a_block_and_an_entry() -> None:
 
 
 def resident_bytes() -> int:
-    with open("/proc/self/smaps_rollup") as file:
-        (line,) = (line for line in file if line.startswith("Rss:"))
+    text = Path("/proc/self/smaps_rollup").read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith("Rss:"))
     return int(line.split()[1]) * 1024

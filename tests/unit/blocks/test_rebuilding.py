@@ -85,9 +85,7 @@ def chain(root: bytes, firsts: list[int], at: list[int], generation: int = 1) ->
     for i, (block, hash_) in enumerate(zip(at, hashes_of(root, tokens), strict=True)):
         parent, parent_generation = (at[i - 1], generation) if i else (-1, 0)
         own = i32(tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS])
-        report.published[block] = Published(
-            root, generation, parent, parent_generation, hash_, own
-        )
+        report.published[block] = Published(root, generation, parent, parent_generation, hash_, own)
         report.generations[DEVICE][block] = generation
     return report
 
@@ -297,7 +295,7 @@ def test_random_reports_are_restored_as_the_rules_say(seed: int) -> None:
     for root in (b"r", b"s"):
         for prompt in range(4):  # a trie: each prompt leaves the one before it somewhere
             shared = rng.randrange(prompt + 1)
-            firsts = [1, 2][:shared] + [100 + prompt, 101 + prompt, 102 + prompt]
+            firsts = [*[1, 2][:shared], 100 + prompt, 101 + prompt, 102 + prompt]
             holds = {p.hash: b for b, p in report.published.items()}
             hashes = hashes_of(root, blocks(*firsts))
             at = [holds[h] if h in holds else free.pop() for h in hashes]

@@ -15,9 +15,7 @@ FOREVER = 1e9
 def retain(
     writer: Writer, tokens: list[int], priority: int, *, until: float = FOREVER, most: int = 1000
 ) -> tuple[int, ...]:
-    answer: tuple[int, ...] = writer.pool.retain(
-        writer.slot, i32(tokens), priority, until, most
-    )
+    answer: tuple[int, ...] = writer.pool.retain(writer.slot, i32(tokens), priority, until, most)
     return answer
 
 
@@ -215,7 +213,7 @@ def assert_as_held(
 ) -> None:
     for prefix in prefixes[:3]:
         wanted = [
-            max([p for _, of, p in held if list(of[: end]) == prefix[:end]], default=0)
+            max([p for _, of, p in held if list(of[:end]) == prefix[:end]], default=0)
             for end in range(4, 25, 4)
         ]
         assert writer.priorities(prefix) == wanted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -182,9 +181,7 @@ class Watching(RuleBasedStateMachine):
         writer.cache(blocks(*firsts))
         self.known[writer.root] |= {tuple(firsts[:end]) for end in range(1, len(firsts) + 1)}
 
-    @rule(
-        which=st.integers(0, 1), firsts=st.lists(st.integers(0, 2), min_size=1, max_size=3)
-    )
+    @rule(which=st.integers(0, 1), firsts=st.lists(st.integers(0, 2), min_size=1, max_size=3))
     def forget(self, which: int, firsts: list[int]) -> None:
         self.pool.forget(self.writers[which].slot, i32(blocks(*firsts)), True)
 
