@@ -158,6 +158,7 @@ py::tuple explain(const Pool& pool, const py::bytes& root, const py::bytes& toke
   for (const EntryId e :
        pool.match(std::string_view(root), read<int32_t>(token_ids, "token_ids"))) {
     const Entry& entry = pool.index()[e];
+    if (entry.block(kDevice) == kNoBlock && entry.block(kHost) == kNoBlock) continue;
     const Tier tier = entry.block(kDevice) != kNoBlock ? kDevice : kHost;
     const BlockStore& blocks = pool.store(tier);
     const Block b = entry.block(tier);
@@ -167,7 +168,8 @@ py::tuple explain(const Pool& pool, const py::bytes& root, const py::bytes& toke
     ref_counts.push_back(static_cast<int32_t>(blocks.ref_count(b)));
     num_hits.push_back(entry.num_uses);
     ages_ms.push_back(static_cast<int64_t>((pool.now_s() - entry.published_s) * 1000));
-    idle_ms.push_back(static_cast<int64_t>((pool.now_s() - entry.used_s) * 1000));
+    const double idle_s = blocks.ref_count(b) ? 0 : pool.now_s() - entry.used_s;
+    idle_ms.push_back(static_cast<int64_t>(idle_s * 1000));
     priorities.push_back(blocks.priority(b));
   }
   return py::make_tuple(pack(tiers), pack(indices), pack(generations), pack(ref_counts),
@@ -307,6 +309,7 @@ void bind_steps(PoolClass& pool) {
       "swap",
       [](Pool& self, Slot slot, const py::bytes& sequence_ids, int destination,
          int64_t headroom) -> py::object {
+        if (headroom < 0) throw py::value_error("headroom must not be negative");
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
         const auto result = self.swap(checked(self, slot), ids, tier_of(destination), headroom);
         if (const auto* failure = std::get_if<Failure>(&result)) return as_tuple(*failure);

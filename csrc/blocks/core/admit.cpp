@@ -13,6 +13,7 @@ struct Pool::Hit {
     kShared,  // a published device block
     kHosted,  // in the host tier: copied to a new device block
     kLed,     // a block that a sequence of the session fills by plan `plan`; 0: it has
+    kNone,    // no block: it lies behind the attention window
   };
   EntryId entry;
   Kind kind;
@@ -83,7 +84,8 @@ std::variant<Admitted, Failure> Pool::admit_with(Session& session, const Admissi
     if (needed > num_device && !copies_last)
       return Failure{0, Code::kNever, needed, num_device, kDevice};
     // Where there is no room for the last block and its copy, it is computed again instead.
-    if (!copies_last) return no_room(session, kDevice, 0, needed, available, admission.headroom);
+    if (!copies_last || config_.window_tokens)
+      return no_room(session, kDevice, 0, needed, available, admission.headroom);
     hits.pop_back();
   }
   if (dry_.on)
@@ -131,22 +133,9 @@ void Pool::find_hits(const Session& session, const Admission& admission,
       hits.push_back({e, Hit::kShared, entry.block(kDevice), 0});
     } else if (entry.block(kHost) != kNoBlock) {
       hits.push_back({e, Hit::kHosted, entry.block(kHost), session.number});
-    } else {
-      if (entry.leader == kNoEntry) break;
-      const Sequence& leader = sequences_[entry.leader];
-      const int64_t end = (i + 1) * block_size_;
-      if (leader.uid != entry.leader_uid || !leader.live || leader.slot != session.slot ||
-          leader.tier != kDevice || leader.moved_by > session.done || i < leader.num_trimmed ||
-          i >= leader.table.size || end > leader.num_scheduled)
-        break;
-      int64_t plan = 0;
-      if (end > leader.num_written)
-        for (const auto& [number, stop] : leader.pending)
-          if (stop >= end) {
-            plan = number;
-            break;
-          }
-      hits.push_back({e, Hit::kLed, leader.table.at(table_store_, i), plan});
+    } else if (!find_led(session, e, i, hits)) {
+      if (!config_.window_tokens) break;
+      hits.push_back({e, Hit::kNone, kNoBlock, 0});
     }
   }
   // The last token is computed again, into a copy of its block, which must have been written before
@@ -154,6 +143,53 @@ void Pool::find_hits(const Session& session, const Admission& admission,
   if (!hits.empty() && static_cast<int64_t>(hits.size()) * block_size_ == admission.tokens.size &&
       hits.back().kind == Hit::kLed && hits.back().plan >= session.number)
     hits.pop_back();
+  if (!config_.window_tokens) return;
+  std::vector<uint8_t> present;
+  for (const Hit& hit : hits) present.push_back(hit.kind != Hit::kNone);
+  const auto [num, first] = window_hits(present, admission.tokens.size);
+  hits.resize(static_cast<size_t>(num));
+  for (int64_t i = 0; i < first; ++i) {
+    Hit& hit = hits[static_cast<size_t>(i)];
+    hit = {hit.entry, Hit::kNone, kNoBlock, 0};
+  }
+}
+
+// Adds the i-th block of a prompt if a sequence of the session fills it.
+bool Pool::find_led(const Session& session, EntryId e, int64_t i, std::vector<Hit>& hits) const {
+  const Entry& entry = index_[e];
+  if (entry.leader == kNoEntry) return false;
+  const Sequence& leader = sequences_[entry.leader];
+  const int64_t end = (i + 1) * block_size_;
+  if (leader.uid != entry.leader_uid || !leader.live || leader.slot != session.slot ||
+      leader.tier != kDevice || leader.moved_by > session.done || i < leader.num_trimmed ||
+      i >= leader.table.size || end > leader.num_scheduled)
+    return false;
+  int64_t plan = 0;
+  if (end > leader.num_written)
+    for (const auto& [number, stop] : leader.pending)
+      if (stop >= end) {
+        plan = number;
+        break;
+      }
+  hits.push_back({e, Hit::kLed, leader.table.at(table_store_, i), plan});
+  return true;
+}
+
+// With an attention window: how many leading blocks of a prompt of num_tokens an admission can
+// begin after, and the first of them that it needs, since positions before that are seen no more.
+// `present`: which blocks there are.
+std::pair<int64_t, int64_t> Pool::window_hits(const std::vector<uint8_t>& present,
+                                              int64_t num_tokens) const {
+  std::vector<int64_t> last_missing{-1};  // before each block
+  for (size_t i = 0; i < present.size(); ++i)
+    last_missing.push_back(present[i] ? last_missing.back() : static_cast<int64_t>(i));
+  for (auto num = static_cast<int64_t>(present.size()); num > 0; --num) {
+    const int64_t next = std::min(num * block_size_, num_tokens - 1);
+    const int64_t first = std::max<int64_t>(0, next - config_.window_tokens + 1) / block_size_;
+    if (last_missing[static_cast<size_t>(num)] < std::min(first, num))
+      return {num, std::min(first, num)};
+  }
+  return {0, 0};
 }
 
 // Fills the table with the hits, and says by which plans they are written.
@@ -164,16 +200,17 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
   BlockStore& host = store(kHost);
   std::vector<Block> used[2];  // by tier
   for (const Hit& hit : hits)
-    if (hit.kind != Hit::kLed) used[hit.kind == Hit::kHosted].push_back(hit.block);
+    if (hit.kind == Hit::kShared || hit.kind == Hit::kHosted)
+      used[hit.kind == Hit::kHosted].push_back(hit.block);
   device.policy().use(used[0].data(), used[0].size());
   if (host.num_blocks) host.policy().use(used[1].data(), used[1].size());
   if (hits.empty()) return;
   for (const Hit& hit : hits)  // before anything is allocated, which could evict them
-    if (hit.kind != Hit::kHosted) device.share(hit.block);
+    if (hit.kind == Hit::kShared || hit.kind == Hit::kLed) device.share(hit.block);
   const auto num_hosted = static_cast<int64_t>(used[1].size());
   scratch_.clear();
   if (num_hosted) allocate(session, kDevice, num_hosted, scratch_);
-  std::vector<uint8_t> allocated(hits.size());
+  std::vector<uint8_t> allocated;  // of the entries that are not trimmed
   int64_t plan = 0, position = 0, num_taken = 0;
   bool all_published = true;
   for (size_t i = 0; i < hits.size(); ++i) {
@@ -185,14 +222,17 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
     if (hit.kind == Hit::kLed) sequence.filled_by = std::max(sequence.filled_by, hit.plan);
     if (hit.kind == Hit::kHosted) {
       b = scratch_[static_cast<size_t>(num_taken++)];
-      allocated[i] = 1;
       transfer(session, {kHost, hit.block, host.generation(hit.block)}, kDevice, b,
                static_cast<uint32_t>(block_size_));
       sequence.copied_by = session.number;
       counters_.num_host_hit_tokens += block_size_;
     }
     push_block(session, sequence, b);
-    all_published = all_published && hit.kind == Hit::kShared;
+    if (hit.kind == Hit::kNone)
+      ++sequence.num_trimmed;
+    else
+      allocated.push_back(hit.kind == Hit::kHosted);
+    all_published = all_published && (hit.kind == Hit::kShared || hit.kind == Hit::kNone);
     if (all_published) {
       ++sequence.num_published;
       sequence.chain = hit.entry;
@@ -208,7 +248,8 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
       sequence.pending.emplace_back(plan, position);
     }
   }
-  set_entries(session, sequence, ChangeKind::kSet, 0, sequence.table.size, &allocated);
+  set_entries(session, sequence, sequence.num_trimmed ? ChangeKind::kReplace : ChangeKind::kSet,
+              sequence.num_trimmed, sequence.table.size, &allocated);
 }
 
 // Lets later sequences of the session share the prompt's blocks from `first` on before they are

@@ -121,7 +121,10 @@ std::vector<int32_t> Pool::growth(Slot slot, const AppendColumns& columns) const
     const bool fits = sequence && sequence->tier == kDevice && sequence->num_scheduled == first &&
                       num_slots >= 0 && num_ahead >= 0;
     const int64_t end = first + num_slots;
-    const int64_t num = fits ? num_needed(session, *sequence, first, end, end + num_ahead) : 0;
+    const int64_t num =
+        fits ? num_needed(session, *sequence, look(session, columns.sequence_ids[item]), first, end,
+                          end + num_ahead)
+             : 0;
     needed.push_back(static_cast<int32_t>(std::min<int64_t>(num, store(kDevice).num_blocks + 1)));
   }
   return needed;

@@ -168,7 +168,7 @@ class Pool final : private Listener {
   // Blocks that each item would take now; 0 for one that would be refused for another reason.
   std::vector<int32_t> growth(Slot slot, const AppendColumns& columns) const;
   std::variant<int64_t, Failure> swap(Slot slot, Span<int64_t> ids, Tier destination,
-                                      int64_t headroom);
+                                      int64_t headroom = 0);
   int64_t cut(Slot slot, int64_t sequence_id);
   bool reserve(Slot slot, int64_t sequence_id, int64_t num_blocks);
   // Empty when there is nothing to carry out.
@@ -303,6 +303,9 @@ class Pool final : private Listener {
   std::variant<Admitted, Failure> admit_with(Session& session, const Admission& admission,
                                              int64_t admitted_by, bool computes);
   void find_hits(const Session& session, const Admission& admission, std::vector<Hit>& hits) const;
+  bool find_led(const Session& session, EntryId e, int64_t i, std::vector<Hit>& hits) const;
+  std::pair<int64_t, int64_t> window_hits(const std::vector<uint8_t>& present,
+                                          int64_t num_tokens) const;
   void use_hits(Session& session, Sequence& sequence, const std::vector<Hit>& hits);
 
   // Plans (plans.cpp)

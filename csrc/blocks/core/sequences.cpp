@@ -203,7 +203,7 @@ ItemResults Pool::truncate(Slot slot, Span<int64_t> ids, Span<int64_t> num_token
       failure = {item, Code::kNotFound, id};
     } else {
       const Sequence& sequence = sequences_[*session.sequences.find(id)];
-      if (num < 0)
+      if (num < 1)
         failure = {item, Code::kNegative, 3};
       else if (now.computed)
         failure = {item, Code::kBusy, id};
