@@ -3,8 +3,8 @@
 Knows neither grpc nor torch. Single-threaded: it is only ever called from the event loop, and every
 call runs to its end. Invariant: ``check_integrity`` holds after every call, one that raises too.
 
-    registration   register, report, disconnect, fence_done, take_told,
-                   take_outgoing
+    registration   register, report, disconnect, fence_done, take_told, take_outgoing
+    work           what takes long, a few milliseconds at a time
     sessions       open_session, renew_session, close_session, tick
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
                    applying its receipts first
@@ -97,7 +97,13 @@ class ControlPlane:
         self.fence_done = self._registration.fence_done
         self.take_outgoing = self._registration.take_outgoing
         self.take_told = self._registration.take_told
+        self.work = self._registration.work
         self._touch = self._registration.touched.add
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``work`` has something to do, once ``take_told`` has been called."""
+        return self._registration.has_work
 
     # Sessions
 

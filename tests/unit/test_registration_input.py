@@ -36,7 +36,10 @@ LONG = bytes(8)
         (pb.BlockReport(blocks=[tpb.Blocks(tier=9)]), "blocks[0].tier"),  # type: ignore[arg-type]
         (pb.BlockReport(blocks=[tpb.Blocks(group=1, tier=tpb.TIER_HOST)]), "blocks[0].group"),
         (device(indices=ONE[:3]), "blocks[0].indices"),
-        (device(indices=columns.pack(INT32, [1, 16]), generations=LONG * 2), "blocks[0].indices[1]"),
+        (
+            device(indices=columns.pack(INT32, [1, 16]), generations=LONG * 2),
+            "blocks[0].indices[1]",
+        ),
         (device(indices=columns.pack(INT32, [-1]), generations=LONG), "blocks[0].indices[0]"),
         (device(indices=bytes(4 * 17)), "blocks[0].indices"),
         (device(indices=ONE, generations=LONG[:7]), "blocks[0].generations"),

@@ -10,15 +10,22 @@ generations, counters and the revision go on from the one before.
 
 from __future__ import annotations
 
-from collections.abc import KeysView
+from collections.abc import Iterator, KeysView
 from typing import Final
 
 from kvplane_blocks import Pool as NativePool
 
 from control_plane.planning.config import CoreConfig
-from control_plane.planning.pools.publications import MAX_PUBLICATIONS, publish_message
+from control_plane.planning.pools.publications import (
+    MAX_PUBLICATIONS,
+    Run,
+    publish_message,
+    withdraw_message,
+)
 from control_plane.planning.pools.reports import TIERS
 from control_plane.planning.pools.shards import PoolShards
+from kvplane import columns
+from kvplane.columns import INT32, INT64
 from kvplane.errors import QuotaExceededError
 from kvplane.layout import Layout
 from kvplane.v1 import control_pb2 as cpb
@@ -26,6 +33,8 @@ from kvplane.v1 import types_pb2 as tpb
 
 _DEVICE: Final = tpb.TIER_DEVICE
 _MAX_TENANTS: Final = 65_536
+_MAX_WITHDRAWN: Final = 65_536  # blocks in one message
+_PIECE_ENTRIES: Final = 10_000  # taken apart at once: a few milliseconds
 # PoolCounters in the order of the core's counters; the one that is a maximum does not add up.
 _COUNTERS: Final = (
     "num_lookup_tokens",
@@ -40,6 +49,7 @@ _COUNTERS: Final = (
     "num_demoted_blocks",
     "num_forgotten_blocks",
 )
+_FORGOTTEN: Final = _COUNTERS.index("num_forgotten_blocks")
 _MAXIMUM: Final = _COUNTERS.index("max_held_blocks")
 
 
@@ -54,6 +64,7 @@ class Pool:
         self._slots: dict[int, int] = {}  # of open sessions
         self.built = False
         self.is_building = False
+        self.is_forgetting = False
         self.now_s = 0.0
         self.num_cut_sequences = 0
         self.num_granted_admissions = 0
@@ -61,6 +72,7 @@ class Pool:
         self._owners: dict[str, int] = {}
         # Slots of ended sessions that are being fenced.
         self._ended_slots: dict[int, int] = {}
+        self._has_forgotten = False  # blocks, which the shards are to withdraw
         self._earlier_counters = [0] * len(_COUNTERS)  # of the cores before this one
         self._earlier_revision = 0
         self._usage = cpb.PoolUsage(tiers=[cpb.TierUsage(tier=tier) for tier in TIERS])
@@ -97,6 +109,11 @@ class Pool:
         """Whether sessions can be opened."""
         return self.built and self.shards.are_connected
 
+    @property
+    def has_work(self) -> bool:
+        """Whether it is being built, or entries that were forgotten are still to be taken apart."""
+        return self.is_building or self.is_forgetting
+
     def num_blocks(self, tier: tpb.Tier) -> int:
         """Blocks of a tier; 0 while the pool is not built."""
         return self.native.usage(tier)[0]
@@ -111,7 +128,8 @@ class Pool:
 
     def set_tiers(self, num_blocks: dict[tpb.Tier, int]) -> None:
         """Start over with so many blocks of each tier, all free, at the generations known."""
-        self._adopt(NativePool(self.block_size, *(num_blocks[t] for t in TIERS), *self._settings()))
+        device, host = (num_blocks[tier] for tier in TIERS)
+        self._adopt(NativePool(self.block_size, device, host, *self._settings()))
 
     def begin_build(self) -> None:
         """Begin to build the pool from its shards' reports."""
@@ -144,6 +162,7 @@ class Pool:
             self._earlier_counters[i] = max(earlier, value) if i == _MAXIMUM else earlier + value
         self._earlier_revision += self.native.revision
         self._ended_slots.clear()
+        self.is_forgetting = False
         self.native = native
         native.set_time(self.now_s)
 
@@ -192,16 +211,47 @@ class Pool:
     # Publications
 
     def announce(self) -> None:
-        """Send what was published since the last call to the shards."""
+        """Send what was published and forgotten since the last call to the shards."""
         published = self.native.take_publications(MAX_PUBLICATIONS)
         if published:
             self.shards.send([publish_message(run) for run in published])
+        while self._has_forgotten:
+            indices, generations = self.native.take_forgotten(_MAX_WITHDRAWN)
+            if indices:
+                self.shards.send([withdraw_message(indices, generations)])
+            self._has_forgotten = bool(indices)
+
+    def forget_some(self) -> None:
+        """Take entries apart that were forgotten, for a few milliseconds."""
+        self._has_forgotten = True
+        self.is_forgetting = self.native.forget_some(_PIECE_ENTRIES)
 
     def missed(self, shard_index: int) -> list[cpb.RegisterResponse]:
-        """What a shard that came back may not have been sent: fences, and all publications."""
+        """What a shard that came back may not have been sent: fences, what was forgotten, and all
+        publications.
+        """
         self.announce()  # to the others: all of it is in what follows
         published = self.native.all_publications(MAX_PUBLICATIONS)
-        return self.shards.fences_for(shard_index) + [publish_message(run) for run in published]
+        return (
+            self.shards.fences_for(shard_index)
+            + [withdraw_message(*columns) for columns in self._withdrawn(published)]
+            + [publish_message(run) for run in published]
+        )
+
+    def _withdrawn(self, published: list[Run]) -> Iterator[tuple[bytes, bytes]]:
+        """Indices and generations of all blocks that were allocated and hold no published prefix,
+        if any prefix was ever forgotten.
+        """
+        if not self.native.counters()[_FORGOTTEN]:
+            return
+        generations = columns.read(INT64, self.native.generations(_DEVICE), "generations")
+        for _, indices, *_ in published:
+            for block in columns.read(INT32, indices, "indices"):
+                generations[block] = 0
+        blocks = [block for block in range(self.num_blocks(_DEVICE)) if generations[block]]
+        for begin in range(0, len(blocks), _MAX_WITHDRAWN):
+            part = blocks[begin : begin + _MAX_WITHDRAWN]
+            yield columns.pack(INT32, part), columns.pack(INT64, [generations[i] for i in part])
 
     # Descriptions
 

@@ -62,6 +62,13 @@ def publish_message(run: Run) -> cpb.RegisterResponse:
     return cpb.RegisterResponse(publish=cpb.PublishBlocks(publications=publications))
 
 
+def withdraw_message(indices: bytes, generations: bytes) -> cpb.RegisterResponse:
+    """Takes back publications of device blocks of these generations."""
+    return cpb.RegisterResponse(
+        withdraw=cpb.WithdrawBlocks(indices=indices, generations=generations)
+    )
+
+
 def reported_root(message: tpb.Publications, *, fingerprint: bytes, num_blocks: int) -> bytes:
     """The root of reported publications of a device tier of ``num_blocks``, whose columns have not
     been read yet. Raises InvalidRequestError naming a field of the message.

@@ -20,8 +20,8 @@ from typing import Final
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.shards import num_blocks_of
 
-# Blocks of one piece of a build: a few milliseconds.
-_PIECE_BLOCKS: Final = 8192
+# Blocks of one piece of a build: a millisecond or two.
+_PIECE_BLOCKS: Final = 4096
 # Pools of shards that have no more blocks are built at once.
 _SMALL_BLOCKS: Final = 4096
 
@@ -35,11 +35,12 @@ def begin_if_complete(pool: Pool) -> None:
         return
     pool.begin_build()
     most = max(sum(num_blocks_of(state.hello).values()) for state in shards.states.values())
-    while most <= _SMALL_BLOCKS and pool.is_building:
-        build_some(pool)
+    while most <= _SMALL_BLOCKS and not build_some(pool):
+        pass
 
 
-def build_some(pool: Pool) -> None:
-    """Go on with a build, for a few milliseconds."""
+def build_some(pool: Pool) -> bool:
+    """Go on with a build for a few milliseconds; returns whether the pool is built now."""
     if pool.shards.reports.rebuild.step(_PIECE_BLOCKS):
         pool.end_build()
+    return pool.built

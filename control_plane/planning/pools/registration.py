@@ -52,6 +52,7 @@ class Registration:
         self._new_key = new_key
         self._end_sessions = end_sessions
         self.touched: set[Pool] = set()  # what their shards are to be told may have changed
+        self._working: set[Pool] = set()  # have work that is done in pieces
 
     def register(self, hello: cpb.Hello) -> cpb.Welcome:
         """Register a shard, or resume it. Unless it is resumed, it must report next.
@@ -115,9 +116,31 @@ class Registration:
         told = []
         for pool in self.touched:
             pool.announce()
+            if pool.has_work:
+                self._working.add(pool)
             told += [(pool.id, i) for i, state in pool.shards.states.items() if state.outgoing]
         self.touched.clear()
         return told
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``work`` has something to do."""
+        return bool(self._working)
+
+    def work(self) -> bool:
+        """Go on for a few milliseconds with what takes long: pools that are built from reports, and
+        prefixes that were forgotten. Returns whether some of it is left.
+        """
+        self._working.update([pool for pool in self.touched if pool.has_work])
+        for pool in [*self._working]:
+            self.touched.add(pool)
+            if pool.is_building:
+                build_some(pool)
+            else:
+                pool.forget_some()
+            if not pool.has_work:
+                self._working.remove(pool)
+        return self.has_work
 
     def take_outgoing(self, pool_id: str, shard_index: int) -> list[cpb.RegisterResponse]:
         """The messages to send to a shard, in order. Each is returned once, and what a shard may

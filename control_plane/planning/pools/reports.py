@@ -30,9 +30,7 @@ class Reports:
         """A shard begins to report; what it reported before is dropped."""
         self.rebuild.start_shard(shard_index, *(num_blocks[tier] for tier in TIERS))
 
-    def add(
-        self, shard_index: int, num_blocks: dict[tpb.Tier, int], part: cpb.BlockReport
-    ) -> None:
+    def add(self, shard_index: int, num_blocks: dict[tpb.Tier, int], part: cpb.BlockReport) -> None:
         """Add a part of a shard's report. Raises InvalidRequestError naming a field of it; messages
         before the one at fault have been added then.
         """
