@@ -92,6 +92,15 @@ async def test_sequences_of_one_prompt_write_apart(start_engine: StartEngine) ->
         await engine.step(*appends, spans=[(position, 1)] * 3)
 
 
+async def test_equal_prompts_of_one_step_are_computed_once(start_engine: StartEngine) -> None:
+    engine, _ = await start_engine()
+    admits = ops.admit(1, range(20)), ops.admit(2, range(20))
+    result = await engine.step(*admits, spans=[(0, 20), (16, 4)])
+    assert result.results[1].admit.num_cached_tokens == 16
+    both = [ops.append(i, [40 * i], 1, first_position=20) for i in (1, 2)]
+    await engine.step(*both, spans=[(20, 1)] * 2)
+
+
 async def test_attention_sees_the_window_and_its_blocks_alone(start_engine: StartEngine) -> None:
     engine, data = await start_engine(window_tokens=BLOCK + 3)
     await engine.step(ops.admit(1, range(20)), spans=[(0, 20)])

@@ -127,6 +127,29 @@ async def test_the_check_and_the_step_never_disagree(start_world: StartWorld, se
             assert checked.admit == done.admit
 
 
+async def test_a_swap_in_leaves_the_headroom_that_admissions_leave(
+    start_world: StartWorld,
+) -> None:
+    caller = await (await start_world(watermark=0.25)).caller()
+    await caller.admit(1, prompt(4, extra=0))
+    await caller.do(ops.swap_out([1]))
+    await caller.admit(2, prompt(9, seed=1, extra=0))
+    swap_in = ops.swap_in([1])
+    assert (await caller.later(swap_in)).reason == pb.SHORTAGE_REASON_HEADROOM
+    (checked,) = await answers(caller, swap_in)
+    assert statuses(checked) == [pb.OPERATION_STATUS_LATER]
+    await caller.do(ops.truncate(2, 8 * BLOCK))
+    await caller.do(swap_in)
+
+
+async def test_a_prompt_takes_blocks_as_its_chunks_come(world, caller) -> None:
+    await caller.admit(1, prompt(12, extra=0), num_compute_tokens=10)
+    assert (await world.usage())["held"] == 2
+    await (await world.caller()).admit(1, prompt(10, seed=1, extra=0))
+    await caller.do(ops.append(1, (), 22, first_position=10))
+    assert (await caller.later(ops.append(1, (), 64, first_position=32))).num_blocks_needed == 8
+
+
 # Several sequences of one prompt.
 
 
