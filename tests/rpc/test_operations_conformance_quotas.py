@@ -64,7 +64,7 @@ async def test_a_tenant_has_only_so_many_blocks_in_all_its_sessions(
     world = await start_world(max_tenant_blocks=6)
     one, other = [await world.caller() for _ in range(2)]
     await one.admit(1, prompt(3))
-    await other.admit(1, prompt(3, extra=0), num_compute_tokens=0)
+    await other.admit(1, prompt(3), num_compute_tokens=0)
     shortage = await other.later(ops.admit(2, prompt(3, seed=1)))
     assert shortage.reason == pb.SHORTAGE_REASON_QUOTA
     await other.admit(2, prompt(1, seed=1, extra=0))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 
 import grpc.aio
 import pytest
+from control_wire import Stub
 from operations_world import DEVICE, HOST, POOL, Caller, World, prompt
 
 from control_plane.server.server import ControlPlaneServer
@@ -78,10 +79,12 @@ async def following(client: ControlClient, namespace: str = "") -> AsyncIterator
                 follower.apply(event)
 
     task = asyncio.create_task(run())
-    yield follower
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    try:
+        yield follower
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):  # but not what ended it before
+            await task
 
 
 async def revision_of(caller: Caller) -> int:
@@ -197,7 +200,10 @@ async def test_a_data_plane_that_restarts_clears_the_feed(world, caller) -> None
 
 
 async def test_a_follower_outlives_its_control_plane(
-    world, caller, start_control_plane: Callable[..., Awaitable[ControlPlaneServer]]
+    world: World,
+    caller: Caller,
+    start_control_plane: Callable[..., Awaitable[ControlPlaneServer]],
+    connect: Callable[[ControlPlaneServer], Stub],
 ) -> None:
     await caller.admit(1, prompt(2))
     async with following(world.client) as follower:
@@ -205,9 +211,9 @@ async def test_a_follower_outlives_its_control_plane(
         address = world.server.address
         await world.server.stop()
         successor = await start_control_plane(bind=address, watermark=0.0)
-        fresh = World(successor, world.client, world.stub)
+        fresh = World(successor, world.client, connect(successor))
         async with asyncio.timeout(10):
-            shard = await fresh.register(incarnation=0)
+            shard = await fresh.register()
         again = await fresh.caller()
         await again.admit(1, prompt(1, seed=1))
         async with asyncio.timeout(10):
