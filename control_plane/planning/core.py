@@ -33,6 +33,7 @@ from control_plane.planning.steps.numbering import content_of
 from control_plane.planning.steps.planner import Named, Planner, may_plan, read_operations
 from control_plane.planning.steps.plans import finish_plan
 from control_plane.planning.steps.receipts import take_receipts
+from control_plane.planning.watching import Follower
 from kvplane import protocol, signing
 from kvplane.error_messages import duration_of
 from kvplane.errors import (
@@ -337,6 +338,26 @@ class ControlPlane:
         else:
             pools = [self._pool(i, "pool_ids") for i in sorted(set(request.pool_ids))]
         return queries.find_prefix(pools, request, tenant)
+
+    def follow(self, request: cpb.WatchRequest, tenant: str, wake: Callable[[], None]) -> Follower:
+        """Follow what a tenant's namespace has in a pool's prefix index, until ``unfollow``.
+
+        ``wake`` is called when there may be something to take. Raises PoolNotFoundError,
+        InvalidRequestError, QuotaExceededError, RevisionTooOldError.
+        """
+        pool = self._pool(request.pool_id)
+        _require_short(request.namespace, MAX_NAMESPACE_CHARACTERS, "namespace")
+        most = self._config.max_followers
+        if sum(len(each.followers) for each in self._pools.values()) >= most:
+            raise QuotaExceededError(f"{most} streams follow prefix indexes: end one first")
+        scope = tenant, request.namespace
+        follower = Follower(pool, scope, request, self.incarnation, wake)
+        pool.followers.add(follower)
+        return follower
+
+    def unfollow(self, pool_id: str, follower: Follower) -> None:
+        """The follower is gone."""
+        self._pools[pool_id].followers.remove(follower)
 
     def describe_pool(self, pool_id: str) -> cpb.DescribePoolResponse:
         """A pool, ready or not. Raises PoolNotFoundError."""

@@ -53,13 +53,13 @@ class Follower:
             self.num_snapshots += 1
         elif isinstance(event, BlocksStored):
             for block in event.blocks:
-                parents = {block_hash for block_hash, _ in self.held} | {bytes(16)}
-                assert block.parent_hash in parents, "a parent comes before its children"
                 self.held[block.block_hash, block.tier] = block
         elif isinstance(event, BlocksRemoved):
             for key in event.blocks:
-                del self.held[key]
+                self.held.pop(key, None)
         else:
+            present = {block_hash for block_hash, _ in self.held} | {bytes(16)}
+            assert {block.parent_hash for block in self.held.values()} <= present, "a parent lacks"
             assert event.revision >= self.revision
             self.revision = event.revision
 

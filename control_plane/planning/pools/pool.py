@@ -10,8 +10,8 @@ generations, counters and the revision go on from the one before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, KeysView
-from typing import Final
+from collections.abc import Callable, Iterator, KeysView
+from typing import Final, Protocol
 
 from kvplane_blocks import Pool as NativePool
 
@@ -53,6 +53,13 @@ _FORGOTTEN: Final = _COUNTERS.index("num_forgotten_blocks")
 _MAXIMUM: Final = _COUNTERS.index("max_held_blocks")
 
 
+class Follower(Protocol):
+    """Follows the prefix index."""
+
+    wake: Callable[[], None]
+    """Is called when the index has changed."""
+
+
 class Pool:
     """State of one pool; registration, planning and publication are in other modules."""
 
@@ -72,6 +79,8 @@ class Pool:
         self._owners: dict[str, int] = {}
         # Slots of ended sessions that are being fenced.
         self._ended_slots: dict[int, int] = {}
+        self.followers: set[Follower] = set()
+        self._followed_revision = 0
         self._has_forgotten = False  # blocks, which the shards are to withdraw
         self._earlier_counters = [0] * len(_COUNTERS)  # of the cores before this one
         self._earlier_revision = 0
@@ -164,6 +173,7 @@ class Pool:
         self._ended_slots.clear()
         self.is_forgetting = False
         self.native = native
+        native.watch_enable(self._config.num_kept_changes)
         native.set_time(self.now_s)
 
     def set_time(self, now_s: float) -> None:
@@ -258,6 +268,22 @@ class Pool:
     def revision(self) -> int:
         """Counts the changes to the prefix index."""
         return self._earlier_revision + self.native.revision
+
+    def revision_of(self, native_revision: int) -> int:
+        """The pool's revision for one of the present core."""
+        return self._earlier_revision + native_revision
+
+    def native_revision_of(self, revision: int) -> int:
+        """The present core's revision for one of the pool; negative for one of an earlier core."""
+        return revision - self._earlier_revision
+
+    def wake_followers(self) -> None:
+        """Wake the followers if the index has changed since the last call."""
+        revision = self.revision()
+        if revision != self._followed_revision:
+            self._followed_revision = revision
+            for follower in self.followers:
+                follower.wake()
 
     def usage(self) -> cpb.PoolUsage:
         """How the blocks of each tier are used. The message is changed by the next call."""

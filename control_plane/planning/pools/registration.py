@@ -116,6 +116,8 @@ class Registration:
         told = []
         for pool in self.touched:
             pool.announce()
+            if pool.followers:
+                pool.wake_followers()
             if pool.has_work:
                 self._working.add(pool)
             told += [(pool.id, i) for i, state in pool.shards.states.items() if state.outgoing]
