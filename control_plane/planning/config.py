@@ -18,6 +18,8 @@ class CoreConfig:
     ``tenant_sequences`` live ones, ``tenant_blocks`` of both tiers that its tables refer
     to, ``tenant_steps_per_s``. ``max_retained_share``: of a pool's device blocks, those that a
     tenant may retain.
+
+    Other bounds: ``max_followers`` of prefix indexes, ``num_kept_changes`` of each index for them.
     """
 
     lease_s: float = 30.0
@@ -33,3 +35,5 @@ class CoreConfig:
     tenant_blocks: int = 0
     tenant_steps_per_s: float = 0.0
     max_retained_share: float = 0.25
+    max_followers: int = 64
+    num_kept_changes: int = 65_536

@@ -3,8 +3,8 @@
 Knows neither grpc nor torch. Single-threaded: it is only ever called from the event loop, and every
 call runs to its end. Invariant: ``check_integrity`` holds after every call, one that raises too.
 
-    registration   register, report, disconnect, fence_done, take_told,
-                   take_outgoing
+    registration   register, report, disconnect, fence_done, take_told, take_outgoing
+    work           what takes long, a few milliseconds at a time
     sessions       open_session, renew_session, close_session, tick
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
                    applying its receipts first
@@ -37,6 +37,7 @@ from control_plane.planning.steps.numbering import content_of
 from control_plane.planning.steps.planner import Named, Planner, may_plan, read_operations
 from control_plane.planning.steps.plans import finish_plan
 from control_plane.planning.steps.receipts import take_receipts
+from control_plane.planning.watching import Follower
 from kvplane import protocol, signing
 from kvplane.error_messages import duration_of
 from kvplane.errors import (
@@ -101,6 +102,7 @@ class ControlPlane:
         self.disconnect = self._registration.disconnect
         self.take_outgoing = self._registration.take_outgoing
         self.take_told = self._registration.take_told
+        self.work = self._registration.work
         self._touch = self._registration.touched.add
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
@@ -120,6 +122,11 @@ class ControlPlane:
                     notices.append((session_id, news))
             sharing.with_news.clear()
         return notices
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``work`` has something to do, once ``take_told`` has been called."""
+        return self._registration.has_work
 
     # Sessions
 
@@ -378,6 +385,26 @@ class ControlPlane:
         else:
             pools = [self._pool(i, "pool_ids") for i in sorted(set(request.pool_ids))]
         return queries.find_prefix(pools, request, tenant)
+
+    def follow(self, request: cpb.WatchRequest, tenant: str, wake: Callable[[], None]) -> Follower:
+        """Follow what a tenant's namespace has in a pool's prefix index, until ``unfollow``.
+
+        ``wake`` is called when there may be something to take. Raises PoolNotFoundError,
+        InvalidRequestError, QuotaExceededError, RevisionTooOldError.
+        """
+        pool = self._pool(request.pool_id)
+        _require_short(request.namespace, MAX_NAMESPACE_CHARACTERS, "namespace")
+        most = self._config.max_followers
+        if sum(len(each.followers) for each in self._pools.values()) >= most:
+            raise QuotaExceededError(f"{most} streams follow prefix indexes: end one first")
+        scope = tenant, request.namespace
+        follower = Follower(pool, scope, request, self.incarnation, wake)
+        pool.followers.add(follower)
+        return follower
+
+    def unfollow(self, pool_id: str, follower: Follower) -> None:
+        """The follower is gone."""
+        self._pools[pool_id].followers.remove(follower)
 
     def describe_pool(self, pool_id: str) -> cpb.DescribePoolResponse:
         """A pool, ready or not. Raises PoolNotFoundError."""

@@ -91,6 +91,19 @@ class ControlPlaneConfig(ServingConfig):
         minimum=0.0,
         maximum=1.0,
     )
+    max_followers: int = setting(
+        _CORE.max_followers,
+        help="Streams that follow prefix indexes at one time.",
+        unit="streams",
+        minimum=0,
+    )
+    num_kept_changes: int = setting(
+        _CORE.num_kept_changes,
+        help="Changes kept of each prefix index; a follower further behind starts again.",
+        unit="changes",
+        minimum=1,
+        maximum=2**24,
+    )
     heartbeat_s: float = setting(
         5.0,
         help="Interval of a data plane's heartbeats; after three without one it counts as gone.",
@@ -122,4 +135,6 @@ class ControlPlaneConfig(ServingConfig):
             tenant_blocks=self.tenant_blocks,
             tenant_steps_per_s=self.tenant_steps_per_s,
             max_retained_share=self.max_retained_share,
+            max_followers=self.max_followers,
+            num_kept_changes=self.num_kept_changes,
         )

@@ -25,6 +25,7 @@ from kvplane.errors import (
     KvplaneError,
     StaleEpochError,
 )
+from kvplane.serving.logs import frames_of
 from kvplane.serving.streams import stopping_error
 from kvplane.v1 import control_pb2 as pb
 
@@ -33,6 +34,7 @@ _MISSED_HEARTBEATS: Final = 3
 # How long a stream rests that has sent publications and is empty, so that those of many steps go
 # together.
 _PUBLISH_INTERVAL_S: Final = 0.005
+_FAILED_WORK_DELAY_S: Final = 1.0
 
 
 class Registrar:
@@ -43,6 +45,7 @@ class Registrar:
         self._heartbeat_s = heartbeat_s
         self._streams: dict[tuple[str, int], _Stream] = {}
         self._stopping = False
+        self.has_work = asyncio.Event()
 
     async def serve(
         self, requests: AsyncIterator[pb.RegisterRequest]
@@ -83,6 +86,21 @@ class Registrar:
             if stream is not None and (outgoing := self._core.take_outgoing(*key)):
                 stream.outbox.extend(outgoing)
                 stream.changed.set()
+        if self._core.has_work:
+            self.has_work.set()
+
+    async def work(self) -> None:
+        """Do the core's long work, in pieces between requests. Runs until cancelled."""
+        while True:
+            await self.has_work.wait()
+            self.has_work.clear()
+            try:
+                self._core.work()
+                self.flush()
+            except Exception as error:  # a bug; it must not stop this loop
+                _LOGGER.error("background work failed error=%s", frames_of(error))
+                await asyncio.sleep(_FAILED_WORK_DELAY_S)
+            await asyncio.sleep(0)
 
     def stop(self) -> None:
         """End all streams and refuse new ones; the data planes try to register again."""

@@ -24,6 +24,7 @@ class ControlPlaneServer(PlaneServer):
     """A control plane that serves. Made by ``start``, ended by ``run_until_signal`` or ``stop``."""
 
     ticks: asyncio.Task[None]
+    work: asyncio.Task[None]
 
     def __init__(self, config: ControlPlaneConfig) -> None:
         """Bind, but accept no calls yet; see ``start``."""
@@ -49,12 +50,14 @@ class ControlPlaneServer(PlaneServer):
         self = cls(config)
         await self._serve()
         self.ticks = asyncio.create_task(_tick(self.core, self._registrar, self.metrics))
+        self.work = asyncio.create_task(self._registrar.work())
         _LOGGER.info("metrics port=%s incarnation=%d", self.metrics_port, self.core.incarnation)
         await self._announce()
         return self
 
     async def _finish(self) -> None:
         self.ticks.cancel()
+        self.work.cancel()
 
 
 async def _tick(core: ControlPlane, registrar: Registrar, metrics: ControlPlaneMetrics) -> None:

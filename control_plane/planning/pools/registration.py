@@ -14,7 +14,7 @@ from typing import Final
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.layouts import served_layout
 from control_plane.planning.pools.pool import Pool
-from control_plane.planning.pools.recovery import build_if_complete
+from control_plane.planning.pools.recovery import begin_if_complete, build_some
 from control_plane.planning.pools.shards import PoolShards, ShardState
 from kvplane.errors import (
     InvalidRequestError,
@@ -52,6 +52,7 @@ class Registration:
         self._new_key = new_key
         self._end_sessions = end_sessions
         self.touched: set[Pool] = set()  # what their shards are to be told may have changed
+        self._working: set[Pool] = set()  # have work that is done in pieces
 
     def register(self, hello: cpb.Hello) -> cpb.Welcome:
         """Register a shard, or resume it. Unless it is resumed, it must report next.
@@ -79,7 +80,7 @@ class Registration:
             self._restart(pool, hello, layout)
         self.touched.add(pool)
         index = hello.shard.index
-        state = pool.shards.states[index] = ShardState(hello, layout)
+        state = pool.shards.add(hello)
         state.outgoing.extend(pool.shards.fences_for(index))
         return cpb.Welcome(incarnation=self._incarnation, key=pool.shards.key)
 
@@ -91,7 +92,7 @@ class Registration:
         pool, state = self._shard(pool_id, shard_index, epoch)
         self.touched.add(pool)
         state.add_report(report)
-        build_if_complete(pool)
+        begin_if_complete(pool)
 
     def disconnect(self, pool_id: str, shard_index: int, epoch: int) -> None:
         """A shard's stream has ended. Sessions go on: engines carry their plans."""
@@ -106,7 +107,7 @@ class Registration:
         if done.session.incarnation == self._incarnation:
             self.touched.add(pool)
             pool.fence_done(done.session.session_id, shard_index)
-            build_if_complete(pool)
+            begin_if_complete(pool)
 
     def take_told(self) -> list[tuple[str, int]]:
         """The shards (pool, index) for which messages wait, of the pools touched since the last
@@ -115,9 +116,33 @@ class Registration:
         told = []
         for pool in self.touched:
             pool.announce()
+            if pool.followers:
+                pool.wake_followers()
+            if pool.has_work:
+                self._working.add(pool)
             told += [(pool.id, i) for i, state in pool.shards.states.items() if state.outgoing]
         self.touched.clear()
         return told
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``work`` has something to do."""
+        return bool(self._working)
+
+    def work(self) -> bool:
+        """Go on for a few milliseconds with what takes long: pools that are built from reports, and
+        prefixes that were forgotten. Returns whether some of it is left.
+        """
+        self._working.update([pool for pool in self.touched if pool.has_work])
+        for pool in [*self._working]:
+            self.touched.add(pool)
+            if pool.is_building:
+                build_some(pool)
+            else:
+                pool.forget_some()
+            if not pool.has_work:
+                self._working.remove(pool)
+        return self.has_work
 
     def take_outgoing(self, pool_id: str, shard_index: int) -> list[cpb.RegisterResponse]:
         """The messages to send to a shard, in order. Each is returned once, and what a shard may
@@ -176,10 +201,8 @@ class Registration:
         elif earlier is not None and earlier.hello.epoch != hello.epoch:
             for session_id in shards.fenced_sessions:
                 pool.fence_done(session_id, index)  # the process that was to do it is gone
-        if pool.built:
-            for i, state in shards.states.items():
-                if i != index:
-                    state.ask_again()
+        if pool.built or pool.is_building:
+            shards.ask_again(but=index)
         pool.close()
 
 

@@ -57,6 +57,12 @@ void bind_forgetting(PoolClass& pool) {
         return as_pair(self.forget_roots(names, force));
       },
       py::arg("roots"), py::arg("force"));
+  pool.def("roots", [](const Pool& self) {
+    py::list names;
+    for (const EntryId root : self.index().roots())
+      names.append(py::bytes(self.index().root_name(root)));
+    return names;
+  });
   pool.def("forget_some", &Pool::forget_some, py::arg("max_entries"));
   pool.def(
       "take_forgotten",

@@ -124,23 +124,31 @@ int64_t Pool::common_prefix(Slot slot, Span<int64_t> ids) const {
 }
 
 std::vector<EntryId> Pool::match(std::string_view root, Span<int32_t> tokens) const {
-  return match(index_.find_root(root), tokens);
-}
-
-std::vector<EntryId> Pool::match(EntryId e, Span<int32_t> tokens) const {
   std::vector<EntryId> found;
   std::vector<uint8_t> present;
+  EntryId e = index_.find_root(root);
   const int64_t num_full = tokens.size / block_size_;
   for (int64_t i = 0; e != kNoEntry && i < num_full; ++i) {
     e = index_.find(e, tokens.data + i * block_size_);
     if (e == kNoEntry) break;
-    const bool has_block = index_[e].has_blocks();
-    if (!has_block && !config_.window_tokens) break;
+    if (!index_[e].has_blocks() && !config_.window_tokens) break;
     found.push_back(e);
-    present.push_back(has_block);
+    present.push_back(index_[e].has_blocks());
   }
   if (config_.window_tokens)
     found.resize(static_cast<size_t>(window_hits(present, tokens.size).first));
+  return found;
+}
+
+// Leading entries that have blocks.
+std::vector<EntryId> Pool::match(EntryId e, Span<int32_t> tokens) const {
+  std::vector<EntryId> found;
+  const int64_t num_full = tokens.size / block_size_;
+  for (int64_t i = 0; e != kNoEntry && i < num_full; ++i) {
+    e = index_.find(e, tokens.data + i * block_size_);
+    if (e == kNoEntry || !index_[e].has_blocks()) break;
+    found.push_back(e);
+  }
   return found;
 }
 
