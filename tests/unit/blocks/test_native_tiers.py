@@ -161,6 +161,8 @@ def test_a_block_swapped_to_and_freed_is_not_written_twice_by_one_plan() -> None
     caller.admit(1, [9] * 4)
     ran(caller)
     caller.begin()
+    assert caller.admit(2, [8] * 4) == (0, 1, 4)
+    assert caller.pool.usage(DEVICE)[1] == 0, "so that a block is copied to the host tier"
     assert caller.swap([1], HOST) == 1
     caller.free(1)
     plan = caller.finish()
