@@ -336,7 +336,8 @@ class ControlPlane:
         if not request.pool_ids:
             pools = [self._pools[pool_id] for pool_id in sorted(self._pools)]
         else:
-            pools = [self._pool(i, "pool_ids") for i in sorted(set(request.pool_ids))]
+            named = [self._pool(i, f"pool_ids[{n}]") for n, i in enumerate(request.pool_ids)]
+            pools = sorted(set(named), key=lambda pool: pool.id)
         return queries.find_prefix(pools, request, tenant)
 
     def follow(self, request: cpb.WatchRequest, tenant: str, wake: Callable[[], None]) -> Follower:
