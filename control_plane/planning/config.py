@@ -19,7 +19,10 @@ class CoreConfig:
     to, ``tenant_steps_per_s``. ``max_retained_share``: of a pool's device blocks, those that a
     tenant may retain.
 
-    Other bounds: ``max_followers`` of prefix indexes, ``num_kept_changes`` of each index for them.
+    Other bounds: ``max_followers`` of prefix indexes, ``num_kept_changes`` of each index for them,
+    ``max_pools``, of which one without data planes is forgotten after ``pool_expiry_s``,
+    ``max_tenant_namespaces`` in a pool, ``max_unfenced_sessions`` of a pool, which have ended and
+    some data plane has not fenced.
     """
 
     lease_s: float = 30.0
@@ -37,3 +40,7 @@ class CoreConfig:
     max_retained_share: float = 0.25
     max_followers: int = 64
     num_kept_changes: int = 65_536
+    max_pools: int = 64
+    pool_expiry_s: float = 3600.0
+    max_tenant_namespaces: int = 4096
+    max_unfenced_sessions: int = 4096

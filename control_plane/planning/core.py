@@ -149,15 +149,23 @@ class ControlPlane:
             raise LayoutMismatchError(
                 f"is not that of pool {pool.id!r}: ask DescribePool for it", field="layout"
             )
+        if len(pool.shards.fenced_sessions) >= self._config.max_unfenced_sessions:
+            raise PoolNotReadyError(
+                f"data planes of pool {pool.id!r} have not stopped "
+                f"{self._config.max_unfenced_sessions} sessions that ended",
+                retry_delay_s=_RETRY_DELAY_S,
+            )
         most = self._config.max_sessions
         if len(self._sessions) >= most:
             raise QuotaExceededError(f"{most} sessions are open: close one first")
+        root = root_of(fingerprint, tenant, request.namespace)
+        pool.require_namespace(tenant, root)
         session = Session(
             tpb.SessionRef(incarnation=self.incarnation, session_id=self._unused_session_id()),
             pool,
             ordinal=pool.shards.next_ordinal(),
             tenant=tenant,
-            root=root_of(fingerprint, tenant, request.namespace),
+            root=root,
             num_answers=self._config.max_plans_in_flight + 1,
         )
         self._sessions[session.id] = session
@@ -201,6 +209,7 @@ class ControlPlane:
                 session.expires_at_s = now + lease_s
         for session in [s for s in self._sessions.values() if s.expires_at_s <= now]:
             self._end(session, SessionExpiredError)
+        self._registration.forget_lost_pools(now)
         first_s = min((s.expires_at_s for s in self._sessions.values()), default=now + lease_s)
         self._next_tick_s = min(first_s, now + lease_s / 4)
         return min(self._next_tick_s - now, self._tick_lines(now))
@@ -383,7 +392,8 @@ class ControlPlane:
         if not request.pool_ids:
             pools = [self._pools[pool_id] for pool_id in sorted(self._pools)]
         else:
-            pools = [self._pool(i, "pool_ids") for i in sorted(set(request.pool_ids))]
+            named = [self._pool(i, f"pool_ids[{n}]") for n, i in enumerate(request.pool_ids)]
+            pools = sorted(set(named), key=lambda pool: pool.id)
         return queries.find_prefix(pools, request, tenant)
 
     def follow(self, request: cpb.WatchRequest, tenant: str, wake: Callable[[], None]) -> Follower:

@@ -37,7 +37,11 @@ class ControlPlaneServer(PlaneServer):
             asyncio.get_running_loop(),
             lambda: {pool_id: core.describe_pool(pool_id) for pool_id in core.list_pools()},
         )
-        self._registrar = Registrar(core, heartbeat_s=config.heartbeat_s)
+        self._registrar = Registrar(
+            core,
+            heartbeat_s=config.heartbeat_s,
+            max_waiting_messages=config.max_waiting_messages,
+        )
         service = ControlPlaneService(core, self._registrar, self.metrics, package_version())
         add_service = add_ControlPlaneServiceServicer_to_server
         super().__init__(config, SERVICE, service, add_service, self.metrics)

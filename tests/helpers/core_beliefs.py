@@ -57,7 +57,7 @@ def believe(
         for item, i in enumerate(columns.read(INT64, operation.free.sequence_ids, "ids")):
             if item not in failed:
                 del sequences[i]
-    else:
+    elif kind in ("swap_out", "swap_in"):
         for i in columns.read(INT64, getattr(operation, kind or "").sequence_ids, "ids"):
             sequences[i].tier = HOST if kind == "swap_out" else DEVICE
 

@@ -19,6 +19,7 @@ from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.publications import (
     MAX_PUBLICATIONS,
     Run,
+    owner_of,
     publish_message,
     withdraw_message,
 )
@@ -72,11 +73,13 @@ class Pool:
         self.built = False
         self.is_building = False
         self.is_forgetting = False
+        self.abandoned_s: float | None = None  # since when
         self.now_s = 0.0
         self.num_cut_sequences = 0
         self.num_granted_admissions = 0
         self._config = config
         self._owners: dict[str, int] = {}
+        self._roots: dict[str, set[bytes]] = {}  # by tenant; some may not be in use any more
         # Slots of ended sessions that are being fenced.
         self._ended_slots: dict[int, int] = {}
         self.followers: set[Follower] = set()
@@ -117,6 +120,11 @@ class Pool:
     def ready(self) -> bool:
         """Whether sessions can be opened."""
         return self.built and self.shards.are_connected
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether no data plane is connected, no session is open and nobody follows the index."""
+        return not (self._slots or self.followers or self.shards.has_connected)
 
     @property
     def has_work(self) -> bool:
@@ -173,6 +181,9 @@ class Pool:
         self._ended_slots.clear()
         self.is_forgetting = False
         self.native = native
+        self._roots.clear()
+        for root in native.roots():
+            self._roots.setdefault(owner_of(root)[0], set()).add(root)
         native.watch_enable(self._config.num_kept_changes)
         native.set_time(self.now_s)
 
@@ -195,6 +206,20 @@ class Pool:
         return int(self._config.max_retained_share * self.num_blocks(_DEVICE))
 
     # Sessions
+
+    def require_namespace(self, tenant: str, root: bytes) -> None:
+        """A session of this root may be opened. Raises QuotaExceededError."""
+        most = self._config.max_tenant_namespaces
+        roots = self._roots.setdefault(tenant, set())
+        if root not in roots and len(roots) >= most:
+            known = set(self.native.roots())
+            roots.intersection_update(known)
+        if root not in roots and len(roots) >= most:
+            raise QuotaExceededError(
+                f"{most} namespaces are in use: end the sessions of one and forget its contents",
+                field="namespace",
+            )
+        roots.add(root)
 
     def open(self, session_id: int, tenant: str, root: bytes) -> int:
         """Add a session; returns its slot. Raises QuotaExceededError."""

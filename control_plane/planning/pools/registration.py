@@ -20,6 +20,7 @@ from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
     PoolNotFoundError,
+    QuotaExceededError,
     StaleEpochError,
     StaleIncarnationError,
 )
@@ -58,7 +59,8 @@ class Registration:
         """Register a shard, or resume it. Unless it is resumed, it must report next.
 
         Raises InvalidRequestError, LayoutMismatchError, StaleIncarnationError (it has seen a later
-        control plane than this one), StaleEpochError (a later process holds the shard).
+        control plane than this one), StaleEpochError (a later process holds the shard),
+        QuotaExceededError.
         """
         layout = _validate(hello)
         if hello.incarnation > self._incarnation:
@@ -69,19 +71,23 @@ class Registration:
             )
         pool = self._pools.get(hello.pool_id)
         if pool is None:
+            if len(self._pools) >= self._config.max_pools:
+                raise QuotaExceededError(
+                    f"{len(self._pools)} pools are known, the most: one without data planes is "
+                    f"forgotten after {self._config.pool_expiry_s:g} s",
+                    field="hello.pool_id",
+                )
             shards = PoolShards(hello.shard.num_shards, layout, self._new_key())
             pool = self._pools[hello.pool_id] = Pool(hello.pool_id, shards, self._config)
         elif self._can_resume(pool, hello):
             self.touched.add(pool)
             index = hello.shard.index
-            pool.shards.states[index].reconnect(hello, pool.missed(index))
+            pool.shards.reconnect(hello, pool.missed(index))
             return cpb.Welcome(incarnation=self._incarnation, resumed=True)
         else:
             self._restart(pool, hello, layout)
         self.touched.add(pool)
-        index = hello.shard.index
-        state = pool.shards.add(hello)
-        state.outgoing.extend(pool.shards.fences_for(index))
+        pool.shards.add(hello)
         return cpb.Welcome(incarnation=self._incarnation, key=pool.shards.key)
 
     def report(self, pool_id: str, shard_index: int, epoch: int, report: cpb.BlockReport) -> None:
@@ -89,9 +95,9 @@ class Registration:
 
         Raises PoolNotFoundError, StaleEpochError, InvalidRequestError.
         """
-        pool, state = self._shard(pool_id, shard_index, epoch)
+        pool, _ = self._shard(pool_id, shard_index, epoch)
         self.touched.add(pool)
-        state.add_report(report)
+        pool.shards.add_report(shard_index, report)
         begin_if_complete(pool)
 
     def disconnect(self, pool_id: str, shard_index: int, epoch: int) -> None:
@@ -100,6 +106,18 @@ class Registration:
         state = pool.shards.states.get(shard_index) if pool is not None else None
         if state is not None and state.hello.epoch == epoch:
             state.disconnect()
+
+    def forget_lost_pools(self, now_s: float) -> None:
+        """Forget the pools that nobody has used for long. ``now_s``: monotonic seconds."""
+        for pool in [*self._pools.values()]:
+            if not pool.is_abandoned:
+                pool.abandoned_s = None
+            elif pool.abandoned_s is None:
+                pool.abandoned_s = now_s
+            elif now_s - pool.abandoned_s >= self._config.pool_expiry_s:
+                del self._pools[pool.id]
+                self.touched.discard(pool)
+                self._working.discard(pool)
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
         """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
@@ -120,7 +138,7 @@ class Registration:
                 pool.wake_followers()
             if pool.has_work:
                 self._working.add(pool)
-            told += [(pool.id, i) for i, state in pool.shards.states.items() if state.outgoing]
+            told += [(pool.id, i) for i in pool.shards.take_told()]
         self.touched.clear()
         return told
 

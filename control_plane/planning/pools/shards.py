@@ -108,17 +108,31 @@ class PoolShards:
         self.reports = Reports(layout, num_shards)
         self.states: dict[int, ShardState] = {}
         self._num_sessions = 0  # opened since the key was made
+        self._is_told = False  # something since the last take_told
         # Ended session -> the shards that have not fenced it yet, and the message to them.
         self._fencing: dict[int, tuple[set[int], cpb.RegisterResponse]] = {}
 
     def add(self, hello: cpb.Hello) -> ShardState:
         """A shard registers, to report next."""
         state = self.states[hello.shard.index] = ShardState(hello, self.reports)
+        state.outgoing.extend(self.fences_for(hello.shard.index))
+        self._is_told = True
         return state
+
+    def add_report(self, index: int, part: cpb.BlockReport) -> None:
+        """Add a part of a shard's report. Raises InvalidRequestError naming a field of it."""
+        self.states[index].add_report(part)
+        self._is_told = True
+
+    def reconnect(self, hello: cpb.Hello, missed: list[cpb.RegisterResponse]) -> None:
+        """Resume a shard on another stream."""
+        self.states[hello.shard.index].reconnect(hello, missed)
+        self._is_told = True
 
     def ask_again(self, *, but: int) -> None:
         """Ask all shards but one to report again; what they reported before is dropped."""
         self.reports = Reports(self.layout, self.num_shards)
+        self._is_told = True
         for i, state in self.states.items():
             if i != but:
                 state.ask_again(self.reports)
@@ -134,6 +148,11 @@ class PoolShards:
     def are_connected(self) -> bool:
         """Whether the registration stream of each registered shard is open."""
         return all(state.connected for state in self.states.values())
+
+    @property
+    def has_connected(self) -> bool:
+        """Whether the registration stream of some shard is open."""
+        return any(state.connected for state in self.states.values())
 
     @property
     def is_fencing(self) -> bool:
@@ -189,8 +208,16 @@ class PoolShards:
 
     # Messages
 
+    def take_told(self) -> list[int]:
+        """The shards for which messages wait, if any were queued since the last call."""
+        if not self._is_told:
+            return []
+        self._is_told = False
+        return [i for i, state in self.states.items() if state.outgoing]
+
     def send(self, messages: list[cpb.RegisterResponse]) -> None:
         """Queue messages for every connected shard; the others get all they missed on resuming."""
+        self._is_told = True
         for state in self.states.values():
             if state.connected:
                 state.outgoing.extend(messages)
