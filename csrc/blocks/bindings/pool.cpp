@@ -69,7 +69,8 @@ py::tuple match(const Pool& pool, const std::vector<EntryId>& found) {
   std::string hashes;
   for (const EntryId e : found) {
     const Entry& entry = pool.index()[e];
-    const bool on_device = entry.block(kDevice) != kNoBlock;
+    // Without any block it lies behind the attention window.
+    const bool on_device = entry.block(kDevice) != kNoBlock || entry.block(kHost) == kNoBlock;
     if (on_device && !num_host)
       ++num_device;
     else
