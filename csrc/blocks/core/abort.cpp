@@ -35,6 +35,7 @@ void Pool::abort(Slot slot, int64_t next_plan) {
 void Pool::end_plans(Session& session, int64_t next_plan) {
   for (const PlanRecord& record : session.plans) {
     for (auto it = record.transfers.rbegin(); it != record.transfers.rend(); ++it) {
+      if (!it->pins) continue;
       const auto& [tier, block, generation] = it->source;
       if (remember(session, tier, block, next_plan)) store(tier).add_pending(block, session.slot);
       store(tier).unpin(block);

@@ -79,6 +79,7 @@ Block BlockStore::evict() {
   const Block b = pop_cached();
   --num_in_[static_cast<int>(State::kCached)];
   ++num_evictions_;
+  if (on_evict) on_evict(b);
   forget(b);
   return b;
 }
@@ -123,12 +124,6 @@ void BlockStore::unpublish(Block b) {
   policy_->unpublish(b);
   forget(b);
   enter(b);
-}
-
-Block BlockStore::pop_idle() {
-  const Block b = pop_cached();
-  publish_to_policy(b);
-  return b;
 }
 
 void BlockStore::publish_to_policy(Block b) {

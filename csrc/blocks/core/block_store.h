@@ -22,6 +22,7 @@
 // Callers check for room first; nothing here fails. O(1) a block.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -43,6 +44,9 @@ class BlockStore {
 
   const Tier tier;
   const uint32_t num_blocks;
+
+  // Called with a cached block that is about to be evicted, still published.
+  std::function<void(Block)> on_evict;
 
   // Queries
   int64_t generation(Block b) const { return infos_[b].generation; }
@@ -100,8 +104,6 @@ class BlockStore {
   void published(Block b);
   // It is published no longer; a spare takes its place if there is one.
   void unpublish(Block b);
-  // The block that would be evicted next; it stays published, in no list: to be pinned at once.
-  Block pop_idle();
   // Spares that took the place of blocks allocated since the last call.
   std::vector<Block> take_promoted() { return std::exchange(promoted_, {}); }
   // Receipts may still publish the block: when it is retired it is reused last, and who shares it

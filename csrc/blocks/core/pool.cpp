@@ -17,6 +17,7 @@ Pool::Pool(PoolConfig config)
         tier, config_.num_blocks[tier - 1], std::move(config_.generations[tier - 1]), index_,
         make_policy(config_.eviction_policy, config_.num_blocks[tier - 1]));
   index_.set_listener(this);
+  if (store(kHost).num_blocks) store(kDevice).on_evict = [this](Block b) { save(*allocating_, b); };
 }
 
 void Pool::set_time(double now_s) {
@@ -209,7 +210,7 @@ void Pool::check() const {
     check_session(session, table_owners, token_owners, refs);
     auto check_record = [&](const PlanRecord& record) {
       for (const Transfer& transfer : record.transfers)
-        ++pins[transfer.source.tier - 1][transfer.source.block];
+        if (transfer.pins) ++pins[transfer.source.tier - 1][transfer.source.block];
       for (const Demotion& demotion : record.demotions) ++refs[1][demotion.copy];
       for (const auto& [index, uid] : record.touched) {
         const Sequence& sequence = sequences_[index];

@@ -313,7 +313,7 @@ class Pool final : private Listener {
   void transfer(Session& session, BlockRef source, Tier tier, Block copy, uint32_t num_tokens);
   void write_whole_tables(Session& session, Draft& draft);
   void end_draft(Session& session);
-  void demote(Session& session);
+  void save(Session& session, Block b);
   void end_demotions(Session& session, const PlanRecord& record, bool has_run, int64_t next_plan);
   void end_plans(Session& session, int64_t next_plan);
 
@@ -353,7 +353,7 @@ class Pool final : private Listener {
   std::deque<std::pair<Block, int64_t>> forgotten_;       // device blocks: (block, generation)
 
   DryRun dry_;
-  int64_t num_demoting_ = 0;
+  Session* allocating_ = nullptr;  // for whom device blocks are allocated now
   std::vector<Block> scratch_;
 };
 

@@ -203,7 +203,7 @@ void PrefixIndex::prune(EntryId e) {
   while (true) {
     Entry& entry = entries_[e];
     if (entry.child != kNoEntry || entry.block(kDevice) != kNoBlock ||
-        entry.block(kHost) != kNoBlock || entry.leader != kNoEntry)
+        entry.block(kHost) != kNoBlock || entry.leader != kNoEntry || entry.num_arriving)
       return;
     const EntryId parent = entry.parent;
     if (parent == kNoEntry) {
@@ -346,7 +346,7 @@ void PrefixIndex::check() const {
       require(find(entry.parent, tokens_.row(e)) == e, "an entry cannot be found");
       require(entry.root == root, "an entry has another root");
       require(entry.child != kNoEntry || entry.block(kDevice) != kNoBlock ||
-                  entry.block(kHost) != kNoBlock || entry.leader != kNoEntry,
+                  entry.block(kHost) != kNoBlock || entry.leader != kNoEntry || entry.num_arriving,
               "an entry that nothing needs");
       for (const Tier tier : {kDevice, kHost}) {
         if (entry.block(tier) == kNoBlock) continue;

@@ -14,7 +14,7 @@
 // The chained hash, xxh3-128 (Yann Collet's xxHash) over the parent's hash and the tokens, starting
 // from a hash of the root's bytes, finds one child among many; tokens are compared all the same.
 //
-// Invariant: an entry has a block, a child or a leader, or is removed.
+// Invariant: an entry has a block, a child, a leader or a copy under way, or is removed.
 #pragma once
 
 #include <string>
@@ -42,8 +42,9 @@ struct Entry {
   // session.
   uint32_t leader = kNoEntry;
   uint32_t leader_uid = 0;
-  uint32_t num_uses = 0;   // hits; of a root: blocks below it, spares too
-  uint32_t retention = 0;  // see Retention; 0: not retained
+  uint32_t num_uses = 0;      // hits; of a root: blocks below it, spares too
+  uint32_t num_arriving = 0;  // plans in flight that copy the block to the host tier
+  uint32_t retention = 0;     // see Retention; 0: not retained
   float published_s = 0;
   float used_s = 0;
   Hash hash{};

@@ -25,7 +25,7 @@ void Pool::receipted(Slot slot, int64_t plan) {
   }
   for (const PlanRecord& record : finished) {
     for (auto it = record.transfers.rbegin(); it != record.transfers.rend(); ++it)
-      store(it->source.tier).unpin(it->source.block);
+      if (it->pins) store(it->source.tier).unpin(it->source.block);
     end_demotions(session, record, true, plan);
   }
 }

@@ -92,13 +92,14 @@ struct Demotion {
 struct Transfer {
   BlockRef source;
   BlockRef destination;
+  bool pins = true;  // the source, until the plan has run; not one that is evicted
 };
 
 // What a plan in flight changes once it has run, or undoes when it is aborted.
 struct PlanRecord {
   int64_t number = 0;
   std::vector<std::pair<uint32_t, uint32_t>> touched;  // (sequence, uid): have spans or transfers
-  std::vector<Transfer> transfers;                     // their sources are pinned
+  std::vector<Transfer> transfers;
   std::vector<Demotion> demotions;
 };
 
