@@ -33,6 +33,7 @@ from control_plane.planning.steps.numbering import content_of
 from control_plane.planning.steps.planner import Named, Planner, may_plan, read_operations
 from control_plane.planning.steps.plans import finish_plan
 from control_plane.planning.steps.receipts import take_receipts
+from control_plane.planning.traffic import TrafficObserver, observed, session_ends
 from kvplane import protocol, signing
 from kvplane.error_messages import duration_of
 from kvplane.errors import (
@@ -74,12 +75,14 @@ class ControlPlane:
         clock: Callable[[], float],
         new_key: Callable[[], bytes] = signing.new_key,
         new_session_id: Callable[[], int] = _new_session_id,
+        observer: TrafficObserver | None = None,
     ) -> None:
         """``clock`` returns monotonic seconds, ``new_session_id`` random ids from 1 to 2^53 - 1."""
         self.incarnation = incarnation
         self._config = config
         self._clock = clock
         self._new_session_id = new_session_id
+        self._observer = observer
         self._pools: dict[str, Pool] = {}
         self._sessions: dict[int, Session] = {}
         self._ended = EndedSessions(max(4096, 4 * config.max_sessions))
@@ -251,7 +254,7 @@ class ControlPlane:
             _check_no_plan(session, operations)
         result = cpb.StepResult()
         session.native.begin(session.slot, request.number)
-        run, add = Planner(session).run, result.results.add
+        run, add = observed(self._observer, session, Planner(session).run), result.results.add
         for i, operation in enumerate(operations):
             run(i, operation, add())
         finish_plan(session, request.number, result)
@@ -411,6 +414,8 @@ class ControlPlane:
             self._end(session, StaleEpochError)
 
     def _end(self, session: Session, reason: type[KvplaneError]) -> None:
+        if self._observer is not None:
+            session_ends(self._observer, session)
         session.end()
         self._touch(session.pool)
         del self._sessions[session.id]

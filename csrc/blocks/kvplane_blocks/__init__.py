@@ -1,5 +1,5 @@
 """The block store and prefix index of kvplane's control plane, called with columns."""
 
-from kvplane_blocks._native import ColumnError, Pool, chained_hash, root_hash
+from kvplane_blocks._native import ColumnError, Pool, chained_hash, prompt_hashes, root_hash
 
-__all__ = ["ColumnError", "Pool", "chained_hash", "root_hash"]
+__all__ = ["ColumnError", "Pool", "chained_hash", "prompt_hashes", "root_hash"]
