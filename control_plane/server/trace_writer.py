@@ -24,7 +24,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _HASH_BYTES: Final = 16
 _EVENT_BYTES: Final = 128  # besides its hashes
 _MAX_QUEUED_BYTES: Final = 32 << 20
-# A prefix that was not seen for so many others is given a new number when it comes again.
+# Of which the numbers are known. One that is forgotten gets a new number when it comes again.
 MAX_PREFIXES: Final = 1 << 20
 # Of all requests whose sequences live; beyond it the oldest are written as if they had ended.
 _MAX_WAITING_IDS: Final = 4 << 20
@@ -172,24 +172,24 @@ class TraceWriter:
 
 
 class _Numbers:
-    """Numbers prefixes; forgets those that were seen longest ago."""
+    """Numbers prefixes; forgets those that were not seen while half of ``max_prefixes`` were."""
 
     def __init__(self, max_prefixes: int) -> None:
-        self._max_prefixes = max_prefixes
-        self._numbers: OrderedDict[bytes, int] = OrderedDict()
+        self._max_recent = max_prefixes // 2
+        self._recent: dict[bytes, int] = {}
+        self._earlier: dict[bytes, int] = {}
         self._num_given = 0
 
     def of(self, hashes: bytes) -> array[int]:
         ids: array[int] = array("q")
         for i in range(0, len(hashes), _HASH_BYTES):
             key = hashes[i : i + _HASH_BYTES]
-            number = self._numbers.get(key)
+            number = self._recent.get(key)
             if number is None:
-                number = self._numbers[key] = self._num_given
-                self._num_given += 1
-            else:
-                self._numbers.move_to_end(key)
+                number = self._earlier.pop(key, self._num_given)
+                self._num_given += number == self._num_given
+                self._recent[key] = number
+                if len(self._recent) >= self._max_recent:
+                    self._recent, self._earlier = {}, self._recent
             ids.append(number)
-        while len(self._numbers) > self._max_prefixes:
-            self._numbers.popitem(last=False)
         return ids

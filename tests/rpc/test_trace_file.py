@@ -96,7 +96,7 @@ def test_a_file_that_is_full_or_there_already_is_kept_as_one_other(tmp_path: Pat
 
 def test_a_prefix_that_was_forgotten_gets_a_new_number(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    writer = TraceWriter(path, LARGE, max_prefixes=2)
+    writer = TraceWriter(path, LARGE, max_prefixes=4)
     for i, prefix in enumerate([0, 1, 0, 2, 0, 1]):
         writer.admitted(1, i, 16, key(prefix))
         writer.freed(1, i, 16)
