@@ -24,6 +24,8 @@ from benchmarks.replay.synthetic import named_requests
 from benchmarks.replay.traces import FORMATS, Request, TraceError, read_trace
 from control_plane.planning.config import EVICTION_POLICIES
 
+HALVES = ("first", "second", "all")
+
 
 def num_reused(requests: Sequence[Request]) -> int:
     """Blocks that a cache without bounds would find."""
@@ -54,7 +56,8 @@ def replay(requests: Sequence[Request], policy: str, capacity_blocks: int) -> di
     }
 
 
-def _requests(trace: str, name: str, half: str) -> list[Request]:
+def read_half(trace: str, name: str, half: str) -> list[Request]:
+    """A trace, or half of it; ``name``: its format. Raises TraceError."""
     is_file = not trace.startswith("synthetic:")
     requests = read_trace(Path(trace), name) if is_file else named_requests(trace)
     middle = len(requests) // 2
@@ -78,11 +81,11 @@ def main() -> None:
     parser.add_argument("--capacity-blocks", type=_positive, required=True, help="of the trace")
     parser.add_argument("--trace-block-tokens", type=_positive, help="default: the format's own")
     parser.add_argument("--format", choices=FORMATS, default="mooncake")
-    parser.add_argument("--half", choices=("first", "second", "all"), default="all")
+    parser.add_argument("--half", choices=HALVES, default="all")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
     try:
-        requests = _requests(arguments.trace, arguments.format, arguments.half)
+        requests = read_half(arguments.trace, arguments.format, arguments.half)
     except TraceError as error:
         sys.exit(f"cannot replay: {error}")
     block_tokens = arguments.trace_block_tokens or FORMATS[arguments.format].block_tokens
