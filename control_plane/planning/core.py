@@ -37,6 +37,7 @@ from control_plane.planning.steps.numbering import content_of
 from control_plane.planning.steps.planner import Named, Planner, may_plan, read_operations
 from control_plane.planning.steps.plans import finish_plan
 from control_plane.planning.steps.receipts import take_receipts
+from control_plane.planning.traffic import TrafficObserver, observed, session_ends
 from control_plane.planning.watching import Follower
 from kvplane import protocol, signing
 from kvplane.error_messages import duration_of
@@ -79,12 +80,14 @@ class ControlPlane:
         clock: Callable[[], float],
         new_key: Callable[[], bytes] = signing.new_key,
         new_session_id: Callable[[], int] = _new_session_id,
+        observer: TrafficObserver | None = None,
     ) -> None:
         """``clock`` returns monotonic seconds, ``new_session_id`` random ids from 1 to 2^53 - 1."""
         self.incarnation = incarnation
         self._config = config
         self._clock = clock
         self._new_session_id = new_session_id
+        self._observer = observer
         self._pools: dict[str, Pool] = {}
         self._sessions: dict[int, Session] = {}
         self._sharing: dict[str, Sharing] = {}  # by pool
@@ -313,7 +316,8 @@ class ControlPlane:
             _check_no_plan(member, operations)
         result = cpb.StepResult()
         session.native.begin(session.slot, request.number)
-        run, add = Planner(member, self._sharing_of(session.pool)).run, result.results.add
+        planner = Planner(member, self._sharing_of(session.pool))
+        run, add = observed(self._observer, session, planner.run), result.results.add
         for i, operation in enumerate(operations):
             run(i, operation, add())
         finish_plan(member, request.number, result)
@@ -504,6 +508,8 @@ class ControlPlane:
     def _end(self, session: Session, reason: type[KvplaneError]) -> None:
         sharing = self._sharing_of(session.pool)
         sharing.close(session.id)
+        if self._observer is not None:
+            session_ends(self._observer, session)
         session.end()
         self._touch(session.pool)
         del self._sessions[session.id]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from control_plane.planning.config import EVICTION_POLICIES, CoreConfig
@@ -139,6 +140,17 @@ class ControlPlaneConfig(ServingConfig):
         unit="s",
         minimum=0.05,
         maximum=3600,
+    )
+    trace_file: Path | None = setting(
+        None,
+        help="Where to write the traffic as a trace of requests: lengths, times and numbers of "
+        "prefixes, no tokens. A file that is there becomes FILE.1.",
+    )
+    trace_max_bytes: int = setting(
+        1 << 28,
+        help="Size at which the trace begins anew; the last whole file is kept as FILE.1.",
+        unit="bytes",
+        minimum=1 << 10,
     )
     incarnation: int = setting(
         0,

@@ -12,6 +12,7 @@ from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.registration_server import Registrar
 from control_plane.server.service import SERVICE, ControlPlaneService
+from control_plane.server.trace_writer import TraceWriter
 from kvplane.serving.logs import frames_of
 from kvplane.serving.plane_server import PlaneServer, package_version
 from kvplane.v1.control_pb2_grpc import add_ControlPlaneServiceServicer_to_server
@@ -29,8 +30,14 @@ class ControlPlaneServer(PlaneServer):
     def __init__(self, config: ControlPlaneConfig) -> None:
         """Bind, but accept no calls yet; see ``start``."""
         incarnation = config.incarnation or time.time_ns()
+        self._trace = (
+            TraceWriter(config.trace_file, config.trace_max_bytes) if config.trace_file else None
+        )
         self.core = core = ControlPlane(
-            incarnation=incarnation, config=config.core, clock=time.monotonic
+            incarnation=incarnation,
+            config=config.core,
+            clock=time.monotonic,
+            observer=self._trace,
         )
         self.metrics = ControlPlaneMetrics(incarnation)
         self.metrics.watch_pools(
@@ -62,6 +69,8 @@ class ControlPlaneServer(PlaneServer):
     async def _finish(self) -> None:
         self.ticks.cancel()
         self.work.cancel()
+        if self._trace is not None:
+            await asyncio.to_thread(self._trace.close)
 
 
 async def _tick(core: ControlPlane, registrar: Registrar, metrics: ControlPlaneMetrics) -> None:

@@ -37,7 +37,7 @@ def built_programs(build: Path) -> dict[str, Path]:
 
 
 def built_alone(sources: Path, name: str, build: Path) -> Path:
-    """The test program ``name`` of a copy of csrc/blocks, which needs headers and policies alone."""
+    """The test program ``name`` of a copy of csrc/blocks, built alone but for the policies."""
     program = build / name
     flags = ("-std=c++17", "-O1", "-g", "-D_GLIBCXX_ASSERTIONS", f"-fsanitize={SANITIZERS}")
     used = sorted((sources / "eviction").glob("*.cpp")) if name == "test_eviction" else []

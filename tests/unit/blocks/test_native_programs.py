@@ -83,19 +83,21 @@ def test_protobuf_reads_what_the_writer_writes(programs: dict[str, Path]) -> Non
             "while (false)",
             "has_idle_below",
         ),
-        (
+        pytest.param(
             "test_eviction",
             "eviction/idle_tree.cpp",
             "if (node.num_idle_children++) return",
             "if (++node.num_idle_children) return",
             "not so:",
+            marks=pytest.mark.nightly,
         ),
-        (
+        pytest.param(
             "test_eviction",
             "eviction/age_groups.cpp",
             "links_[end].next = moved.next;",
             "links_[end].next = to;",
             "Assertion",
+            marks=pytest.mark.nightly,
         ),
     ],
     ids=[
