@@ -15,11 +15,13 @@ call runs to its end. Invariant: ``check_integrity`` holds after every call, one
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar, cast
 
 from control_plane.planning import integrity, queries
+from control_plane.planning.admission.decisions import AdmissionConfig
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.layouts import layout_fingerprint
 from control_plane.planning.pools.pool import Pool
@@ -27,13 +29,15 @@ from control_plane.planning.pools.publications import MAX_NAMESPACE_CHARACTERS, 
 from control_plane.planning.pools.registration import Registration
 from control_plane.planning.queries import states
 from control_plane.planning.session import EndedSessions, Session
+from control_plane.planning.sharing.member import Member
+from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.steps.abort import abort_from, abort_plans
 from control_plane.planning.steps.deferred_tokens import take_deferred_tokens
 from control_plane.planning.steps.numbering import content_of
 from control_plane.planning.steps.planner import Named, Planner, may_plan, read_operations
 from control_plane.planning.steps.plans import finish_plan
 from control_plane.planning.steps.receipts import take_receipts
-from control_plane.planning.watching import Follower
+from control_plane.planning.watching import Follower, Followers
 from kvplane import protocol, signing
 from kvplane.error_messages import duration_of
 from kvplane.errors import (
@@ -83,6 +87,7 @@ class ControlPlane:
         self._new_session_id = new_session_id
         self._pools: dict[str, Pool] = {}
         self._sessions: dict[int, Session] = {}
+        self._sharing: dict[str, Sharing] = {}  # by pool
         self._ended = EndedSessions(max(4096, 4 * config.max_sessions))
         self._next_tick_s: float | None = None
         self._registration = Registration(
@@ -95,16 +100,31 @@ class ControlPlane:
         self.register = self._registration.register
         self.report = self._registration.report
         self.disconnect = self._registration.disconnect
-        self.fence_done = self._registration.fence_done
         self.take_outgoing = self._registration.take_outgoing
         self.take_told = self._registration.take_told
+        self.has_work = self._registration.has_work
         self.work = self._registration.work
+        self._followers = Followers(incarnation, config.max_followers)
+        self.unfollow = self._followers.remove
         self._touch = self._registration.touched.add
 
-    @property
-    def has_work(self) -> bool:
-        """Whether ``work`` has something to do, once ``take_told`` has been called."""
-        return self._registration.has_work
+    def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
+        """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
+        self._registration.fence_done(pool_id, shard_index, epoch, done)
+        self._sharing_of(self._pools[pool_id]).serve()
+
+    def take_notices(self) -> list[tuple[int, cpb.News]]:
+        """Sessions with news that were not taken yet, and the news, which their next answers tell
+        in any case.
+        """
+        notices: list[tuple[int, cpb.News]] = []
+        for sharing in self._sharing.values():
+            for session_id in sharing.with_news:
+                news = sharing.members[session_id].news
+                if news is not None:
+                    notices.append((session_id, news))
+            sharing.with_news.clear()
+        return notices
 
     # Sessions
 
@@ -127,17 +147,11 @@ class ControlPlane:
             raise LayoutMismatchError(
                 f"is not that of pool {pool.id!r}: ask DescribePool for it", field="layout"
             )
-        if len(pool.shards.fenced_sessions) >= self._config.max_unfenced_sessions:
-            raise PoolNotReadyError(
-                f"data planes of pool {pool.id!r} have not stopped "
-                f"{self._config.max_unfenced_sessions} sessions that ended",
-                retry_delay_s=_RETRY_DELAY_S,
-            )
         most = self._config.max_sessions
         if len(self._sessions) >= most:
             raise QuotaExceededError(f"{most} sessions are open: close one first")
         root = root_of(fingerprint, tenant, request.namespace)
-        pool.require_namespace(tenant, root)
+        pool.require_can_open(tenant, root)
         session = Session(
             tpb.SessionRef(incarnation=self.incarnation, session_id=self._unused_session_id()),
             pool,
@@ -147,6 +161,7 @@ class ControlPlane:
             num_answers=self._config.max_plans_in_flight + 1,
         )
         self._sessions[session.id] = session
+        self._sharing_of(pool).open(session)
         self._renew(session)
         return cpb.OpenSessionResponse(
             session=session.ref,
@@ -186,10 +201,23 @@ class ControlPlane:
                 session.expires_at_s = now + lease_s
         for session in [s for s in self._sessions.values() if s.expires_at_s <= now]:
             self._end(session, SessionExpiredError)
-        self._registration.forget_lost_pools(now)
+        for pool_id in self._registration.forget_lost_pools(now):
+            self._sharing.pop(pool_id, None)
         first_s = min((s.expires_at_s for s in self._sessions.values()), default=now + lease_s)
         self._next_tick_s = min(first_s, now + lease_s / 4)
-        return self._next_tick_s - now
+        return min(self._next_tick_s - now, self._tick_lines(now))
+
+    def _tick_lines(self, now_s: float) -> float:
+        """Let those who wait get blocks; returns the seconds until the next call is due."""
+        delay_s = math.inf
+        for pool in self._pools.values():
+            pool.set_time(now_s)
+            self._touch(pool)
+            pool_delay_s, overdue = self._sharing_of(pool).tick()
+            delay_s = min(delay_s, pool_delay_s)
+            for session in overdue:
+                self._end(session, SessionExpiredError)
+        return delay_s
 
     # Requests with numbers
 
@@ -200,16 +228,16 @@ class ControlPlane:
         refused. When the step fails as a whole, raises what ``take_receipts`` and
         ``take_deferred_tokens`` raise, TooManyPlansInFlightError or InvalidRequestError.
         """
-        return self._answer(request, tenant, lambda session: self._step(session, request))
+        return self._answer(request, tenant, lambda member: self._step(member, request))
 
     def submit_receipts(
         self, request: cpb.SubmitReceiptsRequest, tenant: str
     ) -> cpb.SubmitReceiptsResponse:
         """Apply receipts and deferred tokens. Raises as ``step``."""
 
-        def run(session: Session) -> cpb.SubmitReceiptsResponse:
-            self._take_past(session, request)
-            pool = session.pool
+        def run(member: Member) -> cpb.SubmitReceiptsResponse:
+            self._take_past(member, request)
+            pool = member.session.pool
             return cpb.SubmitReceiptsResponse(usage=pool.usage(), revision=pool.revision())
 
         return self._answer(request, tenant, run)
@@ -217,9 +245,11 @@ class ControlPlane:
     def abort_plan(self, request: cpb.AbortPlanRequest, tenant: str) -> cpb.AbortPlanResponse:
         """Abort a plan and all in flight with it. Raises PlanReceiptedError, and as ``step``."""
 
-        def run(session: Session) -> cpb.AbortPlanResponse:
+        def run(member: Member) -> cpb.AbortPlanResponse:
+            session = member.session
             take_receipts(session, self._bounded(request.receipts))
             abort_from(session, request.plan_number)
+            self._sharing_of(session.pool).aborted(member)
             return cpb.AbortPlanResponse(sequences=states(session))
 
         return self._answer(request, tenant, run)
@@ -227,17 +257,19 @@ class ControlPlane:
     def resync(self, request: cpb.ResyncRequest, tenant: str) -> cpb.ResyncResponse:
         """Abort every plan in flight, and answer with all tables whole. Raises as ``step``."""
 
-        def run(session: Session) -> cpb.ResyncResponse:
+        def run(member: Member) -> cpb.ResyncResponse:
+            session = member.session
             take_receipts(session, self._bounded(request.receipts))
             abort_plans(session, next_plan=request.number)
+            self._sharing_of(session.pool).aborted(member)
             response = cpb.ResyncResponse(sequences=states(session))
             session.native.begin(session.slot, request.number)
-            finish_plan(session, request.number, response)
+            finish_plan(member, request.number, response)
             return response
 
         return self._answer(request, tenant, run)
 
-    def _answer(self, request: Any, tenant: str, run: Callable[[Session], _Answer]) -> _Answer:
+    def _answer(self, request: Any, tenant: str, run: Callable[[Member], _Answer]) -> _Answer:
         """Run a request under its number, or repeat the answer that it got."""
         session = self._session(request.session, tenant)
         content = content_of(request)
@@ -252,36 +284,43 @@ class ControlPlane:
                 )
             return cast(_Answer, answer.result())
         session.numbers.use()
+        sharing = self._sharing_of(session.pool)
+        member = sharing.members[session.id]
         try:
-            message = run(session)
+            message = run(member)
         except KvplaneError as error:
             session.numbers.remember(content, None, error)
             raise
+        finally:
+            sharing.serve()
+        if isinstance(message, cpb.StepResult) and (news := member.take_news()) is not None:
+            message.news.CopyFrom(news)
         session.numbers.remember(content, message)
         return message
 
-    def _step(self, session: Session, request: cpb.StepRequest) -> cpb.StepResult:
-        self._take_past(session, request)
+    def _step(self, member: Member, request: cpb.StepRequest) -> cpb.StepResult:
+        self._take_past(member, request)
+        session = member.session
         operations = read_operations(request.operations, self._config.max_operations)
         if len(session.plans) >= self._config.max_plans_in_flight:
-            _check_no_plan(session, operations)
+            _check_no_plan(member, operations)
         result = cpb.StepResult()
         session.native.begin(session.slot, request.number)
-        run, add = Planner(session).run, result.results.add
+        run, add = Planner(member, self._sharing_of(session.pool)).run, result.results.add
         for i, operation in enumerate(operations):
             run(i, operation, add())
-        finish_plan(session, request.number, result)
+        finish_plan(member, request.number, result)
         pool = session.pool
         result.usage.CopyFrom(pool.usage())
         result.revision = pool.revision()
         return result
 
     def _take_past(
-        self, session: Session, request: cpb.StepRequest | cpb.SubmitReceiptsRequest
+        self, member: Member, request: cpb.StepRequest | cpb.SubmitReceiptsRequest
     ) -> None:
-        take_receipts(session, self._bounded(request.receipts))
+        take_receipts(member.session, self._bounded(request.receipts))
         if request.HasField("deferred_tokens"):
-            take_deferred_tokens(session, request.deferred_tokens, self._config.max_operations)
+            take_deferred_tokens(member, request.deferred_tokens, self._config.max_operations)
 
     def _bounded(self, receipts: Sequence[tpb.SignedPayload]) -> Sequence[tpb.SignedPayload]:
         most = self._config.max_operations
@@ -301,7 +340,8 @@ class ControlPlane:
         operations = read_operations(request.operations, self._config.max_operations)
         response = cpb.CheckOperationsResponse()
         session.native.begin(session.slot, session.numbers.last + 1, True)
-        run = Planner(session, is_check=True).run
+        sharing = self._sharing_of(session.pool)
+        run = Planner(sharing.members[session.id], sharing, is_check=True).run
         for i, operation in enumerate(operations):
             result = response.results.add()
             run(i, operation, result)
@@ -350,24 +390,8 @@ class ControlPlane:
         return queries.find_prefix(pools, request, tenant)
 
     def follow(self, request: cpb.WatchRequest, tenant: str, wake: Callable[[], None]) -> Follower:
-        """Follow what a tenant's namespace has in a pool's prefix index, until ``unfollow``.
-
-        ``wake`` is called when there may be something to take. Raises PoolNotFoundError,
-        InvalidRequestError, QuotaExceededError, RevisionTooOldError.
-        """
-        pool = self._pool(request.pool_id)
-        _require_short(request.namespace, MAX_NAMESPACE_CHARACTERS, "namespace")
-        most = self._config.max_followers
-        if sum(len(each.followers) for each in self._pools.values()) >= most:
-            raise QuotaExceededError(f"{most} streams follow prefix indexes: end one first")
-        scope = tenant, request.namespace
-        follower = Follower(pool, scope, request, self.incarnation, wake)
-        pool.followers.add(follower)
-        return follower
-
-    def unfollow(self, pool_id: str, follower: Follower) -> None:
-        """The follower is gone."""
-        self._pools[pool_id].followers.remove(follower)
+        """Follow a pool's prefix index until ``unfollow``; see ``Followers.add``."""
+        return self._followers.add(self._pool(request.pool_id), request, tenant, wake)
 
     def describe_pool(self, pool_id: str) -> cpb.DescribePoolResponse:
         """A pool, ready or not. Raises PoolNotFoundError."""
@@ -411,6 +435,13 @@ class ControlPlane:
                 field="session.incarnation",
             )
 
+    def _sharing_of(self, pool: Pool) -> Sharing:
+        sharing = self._sharing.get(pool.id)
+        if sharing is None:
+            config = AdmissionConfig(headroom=self._config.watermark)
+            sharing = self._sharing[pool.id] = Sharing(pool, config)
+        return sharing
+
     def _sessions_of(self, pool: Pool) -> list[Session]:
         return [self._sessions[i] for i in pool.session_ids]
 
@@ -448,10 +479,13 @@ class ControlPlane:
             self._end(session, StaleEpochError)
 
     def _end(self, session: Session, reason: type[KvplaneError]) -> None:
+        sharing = self._sharing_of(session.pool)
+        sharing.close(session.id)
         session.end()
         self._touch(session.pool)
         del self._sessions[session.id]
         self._ended.add(session, reason)
+        sharing.serve()
 
 
 def _require_short(value: str, most: int, field: str) -> None:
@@ -459,9 +493,10 @@ def _require_short(value: str, most: int, field: str) -> None:
         raise InvalidRequestError(f"must have at most {most} characters", field=field)
 
 
-def _check_no_plan(session: Session, operations: Sequence[Named]) -> None:
+def _check_no_plan(member: Member, operations: Sequence[Named]) -> None:
     """No plan may be made now. Raises TooManyPlansInFlightError if one might."""
-    if session.resync_due or any(map(may_plan, operations)):
+    session = member.session
+    if session.resync_due or member.is_drafted or any(map(may_plan, operations)):
         raise TooManyPlansInFlightError(
             f"{len(session.plans)} plans wait for their receipts: submit some before the next step"
         )

@@ -7,7 +7,7 @@ Invariant: a plan is in ``plans`` until it is receipted or aborted.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from typing import Final
+from typing import Final, NamedTuple
 
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.steps.numbering import Numbering
@@ -16,6 +16,13 @@ from kvplane.errors import KvplaneError, SessionNotFoundError
 from kvplane.v1 import types_pb2 as tpb
 
 _MAX_VOIDED: Final = 1024
+
+
+class PlanRecord(NamedTuple):
+    """A plan in flight: its SHA-256, and when it was made."""
+
+    digest: bytes
+    made_s: float
 
 
 class Session:
@@ -67,7 +74,7 @@ class Session:
         self.native = pool.native
         self.numbers = Numbering(num_answers)
         self.last_plan = 0
-        self.plans: dict[int, bytes] = {}  # SHA-256 of each plan in flight
+        self.plans: dict[int, PlanRecord] = {}  # in flight, oldest first
         self.receipted = [0] * pool.shards.num_shards  # highest plan receipted by each shard
         self.done = 0  # highest plan receipted by all
         # The fields that all plans of the session begin with, encoded.
@@ -89,10 +96,16 @@ class Session:
 
     # Plans
 
+    def oldest_plan_s(self) -> float | None:
+        """When the oldest plan in flight was made."""
+        for record in self.plans.values():
+            return record.made_s
+        return None
+
     def receipt_of(self, number: int, shard_index: int) -> bytes | None:
         """The encoded receipt by a shard of a plan in flight; None when there is none of these."""
-        digest = self.plans.get(number)
-        if digest is None or not 0 <= shard_index < len(self.epochs):
+        record = self.plans.get(number)
+        if record is None or not 0 <= shard_index < len(self.epochs):
             return None
         prefix = self._receipt_prefixes.get(shard_index)
         if prefix is None:
@@ -103,7 +116,7 @@ class Session:
                 shard_index=shard_index,
                 epoch=self.epochs[shard_index],
             ).SerializeToString(deterministic=True)
-        return b"%b\x30%b\x3a\x20%b" % (prefix, _varint(number), digest)
+        return b"%b\x30%b\x3a\x20%b" % (prefix, _varint(number), record.digest)
 
     def void(self, number: int) -> None:
         """Remember that the plan is aborted, so that aborting it again changes nothing."""

@@ -25,13 +25,11 @@ from kvplane.errors import (
     QuotaExceededError,
     StaleEpochError,
 )
-from kvplane.serving.logs import frames_of
 from kvplane.serving.streams import stopping_error
 from kvplane.v1 import control_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
 _MISSED_HEARTBEATS: Final = 3
-_FAILED_WORK_DELAY_S: Final = 1.0
 _CUT_AFTER_S: Final = 2.0
 
 
@@ -48,6 +46,7 @@ class Registrar:
         self._streams: dict[tuple[str, int], _Stream] = {}
         self._stopping = False
         self.has_work = asyncio.Event()
+        """Is set when the core has long work to do."""
 
     async def serve(
         self, requests: AsyncIterator[pb.RegisterRequest]
@@ -86,7 +85,7 @@ class Registrar:
             stream = self._streams.get(key)
             if stream is not None and (outgoing := self._core.take_outgoing(*key)):
                 self._send(stream, outgoing)
-        if self._core.has_work:
+        if self._core.has_work():
             self.has_work.set()
 
     def _send(self, stream: _Stream, messages: list[pb.RegisterResponse]) -> None:
@@ -103,19 +102,6 @@ class Registrar:
                 QuotaExceededError(f"{len(stream.outbox)} messages wait to be read: register again")
             )
             self._close(stream)
-
-    async def work(self) -> None:
-        """Do the core's long work, in pieces between requests. Runs until cancelled."""
-        while True:
-            await self.has_work.wait()
-            self.has_work.clear()
-            try:
-                self._core.work()
-                self.flush()
-            except Exception as error:  # a bug; it must not stop this loop
-                _LOGGER.error("background work failed error=%s", frames_of(error))
-                await asyncio.sleep(_FAILED_WORK_DELAY_S)
-            await asyncio.sleep(0)
 
     def stop(self) -> None:
         """End all streams and refuse new ones; the data planes try to register again."""

@@ -200,7 +200,9 @@ class Walk:
         for i in chosen:
             known = engine.sequences[i]
             most = max(known.num_known, known.num_scheduled)
-            rows.append((i, max(1, most - rng.choice([0, 1, 1, 2, 3, self.world.block_size, most]))))
+            rows.append(
+                (i, max(1, most - rng.choice([0, 1, 1, 2, 3, self.world.block_size, most])))
+            )
 
         def call() -> Any:
             return engine.caller.truncate(*rows)

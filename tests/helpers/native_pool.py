@@ -215,9 +215,7 @@ def _changes(message: tpb.TableChanges) -> list[Change]:
     return changes
 
 
-def new_pool(
-    num_device: int, num_host: int = 0, *, block_size: int = 4, **options: int
-) -> Pool:
+def new_pool(num_device: int, num_host: int = 0, *, block_size: int = 4, **options: int) -> Pool:
     """A pool whose blocks were never allocated."""
     return Pool(block_size, num_device, num_host, b"", b"", "lru", **options)
 

@@ -11,12 +11,14 @@ from typing import Any
 from registration_messages import LAYOUT, hello
 
 from control_plane.planning import queries
+from control_plane.planning.admission.decisions import AdmissionConfig
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.integrity import check_pool
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import root_of
 from control_plane.planning.pools.shards import PoolShards
 from control_plane.planning.session import Session
+from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.steps.abort import abort_plans
 from control_plane.planning.steps.planner import Planner, read_operations
 from control_plane.planning.steps.plans import finish_plan
@@ -53,7 +55,9 @@ class PlanningRig:
         """``settings``: of CoreConfig; the watermark is 0 unless given."""
         shards = PoolShards(1, LAYOUT, bytes(32))
         shards.add(hello(epoch=EPOCH))
-        self.pool = Pool("pool", shards, CoreConfig(**{"watermark": 0.0, **settings}))
+        config = CoreConfig(**{"watermark": 0.0, **settings})
+        self.pool = Pool("pool", shards, config)
+        self.sharing = Sharing(self.pool, AdmissionConfig(headroom=config.watermark))
         self.pool.set_tiers({DEVICE: num_device_blocks, HOST: num_host_blocks})
         self.pool.built = True
         self.sessions: dict[int, Session] = {}
@@ -69,9 +73,11 @@ class PlanningRig:
             num_answers=3,
         )
         self.sessions[session_id] = session
+        self.sharing.open(session)
         return session
 
     def end(self, session_id: int) -> None:
+        self.sharing.close(session_id)
         self.sessions.pop(session_id).end()
 
     def step(
@@ -89,10 +95,10 @@ class PlanningRig:
         number = session.numbers.last
         result = cpb.StepResult()
         session.native.begin(session.slot, number)
-        planner = Planner(session)
+        planner = Planner(self.sharing.members[session.id], self.sharing)
         for i, operation in enumerate(read_operations(operations, 1000)):
             planner.run(i, operation, result.results.add())
-        finish_plan(session, number, result)
+        finish_plan(self.sharing.members[session.id], number, result)
         self.pool.announce()
         return result
 
@@ -115,6 +121,7 @@ class PlanningRig:
         """Abort all plans in flight, under the next number."""
         self.session.numbers.use()
         abort_plans(self.session, next_plan=self.session.numbers.last + 1)
+        self.sharing.aborted(self.sharing.members[self.session.id])
 
     def receipt(self, session: Session, number: int) -> tpb.SignedPayload:
         payload = tpb.Receipt(
@@ -123,7 +130,7 @@ class PlanningRig:
             pool_id=self.pool.id,
             epoch=EPOCH,
             plan_number=number,
-            plan_digest=session.plans[number],
+            plan_digest=session.plans[number].digest,
         ).SerializeToString()
         signature = signing.sign(self.pool.key, signing.RECEIPT, payload)
         return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)

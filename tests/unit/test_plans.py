@@ -45,7 +45,7 @@ def test_the_plan_is_signed_and_says_whose_it_is_and_what_it_follows() -> None:
     )
     assert spans_of(plan.spans) == [(2, 0, 9)]
     assert entries_of(plan.changes) == [(block, 1, True) for block in rig.state(2).table]
-    assert rig.session.plans[3] == signing.digest(signed.payload)
+    assert rig.session.plans[3].digest == signing.digest(signed.payload)
     rig.check()
 
 

@@ -67,6 +67,16 @@ class Line:
         self._waiting: OrderedDict[int, Waiting] = OrderedDict()
         self._next_ticket = 0
 
+    @property
+    def is_growth_blocked(self) -> bool:
+        """Whether some live sequence waits for blocks."""
+        return self._turns.num_blocked > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits, so that whoever asks may have what there is."""
+        return not self._waiting and not self._turns.num_blocked
+
     # Sessions
 
     def open(self, session: int) -> None:
@@ -177,7 +187,7 @@ class Line:
             self._head(),
             self._pool,
             self._config,
-            self._num_headroom(),
+            self.num_headroom(),
             now_s,
         )
         for decision in decisions:
@@ -208,10 +218,12 @@ class Line:
         return head is None or head.session.id == session
 
     def _has_room(self, session: int, num_needed: int) -> bool:
-        return num_needed + self._num_headroom() <= self._pool.num_obtainable(session)
+        return num_needed + self.num_headroom() <= self._pool.num_obtainable(session)
 
-    def _num_headroom(self) -> int:
-        """None in an empty pool, or a prompt of nearly its size would never be admitted."""
+    def num_headroom(self) -> int:
+        """Blocks that admissions leave free: none in an empty pool, or a prompt of nearly its size
+        would never be admitted.
+        """
         return int(self._config.headroom * self._pool.num_blocks) if self._turns.num_live else 0
 
     def _place(self, waiting: Waiting) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from kvplane.errors import InvalidRequestError
@@ -32,3 +33,16 @@ def token_ids(value: bytes, *, at_least: int = 0, field: str) -> None:
     # The sign bit is the top bit of every fourth byte.
     if not value[3::4].isascii():
         raise InvalidRequestError("must not hold negative values", field=field)
+
+
+def token_columns(num_tokens: Sequence[int], token_ids: bytes) -> None:
+    """``num_tokens``, none of them negative, add up to the int32 values of ``token_ids``."""
+    for i, num in enumerate(num_tokens):
+        if num < 0:
+            raise InvalidRequestError("must be at least 0", field=f"num_tokens[{i}]")
+    if sum(num_tokens) * 4 != len(token_ids):
+        raise InvalidRequestError(
+            f"must hold {sum(num_tokens)} tokens of 4 bytes, the sum of num_tokens, but holds "
+            f"{len(token_ids)} bytes",
+            field="token_ids",
+        )

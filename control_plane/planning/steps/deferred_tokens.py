@@ -5,9 +5,13 @@ All of a request's are checked before any is applied.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Container
+from itertools import accumulate
+
 from kvplane_blocks import ColumnError
 
-from control_plane.planning.session import Session
+from control_plane.planning.sharing.member import Member
 from control_plane.planning.steps.failures import error_of, error_of_columns
 from kvplane import columns
 from kvplane.columns import INT32, INT64
@@ -15,7 +19,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2 as cpb
 
 
-def take_deferred_tokens(session: Session, message: cpb.DeferredTokens, max_items: int) -> None:
+def take_deferred_tokens(member: Member, message: cpb.DeferredTokens, max_items: int) -> None:
     """Add the tokens to their sequences; those known already are skipped.
 
     Raises InvalidRequestError or SequenceNotFoundError naming a column of ``deferred_tokens``; then
@@ -27,6 +31,9 @@ def take_deferred_tokens(session: Session, message: cpb.DeferredTokens, max_item
             f"must be at most {max_items} sequences, not {num}",
             field="deferred_tokens.sequence_ids",
         )
+    session = member.session
+    if member.revoked:
+        message = _without(message, member.revoked)
     try:
         failure = session.native.deferred_tokens(
             session.slot,
@@ -41,8 +48,31 @@ def take_deferred_tokens(session: Session, message: cpb.DeferredTokens, max_item
     if failure is None:
         return
     item = failure[0]
-    error = error_of(session, "deferred_tokens", failure)
+    error = error_of(member, "deferred_tokens", failure)
     if error.field == "token_ids":  # its index is that of the item's first token
         num_tokens = columns.read(INT32, message.num_tokens, "num_tokens")
         item = sum(num_tokens[:item])
     raise type(error)(error.message, field=f"deferred_tokens.{error.field}[{item}]")
+
+
+def _without(message: cpb.DeferredTokens, revoked: Container[int]) -> cpb.DeferredTokens:
+    """The message without the tokens of sequences that were cut: their session may not know yet.
+    Columns that cannot be read are left as they are.
+    """
+    ids = columns.read(INT64, message.sequence_ids, "deferred_tokens.sequence_ids")
+    kept = [i for i, sequence_id in enumerate(ids) if sequence_id not in revoked]
+    num_tokens = array(INT32, message.num_tokens[: 4 * len(ids)])
+    if len(kept) == len(ids) or len(num_tokens) < len(ids):
+        return message
+    ends = list(accumulate(num_tokens, initial=0))
+
+    def pick(column: bytes, size: int) -> bytes:
+        return b"".join([column[size * i : size * (i + 1)] for i in kept])
+
+    return cpb.DeferredTokens(
+        sequence_ids=pick(message.sequence_ids, 8),
+        admitted_by=pick(message.admitted_by, 8),
+        first_positions=pick(message.first_positions, 8),
+        num_tokens=pick(message.num_tokens, 4),
+        token_ids=b"".join([message.token_ids[4 * ends[i] : 4 * ends[i + 1]] for i in kept]),
+    )

@@ -7,7 +7,9 @@ from typing import Final, cast
 from google.protobuf import duration_pb2
 from kvplane_blocks import ColumnError, _native
 
+from control_plane.planning.admission.decisions import Place, Reason
 from control_plane.planning.session import Session
+from control_plane.planning.sharing.member import Member
 from kvplane.error_messages import to_wire
 from kvplane.errors import (
     InvalidRequestError,
@@ -17,6 +19,7 @@ from kvplane.errors import (
     SequenceBusyError,
     SequenceExistsError,
     SequenceNotFoundError,
+    SequenceRevokedError,
     SequenceSwappedError,
 )
 from kvplane.v1 import control_pb2 as cpb
@@ -32,13 +35,17 @@ _REASONS: Final = {
     _native.LATER: cpb.SHORTAGE_REASON_BLOCKS,
     _native.LATER_HEADROOM: cpb.SHORTAGE_REASON_HEADROOM,
 }
+_PLACE_REASONS: Final = {
+    Reason.LINE: cpb.SHORTAGE_REASON_LINE,
+    Reason.GROWTH: cpb.SHORTAGE_REASON_GROWTH,
+}
 # Operations that are one item, and how they call the sequence at fault.
 _ONE_ITEM: Final = ("admit", "swap_out", "swap_in", "retain", "release", "forget")
 
 
 def add_failures(
     result: cpb.OperationResult,
-    session: Session,
+    member: Member,
     at: str,
     kind: str,
     failures: list[Failure],
@@ -50,10 +57,10 @@ def add_failures(
         item = 0 if kind in _ONE_ITEM else failure[0]
         status = shortage_status(failure)
         if status is not None:
-            shortage = shortage_of(session, failure)
+            shortage = shortage_of(member.session, failure)
             result.failures.add(item=item, status=status, shortage=shortage)
         else:
-            error = error_of(session, kind, failure)
+            error = error_of(member, kind, failure)
             field = f"{at}.{error.field}"
             if kind not in _ONE_ITEM or error.field.endswith("_ids"):
                 field += f"[{failure[0]}]"
@@ -78,8 +85,8 @@ def shortage_status(failure: Failure) -> cpb.OperationStatus | None:
     return cpb.OPERATION_STATUS_LATER if failure[1] in _REASONS else None
 
 
-def shortage_of(session: Session, failure: Failure) -> cpb.Shortage:
-    """What is missing, when there is no room."""
+def shortage_of(session: Session, failure: Failure, place: Place | None = None) -> cpb.Shortage:
+    """What is missing, when there is no room. ``place``: why the line has it wait."""
     _, code, num_needed, num_available, tier = failure
     shortage = cpb.Shortage(
         tier=cast(tpb.Tier, tier),
@@ -90,15 +97,29 @@ def shortage_of(session: Session, failure: Failure) -> cpb.Shortage:
     if code != _native.NEVER:
         shortage.num_blocks_pending = session.native.num_pending(session.slot, tier)
         shortage.retry_delay.CopyFrom(RETRY_DELAY)
+    if place is not None:
+        # The core was asked with more headroom than there is, to learn what is needed.
+        num_obtainable = session.native.num_obtainable(session.slot, tier)
+        num_headroom = session.pool.num_watermark_blocks()
+        shortage.num_blocks_available = max(0, num_obtainable - num_headroom)
+        shortage.place_in_line = place.place
+        if place.reason in _PLACE_REASONS:
+            shortage.reason = _PLACE_REASONS[place.reason]
+        elif num_needed <= num_obtainable:
+            shortage.reason = cpb.SHORTAGE_REASON_HEADROOM
+        else:
+            shortage.reason = cpb.SHORTAGE_REASON_BLOCKS
     return shortage
 
 
-def error_of(session: Session, kind: str, failure: Failure) -> KvplaneError:
+def error_of(member: Member, kind: str, failure: Failure) -> KvplaneError:
     """Why an item is wrong; the field is a column of the operation."""
     _, code, a, b, c = failure
     ids = "sequence_id" if kind == "admit" else "sequence_ids"
     parents = "parent_sequence_ids" if kind == "fork" else ids
     match code:
+        case _native.NOT_FOUND if a in member.revoked:
+            return SequenceRevokedError(f"sequence {a} was cut: admit it again", field=parents)
         case _native.NOT_FOUND:
             return SequenceNotFoundError(f"sequence {a} is not live", field=parents)
         case _native.EXISTS if kind.startswith("swap"):

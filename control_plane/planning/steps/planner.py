@@ -14,9 +14,17 @@ from typing import Any, Final
 
 from kvplane_blocks import ColumnError
 
-from control_plane.planning.session import Session
+from control_plane.planning.admission.decisions import Place
+from control_plane.planning.sharing.member import Member
+from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.steps import checks, prefixes
-from control_plane.planning.steps.failures import Failure, add_error, add_failures, error_of_columns
+from control_plane.planning.steps.failures import (
+    Failure,
+    add_error,
+    add_failures,
+    error_of_columns,
+    shortage_of,
+)
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -71,11 +79,13 @@ def may_plan(named: Named) -> bool:
 class Planner:
     """Runs the operations of one step, for which the session's draft is begun."""
 
-    __slots__ = ("_is_check", "_session")
+    __slots__ = ("_is_check", "_member", "_session", "_sharing")
 
-    def __init__(self, session: Session, *, is_check: bool = False) -> None:
+    def __init__(self, member: Member, sharing: Sharing, *, is_check: bool = False) -> None:
         """``is_check``: say what each operation would be answered, and change nothing."""
-        self._session = session
+        self._member = member
+        self._session = member.session
+        self._sharing = sharing
         self._is_check = is_check
 
     def run(self, index: int, named: Named, result: cpb.OperationResult) -> None:
@@ -90,7 +100,7 @@ class Planner:
         except KvplaneError as error:
             add_error(result, _at(index, kind), error)
         else:
-            add_failures(result, self._session, _at(index, kind), kind, failures)
+            add_failures(result, self._member, _at(index, kind), kind, failures)
 
     # Each does an operation, and returns the items that were refused.
 
@@ -99,33 +109,55 @@ class Planner:
         checks.token_bytes(token_ids, at_least=1, field="token_ids")
         checks.count(message.max_total_tokens, field="max_total_tokens")
         checks.count(message.num_compute_tokens, field="num_compute_tokens")
-        has_limit = message.HasField("num_compute_tokens")
-        done = session.native.admit(
-            session.slot,
-            message.sequence_id,
-            token_ids,
-            message.fork_sequence_ids,
-            message.num_compute_tokens if has_limit else _ALL,
-            message.max_total_tokens,
-            message.skip_prefix_lookup,
-            session.pool.num_watermark_blocks(),
-        )
-        if len(done) == 5:
-            return [done]
-        admit = result.admit
-        admit.num_cached_tokens, admit.num_blocks, admit.num_scheduled_tokens = done
+        num_compute = message.num_compute_tokens if message.HasField("num_compute_tokens") else _ALL
+
+        def admit(headroom: int) -> tuple[int, int, int] | Failure:
+            return session.native.admit(
+                session.slot,
+                message.sequence_id,
+                token_ids,
+                message.fork_sequence_ids,
+                num_compute,
+                message.max_total_tokens,
+                message.skip_prefix_lookup,
+                headroom,
+            )
+
+        place: Place | None = None
+        if self._is_check:
+            done = admit(session.pool.num_watermark_blocks())
+        else:
+            done, place = self._sharing.admit(self._member, message, admit)
+        if len(done) == 3:
+            admitted = result.admit
+            admitted.num_cached_tokens, admitted.num_blocks, admitted.num_scheduled_tokens = done
+            return None
+        return self._refused(result, done, place)
+
+    def _refused(
+        self, result: cpb.OperationResult, failure: Failure, place: Place | None
+    ) -> list[Failure] | None:
+        """Adds why an operation of one item has to wait, if the line says so."""
+        if place is None:
+            return [failure]
+        shortage = shortage_of(self._session, failure, place)
+        result.failures.add(status=cpb.OPERATION_STATUS_LATER, shortage=shortage)
         return None
 
     def _append(self, message: cpb.Append, result: cpb.OperationResult) -> list[Failure] | None:
-        num_blocks, failures = self._session.native.append(
-            self._session.slot,
-            message.sequence_ids,
-            message.first_positions,
-            message.num_slots,
-            message.num_tokens,
-            message.token_ids,
-            message.num_lookahead_slots,
-        )
+        session = self._session
+        if self._is_check:
+            num_blocks, failures = session.native.append(
+                session.slot,
+                message.sequence_ids,
+                message.first_positions,
+                message.num_slots,
+                message.num_tokens,
+                message.token_ids,
+                message.num_lookahead_slots,
+            )
+        else:
+            num_blocks, failures = self._sharing.append(self._member, message)
         result.append.num_blocks = num_blocks
         return failures
 
@@ -141,28 +173,42 @@ class Planner:
             self._session.slot, message.parent_sequence_ids, message.sequence_ids
         )
         result.fork.num_blocks = num_blocks
+        if not self._is_check:
+            self._sharing.forked(self._member, message, failures or ())
         return failures
 
     def _free(self, message: cpb.Free, result: cpb.OperationResult) -> list[Failure] | None:
         released, failures = self._session.native.free(self._session.slot, message.sequence_ids)
         result.free.num_released_blocks = released
-        return failures
+        if self._is_check:
+            return failures
+        return self._sharing.freed(self._member, message.sequence_ids, failures)
 
     def _swap_out(self, message: cpb.SwapOut, result: cpb.OperationResult) -> list[Failure] | None:
-        return self._swap(message.sequence_ids, tpb.TIER_HOST, result, "swap_out")
-
-    def _swap_in(self, message: cpb.SwapIn, result: cpb.OperationResult) -> list[Failure] | None:
-        return self._swap(message.sequence_ids, tpb.TIER_DEVICE, result, "swap_in")
-
-    def _swap(
-        self, sequence_ids: bytes, tier: tpb.Tier, result: cpb.OperationResult, kind: str
-    ) -> list[Failure] | None:
-        if not sequence_ids:
-            raise InvalidRequestError("must be one or more distinct ids", field="sequence_ids")
-        done = self._session.native.swap(self._session.slot, sequence_ids, tier)
+        session = self._session
+        _require_some(message.sequence_ids)
+        done = session.native.swap(session.slot, message.sequence_ids, tpb.TIER_HOST)
         if not isinstance(done, int):
             return [done]
-        getattr(result, kind).num_blocks = done
+        result.swap_out.num_blocks = done
+        if not self._is_check:
+            self._sharing.swapped_out(self._member, message.sequence_ids)
+        return None
+
+    def _swap_in(self, message: cpb.SwapIn, result: cpb.OperationResult) -> list[Failure] | None:
+        session = self._session
+        _require_some(message.sequence_ids)
+        place: Place | None = None
+        if self._is_check:
+            headroom = session.pool.num_watermark_blocks()
+            done = session.native.swap(
+                session.slot, message.sequence_ids, tpb.TIER_DEVICE, headroom
+            )
+        else:
+            done, place = self._sharing.swap_in(self._member, message.sequence_ids)
+        if not isinstance(done, int):
+            return self._refused(result, done, place)
+        result.swap_in.num_blocks = done
         return None
 
     def _retain(self, message: cpb.Retain, result: cpb.OperationResult) -> None:
@@ -192,6 +238,11 @@ _RUN: Final[dict[str, _Run]] = {
     "forget": Planner._forget,
     "": Planner._unknown,
 }
+
+
+def _require_some(sequence_ids: bytes) -> None:
+    if not sequence_ids:
+        raise InvalidRequestError("must be one or more distinct ids", field="sequence_ids")
 
 
 def _at(index: int, kind: str) -> str:

@@ -72,8 +72,8 @@ def _check(session: Session, receipt: tpb.Receipt, at: str) -> None:
         raise StaleEpochError("is of another run of the shard", field=f"{at}.epoch")
     if not 0 < receipt.plan_number <= session.last_plan:
         raise BadSignatureError("is not the number of a plan", field=f"{at}.plan_number")
-    digest = session.plans.get(receipt.plan_number)
-    if digest is not None and receipt.plan_digest != digest:
+    record = session.plans.get(receipt.plan_number)
+    if record is not None and receipt.plan_digest != record.digest:
         raise BadSignatureError("is of another plan", field=f"{at}.plan_digest")
 
 

@@ -111,25 +111,6 @@ Failure Pool::append_one(Session& session, const AppendColumns& columns, int64_t
   return {item, Code::kOk, sequence.table.size};
 }
 
-std::vector<int32_t> Pool::growth(Slot slot, const AppendColumns& columns) const {
-  const Session& session = sessions_[slot];
-  std::vector<int32_t> needed;
-  for (int64_t item = 0; item < columns.sequence_ids.size; ++item) {
-    const Sequence* sequence = find(slot, columns.sequence_ids[item]);
-    const int64_t first = columns.first_positions[item], num_slots = columns.num_slots[item];
-    const int64_t num_ahead = columns.num_lookahead.size ? columns.num_lookahead[item] : 0;
-    const bool fits = sequence && sequence->tier == kDevice && sequence->num_scheduled == first &&
-                      num_slots >= 0 && num_ahead >= 0;
-    const int64_t end = first + num_slots;
-    const int64_t num =
-        fits ? num_needed(session, *sequence, look(session, columns.sequence_ids[item]), first, end,
-                          end + num_ahead)
-             : 0;
-    needed.push_back(static_cast<int32_t>(std::min<int64_t>(num, store(kDevice).num_blocks + 1)));
-  }
-  return needed;
-}
-
 // Gives a sequence blocks ahead, outside of a step; its table goes with the session's next plan.
 bool Pool::reserve(Slot slot, int64_t sequence_id, int64_t num_blocks) {
   Session& session = sessions_[slot];
@@ -171,6 +152,26 @@ Sketch Pool::look(const Session& session, int64_t id) const {
   now.num_scheduled = sequence.num_scheduled;
   now.num_trimmed = sequence.num_trimmed;
   return now;
+}
+
+std::vector<int32_t> Pool::growth(Slot slot, const AppendColumns& columns) const {
+  const Session& session = sessions_[slot];
+  const int64_t num_fitting = store(kDevice).num_blocks;
+  std::vector<int32_t> needed;
+  for (int64_t item = 0; item < columns.sequence_ids.size; ++item) {
+    const Sequence* sequence = find(slot, columns.sequence_ids[item]);
+    const int64_t first = columns.first_positions[item], num_slots = columns.num_slots[item];
+    const int64_t num_ahead = columns.num_lookahead.size ? columns.num_lookahead[item] : 0;
+    const int64_t end = first + num_slots, cover = end + num_ahead;
+    const bool fits = sequence && sequence->tier == kDevice && sequence->num_scheduled == first &&
+                      num_slots >= 0 && num_ahead >= 0 &&
+                      !(num_slots && sequence->computed_by == session.number) &&
+                      div_ceil(cover, block_size_) - sequence->num_trimmed <= num_fitting;
+    const int64_t num =
+        fits ? num_needed(session, *sequence, look(session, sequence->id), first, end, cover) : 0;
+    needed.push_back(static_cast<int32_t>(num));
+  }
+  return needed;
 }
 
 // Blocks to allocate so that the sequence can write [first, end) and has slots up to `cover`.

@@ -15,7 +15,9 @@ def ran(caller: Caller) -> None:
     caller.receipted()
 
 
-def admitted(caller: Caller, sequence_id: int, tokens: list[int], **options: int) -> tuple[int, ...]:
+def admitted(
+    caller: Caller, sequence_id: int, tokens: list[int], **options: int
+) -> tuple[int, ...]:
     """Admit in a step of its own, whose plan runs."""
     caller.begin()
     answer = caller.admit(sequence_id, tokens, **options)

@@ -1,0 +1,1 @@
+"""Sessions that share a pool: waiting admissions, blocked growth, sequences that have to yield."""

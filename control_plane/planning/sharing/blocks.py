@@ -1,0 +1,45 @@
+"""The device blocks of a pool as the line sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from control_plane.planning.pools.pool import Pool
+from control_plane.planning.sharing.member import Member
+from kvplane.v1 import types_pb2 as tpb
+
+_DEVICE = tpb.TIER_DEVICE
+
+
+class DeviceBlocks:
+    """Implements ``admission.decisions.PoolView``."""
+
+    def __init__(self, pool: Pool, members: Mapping[int, Member]) -> None:
+        self._pool = pool
+        self._members = members
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks(_DEVICE)
+
+    def num_obtainable(self, session: int) -> int:
+        return self._pool.native.num_obtainable(self._slot(session), _DEVICE)
+
+    def num_pending(self, session: int) -> int:
+        return self._pool.native.num_pending(self._slot(session), _DEVICE)
+
+    def num_held(self, session: int, sequence: int) -> int:
+        member, native = self._members[session], self._pool.native
+        group = member.groups.by_key(sequence)
+        slot = member.session.slot
+        return sum(native.num_held(slot, i) for i in group.members - group.swapped)
+
+    def retired_since(self, session: int) -> float | None:
+        """When the session's oldest plan in flight was made, if blocks wait for its receipt."""
+        _, num_free, num_cached, _, num_retired = self._pool.native.usage(_DEVICE)
+        made_s = self._members[session].session.oldest_plan_s()
+        waits = num_retired > 0 and self.num_obtainable(session) > num_free + num_cached
+        return made_s if waits else None
+
+    def _slot(self, session: int) -> int:
+        return self._members[session].session.slot
