@@ -97,13 +97,11 @@ class ControlPlane:
             new_key=new_key,
             end_sessions=self._end_all,
         )
-        self.register = self._registration.register
-        self.report = self._registration.report
+        self.register, self.report = self._registration.register, self._registration.report
         self.disconnect = self._registration.disconnect
         self.take_outgoing = self._registration.take_outgoing
         self.take_told = self._registration.take_told
-        self.has_work = self._registration.has_work
-        self.work = self._registration.work
+        self.has_work, self.work = self._registration.has_work, self._registration.work
         self._followers = Followers(incarnation, config.max_followers)
         self.unfollow = self._followers.remove
         self._touch = self._registration.touched.add
