@@ -45,7 +45,7 @@ class CorePool:
         """Seconds that a piece of the core's long work takes; None when nothing is left."""
         began = time.perf_counter()
         self._core.take_told()
-        if not self._core.has_work:
+        if not self._core.has_work():
             return None
         self._core.work()
         return time.perf_counter() - began

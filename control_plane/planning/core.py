@@ -38,7 +38,7 @@ from control_plane.planning.steps.planner import Named, Planner, may_plan, read_
 from control_plane.planning.steps.plans import finish_plan
 from control_plane.planning.steps.receipts import take_receipts
 from control_plane.planning.traffic import TrafficObserver, observed, session_ends
-from control_plane.planning.watching import Follower
+from control_plane.planning.watching import Follower, Followers
 from kvplane import protocol, signing
 from kvplane.error_messages import duration_of
 from kvplane.errors import (
@@ -100,12 +100,13 @@ class ControlPlane:
             new_key=new_key,
             end_sessions=self._end_all,
         )
-        self.register = self._registration.register
-        self.report = self._registration.report
+        self.register, self.report = self._registration.register, self._registration.report
         self.disconnect = self._registration.disconnect
         self.take_outgoing = self._registration.take_outgoing
         self.take_told = self._registration.take_told
-        self.work = self._registration.work
+        self.has_work, self.work = self._registration.has_work, self._registration.work
+        self._followers = Followers(incarnation, config.max_followers)
+        self.unfollow = self._followers.remove
         self._touch = self._registration.touched.add
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
@@ -125,11 +126,6 @@ class ControlPlane:
                     notices.append((session_id, news))
             sharing.with_news.clear()
         return notices
-
-    @property
-    def has_work(self) -> bool:
-        """Whether ``work`` has something to do, once ``take_told`` has been called."""
-        return self._registration.has_work
 
     # Sessions
 
@@ -152,17 +148,11 @@ class ControlPlane:
             raise LayoutMismatchError(
                 f"is not that of pool {pool.id!r}: ask DescribePool for it", field="layout"
             )
-        if len(pool.shards.fenced_sessions) >= self._config.max_unfenced_sessions:
-            raise PoolNotReadyError(
-                f"data planes of pool {pool.id!r} have not stopped "
-                f"{self._config.max_unfenced_sessions} sessions that ended",
-                retry_delay_s=_RETRY_DELAY_S,
-            )
         most = self._config.max_sessions
         if len(self._sessions) >= most:
             raise QuotaExceededError(f"{most} sessions are open: close one first")
         root = root_of(fingerprint, tenant, request.namespace)
-        pool.require_namespace(tenant, root)
+        pool.require_can_open(tenant, root)
         session = Session(
             tpb.SessionRef(incarnation=self.incarnation, session_id=self._unused_session_id()),
             pool,
@@ -212,7 +202,8 @@ class ControlPlane:
                 session.expires_at_s = now + lease_s
         for session in [s for s in self._sessions.values() if s.expires_at_s <= now]:
             self._end(session, SessionExpiredError)
-        self._registration.forget_lost_pools(now)
+        for pool_id in self._registration.forget_lost_pools(now):
+            self._sharing.pop(pool_id, None)
         first_s = min((s.expires_at_s for s in self._sessions.values()), default=now + lease_s)
         self._next_tick_s = min(first_s, now + lease_s / 4)
         return min(self._next_tick_s - now, self._tick_lines(now))
@@ -401,24 +392,8 @@ class ControlPlane:
         return queries.find_prefix(pools, request, tenant)
 
     def follow(self, request: cpb.WatchRequest, tenant: str, wake: Callable[[], None]) -> Follower:
-        """Follow what a tenant's namespace has in a pool's prefix index, until ``unfollow``.
-
-        ``wake`` is called when there may be something to take. Raises PoolNotFoundError,
-        InvalidRequestError, QuotaExceededError, RevisionTooOldError.
-        """
-        pool = self._pool(request.pool_id)
-        _require_short(request.namespace, MAX_NAMESPACE_CHARACTERS, "namespace")
-        most = self._config.max_followers
-        if sum(len(each.followers) for each in self._pools.values()) >= most:
-            raise QuotaExceededError(f"{most} streams follow prefix indexes: end one first")
-        scope = tenant, request.namespace
-        follower = Follower(pool, scope, request, self.incarnation, wake)
-        pool.followers.add(follower)
-        return follower
-
-    def unfollow(self, pool_id: str, follower: Follower) -> None:
-        """The follower is gone."""
-        self._pools[pool_id].followers.remove(follower)
+        """Follow a pool's prefix index until ``unfollow``; see ``Followers.add``."""
+        return self._followers.add(self._pool(request.pool_id), request, tenant, wake)
 
     def describe_pool(self, pool_id: str) -> cpb.DescribePoolResponse:
         """A pool, ready or not. Raises PoolNotFoundError."""

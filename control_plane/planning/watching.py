@@ -16,8 +16,8 @@ from itertools import groupby
 from typing import Final
 
 from control_plane.planning.pools.pool import Pool
-from control_plane.planning.pools.publications import HASH_BYTES, root_of
-from kvplane.errors import InvalidRequestError, RevisionTooOldError
+from control_plane.planning.pools.publications import HASH_BYTES, MAX_NAMESPACE_CHARACTERS, root_of
+from kvplane.errors import InvalidRequestError, QuotaExceededError, RevisionTooOldError
 from kvplane.v1 import control_pb2 as cpb
 
 # Blocks or changes of one message.
@@ -36,10 +36,10 @@ class Follower:
         "_in_snapshot",
         "_incarnation",
         "_native",
-        "_pool",
         "_revision",
         "_scope",
         "_told",
+        "pool",
         "wake",
     )
 
@@ -62,7 +62,7 @@ class Follower:
                 "is of another run of the control plane: start again from a snapshot",
                 field="since_revision",
             )
-        self._pool = pool
+        self.pool = pool
         self._scope = scope
         self._incarnation = incarnation
         self._native = pool.native
@@ -73,7 +73,7 @@ class Follower:
 
     def take(self) -> cpb.WatchResponse | None:
         """The next message; None when there is nothing to tell now. Raises RevisionTooOldError."""
-        pool = self._pool
+        pool = self.pool
         if self._native is not pool.native:
             self._native = pool.native
             self._in_snapshot, self._cursor = True, 0
@@ -89,7 +89,7 @@ class Follower:
 
     def _part(self) -> cpb.WatchResponse:
         """A part of the snapshot, and the last one if it is the only one."""
-        pool, is_first = self._pool, self._cursor == 0
+        pool, is_first = self.pool, self._cursor == 0
         self._cursor, revision, tiers, hashes, parents, token_ids = pool.native.snapshot(
             self._root, self._cursor, _MAX_ELEMENTS
         )
@@ -101,7 +101,7 @@ class Follower:
         return self._snapshot(stored)
 
     def _changes(self) -> cpb.WatchResponse | None:
-        pool = self._pool
+        pool = self.pool
         found = pool.native.changes_since(
             pool.native_revision_of(self._revision), self._root, _MAX_ELEMENTS
         )
@@ -123,7 +123,7 @@ class Follower:
 
     @property
     def _root(self) -> bytes:
-        return root_of(self._pool.layout.fingerprint, *self._scope)
+        return root_of(self.pool.layout.fingerprint, *self._scope)
 
     def _snapshot(self, stored: cpb.Stored) -> cpb.WatchResponse:
         last = not self._in_snapshot
@@ -136,6 +136,40 @@ class Follower:
     ) -> cpb.WatchResponse:
         self._told = self._revision
         return cpb.WatchResponse(incarnation=self._incarnation, snapshot=snapshot, changes=changes)
+
+
+class Followers:
+    """All followers of a control plane."""
+
+    def __init__(self, incarnation: int, most: int) -> None:
+        """``most``: how many there may be at one time."""
+        self._incarnation = incarnation
+        self._most = most
+        self._num = 0
+
+    def add(
+        self, pool: Pool, request: cpb.WatchRequest, tenant: str, wake: Callable[[], None]
+    ) -> Follower:
+        """Follow what a tenant's namespace has in a pool's prefix index, until ``remove``.
+
+        ``wake`` is called when there may be something to take. Raises InvalidRequestError,
+        QuotaExceededError, RevisionTooOldError.
+        """
+        if len(request.namespace) > MAX_NAMESPACE_CHARACTERS:
+            raise InvalidRequestError(
+                f"must have at most {MAX_NAMESPACE_CHARACTERS} characters", field="namespace"
+            )
+        if self._num >= self._most:
+            raise QuotaExceededError(f"{self._most} streams follow prefix indexes: end one first")
+        follower = Follower(pool, (tenant, request.namespace), request, self._incarnation, wake)
+        pool.followers.add(follower)
+        self._num += 1
+        return follower
+
+    def remove(self, follower: Follower) -> None:
+        """The follower is gone."""
+        follower.pool.followers.remove(follower)
+        self._num -= 1
 
 
 def _messages(

@@ -26,7 +26,6 @@ from kvplane.errors import (
     QuotaExceededError,
     StaleEpochError,
 )
-from kvplane.serving.logs import frames_of
 from kvplane.serving.streams import stopping_error
 from kvplane.v1 import control_pb2 as pb
 
@@ -35,7 +34,6 @@ _MISSED_HEARTBEATS: Final = 3
 # How long a stream rests that has sent publications and is empty, so that those of many steps go
 # together.
 _PUBLISH_INTERVAL_S: Final = 0.005
-_FAILED_WORK_DELAY_S: Final = 1.0
 _CUT_AFTER_S: Final = 2.0
 
 
@@ -52,6 +50,7 @@ class Registrar:
         self._streams: dict[tuple[str, int], _Stream] = {}
         self._stopping = False
         self.has_work = asyncio.Event()
+        """Is set when the core has long work to do."""
 
     async def serve(
         self, requests: AsyncIterator[pb.RegisterRequest]
@@ -93,7 +92,7 @@ class Registrar:
             stream = self._streams.get(key)
             if stream is not None and (outgoing := self._core.take_outgoing(*key)):
                 self._send(stream, outgoing)
-        if self._core.has_work:
+        if self._core.has_work():
             self.has_work.set()
 
     def _send(self, stream: _Stream, messages: list[pb.RegisterResponse]) -> None:
@@ -110,19 +109,6 @@ class Registrar:
                 QuotaExceededError(f"{len(stream.outbox)} messages wait to be read: register again")
             )
             self._close(stream)
-
-    async def work(self) -> None:
-        """Do the core's long work, in pieces between requests. Runs until cancelled."""
-        while True:
-            await self.has_work.wait()
-            self.has_work.clear()
-            try:
-                self._core.work()
-                self.flush()
-            except Exception as error:  # a bug; it must not stop this loop
-                _LOGGER.error("background work failed error=%s", frames_of(error))
-                await asyncio.sleep(_FAILED_WORK_DELAY_S)
-            await asyncio.sleep(0)
 
     def stop(self) -> None:
         """End all streams and refuse new ones; the data planes try to register again."""

@@ -44,14 +44,14 @@ class ControlPlaneServer(PlaneServer):
             asyncio.get_running_loop(),
             lambda: {pool_id: core.describe_pool(pool_id) for pool_id in core.list_pools()},
         )
-        self._registrar = Registrar(
+        registrar = Registrar(
             core,
             heartbeat_s=config.heartbeat_s,
             max_waiting_messages=config.max_waiting_messages,
         )
-        service = ControlPlaneService(core, self._registrar, self.metrics, package_version())
+        self._servicer = ControlPlaneService(core, registrar, self.metrics, package_version())
         add_service = add_ControlPlaneServiceServicer_to_server
-        super().__init__(config, SERVICE, service, add_service, self.metrics)
+        super().__init__(config, SERVICE, self._servicer, add_service, self.metrics)
 
     @classmethod
     async def start(cls, config: ControlPlaneConfig) -> ControlPlaneServer:
@@ -60,8 +60,8 @@ class ControlPlaneServer(PlaneServer):
         """
         self = cls(config)
         await self._serve()
-        self.ticks = asyncio.create_task(_tick(self.core, self._registrar, self.metrics))
-        self.work = asyncio.create_task(self._registrar.work())
+        self.ticks = asyncio.create_task(_tick(self.core, self._servicer, self.metrics))
+        self.work = asyncio.create_task(self._servicer.work())
         _LOGGER.info("metrics port=%s incarnation=%d", self.metrics_port, self.core.incarnation)
         await self._announce()
         return self
@@ -73,15 +73,17 @@ class ControlPlaneServer(PlaneServer):
             await asyncio.to_thread(self._trace.close)
 
 
-async def _tick(core: ControlPlane, registrar: Registrar, metrics: ControlPlaneMetrics) -> None:
-    """End leases as they run out."""
+async def _tick(
+    core: ControlPlane, service: ControlPlaneService, metrics: ControlPlaneMetrics
+) -> None:
+    """End leases as they run out, and sequences whose blocks others wait for."""
     while True:
         delay_s = _LONGEST_TICK_S
         try:
             num_open = _num_sessions(core)
             delay_s = min(core.tick(), delay_s)
             metrics.sessions_expired.inc(num_open - _num_sessions(core))
-            registrar.flush()
+            service.flush()
         except Exception as error:  # a bug; it must not stop this loop
             _LOGGER.error("tick failed error=%s", frames_of(error))
         await asyncio.sleep(max(delay_s, 0.001))

@@ -6,6 +6,8 @@ no locks.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -22,12 +24,15 @@ from kvplane import protocol
 from kvplane.error_codec import to_wire
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.serving.identity import tenant_of
+from kvplane.serving.logs import frames_of
 from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["ControlPlaneService"].full_name
 _LOGGER: Final = logging.getLogger(__name__)
+
+_FAILED_WORK_DELAY_S: Final = 1.0
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -44,12 +49,38 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self._version = version
         self._watches = WatchServer(core)
         self._streams = RequestStreams("control plane")
+        self._step_streams: dict[int, _StepStream] = {}  # by session, the latest
+        self._notices: set[asyncio.Task[None]] = set()
 
     def stop(self) -> None:
         """End streams that wait for a request now, the others after their current answer."""
         self._streams.stop()
         self._registrar.stop()
         self._watches.stop()
+
+    def flush(self) -> None:
+        """Send what the core has for data planes, and push news to sessions."""
+        self._registrar.flush()
+        for session_id, news in self._core.take_notices():
+            stream = self._step_streams.get(session_id)
+            if stream is not None:
+                notice = pb.StepResponse(notice=pb.Notice(news=news))
+                task = asyncio.create_task(stream.push(notice))
+                self._notices.add(task)
+                task.add_done_callback(self._notices.discard)
+
+    async def work(self) -> None:
+        """Do the core's long work, in pieces between requests. Runs until cancelled."""
+        while True:
+            await self._registrar.has_work.wait()
+            self._registrar.has_work.clear()
+            try:
+                self._core.work()
+                self.flush()
+            except Exception as error:  # a bug; it must not stop this loop
+                _LOGGER.error("background work failed error=%s", frames_of(error))
+                await asyncio.sleep(_FAILED_WORK_DELAY_S)
+            await asyncio.sleep(0)
 
     async def DescribeControlPlane(
         self, request: pb.DescribeControlPlaneRequest, context: _Context
@@ -96,23 +127,34 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self, request: pb.CloseSessionRequest, context: _Context
     ) -> pb.CloseSessionResponse:
         self._core.close_session(request.session, tenant_of(context))
-        self._registrar.flush()
+        self.flush()
         _LOGGER.info("session closed id=%d", request.session.session_id)
         return pb.CloseSessionResponse()
 
     async def Step(
         self, request_iterator: AsyncIterator[pb.StepRequest], context: _Context
-    ) -> AsyncIterator[pb.StepResponse]:
+    ) -> None:
         tenant = tenant_of(context)
-        while True:
-            try:
-                request = await self._streams.next(request_iterator)
-            except InvalidRequestError as error:  # not a StepRequest; the next may be one
-                yield self._refuse(0, error)
-                continue
-            if request is None:
-                return
-            yield self._answer(request, tenant)
+        stream = _StepStream(context)
+        try:
+            while True:
+                try:
+                    request = await self._streams.next(request_iterator)
+                except InvalidRequestError as error:  # not a StepRequest; the next may be one
+                    await stream.write(self._refuse(0, error))
+                    continue
+                if request is None:
+                    return
+                answer = self._answer(request, tenant)
+                if answer.HasField("result"):  # the session is this caller's
+                    session_id = request.session.session_id
+                    stream.session_ids.add(session_id)
+                    self._step_streams[session_id] = stream
+                await stream.write(answer)
+        finally:
+            for session_id in stream.session_ids:
+                if self._step_streams.get(session_id) is stream:
+                    del self._step_streams[session_id]
 
     async def RunStep(self, request: pb.RunStepRequest, context: _Context) -> pb.RunStepResponse:
         if not request.HasField("step"):
@@ -125,7 +167,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         try:
             return self._core.submit_receipts(request, tenant_of(context))
         finally:  # what was applied before a refusal may have published blocks
-            self._registrar.flush()
+            self.flush()
 
     async def AbortPlan(
         self, request: pb.AbortPlanRequest, context: _Context
@@ -133,13 +175,13 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         try:
             return self._core.abort_plan(request, tenant_of(context))
         finally:
-            self._registrar.flush()
+            self.flush()
 
     async def Resync(self, request: pb.ResyncRequest, context: _Context) -> pb.ResyncResponse:
         try:
             response = self._core.resync(request, tenant_of(context))
         finally:
-            self._registrar.flush()
+            self.flush()
         self._metrics.plans.inc()
         return response
 
@@ -203,6 +245,25 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         try:
             result = self._core.step(request, tenant)
         finally:  # a step that failed as a whole may have applied its receipts
-            self._registrar.flush()
+            self.flush()
         self._metrics.count_step(request.operations, result, time.perf_counter() - begin)
         return result
+
+
+class _StepStream:
+    """A Step stream, to which answers are written and news are pushed."""
+
+    def __init__(self, context: _Context) -> None:
+        self.session_ids: set[int] = set()
+        self._context = context
+        self._lock = asyncio.Lock()
+
+    async def write(self, response: pb.StepResponse) -> None:
+        """Write a message after those before it."""
+        async with self._lock:
+            await self._context.write(response)
+
+    async def push(self, notice: pb.StepResponse) -> None:
+        """Write a notice, a hint that may be lost with the stream."""
+        with contextlib.suppress(Exception):
+            await self.write(notice)

@@ -38,7 +38,7 @@ class WatchServer:
             raise stopping_error("control plane")
         finally:
             self._wakes.remove(changed)
-            self._core.unfollow(request.pool_id, follower)
+            self._core.unfollow(follower)
 
     def stop(self) -> None:
         """End all streams; followers come back to the next control plane."""

@@ -56,7 +56,9 @@ def believe(
     elif kind == "free":
         for item, i in enumerate(columns.read(INT64, operation.free.sequence_ids, "ids")):
             if item not in failed:
-                del sequences[i]
+                sequences.pop(i, None)  # or it waited, or was cut
+    elif kind == "truncate":
+        _truncated(sequences, operation.truncate, failed)
     elif kind in ("swap_out", "swap_in"):
         for i in columns.read(INT64, getattr(operation, kind or "").sequence_ids, "ids"):
             sequences[i].tier = HOST if kind == "swap_out" else DEVICE
@@ -66,6 +68,39 @@ def _admitted(sequences: Sequences, number: int, admit: cpb.Admit, done: cpb.Adm
     tokens = unpack(admit.token_ids)
     scheduled = done.num_cached_tokens + done.num_scheduled_tokens
     sequences[admit.sequence_id] = ModelSequence(number, tokens, len(tokens), scheduled)
+    for i in columns.read(INT64, admit.fork_sequence_ids, "fork_sequence_ids"):
+        sequences[i] = ModelSequence(number, list(tokens), len(tokens), scheduled)
+
+
+def believe_news(
+    sequences: Sequences, number: int, waiting: dict[int, tuple[int, cpb.Admit]], news: cpb.News
+) -> None:
+    """What the answer to step ``number`` says has happened. ``waiting``: for each admission that
+    waits the step that asked for it.
+    """
+    for i in columns.read(INT64, news.cut_sequence_ids, "cut_sequence_ids"):
+        if i in sequences and sequences[i].admitted_by < number:
+            del sequences[i]
+    for grant in news.granted:
+        asked_by, admit = waiting.pop(grant.sequence_id)
+        tokens = unpack(admit.token_ids)
+        forks = columns.read(INT64, grant.fork_sequence_ids, "fork_sequence_ids")
+        for i in (grant.sequence_id, *forks):
+            sequences[i] = ModelSequence(
+                asked_by, list(tokens), len(tokens), grant.num_cached_tokens
+            )
+
+
+def _truncated(sequences: Sequences, truncate: cpb.Truncate, failed: set[int]) -> None:
+    ids = columns.read(INT64, truncate.sequence_ids, "ids")
+    for item, (i, num) in enumerate(
+        zip(ids, columns.read(INT64, truncate.num_tokens, "num_tokens"), strict=True)
+    ):
+        if item not in failed:
+            sequence = sequences[i]
+            sequence.num_known = min(sequence.num_known, num)
+            sequence.num_scheduled = min(sequence.num_scheduled, num)
+            del sequence.truth[max(sequence.num_known, sequence.num_scheduled) :]
 
 
 def _appended(sequences: Sequences, append: cpb.Append, failed: set[int]) -> None:

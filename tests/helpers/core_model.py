@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from core_beliefs import ModelSequence, believe
+from core_beliefs import ModelSequence, believe, believe_news
 from core_data_plane import (
     BLOCK,
     DEVICE,
@@ -155,6 +155,7 @@ class Engine:
         self.id = self.ref.session_id
         self.number = 0
         self.sequences: dict[int, ModelSequence] = {}
+        self.waiting: dict[int, tuple[int, cpb.Admit]] = {}
         self.queue: list[MadePlan] = []
         self.receipts: list[tpb.SignedPayload] = []
         self.sent: list[Sent] = []
@@ -213,6 +214,9 @@ class Engine:
             self._believe_deferred()
         for operation, done in zip(operations, result.results, strict=True):
             believe(self.sequences, self.number, operation, done)
+            if operation.HasField("admit") and operation.admit.wait and done.failures:
+                self.waiting[operation.admit.sequence_id] = (self.number, operation.admit)
+        believe_news(self.sequences, self.number, self.waiting, result.news)
         self._made(result.plan if result.HasField("plan") else None)
         return result
 

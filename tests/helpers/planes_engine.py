@@ -487,6 +487,12 @@ class Engine:
             first = before[i].first if before and i in before else len(all_values)
             values = all_values.copy()
             values[first:] = np.nan
+            for j, begin, num_tokens in (before or {}).values():
+                # A prefix that this plan computes in another sequence may be in shared blocks.
+                theirs = made.values[j][begin : begin + num_tokens]
+                own = all_values[begin : begin + len(theirs)]
+                same = (own == theirs[: len(own)]).all(axis=tuple(range(1, own.ndim)))
+                values[begin : begin + len(own)][same] = np.nan
             wanted = process.view.blocks(values)
             blocks, _ = process.executor.read_blocks(self.id, i, 0, wanted.shape[1])
             where = f"session {self.id} sequence {i} plan {made.number} shard {index}"

@@ -27,6 +27,7 @@ PROGRESS = "test_progress.py"
 TRANSFERS = "test_transfers.py"
 TRIMMED = "test_trimmed_tables.py"
 TAKEN = "test_taken_blocks.py"
+PUBLICATIONS = "test_publications.py"
 KEPT = "test_kept_blocks.py"
 
 # Fault: the file of tests that must notice it.
@@ -43,6 +44,7 @@ BASIC = {
     "trimmed_entries_readable": TRIMMED,
     "truncation_keeps_one_too_many": TRIMMED,
     "allocations_keep_their_generation": KEPT,
+    "withdrawals_ignored": PUBLICATIONS,
     "receipts_before_the_end": STREAMS,
     "skip-newest-slot": EXECUTOR,
 }
@@ -54,6 +56,7 @@ MORE = {
     "publication_forgotten_at_the_kernel": REJECTIONS,
     "publication_survives_allocation": INVARIANTS,
     "stale_publications_kept": SESSIONS,
+    "withdrawals_of_any_generation": PUBLICATIONS,
     "stale_references_unchecked": REJECTIONS,
     "ref_counts_not_kept": CLEARED,
     "unknown_fields_ignored": REJECTIONS,

@@ -14,7 +14,7 @@ from register_side import RegisterSide
 from data_plane import EmbeddedDataPlane
 from data_plane.server.registration_client import _BLOCKS_PER_REPORT
 from data_plane.server.server import DataPlaneServer
-from kvplane import signing
+from kvplane import columns, signing
 from kvplane.data_client import DataClient
 from kvplane.errors import PoolNotReadyError, SessionExpiredError
 from kvplane.health import check
@@ -83,6 +83,32 @@ async def test_a_new_control_plane_learns_blocks_and_old_sessions_end(tmp_path: 
             assert server.executor.incarnation == 2
             with pytest.raises(SessionExpiredError):
                 server.executor.receipt(7)
+        finally:
+            await successor.stop()
+
+
+async def test_what_was_withdrawn_is_not_reported_to_the_next_control_plane(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as (server, side):
+        author = author_of(server, side)
+        server.executor.open(author.grant(7))
+        server.executor.start(7, author.plan(1, 7, changes=[set_blocks(1, [(0, 5), (1, 1)])]))
+        side.say(publish=pb.PublishBlocks(publications=publications((0, 5), (1, 1))))
+        await side.until(lambda: server.executor.num_published_blocks == 2)
+        side.say(
+            withdraw=pb.WithdrawBlocks(
+                indices=columns.pack(columns.INT32, [1]),
+                generations=columns.pack(columns.INT64, [1]),
+            )
+        )
+        await side.until(lambda: server.executor.num_published_blocks == 1)
+        await side.stop()
+        successor = await RegisterSide(incarnation=2).start(side.port)
+        try:
+            await successor.until(successor.accepted.is_set)
+            told = [p for part in successor.reports for p in part.publications]
+            assert [block for p in told for block in blocks_of(p)] == [(0, 5)]
         finally:
             await successor.stop()
 

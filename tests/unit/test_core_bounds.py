@@ -92,5 +92,5 @@ def test_followers_are_bounded() -> None:
     follower = world.core.follow(request, "tenant", lambda: None)
     with pytest.raises(QuotaExceededError):
         world.core.follow(request, "tenant", lambda: None)
-    world.core.unfollow(POOL, follower)
+    world.core.unfollow(follower)
     world.core.follow(request, "tenant", lambda: None)

@@ -13,6 +13,7 @@ from plan_author import BLOCK_SIZE, blocks_of, publications
 from data_plane.plans.publications import Publications
 from kvplane import columns
 from kvplane.errors import InvalidRequestError
+from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb
 
 NUM_BLOCKS = 6
@@ -66,6 +67,54 @@ def test_what_is_reported_is_what_came() -> None:
     assert list(kept.report(PRESENT, 9)) == [chain]
 
 
+def int32(*values: int) -> bytes:
+    return columns.pack(columns.INT32, values)
+
+
+def int64(*values: int) -> bytes:
+    return columns.pack(columns.INT64, values)
+
+
+def withdrawal(*blocks: tuple[int, int]) -> control_pb2.WithdrawBlocks:
+    indices, generations = zip(*blocks, strict=True)
+    return control_pb2.WithdrawBlocks(indices=int32(*indices), generations=int64(*generations))
+
+
+def test_what_is_withdrawn_is_not_reported_if_it_is_of_the_generation_named() -> None:
+    kept = Publications(NUM_BLOCKS, BLOCK_SIZE)
+    kept.keep(publications((2, 3), (0, 1), (4, 2)), PRESENT, "publications")
+    message = withdrawal((0, 1), (2, 2), (3, 1))
+    assert kept.withdraw(message, PRESENT, "withdraw") == 1
+    assert kept.withdraw(message, PRESENT, "withdraw") == 0
+    reported = [block for message in kept.report(PRESENT, 9) for block in blocks_of(message)]
+    assert reported == [(2, 3), (4, 2)]
+    kept.keep(publications((0, 1)), PRESENT, "publications")
+    assert len(kept) == 3, "it can be published again"
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (control_pb2.WithdrawBlocks(indices=b"123"), "indices"),
+        (
+            control_pb2.WithdrawBlocks(indices=bytes(8), generations=b"\x01" + bytes(7)),
+            "generations",
+        ),
+        (withdrawal((0, 1), (6, 1)), "indices[1]"),
+        (withdrawal((0, 1), (2, 0)), "generations[1]"),
+    ],
+)
+def test_a_malformed_withdrawal_is_refused_by_its_field_and_drops_nothing(
+    message: control_pb2.WithdrawBlocks, field: str
+) -> None:
+    kept = Publications(NUM_BLOCKS, BLOCK_SIZE)
+    kept.keep(publications((0, 1), (2, 3)), PRESENT, "publications")
+    with pytest.raises(InvalidRequestError) as refused:
+        kept.withdraw(message, PRESENT, "withdraw")
+    assert refused.value.field == f"withdraw.{field}"
+    assert len(kept) == 2
+
+
 def wrong(**fields: object) -> Callable[[], pb.Publications]:
     def spoil() -> pb.Publications:
         message = publications((2, 3), (0, 1))
@@ -74,14 +123,6 @@ def wrong(**fields: object) -> Callable[[], pb.Publications]:
         return message
 
     return spoil
-
-
-def int32(*values: int) -> bytes:
-    return columns.pack(columns.INT32, values)
-
-
-def int64(*values: int) -> bytes:
-    return columns.pack(columns.INT64, values)
 
 
 BAD: dict[str, tuple[Callable[[], pb.Publications], str]] = {

@@ -14,7 +14,7 @@ from control_plane.planning.core import ControlPlane
 from control_plane.server.registration_server import Registrar
 from kvplane import columns, signing
 from kvplane.columns import INT32
-from kvplane.errors import CancelledError, InvalidRequestError
+from kvplane.errors import CancelledError, InvalidRequestError, QuotaExceededError
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 
@@ -130,3 +130,54 @@ async def test_publications_of_steps_that_follow_each_other_go_together(
     heard.append(await stream.hear())
     indices = [message.publish.publications.indices for message in heard]
     assert indices == [columns.pack(INT32, [1]), columns.pack(INT32, [2, 3, 4])]
+
+
+async def test_a_data_plane_that_does_not_read_is_cut_and_hears_what_it_missed(
+    core: ControlPlane,
+) -> None:
+    registrar = Registrar(core, heartbeat_s=5.0, max_waiting_messages=3)
+    slow, key = await joined(registrar)
+    opening = pb.OpenSessionRequest(
+        pool_id="pool", layout=tpb.Layout(fingerprint=LAYOUT.fingerprint)
+    )
+    opened = [core.open_session(opening, "default").session for _ in range(6)]
+    for session in opened[:4]:
+        core.close_session(session, "default")
+        registrar.flush()
+    assert core.describe_pool("pool").ready, "the first one, and three more, may wait"
+    core.close_session(opened[4], "default")
+    registrar.flush()
+    assert not core.describe_pool("pool").ready, "it counts as gone at once"
+    with pytest.raises(QuotaExceededError):
+        await slow.hear()
+    again = Stream(registrar)
+    again.say(hello=hello(incarnation=7, key_id=signing.key_id(key)))
+    assert (await again.hear()).welcome.resumed
+    core.close_session(opened[5], "default")
+    registrar.flush()
+    fenced = [(await again.hear()).fence.session.session_id for _ in range(6)]
+    assert fenced == [session.session_id for session in opened]
+    assert core.describe_pool("pool").ready
+    await again.answers.aclose()
+
+
+async def test_a_stream_that_waits_for_its_peer_for_ever_is_ended(
+    core: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its generator hangs in the middle of sending a message."""
+    monkeypatch.setattr("control_plane.server.registration_server._CUT_AFTER_S", 0.02)
+    registrar = Registrar(core, heartbeat_s=5.0)
+
+    async def serve() -> None:
+        stream = Stream(registrar)
+        stream.say(hello=hello())
+        async for _ in stream.answers:
+            await asyncio.sleep(60)  # the peer's window is full
+
+    carrying = asyncio.create_task(serve())
+    async with asyncio.timeout(5):
+        while not core.list_pools():
+            await asyncio.sleep(0.01)
+        registrar.stop()
+        with pytest.raises(asyncio.CancelledError):
+            await carrying

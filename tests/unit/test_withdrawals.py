@@ -87,7 +87,7 @@ def test_a_large_prefix_is_taken_apart_between_requests(monkeypatch: pytest.Monk
     engine.send(ops.forget(list(range(8))))
     assert engine.lookup(range(17)) == 0, "it is not found at once"
     world.core.take_told()
-    assert world.core.has_work
+    assert world.core.has_work()
     while world.core.work():
         world.core.check_integrity()
     assert world.usage()["cached"] == 0

@@ -27,12 +27,13 @@ from control_plane.planning.pools.reports import TIERS
 from control_plane.planning.pools.shards import PoolShards
 from kvplane import columns
 from kvplane.columns import INT32, INT64
-from kvplane.errors import QuotaExceededError
+from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.layout import Layout
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 
 _DEVICE: Final = tpb.TIER_DEVICE
+_RETRY_DELAY_S: Final = 0.5
 _MAX_TENANTS: Final = 65_536
 _MAX_WITHDRAWN: Final = 65_536  # blocks in one message
 _PIECE_ENTRIES: Final = 10_000  # taken apart at once: a few milliseconds
@@ -207,13 +208,20 @@ class Pool:
 
     # Sessions
 
-    def require_namespace(self, tenant: str, root: bytes) -> None:
-        """A session of this root may be opened. Raises QuotaExceededError."""
+    def require_can_open(self, tenant: str, root: bytes) -> None:
+        """Another session of this root may be opened. Raises PoolNotReadyError,
+        QuotaExceededError.
+        """
+        most = self._config.max_unfenced_sessions
+        if len(self._ended_slots) >= most:
+            raise PoolNotReadyError(
+                f"data planes of pool {self.id!r} have not stopped {most} sessions that ended",
+                retry_delay_s=_RETRY_DELAY_S,
+            )
         most = self._config.max_tenant_namespaces
         roots = self._roots.setdefault(tenant, set())
         if root not in roots and len(roots) >= most:
-            known = set(self.native.roots())
-            roots.intersection_update(known)
+            roots.intersection_update(self.native.roots())
         if root not in roots and len(roots) >= most:
             raise QuotaExceededError(
                 f"{most} namespaces are in use: end the sessions of one and forget its contents",

@@ -107,8 +107,11 @@ class Registration:
         if state is not None and state.hello.epoch == epoch:
             state.disconnect()
 
-    def forget_lost_pools(self, now_s: float) -> None:
-        """Forget the pools that nobody has used for long. ``now_s``: monotonic seconds."""
+    def forget_lost_pools(self, now_s: float) -> list[str]:
+        """Forget the pools that nobody has used for long; returns their ids. ``now_s``: monotonic
+        seconds.
+        """
+        forgotten = []
         for pool in [*self._pools.values()]:
             if not pool.is_abandoned:
                 pool.abandoned_s = None
@@ -118,6 +121,8 @@ class Registration:
                 del self._pools[pool.id]
                 self.touched.discard(pool)
                 self._working.discard(pool)
+                forgotten.append(pool.id)
+        return forgotten
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
         """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
@@ -142,9 +147,8 @@ class Registration:
         self.touched.clear()
         return told
 
-    @property
     def has_work(self) -> bool:
-        """Whether ``work`` has something to do."""
+        """Whether ``work`` has something to do, once ``take_told`` has been called."""
         return bool(self._working)
 
     def work(self) -> bool:
@@ -160,7 +164,7 @@ class Registration:
                 pool.forget_some()
             if not pool.has_work:
                 self._working.remove(pool)
-        return self.has_work
+        return self.has_work()
 
     def take_outgoing(self, pool_id: str, shard_index: int) -> list[cpb.RegisterResponse]:
         """The messages to send to a shard, in order. Each is returned once, and what a shard may

@@ -34,6 +34,7 @@ from kvplane.v1 import types_pb2 as pb
 _kernels_of = executor.kernels_of
 _start = plan_runner.PlanRunner.start
 _keep = publications.Publications.keep
+_withdraw = publications.Publications.withdraw
 _layer_scales = scales.layer_scales
 _canonical = LayerGroup.canonical
 
@@ -93,6 +94,23 @@ def stale_publications_kept() -> None:
         return _keep(self, message, named, field)
 
     publications.Publications.keep = keep  # type: ignore[method-assign]
+
+
+def withdrawals_ignored() -> None:
+    """What was forgotten is reported all the same."""
+    publications.Publications.withdraw = lambda *_: 0  # type: ignore[assignment]
+
+
+def withdrawals_of_any_generation() -> None:
+    """A withdrawal of an earlier generation drops the present one's publication."""
+
+    def withdraw(self: Any, message: Any, generations: Any, field: str) -> int:
+        named = generations.copy()
+        indices = publications.ints(columns.INT32, message.indices, field)
+        named[indices] = publications.ints(columns.INT64, message.generations, field)
+        return _withdraw(self, message, named, field)
+
+    publications.Publications.withdraw = withdraw  # type: ignore[method-assign]
 
 
 def receipt_given_early() -> None:
@@ -348,6 +366,8 @@ MUTANTS: dict[str, Callable[[], None]] = {
         published_write_allowed,
         publication_forgotten_at_the_kernel,
         stale_publications_kept,
+        withdrawals_ignored,
+        withdrawals_of_any_generation,
         receipt_given_early,
         spans_written_shrink,
         gaps_in_blocks_allowed,

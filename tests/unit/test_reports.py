@@ -1,0 +1,45 @@
+"""What shards report reaches the native core column by column, or is refused by its field."""
+
+from __future__ import annotations
+
+import pytest
+from registration_messages import LAYOUT, chain, report
+
+from control_plane.planning.pools.reports import Reports
+from kvplane import columns
+from kvplane.columns import INT64
+from kvplane.errors import InvalidRequestError
+from kvplane.v1 import types_pb2 as tpb
+
+SIZES = {tpb.TIER_DEVICE: 4, tpb.TIER_HOST: 0}
+
+
+def built(reports: Reports) -> tuple[list[int], int]:
+    """Generations of the device blocks, and how many hold a prefix."""
+    reports.rebuild.begin(b"", b"", "lru")
+    while not reports.rebuild.step(100):
+        pass
+    num_restored = reports.rebuild.num_restored
+    pool = reports.rebuild.take()
+    found = columns.read(INT64, pool.generations(tpb.TIER_DEVICE), "generations")
+    return found.tolist(), num_restored
+
+
+def test_what_a_shard_reported_before_it_began_again_is_dropped() -> None:
+    reports = Reports(LAYOUT, 1)
+    reports.start(0, SIZES)
+    reports.add(0, SIZES, report({0: 5, 1: 5}, *chain(range(16), [(0, 5), (1, 5)])))
+    reports.start(0, SIZES)
+    reports.add(0, SIZES, report({2: 3}, *chain(range(8), [(2, 3)]), last=False))
+    reports.add(0, SIZES, report({3: 9}))
+    assert built(reports) == ([0, 0, 3, 9], 1)
+
+
+def test_the_field_at_fault_is_named_with_its_message() -> None:
+    reports = Reports(LAYOUT, 1)
+    reports.start(0, SIZES)
+    part = report({2: 3})
+    part.blocks.add(tier=tpb.TIER_DEVICE, indices=b"\4\0\0\0", generations=b"\1" + bytes(7))
+    with pytest.raises(InvalidRequestError) as refused:
+        reports.add(0, SIZES, part)
+    assert refused.value.field == "report.blocks[1].indices[0]"

@@ -1,0 +1,170 @@
+"""Sessions that share a pool: who waits gets blocks in turn, who yields is told, both by news."""
+
+from __future__ import annotations
+
+from core_data_plane import BLOCK
+from core_model import FAILED, LATER, OK, Engine, World, error_in, status_of
+
+from kvplane import columns, ops
+from kvplane.columns import INT64
+from kvplane.errors import SequenceRevokedError
+from kvplane.results import news_of
+from kvplane.v1 import control_pb2 as cpb
+
+
+def prompt(num_blocks: int, seed: int = 0) -> list[int]:
+    """Tokens of whole blocks, unlike those of other seeds from the first on."""
+    return [1000 * (seed + 1) + i for i in range(num_blocks * BLOCK)]
+
+
+def only(result: cpb.StepResult) -> cpb.OperationResult:
+    (operation,) = result.results
+    return operation
+
+
+def free(engine: Engine, sequence_id: int) -> cpb.StepResult:
+    result = engine.send(ops.free([sequence_id]))
+    engine.settle()
+    return result
+
+
+def pass_time(world: World, seconds: float) -> None:
+    """In steps so short that nothing concludes that the process slept."""
+    world.core.tick()
+    for _ in range(round(seconds / 0.25)):
+        world.clock.now += 0.25
+        world.core.tick()
+
+
+def crowded(num_blocks: int = 8) -> tuple[World, Engine, Engine]:
+    """One engine holds all but one of the blocks, another holds none."""
+    world = World(num_device=num_blocks, num_host=0)
+    one, other = world.engine(), world.engine()
+    one.admit(1, prompt(num_blocks - 1))
+    return world, one, other
+
+
+def test_an_admission_that_waits_is_granted_when_blocks_come_back() -> None:
+    world, one, other = crowded()
+    later = only(other.step(ops.admit(5, prompt(3, 1), wait=True))).failures[0]
+    assert (later.status, later.shortage.place_in_line) == (LATER, 1)
+    assert later.shortage.num_blocks_needed == 3
+    free(one, 1)
+    assert other.world.core.take_notices()[0][0] == other.id
+    result = other.step()
+    (granted,) = news_of(result).granted
+    assert (granted.sequence_id, granted.num_cached_tokens, granted.num_blocks) == (5, 0, 3)
+    assert result.HasField("plan"), "its table"
+    assert world.pool().counters.num_granted_admissions == 1
+    appended = only(other.step(ops.append(5, [], 24, first_position=0)))
+    assert not appended.failures
+    world.core.check_integrity()
+
+
+def test_the_news_are_part_of_the_answer_and_come_again_with_it() -> None:
+    _, one, other = crowded()
+    other.step(ops.admit(5, prompt(3, 1), wait=True))
+    free(one, 1)
+    other.step()
+    again = other.world.core.step(other.sent[-1].request, other.tenant)
+    assert [grant.sequence_id for grant in news_of(again).granted] == [5]
+    assert not other.step().HasField("news")
+
+
+def test_nobody_passes_the_head_of_the_line() -> None:
+    world, one, other = crowded()
+    third = world.engine()
+    other.step(ops.admit(5, prompt(6, 1), wait=True))
+    later = only(third.step(ops.admit(1, prompt(1, 2), wait=True))).failures[0]
+    assert (later.status, later.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_LINE)
+    assert later.shortage.place_in_line == 2
+    polled = only(third.step(ops.admit(2, prompt(1, 3)))).failures[0]
+    assert (polled.shortage.reason, polled.shortage.place_in_line) == (
+        cpb.SHORTAGE_REASON_LINE,
+        2,
+    )
+    free(one, 1)
+    assert [grant.sequence_id for grant in news_of(other.step()).granted] == [5]
+    assert [grant.sequence_id for grant in news_of(third.step()).granted] == [1]
+
+
+def test_who_asks_again_keeps_the_place_and_free_withdraws() -> None:
+    world, one, other = crowded()
+    third = world.engine()
+    for _ in range(3):
+        later = only(other.step(ops.admit(5, prompt(6, 1), wait=True))).failures[0]
+        assert later.shortage.place_in_line == 1
+    third.step(ops.admit(1, prompt(2, 2), wait=True))
+    assert not only(other.step(ops.free([5]))).failures
+    free(one, 1)
+    assert [grant.sequence_id for grant in news_of(third.step()).granted] == [1]
+    assert not other.step().HasField("news")
+
+
+def test_forks_are_granted_with_the_sequence_and_share_its_blocks() -> None:
+    _, one, other = crowded()
+    other.step(ops.admit(5, prompt(3, 1), fork_sequence_ids=[6, 7], wait=True))
+    refused = only(other.step(ops.admit(6, [1], wait=True)))
+    assert refused.failures[0].error.reason == "SEQUENCE_EXISTS"
+    free(one, 1)
+    (granted,) = news_of(other.step()).granted
+    assert list(granted.fork_sequence_ids) == [6, 7]
+    assert other.table(5) == other.table(6) == other.table(7)
+
+
+def test_growth_comes_before_admissions() -> None:
+    world, one, other = crowded()
+    one.step(ops.append(1, [], 8, first_position=56))
+    one.run_all()
+    one.settle()
+    assert status_of(only(one.step(ops.append(1, [], 1, first_position=64)))) != OK
+    (never,) = only(one.step(ops.append(1, [], 1, first_position=64))).failures
+    assert never.status == cpb.OPERATION_STATUS_NEVER
+    world, one, other = crowded()
+    other.admit(1, prompt(1, 1))
+    blocked = only(one.step(ops.append(1, [], 1, first_position=56))).failures[0]
+    assert (blocked.status, blocked.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_BLOCKS)
+    third = world.engine()
+    later = only(third.step(ops.admit(1, [5], wait=True))).failures[0]
+    assert later.shortage.reason == cpb.SHORTAGE_REASON_GROWTH
+    free(other, 1)
+    assert not third.step().HasField("news"), "the block is the blocked sequence's"
+    assert not only(one.step(ops.append(1, [], 1, first_position=56))).failures
+
+
+def test_a_sequence_that_outstays_its_turn_is_asked_and_then_cut() -> None:
+    world, one, other = crowded()
+    other.step(ops.admit(5, prompt(3, 1), wait=True))
+    for _ in range(9):
+        pass_time(world, 3.5)
+        one.renew()
+        other.renew()
+    news = news_of(one.step())
+    assert dict(news.cut) == {1: cpb.CUT_REASON_TURN} or news.num_blocks_asked > 0
+    pass_time(world, 2)
+    result = one.step(ops.append(1, [], 1, first_position=56))
+    assert type(error_in(only(result))) is SequenceRevokedError
+    assert status_of(only(result)) == FAILED
+    assert world.pool().counters.num_cut_sequences == 1
+    one.run_all()
+    one.settle()
+    assert one.lookup(prompt(7)) == 40, "what it wrote is found, but for what the other needed"
+    assert not only(one.step(ops.free([1]))).failures
+    one.run_all()
+    one.settle()
+    assert [grant.sequence_id for grant in news_of(other.step()).granted] == [5]
+    world.core.check_integrity()
+
+
+def test_tokens_of_a_sequence_that_was_cut_do_not_fail_its_sessions_step() -> None:
+    world, one, other = crowded()
+    one.send(ops.append(1, [], 1, first_position=56))
+    one.settle()
+    other.step(ops.admit(5, prompt(3, 1), wait=True))
+    for _ in range(12):
+        pass_time(world, 3.5)
+        one.renew()
+        other.renew()
+    deferred = ops.deferred_tokens([1], [1], [57], [1], [9])
+    one.call("step", cpb.StepRequest(deferred_tokens=deferred))
+    assert columns.read(INT64, one.sent[-1].answer.news.cut_sequence_ids, "ids").tolist() == [1]
