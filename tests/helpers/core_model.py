@@ -389,7 +389,7 @@ class Engine:
 
     def _believe_place(self, operation: cpb.Operation, done: cpb.OperationResult) -> None:
         """Whether an admission waits now, or does not any more."""
-        if operation.HasField("free"):
+        if done.HasField("free"):
             for i in columns.read(INT64, operation.free.sequence_ids, "ids"):
                 self.waiting.pop(i, None)
         elif operation.HasField("admit"):
