@@ -200,6 +200,12 @@ class Executor:
             present = self._tables.generations[pb.TIER_DEVICE]
             return self._tables.publications.keep(publications, present, "publications")
 
+    def withdraw(self, blocks: control_pb2.WithdrawBlocks) -> int:
+        """Drop publications in the same way. Returns the number dropped."""
+        with self._command("withdraw"):
+            present = self._tables.generations[pb.TIER_DEVICE]
+            return self._tables.publications.withdraw(blocks, present, "withdraw")
+
     def fence(self, session: pb.SessionRef, ordinal: int) -> None:
         """End a session, open here or not: when this returns, none of its commands runs and none
         ever will again. ``ordinal``: as in its grant. Safe to repeat.

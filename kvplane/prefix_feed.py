@@ -48,14 +48,18 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks can be found from now on, parents before children."""
+    """Blocks can be found from now on. One that is there already is no change. Parents come before
+    children, but in no order between an ``IndexCleared`` and the ``CaughtUp`` after it.
+    """
 
     blocks: tuple[StoredBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks are gone from a tier: the hash and the tier of each."""
+    """Blocks are gone from a tier: the hash and the tier of each. One that is not there is no
+    change.
+    """
 
     blocks: tuple[tuple[bytes, int], ...]
 

@@ -228,3 +228,8 @@ def test_the_sdk_and_the_control_plane_run_without_torch() -> None:
 def test_the_core_of_the_control_plane_runs_without_grpc() -> None:
     program = "import sys, control_plane.planning.core\nsys.exit('grpc' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+
+
+def test_the_control_plane_says_how_grpc_polls_before_grpc_is_imported() -> None:
+    program = "import sys, control_plane.__main__\nsys.exit('grpc' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)

@@ -41,6 +41,15 @@ class CorePool:
         self._core.report(POOL, 0, EPOCH, cpb.RegisterRequest.FromString(part).report)
         return time.perf_counter() - began
 
+    def work(self) -> float | None:
+        """Seconds that a piece of the core's long work takes; None when nothing is left."""
+        began = time.perf_counter()
+        self._core.take_told()
+        if not self._core.has_work:
+            return None
+        self._core.work()
+        return time.perf_counter() - began
+
     async def engine(self) -> Engine:
         session = self._core.open_session(messages.open_session(), TENANT).session
         first_id = 1 + 1_000_000 * self._num_engines
@@ -85,6 +94,8 @@ class InProcess:
         pool = CorePool(num_device_blocks, num_host_blocks)
         report = cpb.RegisterRequest(report=cpb.BlockReport(last=True))
         pool.report(report.SerializeToString())
+        while pool.work() is not None:
+            pass
         with self.counting_pauses():
             yield pool
 

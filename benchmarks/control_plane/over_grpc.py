@@ -76,6 +76,13 @@ class Connection:
     async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
+    async def wait_ready(self) -> cpb.DescribePoolResponse:
+        """The pool's description as soon as it can be used."""
+        request = cpb.DescribePoolRequest(pool_id=messages.POOL)
+        while not (description := await self.stub.DescribePool(request)).ready:
+            await asyncio.sleep(0.002)
+        return description
+
     async def engine(self) -> Engine:
         session = (await self.stub.OpenSession(messages.open_session())).session
         first_id = 1 + 1_000_000 * self._next_engine
@@ -202,5 +209,6 @@ class OverGrpc:
             async with DataPlane(server.address, hello) as data_plane:
                 await data_plane.report([cpb.RegisterRequest(report=cpb.BlockReport(last=True))])
                 async with Connection(server.address, data_plane.key) as connection:
+                    await connection.wait_ready()
                     server.count_pauses()
                     yield connection

@@ -34,6 +34,8 @@ async def rebuild_1m_blocks(world: World, sizes: Sizes) -> list[Row]:
 def _in_process(num_blocks: int, num_entries: int, parts: list[cpb.RegisterRequest]) -> list[Row]:
     pool = CorePool(num_blocks)
     seconds = [pool.report(part.SerializeToString()) for part in parts]
+    while (piece_s := pool.work()) is not None:
+        seconds.append(piece_s)
     _check(pool.description(), num_entries)
     return [
         Row.of_one(_NAME, MICROSECONDS, 1e6 * sum(seconds)),
@@ -55,10 +57,10 @@ async def _over_grpc(
             probe = asyncio.create_task(_probe(connection, waits_s))
             began = time.perf_counter()
             await data_plane.report(parts)
+            description = await connection.wait_ready()
             seconds = time.perf_counter() - began
             probe.cancel()
-            request = cpb.DescribePoolRequest(pool_id=messages.POOL)
-            _check(await connection.stub.DescribePool(request), num_entries)
+            _check(description, num_entries)
     return [
         Row.of_one(_NAME, MICROSECONDS, 1e6 * seconds),
         Row.of_one(f"{_NAME}/longest_wait", MICROSECONDS, 1e6 * max(waits_s)),

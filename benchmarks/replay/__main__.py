@@ -1,12 +1,13 @@
 """What share of prompts a cache of a given size would find, from a trace of requests.
 
-    python -m benchmarks.replay --trace FILE --policy NAME --capacity-blocks N [--json OUT]
-        [--format mooncake|bailian|dynamo|kv-cache-tester] [--trace-block-tokens N]
-        [--half first|second|all]
+    python -m benchmarks.replay --trace FILE|synthetic:NAME:SEED --policy NAME
+        --capacity-blocks N [--json OUT] [--format mooncake|bailian|dynamo|kv-cache-tester]
+        [--trace-block-tokens N] [--half first|second|all]
 
 The trace drives the control plane's core in this process, one prompt after the other, at the
 trace's own times. The hit ratio is the blocks found at the beginnings of the prompts, over all
 blocks of the prompts. ``--half`` replays a part of the trace, from an empty cache.
+``synthetic.py`` lists the workloads that need no file.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.replay.cache import POLICIES, Cache
+from benchmarks.replay.cache import Cache
+from benchmarks.replay.synthetic import named_requests
 from benchmarks.replay.traces import FORMATS, Request, TraceError, read_trace
+from control_plane.planning.config import EVICTION_POLICIES
+
+HALVES = ("first", "second", "all")
 
 
 def num_reused(requests: Sequence[Request]) -> int:
@@ -51,6 +56,14 @@ def replay(requests: Sequence[Request], policy: str, capacity_blocks: int) -> di
     }
 
 
+def read_half(trace: str, name: str, half: str) -> list[Request]:
+    """A trace, or half of it; ``name``: its format. Raises TraceError."""
+    is_file = not trace.startswith("synthetic:")
+    requests = read_trace(Path(trace), name) if is_file else named_requests(trace)
+    middle = len(requests) // 2
+    return {"first": requests[:middle], "second": requests[middle:], "all": requests}[half]
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -61,21 +74,23 @@ def _positive(text: str) -> int:
 def main() -> None:
     """Replay, print the ratio, write the JSON."""
     parser = argparse.ArgumentParser(description="Replay a trace of requests in the core.")
-    parser.add_argument("--trace", type=Path, required=True, help="file or folder; may be .gz")
-    parser.add_argument("--policy", choices=POLICIES, default=POLICIES[0])
+    parser.add_argument(
+        "--trace", required=True, help="file or folder, may be .gz, or synthetic:NAME:SEED"
+    )
+    parser.add_argument("--policy", choices=EVICTION_POLICIES, default=EVICTION_POLICIES[0])
     parser.add_argument("--capacity-blocks", type=_positive, required=True, help="of the trace")
     parser.add_argument("--trace-block-tokens", type=_positive, help="default: the format's own")
     parser.add_argument("--format", choices=FORMATS, default="mooncake")
-    parser.add_argument("--half", choices=("first", "second", "all"), default="all")
+    parser.add_argument("--half", choices=HALVES, default="all")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
     try:
-        requests = read_trace(arguments.trace, arguments.format, arguments.half)
+        requests = read_half(arguments.trace, arguments.format, arguments.half)
     except TraceError as error:
         sys.exit(f"cannot replay: {error}")
     block_tokens = arguments.trace_block_tokens or FORMATS[arguments.format].block_tokens
     figures = {
-        "trace": arguments.trace.name,
+        "trace": Path(arguments.trace).name,
         "format": arguments.format,
         "half": arguments.half,
         "policy": arguments.policy,

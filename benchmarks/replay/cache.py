@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from control_plane.planning.config import CoreConfig
+from control_plane.planning.config import EVICTION_POLICIES, CoreConfig
 from control_plane.planning.core import ControlPlane
 from kvplane import ops, protocol, signing
 from kvplane.layout import LayerGroup, Layout
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 
-POLICIES = ("lru",)
 BLOCK_SIZE_TOKENS = 16
 _POOL, _TENANT, _EPOCH = "replay", "tenant", 1
 _LAYOUT = Layout(
@@ -36,10 +35,10 @@ class Cache:
     """A pool with room for ``capacity_blocks`` blocks of the trace."""
 
     def __init__(self, capacity_blocks: int, policy: str) -> None:
-        assert policy in POLICIES, policy
+        assert policy in EVICTION_POLICIES, policy
         self._capacity_blocks = capacity_blocks
         self._now_s = 0.0
-        config = CoreConfig(lease_s=1e9, watermark=0.0)
+        config = CoreConfig(lease_s=1e9, watermark=0.0, eviction_policy=policy)
         self._core = ControlPlane(incarnation=1, config=config, clock=lambda: self._now_s)
         hello = cpb.Hello(
             pool_id=_POOL,

@@ -41,17 +41,12 @@ class Format:
     block_tokens: int
 
 
-def read_trace(path: Path, name: str, half: str = "all") -> list[Request]:
-    """The requests of a trace in the order of time; ``half``: "first", "second" or "all" of them.
-
-    Raises TraceError.
-    """
+def read_trace(path: Path, name: str) -> list[Request]:
+    """The requests of a trace in the order of time. Raises TraceError."""
     try:
         requests = sorted(FORMATS[name].read(path), key=lambda request: request.time_s)
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
-    middle = len(requests) // 2
-    requests = {"first": requests[:middle], "second": requests[middle:], "all": requests}[half]
     if not requests:
         raise TraceError(f"{path}: has no requests")
     return requests

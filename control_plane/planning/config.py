@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-EVICTION_POLICIES: Final = ("lru",)
+EVICTION_POLICIES: Final = ("lru", "reuse-rate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,11 @@ class CoreConfig:
     ``tenant_sequences`` live ones, ``tenant_blocks`` of both tiers that its tables refer
     to, ``tenant_steps_per_s``. ``max_retained_share``: of a pool's device blocks, those that a
     tenant may retain.
+
+    Other bounds: ``max_followers`` of prefix indexes, ``num_kept_changes`` of each index for them,
+    ``max_pools``, of which one without data planes is forgotten after ``pool_expiry_s``,
+    ``max_tenant_namespaces`` in a pool, ``max_unfenced_sessions`` of a pool, which have ended and
+    some data plane has not fenced.
     """
 
     lease_s: float = 30.0
@@ -33,3 +38,9 @@ class CoreConfig:
     tenant_blocks: int = 0
     tenant_steps_per_s: float = 0.0
     max_retained_share: float = 0.25
+    max_followers: int = 64
+    num_kept_changes: int = 65_536
+    max_pools: int = 64
+    pool_expiry_s: float = 3600.0
+    max_tenant_namespaces: int = 4096
+    max_unfenced_sessions: int = 4096

@@ -3,8 +3,8 @@
 Knows neither grpc nor torch. Single-threaded: it is only ever called from the event loop, and every
 call runs to its end. Invariant: ``check_integrity`` holds after every call, one that raises too.
 
-    registration   register, report, disconnect, fence_done, take_told,
-                   take_outgoing
+    registration   register, report, disconnect, fence_done, take_told, take_outgoing
+    work           what takes long, a few milliseconds at a time
     sessions       open_session, renew_session, close_session, tick
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
                    applying its receipts first
@@ -37,6 +37,8 @@ from control_plane.planning.steps.numbering import content_of
 from control_plane.planning.steps.planner import Named, Planner, may_plan, read_operations
 from control_plane.planning.steps.plans import finish_plan
 from control_plane.planning.steps.receipts import take_receipts
+from control_plane.planning.traffic import TrafficObserver, observed, session_ends
+from control_plane.planning.watching import Follower
 from kvplane import protocol, signing
 from kvplane.error_messages import duration_of
 from kvplane.errors import (
@@ -78,12 +80,14 @@ class ControlPlane:
         clock: Callable[[], float],
         new_key: Callable[[], bytes] = signing.new_key,
         new_session_id: Callable[[], int] = _new_session_id,
+        observer: TrafficObserver | None = None,
     ) -> None:
         """``clock`` returns monotonic seconds, ``new_session_id`` random ids from 1 to 2^53 - 1."""
         self.incarnation = incarnation
         self._config = config
         self._clock = clock
         self._new_session_id = new_session_id
+        self._observer = observer
         self._pools: dict[str, Pool] = {}
         self._sessions: dict[int, Session] = {}
         self._sharing: dict[str, Sharing] = {}  # by pool
@@ -101,6 +105,7 @@ class ControlPlane:
         self.disconnect = self._registration.disconnect
         self.take_outgoing = self._registration.take_outgoing
         self.take_told = self._registration.take_told
+        self.work = self._registration.work
         self._touch = self._registration.touched.add
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
@@ -120,6 +125,11 @@ class ControlPlane:
                     notices.append((session_id, news))
             sharing.with_news.clear()
         return notices
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``work`` has something to do, once ``take_told`` has been called."""
+        return self._registration.has_work
 
     # Sessions
 
@@ -142,15 +152,23 @@ class ControlPlane:
             raise LayoutMismatchError(
                 f"is not that of pool {pool.id!r}: ask DescribePool for it", field="layout"
             )
+        if len(pool.shards.fenced_sessions) >= self._config.max_unfenced_sessions:
+            raise PoolNotReadyError(
+                f"data planes of pool {pool.id!r} have not stopped "
+                f"{self._config.max_unfenced_sessions} sessions that ended",
+                retry_delay_s=_RETRY_DELAY_S,
+            )
         most = self._config.max_sessions
         if len(self._sessions) >= most:
             raise QuotaExceededError(f"{most} sessions are open: close one first")
+        root = root_of(fingerprint, tenant, request.namespace)
+        pool.require_namespace(tenant, root)
         session = Session(
             tpb.SessionRef(incarnation=self.incarnation, session_id=self._unused_session_id()),
             pool,
             ordinal=pool.shards.next_ordinal(),
             tenant=tenant,
-            root=root_of(fingerprint, tenant, request.namespace),
+            root=root,
             num_answers=self._config.max_plans_in_flight + 1,
         )
         self._sessions[session.id] = session
@@ -194,6 +212,7 @@ class ControlPlane:
                 session.expires_at_s = now + lease_s
         for session in [s for s in self._sessions.values() if s.expires_at_s <= now]:
             self._end(session, SessionExpiredError)
+        self._registration.forget_lost_pools(now)
         first_s = min((s.expires_at_s for s in self._sessions.values()), default=now + lease_s)
         self._next_tick_s = min(first_s, now + lease_s / 4)
         return min(self._next_tick_s - now, self._tick_lines(now))
@@ -297,7 +316,8 @@ class ControlPlane:
             _check_no_plan(member, operations)
         result = cpb.StepResult()
         session.native.begin(session.slot, request.number)
-        run, add = Planner(member, self._sharing_of(session.pool)).run, result.results.add
+        planner = Planner(member, self._sharing_of(session.pool))
+        run, add = observed(self._observer, session, planner.run), result.results.add
         for i, operation in enumerate(operations):
             run(i, operation, add())
         finish_plan(member, request.number, result)
@@ -376,8 +396,29 @@ class ControlPlane:
         if not request.pool_ids:
             pools = [self._pools[pool_id] for pool_id in sorted(self._pools)]
         else:
-            pools = [self._pool(i, "pool_ids") for i in sorted(set(request.pool_ids))]
+            named = [self._pool(i, f"pool_ids[{n}]") for n, i in enumerate(request.pool_ids)]
+            pools = sorted(set(named), key=lambda pool: pool.id)
         return queries.find_prefix(pools, request, tenant)
+
+    def follow(self, request: cpb.WatchRequest, tenant: str, wake: Callable[[], None]) -> Follower:
+        """Follow what a tenant's namespace has in a pool's prefix index, until ``unfollow``.
+
+        ``wake`` is called when there may be something to take. Raises PoolNotFoundError,
+        InvalidRequestError, QuotaExceededError, RevisionTooOldError.
+        """
+        pool = self._pool(request.pool_id)
+        _require_short(request.namespace, MAX_NAMESPACE_CHARACTERS, "namespace")
+        most = self._config.max_followers
+        if sum(len(each.followers) for each in self._pools.values()) >= most:
+            raise QuotaExceededError(f"{most} streams follow prefix indexes: end one first")
+        scope = tenant, request.namespace
+        follower = Follower(pool, scope, request, self.incarnation, wake)
+        pool.followers.add(follower)
+        return follower
+
+    def unfollow(self, pool_id: str, follower: Follower) -> None:
+        """The follower is gone."""
+        self._pools[pool_id].followers.remove(follower)
 
     def describe_pool(self, pool_id: str) -> cpb.DescribePoolResponse:
         """A pool, ready or not. Raises PoolNotFoundError."""
@@ -467,6 +508,8 @@ class ControlPlane:
     def _end(self, session: Session, reason: type[KvplaneError]) -> None:
         sharing = self._sharing_of(session.pool)
         sharing.close(session.id)
+        if self._observer is not None:
+            session_ends(self._observer, session)
         session.end()
         self._touch(session.pool)
         del self._sessions[session.id]

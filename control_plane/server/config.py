@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from control_plane.planning.config import EVICTION_POLICIES, CoreConfig
@@ -91,12 +92,65 @@ class ControlPlaneConfig(ServingConfig):
         minimum=0.0,
         maximum=1.0,
     )
+    max_pools: int = setting(
+        _CORE.max_pools, help="Pools that data planes may register.", unit="pools", minimum=1
+    )
+    pool_expiry_s: float = setting(
+        _CORE.pool_expiry_s,
+        help="How long a pool is known after its last data plane has gone.",
+        unit="s",
+        minimum=0.1,
+        maximum=31_536_000,
+    )
+    max_tenant_namespaces: int = setting(
+        _CORE.max_tenant_namespaces,
+        help="Namespaces of a tenant in a pool in which something is cached or a session is open.",
+        unit="namespaces",
+        minimum=1,
+    )
+    max_unfenced_sessions: int = setting(
+        _CORE.max_unfenced_sessions,
+        help="Ended sessions that a data plane of a pool has not stopped; no more are opened then.",
+        unit="sessions",
+        minimum=1,
+    )
+    max_waiting_messages: int = setting(
+        4096,
+        help="Messages that may wait for a data plane beyond those that it resumes with; then its "
+        "stream is cut.",
+        unit="messages",
+        minimum=1,
+    )
+    max_followers: int = setting(
+        _CORE.max_followers,
+        help="Streams that follow prefix indexes at one time.",
+        unit="streams",
+        minimum=0,
+    )
+    num_kept_changes: int = setting(
+        _CORE.num_kept_changes,
+        help="Changes kept of each prefix index; a follower further behind starts again.",
+        unit="changes",
+        minimum=1,
+        maximum=2**24,
+    )
     heartbeat_s: float = setting(
         5.0,
         help="Interval of a data plane's heartbeats; after three without one it counts as gone.",
         unit="s",
         minimum=0.05,
         maximum=3600,
+    )
+    trace_file: Path | None = setting(
+        None,
+        help="Where to write the traffic as a trace of requests: lengths, times and numbers of "
+        "prefixes, no tokens. A file that is there becomes FILE.1.",
+    )
+    trace_max_bytes: int = setting(
+        1 << 28,
+        help="Size at which the trace begins anew; the last whole file is kept as FILE.1.",
+        unit="bytes",
+        minimum=1 << 10,
     )
     incarnation: int = setting(
         0,
@@ -122,4 +176,10 @@ class ControlPlaneConfig(ServingConfig):
             tenant_blocks=self.tenant_blocks,
             tenant_steps_per_s=self.tenant_steps_per_s,
             max_retained_share=self.max_retained_share,
+            max_pools=self.max_pools,
+            pool_expiry_s=self.pool_expiry_s,
+            max_tenant_namespaces=self.max_tenant_namespaces,
+            max_unfenced_sessions=self.max_unfenced_sessions,
+            max_followers=self.max_followers,
+            num_kept_changes=self.num_kept_changes,
         )

@@ -16,29 +16,42 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from control_plane.planning.core import ControlPlane
+from control_plane.server.joined_publications import take_next
 from kvplane import protocol
 from kvplane.errors import (
     CancelledError,
     DeadlineExceededError,
     InvalidRequestError,
     KvplaneError,
+    QuotaExceededError,
     StaleEpochError,
 )
+from kvplane.serving.logs import frames_of
 from kvplane.serving.streams import stopping_error
 from kvplane.v1 import control_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
 _MISSED_HEARTBEATS: Final = 3
+# How long a stream rests that has sent publications and is empty, so that those of many steps go
+# together.
+_PUBLISH_INTERVAL_S: Final = 0.005
+_FAILED_WORK_DELAY_S: Final = 1.0
+_CUT_AFTER_S: Final = 2.0
 
 
 class Registrar:
     """All registration streams of this control plane."""
 
-    def __init__(self, core: ControlPlane, *, heartbeat_s: float) -> None:
+    def __init__(
+        self, core: ControlPlane, *, heartbeat_s: float, max_waiting_messages: int = 4096
+    ) -> None:
+        """``max_waiting_messages``: for one stream, beyond those that it begins with."""
         self._core = core
+        self._max_waiting = max_waiting_messages
         self._heartbeat_s = heartbeat_s
         self._streams: dict[tuple[str, int], _Stream] = {}
         self._stopping = False
+        self.has_work = asyncio.Event()
 
     async def serve(
         self, requests: AsyncIterator[pb.RegisterRequest]
@@ -55,7 +68,10 @@ class Registrar:
         try:
             while stream.failure is None:
                 if stream.outbox:
-                    yield stream.outbox.popleft()
+                    message = take_next(stream.outbox)
+                    yield message
+                    if message.HasField("publish") and not stream.outbox:
+                        await asyncio.sleep(_PUBLISH_INTERVAL_S)
                 elif reader.done():
                     await reader
                     return
@@ -67,6 +83,8 @@ class Registrar:
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError, KvplaneError):
                 await reader
+            if stream.cut is not None:
+                stream.cut.cancel()
             self._close(stream)
 
     def flush(self) -> None:
@@ -74,8 +92,37 @@ class Registrar:
         for key in self._core.take_told():
             stream = self._streams.get(key)
             if stream is not None and (outgoing := self._core.take_outgoing(*key)):
-                stream.outbox.extend(outgoing)
-                stream.changed.set()
+                self._send(stream, outgoing)
+        if self._core.has_work:
+            self.has_work.set()
+
+    def _send(self, stream: _Stream, messages: list[pb.RegisterResponse]) -> None:
+        """Queue messages, or cut the stream of a data plane that does not read: it gets what it
+        missed when it comes back.
+        """
+        stream.outbox.extend(messages)
+        stream.changed.set()
+        if stream.most_waiting is None:
+            stream.most_waiting = len(stream.outbox) + self._max_waiting
+        elif len(stream.outbox) > stream.most_waiting:
+            _LOGGER.warning("cut %s: waiting=%d", stream, len(stream.outbox))
+            stream.fail(
+                QuotaExceededError(f"{len(stream.outbox)} messages wait to be read: register again")
+            )
+            self._close(stream)
+
+    async def work(self) -> None:
+        """Do the core's long work, in pieces between requests. Runs until cancelled."""
+        while True:
+            await self.has_work.wait()
+            self.has_work.clear()
+            try:
+                self._core.work()
+                self.flush()
+            except Exception as error:  # a bug; it must not stop this loop
+                _LOGGER.error("background work failed error=%s", frames_of(error))
+                await asyncio.sleep(_FAILED_WORK_DELAY_S)
+            await asyncio.sleep(0)
 
     def stop(self) -> None:
         """End all streams and refuse new ones; the data planes try to register again."""
@@ -157,7 +204,10 @@ class _Stream:
         self.epoch = hello.epoch
         self.outbox: deque[pb.RegisterResponse] = deque()
         self.changed = asyncio.Event()
+        self.most_waiting: int | None = None  # set once the first messages are in the outbox
         self.failure: KvplaneError | None = None
+        self.cut: asyncio.TimerHandle | None = None
+        self._task = asyncio.current_task()  # which carries the stream
 
     def __str__(self) -> str:
         pool_id, shard_index = self.key
@@ -165,4 +215,8 @@ class _Stream:
 
     def fail(self, error: KvplaneError) -> None:
         self.failure = error
+        self.outbox.clear()
         self.changed.set()
+        if self.cut is None and self._task is not None:
+            # It may wait for ever to send a message to a peer that does not read.
+            self.cut = asyncio.get_running_loop().call_later(_CUT_AFTER_S, self._task.cancel)

@@ -12,6 +12,7 @@ from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.registration_server import Registrar
 from control_plane.server.service import SERVICE, ControlPlaneService
+from control_plane.server.trace_writer import TraceWriter
 from kvplane.serving.logs import frames_of
 from kvplane.serving.plane_server import PlaneServer, package_version
 from kvplane.v1.control_pb2_grpc import add_ControlPlaneServiceServicer_to_server
@@ -24,20 +25,31 @@ class ControlPlaneServer(PlaneServer):
     """A control plane that serves. Made by ``start``, ended by ``run_until_signal`` or ``stop``."""
 
     ticks: asyncio.Task[None]
+    work: asyncio.Task[None]
 
     def __init__(self, config: ControlPlaneConfig) -> None:
         """Bind, but accept no calls yet; see ``start``."""
         incarnation = config.incarnation or time.time_ns()
+        self._trace = (
+            TraceWriter(config.trace_file, config.trace_max_bytes) if config.trace_file else None
+        )
         self.core = core = ControlPlane(
-            incarnation=incarnation, config=config.core, clock=time.monotonic
+            incarnation=incarnation,
+            config=config.core,
+            clock=time.monotonic,
+            observer=self._trace,
         )
         self.metrics = ControlPlaneMetrics(incarnation)
         self.metrics.watch_pools(
             asyncio.get_running_loop(),
             lambda: {pool_id: core.describe_pool(pool_id) for pool_id in core.list_pools()},
         )
-        registrar = Registrar(core, heartbeat_s=config.heartbeat_s)
-        self._servicer = ControlPlaneService(core, registrar, self.metrics, package_version())
+        self._registrar = Registrar(
+            core,
+            heartbeat_s=config.heartbeat_s,
+            max_waiting_messages=config.max_waiting_messages,
+        )
+        self._servicer = ControlPlaneService(core, self._registrar, self.metrics, package_version())
         add_service = add_ControlPlaneServiceServicer_to_server
         super().__init__(config, SERVICE, self._servicer, add_service, self.metrics)
 
@@ -49,12 +61,16 @@ class ControlPlaneServer(PlaneServer):
         self = cls(config)
         await self._serve()
         self.ticks = asyncio.create_task(_tick(self.core, self._servicer, self.metrics))
+        self.work = asyncio.create_task(self._registrar.work())
         _LOGGER.info("metrics port=%s incarnation=%d", self.metrics_port, self.core.incarnation)
         await self._announce()
         return self
 
     async def _finish(self) -> None:
         self.ticks.cancel()
+        self.work.cancel()
+        if self._trace is not None:
+            await asyncio.to_thread(self._trace.close)
 
 
 async def _tick(

@@ -19,9 +19,10 @@ from google.protobuf import duration_pb2
 from control_plane.planning.core import ControlPlane
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.registration_server import Registrar
+from control_plane.server.watch_server import WatchServer
 from kvplane import protocol
 from kvplane.error_codec import to_wire
-from kvplane.errors import InvalidRequestError, KvplaneError, ProtocolMismatchError
+from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.serving.identity import tenant_of
 from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import control_pb2 as pb
@@ -43,6 +44,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self._registrar = registrar
         self._metrics = metrics
         self._version = version
+        self._watches = WatchServer(core)
         self._streams = RequestStreams("control plane")
         self._step_streams: dict[int, _StepStream] = {}  # by session, the latest
         self._notices: set[asyncio.Task[None]] = set()
@@ -51,6 +53,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         """End streams that wait for a request now, the others after their current answer."""
         self._streams.stop()
         self._registrar.stop()
+        self._watches.stop()
 
     def flush(self) -> None:
         """Send what the core has for data planes, and push news to sessions."""
@@ -202,7 +205,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         return self._core.common_prefix(request, tenant_of(context))
 
     def Watch(self, request: pb.WatchRequest, context: _Context) -> AsyncIterator[pb.WatchResponse]:
-        raise _not_served("Watch")
+        return self._watches.serve(request, tenant_of(context))
 
     def Register(
         self, request_iterator: AsyncIterator[pb.RegisterRequest], context: _Context
@@ -248,7 +251,3 @@ class _StepStream:
         """Write a notice, a hint that may be lost with the stream."""
         with contextlib.suppress(Exception):
             await self.write(notice)
-
-
-def _not_served(method: str) -> ProtocolMismatchError:
-    return ProtocolMismatchError(f"this control plane does not serve {method}")

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from data_plane.plans.plan_columns import Mask, ints, refuse
 from kvplane import columns
 from kvplane.errors import InvalidRequestError
+from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb
 
 _HASH_BYTES = 16
@@ -72,6 +73,19 @@ class Publications:
         self.version += 1
         return num_kept
 
+    def withdraw(
+        self, message: control_pb2.WithdrawBlocks, generations: NDArray[np.int64], field: str
+    ) -> int:
+        """Drop the publications of blocks that still have their generation, and ignore the others.
+        ``generations``: the present one of each block. Returns the number dropped.
+
+        Raises InvalidRequestError naming the part of ``field`` at fault, and drops nothing then.
+        """
+        indices, own = self._check_blocks(message.indices, message.generations, field)
+        blocks = indices[(own == generations[indices]) & self.published[indices]]
+        self.published[blocks] = False
+        return len(blocks)
+
     def report(
         self, generations: NDArray[np.int64], blocks_per_message: int
     ) -> Iterator[pb.Publications]:
@@ -113,25 +127,16 @@ class Publications:
                     f"must be at most {_MAX_SCOPE_CHARACTERS} characters", field=f"{field}.{name}"
                 )
         num_blocks = len(self.published)
-        indices = ints(columns.INT32, message.indices, f"{field}.indices")
+        indices, own = self._check_blocks(message.indices, message.generations, field)
         num = len(indices)
-        own = ints(columns.INT64, message.generations, f"{field}.generations", num)
         parents = ints(columns.INT32, message.parent_indices, f"{field}.parent_indices", num)
         parent_generations = ints(
             columns.INT64, message.parent_generations, f"{field}.parent_generations", num
         )
-        no_block = f"the device tier has blocks 0 to {num_blocks - 1}"
-        refuse(
-            (indices < 0) | (indices >= num_blocks),
-            InvalidRequestError,
-            lambda i: f"there is no block {indices[i]}: {no_block}",
-            f"{field}.indices",
-        )
-        refuse(own < 1, InvalidRequestError, _too_low, f"{field}.generations")
         refuse(
             (parents < -1) | (parents >= num_blocks),
             InvalidRequestError,
-            lambda i: f"there is no block {parents[i]}: {no_block}, and -1 stands for no parent",
+            lambda i: f"{self._no_block(parents[i])}, and -1 stands for no parent",
             f"{field}.parent_indices",
         )
         refuse(
@@ -154,6 +159,25 @@ class Publications:
                     field=f"{field}.{name}",
                 )
         return indices, parents, parent_generations, own == generations[indices]
+
+    def _check_blocks(
+        self, indices: bytes, generations: bytes, field: str
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Blocks of the tier, and a generation of each."""
+        blocks = ints(columns.INT32, indices, f"{field}.indices")
+        own = ints(columns.INT64, generations, f"{field}.generations", len(blocks))
+        refuse(
+            (blocks < 0) | (blocks >= len(self.published)),
+            InvalidRequestError,
+            lambda i: self._no_block(blocks[i]),
+            f"{field}.indices",
+        )
+        refuse(own < 1, InvalidRequestError, _too_low, f"{field}.generations")
+        return blocks, own
+
+    def _no_block(self, block: int) -> str:
+        last = len(self.published) - 1
+        return f"there is no block {block}: the device tier has blocks 0 to {last}"
 
     def _number_of(self, scope: Scope) -> int:
         number = self._scopes.get(scope)

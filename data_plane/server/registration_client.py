@@ -146,6 +146,8 @@ class RegistrationClient:
             if kind == "publish":
                 publications = response.publish.publications
                 await self._worker.run(partial(executor.publish, publications))
+            elif kind == "withdraw":
+                await self._worker.run(partial(executor.withdraw, response.withdraw))
             elif kind == "fence":
                 fence = response.fence
                 await self._worker.run(partial(executor.fence, fence.session, fence.ordinal))

@@ -859,18 +859,20 @@ class RegisterRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., report: _Optional[_Union[BlockReport, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fence_done: _Optional[_Union[FenceDone, _Mapping]] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("welcome", "report_accepted", "publish", "fence", "report_request")
+    __slots__ = ("welcome", "report_accepted", "publish", "fence", "report_request", "withdraw")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REPORT_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     REPORT_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAW_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     report_accepted: ReportAccepted
     publish: PublishBlocks
     fence: Fence
     report_request: ReportRequest
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., report_accepted: _Optional[_Union[ReportAccepted, _Mapping]] = ..., publish: _Optional[_Union[PublishBlocks, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ..., report_request: _Optional[_Union[ReportRequest, _Mapping]] = ...) -> None: ...
+    withdraw: WithdrawBlocks
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., report_accepted: _Optional[_Union[ReportAccepted, _Mapping]] = ..., publish: _Optional[_Union[PublishBlocks, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ..., report_request: _Optional[_Union[ReportRequest, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawBlocks, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "pool_id", "shard", "epoch", "layout", "num_device_blocks", "num_host_blocks", "address", "incarnation", "key_id")
@@ -937,6 +939,14 @@ class PublishBlocks(_message.Message):
     PUBLICATIONS_FIELD_NUMBER: _ClassVar[int]
     publications: _types_pb2.Publications
     def __init__(self, publications: _Optional[_Union[_types_pb2.Publications, _Mapping]] = ...) -> None: ...
+
+class WithdrawBlocks(_message.Message):
+    __slots__ = ("indices", "generations")
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    indices: bytes
+    generations: bytes
+    def __init__(self, indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ...) -> None: ...
 
 class Fence(_message.Message):
     __slots__ = ("session", "ordinal")

@@ -16,6 +16,7 @@ import atheris.core_with_libfuzzer as libfuzzer
 import kvplane_blocks
 import xxhash
 from kvplane_blocks import _native
+from pool_calls import fuzz_pool
 
 NUM_COUNTERS = 1 << 16  # kNumCounters of csrc/blocks/tests/coverage.cpp
 
@@ -35,7 +36,7 @@ def fuzz_hashes(data: atheris.FuzzedDataProvider) -> None:
         assert len(parent) == 16 and found == xxhash.xxh3_128_digest(parent + tokens)
 
 
-TARGETS = (fuzz_hashes,)
+TARGETS = (fuzz_hashes, fuzz_pool)
 
 
 def run(data: bytes) -> None:

@@ -60,7 +60,7 @@ def believe(
                 sequences.pop(i, None)  # or it waited, or was cut
     elif kind == "truncate":
         _truncated(sequences, operation.truncate, failed)
-    else:
+    elif kind in ("swap_out", "swap_in"):
         for i in columns.read(INT64, getattr(operation, kind or "").sequence_ids, "ids"):
             sequences[i].tier = HOST if kind == "swap_out" else DEVICE
 

@@ -318,6 +318,14 @@ class DataPlane:
         elif kind == "publish":
             for index, published in publications_of(message.publish.publications).items():
                 self._publish(index, published)
+        elif kind == "withdraw":
+            withdraw = message.withdraw
+            indices = columns.read(INT32, withdraw.indices, "indices")
+            for index, generation in zip(
+                indices, columns.read(INT64, withdraw.generations, "generations"), strict=True
+            ):
+                if self.generation.get((DEVICE, index)) == generation:
+                    self.published.pop(index, None)
         else:
             assert kind == "report_request", kind
             self.report()

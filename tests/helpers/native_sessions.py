@@ -131,12 +131,17 @@ class Engine:
     def abort(self) -> None:
         """Abort everything in flight: what receipts say was written stays, and no more."""
         before = {state.sequence_id: state for state in self.caller.states()}
+        tables = {i: self.caller.table(i) for i in before}
         self.caller.abort()
         self.voided += self.queue
         self.queue = []
         for state in self.caller.states():
             known, was = self.sequences[state.sequence_id], before[state.sequence_id]
             kept = min(was.num_written, was.num_tokens)
+            num_trimmed = tables[state.sequence_id].count(None)
+            fewest = num_trimmed * self.world.block_size + self.world.window - 1
+            if num_trimmed and kept < fewest:
+                kept = 0  # the next position would see what was trimmed
             assert state.num_tokens == state.num_scheduled == state.num_written == kept
             known.cut(kept)
             known.tier = state.tier

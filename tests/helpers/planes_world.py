@@ -241,6 +241,8 @@ class DataProcess:
         elif kind == "publish":
             self.executor.publish(response.publish.publications)
             self.publications.append(response.publish.publications)
+        elif kind == "withdraw":
+            self.executor.withdraw(response.withdraw)
         elif kind == "fence":
             fence = response.fence
             self.executor.fence(fence.session, fence.ordinal)

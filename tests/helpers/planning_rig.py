@@ -16,7 +16,7 @@ from control_plane.planning.config import CoreConfig
 from control_plane.planning.integrity import check_pool
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import root_of
-from control_plane.planning.pools.shards import PoolShards, ShardState
+from control_plane.planning.pools.shards import PoolShards
 from control_plane.planning.session import Session
 from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.steps.abort import abort_plans
@@ -54,7 +54,7 @@ class PlanningRig:
     ) -> None:
         """``settings``: of CoreConfig; the watermark is 0 unless given."""
         shards = PoolShards(1, LAYOUT, bytes(32))
-        shards.states[0] = ShardState(hello(epoch=EPOCH), LAYOUT)
+        shards.add(hello(epoch=EPOCH))
         config = CoreConfig(**{"watermark": 0.0, **settings})
         self.pool = Pool("pool", shards, config)
         self.sharing = Sharing(self.pool, AdmissionConfig(headroom=config.watermark))

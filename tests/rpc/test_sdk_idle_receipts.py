@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -230,3 +231,47 @@ async def test_a_detached_session_submits_nothing_more(plane, session) -> None:
     await session.detach()
     await while_idle()
     assert plane.requests == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_every_number_has_one_content_however_calls_and_submissions_meet(
+    plane: ScriptedControlPlane, session: Session, monkeypatch: Any, seed: int
+) -> None:
+    """Steps are given up and made again, answers are lost, and receipts come at any time."""
+    monkeypatch.setattr(idle_receipts, "IDLE_S", 0.0)
+    monkeypatch.setattr(idle_receipts, "_RETRY_S", 0.001)
+    rng = random.Random(seed)
+    contents: list[Any] = []
+    received: set[bytes] = set()
+
+    async def answer(request: Any) -> Any:
+        assert request.number in (len(contents), len(contents) + 1), "out of order"
+        if request.number > len(contents):
+            contents.append(request)
+        assert contents[-1] == request, "a number came again with other content"
+        received.update(receipt.payload for receipt in request.receipts)
+        await asyncio.sleep(rng.choice([0, 0, 0.002]))
+        if rng.random() < 0.2:
+            raise PlaneUnavailableError("the answer is lost")
+        return answer_step(request)
+
+    plane.script = answer
+    done: list[bytes] = []
+    for number in range(60):
+        step = asyncio.create_task(session.step([ops.free([number + 1])]))
+        if rng.random() < 0.3:
+            await asyncio.sleep(rng.choice([0, 0.001, 0.003]))
+            step.cancel()
+            await asyncio.wait([step])
+            await asyncio.sleep(rng.choice([0, 0.003]))
+            if step.cancelled():
+                step = asyncio.create_task(session.step([ops.free([number + 1])]))
+        done.append((await step).plan.payload)
+        session.add_receipt(payload(b"r%d" % number))
+        await asyncio.sleep(rng.choice([0, 0, 0.001, 0.004]))
+    await until(lambda: len(received) == 60)
+    steps = [request for request in contents if isinstance(request, pb.StepRequest)]
+    freed = [request.operations[0] for request in steps]
+    assert freed == [ops.free([number + 1]) for number in range(60)]
+    assert len(set(done)) == 60
+    assert len(contents) > 60, "no receipt was submitted by itself"

@@ -8,7 +8,7 @@ from core_model import World
 
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
-from control_plane.planning.pools.recovery import build_if_complete
+from control_plane.planning.pools.recovery import begin_if_complete
 from control_plane.planning.session import EndedSessions
 from kvplane import ops, signing
 from kvplane.errors import (
@@ -259,7 +259,7 @@ def test_a_pool_that_is_built_is_not_built_again() -> None:
     engine.admit(1, range(8))
     pool = world.core._pools[POOL]
     native = pool.native
-    build_if_complete(pool)
+    begin_if_complete(pool)
     assert pool.native is native
     assert engine.lookup(range(9)) == 8
 

@@ -12,7 +12,8 @@ from registration_messages import LAYOUT, hello, report
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
 from control_plane.server.registration_server import Registrar
-from kvplane import signing
+from kvplane import columns, signing
+from kvplane.columns import INT32
 from kvplane.errors import CancelledError, InvalidRequestError
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
@@ -109,3 +110,23 @@ async def test_what_a_stream_may_not_say_ends_it(core: ControlPlane, registrar: 
         await stream.hear()
     assert refusal.value.field == "report"
     assert not core.describe_pool("pool").ready
+
+
+async def test_publications_of_steps_that_follow_each_other_go_together(
+    core: ControlPlane, registrar: Registrar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, _ = await joined(registrar)
+    told: list[pb.RegisterResponse] = []
+    monkeypatch.setattr(core, "take_outgoing", lambda *key: [told.pop()])
+    heard = []
+    hearing = asyncio.create_task(stream.hear())
+    for index in range(1, 5):
+        indices = columns.pack(INT32, [index])
+        publications = tpb.Publications(tenant="default", indices=indices)
+        told.append(pb.RegisterResponse(publish=pb.PublishBlocks(publications=publications)))
+        registrar.flush()
+        if index == 1:  # the stream was idle: it goes at once
+            heard.append(await hearing)
+    heard.append(await stream.hear())
+    indices = [message.publish.publications.indices for message in heard]
+    assert indices == [columns.pack(INT32, [1]), columns.pack(INT32, [2, 3, 4])]

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.replay.cache import POLICIES, Cache
+from benchmarks.replay.cache import Cache
+from benchmarks.replay.synthetic import WORKLOADS, make_requests, named_requests
 from benchmarks.replay.traces import Request, TraceError, read_trace
+from control_plane.planning.config import EVICTION_POLICIES
 
 
 def write_lines(path: Path, *rows: Mapping[str, object]) -> Path:
@@ -83,7 +85,7 @@ def test_a_trace_that_cannot_be_read_is_refused_with_the_place(
         read_trace(path, "mooncake")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
 def test_all_blocks_of_a_prompt_are_found_when_it_comes_again(policy: str) -> None:
     cache = Cache(4, policy)
     assert [cache.run(i, [1, 2, 3, 4]) for i in range(3)] == [0, 4, 4]
@@ -122,3 +124,26 @@ def test_the_program_says_why_it_cannot_replay(tmp_path: Path) -> None:
     )
     assert ended.returncode == 1
     assert "No such file" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_the_table_has_a_row_for_each_policy_and_a_column_for_each_size() -> None:
+    program = [sys.executable, "-m", "benchmarks.replay.table", "synthetic:loop:1"]
+    sizes = ["--blocks", "2000", "--blocks", "3000"]
+    ended = subprocess.run([*program, *sizes], check=True, capture_output=True, text=True)
+    head, _, *rows = ended.stdout.splitlines()
+    assert head == "| trace | half | policy | 2,000 | 3,000 |"
+    assert [row.split(" | ")[2] for row in rows] == list(EVICTION_POLICIES)
+    assert rows[0] == "| synthetic:loop:1 | all | lru | 0.000 | 0.967 |"
+
+
+@pytest.mark.parametrize("trace", ["synthetic:none:1", "synthetic:loop", "synthetic:loop:x"])
+def test_a_workload_that_is_not_known_is_refused_with_those_that_are(trace: str) -> None:
+    with pytest.raises(TraceError, match=r"NAME one of scan, shift, loop"):
+        named_requests(trace)
+
+
+def test_workloads_are_the_same_for_the_same_seed() -> None:
+    for name in WORKLOADS:
+        requests = make_requests(name, 1)
+        assert requests == make_requests(name, 1) != make_requests(name, 2) or name == "loop"
+        assert requests == sorted(requests, key=lambda request: request.time_s)

@@ -9,9 +9,7 @@ from kvplane.v1 import types_pb2 as tpb
 
 
 def joined(shards: PoolShards, index: int, **fields: int) -> ShardState:
-    said = hello(shard=half(index), epoch=10 + index, **fields)
-    shards.states[index] = state = ShardState(said, LAYOUT)
-    return state
+    return shards.add(hello(shard=half(index), epoch=10 + index, **fields))
 
 
 def test_it_says_what_is_missing_until_nothing_is() -> None:

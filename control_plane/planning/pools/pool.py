@@ -10,17 +10,23 @@ generations, counters and the revision go on from the one before.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import KeysView
-from typing import Final
+from collections.abc import Callable, Iterator, KeysView
+from typing import Final, Protocol
 
 from kvplane_blocks import Pool as NativePool
 
 from control_plane.planning.config import CoreConfig
-from control_plane.planning.pools.publications import MAX_PUBLICATIONS, publish_message
-from control_plane.planning.pools.shards import TIERS, PoolShards
+from control_plane.planning.pools.publications import (
+    MAX_PUBLICATIONS,
+    Run,
+    owner_of,
+    publish_message,
+    withdraw_message,
+)
+from control_plane.planning.pools.reports import TIERS
+from control_plane.planning.pools.shards import PoolShards
 from kvplane import columns
-from kvplane.columns import INT64
+from kvplane.columns import INT32, INT64
 from kvplane.errors import QuotaExceededError
 from kvplane.layout import Layout
 from kvplane.v1 import control_pb2 as cpb
@@ -28,6 +34,8 @@ from kvplane.v1 import types_pb2 as tpb
 
 _DEVICE: Final = tpb.TIER_DEVICE
 _MAX_TENANTS: Final = 65_536
+_MAX_WITHDRAWN: Final = 65_536  # blocks in one message
+_PIECE_ENTRIES: Final = 10_000  # taken apart at once: a few milliseconds
 # PoolCounters in the order of the core's counters; the one that is a maximum does not add up.
 _COUNTERS: Final = (
     "num_lookup_tokens",
@@ -42,7 +50,15 @@ _COUNTERS: Final = (
     "num_demoted_blocks",
     "num_forgotten_blocks",
 )
+_FORGOTTEN: Final = _COUNTERS.index("num_forgotten_blocks")
 _MAXIMUM: Final = _COUNTERS.index("max_held_blocks")
+
+
+class Follower(Protocol):
+    """Follows the prefix index."""
+
+    wake: Callable[[], None]
+    """Is called when the index has changed."""
 
 
 class Pool:
@@ -55,21 +71,25 @@ class Pool:
         self.shards = shards
         self._slots: dict[int, int] = {}  # of open sessions
         self.built = False
+        self.is_building = False
+        self.is_forgetting = False
+        self.abandoned_s: float | None = None  # since when
         self.now_s = 0.0
-        # Generations are kept over a rebuild, also those of blocks beyond the size of a smaller
-        # shard: a shard that kept running must not see one again.
-        self.generations = {tier: array(INT64) for tier in TIERS}
         self.num_cut_sequences = 0
         self.num_granted_admissions = 0
         self._config = config
         self._owners: dict[str, int] = {}
+        self._roots: dict[str, set[bytes]] = {}  # by tenant; some may not be in use any more
         # Slots of ended sessions that are being fenced.
         self._ended_slots: dict[int, int] = {}
+        self.followers: set[Follower] = set()
+        self._followed_revision = 0
+        self._has_forgotten = False  # blocks, which the shards are to withdraw
         self._earlier_counters = [0] * len(_COUNTERS)  # of the cores before this one
         self._earlier_revision = 0
         self._usage = cpb.PoolUsage(tiers=[cpb.TierUsage(tier=tier) for tier in TIERS])
         self._counted: dict[tpb.Tier, tuple[int, ...]] = {}
-        self._make_core(dict.fromkeys(TIERS, 0))
+        self.native = NativePool(shards.layout.block_size_tokens, 0, 0, b"", b"", "lru")
 
     @property
     def key(self) -> bytes:
@@ -101,6 +121,16 @@ class Pool:
         """Whether sessions can be opened."""
         return self.built and self.shards.are_connected
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether no data plane is connected, no session is open and nobody follows the index."""
+        return not (self._slots or self.followers or self.shards.has_connected)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it is being built, or entries that were forgotten are still to be taken apart."""
+        return self.is_building or self.is_forgetting
+
     def num_blocks(self, tier: tpb.Tier) -> int:
         """Blocks of a tier; 0 while the pool is not built."""
         return self.native.usage(tier)[0]
@@ -109,37 +139,53 @@ class Pool:
 
     def close(self) -> None:
         """Forget all blocks until the pool is built again. Its sessions have ended."""
-        self.built = False
+        self.built = self.is_building = False
+        self._earlier_revision += 1
         self.set_tiers(dict.fromkeys(TIERS, 0))
 
     def set_tiers(self, num_blocks: dict[tpb.Tier, int]) -> None:
         """Start over with so many blocks of each tier, all free, at the generations known."""
-        for i, value in enumerate(self.native.counters()):
-            earlier = self._earlier_counters[i]
-            self._earlier_counters[i] = max(earlier, value) if i == _MAXIMUM else earlier + value
-        self._earlier_revision += self.native.revision
-        for tier in TIERS:
-            known = columns.read(INT64, self.native.generations(tier), "generations")
-            self.generations[tier][: len(known)] = known
-        self._make_core(num_blocks)
-
-    def _make_core(self, num_blocks: dict[tpb.Tier, int]) -> None:
-        config, (group,) = self._config, self.layout.groups
         device, host = (num_blocks[tier] for tier in TIERS)
-        known = self.generations
-        self._ended_slots.clear()
-        self.native = NativePool(
-            self.block_size,
+        self._adopt(NativePool(self.block_size, device, host, *self._settings()))
+
+    def begin_build(self) -> None:
+        """Begin to build the pool from its shards' reports."""
+        self.is_building = True
+        self.shards.reports.rebuild.begin(*self._settings(), now_s=self.now_s)
+
+    def end_build(self) -> None:
+        """Use the pool that is built."""
+        self._adopt(self.shards.reports.rebuild.take())
+        self.is_building, self.built = False, True
+
+    def _settings(self) -> tuple[bytes, bytes, str, int, int, int]:
+        """Of a core that goes on from the present one's generations: also those of blocks beyond
+        the size of a smaller shard, as one that kept running must not see them again.
+        """
+        config, (group,) = self._config, self.layout.groups
+        device, host = (self.native.generations(tier) for tier in TIERS)
+        return (
             device,
             host,
-            columns.pack(INT64, known[tpb.TIER_DEVICE][:device]),
-            columns.pack(INT64, known[tpb.TIER_HOST][:host]),
             config.eviction_policy,
             group.sliding_window_tokens,
             config.max_sequences,
             config.max_table_entries,
         )
-        self.native.set_time(self.now_s)
+
+    def _adopt(self, native: NativePool) -> None:
+        for i, value in enumerate(self.native.counters()):
+            earlier = self._earlier_counters[i]
+            self._earlier_counters[i] = max(earlier, value) if i == _MAXIMUM else earlier + value
+        self._earlier_revision += self.native.revision
+        self._ended_slots.clear()
+        self.is_forgetting = False
+        self.native = native
+        self._roots.clear()
+        for root in native.roots():
+            self._roots.setdefault(owner_of(root)[0], set()).add(root)
+        native.watch_enable(self._config.num_kept_changes)
+        native.set_time(self.now_s)
 
     def set_time(self, now_s: float) -> None:
         """``now_s``: monotonic seconds."""
@@ -160,6 +206,20 @@ class Pool:
         return int(self._config.max_retained_share * self.num_blocks(_DEVICE))
 
     # Sessions
+
+    def require_namespace(self, tenant: str, root: bytes) -> None:
+        """A session of this root may be opened. Raises QuotaExceededError."""
+        most = self._config.max_tenant_namespaces
+        roots = self._roots.setdefault(tenant, set())
+        if root not in roots and len(roots) >= most:
+            known = set(self.native.roots())
+            roots.intersection_update(known)
+        if root not in roots and len(roots) >= most:
+            raise QuotaExceededError(
+                f"{most} namespaces are in use: end the sessions of one and forget its contents",
+                field="namespace",
+            )
+        roots.add(root)
 
     def open(self, session_id: int, tenant: str, root: bytes) -> int:
         """Add a session; returns its slot. Raises QuotaExceededError."""
@@ -186,22 +246,69 @@ class Pool:
     # Publications
 
     def announce(self) -> None:
-        """Send what was published since the last call to the shards."""
+        """Send what was published and forgotten since the last call to the shards."""
         published = self.native.take_publications(MAX_PUBLICATIONS)
         if published:
             self.shards.send([publish_message(run) for run in published])
+        while self._has_forgotten:
+            indices, generations = self.native.take_forgotten(_MAX_WITHDRAWN)
+            if indices:
+                self.shards.send([withdraw_message(indices, generations)])
+            self._has_forgotten = bool(indices)
+
+    def forget_some(self) -> None:
+        """Take entries apart that were forgotten, for a few milliseconds."""
+        self._has_forgotten = True
+        self.is_forgetting = self.native.forget_some(_PIECE_ENTRIES)
 
     def missed(self, shard_index: int) -> list[cpb.RegisterResponse]:
-        """What a shard that came back may not have been sent: fences, and all publications."""
+        """What a shard that came back may not have been sent: fences, what was forgotten, and all
+        publications.
+        """
         self.announce()  # to the others: all of it is in what follows
         published = self.native.all_publications(MAX_PUBLICATIONS)
-        return self.shards.fences_for(shard_index) + [publish_message(run) for run in published]
+        return (
+            self.shards.fences_for(shard_index)
+            + [withdraw_message(*columns) for columns in self._withdrawn(published)]
+            + [publish_message(run) for run in published]
+        )
+
+    def _withdrawn(self, published: list[Run]) -> Iterator[tuple[bytes, bytes]]:
+        """Indices and generations of all blocks that were allocated and hold no published prefix,
+        if any prefix was ever forgotten.
+        """
+        if not self.native.counters()[_FORGOTTEN]:
+            return
+        generations = columns.read(INT64, self.native.generations(_DEVICE), "generations")
+        for _, indices, *_ in published:
+            for block in columns.read(INT32, indices, "indices"):
+                generations[block] = 0
+        blocks = [block for block in range(self.num_blocks(_DEVICE)) if generations[block]]
+        for begin in range(0, len(blocks), _MAX_WITHDRAWN):
+            part = blocks[begin : begin + _MAX_WITHDRAWN]
+            yield columns.pack(INT32, part), columns.pack(INT64, [generations[i] for i in part])
 
     # Descriptions
 
     def revision(self) -> int:
         """Counts the changes to the prefix index."""
         return self._earlier_revision + self.native.revision
+
+    def revision_of(self, native_revision: int) -> int:
+        """The pool's revision for one of the present core."""
+        return self._earlier_revision + native_revision
+
+    def native_revision_of(self, revision: int) -> int:
+        """The present core's revision for one of the pool; negative for one of an earlier core."""
+        return revision - self._earlier_revision
+
+    def wake_followers(self) -> None:
+        """Wake the followers if the index has changed since the last call."""
+        revision = self.revision()
+        if revision != self._followed_revision:
+            self._followed_revision = revision
+            for follower in self.followers:
+                follower.wake()
 
     def usage(self) -> cpb.PoolUsage:
         """How the blocks of each tier are used. The message is changed by the next call."""

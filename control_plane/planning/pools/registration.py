@@ -14,12 +14,13 @@ from typing import Final
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.layouts import served_layout
 from control_plane.planning.pools.pool import Pool
-from control_plane.planning.pools.recovery import build_if_complete
+from control_plane.planning.pools.recovery import begin_if_complete, build_some
 from control_plane.planning.pools.shards import PoolShards, ShardState
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
     PoolNotFoundError,
+    QuotaExceededError,
     StaleEpochError,
     StaleIncarnationError,
 )
@@ -52,12 +53,14 @@ class Registration:
         self._new_key = new_key
         self._end_sessions = end_sessions
         self.touched: set[Pool] = set()  # what their shards are to be told may have changed
+        self._working: set[Pool] = set()  # have work that is done in pieces
 
     def register(self, hello: cpb.Hello) -> cpb.Welcome:
         """Register a shard, or resume it. Unless it is resumed, it must report next.
 
         Raises InvalidRequestError, LayoutMismatchError, StaleIncarnationError (it has seen a later
-        control plane than this one), StaleEpochError (a later process holds the shard).
+        control plane than this one), StaleEpochError (a later process holds the shard),
+        QuotaExceededError.
         """
         layout = _validate(hello)
         if hello.incarnation > self._incarnation:
@@ -68,19 +71,23 @@ class Registration:
             )
         pool = self._pools.get(hello.pool_id)
         if pool is None:
+            if len(self._pools) >= self._config.max_pools:
+                raise QuotaExceededError(
+                    f"{len(self._pools)} pools are known, the most: one without data planes is "
+                    f"forgotten after {self._config.pool_expiry_s:g} s",
+                    field="hello.pool_id",
+                )
             shards = PoolShards(hello.shard.num_shards, layout, self._new_key())
             pool = self._pools[hello.pool_id] = Pool(hello.pool_id, shards, self._config)
         elif self._can_resume(pool, hello):
             self.touched.add(pool)
             index = hello.shard.index
-            pool.shards.states[index].reconnect(hello, pool.missed(index))
+            pool.shards.reconnect(hello, pool.missed(index))
             return cpb.Welcome(incarnation=self._incarnation, resumed=True)
         else:
             self._restart(pool, hello, layout)
         self.touched.add(pool)
-        index = hello.shard.index
-        state = pool.shards.states[index] = ShardState(hello, layout)
-        state.outgoing.extend(pool.shards.fences_for(index))
+        pool.shards.add(hello)
         return cpb.Welcome(incarnation=self._incarnation, key=pool.shards.key)
 
     def report(self, pool_id: str, shard_index: int, epoch: int, report: cpb.BlockReport) -> None:
@@ -88,10 +95,10 @@ class Registration:
 
         Raises PoolNotFoundError, StaleEpochError, InvalidRequestError.
         """
-        pool, state = self._shard(pool_id, shard_index, epoch)
+        pool, _ = self._shard(pool_id, shard_index, epoch)
         self.touched.add(pool)
-        state.add_report(report)
-        build_if_complete(pool)
+        pool.shards.add_report(shard_index, report)
+        begin_if_complete(pool)
 
     def disconnect(self, pool_id: str, shard_index: int, epoch: int) -> None:
         """A shard's stream has ended. Sessions go on: engines carry their plans."""
@@ -100,13 +107,25 @@ class Registration:
         if state is not None and state.hello.epoch == epoch:
             state.disconnect()
 
+    def forget_lost_pools(self, now_s: float) -> None:
+        """Forget the pools that nobody has used for long. ``now_s``: monotonic seconds."""
+        for pool in [*self._pools.values()]:
+            if not pool.is_abandoned:
+                pool.abandoned_s = None
+            elif pool.abandoned_s is None:
+                pool.abandoned_s = now_s
+            elif now_s - pool.abandoned_s >= self._config.pool_expiry_s:
+                del self._pools[pool.id]
+                self.touched.discard(pool)
+                self._working.discard(pool)
+
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
         """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
         pool, _ = self._shard(pool_id, shard_index, epoch)
         if done.session.incarnation == self._incarnation:
             self.touched.add(pool)
             pool.fence_done(done.session.session_id, shard_index)
-            build_if_complete(pool)
+            begin_if_complete(pool)
 
     def take_told(self) -> list[tuple[str, int]]:
         """The shards (pool, index) for which messages wait, of the pools touched since the last
@@ -115,9 +134,33 @@ class Registration:
         told = []
         for pool in self.touched:
             pool.announce()
-            told += [(pool.id, i) for i, state in pool.shards.states.items() if state.outgoing]
+            if pool.followers:
+                pool.wake_followers()
+            if pool.has_work:
+                self._working.add(pool)
+            told += [(pool.id, i) for i in pool.shards.take_told()]
         self.touched.clear()
         return told
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``work`` has something to do."""
+        return bool(self._working)
+
+    def work(self) -> bool:
+        """Go on for a few milliseconds with what takes long: pools that are built from reports, and
+        prefixes that were forgotten. Returns whether some of it is left.
+        """
+        self._working.update([pool for pool in self.touched if pool.has_work])
+        for pool in [*self._working]:
+            self.touched.add(pool)
+            if pool.is_building:
+                build_some(pool)
+            else:
+                pool.forget_some()
+            if not pool.has_work:
+                self._working.remove(pool)
+        return self.has_work
 
     def take_outgoing(self, pool_id: str, shard_index: int) -> list[cpb.RegisterResponse]:
         """The messages to send to a shard, in order. Each is returned once, and what a shard may
@@ -176,10 +219,8 @@ class Registration:
         elif earlier is not None and earlier.hello.epoch != hello.epoch:
             for session_id in shards.fenced_sessions:
                 pool.fence_done(session_id, index)  # the process that was to do it is gone
-        if pool.built:
-            for i, state in shards.states.items():
-                if i != index:
-                    state.ask_again()
+        if pool.built or pool.is_building:
+            shards.ask_again(but=index)
         pool.close()
 
 

@@ -11,118 +11,62 @@ fenced by every shard: until all have done so, ``is_fencing`` holds and its bloc
 from __future__ import annotations
 
 from collections import deque
-from typing import Final
 
-from control_plane.planning.pools.publications import Published, read_indices, read_publications
-from control_plane.planning.steps import checks
-from kvplane import columns, signing
-from kvplane.columns import INT32, INT64
+from control_plane.planning.pools.reports import Reports
+from kvplane import signing
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
-
-TIERS: Final = (tpb.TIER_DEVICE, tpb.TIER_HOST)
-
-
-class Report:
-    """What a shard holds, put together from the parts of its report."""
-
-    __slots__ = ("_block_size", "_fingerprint", "generations", "num_blocks", "published")
-
-    def __init__(self, hello: cpb.Hello, layout: Layout) -> None:
-        self.num_blocks = num_blocks_of(hello)
-        self.generations: dict[tpb.Tier, dict[int, int]] = {tier: {} for tier in TIERS}
-        self.published: dict[int, Published] = {}
-        self._fingerprint = layout.fingerprint
-        self._block_size = layout.block_size_tokens
-
-    def add(self, part: cpb.BlockReport) -> None:
-        """Add a part, whole or not at all. Raises InvalidRequestError naming a field of it."""
-        blocks = [
-            self._read_blocks(message, field=f"report.blocks[{i}]")
-            for i, message in enumerate(part.blocks)
-        ]
-        published = [
-            read_publications(
-                message,
-                fingerprint=self._fingerprint,
-                num_blocks=self.num_blocks[tpb.TIER_DEVICE],
-                block_size_tokens=self._block_size,
-                field=f"report.publications[{i}]",
-            )
-            for i, message in enumerate(part.publications)
-        ]
-        for tier, generations in blocks:
-            self.generations[tier].update(generations)
-        for publications in published:
-            self.published.update(publications)
-
-    def _read_blocks(self, message: tpb.Blocks, *, field: str) -> tuple[tpb.Tier, dict[int, int]]:
-        if message.group != 0:
-            raise InvalidRequestError(
-                "must be 0: one layer group is served", field=f"{field}.group"
-            )
-        if message.tier not in TIERS:
-            raise InvalidRequestError(
-                f"must be TIER_DEVICE or TIER_HOST, not {message.tier}", field=f"{field}.tier"
-            )
-        num, num_blocks = columns.count(INT32, message.indices), self.num_blocks[message.tier]
-        if num > num_blocks:
-            raise InvalidRequestError(
-                f"must be at most {num_blocks} blocks, not {num}", field=f"{field}.indices"
-            )
-        indices = read_indices(message.indices, num_blocks, field=f"{field}.indices")
-        at = f"{field}.generations"
-        generations = columns.read(INT64, message.generations, at, length=num)
-        if generations and not 0 < min(generations) <= max(generations) <= checks.MAX_REPORTED:
-            raise InvalidRequestError("must be from 1 to 2^62", field=at)
-        return message.tier, dict(zip(indices, generations, strict=True))
 
 
 class ShardState:
     """One registered data plane."""
 
     __slots__ = (
-        "_layout",
+        "_has_begun",
+        "_index",
+        "_reports",
         "asked",
         "complete",
         "connected",
         "hello",
         "outgoing",
-        "report",
         "welcomed",
     )
 
-    def __init__(self, hello: cpb.Hello, layout: Layout) -> None:
+    def __init__(self, hello: cpb.Hello, reports: Reports) -> None:
         self.hello = hello
+        self._index = hello.shard.index
+        self._reports = reports
+        self._has_begun = False  # to report what the pool is to be built from
         self.connected = True
         self.outgoing: deque[cpb.RegisterResponse] = deque()
         self.welcomed = False  # has reported since its last Hello that was not resumed
         self.complete = False  # has reported all that the pool is to be built from
         self.asked = True  # for a report, on the present stream
-        self.report = Report(hello, layout)
-        self._layout = layout
 
-    def ask_again(self) -> None:
+    def ask_again(self, reports: Reports) -> None:
         """Ask for another report, after the messages queued so far."""
-        self.complete = self.asked = False
-        self.report = Report(self.hello, self._layout)
+        self._reports = reports
+        self.complete = self.asked = self._has_begun = False
         self.outgoing.append(cpb.RegisterResponse(report_request=cpb.ReportRequest()))
 
     def add_report(self, part: cpb.BlockReport) -> None:
-        """Add a part of a report. Raises InvalidRequestError naming a field of ``report``."""
+        """Add a part of a report. Raises InvalidRequestError naming a field of ``report``; what was
+        reported before is dropped then.
+        """
         if self.complete:
             raise InvalidRequestError("is complete: report again when asked to", field="report")
         if not self.asked:
             raise InvalidRequestError("was not asked for on this stream", field="report")
-        self.report.add(part)
+        if not self._has_begun:
+            self._reports.start(self._index, num_blocks_of(self.hello))
+        self._has_begun = False
+        self._reports.add(self._index, num_blocks_of(self.hello), part)
+        self._has_begun = True
         if part.last:
             self.complete = self.welcomed = True
-
-    def drop_report(self) -> None:
-        """Free the report, once the pool is built."""
-        self.report = Report(self.hello, self._layout)
 
     def take_outgoing(self) -> list[cpb.RegisterResponse]:
         """The messages to send, in order; none before its first report is complete."""
@@ -144,7 +88,7 @@ class ShardState:
         self.hello, self.connected = hello, True
         self.outgoing = deque(missed)
         if not self.complete:
-            self.ask_again()
+            self.ask_again(self._reports)
 
     def info(self) -> cpb.ShardInfo:
         """Its description for clients."""
@@ -161,10 +105,37 @@ class PoolShards:
         self.num_shards = num_shards
         self.layout = layout
         self.key = key
+        self.reports = Reports(layout, num_shards)
         self.states: dict[int, ShardState] = {}
         self._num_sessions = 0  # opened since the key was made
+        self._is_told = False  # something since the last take_told
         # Ended session -> the shards that have not fenced it yet, and the message to them.
         self._fencing: dict[int, tuple[set[int], cpb.RegisterResponse]] = {}
+
+    def add(self, hello: cpb.Hello) -> ShardState:
+        """A shard registers, to report next."""
+        state = self.states[hello.shard.index] = ShardState(hello, self.reports)
+        state.outgoing.extend(self.fences_for(hello.shard.index))
+        self._is_told = True
+        return state
+
+    def add_report(self, index: int, part: cpb.BlockReport) -> None:
+        """Add a part of a shard's report. Raises InvalidRequestError naming a field of it."""
+        self.states[index].add_report(part)
+        self._is_told = True
+
+    def reconnect(self, hello: cpb.Hello, missed: list[cpb.RegisterResponse]) -> None:
+        """Resume a shard on another stream."""
+        self.states[hello.shard.index].reconnect(hello, missed)
+        self._is_told = True
+
+    def ask_again(self, *, but: int) -> None:
+        """Ask all shards but one to report again; what they reported before is dropped."""
+        self.reports = Reports(self.layout, self.num_shards)
+        self._is_told = True
+        for i, state in self.states.items():
+            if i != but:
+                state.ask_again(self.reports)
 
     # Queries
 
@@ -177,6 +148,11 @@ class PoolShards:
     def are_connected(self) -> bool:
         """Whether the registration stream of each registered shard is open."""
         return all(state.connected for state in self.states.values())
+
+    @property
+    def has_connected(self) -> bool:
+        """Whether the registration stream of some shard is open."""
+        return any(state.connected for state in self.states.values())
 
     @property
     def is_fencing(self) -> bool:
@@ -232,8 +208,16 @@ class PoolShards:
 
     # Messages
 
+    def take_told(self) -> list[int]:
+        """The shards for which messages wait, if any were queued since the last call."""
+        if not self._is_told:
+            return []
+        self._is_told = False
+        return [i for i, state in self.states.items() if state.outgoing]
+
     def send(self, messages: list[cpb.RegisterResponse]) -> None:
         """Queue messages for every connected shard; the others get all they missed on resuming."""
+        self._is_told = True
         for state in self.states.values():
             if state.connected:
                 state.outgoing.extend(messages)
@@ -270,6 +254,7 @@ class PoolShards:
         """Forget all shards, and what they still had to fence."""
         self.num_shards, self.layout, self.key = num_shards, layout, key
         self.states.clear()
+        self.reports = Reports(layout, num_shards)
         self._fencing.clear()
         self._num_sessions = 0
 

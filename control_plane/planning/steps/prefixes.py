@@ -90,5 +90,6 @@ def forget(
             f"sequences refer to {num_in_use} of the blocks: free them first, or force it",
             field=what,
         )
+    session.pool.forget_some()
     result.forget.num_forgotten_blocks = num_forgotten
     result.forget.num_blocks_in_use = num_in_use

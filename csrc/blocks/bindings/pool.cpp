@@ -3,151 +3,28 @@
 
 #include <cstring>
 #include <string>
-#include <type_traits>
 
 #include "bindings/bindings.h"
+#include "bindings/columns.h"
 
 namespace py = pybind11;
 
 namespace kvplane::blocks {
 namespace {
 
-template <typename T>
-py::bytes pack(const T* values, size_t num) {
-  return py::bytes(reinterpret_cast<const char*>(values), num * sizeof(T));
-}
-
-template <typename T>
-py::bytes pack(const std::vector<T>& values) {
-  return pack(values.data(), values.size());
-}
-
-// The elements of a column; `length` is how many there must be, -1 for any number.
-template <typename T>
-Span<T> read(const py::bytes& column, const char* name, int64_t length = -1) {
-  const std::string_view bytes = column;
-  if (bytes.size() % sizeof(T))
-    throw ColumnError(name, -1, "must be a multiple of " + std::to_string(sizeof(T)) + " bytes");
-  const auto num = static_cast<int64_t>(bytes.size() / sizeof(T));
-  if (length >= 0 && num != length)
-    throw ColumnError(name, -1,
-                      "must have " + std::to_string(length) +
-                          " elements, as many as the first "
-                          "column, but has " +
-                          std::to_string(num));
-  return {reinterpret_cast<const T*>(bytes.data()), num};
-}
-
-// Checks that num_tokens, each at_least or more, add up to the tokens given.
-void check_tokens(Span<int32_t> num_tokens, Span<int32_t> token_ids, int32_t at_least) {
-  int64_t sum = 0;
-  for (int64_t i = 0; i < num_tokens.size; ++i) {
-    if (num_tokens[i] < at_least)
-      throw ColumnError("num_tokens", i, "must be at least " + std::to_string(at_least));
-    sum += num_tokens[i];
-  }
-  if (sum != token_ids.size)
-    throw ColumnError("token_ids", -1,
-                      "must hold " + std::to_string(sum) +
-                          " tokens of 4 bytes, the sum of "
-                          "num_tokens, but holds " +
-                          std::to_string(token_ids.size * 4) + " bytes");
-}
-
-py::tuple as_tuple(const Failure& failure) {
-  return py::make_tuple(failure.item, static_cast<int>(failure.code), failure.a, failure.b,
-                        failure.c);
-}
-
-py::object as_list(const std::vector<Failure>& failures) {
-  if (failures.empty()) return py::none();
-  py::list list;
-  for (const Failure& failure : failures) list.append(as_tuple(failure));
-  return list;
-}
-
-py::tuple as_tuple(const ItemResults& results) {
-  return py::make_tuple(pack(results.values), as_list(results.failures));
-}
-
-py::tuple as_tuple(const std::variant<Admitted, Failure>& result) {
-  if (const auto* failure = std::get_if<Failure>(&result)) return as_tuple(*failure);
-  const auto& admitted = std::get<Admitted>(result);
-  return py::make_tuple(admitted.num_cached_tokens, admitted.num_blocks,
-                        admitted.num_scheduled_tokens);
-}
-
-Admission read_admission(int64_t sequence_id, const py::bytes& token_ids, const py::bytes& fork_ids,
-                         int64_t num_compute, int64_t max_total_tokens, bool skip_lookup,
-                         int64_t headroom) {
-  Admission admission;
-  admission.sequence_id = sequence_id;
-  admission.tokens = read<int32_t>(token_ids, "token_ids");
-  if (!admission.tokens.size) throw ColumnError("token_ids", -1, "must hold at least 1 token");
-  admission.fork_ids = read<int64_t>(fork_ids, "fork_sequence_ids");
-  admission.num_compute = num_compute;
-  admission.max_total_tokens = max_total_tokens;
-  admission.skip_lookup = skip_lookup;
-  if (headroom < 0) throw py::value_error("headroom must not be negative");
-  admission.headroom = headroom;
-  return admission;
-}
-
-AppendColumns read_growth(const py::bytes& sequence_ids, const py::bytes& first_positions,
-                          const py::bytes& num_slots, const py::bytes& num_lookahead) {
-  AppendColumns columns;
-  columns.sequence_ids = read<int64_t>(sequence_ids, "sequence_ids");
-  const int64_t num = columns.sequence_ids.size;
-  columns.first_positions = read<int64_t>(first_positions, "first_positions", num);
-  columns.num_slots = read<int32_t>(num_slots, "num_slots", num);
-  const int64_t num_ahead = std::string_view(num_lookahead).empty() ? 0 : num;
-  columns.num_lookahead = read<int32_t>(num_lookahead, "num_lookahead_slots", num_ahead);
-  return columns;
-}
-
-Slot checked(const Pool& pool, Slot slot) {
-  if (!pool.has_slot(slot)) throw py::index_error("no session is in this slot");
-  return slot;
-}
-
-Tier tier_of(int tier) {
-  if (tier != kDevice && tier != kHost) throw py::value_error("tier must be 1 or 2");
-  return static_cast<Tier>(tier);
-}
-
-const Sequence& sequence_of(const Pool& pool, Slot slot, int64_t id) {
-  const Sequence* sequence = pool.find(checked(pool, slot), id);
-  if (!sequence) throw py::key_error(std::to_string(id));
-  return *sequence;
-}
-
-std::vector<int64_t> read_generations(const py::bytes& column) {
-  const auto span = read<int64_t>(column, "generations");
-  return {span.data, span.data + span.size};
-}
+using PoolClass = py::class_<Pool>;
 
 std::unique_ptr<Pool> make_pool(uint32_t block_size_tokens, uint32_t num_device_blocks,
                                 uint32_t num_host_blocks, const py::bytes& device_generations,
                                 const py::bytes& host_generations,
                                 const std::string& eviction_policy, int64_t window_tokens,
                                 int64_t max_sequences, int64_t max_table_entries, uint64_t seed) {
-  if (block_size_tokens < 1 || block_size_tokens > 256 || 256 % block_size_tokens)
-    throw py::value_error("block_size_tokens must be a power of two up to 256");
-  constexpr uint32_t kMost = std::numeric_limits<int32_t>::max();  // indices are int32
-  if (num_device_blocks > kMost || num_host_blocks > kMost)
-    throw py::value_error("a tier must have fewer than 2^31 blocks");
-  if (window_tokens < 0) throw py::value_error("window_tokens must not be negative");
-  PoolConfig config;
-  config.block_size_tokens = block_size_tokens;
+  check_num_blocks(num_device_blocks, num_host_blocks);
+  PoolConfig config =
+      make_config(block_size_tokens, device_generations, host_generations, eviction_policy,
+                  window_tokens, max_sequences, max_table_entries, seed);
   config.num_blocks[0] = num_device_blocks;
   config.num_blocks[1] = num_host_blocks;
-  config.generations[0] = read_generations(device_generations);
-  config.generations[1] = read_generations(host_generations);
-  config.eviction_policy = eviction_policy;
-  config.window_tokens = window_tokens;
-  config.max_sequences = max_sequences;
-  config.max_table_entries = max_table_entries;
-  config.seed = seed;
   return std::make_unique<Pool>(std::move(config));
 }
 
@@ -192,7 +69,8 @@ py::tuple match(const Pool& pool, const std::vector<EntryId>& found) {
   std::string hashes;
   for (const EntryId e : found) {
     const Entry& entry = pool.index()[e];
-    const bool on_device = entry.block(kDevice) != kNoBlock;
+    // Without any block it lies behind the attention window.
+    const bool on_device = entry.block(kDevice) != kNoBlock || entry.block(kHost) == kNoBlock;
     if (on_device && !num_host)
       ++num_device;
     else
@@ -262,7 +140,8 @@ py::list publications(const Pool& pool, const Announcements& announcements, size
     run.clear();
   };
   for (const Pool::Announcement& item : announcements) {
-    if (!index.alive(item.entry, item.uid) || index[item.entry].block(kDevice) == kNoBlock)
+    if (!index.alive(item.entry, item.uid) || index[item.entry].block(kDevice) == kNoBlock ||
+        index.root_of(item.entry) != item.root || !index.is_named(item.root))
       continue;
     const EntryId parent = index[item.entry].parent;
     if (!index.is_root(parent) && index[parent].block(kDevice) == kNoBlock) continue;
@@ -279,138 +158,6 @@ py::list take_publications(Pool& pool, size_t max_blocks) {
   py::list runs = publications(pool, pool.announcements(), max_blocks);
   pool.announcements().clear();
   return runs;
-}
-
-using PoolClass = py::class_<Pool>;
-
-void bind_steps(PoolClass& pool) {
-  pool.def(
-      "admit",
-      [](Pool& self, Slot slot, int64_t sequence_id, const py::bytes& token_ids,
-         const py::bytes& fork_ids, int64_t num_compute, int64_t max_total_tokens, bool skip_lookup,
-         int64_t headroom) {
-        return as_tuple(self.admit(checked(self, slot),
-                                   read_admission(sequence_id, token_ids, fork_ids, num_compute,
-                                                  max_total_tokens, skip_lookup, headroom)));
-      },
-      py::arg("slot"), py::arg("sequence_id"), py::arg("token_ids"), py::arg("fork_ids"),
-      py::arg("num_compute"), py::arg("max_total_tokens"), py::arg("skip_lookup"),
-      py::arg("headroom"));
-  pool.def(
-      "grant",
-      [](Pool& self, Slot slot, int64_t admitted_by, int64_t sequence_id,
-         const py::bytes& token_ids, const py::bytes& fork_ids, int64_t num_compute,
-         int64_t max_total_tokens, bool skip_lookup, int64_t headroom) {
-        return as_tuple(self.grant(checked(self, slot), admitted_by,
-                                   read_admission(sequence_id, token_ids, fork_ids, num_compute,
-                                                  max_total_tokens, skip_lookup, headroom)));
-      },
-      py::arg("slot"), py::arg("admitted_by"), py::arg("sequence_id"), py::arg("token_ids"),
-      py::arg("fork_ids"), py::arg("num_compute"), py::arg("max_total_tokens"),
-      py::arg("skip_lookup"), py::arg("headroom"));
-  pool.def(
-      "append",
-      [](Pool& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& first_positions,
-         const py::bytes& num_slots, const py::bytes& num_tokens, const py::bytes& token_ids,
-         const py::bytes& num_lookahead) {
-        AppendColumns columns =
-            read_growth(sequence_ids, first_positions, num_slots, num_lookahead);
-        columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", columns.sequence_ids.size);
-        columns.token_ids = read<int32_t>(token_ids, "token_ids");
-        check_tokens(columns.num_tokens, columns.token_ids, 0);
-        return as_tuple(self.append(checked(self, slot), columns));
-      },
-      py::arg("slot"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
-      py::arg("num_tokens"), py::arg("token_ids"), py::arg("num_lookahead"));
-  pool.def(
-      "growth",
-      [](const Pool& self, Slot slot, const py::bytes& sequence_ids,
-         const py::bytes& first_positions, const py::bytes& num_slots,
-         const py::bytes& num_lookahead) {
-        return pack(self.growth(checked(self, slot), read_growth(sequence_ids, first_positions,
-                                                                 num_slots, num_lookahead)));
-      },
-      py::arg("slot"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
-      py::arg("num_lookahead"));
-  pool.def(
-      "truncate",
-      [](Pool& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& num_tokens) {
-        const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        return as_tuple(self.truncate(checked(self, slot), ids,
-                                      read<int64_t>(num_tokens, "num_tokens", ids.size)));
-      },
-      py::arg("slot"), py::arg("sequence_ids"), py::arg("num_tokens"));
-  pool.def(
-      "fork",
-      [](Pool& self, Slot slot, const py::bytes& parent_ids, const py::bytes& sequence_ids) {
-        const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        const auto parents = read<int64_t>(parent_ids, "parent_sequence_ids", ids.size);
-        return as_tuple(self.fork(checked(self, slot), parents, ids));
-      },
-      py::arg("slot"), py::arg("parent_ids"), py::arg("sequence_ids"));
-  pool.def(
-      "free",
-      [](Pool& self, Slot slot, const py::bytes& sequence_ids) {
-        return as_tuple(
-            self.free(checked(self, slot), read<int64_t>(sequence_ids, "sequence_ids")));
-      },
-      py::arg("slot"), py::arg("sequence_ids"));
-  pool.def(
-      "swap",
-      [](Pool& self, Slot slot, const py::bytes& sequence_ids, int destination,
-         int64_t headroom) -> py::object {
-        if (headroom < 0) throw py::value_error("headroom must not be negative");
-        const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        const auto result = self.swap(checked(self, slot), ids, tier_of(destination), headroom);
-        if (const auto* failure = std::get_if<Failure>(&result)) return as_tuple(*failure);
-        return py::int_(std::get<int64_t>(result));
-      },
-      py::arg("slot"), py::arg("sequence_ids"), py::arg("destination_tier"),
-      py::arg("headroom") = 0);
-  pool.def(
-      "cut",
-      [](Pool& self, Slot slot, int64_t sequence_id) {
-        sequence_of(self, slot, sequence_id);
-        return self.cut(slot, sequence_id);
-      },
-      py::arg("slot"), py::arg("sequence_id"));
-  pool.def(
-      "reserve",
-      [](Pool& self, Slot slot, int64_t sequence_id, int64_t num_blocks) {
-        sequence_of(self, slot, sequence_id);
-        if (num_blocks < 0) throw py::value_error("num_blocks must not be negative");
-        return self.reserve(slot, sequence_id, num_blocks);
-      },
-      py::arg("slot"), py::arg("sequence_id"), py::arg("num_blocks"));
-  pool.def(
-      "finish",
-      [](Pool& self, Slot slot, const py::bytes& prefix) -> py::object {
-        const std::string plan = self.finish(checked(self, slot), std::string_view(prefix));
-        if (plan.empty()) return py::none();
-        return py::bytes(plan);
-      },
-      py::arg("slot"), py::arg("prefix"));
-  pool.def(
-      "deferred_tokens",
-      [](Pool& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& admitted_by,
-         const py::bytes& first_positions, const py::bytes& num_tokens,
-         const py::bytes& token_ids) -> py::object {
-        DeferredColumns columns;
-        columns.sequence_ids = read<int64_t>(sequence_ids, "sequence_ids");
-        const int64_t num = columns.sequence_ids.size;
-        columns.admitted_by = read<int64_t>(admitted_by, "admitted_by", num);
-        columns.first_positions = read<int64_t>(first_positions, "first_positions", num);
-        columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", num);
-        columns.token_ids = read<int32_t>(token_ids, "token_ids");
-        check_tokens(columns.num_tokens, columns.token_ids, 1);
-        for (int64_t i = 0; i < columns.token_ids.size; ++i)
-          if (columns.token_ids[i] < 0) throw ColumnError("token_ids", i, "must not be negative");
-        const auto failures = self.deferred_tokens(checked(self, slot), columns);
-        if (failures.empty()) return py::none();
-        return as_tuple(failures[0]);
-      },
-      py::arg("slot"), py::arg("sequence_ids"), py::arg("admitted_by"), py::arg("first_positions"),
-      py::arg("num_tokens"), py::arg("token_ids"));
 }
 
 void bind_sessions(PoolClass& pool) {
@@ -549,27 +296,6 @@ void bind_queries(PoolClass& pool) {
         return publications(self, self.findable(), max_blocks);
       },
       py::arg("max_blocks"));
-  pool.def(
-      "restore",
-      [](Pool& self, const py::bytes& root, int64_t parent, const py::bytes& token_ids,
-         const py::bytes& blocks, const py::bytes& hashes) {
-        const auto indices = read<int32_t>(blocks, "blocks");
-        const auto tokens =
-            read<int32_t>(token_ids, "token_ids", indices.size * self.index().block_size());
-        const auto digests = read<uint8_t>(hashes, "hashes", indices.size * 16);
-        const int64_t num_blocks = self.store(kDevice).num_blocks;
-        if (parent < -1 || parent >= num_blocks ||
-            (parent >= 0 && !self.index().is_published(kDevice, static_cast<Block>(parent))))
-          throw py::value_error("parent_block must be -1 or a block that was entered before");
-        for (int64_t i = 0; i < indices.size; ++i)
-          if (indices[i] < 0 || indices[i] >= num_blocks)
-            throw ColumnError("blocks", i, "must be below " + std::to_string(num_blocks));
-        return self.restore(std::string_view(root), static_cast<Block>(parent), tokens, indices,
-                            digests);
-      },
-      py::arg("root"), py::arg("parent_block"), py::arg("token_ids"), py::arg("blocks"),
-      py::arg("hashes"));
-  pool.def("restored", &Pool::restored);
   pool.def("check_integrity", [](const Pool& self) {
     try {
       self.check();
@@ -606,7 +332,6 @@ void bind_pool(py::module_& module) {
       },
       py::arg("now_s"));
   bind_sessions(pool);
-  bind_steps(pool);
   bind_queries(pool);
 }
 

@@ -35,6 +35,7 @@ void Pool::abort(Slot slot, int64_t next_plan) {
 void Pool::end_plans(Session& session, int64_t next_plan) {
   for (const PlanRecord& record : session.plans) {
     for (auto it = record.transfers.rbegin(); it != record.transfers.rend(); ++it) {
+      if (!it->pins) continue;
       const auto& [tier, block, generation] = it->source;
       if (remember(session, tier, block, next_plan)) store(tier).add_pending(block, session.slot);
       store(tier).unpin(block);
@@ -49,6 +50,13 @@ void Pool::end_plans(Session& session, int64_t next_plan) {
 void Pool::cut_to_written(Session& session, uint32_t index, const Origins& origins,
                           int64_t next_plan) {
   Sequence& sequence = sequences_[index];
+  if (sequence.num_trimmed &&
+      std::min(sequence.num_written, sequence.tokens.size) < fewest_tokens(sequence)) {
+    // The next position would see what was trimmed: nothing is left to go on from.
+    sequence.num_written = sequence.num_published = 0;
+    sequence.chain = session.root;
+    sequence.chain_uid = index_[session.root].uid;
+  }
   clear_leaders(sequence, index, sequence.num_written / block_size_);
   sequence.tokens.cut(token_store_, sequence.num_written);
   sequence.num_written = std::min(sequence.num_written, sequence.tokens.size);

@@ -208,6 +208,7 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
   for (const Hit& hit : hits)  // before anything is allocated, which could evict them
     if (hit.kind == Hit::kShared || hit.kind == Hit::kLed) device.share(hit.block);
   const auto num_hosted = static_cast<int64_t>(used[1].size());
+  for (const Block b : used[1]) host.pin(b, session.slot, 0);
   scratch_.clear();
   if (num_hosted) allocate(session, kDevice, num_hosted, scratch_);
   std::vector<uint8_t> allocated;  // of the entries that are not trimmed
@@ -248,6 +249,7 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
       sequence.pending.emplace_back(plan, position);
     }
   }
+  for (const Block b : used[1]) host.unpin(b);  // their transfers have pinned them
   set_entries(session, sequence, sequence.num_trimmed ? ChangeKind::kReplace : ChangeKind::kSet,
               sequence.num_trimmed, sequence.table.size, &allocated);
 }

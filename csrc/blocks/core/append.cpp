@@ -33,8 +33,9 @@ ItemResults Pool::append(Slot slot, const AppendColumns& columns) {
     if (is_plain && index && num_slots > 0) {
       Sequence& sequence = sequences_[*index];
       if (sequence.tokens.size + num_given <= max_tokens &&
-          append_in_place(session, *index, columns.first_positions[item], num_slots)) {
+          is_in_place(session, sequence, columns.first_positions[item], num_slots)) {
         sequence.tokens.append(token_store_, tokens, num_given);
+        schedule(session, *index, num_slots);
         results.values[static_cast<size_t>(item)] = static_cast<int32_t>(sequence.table.size);
         continue;
       }
@@ -49,9 +50,9 @@ ItemResults Pool::append(Slot slot, const AppendColumns& columns) {
   return results;
 }
 
-// Whether the slots lie in one block that the sequence may write as it is; then they are scheduled.
-bool Pool::append_in_place(Session& session, uint32_t index, int64_t first, int64_t num_slots) {
-  Sequence& sequence = sequences_[index];
+// Whether the slots lie in one block that the sequence may write as it is.
+bool Pool::is_in_place(const Session& session, const Sequence& sequence, int64_t first,
+                       int64_t num_slots) const {
   const int64_t i = first / block_size_;
   if (sequence.num_scheduled != first || (first + num_slots - 1) / block_size_ != i ||
       i >= sequence.table.size || sequence.tier != kDevice ||
@@ -59,11 +60,8 @@ bool Pool::append_in_place(Session& session, uint32_t index, int64_t first, int6
     return false;
   const auto& piece = table_store_[sequence.table.pieces[static_cast<size_t>(i / Table::kItems)]];
   const Block b = piece.items[i % Table::kItems];
-  if (piece.num_owners > 1 ||
-      !store(kDevice).is_writable(b, session.slot, static_cast<uint32_t>(first % block_size_)))
-    return false;
-  schedule(session, index, num_slots);
-  return true;
+  return piece.num_owners == 1 &&
+         store(kDevice).is_writable(b, session.slot, static_cast<uint32_t>(first % block_size_));
 }
 
 // Extends a sequence, whatever that takes. Code kOk: a is how many blocks its table has.

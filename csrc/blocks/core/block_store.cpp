@@ -76,6 +76,16 @@ Block BlockStore::take(Slot slot) {
 }
 
 Block BlockStore::evict() {
+  const Block b = pop_cached();
+  --num_in_[static_cast<int>(State::kCached)];
+  ++num_evictions_;
+  if (on_evict) on_evict(b);
+  forget(b);
+  return b;
+}
+
+// The cached block to be evicted next, in no list any more and no longer known to the policy.
+Block BlockStore::pop_cached() {
   Block b;
   if (policy_->num_idle()) {
     policy_->pop(&b, 1);
@@ -88,17 +98,15 @@ Block BlockStore::evict() {
     policy_->unpublish(b);
   }
   infos_[b].place = kNowhere;
-  --num_in_[static_cast<int>(State::kCached)];
-  ++num_evictions_;
-  forget(b);
   return b;
 }
 
 // The block, in no state, no longer holds what it held.
 void BlockStore::forget(Block b) {
-  infos_[b].priority = 0;
+  const uint8_t priority = std::exchange(infos_[b].priority, 0);
   const Block spare = index_.clear_block(tier, b);
   if (spare == kNoBlock) return;
+  infos_[spare].priority = priority;
   published(spare);
   promoted_.push_back(spare);
 }
@@ -116,14 +124,6 @@ void BlockStore::unpublish(Block b) {
   policy_->unpublish(b);
   forget(b);
   enter(b);
-}
-
-Block BlockStore::pop_idle() {
-  Block b;
-  policy_->pop(&b, 1);
-  infos_[b].place = kNowhere;
-  publish_to_policy(b);
-  return b;
 }
 
 void BlockStore::publish_to_policy(Block b) {
@@ -181,7 +181,6 @@ void BlockStore::keep(Block b) {
 }
 
 void BlockStore::set_priority(Block b, uint8_t priority) {
-  if (infos_[b].priority == priority) return;
   const bool cached = infos_[b].state == State::kCached;
   if (cached) leave(b);
   infos_[b].priority = priority;
@@ -266,14 +265,6 @@ void BlockStore::enter(Block b) {
     free_.push_back(b);
   }
   ++num_in_[static_cast<int>(infos_[b].state)];
-}
-
-void BlockStore::restore(const std::vector<Block>& blocks) {
-  for (const Block b : blocks) publish_to_policy(b);
-  free_.erase(std::remove_if(free_.begin(), free_.end(),
-                             [&](Block b) { return index_.is_published(tier, b); }),
-              free_.end());
-  for (auto it = blocks.rbegin(); it != blocks.rend(); ++it) settle(*it);
 }
 
 void BlockStore::check() const {

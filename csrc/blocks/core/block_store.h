@@ -22,6 +22,7 @@
 // Callers check for room first; nothing here fails. O(1) a block.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -44,6 +45,9 @@ class BlockStore {
   const Tier tier;
   const uint32_t num_blocks;
 
+  // Called with a cached block that is about to be evicted, still published.
+  std::function<void(Block)> on_evict;
+
   // Queries
   int64_t generation(Block b) const { return infos_[b].generation; }
   std::vector<int64_t> generations() const;  // also of blocks beyond num_blocks
@@ -51,6 +55,7 @@ class BlockStore {
   uint32_t num_pins(Block b) const { return infos_[b].num_pins; }
   uint32_t num_pending(Block b) const { return infos_[b].num_pending; }
   State state(Block b) const { return infos_[b].state; }
+  void prefetch(Block b) const { __builtin_prefetch(&infos_[b], 1); }
   uint32_t num_in(State state) const { return num_in_[static_cast<int>(state)]; }
   uint64_t num_evictions() const { return num_evictions_; }
   EvictionPolicy& policy() { return *policy_; }
@@ -99,18 +104,33 @@ class BlockStore {
   void published(Block b);
   // It is published no longer; a spare takes its place if there is one.
   void unpublish(Block b);
-  // The block that would be evicted next; it stays published, in no list: to be pinned at once.
-  Block pop_idle();
   // Spares that took the place of blocks allocated since the last call.
   std::vector<Block> take_promoted() { return std::exchange(promoted_, {}); }
   // Receipts may still publish the block: when it is retired it is reused last, and who shares it
   // does not write it.
   void keep(Block b);
-  // The block, retained in the index, is evicted after all that are not; lowest priority first.
+  // The published block is evicted after all that are not retained, and of these after those of a
+  // lower priority and those of this one so far; 0: it is not retained.
   void set_priority(Block b, uint8_t priority);
   uint8_t priority(Block b) const { return infos_[b].priority; }
-  // Free blocks that were just entered in the index become cached; the last is evicted first.
-  void restore(const std::vector<Block>& blocks);
+  // While a pool is rebuilt: `restored` for each block that was entered in the index, parents
+  // first; then `restored_idle` for each, in the order of eviction; then `restored_rest` for every
+  // block of the tier, the last first.
+  void start_restoring() { free_.clear(); }
+  void restored(Block b) { publish_to_policy(b); }
+  void restored_idle(Block b) {
+    --num_in_[static_cast<int>(State::kFree)];
+    ++num_in_[static_cast<int>(State::kCached)];
+    infos_[b].state = State::kCached;
+    infos_[b].place = kPolicy;
+    policy_->add_idle(&b, 1);
+  }
+  void restored_rest(Block b) {
+    if (!index_.is_published(tier, b)) free_.push_back(b);
+  }
+  size_t num_bytes() const {
+    return infos_.capacity() * sizeof(Info) + free_.capacity() * sizeof(Block);
+  }
   // Throws std::logic_error saying what is wrong.
   void check() const;
 
@@ -149,6 +169,7 @@ class BlockStore {
   void enter(Block b);
   Block take(Slot slot);
   Block evict();
+  Block pop_cached();
 
   PrefixIndex& index_;
   std::unique_ptr<EvictionPolicy> policy_;

@@ -9,10 +9,8 @@ namespace kvplane::blocks {
 
 namespace {
 
-// Blocks that a plan copies to the host tier at most, before they are evicted.
-constexpr int64_t kMaxDemotions = 64;
-// The share of device blocks that demotion keeps free.
-constexpr int64_t kDemotionShare = 64;
+// Evicted blocks that a plan copies to the host tier at most.
+constexpr size_t kMaxDemotions = 256;
 
 // Leading entries that two tables share as pieces.
 int64_t num_shared_pieces(const Table& a, const Table& b) {
@@ -34,6 +32,7 @@ void Pool::begin(Slot slot, int64_t number, bool dry_run) {
 }
 
 void Pool::end_dry_run() {
+  if (!dry_.on) return;
   sessions_[dry_.slot].number = dry_.number_before;
   dry_.clear();
   dry_.on = false;
@@ -69,7 +68,6 @@ std::string Pool::finish(Slot slot, std::string_view prefix) {
     draft.changes.clear();
     write_whole_tables(session, draft);
   } else {
-    demote(session);
     for (const Transfer& transfer : session.record.transfers)
       draft.transfers.add(transfer.source, transfer.destination);
   }
@@ -132,54 +130,47 @@ void Pool::write_whole_tables(Session& session, Draft& draft) {
   }
 }
 
-// Blocks that would be evicted next are copied to the host tier first, where it has room. Some
-// blocks are kept free by this, so that a copy has ended before its block is needed.
-void Pool::demote(Session& session) {
-  BlockStore& device = store(kDevice);
+// The cached device block is evicted for the session: it is copied to the host tier first, where
+// that has room. The plan's transfers run before anything else writes the block.
+void Pool::save(Session& session, Block b) {
   BlockStore& host = store(kHost);
-  if (!host.num_blocks) return;
-  const int64_t reserve = std::min(kMaxDemotions, div_ceil(device.num_blocks, kDemotionShare));
-  int64_t num = reserve - device.num_in(State::kFree) - num_demoting_;
-  num = std::min<int64_t>(num, host.num_obtainable(session.slot));
-  for (; num > 0 && device.policy().num_idle(); --num) {
-    const Block b = device.pop_idle();
-    const EntryId e = index_.entry_of(kDevice, b);
-    if (index_[e].block(kHost) != kNoBlock) {  // the host tier has it already
-      device.unpublish(b);
-      continue;
-    }
-    scratch_.clear();
-    host.allocate(session.slot, 1, scratch_);
-    const Block copy = scratch_[0];
-    transfer(session, {kDevice, b, device.generation(b)}, kHost, copy,
-             static_cast<uint32_t>(block_size_));
-    Allocations& allocations = session.draft.allocations;
-    allocations.tiers.push_back(kHost);
-    allocations.indices.push_back(static_cast<int32_t>(copy));
-    allocations.generations.push_back(host.generation(copy));
-    session.record.demotions.push_back({e, index_[e].uid, copy});
-    ++num_demoting_;
-  }
+  const EntryId e = index_.entry_of(kDevice, b);
+  Entry& entry = index_[e];
+  if (session.resync_due || entry.block(kHost) != kNoBlock || entry.spares != kNoBlock ||
+      entry.num_arriving || !host.num_obtainable(session.slot) ||
+      session.record.demotions.size() == kMaxDemotions)
+    return;
+  std::vector<Block> copy;
+  host.allocate(session.slot, 1, copy);
+  const BlockRef source{kDevice, b, store(kDevice).generation(b)};
+  const BlockRef destination{kHost, copy[0], host.generation(copy[0])};
+  session.destinations.insert(key_of(kHost, copy[0]));
+  session.record.transfers.push_back({source, destination, false});
+  Allocations& allocations = session.draft.allocations;
+  allocations.tiers.push_back(kHost);
+  allocations.indices.push_back(static_cast<int32_t>(copy[0]));
+  allocations.generations.push_back(destination.generation);
+  session.record.demotions.push_back({e, entry.uid, copy[0]});
+  ++entry.num_arriving;
 }
 
 // The plan that copied blocks to the host tier has run, or was aborted.
 void Pool::end_demotions(Session& session, const PlanRecord& record, bool has_run,
                          int64_t next_plan) {
-  BlockStore& device = store(kDevice);
   BlockStore& host = store(kHost);
   for (const Demotion& demotion : record.demotions) {
-    --num_demoting_;
     const EntryId e = demotion.entry;
-    if (has_run && index_.alive(e, demotion.uid) && index_[e].block(kHost) == kNoBlock) {
-      index_.set_block(e, kHost, demotion.copy);
-      host.published(demotion.copy);
-      ++counters_.num_demoted;
-      const Block b = index_[e].block(kDevice);
-      if (b != kNoBlock && device.state(b) == State::kCached) device.unpublish(b);
+    if (index_.alive(e, demotion.uid)) {
+      --index_[e].num_arriving;
+      if (has_run && index_[e].block(kHost) == kNoBlock) {
+        index_.set_block(e, kHost, demotion.copy);
+        host.published(demotion.copy);
+        ++counters_.num_demoted;
+      }
+      index_.prune(e);
     }
     release(session, kHost, demotion.copy, next_plan);
   }
-  announce_promoted();
 }
 
 }  // namespace kvplane::blocks

@@ -10,18 +10,30 @@ namespace kvplane::blocks {
 Pool::Pool(PoolConfig config)
     : config_(std::move(config)),
       block_size_(config_.block_size_tokens),
-      index_(config_.block_size_tokens, config_.num_blocks[0], config_.num_blocks[1],
-             config_.seed) {
+      index_(config_.block_size_tokens, config_.num_blocks[0], config_.num_blocks[1], config_.seed),
+      retention_(index_, stores_) {
   for (const Tier tier : {kDevice, kHost})
     stores_[tier - 1] = std::make_unique<BlockStore>(
         tier, config_.num_blocks[tier - 1], std::move(config_.generations[tier - 1]), index_,
         make_policy(config_.eviction_policy, config_.num_blocks[tier - 1]));
   index_.set_listener(this);
+  if (store(kHost).num_blocks) store(kDevice).on_evict = [this](Block b) { save(*allocating_, b); };
 }
 
-void Pool::set_time(double now_s) { now_s_ = now_s; }
+void Pool::set_time(double now_s) {
+  now_s_ = now_s;
+  retention_.expire(now_s);
+}
 
-void Pool::changed(Change, EntryId, Tier) { ++revision_; }
+void Pool::changed(Change change, EntryId e, Tier tier) {
+  const Entry& entry = index_[e];
+  if (change == Change::kStored && entry.retention)
+    store(tier).set_priority(entry.block(tier), retention_.priority(e));
+  if (change == Change::kRemoved && entry.retention && !entry.has_blocks()) retention_.lost(e);
+  if (log_.is_on() && !index_.is_named(entry.root)) return;  // it was said to be gone
+  ++revision_;
+  if (log_.is_on()) log_.add(revision_, change, index_, e, tier);
+}
 
 // Sessions
 
@@ -120,28 +132,35 @@ std::vector<EntryId> Pool::match(std::string_view root, Span<int32_t> tokens) co
   for (int64_t i = 0; e != kNoEntry && i < num_full; ++i) {
     e = index_.find(e, tokens.data + i * block_size_);
     if (e == kNoEntry) break;
-    const bool has_block =
-        index_[e].block(kDevice) != kNoBlock || index_[e].block(kHost) != kNoBlock;
-    if (!has_block && !config_.window_tokens) break;
+    if (!index_[e].has_blocks() && !config_.window_tokens) break;
     found.push_back(e);
-    present.push_back(has_block);
+    present.push_back(index_[e].has_blocks());
   }
   if (config_.window_tokens)
     found.resize(static_cast<size_t>(window_hits(present, tokens.size).first));
   return found;
 }
 
+// Leading entries that have blocks.
+std::vector<EntryId> Pool::match(EntryId e, Span<int32_t> tokens) const {
+  std::vector<EntryId> found;
+  const int64_t num_full = tokens.size / block_size_;
+  for (int64_t i = 0; e != kNoEntry && i < num_full; ++i) {
+    e = index_.find(e, tokens.data + i * block_size_);
+    if (e == kNoEntry || !index_[e].has_blocks()) break;
+    found.push_back(e);
+  }
+  return found;
+}
+
 std::vector<EntryId> Pool::match_hashes(std::string_view root, Span<uint8_t> hashes) const {
   std::vector<EntryId> found;
-  const EntryId top = index_.find_root(root);
-  for (int64_t i = 0; i + 16 <= hashes.size; i += 16) {
+  EntryId e = index_.find_root(root);
+  for (int64_t i = 0; e != kNoEntry && i + 16 <= hashes.size; i += 16) {
     Hash hash;
     std::copy(hashes.data + i, hashes.data + i + 16, hash.begin());
-    const EntryId e = index_.find_hash(hash);
-    if (e == kNoEntry ||
-        (index_[e].block(kDevice) == kNoBlock && index_[e].block(kHost) == kNoBlock))
-      break;
-    if (index_[e].parent != (found.empty() ? top : found.back())) break;
+    e = index_.find_hash(e, hash);
+    if (e == kNoEntry || !index_[e].has_blocks()) break;
     found.push_back(e);
   }
   return found;
@@ -153,31 +172,16 @@ int64_t Pool::held_by(const Sequence& sequence) const {
 
 // Rebuilding
 
-int64_t Pool::restore(std::string_view root, Block parent, Span<int32_t> tokens,
-                      Span<int32_t> blocks, Span<uint8_t> hashes) {
-  EntryId e = parent == kNoBlock ? index_.open_root(root) : index_.entry_of(kDevice, parent);
-  const EntryId opened = parent == kNoBlock ? e : kNoEntry;
-  int64_t num = 0;
-  for (; num < blocks.size; ++num) {
-    const EntryId child = index_.find_or_add(e, tokens.data + num * block_size_);
-    const Entry& entry = index_[child];
-    const bool is_sound = std::equal(entry.hash.begin(), entry.hash.end(), hashes.data + num * 16);
-    const Block b = static_cast<Block>(blocks[num]);
-    if (!is_sound || entry.block(kDevice) != kNoBlock || index_.entry_of(kDevice, b) != kNoEntry) {
-      index_.prune(child);
-      break;
-    }
-    index_.set_block(child, kDevice, b);
-    restored_.push_back(b);
-    e = child;
-  }
-  if (opened != kNoEntry) index_.close_root(opened);
-  return num;
-}
-
-void Pool::restored() {
-  store(kDevice).restore(restored_);
-  restored_ = {};
+EntryId Pool::restore(EntryId parent, const int32_t* tokens, const Hash& hash, Block b) {
+  if (chained_hash(index_[parent].hash, tokens, static_cast<size_t>(block_size_) * 4) != hash)
+    return kNoEntry;
+  const EntryId e = index_.find_or_add(parent, tokens, hash);
+  Entry& entry = index_[e];
+  if (entry.has_blocks()) return kNoEntry;
+  index_.set_block(e, kDevice, b);
+  entry.published_s = entry.used_s = static_cast<float>(now_s_);
+  store(kDevice).restored(b);
+  return e;
 }
 
 // Integrity
@@ -185,6 +189,7 @@ void Pool::restored() {
 void Pool::check() const {
   index_.check();
   for (const auto& blocks : stores_) blocks->check();
+  retention_.check();
   auto require = [](bool ok, const std::string& what) {
     if (!ok) throw std::logic_error(what);
   };
@@ -205,7 +210,7 @@ void Pool::check() const {
     check_session(session, table_owners, token_owners, refs);
     auto check_record = [&](const PlanRecord& record) {
       for (const Transfer& transfer : record.transfers)
-        ++pins[transfer.source.tier - 1][transfer.source.block];
+        if (transfer.pins) ++pins[transfer.source.tier - 1][transfer.source.block];
       for (const Demotion& demotion : record.demotions) ++refs[1][demotion.copy];
       for (const auto& [index, uid] : record.touched) {
         const Sequence& sequence = sequences_[index];

@@ -11,14 +11,17 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <variant>
 #include <vector>
 
 #include "core/block_store.h"
 #include "core/dry_run.h"
 #include "core/prefix_index.h"
+#include "core/retention.h"
 #include "core/session.h"
 #include "core/types.h"
+#include "core/watch.h"
 
 namespace kvplane::blocks {
 
@@ -105,6 +108,16 @@ struct DeferredColumns {
   Span<int64_t> first_positions;
   Span<int32_t> num_tokens;
   Span<int32_t> token_ids;
+};
+
+struct Retained {
+  int64_t num_blocks = 0;
+  int64_t num_new = 0;  // that did not count for the owner
+};
+
+struct Forgotten {
+  int64_t num_blocks = 0;
+  int64_t num_in_use = 0;
 };
 
 struct Counters {
@@ -195,10 +208,28 @@ class Pool final : private Listener {
   std::deque<Announcement>& announcements() { return announcements_; }
   std::vector<Announcement> findable() const;
 
-  // Enters reported blocks, each the child of the one before it; see _native.pyi.
-  int64_t restore(std::string_view root, Block parent, Span<int32_t> tokens, Span<int32_t> blocks,
-                  Span<uint8_t> hashes);
-  void restored();
+  // Retention: see retention.h and _native.pyi.
+  std::variant<Retained, Failure> retain(Slot slot, Span<int32_t> tokens, uint8_t priority,
+                                         double expires_at_s, int64_t most_blocks);
+  int64_t release_retained(Slot slot, Span<int32_t> tokens);
+  int64_t num_retained(uint32_t owner) const { return retention_.num_entries(owner); }
+
+  // Forgetting (forget.cpp): nothing of it can be found at once; `forget_some` takes the entries
+  // apart, and says whether some are left. Without `force` nothing is changed if tables have some.
+  Forgotten forget(Slot slot, Span<int32_t> tokens, bool force);
+  Forgotten forget_roots(const std::vector<std::string_view>& roots, bool force);
+  bool forget_some(int64_t max_entries);
+  std::deque<std::pair<Block, int64_t>>& forgotten() { return forgotten_; }
+
+  // What has changed since a revision; off at first.
+  void watch(size_t max_events) { log_.restart(max_events, index_.block_size(), revision_); }
+  const ChangeLog& log() const { return log_; }
+
+  // Rebuilding (rebuild.h). `restore` enters a reported block below its parent; kNoEntry if its
+  // hash does not follow from the tokens or another block has the prefix.
+  EntryId open_root(std::string_view name) { return index_.open_root(name); }
+  void close_root(EntryId root) { index_.close_root(root); }
+  EntryId restore(EntryId parent, const int32_t* tokens, const Hash& hash, Block b);
 
   void check() const;
   int64_t held_by(const Sequence& sequence) const;
@@ -207,6 +238,16 @@ class Pool final : private Listener {
   struct Hit;
 
   void changed(Change change, EntryId entry, Tier tier) override;
+  std::vector<EntryId> match(EntryId root, Span<int32_t> tokens) const;
+
+  // Forgetting (forget.cpp)
+  uint64_t prefix_key(EntryId e, int64_t num, Span<int32_t> tokens) const;
+  EntryId find_path(EntryId root, Span<int32_t> tokens, int64_t num) const;
+  Forgotten count_below(EntryId top) const;
+  Forgotten count_below_roots(const std::vector<EntryId>& roots) const;
+  std::vector<uint32_t> keep_private(EntryId root, Span<int32_t> tokens, int64_t num_blocks);
+  void forget_root(EntryId root);
+  void take_apart(EntryId e);
 
   // Sequences (sequences.cpp)
   uint32_t new_sequence(Session& session, int64_t id, int64_t admitted_by);
@@ -236,7 +277,8 @@ class Pool final : private Listener {
 
   // Growth (append.cpp)
   Sketch look(const Session& session, int64_t id) const;
-  bool append_in_place(Session& session, uint32_t index, int64_t first, int64_t num_slots);
+  bool is_in_place(const Session& session, const Sequence& sequence, int64_t first,
+                   int64_t num_slots) const;
   Failure append_one(Session& session, const AppendColumns& columns, int64_t item,
                      const int32_t* tokens);
   int64_t num_needed(const Session& session, const Sequence& sequence, const Sketch& now,
@@ -271,7 +313,7 @@ class Pool final : private Listener {
   void transfer(Session& session, BlockRef source, Tier tier, Block copy, uint32_t num_tokens);
   void write_whole_tables(Session& session, Draft& draft);
   void end_draft(Session& session);
-  void demote(Session& session);
+  void save(Session& session, Block b);
   void end_demotions(Session& session, const PlanRecord& record, bool has_run, int64_t next_plan);
   void end_plans(Session& session, int64_t next_plan);
 
@@ -305,11 +347,14 @@ class Pool final : private Listener {
   int64_t revision_ = 0;
   double now_s_ = 0;
   std::deque<Announcement> announcements_;
+  Retention retention_;
+  ChangeLog log_;
+  std::vector<std::pair<EntryId, uint32_t>> forgetting_;  // a path down: (entry, uid)
+  std::deque<std::pair<Block, int64_t>> forgotten_;       // device blocks: (block, generation)
 
   DryRun dry_;
-  int64_t num_demoting_ = 0;
+  Session* allocating_ = nullptr;  // for whom device blocks are allocated now
   std::vector<Block> scratch_;
-  std::vector<Block> restored_;
 };
 
 }  // namespace kvplane::blocks

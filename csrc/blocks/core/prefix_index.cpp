@@ -58,11 +58,6 @@ EntryId PrefixIndex::find_root(std::string_view name) const {
   return it == roots_.end() ? kNoEntry : it->second;
 }
 
-EntryId PrefixIndex::root_of(EntryId e) const {
-  while (!is_root(e)) e = entries_[e].parent;
-  return e;
-}
-
 std::vector<EntryId> PrefixIndex::roots() const {
   std::vector<EntryId> roots;
   for (const auto& [name, root] : roots_) roots.push_back(root);
@@ -77,25 +72,24 @@ EntryId PrefixIndex::find(EntryId parent, const int32_t* tokens) const {
   const size_t num_bytes = block_size_ * sizeof(int32_t);
   if (std::memcmp(tokens_.row(first), tokens, num_bytes) == 0) return first;
   if (entries_[first].next == kNoEntry) return kNoEntry;
-  const Hash hash = chained_hash(entries_[parent].hash, tokens, num_bytes);
+  return lookup(parent, tokens, chained_hash(entries_[parent].hash, tokens, num_bytes));
+}
+
+EntryId PrefixIndex::find_hash(EntryId parent, const Hash& hash) const {
+  return lookup(parent, nullptr, hash);
+}
+
+// Tokens are compared unless they are null.
+EntryId PrefixIndex::lookup(EntryId parent, const int32_t* tokens, const Hash& hash) const {
   const uint32_t tag = tag_of(hash);
   do_delayed();
   const size_t mask = keys_.size() - 1;
   for (size_t i = tag & mask; keys_[i].entry != kNoEntry; i = (i + 1) & mask) {
     const EntryId e = keys_[i].entry;
     if (keys_[i].tag == tag && entries_[e].parent == parent && entries_[e].hash == hash &&
-        std::memcmp(tokens_.row(e), tokens, num_bytes) == 0)
+        (!tokens || std::memcmp(tokens_.row(e), tokens, block_size_ * sizeof(int32_t)) == 0))
       return e;
   }
-  return kNoEntry;
-}
-
-EntryId PrefixIndex::find_hash(const Hash& hash) const {
-  const uint32_t tag = tag_of(hash);
-  do_delayed();
-  const size_t mask = keys_.size() - 1;
-  for (size_t i = tag & mask; keys_[i].entry != kNoEntry; i = (i + 1) & mask)
-    if (keys_[i].tag == tag && entries_[keys_[i].entry].hash == hash) return keys_[i].entry;
   return kNoEntry;
 }
 
@@ -108,9 +102,58 @@ EntryId PrefixIndex::find_or_add(EntryId parent, const int32_t* tokens) {
              chained_hash(entries_[parent].hash, tokens, block_size_ * sizeof(int32_t)));
 }
 
+EntryId PrefixIndex::find_or_add(EntryId parent, const int32_t* tokens, const Hash& hash) {
+  const EntryId e = entries_[parent].child == kNoEntry ? kNoEntry : lookup(parent, tokens, hash);
+  return e != kNoEntry ? e : add(parent, tokens, hash);
+}
+
+EntryId PrefixIndex::detach(EntryId top) {
+  if (is_root(top)) {
+    const std::string* name = root_names_.at(top);
+    const auto users = root_users_.find(top);
+    if (users == root_users_.end()) {
+      roots_.erase(roots_.find(*name));
+    } else {
+      const EntryId fresh = add(kNoEntry, nullptr, entries_[top].hash);
+      roots_.find(*name)->second = fresh;
+      root_names_[fresh] = name;
+      const uint32_t num_users = users->second;
+      root_users_.erase(users);
+      root_users_[fresh] = num_users;
+    }
+    root_names_[top] = nullptr;
+    return top;
+  }
+  const EntryId root = add(kNoEntry, nullptr, Hash{});
+  root_names_[root] = nullptr;
+  Entry& entry = entries_[top];
+  const EntryId above = entry.parent;
+  unlink(entry);
+  entry.parent = root;
+  entry.next = entry.prev = kNoEntry;
+  entries_[root].child = top;
+  const EntryId old = entry.root;
+  walk(root, [&](EntryId e) {
+    Entry& moved = entries_[e];
+    moved.root = root;
+    uint32_t num = (moved.block(kDevice) != kNoBlock) + (moved.block(kHost) != kNoBlock);
+    for (Block b = moved.spares; b != kNoBlock; b = next_spare(b)) ++num;
+    entries_[old].num_uses -= num;
+    entries_[root].num_uses += num;
+  });
+  prune(above);
+  return root;
+}
+
+void PrefixIndex::unlink(const Entry& entry) {
+  (entry.prev == kNoEntry ? entries_[entry.parent].child : entries_[entry.prev].next) = entry.next;
+  if (entry.next != kNoEntry) entries_[entry.next].prev = entry.prev;
+}
+
 bool PrefixIndex::set_block(EntryId e, Tier tier, Block b) {
   Entry& entry = entries_[e];
   entry_of_[tier - 1][b] = e;
+  ++entries_[entry.root].num_uses;
   if (entry.block(tier) == kNoBlock) {
     entry.block(tier) = b;
     if (listener_) listener_->changed(Change::kStored, e, tier);
@@ -127,6 +170,7 @@ Block PrefixIndex::clear_block(Tier tier, Block b) {
   if (e == kNoEntry) return kNoBlock;
   entry_of_[tier - 1][b] = kNoEntry;
   Entry& entry = entries_[e];
+  --entries_[entry.root].num_uses;
   if (entry.block(tier) != b) {
     remove_spare(entry, b);
     return kNoBlock;
@@ -141,20 +185,6 @@ Block PrefixIndex::clear_block(Tier tier, Block b) {
   if (listener_) listener_->changed(Change::kRemoved, e, tier);
   prune(e);
   return kNoBlock;
-}
-
-void PrefixIndex::clear_entry(EntryId e) {
-  Entry& entry = entries_[e];
-  while (entry.spares != kNoBlock) {
-    entry_of_[0][entry.spares] = kNoEntry;
-    remove_spare(entry, entry.spares);
-  }
-  for (const Tier tier : {kDevice, kHost}) {
-    if (entry.block(tier) == kNoBlock) continue;
-    entry_of_[tier - 1][entry.block(tier)] = kNoEntry;
-    entry.block(tier) = kNoBlock;
-    if (listener_) listener_->changed(Change::kRemoved, e, tier);
-  }
 }
 
 void PrefixIndex::set_leader(EntryId e, uint32_t leader, uint32_t uid) {
@@ -173,17 +203,16 @@ void PrefixIndex::prune(EntryId e) {
   while (true) {
     Entry& entry = entries_[e];
     if (entry.child != kNoEntry || entry.block(kDevice) != kNoBlock ||
-        entry.block(kHost) != kNoBlock || entry.leader != kNoEntry)
+        entry.block(kHost) != kNoBlock || entry.leader != kNoEntry || entry.num_arriving)
       return;
     const EntryId parent = entry.parent;
     if (parent == kNoEntry) {
       if (root_users_.count(e)) return;
       const std::string* name = root_names_.at(e);
       root_names_.erase(e);
-      roots_.erase(roots_.find(*name));
+      if (name) roots_.erase(roots_.find(*name));
     } else {
-      (entry.prev == kNoEntry ? entries_[parent].child : entries_[entry.prev].next) = entry.next;
-      if (entry.next != kNoEntry) entries_[entry.next].prev = entry.prev;
+      unlink(entry);
       delay({e, tag_of(entry.hash)}, false);
     }
     ++entry.uid;
@@ -209,10 +238,12 @@ EntryId PrefixIndex::add(EntryId parent, const int32_t* tokens, const Hash& hash
   entry.uid = uid;
   entry.parent = parent;
   entry.hash = hash;
+  entry.root = e;
   ++num_entries_;
   if (parent == kNoEntry) return e;
   std::memcpy(tokens_.row(e), tokens, block_size_ * sizeof(int32_t));
   Entry& above = entries_[parent];
+  entry.root = above.root;
   entry.next = above.child;
   if (above.child != kNoEntry) entries_[above.child].prev = e;
   above.child = e;
@@ -284,23 +315,38 @@ void PrefixIndex::grow_keys() {
     if (key.entry != kNoEntry) insert_key(key);
 }
 
+size_t PrefixIndex::num_bytes_of_blocks() const {
+  const size_t num_device = entry_of_[0].size();
+  return (num_device + entry_of_[1].size()) * sizeof(EntryId) + num_device * 2 * sizeof(Block) +
+         keys_.size() * sizeof(Key);
+}
+
+size_t PrefixIndex::num_bytes_of_entries() const {
+  return entries_.num_bytes() + tokens_.num_bytes() + free_.capacity() * sizeof(EntryId);
+}
+
 void PrefixIndex::check() const {
   size_t num_found = 0;
   size_t num_blocks[2] = {0, 0};
   auto require = [](bool ok, const char* what) {
     if (!ok) throw std::logic_error(std::string("prefix index: ") + what);
   };
-  for (const auto& [name, root] : roots_) {
+  for (const auto& [name, root] : roots_)
+    require(root_names_.at(root) == &name, "a root has another name");
+  for (const auto& named : root_names_) {
+    const EntryId root = named.first;
+    const size_t num_before = num_blocks[0] + num_blocks[1];
     ++num_found;
-    require(is_root(root) && root_name(root) == name, "a root has another name");
+    require(is_root(root) && entries_[root].root == root, "a root is none");
     require(entries_[root].child != kNoEntry || root_users_.count(root),
             "a root that nobody needs");
     walk(root, [&](EntryId e) {
       const Entry& entry = entries_[e];
       ++num_found;
       require(find(entry.parent, tokens_.row(e)) == e, "an entry cannot be found");
+      require(entry.root == root, "an entry has another root");
       require(entry.child != kNoEntry || entry.block(kDevice) != kNoBlock ||
-                  entry.block(kHost) != kNoBlock || entry.leader != kNoEntry,
+                  entry.block(kHost) != kNoBlock || entry.leader != kNoEntry || entry.num_arriving,
               "an entry that nothing needs");
       for (const Tier tier : {kDevice, kHost}) {
         if (entry.block(tier) == kNoBlock) continue;
@@ -314,10 +360,12 @@ void PrefixIndex::check() const {
         require(entry_of(kDevice, b) == e, "a spare is another entry's");
       }
     });
+    require(num_blocks[0] + num_blocks[1] - num_before == num_blocks_below(root),
+            "a root's blocks are miscounted");
   }
   require(num_found == num_entries_, "entries are lost");
   do_delayed();
-  require(num_keys_ + roots_.size() == num_entries_, "the hash table differs");
+  require(num_keys_ + root_names_.size() == num_entries_, "the hash table differs");
   for (int t = 0; t < 2; ++t) {
     size_t num = 0;
     for (const EntryId e : entry_of_[t]) num += e != kNoEntry;

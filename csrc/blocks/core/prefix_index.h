@@ -14,7 +14,7 @@
 // The chained hash, xxh3-128 (Yann Collet's xxHash) over the parent's hash and the tokens, starting
 // from a hash of the root's bytes, finds one child among many; tokens are compared all the same.
 //
-// Invariant: an entry has a block, a child or a leader, or is removed.
+// Invariant: an entry has a block, a child, a leader or a copy under way, or is removed.
 #pragma once
 
 #include <string>
@@ -30,6 +30,7 @@
 namespace kvplane::blocks {
 
 struct Entry {
+  EntryId root = kNoEntry;
   EntryId parent = kNoEntry;  // kNoEntry for a root
   EntryId child = kNoEntry;   // the latest of its children
   EntryId next = kNoEntry;    // siblings
@@ -41,14 +42,16 @@ struct Entry {
   // session.
   uint32_t leader = kNoEntry;
   uint32_t leader_uid = 0;
-  uint32_t num_uses = 0;
-  uint32_t retention = 0;  // 0: not retained
+  uint32_t num_uses = 0;      // hits; of a root: blocks below it, spares too
+  uint32_t num_arriving = 0;  // plans in flight that copy the block to the host tier
+  uint32_t retention = 0;     // see Retention; 0: not retained
   float published_s = 0;
   float used_s = 0;
   Hash hash{};
 
   Block block(Tier tier) const { return blocks[tier - 1]; }
   Block& block(Tier tier) { return blocks[tier - 1]; }
+  bool has_blocks() const { return blocks[0] != kNoBlock || blocks[1] != kNoBlock; }
 };
 
 // What happened to the index, for those who follow it.
@@ -57,7 +60,8 @@ enum class Change : uint8_t { kStored = 1, kRemoved = 2, kCleared = 3 };
 class Listener {
  public:
   virtual ~Listener() = default;
-  // The entry's block of the tier is about to be set (kStored) or has just been cleared (kRemoved).
+  // The entry's block of the tier has just been set (kStored) or cleared (kRemoved), or all below
+  // the root `entry` is about to be detached (kCleared).
   virtual void changed(Change change, EntryId entry, Tier tier) = 0;
 };
 
@@ -75,7 +79,10 @@ class PrefixIndex {
   void close_root(EntryId root);
   EntryId find_root(std::string_view name) const;  // kNoEntry: nothing is published under it
   const std::string& root_name(EntryId root) const { return *root_names_.at(root); }
-  EntryId root_of(EntryId entry) const;
+  EntryId root_of(EntryId entry) const { return entries_[entry].root; }
+  uint32_t num_blocks_below(EntryId root) const { return entries_[root].num_uses; }
+  // Not if it was detached.
+  bool is_named(EntryId root) const { return root_names_.at(root) != nullptr; }
   std::vector<EntryId> roots() const;
 
   // Look-ups
@@ -86,7 +93,10 @@ class PrefixIndex {
   bool alive(EntryId e, uint32_t uid) const { return e != kNoEntry && entries_[e].uid == uid; }
   // The child of `parent` with these tokens, kNoEntry when there is none.
   EntryId find(EntryId parent, const int32_t* tokens) const;
-  EntryId find_hash(const Hash& hash) const;
+  // The child of `parent` with this chained hash.
+  EntryId find_hash(EntryId parent, const Hash& hash) const;
+  // Entries' ids are below this.
+  EntryId end() const { return entries_.size(); }
   // The entry that the block belongs to, as its published block or as a spare.
   EntryId entry_of(Tier tier, Block b) const { return entry_of_[tier - 1][b]; }
   bool is_published(Tier tier, Block b) const {
@@ -96,19 +106,26 @@ class PrefixIndex {
 
   // Changes
   EntryId find_or_add(EntryId parent, const int32_t* tokens);
+  // As find_or_add, when the chained hash is known.
+  EntryId find_or_add(EntryId parent, const int32_t* tokens, const Hash& hash);
+  // Hides an entry, and all below it, from every look-up and listing. Returns the root, without a
+  // name, under which the entries are until they are removed. Of a root, what is below it goes; if
+  // it is in use, its name has a new root then. The entry has a child or a block.
+  EntryId detach(EntryId top);
   // The block holds the entry's tokens. True: it is published now; false: it is a spare.
   bool set_block(EntryId e, Tier tier, Block b);
   // The block no longer holds what it held: it is neither published nor a spare. Returns the spare
   // that took its place, kNoBlock when none did. Entries that nothing needs are removed.
   Block clear_block(Tier tier, Block b);
-  // As clear_block for every block of the entry, spares too, but the entry stays until `prune`.
-  void clear_entry(EntryId e);
   void set_leader(EntryId e, uint32_t leader, uint32_t uid);
   void clear_leader(EntryId e, uint32_t leader, uint32_t uid);
   // Removes the entry, and then its ancestors, as far as nothing needs them.
   void prune(EntryId e);
 
   size_t num_entries() const { return num_entries_; }
+  // Of the columns that have an element a block, and of the entries with their tokens.
+  size_t num_bytes_of_blocks() const;
+  size_t num_bytes_of_entries() const;
   // Calls f(entry) for all below `top`, parents first.
   template <typename F>
   void walk(EntryId top, F f) const {
@@ -127,6 +144,8 @@ class PrefixIndex {
 
  private:
   EntryId add(EntryId parent, const int32_t* tokens, const Hash& hash);
+  void unlink(const Entry& entry);
+  EntryId lookup(EntryId parent, const int32_t* tokens, const Hash& hash) const;
   void remove_spare(Entry& entry, Block b);
   // The hash table: see prefix_index.cpp.
   struct Key {
@@ -156,7 +175,7 @@ class PrefixIndex {
   size_t num_keys_ = 0;
   std::vector<Delayed> delayed_;
   std::unordered_map<std::string, EntryId> roots_;
-  std::unordered_map<EntryId, const std::string*> root_names_;
+  std::unordered_map<EntryId, const std::string*> root_names_;  // null: detached
   std::unordered_map<EntryId, uint32_t> root_users_;
   Listener* listener_ = nullptr;
 };

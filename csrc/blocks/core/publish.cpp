@@ -25,7 +25,7 @@ void Pool::receipted(Slot slot, int64_t plan) {
   }
   for (const PlanRecord& record : finished) {
     for (auto it = record.transfers.rbegin(); it != record.transfers.rend(); ++it)
-      store(it->source.tier).unpin(it->source.block);
+      if (it->pins) store(it->source.tier).unpin(it->source.block);
     end_demotions(session, record, true, plan);
   }
 }
@@ -45,7 +45,8 @@ void Pool::advance(Session& session, uint32_t index, int64_t done) {
 
 void Pool::publish(Session& session, uint32_t index) {
   Sequence& sequence = sequences_[index];
-  int64_t complete = std::min(sequence.num_written, sequence.tokens.size) / block_size_;
+  int64_t complete = std::min(std::min(sequence.num_written, sequence.tokens.size) / block_size_,
+                              sequence.private_from);
   if (complete <= sequence.num_published || sequence.tier != kDevice ||
       sequence.moved_by > session.done)
     return;

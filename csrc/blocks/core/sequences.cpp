@@ -99,6 +99,7 @@ uint32_t Pool::add_fork(Session& session, uint32_t parent_index, int64_t id, int
   child.num_published = parent.num_published;
   child.chain = parent.chain;
   child.chain_uid = parent.chain_uid;
+  child.private_from = parent.private_from;
   child.moved_by = parent.moved_by;
   child.copied_by = parent.copied_by;
   child.filled_by = std::max(parent.filled_by, parent.computed_by);
@@ -150,7 +151,8 @@ int64_t Pool::cut(Slot slot, int64_t sequence_id) {
 int64_t Pool::drop(Session& session, uint32_t index, int64_t plan) {
   Sequence& sequence = sequences_[index];
   publish(session, index);  // tokens may have become known since the last receipt
-  const int64_t complete = std::min(sequence.tokens.size, sequence.num_scheduled) / block_size_;
+  const int64_t complete = std::min(
+      std::min(sequence.tokens.size, sequence.num_scheduled) / block_size_, sequence.private_from);
   const bool expects =
       sequence.tier == kDevice && !sequence.pending.empty() && complete > sequence.num_published;
   clear_leaders(sequence, index, sequence.num_published);

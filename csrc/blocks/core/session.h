@@ -2,6 +2,7 @@
 #pragma once
 
 #include <deque>
+#include <limits>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -45,6 +46,8 @@ struct Sequence {
   int64_t num_published = 0;  // leading blocks that the index has, or has in another block
   EntryId chain = kNoEntry;   // the entry of the last of them; the root's for none
   uint32_t chain_uid = 0;
+  // Blocks from this one on are not published: the prefix was forgotten after it was admitted.
+  int64_t private_from = std::numeric_limits<int64_t>::max();
   // Entries that may say that this sequence fills them, for the blocks from `first_led` on.
   std::vector<EntryId> led;
   int64_t first_led = 0;
@@ -89,13 +92,14 @@ struct Demotion {
 struct Transfer {
   BlockRef source;
   BlockRef destination;
+  bool pins = true;  // the source, until the plan has run; not one that is evicted
 };
 
 // What a plan in flight changes once it has run, or undoes when it is aborted.
 struct PlanRecord {
   int64_t number = 0;
   std::vector<std::pair<uint32_t, uint32_t>> touched;  // (sequence, uid): have spans or transfers
-  std::vector<Transfer> transfers;                     // their sources are pinned
+  std::vector<Transfer> transfers;
   std::vector<Demotion> demotions;
 };
 

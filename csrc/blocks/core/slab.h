@@ -30,6 +30,7 @@ class Slab {
   }
 
   uint32_t size() const { return size_; }
+  size_t num_bytes() const { return (chunks_.size() << shift_) * width_ * sizeof(T); }
 
  private:
   static constexpr size_t kChunkBytes = 1 << 17;

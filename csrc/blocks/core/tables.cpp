@@ -116,6 +116,7 @@ bool Pool::remember(Session& session, Tier tier, Block b, int64_t plan) {
 
 void Pool::allocate(Session& session, Tier tier, int64_t num, std::vector<Block>& out) {
   const size_t before = out.size();
+  allocating_ = &session;
   store(tier).allocate(session.slot, num, out);
   if (session.resync_due)
     for (size_t i = before; i < out.size(); ++i) session.allocated.insert(key_of(tier, out[i]));

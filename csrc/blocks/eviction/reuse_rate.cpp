@@ -6,8 +6,8 @@
 namespace kvplane::blocks {
 namespace {
 
-constexpr uint32_t kEvictedPerBlock = 4;   // prefixes that are remembered
-constexpr uint32_t kMaxEvicted = 1 << 15;  // of them in memory: a sample in larger pools
+constexpr uint32_t kEvictedPerBlock = 8;   // prefixes that are remembered
+constexpr uint32_t kMaxEvicted = 1 << 16;  // of them in memory: a sample in larger pools
 constexpr uint32_t kUpdatesPerPool = 16;   // the statistics are brought up to date so often
 constexpr double kPoolsRemembered = 64;    // uses, in sizes of the pool, that count as the past
 constexpr double kLossAllowed = 0.003;     // of all uses, against LRU

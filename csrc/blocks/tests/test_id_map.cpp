@@ -75,6 +75,14 @@ void largest_and_neighbouring_keys() {
   for (int64_t key = 1; key <= 100000; ++key) CHECK((map.find(key) != nullptr) == (key % 2 == 0));
 }
 
+void keys_that_are_none() {
+  IdMap map;
+  CHECK(map.insert(3, 4));
+  for (const int64_t key : {int64_t{0}, int64_t{-1}, std::numeric_limits<int64_t>::min()})
+    CHECK(map.find(key) == nullptr && !map.erase(key));
+  CHECK(map.size() == 1);
+}
+
 }  // namespace
 }  // namespace kvplane::blocks
 
@@ -83,4 +91,5 @@ int main() {
   for (uint64_t seed = 0; seed < 200; ++seed) random_operations(seed, 6 + seed % 8, 500);
   for (uint64_t seed = 0; seed < 10; ++seed) random_operations(seed, 2000, 20000);
   largest_and_neighbouring_keys();
+  keys_that_are_none();
 }

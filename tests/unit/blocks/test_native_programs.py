@@ -53,28 +53,71 @@ def test_protobuf_reads_what_the_writer_writes(programs: dict[str, Path]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("file", "right", "wrong", "wanted"),
+    ("program", "file", "right", "wrong", "wanted"),
     [
-        ("id_map.h", "((next - home) & mask) <", "((next - home) & mask) >", "not so:"),
-        ("id_map.h", "size_t slot = home_of(key);", "size_t slot = home_of(key) + 7;", "Assertion"),
         (
-            "proto_writer.h",
+            "test_id_map",
+            "core/id_map.h",
+            "((next - home) & mask) <",
+            "((next - home) & mask) >",
+            "not so:",
+        ),
+        (
+            "test_id_map",
+            "core/id_map.h",
+            "size_t slot = home_of(key);",
+            "size_t slot = home_of(key) + 7;",
+            "Assertion",
+        ),
+        (
+            "test_proto_writer",
+            "core/proto_writer.h",
             "num_values * sizeof(T)",
             "2 * num_values * sizeof(T)",
             "AddressSanitizer",
         ),
+        (
+            "test_eviction",
+            "eviction/lru.cpp",
+            "while (!tree_.can_evict(links_[end].newer))",
+            "while (false)",
+            "has_idle_below",
+        ),
+        pytest.param(
+            "test_eviction",
+            "eviction/idle_tree.cpp",
+            "if (node.num_idle_children++) return",
+            "if (++node.num_idle_children) return",
+            "not so:",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "test_eviction",
+            "eviction/age_groups.cpp",
+            "links_[end].next = moved.next;",
+            "links_[end].next = to;",
+            "Assertion",
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["wrong-key-fills-a-hole", "slot-out-of-range", "column-read-past-its-end"],
+    ids=[
+        "wrong-key-fills-a-hole",
+        "slot-out-of-range",
+        "column-read-past-its-end",
+        "head-evicted-before-its-tail",
+        "idle-blocks-counted-by-parents-only",
+        "joined-group-loses-its-blocks",
+    ],
 )
 def test_a_planted_fault_is_found(
-    tmp_path: Path, file: str, right: str, wrong: str, wanted: str
+    tmp_path: Path, program: str, file: str, right: str, wrong: str, wanted: str
 ) -> None:
     copy = shutil.copytree(SOURCES, tmp_path / "blocks", ignore=shutil.ignore_patterns("build"))
-    source = (copy / "core" / file).read_text()
+    source = (copy / file).read_text()
     assert source.count(right) == 1
-    (copy / "core" / file).write_text(source.replace(right, wrong))
-    program = built_alone(copy, f"test_{Path(file).stem}", tmp_path)
-    done = subprocess.run([program], capture_output=True, timeout=20, check=False)
+    (copy / file).write_text(source.replace(right, wrong))
+    built = built_alone(copy, program, tmp_path)
+    done = subprocess.run([built], capture_output=True, timeout=20, check=False)
     assert done.returncode != 0 and wanted in done.stderr.decode()
 
 

@@ -1,0 +1,213 @@
+// The operations of a step, and what follows a plan.
+#include <string>
+
+#include "bindings/bindings.h"
+#include "bindings/columns.h"
+#include "core/pool.h"
+
+namespace py = pybind11;
+
+namespace kvplane::blocks {
+namespace {
+
+// Checks that num_tokens, each at_least or more, add up to the tokens given.
+void check_tokens(Span<int32_t> num_tokens, Span<int32_t> token_ids, int32_t at_least) {
+  int64_t sum = 0;
+  for (int64_t i = 0; i < num_tokens.size; ++i) {
+    if (num_tokens[i] < at_least)
+      throw ColumnError("num_tokens", i, "must be at least " + std::to_string(at_least));
+    sum += num_tokens[i];
+  }
+  if (sum != token_ids.size)
+    throw ColumnError("token_ids", -1,
+                      "must hold " + std::to_string(sum) +
+                          " tokens of 4 bytes, the sum of "
+                          "num_tokens, but holds " +
+                          std::to_string(token_ids.size * 4) + " bytes");
+}
+
+py::tuple as_tuple(const Failure& failure) {
+  return py::make_tuple(failure.item, static_cast<int>(failure.code), failure.a, failure.b,
+                        failure.c);
+}
+
+py::object as_list(const std::vector<Failure>& failures) {
+  if (failures.empty()) return py::none();
+  py::list list;
+  for (const Failure& failure : failures) list.append(as_tuple(failure));
+  return list;
+}
+
+py::tuple as_tuple(const ItemResults& results) {
+  return py::make_tuple(pack(results.values), as_list(results.failures));
+}
+
+py::tuple as_tuple(const std::variant<Admitted, Failure>& result) {
+  if (const auto* failure = std::get_if<Failure>(&result)) return as_tuple(*failure);
+  const auto& admitted = std::get<Admitted>(result);
+  return py::make_tuple(admitted.num_cached_tokens, admitted.num_blocks,
+                        admitted.num_scheduled_tokens);
+}
+
+Admission read_admission(int64_t sequence_id, const py::bytes& token_ids, const py::bytes& fork_ids,
+                         int64_t num_compute, int64_t max_total_tokens, bool skip_lookup,
+                         int64_t headroom) {
+  Admission admission;
+  admission.sequence_id = sequence_id;
+  admission.tokens = read<int32_t>(token_ids, "token_ids");
+  if (!admission.tokens.size) throw ColumnError("token_ids", -1, "must hold at least 1 token");
+  admission.fork_ids = read<int64_t>(fork_ids, "fork_sequence_ids");
+  admission.num_compute = num_compute;
+  admission.max_total_tokens = max_total_tokens;
+  admission.skip_lookup = skip_lookup;
+  if (headroom < 0) throw py::value_error("headroom must not be negative");
+  admission.headroom = headroom;
+  return admission;
+}
+
+AppendColumns read_growth(const py::bytes& sequence_ids, const py::bytes& first_positions,
+                          const py::bytes& num_slots, const py::bytes& num_lookahead) {
+  AppendColumns columns;
+  columns.sequence_ids = read<int64_t>(sequence_ids, "sequence_ids");
+  const int64_t num = columns.sequence_ids.size;
+  columns.first_positions = read<int64_t>(first_positions, "first_positions", num);
+  columns.num_slots = read<int32_t>(num_slots, "num_slots", num);
+  const int64_t num_ahead = std::string_view(num_lookahead).empty() ? 0 : num;
+  columns.num_lookahead = read<int32_t>(num_lookahead, "num_lookahead_slots", num_ahead);
+  return columns;
+}
+
+}  // namespace
+
+void bind_steps(py::module_& module) {
+  auto pool = py::reinterpret_borrow<py::class_<Pool>>(module.attr("Pool"));
+  pool.def(
+      "admit",
+      [](Pool& self, Slot slot, int64_t sequence_id, const py::bytes& token_ids,
+         const py::bytes& fork_ids, int64_t num_compute, int64_t max_total_tokens, bool skip_lookup,
+         int64_t headroom) {
+        return as_tuple(self.admit(checked(self, slot),
+                                   read_admission(sequence_id, token_ids, fork_ids, num_compute,
+                                                  max_total_tokens, skip_lookup, headroom)));
+      },
+      py::arg("slot"), py::arg("sequence_id"), py::arg("token_ids"), py::arg("fork_ids"),
+      py::arg("num_compute"), py::arg("max_total_tokens"), py::arg("skip_lookup"),
+      py::arg("headroom"));
+  pool.def(
+      "grant",
+      [](Pool& self, Slot slot, int64_t admitted_by, int64_t sequence_id,
+         const py::bytes& token_ids, const py::bytes& fork_ids, int64_t num_compute,
+         int64_t max_total_tokens, bool skip_lookup, int64_t headroom) {
+        return as_tuple(self.grant(checked(self, slot), admitted_by,
+                                   read_admission(sequence_id, token_ids, fork_ids, num_compute,
+                                                  max_total_tokens, skip_lookup, headroom)));
+      },
+      py::arg("slot"), py::arg("admitted_by"), py::arg("sequence_id"), py::arg("token_ids"),
+      py::arg("fork_ids"), py::arg("num_compute"), py::arg("max_total_tokens"),
+      py::arg("skip_lookup"), py::arg("headroom"));
+  pool.def(
+      "append",
+      [](Pool& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& first_positions,
+         const py::bytes& num_slots, const py::bytes& num_tokens, const py::bytes& token_ids,
+         const py::bytes& num_lookahead) {
+        AppendColumns columns =
+            read_growth(sequence_ids, first_positions, num_slots, num_lookahead);
+        columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", columns.sequence_ids.size);
+        columns.token_ids = read<int32_t>(token_ids, "token_ids");
+        check_tokens(columns.num_tokens, columns.token_ids, 0);
+        return as_tuple(self.append(checked(self, slot), columns));
+      },
+      py::arg("slot"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
+      py::arg("num_tokens"), py::arg("token_ids"), py::arg("num_lookahead"));
+  pool.def(
+      "growth",
+      [](const Pool& self, Slot slot, const py::bytes& sequence_ids,
+         const py::bytes& first_positions, const py::bytes& num_slots,
+         const py::bytes& num_lookahead) {
+        return pack(self.growth(checked(self, slot), read_growth(sequence_ids, first_positions,
+                                                                 num_slots, num_lookahead)));
+      },
+      py::arg("slot"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
+      py::arg("num_lookahead"));
+  pool.def(
+      "truncate",
+      [](Pool& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& num_tokens) {
+        const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
+        return as_tuple(self.truncate(checked(self, slot), ids,
+                                      read<int64_t>(num_tokens, "num_tokens", ids.size)));
+      },
+      py::arg("slot"), py::arg("sequence_ids"), py::arg("num_tokens"));
+  pool.def(
+      "fork",
+      [](Pool& self, Slot slot, const py::bytes& parent_ids, const py::bytes& sequence_ids) {
+        const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
+        const auto parents = read<int64_t>(parent_ids, "parent_sequence_ids", ids.size);
+        return as_tuple(self.fork(checked(self, slot), parents, ids));
+      },
+      py::arg("slot"), py::arg("parent_ids"), py::arg("sequence_ids"));
+  pool.def(
+      "free",
+      [](Pool& self, Slot slot, const py::bytes& sequence_ids) {
+        return as_tuple(
+            self.free(checked(self, slot), read<int64_t>(sequence_ids, "sequence_ids")));
+      },
+      py::arg("slot"), py::arg("sequence_ids"));
+  pool.def(
+      "swap",
+      [](Pool& self, Slot slot, const py::bytes& sequence_ids, int destination,
+         int64_t headroom) -> py::object {
+        if (headroom < 0) throw py::value_error("headroom must not be negative");
+        const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
+        const auto result = self.swap(checked(self, slot), ids, tier_of(destination), headroom);
+        if (const auto* failure = std::get_if<Failure>(&result)) return as_tuple(*failure);
+        return py::int_(std::get<int64_t>(result));
+      },
+      py::arg("slot"), py::arg("sequence_ids"), py::arg("destination_tier"),
+      py::arg("headroom") = 0);
+  pool.def(
+      "cut",
+      [](Pool& self, Slot slot, int64_t sequence_id) {
+        sequence_of(self, slot, sequence_id);
+        return self.cut(slot, sequence_id);
+      },
+      py::arg("slot"), py::arg("sequence_id"));
+  pool.def(
+      "reserve",
+      [](Pool& self, Slot slot, int64_t sequence_id, int64_t num_blocks) {
+        sequence_of(self, slot, sequence_id);
+        if (num_blocks < 0) throw py::value_error("num_blocks must not be negative");
+        return self.reserve(slot, sequence_id, num_blocks);
+      },
+      py::arg("slot"), py::arg("sequence_id"), py::arg("num_blocks"));
+  pool.def(
+      "finish",
+      [](Pool& self, Slot slot, const py::bytes& prefix) -> py::object {
+        const std::string plan = self.finish(checked(self, slot), std::string_view(prefix));
+        if (plan.empty()) return py::none();
+        return py::bytes(plan);
+      },
+      py::arg("slot"), py::arg("prefix"));
+  pool.def(
+      "deferred_tokens",
+      [](Pool& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& admitted_by,
+         const py::bytes& first_positions, const py::bytes& num_tokens,
+         const py::bytes& token_ids) -> py::object {
+        DeferredColumns columns;
+        columns.sequence_ids = read<int64_t>(sequence_ids, "sequence_ids");
+        const int64_t num = columns.sequence_ids.size;
+        columns.admitted_by = read<int64_t>(admitted_by, "admitted_by", num);
+        columns.first_positions = read<int64_t>(first_positions, "first_positions", num);
+        columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", num);
+        columns.token_ids = read<int32_t>(token_ids, "token_ids");
+        check_tokens(columns.num_tokens, columns.token_ids, 1);
+        for (int64_t i = 0; i < columns.token_ids.size; ++i)
+          if (columns.token_ids[i] < 0) throw ColumnError("token_ids", i, "must not be negative");
+        const auto failures = self.deferred_tokens(checked(self, slot), columns);
+        if (failures.empty()) return py::none();
+        return as_tuple(failures[0]);
+      },
+      py::arg("slot"), py::arg("sequence_ids"), py::arg("admitted_by"), py::arg("first_positions"),
+      py::arg("num_tokens"), py::arg("token_ids"));
+}
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,107 @@
+// Builds a pool from what its shards report of their blocks, a few blocks at a time.
+//
+// Generations go on from the highest that any shard, or whoever builds, knows of a block. A
+// publication is restored only if it is of its block's final generation, all shards report the
+// same, its hash follows from its tokens, and its parent is restored too. Equal hashes never join
+// blocks; of two blocks that hold one prefix the later is left out. Nothing is made for a block:
+// columns and chunks of rows only.
+#pragma once
+
+#include <future>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core/pool.h"
+
+namespace kvplane::blocks {
+
+struct PublicationColumns {
+  Span<int32_t> indices;
+  Span<int64_t> generations;
+  Span<int32_t> parent_indices;  // -1: none
+  Span<int64_t> parent_generations;
+  Span<uint8_t> hashes;
+  Span<int32_t> token_ids;
+};
+
+class Rebuild {
+ public:
+  Rebuild(uint32_t block_size_tokens, uint32_t num_shards);
+
+  uint32_t block_size() const { return block_size_; }
+  uint32_t num_shards() const { return static_cast<uint32_t>(shards_.size()); }
+  // Forgets what the shard has reported.
+  void start_shard(uint32_t shard, uint32_t num_device_blocks, uint32_t num_host_blocks);
+  // Parts of its report; what it says of a block again replaces what it said before. Throw
+  // ColumnError, and nothing has changed then.
+  void add_blocks(uint32_t shard, Tier tier, Span<int32_t> indices, Span<int64_t> generations);
+  void add_publications(uint32_t shard, std::string_view root, const PublicationColumns& columns);
+
+  // The pool has as many blocks as the smallest shard. All have reported; parts that come later do
+  // not count. `config` has what is known of generations.
+  void begin(PoolConfig config, double now_s);
+  bool has_all_shards() const;
+  bool has_begun() const { return phase_ != Phase::kCollect; }
+  bool is_done() const { return phase_ == Phase::kDone; }
+  // Goes on, by about so many blocks. Whether the pool is complete.
+  bool step(int64_t max_blocks);
+  // The complete pool; the shards are to be started anew.
+  std::unique_ptr<Pool> take();
+  int64_t num_restored() const { return static_cast<int64_t>(restored_.size()); }
+
+ private:
+  struct Row {
+    uint32_t block = 0;
+    uint32_t root = 0;
+    int64_t generation = 0;
+    Block parent = kNoBlock;
+    int64_t parent_generation = 0;
+    Hash hash{};
+  };
+  struct Shard {
+    bool started = false;
+    uint32_t num_blocks[2] = {0, 0};
+    std::vector<int64_t> generations[2];  // 0: not reported
+    std::vector<uint32_t> row_of;         // by block
+    Slab<Row> rows{1};                    // in the order of their blocks' first reports
+    Slab<int32_t> tokens{1};
+  };
+  enum class Phase { kCollect, kLearn, kMake, kAgree, kLink, kEnter, kIdle, kRest, kClose, kDone };
+
+  bool is_agreed(uint32_t row) const;
+  void enter_next();
+  void next(Phase phase) {
+    phase_ = phase;
+    at_ = 0;
+  }
+  int64_t size_of_phase() const;
+  void do_one(int64_t i);
+  bool make_pool();
+  void prefetch(uint32_t block) const;
+  void learn(int64_t i);
+  void link(uint32_t row);
+
+  uint32_t block_size_;
+  std::vector<Shard> shards_;
+  std::unordered_map<std::string, uint32_t> root_ids_;
+  std::vector<std::pair<const std::string*, EntryId>> roots_;  // names, and entries while building
+
+  Phase phase_ = Phase::kCollect;
+  int64_t at_ = 0;
+  PoolConfig config_;
+  double now_s_ = 0;
+  std::future<std::unique_ptr<Pool>> making_;  // in another thread: most of it is the kernel's work
+  std::unique_ptr<Pool> pool_;
+  // By row of the first shard.
+  std::vector<uint8_t> agreed_;
+  std::vector<uint32_t> first_child_, last_child_, next_;
+  std::vector<EntryId> entries_;
+  std::vector<uint32_t> stack_;  // rows to enter
+  std::vector<Block> restored_;  // parents first
+};
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,276 @@
+#include "core/retention.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "core/pool.h"
+
+namespace kvplane::blocks {
+
+namespace {
+
+// Entries whose retentions `expire` ends in one call, about.
+constexpr int64_t kMaxExpired = 16384;
+
+uint64_t first_bytes(const Hash& hash) {
+  uint64_t key;
+  std::memcpy(&key, hash.data(), sizeof key);
+  return key;
+}
+
+}  // namespace
+
+uint64_t Retention::key_of(EntryId e) const { return first_bytes(index_[e].hash); }
+
+int64_t Retention::num_new(uint32_t owner, const std::vector<EntryId>& path) const {
+  return std::count_if(path.begin(), path.end(), [&](EntryId e) { return !counts_for(owner, e); });
+}
+
+void Retention::retain(uint32_t owner, const std::vector<EntryId>& path, uint8_t priority,
+                       double expires_at_s, uint64_t key) {
+  std::vector<uint32_t>& here = at_[path.back()];
+  const auto same = std::find_if(here.begin(), here.end(), [&](uint32_t r) {
+    const Record& record = records_[r];
+    return record.owner == owner && record.priority == priority && record.key == key;
+  });
+  if (same != here.end()) {
+    Record& record = records_[*same];
+    by_expiry_.erase({record.expires_at_s, *same});
+    record.expires_at_s = std::max(record.expires_at_s, expires_at_s);
+    by_expiry_.insert({record.expires_at_s, *same});
+  } else {
+    if (free_records_.empty()) {
+      free_records_.push_back(static_cast<uint32_t>(records_.size()));
+      records_.emplace_back();
+    }
+    const uint32_t r = free_records_.back();
+    free_records_.pop_back();
+    records_[r] = {owner, priority, path.back(), expires_at_s, key};
+    here.push_back(r);
+    by_expiry_.insert({expires_at_s, r});
+    for (const EntryId e : path) add_count(e, owner, priority);
+  }
+  for (auto e = path.rbegin(); e != path.rend(); ++e) apply(*e);  // tails are evicted first
+}
+
+void Retention::release(uint32_t owner, const std::vector<EntryId>& path, uint64_t key) {
+  for (const EntryId e : path) {
+    const auto it = at_.find(e);
+    if (it == at_.end()) continue;
+    const std::vector<uint32_t> here = it->second;
+    for (const uint32_t r : here)
+      if (records_[r].owner == owner && records_[r].key == key) end(r);
+  }
+}
+
+void Retention::end_at(EntryId e) {
+  const auto it = at_.find(e);
+  if (it == at_.end()) return;
+  const std::vector<uint32_t> here = it->second;
+  for (const uint32_t r : here) end(r);
+}
+
+void Retention::expire(double now_s) {
+  int64_t num = 0;
+  while (!by_expiry_.empty() && by_expiry_.begin()->first <= now_s && num < kMaxExpired)
+    num += end(by_expiry_.begin()->second);
+}
+
+void Retention::lost(EntryId e) {
+  const auto it = at_.find(e);
+  if (it == at_.end()) return;
+  const std::vector<uint32_t> here = std::move(it->second);
+  at_.erase(it);
+  EntryId tail = index_[e].parent;
+  while (!index_.is_root(tail) && !index_[tail].has_blocks()) tail = index_[tail].parent;
+  for (const uint32_t r : here) {
+    Record& record = records_[r];
+    drop_counts(record, tail);
+    record.tail = tail;
+    at_[tail].push_back(r);
+    if (index_.is_root(tail)) {
+      end(r);
+      continue;
+    }
+    for (const uint32_t other : at_[tail]) {
+      const Record& that = records_[other];
+      if (other == r || that.owner != record.owner || that.priority != record.priority ||
+          !is_cut(that))
+        continue;
+      end(that.expires_at_s < record.expires_at_s ? other : r);
+      break;
+    }
+  }
+}
+
+int64_t Retention::end(uint32_t r) {
+  Record& record = records_[r];
+  unlist(r);
+  by_expiry_.erase({record.expires_at_s, r});
+  const int64_t num = drop_counts(record, kNoEntry);
+  record.tail = kNoEntry;
+  free_records_.push_back(r);
+  return 1 + num;
+}
+
+void Retention::unlist(uint32_t r) {
+  const auto it = at_.find(records_[r].tail);
+  std::vector<uint32_t>& here = it->second;
+  here.erase(std::find(here.begin(), here.end(), r));
+  if (here.empty()) at_.erase(it);
+}
+
+int64_t Retention::drop_counts(const Record& record, EntryId end) {
+  int64_t num = 0;
+  for (EntryId e = record.tail; e != end && !index_.is_root(e); e = index_[e].parent, ++num) {
+    const uint8_t before = priority(e);
+    drop_count(e, record.owner, record.priority);
+    if (priority(e) != before) apply(e);
+  }
+  return num;
+}
+
+// Gives the entry's blocks its priority.
+void Retention::apply(EntryId e) {
+  for (const auto& blocks : stores_) {
+    const Block b = index_[e].block(blocks->tier);
+    if (b != kNoBlock) blocks->set_priority(b, priority(e));
+  }
+}
+
+bool Retention::counts_for(uint32_t owner, EntryId e) const {
+  for (uint32_t c = index_[e].retention; c; c = counts_[c - 1].next)
+    if (counts_[c - 1].owner == owner) return true;
+  return false;
+}
+
+void Retention::add_count(EntryId e, uint32_t owner, uint8_t priority) {
+  num_entries_[owner] += !counts_for(owner, e);
+  uint32_t* link = &index_[e].retention;
+  while (*link && counts_[*link - 1].priority >= priority) {
+    Count& count = counts_[*link - 1];
+    if (count.owner == owner && count.priority == priority) {
+      ++count.num;
+      return;
+    }
+    link = &count.next;
+  }
+  uint32_t c;
+  if (free_counts_.empty()) {
+    c = counts_.add() + 1;
+  } else {
+    c = free_counts_.back();
+    free_counts_.pop_back();
+  }
+  counts_[c - 1] = {owner, 1, *link, priority};
+  *link = c;
+}
+
+void Retention::drop_count(EntryId e, uint32_t owner, uint8_t priority) {
+  uint32_t* link = &index_[e].retention;
+  while (counts_[*link - 1].owner != owner || counts_[*link - 1].priority != priority)
+    link = &counts_[*link - 1].next;
+  const uint32_t c = *link;
+  if (--counts_[c - 1].num) return;
+  *link = counts_[c - 1].next;
+  free_counts_.push_back(c);
+  if (counts_for(owner, e)) return;
+  const auto it = num_entries_.find(owner);
+  if (--it->second == 0) num_entries_.erase(it);
+}
+
+void Retention::check() const {
+  auto require = [](bool ok, const char* what) {
+    if (!ok) throw std::logic_error(std::string("retention: ") + what);
+  };
+  struct Wanted {
+    uint32_t num = 0;
+    uint8_t priority = 0;
+  };
+  std::unordered_map<EntryId, Wanted> wanted;
+  size_t num_records = 0;
+  for (const auto& [tail, here] : at_) {
+    require(!here.empty() && index_[tail].has_blocks(), "lies at an entry without blocks");
+    for (const uint32_t r : here) {
+      const Record& record = records_[r];
+      ++num_records;
+      require(record.tail == tail, "lies at another entry");
+      require(by_expiry_.count({record.expires_at_s, r}) == 1, "never expires");
+      for (EntryId e = tail; !index_.is_root(e); e = index_[e].parent) {
+        Wanted& want = wanted[e];
+        ++want.num;
+        want.priority = std::max(want.priority, record.priority);
+      }
+    }
+  }
+  require(num_records == by_expiry_.size(), "what is gone expires");
+  require(num_records + free_records_.size() == records_.size(), "records are lost");
+  size_t num_counts = 0;
+  std::unordered_map<uint32_t, int64_t> owned;
+  for (EntryId e = 0; e < index_.end(); ++e) {
+    uint32_t num = 0, last = 101;
+    std::set<uint32_t> owners;
+    for (uint32_t c = index_[e].retention; c; c = counts_[c - 1].next) {
+      const Count& count = counts_[c - 1];
+      ++num_counts;
+      num += count.num;
+      require(count.num && count.priority <= last, "counts are out of order");
+      last = count.priority;
+      if (owners.insert(count.owner).second) ++owned[count.owner];
+    }
+    const auto it = wanted.find(e);
+    require(num == (it == wanted.end() ? 0 : it->second.num), "an entry's count differs");
+    require(!num || priority(e) == it->second.priority, "an entry's priority differs");
+    for (const auto& blocks : stores_) {
+      const Block b = index_[e].block(blocks->tier);
+      require(b == kNoBlock || blocks->priority(b) == priority(e), "a block's priority differs");
+    }
+  }
+  require(num_counts + free_counts_.size() == counts_.size(), "counts are lost");
+  require(owned == num_entries_, "owners' counts differ");
+}
+
+// The pool's operations
+
+std::variant<Retained, Failure> Pool::retain(Slot slot, Span<int32_t> tokens, uint8_t priority,
+                                             double expires_at_s, int64_t most_blocks) {
+  const Session& session = sessions_[slot];
+  const std::vector<EntryId> path = match(session.root, tokens);
+  if (path.empty() || expires_at_s <= now_s_) return Retained{};
+  const int64_t now = retention_.num_entries(session.owner);
+  const Retained result{static_cast<int64_t>(path.size()), retention_.num_new(session.owner, path)};
+  if (result.num_new && now + result.num_new > most_blocks)
+    return Failure{0, Code::kTooManyEntries, most_blocks, now, result.num_new};
+  if (!dry_.on)
+    retention_.retain(session.owner, path, priority, expires_at_s,
+                      prefix_key(path.back(), static_cast<int64_t>(path.size()), tokens));
+  return result;
+}
+
+int64_t Pool::release_retained(Slot slot, Span<int32_t> tokens) {
+  const Session& session = sessions_[slot];
+  if (dry_.on) return 0;
+  std::vector<EntryId> path;
+  EntryId last = session.root;
+  for (int64_t i = 0; i < tokens.size / block_size_; ++i) {
+    const EntryId e = index_.find(last, tokens.data + i * block_size_);
+    if (e == kNoEntry) break;
+    path.push_back(last = e);
+  }
+  const int64_t before = retention_.num_entries(session.owner);
+  retention_.release(session.owner, path,
+                     prefix_key(last, static_cast<int64_t>(path.size()), tokens));
+  return before - retention_.num_entries(session.owner);
+}
+
+// Of all full blocks of the tokens; `e` is the entry of the first `num` of them.
+uint64_t Pool::prefix_key(EntryId e, int64_t num, Span<int32_t> tokens) const {
+  Hash hash = index_[e].hash;
+  for (int64_t i = num; i < tokens.size / block_size_; ++i)
+    hash = chained_hash(hash, tokens.data + i * block_size_, static_cast<size_t>(block_size_) * 4);
+  return first_bytes(hash);
+}
+
+}  // namespace kvplane::blocks

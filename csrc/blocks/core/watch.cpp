@@ -1,0 +1,109 @@
+#include "core/watch.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace kvplane::blocks {
+
+namespace {
+
+// Entries, of any root, that a piece of a snapshot looks at.
+constexpr EntryId kMaxScanned = 65536;
+
+}  // namespace
+
+void ChangeColumns::add(Change kind, Tier tier, const Hash& hash, const Hash& parent,
+                        const int32_t* tokens, size_t block_size) {
+  kinds.push_back(static_cast<uint8_t>(kind));
+  tiers.push_back(tier);
+  hashes.append(reinterpret_cast<const char*>(hash.data()), hash.size());
+  parent_hashes.append(reinterpret_cast<const char*>(parent.data()), parent.size());
+  if (kind == Change::kStored) token_ids.insert(token_ids.end(), tokens, tokens + block_size);
+}
+
+EntryId snapshot(const PrefixIndex& index, std::string_view root, EntryId cursor, size_t max_blocks,
+                 ChangeColumns& columns) {
+  const EntryId top = index.find_root(root);
+  if (top == kNoEntry) return kNoEntry;
+  for (EntryId num = 0; cursor < index.end(); ++cursor, ++num) {
+    if (num == kMaxScanned || columns.kinds.size() >= max_blocks) return cursor;
+    const Entry& entry = index[cursor];
+    if (entry.root != top) continue;
+    const Hash parent = entry.parent == top || cursor == top ? Hash{} : index[entry.parent].hash;
+    for (const Tier tier : {kDevice, kHost})
+      if (entry.block(tier) != kNoBlock)
+        columns.add(Change::kStored, tier, entry.hash, parent, index.tokens(cursor),
+                    index.block_size());
+  }
+  return kNoEntry;
+}
+
+void ChangeLog::restart(size_t max_events, uint32_t block_size, int64_t revision) {
+  *this = ChangeLog();
+  max_events_ = max_events;
+  start_ = revision_ = revision;
+  block_size_ = block_size;
+  tokens_ = Slab<int32_t>(block_size);
+}
+
+void ChangeLog::add(int64_t revision, Change change, const PrefixIndex& index, EntryId e,
+                    Tier tier) {
+  const auto [it, is_new] = roots_.try_emplace(index.root_name(index.root_of(e)), 0);
+  if (is_new) {
+    if (free_names_.empty()) {
+      free_names_.push_back(static_cast<uint32_t>(names_.size()));
+      names_.emplace_back();
+    }
+    it->second = free_names_.back();
+    free_names_.pop_back();
+    names_[it->second] = {&it->first, 0};
+  }
+  ++names_[it->second].second;
+  Event event{{}, {}, it->second, change, tier};
+  if (change == Change::kCleared) {
+    event.tier = Tier(0);
+  } else {
+    event.hash = index[e].hash;
+  }
+  if (change == Change::kStored && !index.is_root(index[e].parent))
+    event.parent_hash = index[index[e].parent].hash;
+  const size_t place = place_of(revision);
+  if (place == events_.size()) {
+    events_.emplace_back();
+    tokens_.add();
+  } else if (--names_[events_[place].root].second == 0) {
+    const uint32_t root = events_[place].root;
+    roots_.erase(*std::exchange(names_[root].first, nullptr));
+    free_names_.push_back(root);
+  }
+  events_[place] = event;
+  if (change == Change::kStored) {
+    const int32_t* tokens = index.tokens(e);
+    std::copy(tokens, tokens + index.block_size(), tokens_.row(static_cast<uint32_t>(place)));
+  }
+  revision_ = revision;
+}
+
+bool ChangeLog::since(int64_t revision, std::string_view root, size_t max_events,
+                      ChangeColumns& columns) const {
+  if (!is_on() || revision > revision_ ||
+      revision < revision_ - static_cast<int64_t>(events_.size()))
+    return false;
+  columns.revision = revision_;
+  const auto it = roots_.find(std::string(root));
+  if (it == roots_.end()) return true;
+  while (++revision <= revision_) {
+    const size_t place = place_of(revision);
+    const Event& event = events_[place];
+    if (event.root != it->second) continue;
+    if (columns.kinds.size() == max_events) {
+      columns.revision = revision - 1;
+      break;
+    }
+    columns.add(event.change, event.tier, event.hash, event.parent_hash,
+                tokens_.row(static_cast<uint32_t>(place)), block_size_);
+  }
+  return true;
+}
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,70 @@
+// The latest changes of the index, so that others can follow it: which prefixes are cached, in
+// which tier. Each change has a revision; revisions of logged changes have no gaps. A follower
+// takes a snapshot and then the changes since, or starts again when those are no longer here.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "core/prefix_index.h"
+#include "core/slab.h"
+#include "core/types.h"
+
+namespace kvplane::blocks {
+
+struct ChangeColumns {
+  int64_t revision = 0;  // the changes of the root up to this one are there
+  std::vector<uint8_t> kinds;
+  std::vector<uint8_t> tiers;
+  std::string hashes;
+  std::string parent_hashes;       // zero bytes below a root, and unless stored
+  std::vector<int32_t> token_ids;  // of those stored
+
+  void add(Change kind, Tier tier, const Hash& hash, const Hash& parent, const int32_t* tokens,
+           size_t block_size);
+};
+
+// A piece of what is published below the root: entries from `cursor` on, in the order of their ids,
+// up to about max_blocks blocks. Returns where the next piece begins, kNoEntry if this was the
+// last. An entry that is published all the time keeps its id, so the pieces have it; who applies
+// the changes since the first piece began has the rest too.
+EntryId snapshot(const PrefixIndex& index, std::string_view root, EntryId cursor, size_t max_blocks,
+                 ChangeColumns& columns);
+
+class ChangeLog {
+ public:
+  // Holds the last max_events changes from now on; 0: none.
+  void restart(size_t max_events, uint32_t block_size, int64_t revision);
+  bool is_on() const { return max_events_ > 0; }
+  void add(int64_t revision, Change change, const PrefixIndex& index, EntryId e, Tier tier);
+  // Of the root, after `revision`, as many as asked for. False: the log does not reach back so far.
+  bool since(int64_t revision, std::string_view root, size_t max_events,
+             ChangeColumns& columns) const;
+
+ private:
+  struct Event {
+    Hash hash;
+    Hash parent_hash;
+    uint32_t root;
+    Change change;
+    Tier tier;
+  };
+
+  size_t place_of(int64_t revision) const {
+    return static_cast<size_t>(revision - start_ - 1) % max_events_;
+  }
+
+  size_t max_events_ = 0;
+  uint32_t block_size_ = 0;
+  int64_t start_ = 0;          // revision when it was switched on
+  int64_t revision_ = 0;       // of the last event
+  std::vector<Event> events_;  // a ring
+  Slab<int32_t> tokens_;
+  std::unordered_map<std::string, uint32_t> roots_;           // names of the events' roots
+  std::vector<std::pair<const std::string*, size_t>> names_;  // and how many events each has
+  std::vector<uint32_t> free_names_;
+};
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,125 @@
+"""Fills the index of a native pool: sequences that are computed at once, by sessions of a root."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from kvplane_blocks import Pool, chained_hash, root_hash
+
+BLOCK_TOKENS = 4
+DEVICE, HOST = 1, 2
+
+
+def i32(values: Iterable[int]) -> bytes:
+    """An int32 column."""
+    return struct.pack(f"<{len(listed := list(values))}i", *listed)
+
+
+def i64(values: Iterable[int]) -> bytes:
+    """An int64 column."""
+    return struct.pack(f"<{len(listed := list(values))}q", *listed)
+
+
+def ints(column: bytes, letter: str) -> list[int]:
+    """The elements of a column; ``letter``: as in ``struct``."""
+    return list(struct.unpack(f"<{len(column) // struct.calcsize(letter)}{letter}", column))
+
+
+def blocks(*firsts: int) -> list[int]:
+    """Tokens of full blocks, each known by its first token."""
+    return [first * 10 + i for first in firsts for i in range(BLOCK_TOKENS)]
+
+
+def hashes_of(root: bytes, tokens: list[int]) -> list[bytes]:
+    """The chained hashes of the tokens' full blocks."""
+    found, last = [], root_hash(root)
+    for i in range(0, len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
+        last = chained_hash(last, i32(tokens[i : i + BLOCK_TOKENS]))
+        found.append(last)
+    return found
+
+
+@contextmanager
+def checked_pool(
+    num_device: int, num_host: int = 0, *, policy: str = "lru", seed: int = 0
+) -> Iterator[Pool]:
+    """A new pool, whose integrity is checked in the end."""
+    pool = Pool(BLOCK_TOKENS, num_device, num_host, b"", b"", policy, seed=seed)
+    yield pool
+    pool.check_integrity()
+
+
+class Writer:
+    """A session whose plans run as soon as they are made, unless ``late``."""
+
+    def __init__(self, pool: Pool, root: bytes = b"root", owner: int = 1) -> None:
+        self.pool, self.root = pool, root
+        self.slot = pool.open_session(root, owner)
+        self.late = False
+        self._number = self._last_id = 0
+
+    @contextmanager
+    def step(self) -> Iterator[int]:
+        """A step, given its number."""
+        self._number += 1
+        self.pool.begin(self.slot, self._number)
+        yield self._number
+        self.pool.finish(self.slot, b"")
+        if not self.late:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """All plans so far have run."""
+        self.pool.receipted(self.slot, self.pool.last_plan(self.slot))
+
+    def write(self, tokens: list[int], *, num_compute: int = -1) -> int:
+        """The id of a new sequence of these tokens."""
+        self._last_id += 1
+        with self.step():
+            answer = self.pool.admit(
+                self.slot, self._last_id, i32(tokens), b"", num_compute, 0, False, 0
+            )
+        assert len(answer) == 3, answer
+        return self._last_id
+
+    def fork(self, parent: int) -> int:
+        """The id of a new sequence forked from another."""
+        self._last_id += 1
+        with self.step():
+            answer = self.pool.fork(self.slot, i64([parent]), i64([self._last_id]))
+        assert answer[1] is None, answer
+        return self._last_id
+
+    def append(self, sequence_id: int, first: int, tokens: list[int]) -> None:
+        """Writes further slots, whose tokens are known."""
+        num = i32([len(tokens)])
+        with self.step():
+            answer = self.pool.append(
+                self.slot, i64([sequence_id]), i64([first]), num, num, i32(tokens), b""
+            )
+        assert answer[1] is None, answer
+
+    def free(self, *sequence_ids: int) -> None:
+        """In the order given."""
+        with self.step():
+            assert self.pool.free(self.slot, i64(sequence_ids))[1] is None
+
+    def cache(self, tokens: list[int]) -> None:
+        """Leaves the tokens' blocks cached and idle."""
+        self.free(self.write(tokens))
+
+    def end(self) -> None:
+        """Its blocks may be used by others at once."""
+        self.pool.end_session(self.slot)
+        self.pool.session_fenced(self.slot)
+
+    def num_cached(self, tokens: list[int]) -> tuple[int, int]:
+        """Leading blocks that are cached on the device, and in the host tier after those."""
+        num_device, num_host, _ = self.pool.match(self.root, i32(tokens))
+        return num_device, num_host
+
+    def priorities(self, tokens: list[int]) -> list[int]:
+        """Of the leading cached blocks."""
+        return list(self.pool.explain(self.root, i32(tokens))[7])

@@ -1,0 +1,112 @@
+"""The native core's tests fail when a fault is planted in the core."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from native_programs import SOURCES, cmake
+
+ROOT = Path(__file__).parents[2]
+TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
+TESTS = [f"tests/unit/blocks/test_native_{name}.py" for name in (
+    "admit", "growth", "tiers", "aborts", "input", "walk",
+)]  # fmt: skip
+
+
+def _load_mutants() -> ModuleType:
+    path = Path(__file__).parent / "blocks" / "block_mutants.py"
+    spec = importlib.util.spec_from_file_location("block_mutants", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+MUTANTS = _load_mutants()
+
+
+class Build:
+    """A copy of csrc/blocks, of which only what changes is compiled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sources, self.build = folder / "blocks", folder / "build"
+        shutil.copytree(SOURCES, self.sources, ignore=shutil.ignore_patterns("build"))
+        lists = self.sources / "CMakeLists.txt"  # compiled soon rather than well
+        lists.write_text(lists.read_text().replace("-O3", "-O0"))
+        flags = subprocess.run(
+            [sys.executable, "-m", "pybind11", "--cmakedir"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        done = cmake(
+            *("-S", str(self.sources), "-B", str(self.build), "-G", "Ninja"),
+            *("-DCMAKE_BUILD_TYPE=None", f"-DPython_EXECUTABLE={sys.executable}"),
+            f"-Dpybind11_DIR={flags.stdout.strip()}",
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        self.make()
+
+    def make(self) -> None:
+        made = cmake("--build", str(self.build))
+        assert made.returncode == 0, made.stdout + made.stderr
+
+    def module_with(self, name: str, folder: Path) -> Path:
+        """A folder with the package kvplane_blocks that has the fault."""
+        mutant = (MUTANTS.QUICK | MUTANTS.MORE)[name]
+        path = self.sources / "core" / mutant.file
+        sound = path.read_text()
+        assert sound.count(mutant.old) == 1, f"{mutant.file}: {sound.count(mutant.old)} times"
+        path.write_text(sound.replace(mutant.old, mutant.new))
+        try:
+            self.make()
+        finally:
+            path.write_text(sound)
+        package = folder / "kvplane_blocks"
+        package.mkdir()
+        files = [*self.sources.glob("kvplane_blocks/*.py"), *self.build.glob("_native*.so")]
+        assert len(files) > 1
+        for file in files:
+            shutil.copy(file, package)
+        return folder
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    return Build(tmp_path_factory.mktemp("mutants"))
+
+
+def assert_caught(build: Build, name: str, folder: Path) -> None:
+    path = os.pathsep.join((str(build.module_with(name, folder)), str(ROOT)))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *TESTS]
+    done = subprocess.run(
+        [*command, "-m", "not nightly"],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    crashed = done.returncode < 0
+    assert crashed or done.returncode == TESTS_FAILED, done.stdout + done.stderr
+    assert crashed or "1 failed" in done.stdout
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", MUTANTS.QUICK)
+def test_a_planted_fault_is_caught(build: Build, name: str, tmp_path: Path) -> None:
+    assert_caught(build, name, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", MUTANTS.MORE)
+def test_every_planted_fault_is_caught(build: Build, name: str, tmp_path: Path) -> None:
+    assert_caught(build, name, tmp_path)

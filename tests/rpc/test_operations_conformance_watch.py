@@ -1,0 +1,227 @@
+"""The feed of a pool's prefix index, over a socket: whoever follows it has what the pool has."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+
+import grpc.aio
+import pytest
+from control_wire import Stub
+from operations_world import DEVICE, HOST, POOL, Caller, World, prompt
+
+from control_plane.server.server import ControlPlaneServer
+from kvplane import ControlClient, ops
+from kvplane.error_codec import from_rpc_error
+from kvplane.errors import PoolNotFoundError, RevisionTooOldError
+from kvplane.prefix_feed import (
+    BlocksRemoved,
+    BlocksStored,
+    IndexCleared,
+    PrefixEvent,
+    StoredBlock,
+)
+from kvplane.v1 import control_pb2 as pb
+
+StartWorld = Callable[..., Awaitable[World]]
+Held = dict[tuple[bytes, int], StoredBlock]
+
+
+@pytest.fixture
+async def world(start_world: StartWorld) -> World:
+    return await start_world()
+
+
+@pytest.fixture
+async def caller(world: World) -> Caller:
+    return await world.caller()
+
+
+class Follower:
+    """What a pool has cached, by its feed."""
+
+    def __init__(self) -> None:
+        self.held: Held = {}
+        self.revision = -1
+        self.num_snapshots = 0
+
+    def apply(self, event: PrefixEvent) -> None:
+        if isinstance(event, IndexCleared):
+            self.held.clear()
+            self.num_snapshots += 1
+            self.revision = -1
+        elif isinstance(event, BlocksStored):
+            for block in event.blocks:
+                self.held[block.block_hash, block.tier] = block
+        elif isinstance(event, BlocksRemoved):
+            for key in event.blocks:
+                self.held.pop(key, None)
+        else:
+            assert event.revision >= self.revision
+            self.revision = event.revision
+
+    async def until(self, revision: int) -> None:
+        async with asyncio.timeout(10):
+            while self.revision < revision:
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def following(client: ControlClient, namespace: str = "") -> AsyncIterator[Follower]:
+    follower = Follower()
+
+    async def run() -> None:
+        async with aclosing(client.watch(POOL, namespace)) as events:
+            async for event in events:
+                follower.apply(event)
+
+    task = asyncio.create_task(run())
+    try:
+        yield follower
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):  # but not what ended it before
+            await task
+
+
+async def revision_of(caller: Caller) -> int:
+    return (await caller.step()).revision
+
+
+async def test_a_snapshot_has_what_is_cached_and_changes_follow(world, caller) -> None:
+    await caller.admit(1, prompt(2))
+    async with following(world.client) as follower:
+        await follower.until(await revision_of(caller))
+        hashes = (await caller.session.lookup_prefix(prompt(2))).hashes
+        assert b"".join(block_hash for block_hash, _ in follower.held) == hashes
+        first, second = follower.held.values()
+        assert (first.parent_hash, second.parent_hash) == (bytes(16), first.block_hash)
+        assert [*first.token_ids, *second.token_ids] == prompt(2, extra=0)
+        assert {tier for _, tier in follower.held} == {DEVICE}
+        await caller.admit(2, prompt(3))
+        await follower.until(await revision_of(caller))
+        assert len(follower.held) == 3
+        await caller.do(ops.free([1, 2]))
+        await caller.do(ops.forget(prompt(3, extra=0)))
+        await follower.until(await revision_of(caller))
+        assert len(follower.held) == 2
+        assert follower.num_snapshots == 1
+
+
+async def test_a_move_between_tiers_is_told(start_world: StartWorld) -> None:
+    world = await start_world(num_device_blocks=8)
+    caller = await world.caller()
+    async with following(world.client) as follower:
+        await caller.admit(1, prompt(4))
+        await caller.do(ops.free([1]))
+        await caller.admit(2, prompt(8, seed=1, extra=0))
+        await follower.until(await revision_of(caller))
+        found = await caller.session.lookup_prefix(prompt(4))
+        assert found.num_host_tokens == 32
+        tiers = [tier for (block_hash, tier) in follower.held if block_hash in found.hashes]
+        assert tiers == [HOST] * 4
+
+
+async def test_a_follower_sees_its_own_namespace_alone(world, caller) -> None:
+    adapter = await world.caller("lora-7")
+    async with following(world.client, "lora-7") as follower:
+        await caller.admit(1, prompt(2))
+        await adapter.admit(1, prompt(3))
+        await follower.until(await revision_of(caller))
+        assert len(follower.held) == 3
+
+
+async def churn(world: World, callers: list[Caller], rng: random.Random) -> None:
+    for _ in range(40):
+        caller = rng.choice(callers)
+        tokens = prompt(rng.randrange(1, 6), seed=rng.randrange(8))
+        result = await caller.step(ops.admit(1, tokens))
+        if not result.results[0].failures:
+            await caller.step(ops.free([1]))
+        if rng.random() < 0.1:
+            await caller.step(ops.forget(ops.Scope.NAMESPACE))
+
+
+async def test_two_followers_end_equal_whenever_they_began(start_world: StartWorld) -> None:
+    world = await start_world(num_device_blocks=12, num_host_blocks=6)
+    callers = [await world.caller() for _ in range(2)]
+    rng = random.Random(1)
+    async with following(world.client) as early:
+        await churn(world, callers, rng)
+        async with following(world.client) as late:
+            await churn(world, callers, rng)
+            last = await revision_of(callers[0])
+            await asyncio.gather(early.until(last), late.until(last))
+            assert early.held == late.held
+            usage = [await world.usage(tier) for tier in (DEVICE, HOST)]
+            num_cached = sum(tier["cached"] + tier["held"] for tier in usage)
+            assert 0 < len(early.held) <= num_cached
+
+
+async def test_a_feed_goes_on_from_a_revision(world, caller) -> None:
+    await caller.admit(1, prompt(2))
+    since = await revision_of(caller)
+    await caller.admit(2, prompt(1, seed=1))
+    request = pb.WatchRequest(
+        pool_id=POOL, since_revision=since, incarnation=world.server.core.incarnation
+    )
+    call = world.stub.Watch(request)
+    answer = await asyncio.wait_for(call.read(), 10)
+    (change,) = answer.changes.changes
+    assert len(change.stored.hashes) == 16
+    assert answer.changes.revision == await revision_of(caller)
+    call.cancel()
+
+
+async def test_a_revision_of_another_run_is_too_old(world, caller) -> None:
+    await caller.admit(1, prompt(2))
+    call = world.stub.Watch(pb.WatchRequest(pool_id=POOL, since_revision=1, incarnation=1))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await asyncio.wait_for(call.read(), 10)
+    assert type(from_rpc_error(refused.value)) is RevisionTooOldError
+
+
+async def test_a_data_plane_that_restarts_clears_the_feed(world, caller) -> None:
+    await caller.admit(1, prompt(2))
+    async with following(world.client) as follower:
+        await follower.until(await revision_of(caller))
+        assert len(follower.held) == 2
+        world.shard.hang_up()
+        world.callers.clear()
+        world.shard = await world.register(epoch=12)
+        again = await world.caller()
+        await again.admit(1, prompt(1, seed=1))
+        await follower.until(await revision_of(again))
+        assert len(follower.held) == 1
+        world.shard.hang_up()
+
+
+async def test_a_follower_outlives_its_control_plane(
+    world: World,
+    caller: Caller,
+    start_control_plane: Callable[..., Awaitable[ControlPlaneServer]],
+    connect: Callable[[ControlPlaneServer], Stub],
+) -> None:
+    await caller.admit(1, prompt(2))
+    async with following(world.client) as follower:
+        await follower.until(1)
+        address = world.server.address
+        await world.server.stop()
+        successor = await start_control_plane(bind=address, watermark=0.0)
+        fresh = World(successor, world.client, connect(successor))
+        async with asyncio.timeout(10):
+            shard = await fresh.register()
+        again = await fresh.caller()
+        await again.admit(1, prompt(1, seed=1))
+        async with asyncio.timeout(10):
+            while len(follower.held) != 1:
+                await asyncio.sleep(0.01)
+        assert follower.num_snapshots >= 2
+        shard.hang_up()
+
+
+async def test_what_is_not_there_cannot_be_followed(world) -> None:
+    with pytest.raises(PoolNotFoundError):
+        await anext(world.client.watch("nowhere"))

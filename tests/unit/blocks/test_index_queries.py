@@ -1,0 +1,103 @@
+"""Look-ups by tokens and by hashes agree, roots share nothing, and explain says what lies where."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from index_writer import BLOCK_TOKENS, Writer, blocks, checked_pool, hashes_of, i32, ints
+from kvplane_blocks import Pool
+
+
+def match_hashes(pool: Pool, root: bytes, hashes: list[bytes]) -> tuple[int, int, bytes]:
+    answer: tuple[int, int, bytes] = pool.match_hashes(root, b"".join(hashes))
+    return answer
+
+
+def test_hashes_find_what_tokens_find() -> None:
+    rng = random.Random(5)
+    with checked_pool(24, 12, seed=99) as pool:
+        writers = [Writer(pool, b"one"), Writer(pool, b"two")]
+        for _ in range(300):
+            writer = rng.choice(writers)
+            prompt = blocks(*[rng.randrange(3) for _ in range(rng.randrange(1, 6))])
+            hashes = hashes_of(writer.root, prompt)
+            found = pool.match(writer.root, i32(prompt))
+            assert match_hashes(pool, writer.root, hashes) == found
+            assert found[2] == b"".join(hashes[: found[0] + found[1]])
+            assert len(pool.explain(writer.root, i32(prompt))[0]) == found[0] + found[1]
+            writer.cache(prompt)
+        assert pool.counters()[9] > 0  # some were in the host tier
+
+
+def test_hashes_of_another_root_find_nothing() -> None:
+    with checked_pool(16) as pool:
+        one, two = Writer(pool, b"one"), Writer(pool, b"two")
+        one.cache(blocks(1, 2, 3))
+        two.cache(blocks(1, 4))
+        hashes = hashes_of(b"one", blocks(1, 2, 3))
+        assert match_hashes(pool, b"one", hashes)[:2] == (3, 0)
+        assert match_hashes(pool, b"two", hashes) == (0, 0, b"")
+        assert match_hashes(pool, b"none", hashes) == (0, 0, b"")
+        mixed = hashes_of(b"two", blocks(1))
+        assert match_hashes(pool, b"two", mixed + hashes[1:])[:2] == (1, 0)
+
+
+@pytest.mark.parametrize("order", [[1, 2], [0, 0], [0, 2, 1], [2, 1, 0]])
+def test_hashes_that_are_no_chain_are_found_as_far_as_they_are(order: list[int]) -> None:
+    with checked_pool(16) as pool:
+        Writer(pool).cache(blocks(1, 2, 3))
+        hashes = hashes_of(b"root", blocks(1, 2, 3))
+        assert match_hashes(pool, b"root", [hashes[i] for i in order])[:2] == (
+            int(order[0] == 0),
+            0,
+        )
+        assert pool.match_hashes(b"root", hashes[0] + hashes[1][:15])[:2] == (1, 0)
+
+
+def test_explain_says_what_lies_where_and_how_it_was_used() -> None:
+    with checked_pool(8, 4) as pool:
+        writer = Writer(pool)
+        pool.set_time(10)
+        writer.cache(blocks(1, 2))
+        pool.set_time(14)
+        running = writer.write([*blocks(1), 7, 7])
+        pool.set_time(15)
+        pool.retain(writer.slot, i32(blocks(1)), 8, 1e9, 10)
+        columns = pool.explain(b"root", i32([*blocks(1, 2, 3), 5]))
+        widths = ("B", "i", "q", "i", "q", "q", "q", "B")
+        tiers, indices, generations, refs, hits, ages, idle, priorities = (
+            ints(column, width) for column, width in zip(columns, widths, strict=True)
+        )
+        assert (tiers, refs, hits) == ([1, 1], [1, 0], [1, 0])
+        assert (ages, idle, priorities) == ([5000, 5000], [1000, 5000], [8, 0])
+        _, table, of_table, _, _ = pool.table(writer.slot, running)
+        assert (indices[0], generations[0]) == (ints(table, "i")[0], ints(of_table, "q")[0])
+        assert all(not column for column in pool.explain(b"other", i32(blocks(1))))
+
+
+def test_memory_grows_by_what_is_said_a_block_and_an_entry() -> None:
+    resident = [resident_bytes()]
+    num = 200_000
+    with checked_pool(num) as pool:
+        counted = [sum(pool.memory()[:2])]
+        resident.append(resident_bytes())
+        writer = Writer(pool)
+        for i in range(0, num, 1000):
+            writer.cache([token for b in range(i, i + 1000) for token in blocks(b)])
+        num_bytes_blocks, num_bytes_entries, num_entries = pool.memory()
+        counted.append(num_bytes_blocks + num_bytes_entries)
+        resident.append(resident_bytes())
+        assert num_entries == num + 1
+        assert 48 <= num_bytes_blocks / num <= 128
+        assert 64 + 4 * BLOCK_TOKENS <= num_bytes_entries / num <= 160
+        # The eviction policy's columns, the free list of ids and sequences are not counted.
+        assert 0.7 < (resident[1] - resident[0]) / counted[0] < 2
+        assert 0.7 < (resident[2] - resident[1]) / (counted[1] - counted[0]) < 2
+
+
+def resident_bytes() -> int:
+    text = Path("/proc/self/smaps_rollup").read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith("Rss:"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,273 @@
+"""Aborts, whole tables, sessions that end, and what happens outside of steps."""
+
+from __future__ import annotations
+
+import pytest
+from native_pool import DEVICE, HOST, Caller, Kind, i32, new_pool
+
+PROMPT = list(range(6))
+
+
+def ran(caller: Caller) -> None:
+    """The step's plan has run."""
+    caller.finish()
+    caller.receipted()
+    caller.pool.check_integrity()
+
+
+def with_prompt(tokens: list[int], num_device: int = 8, num_host: int = 8) -> Caller:
+    """A session with sequence 1, which is written."""
+    caller = Caller(new_pool(num_device, num_host))
+    caller.begin()
+    assert len(caller.admit(1, tokens)) == 3
+    ran(caller)
+    return caller
+
+
+def test_an_abort_leaves_what_receipts_say_was_written() -> None:
+    caller = with_prompt(PROMPT)
+    caller.begin()
+    caller.append((1, 6, 6, [6, 7, 8], 8))
+    caller.admit(2, [9] * 5)
+    caller.finish()
+    caller.abort()
+    caller.pool.check_integrity()
+    state = caller.state(1)
+    assert (state.num_tokens, state.num_scheduled, state.num_written) == (6, 6, 6)
+    assert (state.num_blocks, caller.state(2).num_blocks) == (2, 0)
+    assert caller.pool.usage(DEVICE)[4] == 5, "aborted plans may still run"
+    caller.begin()
+    plan = caller.finish()
+    assert plan is not None and plan.resync
+    assert [(c.kind, c.sequence_id, c.num) for c in plan.changes] == [(Kind.REPLACE, 1, 2)]
+    assert plan.changes[0].allocated == [False, False]
+    caller.receipted()
+    assert caller.pool.usage(DEVICE)[4] == 0
+
+
+def test_an_abort_undoes_copies_and_swaps() -> None:
+    caller = with_prompt(PROMPT)
+    caller.begin()
+    caller.fork((1, 2))
+    ran(caller)
+    before = caller.table(1)
+    caller.begin()
+    caller.append((2, 6, 1, [9], 0))
+    caller.finish()
+    caller.begin()
+    assert caller.swap([1, 2], HOST) == 3
+    caller.finish()
+    caller.abort()
+    caller.pool.check_integrity()
+    assert caller.table(1) == caller.table(2) == before
+    assert [state.tier for state in caller.states()] == [DEVICE, DEVICE]
+    caller.begin()
+    ran(caller)
+    assert caller.pool.usage(HOST) == (8, 8, 0, 0, 0)
+    assert caller.pool.usage(DEVICE)[3:] == (2, 0)
+
+
+def test_frees_and_forks_of_an_aborted_step_stay() -> None:
+    caller = with_prompt(PROMPT)
+    caller.begin()
+    caller.fork((1, 2))
+    caller.free(1)
+    caller.finish()
+    caller.abort()
+    assert [state.sequence_id for state in caller.states()] == [2]
+    assert caller.state(2).num_written == 6
+
+
+def test_what_was_freed_before_an_aborted_plan_is_not_published() -> None:
+    caller = Caller(new_pool(8))
+    caller.begin()
+    caller.admit(1, list(range(8)))
+    caller.finish()
+    caller.begin()
+    caller.free(1)
+    caller.finish()
+    caller.abort()
+    caller.begin()
+    ran(caller)
+    assert caller.pool.match(b"root", i32(range(8)))[0] == 0
+    assert caller.pool.usage(DEVICE) == (8, 8, 0, 0, 0)
+
+
+def test_whole_tables_say_what_is_allocated_and_send_children_as_forks() -> None:
+    caller = with_prompt(list(range(300)), num_device=200)
+    caller.begin()
+    caller.fork((1, 2), (1, 3))
+    ran(caller)
+    caller.abort()
+    caller.begin()
+    caller.append((3, 300, 1, [5], 0))
+    plan = caller.finish()
+    assert plan is not None and plan.resync
+    one, two, three, rest = plan.changes
+    assert (one.kind, one.num) == (Kind.REPLACE, 75)
+    assert (two.kind, two.parent_id, two.num) == (Kind.FORK, 1, 75)
+    assert (three.kind, three.parent_id) == (Kind.FORK, 1)
+    assert three.num < 75 and (rest.kind, rest.first) == (Kind.SET, three.num)
+    assert rest.allocated[-1] and not any(rest.allocated[:-1])
+    assert rest.first + rest.num == 76
+
+
+def test_a_block_given_up_before_whole_tables_is_no_source_of_theirs() -> None:
+    caller = with_prompt(PROMPT)
+    caller.abort()
+    assert len(caller.admit(2, [9, 9], admitted_by=2)) == 3
+    caller.begin()
+    assert caller.swap([2], HOST) == 1
+    plan = caller.finish()
+    assert plan is not None and plan.resync and plan.transfers == []
+    assert caller.table(2)[0] in [ref for change in plan.changes for ref in change.blocks]
+
+
+def test_a_granted_sequence_is_in_the_next_plan_and_computes_nothing() -> None:
+    caller = with_prompt(list(range(8)))
+    other = Caller(caller.pool)
+    assert other.admit(5, [*range(8), 9, 9], admitted_by=1) == (8, 3, 0)
+    assert other.state(5).admitted_by == 1
+    other.begin()
+    other.append((5, 8, 2, [], 0))
+    plan = other.finish()
+    assert plan is not None and plan.spans == [(5, 8, 2)]
+    assert plan.changes[0].kind == Kind.SET
+    other.receipted()
+    assert other.state(5).num_written == 10
+
+
+def test_a_dry_run_between_steps_does_not_shift_a_grant() -> None:
+    caller = with_prompt(list(range(4)), num_device=4, num_host=4)
+    for token in (50, 51, 52, 53):
+        caller.begin()
+        caller.free(1)
+        caller.admit(1, [token] * 4)
+        ran(caller)
+    assert caller.pool.match(b"root", i32(range(4)))[:2] == (0, 1)
+    caller.begin_dry()
+    caller.pool.end_dry_run()
+    assert caller.admit(2, [*range(4), 5], admitted_by=1) == (4, 2, 0)
+    caller.begin()
+    ran(caller)
+    assert caller.state(2).num_written == 4
+
+
+def test_a_cut_frees_what_the_draft_allocates_only_after_its_plan() -> None:
+    caller = Caller(new_pool(4))
+    assert caller.admit(1, [1] * 16, admitted_by=0) == (0, 4, 0)
+    caller.pool.cut(caller.slot, 1)
+    caller.pool.check_integrity()
+    other = Caller(caller.pool)
+    other.begin()
+    assert len(other.admit(1, [2])) == 5
+    caller.begin()
+    plan = caller.finish()
+    assert plan is not None and [c.kind for c in plan.changes] == [Kind.SET, Kind.DROP]
+    caller.receipted()
+    assert len(other.admit(1, [2])) == 3
+
+
+def test_a_cut_sequence_that_no_plan_touches_is_free_at_once() -> None:
+    caller = with_prompt(PROMPT, num_device=2)
+    assert caller.pool.cut(caller.slot, 1) == 2
+    assert not caller.pool.has_sequence(caller.slot, 1)
+    other = Caller(caller.pool)
+    other.begin()
+    assert len(other.admit(1, [2] * 8)) == 3
+    assert other.pool.match(b"root", i32(PROMPT))[0] == 0
+    with pytest.raises(KeyError):
+        caller.pool.cut(caller.slot, 1)
+
+
+def test_what_a_cut_sequence_wrote_is_published_when_its_receipt_comes() -> None:
+    caller = Caller(new_pool(8))
+    caller.begin()
+    caller.admit(1, list(range(8)))
+    caller.finish()
+    caller.pool.cut(caller.slot, 1)
+    assert caller.pool.usage(DEVICE)[4] == 2
+    caller.receipted()
+    assert caller.pool.match(b"root", i32(range(8)))[0] == 2
+
+
+def test_no_block_of_an_unfinished_plan_goes_to_another_session() -> None:
+    caller = Caller(new_pool(2))
+    caller.begin()
+    caller.admit(1, [1] * 8)
+    caller.finish()
+    caller.begin()
+    caller.free(1)
+    caller.finish()
+    other = Caller(caller.pool)
+    other.begin()
+    assert len(other.admit(1, [2])) == 5
+    assert caller.pool.num_pending(other.slot, DEVICE) == 2
+    caller.begin()
+    assert len(caller.admit(2, [3] * 4)) == 3, "its own plans run in order"
+
+
+def test_an_ended_session_is_fenced_before_its_blocks_are_allocated() -> None:
+    caller = with_prompt(list(range(8)), num_device=4)
+    caller.begin()
+    caller.fork((1, 2))
+    caller.append((1, 8, 4, [], 0))
+    caller.finish()
+    caller.pool.end_session(caller.slot)
+    caller.pool.check_integrity()
+    assert caller.pool.usage(DEVICE) == (4, 1, 0, 0, 3)
+    with pytest.raises(IndexError):
+        caller.pool.begin(caller.slot, 9, False)
+    other = Caller(caller.pool)
+    other.begin()
+    assert len(other.admit(1, [2] * 8)) == 5
+    caller.pool.session_fenced(caller.slot)
+    caller.pool.check_integrity()
+    assert other.pool.match(b"root", i32(range(8)))[0] == 2
+    assert len(other.admit(1, [2] * 16)) == 3
+
+
+def test_sequences_of_later_sessions_are_apart_from_those_that_ended_in_flight() -> None:
+    pool = new_pool(16)
+    for _ in range(3):
+        caller = Caller(pool)
+        caller.begin()
+        caller.admit(1, PROMPT, forks=[2])
+        caller.finish()
+        pool.end_session(caller.slot)
+        pool.session_fenced(caller.slot)
+    caller = Caller(pool)
+    caller.begin()
+    for i in range(1, 5):
+        caller.admit(i, [i] * 2)
+    pool.check_integrity()
+    assert [state.sequence_id for state in caller.states()] == [1, 2, 3, 4]
+
+
+def test_a_session_that_ends_with_a_draft_leaves_nothing_pinned() -> None:
+    caller = with_prompt(list(range(4)), num_device=4, num_host=4)
+    for token in (50, 51, 52, 53):
+        caller.begin()
+        caller.free(1)
+        caller.admit(1, [token] * 4)
+        ran(caller)
+    assert caller.admit(2, [*range(4), 5], admitted_by=1) == (4, 2, 0)
+    caller.pool.cut(caller.slot, 2)
+    caller.pool.end_session(caller.slot)
+    caller.pool.check_integrity()
+    caller.pool.session_fenced(caller.slot)
+    caller.pool.check_integrity()
+    assert caller.pool.usage(DEVICE)[3:] == (0, 0)
+
+
+def test_only_an_ended_session_is_fenced_and_once() -> None:
+    caller = Caller(new_pool(2))
+    for slot in (caller.slot, 7, 2**32 - 1):
+        with pytest.raises(IndexError):
+            caller.pool.session_fenced(slot)
+    caller.pool.end_session(caller.slot)
+    with pytest.raises(IndexError):
+        caller.pool.end_session(caller.slot)
+    caller.pool.session_fenced(caller.slot)
+    with pytest.raises(IndexError):
+        caller.pool.session_fenced(caller.slot)

@@ -1,0 +1,326 @@
+"""Append, truncate, fork and free."""
+
+from __future__ import annotations
+
+from native_pool import DEVICE, HOST, Caller, Code, Kind, dump, i32, new_pool
+
+PROMPT = list(range(6))
+
+
+def ran(caller: Caller) -> None:
+    """The step's plan has run."""
+    caller.finish()
+    caller.receipted()
+    caller.pool.check_integrity()
+
+
+def with_prompt(num_device: int = 8, tokens: list[int] = PROMPT, **options: int) -> Caller:
+    """A session with sequence 1, which is written."""
+    caller = Caller(new_pool(num_device, 8, **options))
+    caller.begin()
+    assert len(caller.admit(1, tokens)) == 3
+    ran(caller)
+    return caller
+
+
+def test_an_append_in_place_changes_no_table() -> None:
+    caller = with_prompt()
+    caller.begin()
+    assert caller.append((1, 6, 2, [7, 8], 0)) == ([2], [])
+    plan = caller.finish()
+    assert plan is not None
+    assert (plan.changes, plan.transfers, plan.spans) == ([], [], [(1, 6, 2)])
+
+
+def test_an_append_over_block_edges_allocates_what_it_crosses_into() -> None:
+    caller = with_prompt()
+    caller.begin()
+    assert caller.append((1, 6, 7, [], 0)) == ([4], [])
+    plan = caller.finish()
+    assert plan is not None
+    (change,) = plan.changes
+    assert (change.kind, change.first, change.num) == (Kind.SET, 2, 2)
+
+
+def test_lookahead_slots_are_allocated_and_not_computed() -> None:
+    caller = with_prompt()
+    caller.begin()
+    assert caller.append((1, 6, 1, [7], 4)) == ([3], [])
+    plan = caller.finish()
+    assert plan is not None and plan.spans == [(1, 6, 1)]
+    caller.receipted()
+    caller.begin()
+    assert caller.append((1, 7, 3, [], 0)) == ([3], [])
+    plan = caller.finish()
+    assert plan is not None and plan.changes == []
+
+
+def test_of_two_sharers_the_first_copies_and_the_last_writes_in_place() -> None:
+    caller = with_prompt()
+    caller.begin()
+    caller.fork((1, 2))
+    ran(caller)
+    (shared,) = {caller.table(1)[1], caller.table(2)[1]}
+    caller.begin()
+    assert caller.append((2, 6, 1, [7], 0), (1, 6, 1, [8], 0)) == ([2, 2], [])
+    plan = caller.finish()
+    assert plan is not None
+    assert plan.transfers == [(shared, caller.table(2)[1])]
+    assert caller.table(1)[1] == shared != caller.table(2)[1]
+
+
+def test_what_a_copy_reads_is_not_written_before_its_plan_has_run() -> None:
+    caller = with_prompt()
+    caller.begin()
+    caller.fork((1, 2))
+    ran(caller)
+    shared = caller.table(1)[1]
+    caller.begin()
+    caller.append((2, 6, 1, [7], 0))
+    caller.truncate((1, 5))
+    caller.append((1, 5, 1, [8], 0))
+    assert shared not in (caller.table(1)[1], caller.table(2)[1]), "the plan may run again"
+    plan = caller.finish()
+    assert plan is not None and len(plan.transfers) == 2
+
+
+def test_refused_appends() -> None:
+    caller = with_prompt(num_device=4)
+    caller.begin()
+    before = dump(caller.pool, [caller])
+    for row, failure in [
+        ((9, 6, 1, [], 0), (0, Code.NOT_FOUND, 9, 0, 0)),
+        ((0, 6, 1, [], 0), (0, Code.NOT_FOUND, 0, 0, 0)),
+        ((-(2**63), 6, 1, [], 0), (0, Code.NOT_FOUND, -(2**63), 0, 0)),
+        ((1, 5, 1, [], 0), (0, Code.POSITION, 1, 6, 5)),
+        ((1, -1, 1, [], 0), (0, Code.POSITION, 1, 6, -1)),
+        ((1, 2**63 - 1, 2**31 - 1, [], 2**31 - 1), (0, Code.POSITION, 1, 6, 2**63 - 1)),
+        ((1, -(2**63), 1, [], 0), (0, Code.POSITION, 1, 6, -(2**63))),
+        ((1, 6, -1, [], 0), (0, Code.NEGATIVE, 0, 0, 0)),
+        ((1, 6, -(2**31), [], 0), (0, Code.NEGATIVE, 0, 0, 0)),
+        ((1, 6, 1, [], -1), (0, Code.NEGATIVE, 2, 0, 0)),
+        ((1, 6, 1, [-5], 0), (0, Code.NEGATIVE, 1, 0, 0)),
+        ((1, 6, 2**31 - 1, [], 2**31 - 1), (0, Code.NEVER, 2**30 + 1, 4, DEVICE)),
+        ((1, 6, 0, [0] * 11, 0), (0, Code.NEVER, 5, 4, DEVICE)),
+    ]:
+        assert caller.append(row) == ([0], [failure]), row
+        assert dump(caller.pool, [caller]) == before
+    assert caller.admit(2, [9]) == (0, 1, 1)
+    assert caller.append((1, 6, 7, [], 0)) == ([0], [(0, Code.LATER, 2, 1, DEVICE)])
+
+
+def test_a_neighbour_of_a_refused_item_is_done() -> None:
+    caller = with_prompt()
+    caller.begin()
+    answer = caller.append((1, 6, 1, [], 0), (9, 0, 1, [], 0), (1, 7, 1, [], 0))
+    assert answer == ([2, 0, 0], [(1, Code.NOT_FOUND, 9, 0, 0), (2, Code.BUSY, 1, 0, 0)])
+
+
+def test_a_truncate_gives_back_what_was_written_and_what_was_not() -> None:
+    caller = with_prompt()
+    caller.begin()
+    caller.append((1, 6, 10, [6, 7, 8], 0))
+    caller.finish()
+    caller.begin()
+    assert caller.truncate((1, 7)) == ([2], [])
+    plan = caller.finish()
+    assert plan is not None
+    assert [(c.kind, c.num) for c in plan.changes] == [(Kind.TRUNCATE, 2)]
+    state = caller.state(1)
+    assert (state.num_tokens, state.num_scheduled, state.num_written) == (7, 7, 6)
+    caller.receipted()
+    caller.pool.check_integrity()
+    assert caller.state(1).num_written == 7
+    assert caller.pool.usage(DEVICE)[3] == 2
+
+
+def test_a_truncated_block_that_is_published_is_left_to_its_readers() -> None:
+    caller = with_prompt(tokens=list(range(8)))
+    published = caller.table(1)[1]
+    caller.begin()
+    assert caller.truncate((1, 6)) == ([0], [])
+    assert caller.append((1, 6, 2, [90, 91], 0)) == ([2], [])
+    plan = caller.finish()
+    assert plan is not None and plan.transfers == [(published, caller.table(1)[1])]
+    caller.receipted()
+    assert caller.pool.match(b"root", i32(range(8)))[0] == 2
+    assert caller.pool.match(b"root", i32([0, 1, 2, 3, 4, 5, 90, 91]))[0] == 2
+    caller.pool.check_integrity()
+
+
+def test_what_was_truncated_before_its_receipt_is_not_published() -> None:
+    caller = Caller(new_pool(8))
+    caller.begin()
+    caller.admit(1, list(range(8)))
+    caller.finish()
+    caller.begin()
+    caller.truncate((1, 6))
+    caller.append((1, 6, 2, [90, 91], 0))
+    caller.finish()
+    caller.pool.receipted(caller.slot, 1)
+    assert caller.pool.match(b"root", i32(range(8)))[0] == 1
+    caller.receipted()
+    assert caller.pool.match(b"root", i32(range(8)))[0] == 1
+    assert caller.pool.match(b"root", i32([0, 1, 2, 3, 4, 5, 90, 91]))[0] == 2
+
+
+def test_refused_truncates() -> None:
+    caller = with_prompt()
+    caller.begin()
+    before = dump(caller.pool, [caller])
+    for row, failure in [
+        ((9, 1), (0, Code.NOT_FOUND, 9, 0, 0)),
+        ((0, 1), (0, Code.NOT_FOUND, 0, 0, 0)),
+        ((1, 7), (0, Code.TOO_LONG, 1, 6, 7)),
+        ((1, 2**63 - 1), (0, Code.TOO_LONG, 1, 6, 2**63 - 1)),
+        ((1, -1), (0, Code.NEGATIVE, 3, 0, 0)),
+        ((1, -(2**63)), (0, Code.NEGATIVE, 3, 0, 0)),
+    ]:
+        assert caller.truncate(row) == ([0], [failure])
+        assert dump(caller.pool, [caller]) == before
+    assert caller.truncate((1, 0)) == ([2], [])
+    caller.pool.check_integrity()
+
+
+def test_forks_copy_neither_tokens_nor_tables() -> None:
+    caller = with_prompt(num_device=200, tokens=list(range(600)))
+    num_held = caller.pool.num_blocks_held(caller.slot)
+    caller.begin()
+    assert caller.fork((1, 2), (2, 3), (9, 4), (1, 3), (1, 0))[1] == [
+        (2, Code.NOT_FOUND, 9, 0, 0),
+        (3, Code.EXISTS, 3, 0, 0),
+        (4, Code.BAD_ID, 0, 0, 0),
+    ]
+    plan = caller.finish()
+    assert plan is not None
+    assert [(c.kind, c.sequence_id, c.parent_id) for c in plan.changes] == [
+        (Kind.FORK, 2, 1),
+        (Kind.FORK, 3, 2),
+    ]
+    assert caller.pool.num_blocks_held(caller.slot) == num_held
+    assert caller.pool.common_prefix(caller.slot, b"".join(_ids(1, 2, 3))) == 150
+
+
+def test_children_differ_from_where_they_grow() -> None:
+    caller = with_prompt(num_device=400, tokens=list(range(599)))
+    caller.begin()
+    caller.fork((1, 2), (2, 3))
+    ran(caller)
+    caller.begin()
+    caller.append((3, 599, 9, [], 0))
+    ran(caller)
+    assert caller.table(3)[:149] == caller.table(1)[:149]
+    assert caller.table(3)[149] != caller.table(1)[149] == caller.table(2)[149]
+    ids = b"".join(_ids(1, 2, 3))
+    assert caller.pool.common_prefix(caller.slot, ids) == 149
+    caller.begin()
+    caller.free(1, 2)
+    ran(caller)
+    assert len(caller.table(3)) == 152
+    caller.pool.check_integrity()
+
+
+def test_a_sequence_that_this_step_computes_is_busy() -> None:
+    caller = with_prompt()
+    caller.begin()
+    caller.append((1, 6, 1, [], 0))
+    busy = (0, Code.BUSY, 1, 0, 0)
+    assert caller.fork((1, 2))[1] == [busy]
+    assert caller.free(1)[1] == [busy]
+    assert caller.truncate((1, 1))[1] == [busy]
+    assert caller.swap([1], HOST) == busy
+
+
+def test_a_sequence_freed_before_its_receipt_is_published_all_the_same() -> None:
+    caller = Caller(new_pool(8))
+    caller.begin()
+    caller.admit(1, list(range(8)))
+    caller.finish()
+    caller.begin()
+    assert caller.free(1) == ([2], [])
+    assert caller.free(1, 0)[1] == [(0, Code.NOT_FOUND, 1, 0, 0), (1, Code.NOT_FOUND, 0, 0, 0)]
+    caller.finish()
+    assert caller.pool.match(b"root", i32(range(8)))[0] == 0
+    caller.receipted()
+    assert caller.pool.match(b"root", i32(range(8)))[0] == 2
+    assert caller.pool.usage(DEVICE) == (8, 6, 2, 0, 0)
+
+
+def test_a_block_that_receipts_may_still_publish_is_not_written_by_who_shares_it() -> None:
+    caller = Caller(new_pool(8))
+    caller.begin()
+    caller.admit(1, list(range(8)))
+    caller.finish()
+    caller.begin()
+    caller.fork((1, 2))
+    caller.free(1)
+    caller.truncate((2, 6))
+    assert caller.append((2, 6, 2, [90, 91], 0)) == ([2], [])
+    caller.finish()
+    caller.pool.receipted(caller.slot, 1)
+    (run,) = caller.pool.take_publications(9)
+    assert caller.table(2)[1].index.to_bytes(4, "little") not in [run[1][:4], run[1][4:]]
+    assert caller.pool.match(b"root", i32(range(8)))[0] == 2
+    caller.pool.check_integrity()
+
+
+def test_a_freed_sequence_of_which_the_chain_was_evicted_is_not_published_elsewhere() -> None:
+    caller = Caller(new_pool(4))
+    caller.begin()
+    caller.admit(1, list(range(4)))
+    ran(caller)
+    caller.begin()
+    caller.append((1, 4, 4, [4, 5, 6, 7], 0))
+    caller.finish()
+    caller.begin()
+    caller.append((1, 8, 4, [8, 9, 10, 11], 0))
+    caller.finish()
+    caller.begin()
+    caller.free(1)
+    caller.admit(2, [50] * 8, num_compute=8)
+    caller.finish()
+    for plan in (2, 3, 4):
+        caller.pool.receipted(caller.slot, plan)
+        caller.pool.check_integrity()
+    assert caller.pool.match(b"root", i32(range(4, 8)))[0] == 0
+
+
+def test_tokens_that_are_deferred_publish_what_is_written() -> None:
+    caller = with_prompt()
+    caller.begin()
+    caller.append((1, 6, 6, [], 0))
+    ran(caller)
+    assert caller.pool.match(b"root", i32(range(12)))[0] == 1
+    before = dump(caller.pool, [caller])
+    for rows, failure in [
+        (((1, 1, 6, [6, 7]), (9, 1, 0, [1])), (1, Code.NOT_FOUND, 9, 0, 0)),
+        (((0, 1, 6, [6, 7]),), (0, Code.NOT_FOUND, 0, 0, 0)),
+        (((1, 2, 6, [6]),), (0, Code.OTHER_ADMISSION, 1, 1, 2)),
+        (((1, 1, 7, [7]),), (0, Code.NOT_KNOWN, 1, 6, 7)),
+        (((1, 1, -1, [7]),), (0, Code.NOT_KNOWN, 1, 6, -1)),
+        (((1, 1, 2**63 - 1, [7]),), (0, Code.NOT_KNOWN, 1, 6, 2**63 - 1)),
+        (((1, 1, 6, [6] * 7),), (0, Code.BEYOND_SLOTS, 1, 12, 0)),
+        (((1, 1, 5, [6, 6]),), (0, Code.OTHER_TOKENS, 1, 5, 0)),
+    ]:
+        assert caller.deferred(*rows) == failure
+        assert dump(caller.pool, [caller]) == before
+    assert caller.deferred((1, 1, 5, [5, 6, 7, 8]), (1, 1, 9, [9, 10, 11])) is None
+    assert caller.pool.match(b"root", i32(range(12)))[0] == 3
+
+
+def test_unpublished_blocks_are_reused_before_published_ones_and_tails_before_heads() -> None:
+    caller = with_prompt(num_device=5, tokens=list(range(14)))
+    one = [ref.index for ref in caller.table(1) if ref]
+    caller.begin()
+    caller.free(1)
+    ran(caller)
+    caller.begin()
+    caller.admit(2, [9] * 16)
+    ran(caller)
+    taken = [ref.index for ref in caller.table(2) if ref]
+    assert one[0] not in taken and set(one[1:]) < set(taken)
+    assert taken.index(one[3]) < taken.index(one[2]) < taken.index(one[1])
+
+
+def _ids(*ids: int) -> list[bytes]:
+    return [i.to_bytes(8, "little") for i in ids]

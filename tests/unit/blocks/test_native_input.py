@@ -1,0 +1,211 @@
+"""Columns that cannot be read, values at the extremes, and dry runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from kvplane_blocks._native import ColumnError, Pool
+from native_pool import DEVICE, HOST, Caller, Code, dump, i32, i64, new_pool
+
+ODD = b"\0" * 7
+ONE = i64([1])
+FEW = i32([1])
+
+
+@pytest.fixture
+def caller() -> Caller:
+    """A session in a step, with sequence 1 of six tokens."""
+    caller = Caller(new_pool(8, 4))
+    caller.begin()
+    caller.admit(1, list(range(6)))
+    caller.finish()
+    caller.receipted()
+    caller.begin()
+    return caller
+
+
+Call = Callable[[Pool, int], Any]
+BAD: list[tuple[str, int, Call]] = [
+    ("token_ids", -1, lambda p, s: p.admit(s, 2, ODD, b"", -1, 0, False, 0)),
+    ("token_ids", -1, lambda p, s: p.admit(s, 2, b"", b"", -1, 0, False, 0)),
+    ("fork_sequence_ids", -1, lambda p, s: p.admit(s, 2, FEW, ODD, -1, 0, False, 0)),
+    ("sequence_ids", -1, lambda p, s: p.append(s, ODD, ONE, FEW, FEW, FEW, b"")),
+    ("first_positions", -1, lambda p, s: p.append(s, ONE, b"", FEW, FEW, FEW, b"")),
+    ("num_slots", -1, lambda p, s: p.append(s, ONE, ONE, b"", FEW, FEW, b"")),
+    ("num_tokens", -1, lambda p, s: p.append(s, ONE, ONE, FEW, FEW * 2, FEW, b"")),
+    ("num_tokens", 0, lambda p, s: p.append(s, ONE, ONE, FEW, i32([-1]), b"", b"")),
+    ("token_ids", -1, lambda p, s: p.append(s, ONE, ONE, FEW, i32([2**31 - 1]), FEW, b"")),
+    ("token_ids", -1, lambda p, s: p.append(s, ONE, ONE, FEW, FEW, FEW * 2, b"")),
+    ("num_lookahead_slots", -1, lambda p, s: p.append(s, ONE, ONE, FEW, FEW, FEW, FEW * 2)),
+    ("num_tokens", -1, lambda p, s: p.truncate(s, ONE, b"")),
+    ("sequence_ids", -1, lambda p, s: p.truncate(s, ODD, ONE)),
+    ("parent_sequence_ids", -1, lambda p, s: p.fork(s, b"", ONE)),
+    ("sequence_ids", -1, lambda p, s: p.fork(s, ONE, ODD)),
+    ("sequence_ids", -1, lambda p, s: p.free(s, ODD)),
+    ("sequence_ids", -1, lambda p, s: p.swap(s, ODD, HOST)),
+    ("sequence_ids", -1, lambda p, s: p.common_prefix(s, b"")),
+    ("admitted_by", -1, lambda p, s: p.deferred_tokens(s, ONE, b"", ONE, FEW, FEW)),
+    ("num_tokens", 0, lambda p, s: p.deferred_tokens(s, ONE, ONE, ONE, i32([0]), b"")),
+    ("token_ids", 0, lambda p, s: p.deferred_tokens(s, ONE, ONE, ONE, FEW, i32([-1]))),
+    ("token_ids", -1, lambda p, s: p.match(b"root", ODD)),
+    ("blocks", 1, lambda p, s: p.restore(b"r", -1, FEW * 8, i32([0, 8]), b"\0" * 32)),
+    ("blocks", 0, lambda p, s: p.restore(b"r", -1, FEW * 4, i32([-1]), b"\0" * 16)),
+    ("token_ids", -1, lambda p, s: p.restore(b"r", -1, FEW, i32([0]), b"\0" * 16)),
+    ("hashes", -1, lambda p, s: p.restore(b"r", -1, FEW * 4, i32([0]), b"")),
+]
+
+
+@pytest.mark.parametrize(("column", "index", "call"), BAD)
+def test_a_column_that_cannot_be_read_is_named(
+    caller: Caller, column: str, index: int, call: Call
+) -> None:
+    before = dump(caller.pool, [caller])
+    with pytest.raises(ColumnError) as raised:
+        call(caller.pool, caller.slot)
+    assert raised.value.args[:2] == (column, index)
+    assert dump(caller.pool, [caller]) == before
+
+
+@pytest.mark.parametrize("slot", [1, 2**31, 2**32 - 1])
+def test_a_slot_without_a_session_is_refused(caller: Caller, slot: int) -> None:
+    pool = caller.pool
+    calls: list[Callable[[], Any]] = [
+        lambda: pool.begin(slot, 1, False),
+        lambda: pool.admit(slot, 1, FEW, b"", -1, 0, False, 0),
+        lambda: pool.append(slot, ONE, ONE, FEW, FEW, FEW, b""),
+        lambda: pool.free(slot, ONE),
+        lambda: pool.swap(slot, ONE, HOST),
+        lambda: pool.finish(slot, b""),
+        lambda: pool.abort(slot, 1),
+        lambda: pool.receipted(slot, 1),
+        lambda: pool.states(slot, None),
+        lambda: pool.table(slot, 1),
+        lambda: pool.cut(slot, 1),
+        lambda: pool.end_session(slot),
+    ]
+    for call in calls:
+        with pytest.raises(IndexError):
+            call()
+
+
+def test_what_is_asked_of_an_unknown_sequence_is_a_key_error(caller: Caller) -> None:
+    for i in (0, 9, -(2**63)):
+        for call in (caller.pool.table, caller.pool.cut, caller.pool.num_held):
+            with pytest.raises(KeyError):
+                call(caller.slot, i)
+        with pytest.raises(KeyError):
+            caller.pool.states(caller.slot, i64([1, i]))
+        assert not caller.pool.has_sequence(caller.slot, i)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (3, 4, 4, b"", b"", "lru"),
+        (0, 4, 4, b"", b"", "lru"),
+        (512, 4, 4, b"", b"", "lru"),
+        (4, 4, 4, b"", b"", "no such policy"),
+        (4, 2**31, 4, b"", b"", "lru"),
+        (4, 4, 2**32 - 1, b"", b"", "lru"),
+        (4, 4, 4, b"", b"", "lru", -1),
+        (4, 4, 4, ODD, b"", "lru"),
+    ],
+)
+def test_a_pool_that_cannot_be(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Pool(*arguments)
+
+
+@pytest.mark.parametrize("now_s", [-1.0, 1e300, float("nan"), float("inf")])
+def test_a_time_that_is_none(now_s: float) -> None:
+    with pytest.raises(ValueError, match="now_s"):
+        new_pool(4).set_time(now_s)
+
+
+def test_headroom_is_not_negative(caller: Caller) -> None:
+    with pytest.raises(ValueError, match="headroom"):
+        caller.admit(2, [1], headroom=-(2**63))
+
+
+def test_a_pool_of_no_blocks_never_has_room() -> None:
+    caller = Caller(new_pool(0))
+    caller.begin()
+    assert caller.admit(1, [1]) == (0, Code.NEVER, 1, 0, DEVICE)
+    assert caller.finish() is None
+    caller.pool.check_integrity()
+
+
+def test_numbers_to_compute_at_the_extremes(caller: Caller) -> None:
+    assert caller.admit(2, [9] * 5, num_compute=2**63 - 1) == (0, 2, 5)
+    assert caller.admit(3, [8] * 5, num_compute=-(2**63)) == (0, 2, 5)
+    assert caller.admit(4, [8] * 5, max_total=-(2**63), num_compute=0) == (4, 1, 0)
+
+
+def test_ten_million_tokens_are_refused_at_once(caller: Caller) -> None:
+    assert caller.admit(2, [1] * 10_000_000)[1] == Code.NEVER
+
+
+def test_many_forks_are_checked_in_time() -> None:
+    caller = Caller(new_pool(8))
+    caller.begin()
+    ids = list(range(2, 65536))
+    assert caller.admit(1, [1], forks=[*ids, 2]) == (65535, Code.EXISTS, 2, 0, 0)
+    assert caller.admit(1, [1], forks=ids) == (0, 1, 1)
+    caller.pool.check_integrity()
+
+
+def test_restoring_below_a_block_that_was_not_entered_is_refused(caller: Caller) -> None:
+    for parent in (7, 8, -2, 2**63 - 1, -(2**63)):
+        with pytest.raises(ValueError, match="parent_block"):
+            caller.pool.restore(b"root", parent, FEW * 4, i32([6]), b"\0" * 16)
+
+
+def test_a_dry_run_that_never_began_ends() -> None:
+    pool = new_pool(4)
+    pool.end_dry_run()
+    pool.check_integrity()
+
+
+# Dry runs: each operation is predicted, and done.
+
+Operation = Callable[[Caller], Any]
+OPERATIONS: dict[str, Operation] = {
+    "admit": lambda c: c.admit(9, [*range(4), 7, 7]),
+    "admit more than there is": lambda c: c.admit(9, [7] * 28),
+    "admit n": lambda c: c.admit(9, [7] * 9, forks=[10, 11]),
+    "append": lambda c: c.append((1, 6, 1, [9], 0)),
+    "append for sharers": lambda c: c.append((1, 6, 1, [], 0), (2, 6, 1, [], 0), (3, 6, 1, [], 0)),
+    "append for sharers to the last block": lambda c: c.append(
+        (1, 6, 9, [], 0), (2, 6, 1, [], 8), (3, 6, 2, [], 0)
+    ),
+    "append twice": lambda c: c.append((1, 6, 0, [6], 8), (1, 6, 1, [], 0), (1, 7, 1, [], 0)),
+    "truncate twice": lambda c: c.truncate((1, 5), (1, 6), (1, 4), (0, 1)),
+    "fork": lambda c: c.fork((1, 10), (10, 11), (1, 11), (12, 13), (0, 14)),
+    "free twice": lambda c: c.free(1, 2, 1, 0),
+    "swap": lambda c: c.swap([1, 2], HOST),
+    "swap more than there is": lambda c: c.swap([4, 1], HOST),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("num_device", [6, 8, 20])
+def test_a_dry_run_says_what_comes_of_it(name: str, num_device: int) -> None:
+    caller = Caller(new_pool(num_device, 4, max_sequences=7))
+    caller.begin()
+    caller.admit(1, list(range(6)), forks=[2, 3])
+    caller.admit(4, [50] * 16)
+    caller.finish()
+    caller.receipted()
+    before = dump(caller.pool, [caller])
+    caller.begin_dry()
+    predicted = OPERATIONS[name](caller)
+    caller.pool.end_dry_run()
+    assert dump(caller.pool, [caller]) == before
+    caller.begin()
+    done = OPERATIONS[name](caller)
+    if isinstance(done, tuple) and isinstance(done[0], list):
+        predicted, done = predicted[1], done[1]
+    assert predicted == done
+    caller.pool.check_integrity()

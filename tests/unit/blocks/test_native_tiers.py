@@ -1,0 +1,256 @@
+"""Swaps, blocks that move to the host tier before they are evicted, hits there, and windows."""
+
+from __future__ import annotations
+
+import pytest
+from kvplane_blocks._native import ColumnError
+from native_pool import DEVICE, HOST, Caller, Code, Kind, dump, i32, i64, new_pool
+
+PROMPT = list(range(6))
+
+
+def ran(caller: Caller) -> None:
+    """The step's plan has run."""
+    caller.finish()
+    caller.receipted()
+    caller.pool.check_integrity()
+
+
+def with_prompt(
+    tokens: list[int], num_device: int = 8, num_host: int = 8, window: int = 0
+) -> Caller:
+    """A session with sequence 1, which is written."""
+    caller = Caller(new_pool(num_device, num_host, window_tokens=window))
+    caller.begin()
+    assert len(caller.admit(1, tokens)) == 3
+    ran(caller)
+    return caller
+
+
+def test_a_group_is_swapped_out_and_in_and_shared_blocks_are_copied_once() -> None:
+    caller = with_prompt(PROMPT)
+    caller.begin()
+    caller.fork((1, 2))
+    caller.append((2, 6, 1, [9], 0))
+    ran(caller)
+    first, second = caller.table(1), caller.table(2)
+    caller.begin()
+    assert caller.swap([1, 2], HOST) == 3
+    plan = caller.finish()
+    assert plan is not None and len(plan.transfers) == 3
+    assert {source for source, _ in plan.transfers} == {*first, *second}
+    assert [c.allocated for c in plan.changes] == [[True, True], [False, True]]
+    assert [c.kind for c in plan.changes] == [Kind.REPLACE] * 2
+    assert caller.table(1)[0] == caller.table(2)[0] != first[0]
+    assert caller.pool.usage(DEVICE)[3] == 3, "sources are held until the plan has run"
+    caller.receipted()
+    assert caller.pool.usage(DEVICE)[3] == 0
+    assert caller.append((1, 6, 1, [], 0))[1] == [(0, Code.SWAPPED, 1, HOST, 0)]
+    caller.begin()
+    assert caller.swap([2], DEVICE) == 2
+    ran(caller)
+    assert caller.state(2).tier == DEVICE and caller.state(1).tier == HOST
+    caller.begin()
+    assert caller.append((2, 7, 1, [3], 0)) == ([2], [])
+    ran(caller)
+
+
+def test_a_sequence_that_others_share_leaves_its_blocks_to_them() -> None:
+    caller = with_prompt(PROMPT)
+    caller.begin()
+    caller.fork((1, 2))
+    before = caller.table(2)
+    assert caller.swap([1], HOST) == 2
+    ran(caller)
+    assert caller.table(2) == before
+
+
+def test_swapped_sequences_fork_truncate_and_publish_when_they_are_back() -> None:
+    caller = with_prompt(list(range(9)))
+    caller.begin()
+    caller.swap([1], HOST)
+    assert caller.fork((1, 2)) == ([3], [])
+    assert caller.truncate((2, 5)) == ([0], [])
+    ran(caller)
+    assert len(caller.table(2)) == 2
+    caller.begin()
+    assert caller.swap([1, 2], DEVICE) == 3
+    ran(caller)
+    assert caller.pool.match(b"root", i32(range(8)))[0] == 2
+
+
+def test_refused_swaps() -> None:
+    caller = with_prompt(list(range(16)), num_host=4)
+    caller.begin()
+    caller.admit(2, [50] * 4)
+    ran(caller)
+    caller.begin()
+    before = dump(caller.pool, [caller])
+    assert caller.swap([9], HOST) == (0, Code.NOT_FOUND, 9, 0, 0)
+    assert caller.swap([0], HOST) == (0, Code.NOT_FOUND, 0, 0, 0)
+    assert caller.swap([2, 1], HOST) == (0, Code.NEVER, 5, 4, HOST)
+    assert caller.swap([1], DEVICE) == (0, Code.SWAPPED, 1, DEVICE, 0)
+    with pytest.raises(ColumnError) as raised:
+        caller.swap([1, 2, 1], HOST)
+    assert raised.value.args[:2] == ("sequence_ids", 2)
+    with pytest.raises(ValueError, match="tier"):
+        caller.swap([1], 3)
+    assert dump(caller.pool, [caller]) == before
+    assert caller.swap([1], HOST) == 4
+    assert caller.swap([2], HOST) == (0, Code.LATER, 1, 0, HOST)
+
+
+def filled(num_device: int, num_host: int) -> Caller:
+    """A pool of which all blocks are cached: those of [0] * 4, then of [1] * 4, and so on."""
+    caller = Caller(new_pool(num_device, num_host))
+    for i in range(num_device):
+        caller.begin()
+        caller.admit(1, [i] * 4)
+        caller.finish()
+        caller.receipted()
+        caller.begin()
+        caller.free(1)
+        ran(caller)
+    return caller
+
+
+def test_what_would_be_evicted_next_moves_to_the_host_tier_and_is_found_after_its_receipt() -> None:
+    caller = Caller(new_pool(4, 4))
+    for i in range(4):
+        caller.begin()
+        caller.free(1)
+        caller.admit(1, [i] * 4)
+        plan = caller.finish()
+        if i < 3:
+            caller.receipted()
+    assert plan is not None
+    ((source, copy),) = plan.transfers
+    assert plan.allocations == [copy] and (source.tier, copy.tier) == (DEVICE, HOST)
+    assert caller.pool.match(b"root", i32([0] * 4))[:2] == (1, 0)
+    caller.receipted()
+    caller.pool.check_integrity()
+    assert caller.pool.match(b"root", i32([0] * 4))[:2] == (0, 1)
+    assert caller.pool.usage(HOST) == (4, 3, 1, 0, 0)
+    caller.begin()
+    caller.free(1)
+    assert caller.admit(2, [*[0] * 4, 9]) == (4, 2, 1)
+    plan = caller.finish()
+    assert plan is not None and (copy, caller.table(2)[0]) in plan.transfers
+    assert caller.state(2).num_written == 0
+    caller.receipted()
+    caller.pool.check_integrity()
+    assert caller.pool.match(b"root", i32([0] * 4))[:2] == (1, 0)
+
+
+def test_an_aborted_copy_to_the_host_tier_is_not_found() -> None:
+    caller = filled(4, 4)
+    caller.begin()
+    caller.admit(1, [9] * 4)
+    num_found = caller.pool.usage(HOST)[2]
+    plan = caller.finish()
+    assert plan is not None and len(plan.allocations) == 1
+    caller.abort()
+    caller.begin()
+    ran(caller)
+    assert caller.pool.usage(HOST)[2:] == (num_found, 0, 0)
+
+
+def test_a_block_swapped_to_and_freed_is_not_written_twice_by_one_plan() -> None:
+    caller = filled(4, 1)
+    caller.begin()
+    caller.admit(1, [9] * 4)
+    ran(caller)
+    caller.begin()
+    assert caller.admit(2, [8] * 4) == (0, 1, 4)
+    assert caller.pool.usage(DEVICE)[1] == 0, "so that a block is copied to the host tier"
+    assert caller.swap([1], HOST) == 1
+    caller.free(1)
+    plan = caller.finish()
+    assert plan is not None
+    destinations = [copy.place for _, copy in plan.transfers]
+    assert len(destinations) == len(set(destinations))
+    caller.receipted()
+    caller.pool.check_integrity()
+
+
+def test_blocks_behind_the_window_go_back() -> None:
+    caller = with_prompt(list(range(12)), window=6)
+    caller.begin()
+    assert caller.append((1, 12, 1, [], 0)) == ([4], [])
+    plan = caller.finish()
+    assert plan is not None
+    assert [(c.kind, c.num) for c in plan.changes] == [(Kind.SET, 1), (Kind.TRIM, 1)]
+    assert caller.table(1)[0] is None and caller.table(1)[1] is not None
+    caller.receipted()
+    caller.pool.check_integrity()
+    assert caller.pool.usage(DEVICE) == (8, 4, 1, 3, 0)
+
+
+def test_nothing_is_trimmed_that_an_abort_would_need() -> None:
+    caller = with_prompt(list(range(4)), window=4)
+    for first in range(4, 12):
+        caller.begin()
+        assert caller.append((1, first, 1, [], 0))[1] == []
+        ran(caller)
+    assert None not in caller.table(1), "only 4 tokens are known, so an abort leaves 4"
+    caller.abort()
+    assert caller.state(1).num_written == 4 and None not in caller.table(1)
+
+
+def test_a_truncate_leaves_what_the_next_position_sees() -> None:
+    caller = with_prompt(list(range(16)), window=6)
+    caller.begin()
+    caller.append((1, 16, 1, [16], 0))
+    ran(caller)
+    assert sum(ref is None for ref in caller.table(1)) == 2
+    caller.begin()
+    assert caller.truncate((1, 12))[1] == [(0, Code.TRIMMED, 1, 13, 12)]
+    assert caller.truncate((1, 13))[1] == []
+    ran(caller)
+
+
+def test_a_trimmed_sequence_is_swapped_forked_and_sent_whole() -> None:
+    caller = with_prompt(list(range(16)), window=6)
+    caller.begin()
+    caller.append((1, 16, 1, [16], 0))
+    ran(caller)
+    caller.begin()
+    caller.fork((1, 2))
+    assert caller.swap([1], HOST) == 3
+    plan = caller.finish()
+    assert plan is not None
+    replaced = plan.changes[-1]
+    assert (replaced.kind, replaced.first, replaced.num) == (Kind.REPLACE, 2, 3)
+    caller.receipted()
+    caller.abort()
+    caller.begin()
+    plan = caller.finish()
+    assert plan is not None and plan.resync
+    assert [(c.kind, c.first, c.num) for c in plan.changes] == [(Kind.REPLACE, 2, 3)] * 2
+    caller.pool.check_integrity()
+
+
+def test_trimmed_entries_are_no_common_prefix() -> None:
+    caller = with_prompt(list(range(16)), window=6)
+    caller.begin()
+    caller.fork((1, 2))
+    ran(caller)
+    ids = i64([1, 2])
+    assert caller.pool.common_prefix(caller.slot, ids) == 4
+    caller.begin()
+    caller.append((1, 16, 1, [16], 0), (2, 16, 1, [17], 0))
+    ran(caller)
+    assert caller.pool.common_prefix(caller.slot, ids) == 0
+
+
+def test_a_common_prefix_is_of_one_tier() -> None:
+    caller = with_prompt(PROMPT)
+    caller.begin()
+    caller.fork((1, 2))
+    ran(caller)
+    assert caller.pool.common_prefix(caller.slot, i64([1])) == 2
+    assert caller.pool.common_prefix(caller.slot, i64([1, 2])) == 2
+    caller.begin()
+    caller.swap([2], HOST)
+    ran(caller)
+    assert caller.pool.common_prefix(caller.slot, i64([1, 2])) == 0

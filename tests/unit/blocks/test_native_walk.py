@@ -1,0 +1,50 @@
+"""Random walks over the native core, which is checked after every step; see native_machine.py."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+from native_machine import SHAPES, NativeMachine, Walk
+
+SETTINGS = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False
+)
+
+
+def walk(seed: int, shape: tuple[int, int, int, int], num_steps: int) -> None:
+    walk = Walk(Random(seed), shape)
+    for _ in range(num_steps):
+        walk.act()
+        walk.world.check()
+    walk.finish()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_walks(shape: tuple[int, int, int, int]) -> None:
+    for seed in range(10):
+        walk(seed, shape, num_steps=120)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_long_walks(shape: tuple[int, int, int, int]) -> None:
+    for seed in range(100, 150):
+        walk(seed, shape, num_steps=1000)
+
+
+def test_walks_that_can_be_shortened() -> None:
+    run_state_machine_as_test(
+        NativeMachine, settings=settings(SETTINGS, max_examples=12, stateful_step_count=20)
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_many_walks_that_can_be_shortened() -> None:
+    run_state_machine_as_test(
+        NativeMachine, settings=settings(SETTINGS, max_examples=600, stateful_step_count=50)
+    )

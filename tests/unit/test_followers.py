@@ -1,0 +1,188 @@
+"""Followers of a pool's prefix index: snapshot, changes, and what happens to a slow one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from core_data_plane import DEVICE, HOST, POOL
+from core_model import Engine, World
+
+from control_plane.planning.config import CoreConfig
+from control_plane.planning.watching import Follower
+from kvplane import columns, ops
+from kvplane.errors import InvalidRequestError, RevisionTooOldError
+from kvplane.v1 import control_pb2 as cpb
+
+
+class Copy:
+    """What a follower knows: tokens by hash and tier."""
+
+    def __init__(self, world: World, tenant: str = "tenant", **request: object) -> None:
+        self.num_wakes = 0
+        self.held: dict[tuple[bytes, int], bytes] = {}
+        self.revision = -1
+        self.is_complete = False
+        self.num_parts = 0
+        self.follower: Follower = world.core.follow(
+            cpb.WatchRequest(pool_id=POOL, **request),  # type: ignore[arg-type]
+            tenant,
+            self._wake,
+        )
+
+    def _wake(self) -> None:
+        self.num_wakes += 1
+
+    def take(self) -> bool:
+        """Apply one message, if there is one."""
+        message = self.follower.take()
+        if message is None:
+            return False
+        if message.HasField("snapshot"):
+            self.num_parts += 1
+            if self.is_complete:
+                self.held.clear()
+            self.is_complete = message.snapshot.last
+            self._store(message.snapshot.stored)
+            self.revision = message.snapshot.revision
+        for change in message.changes.changes:
+            if change.HasField("stored"):
+                self._store(change.stored)
+            elif change.HasField("removed"):
+                hashes = columns.fixed(change.removed.hashes, 16)
+                for key in zip(hashes, change.removed.tiers, strict=True):
+                    self.held.pop(key, None)
+            else:
+                self.held.clear()
+            self.revision = message.changes.revision
+        return True
+
+    def catch_up(self) -> None:
+        while self.take():
+            pass
+
+    def _store(self, stored: cpb.Stored) -> None:
+        hashes = columns.fixed(stored.hashes, 16)
+        size = len(stored.token_ids) // max(1, len(hashes))
+        assert len(stored.parent_hashes) == len(stored.hashes)
+        for i, key in enumerate(zip(hashes, stored.tiers, strict=True)):
+            self.held[key] = stored.token_ids[i * size : (i + 1) * size]
+
+
+def write(engine: Engine, tokens: range) -> None:
+    engine.admit(1, tokens)
+    engine.settle()
+    engine.send(ops.free([1]))
+    engine.settle()
+    engine.world.core.take_told()
+
+
+def churn(world: World, engines: list[Engine], rng: random.Random, num: int) -> None:
+    for _ in range(num):
+        first = 100 * rng.randrange(12)
+        write(rng.choice(engines), range(first, first + 8 * rng.randrange(1, 5) + 1))
+        world.pump()
+        if rng.random() < 0.1:
+            rng.choice(engines).send(ops.forget(list(range(first, first + 8))))
+
+
+def test_followers_that_begin_at_any_time_end_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("control_plane.planning.watching._MAX_ELEMENTS", 2)
+    rng = random.Random(3)
+    world = World(num_device=24)
+    engines = [world.engine() for _ in range(2)]
+    copies = [Copy(world)]
+    for _ in range(6):
+        churn(world, engines, rng, 8)
+        copies.append(Copy(world))
+        for copy in copies:
+            for _ in range(rng.randrange(4)):  # some stay behind, within their snapshots too
+                copy.take()
+    for copy in copies:
+        copy.catch_up()
+    fresh = Copy(world)
+    fresh.catch_up()
+    assert fresh.num_parts > 3
+    usages = [world.usage(tier) for tier in (DEVICE, HOST)]
+    assert len(fresh.held) == sum(usage["cached"] + usage["held"] for usage in usages) > 6
+    for copy in copies:
+        assert copy.is_complete
+        assert copy.held == fresh.held
+
+
+def test_it_is_woken_by_changes_of_the_index_alone() -> None:
+    world = World()
+    engine = world.engine()
+    copy = Copy(world)
+    copy.catch_up()
+    write(engine, range(9))
+    assert copy.num_wakes == 1
+    engine.renew()
+    world.core.take_told()
+    assert copy.num_wakes == 1
+    copy.catch_up()
+    assert len(copy.held) == 1
+
+
+def test_it_sees_its_own_tenant_and_namespace_alone() -> None:
+    world = World()
+    copies = [Copy(world), Copy(world, namespace="lora"), Copy(world, "other")]
+    write(world.engine(), range(17))
+    write(world.engine(namespace="lora"), range(25))
+    for copy in copies:
+        copy.catch_up()
+    assert [len(copy.held) for copy in copies] == [2, 3, 0]
+    assert {tier for _, tier in copies[0].held} == {DEVICE}
+
+
+def test_one_that_is_too_slow_has_to_start_again() -> None:
+    world = World(config=CoreConfig(watermark=0.0, num_kept_changes=4))
+    copy = Copy(world)
+    copy.catch_up()
+    for i in range(5):
+        write(world.engine(), range(100 * i, 100 * i + 9))
+    with pytest.raises(RevisionTooOldError) as refused:
+        copy.take()
+    assert refused.value.field == "since_revision"
+
+
+def test_it_goes_on_from_a_revision() -> None:
+    world = World()
+    write(world.engine(), range(17))
+    first = Copy(world)
+    first.catch_up()
+    write(world.engine(), range(100, 109))
+    second = Copy(world, since_revision=first.revision, incarnation=world.incarnation)
+    second.catch_up()
+    assert len(second.held) == 1
+    for wrong in (first.revision + 9, 2**40):
+        ahead = Copy(world, since_revision=wrong, incarnation=world.incarnation)
+        with pytest.raises(RevisionTooOldError):
+            ahead.take()
+    with pytest.raises(RevisionTooOldError):
+        Copy(world, since_revision=1, incarnation=world.incarnation + 1)
+    with pytest.raises(InvalidRequestError):
+        Copy(world, since_revision=-1)
+
+
+def test_a_data_plane_that_restarts_clears_it_and_a_snapshot_follows() -> None:
+    world = World()
+    write(world.engine(), range(17))
+    world.pump()
+    copy, old = Copy(world), Copy(world)
+    copy.catch_up()
+    old.catch_up()
+    world.shards[0].restart()
+    world.core.register(world.shards[0].hello())
+    world.core.take_told()
+    copy.catch_up()
+    assert copy.held == {}
+    world.shards[0].join()
+    world.core.take_told()
+    write(world.engine(), range(100, 109))
+    copy.catch_up()
+    assert copy.is_complete
+    assert len(copy.held) == 1
+    stale = Copy(world, since_revision=old.revision, incarnation=world.incarnation)
+    with pytest.raises(RevisionTooOldError):
+        stale.take()
