@@ -14,9 +14,9 @@ class CoreConfig:
     of one step, over all its operations. ``max_table_entries``: of all sequences of a session.
     ``eviction_policy``: names the order in which cached blocks are evicted.
 
-    A tenant's quotas, over all its sessions; 0 means none: ``tenant_sessions``,
-    ``tenant_sequences`` live ones, ``tenant_blocks`` of both tiers that its tables refer
-    to, ``tenant_steps_per_s``. ``max_retained_share``: of a pool's device blocks, those that a
+    A tenant's quotas, over all its sessions; 0 means none: ``max_tenant_sessions``,
+    ``max_tenant_sequences`` live ones, ``max_tenant_blocks`` of both tiers that its tables refer
+    to, ``max_tenant_steps_per_s``. ``max_retained_share``: of a pool's device blocks, those that a
     tenant may retain.
 
     Other bounds: ``max_followers`` of prefix indexes, ``num_kept_changes`` of each index for them,
@@ -33,10 +33,10 @@ class CoreConfig:
     max_table_entries: int = 4_194_304
     max_sessions: int = 1024
     eviction_policy: str = "lru"
-    tenant_sessions: int = 0
-    tenant_sequences: int = 0
-    tenant_blocks: int = 0
-    tenant_steps_per_s: float = 0.0
+    max_tenant_sessions: int = 0
+    max_tenant_sequences: int = 0
+    max_tenant_blocks: int = 0
+    max_tenant_steps_per_s: float = 0.0
     max_retained_share: float = 0.25
     max_followers: int = 64
     num_kept_changes: int = 65_536

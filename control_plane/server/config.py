@@ -61,26 +61,26 @@ class ControlPlaneConfig(ServingConfig):
         help="Which cached blocks are evicted first.",
         choices=EVICTION_POLICIES,
     )
-    tenant_sessions: int = setting(
-        _CORE.tenant_sessions,
+    max_tenant_sessions: int = setting(
+        _CORE.max_tenant_sessions,
         help="Open sessions of a tenant; 0 means no quota.",
         unit="sessions",
         minimum=0,
     )
-    tenant_sequences: int = setting(
-        _CORE.tenant_sequences,
+    max_tenant_sequences: int = setting(
+        _CORE.max_tenant_sequences,
         help="Live sequences of a tenant, over all its sessions; 0 means no quota.",
         unit="sequences",
         minimum=0,
     )
-    tenant_blocks: int = setting(
-        _CORE.tenant_blocks,
+    max_tenant_blocks: int = setting(
+        _CORE.max_tenant_blocks,
         help="Blocks of both tiers that a tenant's block tables refer to; 0 means no quota.",
         unit="blocks",
         minimum=0,
     )
-    tenant_steps_per_s: float = setting(
-        _CORE.tenant_steps_per_s,
+    max_tenant_steps_per_s: float = setting(
+        _CORE.max_tenant_steps_per_s,
         help="Steps a second of a tenant, over all its sessions; 0 means no quota.",
         unit="1/s",
         minimum=0.0,
@@ -171,10 +171,10 @@ class ControlPlaneConfig(ServingConfig):
             max_table_entries=self.max_table_entries,
             max_sessions=self.max_sessions,
             eviction_policy=self.eviction_policy,
-            tenant_sessions=self.tenant_sessions,
-            tenant_sequences=self.tenant_sequences,
-            tenant_blocks=self.tenant_blocks,
-            tenant_steps_per_s=self.tenant_steps_per_s,
+            max_tenant_sessions=self.max_tenant_sessions,
+            max_tenant_sequences=self.max_tenant_sequences,
+            max_tenant_blocks=self.max_tenant_blocks,
+            max_tenant_steps_per_s=self.max_tenant_steps_per_s,
             max_retained_share=self.max_retained_share,
             max_pools=self.max_pools,
             pool_expiry_s=self.pool_expiry_s,

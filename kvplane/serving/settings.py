@@ -121,7 +121,7 @@ def _command(
         option.environ = environ
         params.append(option)
     summary = (config_class.__doc__ or "").strip()
-    settings = {"max_content_width": 100}
+    settings = {"terminal_width": 100}  # wide enough for each variable
     return click.Command(
         program, params=params, callback=config_class, help=summary, context_settings=settings
     )

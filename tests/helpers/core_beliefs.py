@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from core_data_plane import DEVICE, HOST, unpack
@@ -72,16 +73,11 @@ def _admitted(sequences: Sequences, number: int, admit: cpb.Admit, done: cpb.Adm
         sequences[i] = ModelSequence(number, list(tokens), len(tokens), scheduled)
 
 
-def believe_news(
-    sequences: Sequences, number: int, waiting: dict[int, tuple[int, cpb.Admit]], news: cpb.News
+def believe_grants(
+    sequences: Sequences, waiting: dict[int, tuple[int, cpb.Admit]], granted: Iterable[cpb.Grant]
 ) -> None:
-    """What the answer to step ``number`` says has happened. ``waiting``: for each admission that
-    waits the step that asked for it.
-    """
-    for i in columns.read(INT64, news.cut_sequence_ids, "cut_sequence_ids"):
-        if i in sequences and sequences[i].admitted_by < number:
-            del sequences[i]
-    for grant in news.granted:
+    """Admissions were granted. ``waiting``: for each that waits the step that asked for it."""
+    for grant in granted:
         asked_by, admit = waiting.pop(grant.sequence_id)
         tokens = unpack(admit.token_ids)
         forks = columns.read(INT64, grant.fork_sequence_ids, "fork_sequence_ids")

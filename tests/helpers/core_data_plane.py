@@ -224,6 +224,8 @@ class DataPlane:
         self.generation: dict[BlockId, int] = {}
         self.content: dict[BlockId, list[int | None]] = {}
         self.published: dict[int, Published] = {}
+        # Generation and content of the blocks that the plan which ran last allocated, before it.
+        self.former: dict[BlockId, tuple[int, list[int | None]]] = {}
         self.quit_all()
 
     def quit_all(self) -> None:
@@ -409,6 +411,8 @@ class DataPlane:
             before = {i: list(t) for i, t in self.tables.get(session_id, {}).items()}
         self.running[session_id] = (plan.number, before)
         self.tables[session_id] = {} if plan.resync else {i: list(t) for i, t in before.items()}
+        if again[0] != plan.number:
+            self.former = {}
         self._apply(plan, again=again[0] == plan.number)
         for source, destination in transfers_of(plan):
             self._copy(source, destination)
@@ -464,18 +468,25 @@ class DataPlane:
                     f"{block_id} was allocated to session {session_id} while a table of session "
                     f"{other} refers to it"
                 )
+        if block_id in self.content:
+            self.former[block_id] = (known, self.content[block_id])
         self.generation[block_id] = block.generation
         self.content[block_id] = [None] * BLOCK
         if block.tier == DEVICE:
             self.published.pop(block.index, None)
 
     def _copy(self, source: Block, destination: Block) -> None:
-        for block in (source, destination):
-            known = self.generation.get(block.block_id)
-            assert known == block.generation, f"a transfer of {block}, which is {known}"
+        known = self.generation.get(destination.block_id)
+        assert known == destination.generation, f"a transfer to {destination}, which is {known}"
+        known = self.generation.get(source.block_id)
+        content = self.content[source.block_id]
+        if known != source.generation:
+            # What a block held that this plan allocates: nothing has written it yet.
+            known, content = self.former.get(source.block_id, (None, content))
+        assert known == source.generation, f"a transfer of {source}, which is {known}"
         if destination.tier == DEVICE:
             assert destination.index not in self.published, "a copy over a published block"
-        self.content[destination.block_id] = list(self.content[source.block_id])
+        self.content[destination.block_id] = list(content)
 
     def _compute(self, plan: tpb.Plan, span: Span, values: list[int]) -> None:
         session_id, sequence_id = plan.session.session_id, span.sequence_id

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from core_beliefs import ModelSequence, believe, believe_news
+from core_beliefs import ModelSequence, believe, believe_grants
 from core_data_plane import (
     BLOCK,
     DEVICE,
@@ -156,6 +156,7 @@ class Engine:
         self.number = 0
         self.sequences: dict[int, ModelSequence] = {}
         self.waiting: dict[int, tuple[int, cpb.Admit]] = {}
+        self.num_learned = (0, 0)  # grants and cuts believed before an answer told them
         self.queue: list[MadePlan] = []
         self.receipts: list[tpb.SignedPayload] = []
         self.sent: list[Sent] = []
@@ -167,6 +168,8 @@ class Engine:
         self.number += 1
         request.session.CopyFrom(self.ref)
         request.number = self.number
+        if self.id in self.world.core._sessions:
+            self.learn()
         try:
             answer = getattr(self.world.core, method)(request, self.tenant)
         except KvplaneError as error:
@@ -193,6 +196,7 @@ class Engine:
 
     def everything(self) -> tuple[Any, ...]:
         """All that requests of this session could change."""
+        self.learn()
         states = [
             self.world.core.describe_sequence(self._about(i), self.tenant) for i in self.sequences
         ]
@@ -214,9 +218,9 @@ class Engine:
             self._believe_deferred()
         for operation, done in zip(operations, result.results, strict=True):
             believe(self.sequences, self.number, operation, done)
-            if operation.HasField("admit") and operation.admit.wait and done.failures:
-                self.waiting[operation.admit.sequence_id] = (self.number, operation.admit)
-        believe_news(self.sequences, self.number, self.waiting, result.news)
+            self._believe_place(operation, done)
+        self._believe_news(result.news)
+        self.num_learned = (0, 0)
         self._made(result.plan if result.HasField("plan") else None)
         return result
 
@@ -369,6 +373,7 @@ class Engine:
 
     def check(self) -> None:
         """The core agrees with what this engine believes, and so do shards that are up to date."""
+        self.learn()
         for i, sequence in self.sequences.items():
             state = self.state(i)
             assert state.num_tokens == sequence.num_known
@@ -382,10 +387,40 @@ class Engine:
                 if self.is_current(plane):
                     assert plane.tables[self.id] == tables
 
+    def _believe_place(self, operation: cpb.Operation, done: cpb.OperationResult) -> None:
+        """Whether an admission waits now, or does not any more."""
+        if done.HasField("free"):
+            for i in columns.read(INT64, operation.free.sequence_ids, "ids"):
+                self.waiting.pop(i, None)
+        elif operation.HasField("admit"):
+            admit = operation.admit
+            if done.HasField("admit"):
+                self.waiting.pop(admit.sequence_id, None)
+            elif done.failures[0].shortage.place_in_line:
+                self.waiting = {admit.sequence_id: (self.number, admit)}
+
+    def learn(self) -> None:
+        """Believe now what the next answer will tell."""
+        news = self.world.core._sharing[POOL].members[self.id].news
+        if news is not None:
+            self._believe_news(news)
+
+    def _believe_news(self, news: cpb.News) -> None:
+        num_granted, num_cut = self.num_learned
+        cut = columns.read(INT64, news.cut_sequence_ids, "cut_sequence_ids")
+        believe_grants(self.sequences, self.waiting, news.granted[num_granted:])
+        for i in cut[num_cut:]:
+            self.sequences.pop(i, None)
+            self.waiting.pop(i, None)
+        self.num_learned = (len(news.granted), len(cut))
+
     def is_current(self, plane: DataPlane) -> bool:
         """Whether the data plane has run the latest plan, so that it knows of every abort."""
-        session = self.world.core._sessions[self.id]
-        return not session.resync_due and session.last_plan == plane.finished.get(self.id)
+        member = self.world.core._sharing[POOL].members[self.id]
+        session = member.session
+        if session.resync_due or member.is_drafted:
+            return False
+        return session.last_plan == plane.finished.get(self.id)
 
     def done_with(self, receipts: Sequence[tpb.SignedPayload]) -> int:
         """The last plan that has run, as far as the core knows with these receipts."""
@@ -411,8 +446,11 @@ class Engine:
         assert [state.sequence_id for state in states] == sorted(self.sequences)
         for state in states:
             sequence = self.sequences[state.sequence_id]
-            assert state.num_tokens == state.num_scheduled_tokens == state.num_written_tokens
-            sequence.num_known = sequence.num_scheduled = state.num_tokens
+            assert state.num_scheduled_tokens == state.num_written_tokens
+            # One that was granted since the plan was made has all its tokens.
+            assert state.num_tokens in (state.num_written_tokens, sequence.num_known)
+            sequence.num_known = state.num_tokens
+            sequence.num_scheduled = state.num_scheduled_tokens
             del sequence.truth[state.num_tokens :]
             sequence.tier = state.tier
 

@@ -293,7 +293,7 @@ def test_a_cached_prompt_of_the_pools_size_is_admitted_without_room_for_a_copy()
 
 
 def test_tails_of_prefixes_are_evicted_before_their_heads() -> None:
-    world = World(num_device=6)
+    world = World(num_device=6, num_host=0)
     engine = world.engine()
     engine.admit(1, range(32))
     engine.send(ops.free([1]))

@@ -12,7 +12,7 @@ place for as long as it is asked for: the core moves blocks only within a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 from kvplane_blocks import _native
@@ -90,10 +90,8 @@ class Sharing:
         """
         waiting, line = member.waiting, self._line
         is_again = waiting is not None and waiting.is_of(message.sequence_id)
-        if waiting is not None and not is_again and waiting.names(message.sequence_id):
-            raise SequenceExistsError(
-                f"sequence {message.sequence_id} waits to be admitted", field="sequence_id"
-            )
+        if waiting is not None and not is_again:
+            _require_other_ids(waiting, message)
         done = admit(self._headroom() if line.is_idle else _PROBE)
         key = waiting.key if waiting is not None and is_again else member.groups.new_key()
         place: Place | None = None
@@ -132,14 +130,33 @@ class Sharing:
             message.num_lookahead_slots,
         )
 
-    def forked(self, member: Member, message: cpb.Fork, failures: Iterable[Failure]) -> None:
-        """Sequences were forked, all but those refused."""
-        refused = {failure[0] for failure in failures}
-        parents = columns.read(INT64, message.parent_sequence_ids, "parent_sequence_ids")
-        for item, sequence_id in enumerate(columns.read(INT64, message.sequence_ids, "ids")):
-            if item not in refused:
+    def fork(self, member: Member, message: cpb.Fork) -> tuple[bytes, list[Failure] | None]:
+        """Fork sequences. The ids of an admission that waits are taken."""
+        native, slot, waiting = member.session.native, member.session.slot, member.waiting
+        ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
+        parents = columns.read(
+            INT64, message.parent_sequence_ids, "parent_sequence_ids", length=len(ids)
+        )
+        items = [i for i, id_ in enumerate(ids) if waiting is None or not waiting.names(id_)]
+        if len(items) == len(ids):
+            done, failures = native.fork(slot, message.parent_sequence_ids, message.sequence_ids)
+        else:
+            column, refused = native.fork(
+                slot,
+                columns.pack(INT64, [parents[i] for i in items]),
+                columns.pack(INT64, [ids[i] for i in items]),
+            )
+            num_blocks = dict(zip(items, columns.read(INT32, column, "num_blocks"), strict=True))
+            done = columns.pack(INT32, [num_blocks.get(i, 0) for i in range(len(ids))])
+            failures = [(items[item], code, a, b, c) for item, code, a, b, c in refused or ()]
+            taken = set(range(len(ids))).difference(items)
+            failures = sorted([*failures, *((i, _native.EXISTS, ids[i], 0, 0) for i in taken)])
+        not_done = {failure[0] for failure in failures or ()}
+        for item, sequence_id in enumerate(ids):
+            if item not in not_done:
                 member.groups.fork(parents[item], sequence_id)
                 member.revoked.pop(sequence_id, None)
+        return done, failures
 
     def freed(
         self, member: Member, sequence_ids: bytes, failures: list[Failure] | None
@@ -241,7 +258,10 @@ class Sharing:
 
     def _ask(self, member: Member, key: int, num_needed: int, *, wait: bool) -> Place | None:
         num_needed = min(num_needed, self._pool.num_blocks(_DEVICE))
-        return self._line.admit(member.session.id, key, num_needed, self._pool.now_s, wait=wait)
+        place = self._line.admit(member.session.id, key, num_needed, self._pool.now_s, wait=wait)
+        if place is not None and place.sequence != key:
+            return Place(place.reason)  # the session's place is for another sequence
+        return place
 
     def _started(self, member: Member, key: int, message: cpb.Admit) -> None:
         ids = [message.sequence_id]
@@ -400,3 +420,12 @@ class Sharing:
             member.waiting = None
             return True
         return member.revoked.pop(sequence_id, 0) is None
+
+
+def _require_other_ids(waiting: Waiting, message: cpb.Admit) -> None:
+    """The ids of an admission that waits are taken."""
+    forks = columns.read(INT64, message.fork_sequence_ids, "fork_sequence_ids")
+    for i, sequence_id in enumerate([message.sequence_id, *forks]):
+        if waiting.names(sequence_id):
+            field = f"fork_sequence_ids[{i - 1}]" if i else "sequence_id"
+            raise SequenceExistsError(f"sequence {sequence_id} waits to be admitted", field=field)

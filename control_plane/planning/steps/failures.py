@@ -61,9 +61,15 @@ def add_failures(
             result.failures.add(item=item, status=status, shortage=shortage)
         else:
             error = error_of(member, kind, failure)
+            index = failure[0]
+            if kind == "admit":  # its items are the sequence and the forks of it
+                if error.field == "sequence_id" and index:
+                    error.field, index = "fork_sequence_ids", index - 1
+                elif error.field == "token_ids":
+                    index = failure[3]
             field = f"{at}.{error.field}"
             if kind not in _ONE_ITEM or error.field.endswith("_ids"):
-                field += f"[{failure[0]}]"
+                field += f"[{index}]"
             _add(result, item, error, field)
 
 
@@ -103,6 +109,8 @@ def shortage_of(session: Session, failure: Failure, place: Place | None = None) 
         num_headroom = session.pool.num_watermark_blocks()
         shortage.num_blocks_available = max(0, num_obtainable - num_headroom)
         shortage.place_in_line = place.place
+        if place.place:  # asking again does not help
+            shortage.ClearField("retry_delay")
         if place.reason in _PLACE_REASONS:
             shortage.reason = _PLACE_REASONS[place.reason]
         elif num_needed <= num_obtainable:

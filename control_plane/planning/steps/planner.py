@@ -169,12 +169,13 @@ class Planner:
         return failures
 
     def _fork(self, message: cpb.Fork, result: cpb.OperationResult) -> list[Failure] | None:
-        num_blocks, failures = self._session.native.fork(
-            self._session.slot, message.parent_sequence_ids, message.sequence_ids
-        )
+        if self._is_check:
+            num_blocks, failures = self._session.native.fork(
+                self._session.slot, message.parent_sequence_ids, message.sequence_ids
+            )
+        else:
+            num_blocks, failures = self._sharing.fork(self._member, message)
         result.fork.num_blocks = num_blocks
-        if not self._is_check:
-            self._sharing.forked(self._member, message, failures or ())
         return failures
 
     def _free(self, message: cpb.Free, result: cpb.OperationResult) -> list[Failure] | None:

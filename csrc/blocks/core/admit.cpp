@@ -52,7 +52,7 @@ std::variant<Admitted, Failure> Pool::admit_with(Session& session, const Admissi
   }
   const int64_t num_tokens = admission.tokens.size;
   for (int64_t i = 0; i < num_tokens; ++i)
-    if (admission.tokens[i] < 0) return Failure{0, Code::kNegative, 1};
+    if (admission.tokens[i] < 0) return Failure{0, Code::kNegative, 1, i};
   const int64_t num_device = store(kDevice).num_blocks;
   const int64_t most = div_ceil(std::max(num_tokens, admission.max_total_tokens), block_size_);
   if (most > num_device && !config_.window_tokens)
