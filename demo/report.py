@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from demo.processes import Plane, Planes
+from demo.processes import Planes
 from demo.reference import LOGITS_TOLERANCE, Comparison, Verdict
 from demo.workload import ANSWER_LETTERS, Question
 from engine.llm import LLM
@@ -21,6 +22,7 @@ MIN_RIGHT_SHARE: Final = 0.95
 NUM_SHOWN: Final = 8
 _SWAP_OUTS: Final = ("swap_out", "ok")
 _ADMISSIONS: Final = ("admit", "ok")
+_STEP_DURATION: Final = "kvplane_step_duration_seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Report:
     own.
 
     A preemption, to the control plane, is a swap out, or an admission beyond the first of a
-    request.
+    request. ``mean_step_us``: what a step took inside the control plane.
     """
 
     stats: EngineStats
@@ -38,6 +40,7 @@ class Report:
     num_device_blocks: int
     num_swap_outs: int
     num_readmissions: int
+    mean_step_us: float
 
     @property
     def num_preemptions(self) -> int:
@@ -75,14 +78,16 @@ class Report:
 def make_report(llm: LLM, planes: Planes, outputs: list[RequestOutput], elapsed_s: float) -> Report:
     """Ask the planes what they counted."""
     pool = llm.describe_pool()
+    counted = planes.control.metrics()
     first_admissions = sum(output.error is None for output in outputs)
     return Report(
         stats=llm.stats,
         elapsed_s=elapsed_s,
         counters=pool.counters,
         num_device_blocks=pool.usage.tiers[0].num_blocks,
-        num_swap_outs=_operations(planes.control, *_SWAP_OUTS),
-        num_readmissions=_operations(planes.control, *_ADMISSIONS) - first_admissions,
+        num_swap_outs=_operations(counted, *_SWAP_OUTS),
+        num_readmissions=_operations(counted, *_ADMISSIONS) - first_admissions,
+        mean_step_us=counted[f"{_STEP_DURATION}_sum"] / counted[f"{_STEP_DURATION}_count"] * 1e6,
     )
 
 
@@ -159,12 +164,17 @@ def _print_table(console: Console, report: Report) -> None:
             f"{stats.step_latency_s(0.5) * 1e3:.1f}/{stats.step_latency_s(0.99) * 1e3:.1f} ms",
             "engine",
         ),
+        (
+            "step in the control plane",
+            f"{report.mean_step_us:,.0f} us on average",
+            "control plane",
+        ),
     ]
     for row in rows:
         table.add_row(*row)
     console.print(table)
 
 
-def _operations(plane: Plane, operation: str, status: str) -> int:
+def _operations(counted: Mapping[str, float], operation: str, status: str) -> int:
     name = f'kvplane_operations_total{{operation="{operation}",status="{status}"}}'
-    return int(plane.metrics().get(name, 0))
+    return int(counted.get(name, 0))

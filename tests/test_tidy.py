@@ -62,16 +62,16 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
         ],
     ),
     (
-        rules.the_blocks_of_the_control_plane_know_nothing_above_them,
+        rules.the_block_store_knows_nothing_above_it,
         {
-            "control_plane/blocks/a.py": "from control_plane.planning import model\n",
-            "control_plane/blocks/b.py": "from control_plane.blocks.a import A\nimport struct\n",
-            "control_plane/blocks/c.py": "from kvplane.errors import KvplaneError\n",
-            "control_plane/planning/d.py": "from control_plane.blocks.a import A\n",
+            "csrc/blocks/core/a.cpp": "#include <vector>\n#include <pybind11/pybind11.h>\n",
+            "csrc/blocks/core/b.h": '#include "core/a.h"\n#include "eviction/policy.h"\n',
+            "csrc/blocks/eviction/c.h": '#include "core/types.h"\n#include "core/b.h"\n',
+            "csrc/blocks/bindings/d.cpp": '#include <pybind11/pybind11.h>\n#include "core/b.h"\n',
         },
         [
-            "control_plane/blocks/a.py:1: imports control_plane.planning.model",
-            "control_plane/blocks/c.py:1: imports kvplane.errors.KvplaneError",
+            "csrc/blocks/core/a.cpp:2: #include <pybind11/pybind11.h>",
+            'csrc/blocks/eviction/c.h:2: #include "core/b.h"',
         ],
     ),
     (
@@ -103,10 +103,21 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
     (
         rules.named_symbols_exist,
         {
-            "docs/a.md": "`kvplane/a.py::f` `kvplane/a.py::C.m` `kvplane/a.py::C.g`\n`b.py::f`\n",
+            "docs/a.md": "`kvplane/a.py::f` `kvplane/a.py::C.m` `kvplane/a.py::C.g`\n`b.py::f`\n"
+            "`csrc/a.h::C.m` `csrc/a.h::f` `csrc/a.h::m` `csrc/a.h::C.n`\n"
+            "`csrc/a.cpp::C.m` `csrc/a.cpp::C.n`\n",
             "kvplane/a.py": "def f(): ...\nclass C:\n    def m(self): ...\n",
+            "csrc/a.h": "class B;\nclass C final : D {\n  // n(\n  bool m() { return n(1); }\n};\n"
+            "inline int f(int a) {\n  return n(a);\n}\n",
+            "csrc/a.cpp": "// A C::n(int)\nstd::vector<int> C::m(int a) {\n  C::n(a);\n}\n",
         },
-        ["docs/a.md:1: names kvplane/a.py::C.g", "docs/a.md:2: names b.py::f"],
+        [
+            "docs/a.md:1: names kvplane/a.py::C.g",
+            "docs/a.md:2: names b.py::f",
+            "docs/a.md:3: names csrc/a.h::m",
+            "docs/a.md:3: names csrc/a.h::C.n",
+            "docs/a.md:4: names csrc/a.cpp::C.n",
+        ],
     ),
     (
         rules.each_invariant_names_its_code_and_its_test,

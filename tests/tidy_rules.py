@@ -141,7 +141,6 @@ def _module_of(imported: str, files: Container[str]) -> str | None:
 ASSEMBLY = {"__init__", "__main__"}
 # Folders and modules of which each file has tests of its own.
 CORES = (
-    "control_plane/blocks",
     "control_plane/planning",
     "data_plane/counters.py",
     "data_plane/executor.py",
@@ -179,15 +178,17 @@ def folders_of_many_files_have_floors(root: Path) -> list[str]:
     return [f"{folder}: {num} files" for folder, num in num_files.items() if num > MAX_FOLDER_FILES]
 
 
-def the_blocks_of_the_control_plane_know_nothing_above_them(root: Path) -> list[str]:
-    """They are ints and bytes, for native code to take their place."""
+def the_block_store_knows_nothing_above_it(root: Path) -> list[str]:
+    """It is ints and bytes: only its bindings know Python, and eviction knows only types of it."""
+    pattern = re.compile(r'#\s*include\s*[<"](Python\.h|pybind11/|bindings/|core/(?!types\.h))')
     return [
-        says(root, path, line, f"imports {name}")
-        for path, tree in modules(root, "control_plane")
-        for line, name in imports(tree)
-        if path.relative_to(root).parts[1] == "blocks"
-        and name.startswith(("control_plane.", "kvplane", "google.", "grpc"))
-        and not name.startswith("control_plane.blocks.")
+        says(root, path, number, line.strip())
+        for path in code_files(root, ".cpp", ".h")
+        if path.relative_to(root).parts[:2] == ("csrc", "blocks")
+        and (folder := path.relative_to(root).parts[2]) in ("core", "eviction")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if (match := pattern.match(line))
+        and (folder == "eviction" or not match[1].startswith("core/"))
     ]
 
 
@@ -236,12 +237,14 @@ def named_files_exist(root: Path) -> list[str]:
     return faults
 
 
-SYMBOL = re.compile(r"`([\w./]+\.py)::([\w.]+)`")
+SYMBOL = re.compile(r"`([\w./]+\.(?:py|cpp|h))::([\w.]+)`")
 INVARIANTS = "## What always holds"
 
 
 def named_symbols_exist(root: Path) -> list[str]:
-    """Documents name a function, class or test as `folder/file.py::Name` or `::Class.method`."""
+    """Documents name a function, class or test as `folder/file.py::Name` or `::Class.method`, also
+    in C++.
+    """
     return [
         says(root, document, number, f"names {path}::{symbol}")
         for document in documents(root)
@@ -255,9 +258,28 @@ def _symbols(path: Path) -> set[str]:
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     if not path.is_file():
         return set()
+    if path.suffix != ".py":
+        return _cpp_symbols(path.read_text())
     top = [node for node in ast.parse(path.read_text()).body if isinstance(node, kinds)]
     members = {f"{n.name}.{m.name}" for n in top for m in n.body if isinstance(m, kinds)}
     return members | {node.name for node in top}
+
+
+def _cpp_symbols(text: str) -> set[str]:
+    """Classes, their functions, and those outside of any, as clang-format indents them."""
+    found, current = set(), ""
+    for line in text.splitlines():
+        if match := re.match(r"(?:class|struct) (\w+)[^;]*$", line):
+            current = match[1]
+            found.add(current)
+        elif line.startswith("};"):
+            current = ""
+        elif (match := re.match(r"(  )?(?=\w)[^(]*?\b(?:(\w+)::)?(\w+)\(", line)) and bool(
+            match[1]
+        ) == bool(current):
+            owner = match[2] or current
+            found.add(f"{owner}.{match[3]}" if owner else match[3])
+    return found
 
 
 def each_invariant_names_its_code_and_its_test(root: Path) -> list[str]:
