@@ -23,6 +23,7 @@ from data_plane.kernels.backend import Kernels, kernels_of
 from data_plane.kernels.device_watch import DeviceWatch
 from data_plane.kernels.devices import with_index
 from data_plane.kernels.shard_kernels import ShardKernels
+from data_plane.layers import layer_index, layer_range
 from data_plane.memory.pool import Pools
 from data_plane.plan_runner import PlanRunner, StartedPlan
 from data_plane.plans.block_report import block_report
@@ -264,7 +265,7 @@ class Executor:
         """
         with self._command("write_layer"):
             session, run = self._plans.latest(session_id, plan_number)
-            index = self._layer_index(layer)
+            index = layer_index(self.layers, layer)
             arguments = self._compute.write_arguments(run.batch, index, key, value)
             if not run.is_complete:
                 self._plans.write(session, run, arguments)
@@ -287,7 +288,7 @@ class Executor:
         """
         with self._command("attend"):
             session, run = self._plans.latest(session_id, plan_number)
-            index = self._layer_index(layer)
+            index = layer_index(self.layers, layer)
             arguments = self._compute.attention_arguments(run.batch, index, query, options)
             require(
                 run.progress.is_written(index),
@@ -317,7 +318,7 @@ class Executor:
         """
         with self._command("layer"):
             session, run = self._plans.latest(session_id, plan_number)
-            index = self._layer_index(layer, field)
+            index = layer_index(self.layers, layer, field)
             require(
                 index == 0 or run.progress.is_written(index - 1),
                 f"layer {self.layers[index - 1]} of the plan comes before layer {layer}: send it "
@@ -402,7 +403,7 @@ class Executor:
                 f"must be 1 to {num_left}, the entries from {first_block} on, is {num_blocks}",
                 "num_blocks",
             )
-            layers = self._layer_range(first_layer, num_layers)
+            layers = layer_range(self.layers, first_layer, num_layers)
             part = table.part(first_block, first_block + num_blocks)
             if self._tables.first_stale([part]) is not None:
                 raise StaleGenerationError(taken_away(sequence_id), field="sequence_id")
@@ -434,7 +435,7 @@ class Executor:
         with self._command("write_blocks"):
             session, run = self._plans.latest(session_id, plan_number)
             span = run.batch.span_of(sequence_id)
-            layers = self._layer_range(first_layer, num_layers)
+            layers = layer_range(self.layers, first_layer, num_layers)
             tokens = self._compute.check_blocks(run.batch, span, layers, first_block, blocks)
             run.progress.check_no_gap(layers, span, tokens.start)
             if not run.is_complete:
@@ -458,35 +459,6 @@ class Executor:
             "plan.session.session_id",
         )
         return self._plans.start(self._sessions.get(session_id), plan, digest)
-
-    def _layer_index(self, layer: int, prefix: str = "") -> int:
-        if layer not in self.layers:
-            raise InvalidRequestError(
-                f"layer {layer} is not in this shard, which has {list(self.layers)}",
-                field=f"{prefix}layer",
-            )
-        return self.layers.index(layer)
-
-    def _layer_range(self, first_layer: int, num_layers: int) -> range:
-        """Indices in the shard of ``num_layers`` layers from the model's ``first_layer`` on; 0 for
-        all.
-        """
-        if num_layers == 0:
-            require(first_layer == 0, "must be 0 where num_layers is 0", "first_layer")
-            return range(len(self.layers))
-        require(
-            first_layer in self.layers,
-            f"layer {first_layer} is not in this shard, which has {list(self.layers)}",
-            "first_layer",
-        )
-        first = self.layers.index(first_layer)
-        num_left = len(self.layers) - first
-        require(
-            1 <= num_layers <= num_left,
-            f"must be 1 to {num_left}, the shard's layers from {first_layer} on, is {num_layers}",
-            "num_layers",
-        )
-        return range(first, first + num_layers)
 
     @contextmanager
     def _command(self, name: str) -> Iterator[None]:

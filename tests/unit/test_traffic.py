@@ -31,7 +31,8 @@ def run(
     session = rig.session
     session.numbers.use()
     session.native.begin(session.slot, session.numbers.last)
-    step = observed(observer, session, Planner(session).run)
+    planner = Planner(rig.member, rig.sharing)
+    step = observed(observer, session, planner.run)
     observer.told = []
     for i, operation in enumerate(read_operations(operations, 1000)):
         step(i, operation, cpb.OperationResult())
