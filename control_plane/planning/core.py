@@ -28,6 +28,7 @@ from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import MAX_NAMESPACE_CHARACTERS, root_of
 from control_plane.planning.pools.registration import Registration
 from control_plane.planning.queries import states
+from control_plane.planning.quotas import Quotas
 from control_plane.planning.session import EndedSessions, Session
 from control_plane.planning.sharing.member import Member
 from control_plane.planning.sharing.sharing import Sharing
@@ -91,6 +92,7 @@ class ControlPlane:
         self._pools: dict[str, Pool] = {}
         self._sessions: dict[int, Session] = {}
         self._sharing: dict[str, Sharing] = {}  # by pool
+        self._quotas = Quotas(config, self._sessions)
         self._ended = EndedSessions(max(4096, 4 * config.max_sessions))
         self._next_tick_s: float | None = None
         self._registration = Registration(
@@ -151,6 +153,8 @@ class ControlPlane:
         most = self._config.max_sessions
         if len(self._sessions) >= most:
             raise QuotaExceededError(f"{most} sessions are open: close one first")
+        unfenced = (i for each in self._pools.values() for i in each.shards.fenced_sessions)
+        self._quotas.require_session(tenant, sum(self._ended.knows(i, tenant) for i in unfenced))
         root = root_of(fingerprint, tenant, request.namespace)
         pool.require_can_open(tenant, root)
         session = Session(
@@ -284,6 +288,8 @@ class ControlPlane:
                     "a repeated request brought a receipt that was refused: %s", error.reason
                 )
             return cast(_Answer, answer.result())
+        if type(request) is cpb.StepRequest:
+            self._quotas.take_step(tenant, session.pool.now_s)
         session.numbers.use()
         sharing = self._sharing_of(session.pool)
         member = sharing.members[session.id]
@@ -307,7 +313,7 @@ class ControlPlane:
             _check_no_plan(member, operations)
         result = cpb.StepResult()
         session.native.begin(session.slot, request.number)
-        planner = Planner(member, self._sharing_of(session.pool))
+        planner = Planner(member, self._sharing_of(session.pool), self._quotas)
         run, add = observed(self._observer, session, planner.run), result.results.add
         for i, operation in enumerate(operations):
             run(i, operation, add())
@@ -343,7 +349,8 @@ class ControlPlane:
         response = cpb.CheckOperationsResponse()
         session.native.begin(session.slot, session.numbers.last + 1, True)
         sharing = self._sharing_of(session.pool)
-        run = Planner(sharing.members[session.id], sharing, is_check=True).run
+        member = sharing.members[session.id]
+        run = Planner(member, sharing, self._quotas, is_check=True).run
         for i, operation in enumerate(operations):
             result = response.results.add()
             run(i, operation, result)
