@@ -66,6 +66,7 @@ class Stub:
         assert names == [a.arg for a in arguments if a.arg != "self"], stub.name
         assert by_keyword == bool(stub.args.kwonlyargs), stub.name
         assert stub.returns is not None, stub.name
+        result = result.replace(f"{self.module.__name__}.", "")
         assert result in ("object", ast.unparse(stub.returns)) or (
             set(result.split(" | ")) == self._origins(stub.returns)
         ), stub.name

@@ -188,6 +188,20 @@ def test_an_aborted_copy_to_the_host_tier_is_not_found() -> None:
     assert caller.pool.usage(HOST)[2:] == (num_found, 0, 0)
 
 
+def test_what_is_forgotten_while_it_is_copied_to_the_host_tier_does_not_stay_there() -> None:
+    caller = filled(4, 4)
+    caller.begin()
+    caller.admit(1, [9] * 4)
+    caller.finish()
+    pool = caller.pool
+    assert pool.forget(caller.slot, i32([0] * 4), True) == (0, 0)
+    assert not pool.forget_some(1000), "it waits for the receipt"
+    pool.check_integrity()
+    caller.receipted()
+    pool.check_integrity()
+    assert pool.usage(HOST)[1:3] == (4, 0)
+
+
 def test_a_block_swapped_to_and_freed_is_not_written_twice_by_one_plan() -> None:
     caller = filled(4, 2)
     caller.begin()
