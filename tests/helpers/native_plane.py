@@ -9,6 +9,7 @@ is an AssertionError, never a refusal.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from random import Random
 
 from native_pool import DEVICE, Change, Kind, MadePlan, Ref, Span
@@ -69,6 +70,17 @@ def allocated_by(plan: MadePlan) -> list[Ref]:
     return blocks
 
 
+@dataclass
+class Running:
+    """A plan that was started. Started again it continues: no transfer is made twice."""
+
+    number: int
+    before: dict[int, Table]
+    num_copied: int = 0
+    # What blocks held before the plan allocated them: (generation, content), until it writes them.
+    former: dict[Place, tuple[int, list[int | None]]] = field(default_factory=dict)
+
+
 class Plane:
     """One shard's blocks, and the tables of its sessions."""
 
@@ -79,7 +91,7 @@ class Plane:
         self.published: dict[Place, int] = {}  # generation
         self.tables: dict[int, dict[int, Table]] = {}
         self.finished: dict[int, int] = {}
-        self.running: dict[int, tuple[int, dict[int, Table]]] = {}
+        self.running: dict[int, Running] = {}
         self.quit: set[int] = set()
 
     def fence(self, session: int) -> None:
@@ -102,30 +114,34 @@ class Plane:
         self.published[place] = generation
 
     def run(self, session: int, plan: MadePlan, halfway: Random | None = None) -> bool:
-        """Run a plan from its start. False when it is refused, or stopped ``halfway``."""
+        """Start a plan, or go on with it. False when it is refused, or stopped ``halfway``."""
         last = self.finished.get(session, 0)
-        number, before = self.running.get(session, (0, {}))
+        running = self.running.get(session)
+        number = running.number if running else 0
         if session in self.quit or plan.number <= last or plan.number < number:
             return False
         if not plan.resync and plan.previous != last:
             return False
         again = number == plan.number
-        if not again:
-            before = self.tables.get(session, {})
-        self.running[session] = (plan.number, before)
-        self._allocate(plan, again=again)
-        tables = changed({} if plan.resync else before, plan.changes)
+        if running is None or not again:
+            running = Running(plan.number, self.tables.get(session, {}))
+        self.running[session] = running
+        self._allocate(plan, running, again=again)
+        tables = changed({} if plan.resync else running.before, plan.changes)
         self.tables[session] = tables
         for table in tables.values():
             for ref in filter(None, table):
                 assert self.generation[ref.place] == ref.generation, f"a stale {ref} in a table"
-        transfers = plan.transfers[: halfway.randint(0, 9) if halfway else None]
-        for source, destination in transfers:
-            self._copy(source, destination)
+        transfers = plan.transfers[running.num_copied :]
+        for source, destination in transfers[: halfway.randint(0, 9) if halfway else None]:
+            self._copy(source, destination, running)
+            running.num_copied += 1
         spans = plan.spans[: halfway.randint(0, 9) if halfway else None]
-        if len(transfers) == len(plan.transfers):
+        if running.num_copied == len(plan.transfers):
             for span in spans:
-                self._write(tables[span.sequence_id], span, plan.expected[span.sequence_id])
+                self._write(
+                    tables[span.sequence_id], span, plan.expected[span.sequence_id], running
+                )
         if halfway:
             return False
         for span in spans:
@@ -144,13 +160,15 @@ class Plane:
         assert self.generation[ref.place] == ref.generation, f"{ref} was allocated again"
         return self.content[ref.place][position % self.block_size]
 
-    def _allocate(self, plan: MadePlan, *, again: bool) -> None:
+    def _allocate(self, plan: MadePlan, running: Running, *, again: bool) -> None:
         new = allocated_by(plan)
         for ref in new:
             known = self.generation.get(ref.place, 0)
             if again and ref.generation <= known:
                 continue
             assert ref.generation > known, f"{ref} is not new: {known}"
+            old = self.content.get(ref.place, [])
+            running.former.setdefault(ref.place, (known, old))
             self.generation[ref.place] = ref.generation
             self.content[ref.place] = [None] * self.block_size
             self.published.pop(ref.place, None)
@@ -161,19 +179,24 @@ class Plane:
                 is_known = ref.generation <= known if ref.place in places else None
                 assert is_known or ref.generation == known, f"{ref} is not allocated: {known}"
 
-    def _copy(self, source: Ref, destination: Ref) -> None:
-        for ref in (source, destination):
-            known = self.generation.get(ref.place)
-            assert known == ref.generation, f"a transfer of {ref}, which is {known}"
+    def _copy(self, source: Ref, destination: Ref, running: Running) -> None:
+        known = self.generation.get(destination.place)
+        assert known == destination.generation, f"a transfer to {destination}, which is {known}"
         assert destination.place not in self.published, "a copy over a published block"
-        self.content[destination.place] = list(self.content[source.place])
+        known, content = self.generation.get(source.place), self.content.get(source.place, [])
+        if known != source.generation:
+            known, content = running.former.get(source.place, (known, []))
+        assert known == source.generation, f"a transfer of {source}, which is {known}"
+        running.former.pop(destination.place, None)
+        self.content[destination.place] = list(content)
 
-    def _write(self, table: Table, span: Span, values: Sequence[int]) -> None:
+    def _write(self, table: Table, span: Span, values: Sequence[int], running: Running) -> None:
         for position in range(span.first, span.first + span.num):
             ref = table[position // self.block_size]
             assert ref is not None and ref.tier == DEVICE, f"a write to {ref}"
             assert self.generation[ref.place] == ref.generation, f"{ref} was allocated again"
             assert ref.place not in self.published, f"a write to a published block: {ref}"
+            running.former.pop(ref.place, None)
             self.content[ref.place][position % self.block_size] = values[position]
 
     def _read(self, table: Table, span: Span, values: Sequence[int]) -> None:

@@ -29,7 +29,14 @@ class Stub:
     def check_functions(self) -> None:
         """Functions take the arguments of the module's and give what those give."""
         for stub in self.functions():
-            _check_signature(stub, getattr(self.module, stub.name))
+            self._check_signature(stub, getattr(self.module, stub.name))
+
+    def check_constants(self) -> None:
+        """Constants have the values of the module's."""
+        for stub in self._body:
+            if isinstance(stub, ast.AnnAssign) and stub.value is not None:
+                name = ast.unparse(stub.target)
+                assert ast.literal_eval(stub.value) == getattr(self.module, name), name
 
     def check_classes(self) -> None:
         """Enums have the members of the module's, other classes the methods and properties."""
@@ -48,18 +55,33 @@ class Stub:
             assert {n.name for n in methods if not n.name.startswith("_")} == public, stub.name
             for method in methods:
                 if not method.decorator_list:  # a property has no signature
-                    _check_signature(method, getattr(held, method.name))
+                    self._check_signature(method, getattr(held, method.name))
 
     def _classes(self) -> list[ast.ClassDef]:
         return [n for n in self._body if isinstance(n, ast.ClassDef)]
 
+    def _check_signature(self, stub: ast.FunctionDef, held: object) -> None:
+        by_keyword, names, result = _signature(held)
+        arguments = (*stub.args.args, *stub.args.kwonlyargs)
+        assert names == [a.arg for a in arguments if a.arg != "self"], stub.name
+        assert by_keyword == bool(stub.args.kwonlyargs), stub.name
+        assert stub.returns is not None, stub.name
+        result = result.replace(f"{self.module.__name__}.", "")
+        assert result in ("object", ast.unparse(stub.returns)) or (
+            set(result.split(" | ")) == self._origins(stub.returns)
+        ), stub.name
 
-def _check_signature(stub: ast.FunctionDef, held: object) -> None:
-    by_keyword, names, result = _signature(held)
-    arguments = (*stub.args.args, *stub.args.kwonlyargs)
-    assert names == [a.arg for a in arguments if a.arg != "self"], stub.name
-    assert by_keyword == bool(stub.args.kwonlyargs), stub.name
-    assert stub.returns is not None and result == ast.unparse(stub.returns), stub.name
+    def _origins(self, result: ast.expr) -> set[str]:
+        """The types of a union without their parameters, which pybind11 does not know."""
+        if isinstance(result, ast.BinOp):
+            return self._origins(result.left) | self._origins(result.right)
+        if isinstance(result, ast.Subscript):
+            return {ast.unparse(result.value)}
+        name = ast.unparse(result)
+        aliases = {
+            ast.unparse(n.targets[0]): n.value for n in self._body if isinstance(n, ast.Assign)
+        }
+        return self._origins(aliases[name]) if name in aliases else {name}
 
 
 def _signature(function: object) -> tuple[bool, list[str], str]:

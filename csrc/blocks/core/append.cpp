@@ -15,6 +15,13 @@ bool any_negative(const int32_t* values, int64_t num) {
   return all < 0;
 }
 
+// 0 where there is none.
+template <typename Map>
+typename Map::mapped_type value_of(const Map& map, typename Map::key_type key) {
+  const auto it = map.find(key);
+  return it == map.end() ? 0 : it->second;
+}
+
 }  // namespace
 
 ItemResults Pool::append(Slot slot, const AppendColumns& columns) {
@@ -90,10 +97,12 @@ Failure Pool::append_one(Session& session, const AppendColumns& columns, int64_t
   const int64_t needed = num_needed(session, sequence, now, first, end, cover);
   const int64_t available = obtainable(session, kDevice);
   // Blocks that it has ahead serve for the copy of a shared one.
-  const int64_t num_spare = needed > available ? num_ahead_of(sequence, std::max(end, cover)) : 0;
+  const int64_t num_spare =
+      needed > available ? num_ahead_of(sequence, now, std::max(end, cover)) : 0;
   if (needed > available + num_spare) return no_room(session, kDevice, item, needed, available, 0);
   if (dry_.on) {
     dry_.num_taken += std::min(needed, available);
+    now.table_size -= std::max<int64_t>(0, needed - available);
     now.num_tokens += num_given;
     pretend(session, sequence, now, first, end, cover);
     return {item, Code::kOk, dry_.sequences[id].table_size};
@@ -123,13 +132,16 @@ bool Pool::reserve(Slot slot, int64_t sequence_id, int64_t num_blocks) {
 }
 
 // Blocks at the end of the table that are not needed up to `cover`, and that nothing else has.
-int64_t Pool::num_ahead_of(const Sequence& sequence, int64_t cover) const {
+int64_t Pool::num_ahead_of(const Sequence& sequence, const Sketch& now, int64_t cover) const {
   int64_t num = 0;
-  for (int64_t i = sequence.table.size; i > div_ceil(cover, block_size_); --i, ++num) {
+  for (int64_t i = now.table_size; i > div_ceil(cover, block_size_); --i, ++num) {
+    if (i > sequence.table.size) continue;  // a dry run's
     const auto piece = static_cast<size_t>((i - 1) / Table::kItems);
+    const uint32_t id = sequence.table.pieces[piece];
     const Block b = sequence.table.at(table_store_, i - 1);
-    if (table_store_[sequence.table.pieces[piece]].num_owners > 1 ||
-        store(kDevice).ref_count(b) > 1 || store(kDevice).num_pins(b))
+    if ((!now.owns(piece) && table_store_[id].num_owners - value_of(dry_.pieces_copied, id) > 1) ||
+        store(kDevice).ref_count(b) + value_of(dry_.more_refs, b) > 1 ||
+        store(kDevice).num_pins(b) || dry_.pinned_tokens.count(b))
       break;
   }
   return num;
@@ -177,7 +189,7 @@ int64_t Pool::num_needed(const Session& session, const Sequence& sequence, const
                          int64_t first, int64_t end, int64_t cover) const {
   int64_t num = std::max<int64_t>(0, div_ceil(cover, block_size_) - now.table_size);
   if (end == first) return num;
-  const int64_t stop = std::min(div_ceil(end, block_size_), sequence.table.size);
+  const int64_t stop = std::min({div_ceil(end, block_size_), now.table_size, sequence.table.size});
   for (int64_t i = first / block_size_; i < stop; ++i)
     num += !may_write(session, sequence, i, first, &now);
   return num;
@@ -194,19 +206,15 @@ bool Pool::may_write(const Session& session, const Sequence& sequence, int64_t i
   const Block b = piece.items[i % Table::kItems];
   if (!dry_.on || !now)
     return piece.num_owners == 1 && store(kDevice).is_writable(b, session.slot, offset);
-  const auto value = [](const auto& map, auto key) {
-    const auto it = map.find(key);
-    return it == map.end() ? 0 : it->second;
-  };
-  return (now->owns(place) || piece.num_owners - value(dry_.pieces_copied, id) == 1) &&
-         value(dry_.pinned_tokens, b) <= offset &&
-         store(kDevice).is_writable(b, session.slot, offset, value(dry_.more_refs, b));
+  return (now->owns(place) || piece.num_owners - value_of(dry_.pieces_copied, id) == 1) &&
+         value_of(dry_.pinned_tokens, b) <= offset &&
+         store(kDevice).is_writable(b, session.slot, offset, value_of(dry_.more_refs, b));
 }
 
 // Remembers what the append would change.
 void Pool::pretend(const Session& session, const Sequence& sequence, Sketch now, int64_t first,
                    int64_t end, int64_t cover) {
-  const int64_t stop = std::min(div_ceil(end, block_size_), sequence.table.size);
+  const int64_t stop = std::min({div_ceil(end, block_size_), now.table_size, sequence.table.size});
   for (int64_t i = first / block_size_; end > first && i < stop; ++i) {
     if (may_write(session, sequence, i, first, &now)) continue;
     pretend_own_piece(sequence, now, static_cast<size_t>(i / Table::kItems));

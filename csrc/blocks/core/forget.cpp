@@ -153,13 +153,16 @@ bool Pool::forget_some(int64_t max_entries) {
 
 // Removes a detached entry that nothing is below.
 void Pool::take_apart(EntryId e) {
-  const Entry& entry = index_[e];
+  Entry& entry = index_[e];
+  const bool has_blocks = entry.has_blocks();
+  entry.num_arriving = 0;  // copies under way are dropped when their plans have run
   while (entry.spares != kNoBlock) index_.clear_block(kDevice, entry.spares);
   const Block blocks[2] = {entry.block(kDevice), entry.block(kHost)};
   if (blocks[0] != kNoBlock)
     forgotten_.emplace_back(blocks[0], store(kDevice).generation(blocks[0]));
   for (const Tier tier : {kDevice, kHost})  // the last takes the entry away
     if (blocks[tier - 1] != kNoBlock) store(tier).unpublish(blocks[tier - 1]);
+  if (!has_blocks) index_.prune(e);
 }
 
 }  // namespace kvplane::blocks

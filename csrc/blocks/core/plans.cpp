@@ -161,11 +161,14 @@ void Pool::end_demotions(Session& session, const PlanRecord& record, bool has_ru
   for (const Demotion& demotion : record.demotions) {
     const EntryId e = demotion.entry;
     if (index_.alive(e, demotion.uid)) {
-      --index_[e].num_arriving;
-      if (has_run && index_[e].block(kHost) == kNoBlock) {
+      Entry& entry = index_[e];
+      --entry.num_arriving;
+      if (has_run && entry.block(kHost) == kNoBlock) {
         index_.set_block(e, kHost, demotion.copy);
         host.published(demotion.copy);
         ++counters_.num_demoted;
+      } else if (entry.retention && !entry.has_blocks() && !entry.num_arriving) {
+        retention_.lost(e);
       }
       index_.prune(e);
     }

@@ -29,7 +29,8 @@ void Pool::changed(Change change, EntryId e, Tier tier) {
   const Entry& entry = index_[e];
   if (change == Change::kStored && entry.retention)
     store(tier).set_priority(entry.block(tier), retention_.priority(e));
-  if (change == Change::kRemoved && entry.retention && !entry.has_blocks()) retention_.lost(e);
+  if (change == Change::kRemoved && entry.retention && !entry.has_blocks() && !entry.num_arriving)
+    retention_.lost(e);
   if (log_.is_on() && !index_.is_named(entry.root)) return;  // it was said to be gone
   ++revision_;
   if (log_.is_on()) log_.add(revision_, change, index_, e, tier);

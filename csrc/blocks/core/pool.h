@@ -288,7 +288,7 @@ class Pool final : private Listener {
   void pretend_own_piece(const Sequence& sequence, Sketch& now, size_t piece);
   bool may_write(const Session& session, const Sequence& sequence, int64_t i, int64_t first,
                  const Sketch* now = nullptr) const;
-  int64_t num_ahead_of(const Sequence& sequence, int64_t cover) const;
+  int64_t num_ahead_of(const Sequence& sequence, const Sketch& now, int64_t cover) const;
   void copy_on_write(Session& session, uint32_t index, int64_t i, int64_t first);
   void touch(Session& session, uint32_t index);
   void touch_plan(Session& session, int64_t plan, uint32_t index);

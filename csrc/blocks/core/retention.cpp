@@ -192,7 +192,8 @@ void Retention::check() const {
   std::unordered_map<EntryId, Wanted> wanted;
   size_t num_records = 0;
   for (const auto& [tail, here] : at_) {
-    require(!here.empty() && index_[tail].has_blocks(), "lies at an entry without blocks");
+    require(!here.empty() && (index_[tail].has_blocks() || index_[tail].num_arriving),
+            "lies at an entry without blocks");
     for (const uint32_t r : here) {
       const Record& record = records_[r];
       ++num_records;

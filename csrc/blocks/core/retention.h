@@ -55,7 +55,7 @@ class Retention {
   // Ends those whose time has come; what is left after some thousand entries waits for the next
   // call.
   void expire(double now_s);
-  // The entry has just lost its last block.
+  // The entry has just lost its last block, and no copy of it is under way.
   void lost(EntryId e);
 
   // Throws std::logic_error saying what is wrong.

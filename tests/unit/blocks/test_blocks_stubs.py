@@ -16,6 +16,10 @@ def test_the_stub_and_the_package_name_what_the_module_holds() -> None:
     assert STUB.names() == held == set(kvplane_blocks.__all__)
 
 
+def test_constants_of_the_stub_have_the_values_of_the_module() -> None:
+    STUB.check_constants()
+
+
 def test_functions_of_the_stub_take_the_arguments_of_the_module() -> None:
     STUB.check_functions()
 

@@ -71,7 +71,7 @@ def test_explain_says_what_lies_where_and_how_it_was_used() -> None:
             ints(column, width) for column, width in zip(columns, widths, strict=True)
         )
         assert (tiers, refs, hits) == ([1, 1], [1, 0], [1, 0])
-        assert (ages, idle, priorities) == ([5000, 5000], [1000, 5000], [8, 0])
+        assert (ages, idle, priorities) == ([5000, 5000], [0, 5000], [8, 0])
         _, table, of_table, _, _ = pool.table(writer.slot, running)
         assert (indices[0], generations[0]) == (ints(table, "i")[0], ints(of_table, "q")[0])
         assert all(not column for column in pool.explain(b"other", i32(blocks(1))))

@@ -173,12 +173,13 @@ def test_refused_truncates() -> None:
         ((0, 1), (0, Code.NOT_FOUND, 0, 0, 0)),
         ((1, 7), (0, Code.TOO_LONG, 1, 6, 7)),
         ((1, 2**63 - 1), (0, Code.TOO_LONG, 1, 6, 2**63 - 1)),
+        ((1, 0), (0, Code.NEGATIVE, 3, 0, 0)),
         ((1, -1), (0, Code.NEGATIVE, 3, 0, 0)),
         ((1, -(2**63)), (0, Code.NEGATIVE, 3, 0, 0)),
     ]:
         assert caller.truncate(row) == ([0], [failure])
         assert dump(caller.pool, [caller]) == before
-    assert caller.truncate((1, 0)) == ([2], [])
+    assert caller.truncate((1, 1)) == ([1], [])
     caller.pool.check_integrity()
 
 

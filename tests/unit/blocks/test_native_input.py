@@ -50,10 +50,6 @@ BAD: list[tuple[str, int, Call]] = [
     ("num_tokens", 0, lambda p, s: p.deferred_tokens(s, ONE, ONE, ONE, i32([0]), b"")),
     ("token_ids", 0, lambda p, s: p.deferred_tokens(s, ONE, ONE, ONE, FEW, i32([-1]))),
     ("token_ids", -1, lambda p, s: p.match(b"root", ODD)),
-    ("blocks", 1, lambda p, s: p.restore(b"r", -1, FEW * 8, i32([0, 8]), b"\0" * 32)),
-    ("blocks", 0, lambda p, s: p.restore(b"r", -1, FEW * 4, i32([-1]), b"\0" * 16)),
-    ("token_ids", -1, lambda p, s: p.restore(b"r", -1, FEW, i32([0]), b"\0" * 16)),
-    ("hashes", -1, lambda p, s: p.restore(b"r", -1, FEW * 4, i32([0]), b"")),
 ]
 
 
@@ -154,12 +150,6 @@ def test_many_forks_are_checked_in_time() -> None:
     assert caller.admit(1, [1], forks=[*ids, 2]) == (65535, Code.EXISTS, 2, 0, 0)
     assert caller.admit(1, [1], forks=ids) == (0, 1, 1)
     caller.pool.check_integrity()
-
-
-def test_restoring_below_a_block_that_was_not_entered_is_refused(caller: Caller) -> None:
-    for parent in (7, 8, -2, 2**63 - 1, -(2**63)):
-        with pytest.raises(ValueError, match="parent_block"):
-            caller.pool.restore(b"root", parent, FEW * 4, i32([6]), b"\0" * 16)
 
 
 def test_a_dry_run_that_never_began_ends() -> None:

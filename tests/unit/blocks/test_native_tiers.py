@@ -1,4 +1,4 @@
-"""Swaps, blocks that move to the host tier before they are evicted, hits there, and windows."""
+"""Swaps, evicted blocks that are copied to the host tier, hits there, and windows."""
 
 from __future__ import annotations
 
@@ -114,32 +114,65 @@ def filled(num_device: int, num_host: int) -> Caller:
     return caller
 
 
-def test_what_would_be_evicted_next_moves_to_the_host_tier_and_is_found_after_its_receipt() -> None:
-    caller = Caller(new_pool(4, 4))
-    for i in range(4):
-        caller.begin()
-        caller.free(1)
-        caller.admit(1, [i] * 4)
-        plan = caller.finish()
-        if i < 3:
-            caller.receipted()
+def test_what_is_evicted_is_copied_to_the_host_tier_and_found_after_its_receipt() -> None:
+    caller = filled(4, 4)
+    caller.begin()
+    caller.admit(1, [9] * 4)
+    plan = caller.finish()
     assert plan is not None
     ((source, copy),) = plan.transfers
     assert plan.allocations == [copy] and (source.tier, copy.tier) == (DEVICE, HOST)
-    assert caller.pool.match(b"root", i32([0] * 4))[:2] == (1, 0)
+    assert caller.table(1) == [source._replace(generation=source.generation + 1)]
+    assert caller.pool.match(b"root", i32([0] * 4))[:2] == (0, 0)
     caller.receipted()
     caller.pool.check_integrity()
     assert caller.pool.match(b"root", i32([0] * 4))[:2] == (0, 1)
     assert caller.pool.usage(HOST) == (4, 3, 1, 0, 0)
     caller.begin()
-    caller.free(1)
     assert caller.admit(2, [*[0] * 4, 9]) == (4, 2, 1)
     plan = caller.finish()
     assert plan is not None and (copy, caller.table(2)[0]) in plan.transfers
+    assert len(plan.transfers) == 3, "two more are evicted"
     assert caller.state(2).num_written == 0
     caller.receipted()
     caller.pool.check_integrity()
     assert caller.pool.match(b"root", i32([0] * 4))[:2] == (1, 0)
+
+
+def test_what_the_host_tier_has_is_not_copied_again() -> None:
+    caller = filled(4, 8)
+    for tokens in ([9] * 4, [0] * 4):
+        caller.begin()
+        caller.admit(1, tokens)
+        ran(caller)
+        caller.begin()
+        caller.free(1)
+        ran(caller)
+    assert caller.pool.match(b"root", i32([0] * 4))[:2] == (1, 0)
+    num_copied = caller.pool.usage(HOST)[2]
+    caller.begin()
+    caller.admit(1, [8] * 16)
+    plan = caller.finish()
+    assert plan is not None and len(plan.transfers) == 3 and num_copied == 2
+    caller.receipted()
+    caller.pool.check_integrity()
+    assert caller.pool.match(b"root", i32([0] * 4))[:2] == (0, 1)
+
+
+def test_a_plan_copies_at_most_256_evicted_blocks_and_one_with_whole_tables_none() -> None:
+    caller = filled(600, 600)
+    caller.begin()
+    caller.admit(1, [*[7] * 3, 8] * 300)
+    plan = caller.finish()
+    assert plan is not None and len(plan.transfers) == len(plan.allocations) == 256
+    caller.receipted()
+    caller.abort()
+    caller.begin()
+    caller.admit(2, [1000] * 4)
+    plan = caller.finish()
+    assert plan is not None and plan.resync and not plan.transfers and not plan.allocations
+    caller.receipted()
+    caller.pool.check_integrity()
 
 
 def test_an_aborted_copy_to_the_host_tier_is_not_found() -> None:
@@ -155,20 +188,33 @@ def test_an_aborted_copy_to_the_host_tier_is_not_found() -> None:
     assert caller.pool.usage(HOST)[2:] == (num_found, 0, 0)
 
 
+def test_what_is_forgotten_while_it_is_copied_to_the_host_tier_does_not_stay_there() -> None:
+    caller = filled(4, 4)
+    caller.begin()
+    caller.admit(1, [9] * 4)
+    caller.finish()
+    pool = caller.pool
+    assert pool.forget(caller.slot, i32([0] * 4), True) == (0, 0)
+    assert not pool.forget_some(1000), "it waits for the receipt"
+    pool.check_integrity()
+    caller.receipted()
+    pool.check_integrity()
+    assert pool.usage(HOST)[1:3] == (4, 0)
+
+
 def test_a_block_swapped_to_and_freed_is_not_written_twice_by_one_plan() -> None:
-    caller = filled(4, 1)
+    caller = filled(4, 2)
     caller.begin()
     caller.admit(1, [9] * 4)
     ran(caller)
     caller.begin()
-    assert caller.admit(2, [8] * 4) == (0, 1, 4)
-    assert caller.pool.usage(DEVICE)[1] == 0, "so that a block is copied to the host tier"
     assert caller.swap([1], HOST) == 1
     caller.free(1)
+    assert caller.admit(2, [8] * 12) == (0, 3, 12)
     plan = caller.finish()
     assert plan is not None
     destinations = [copy.place for _, copy in plan.transfers]
-    assert len(destinations) == len(set(destinations))
+    assert len(destinations) == len(set(destinations)) == 2
     caller.receipted()
     caller.pool.check_integrity()
 

@@ -120,7 +120,7 @@ def test_a_copy_in_the_host_tier_is_told() -> None:
         _, kinds, tiers, hashes, _, _ = pool.changes_since(0, b"root", 100)
         (hash_,) = hashes_of(b"root", blocks(1))
         told = [(kinds[i], tiers[i]) for i in range(len(kinds)) if hashes[16 * i :][:16] == hash_]
-        assert told == [(STORED, 1), (STORED, HOST), (REMOVED, 1)]
+        assert told == [(STORED, 1), (REMOVED, 1), (STORED, HOST)]
 
 
 def test_a_revision_that_is_too_old_or_unknown_gives_nothing() -> None:
