@@ -35,12 +35,17 @@ from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.steps.abort import abort_from, abort_plans
 from control_plane.planning.steps.deferred_tokens import take_deferred_tokens
 from control_plane.planning.steps.numbering import content_of
-from control_plane.planning.steps.planner import Named, Planner, may_plan, read_operations
-from control_plane.planning.steps.plans import finish_plan
+from control_plane.planning.steps.planner import (
+    Planner,
+    check,
+    check_no_plan,
+    read_operations,
+)
+from control_plane.planning.steps.plans import finish_plan, sign_grant
 from control_plane.planning.steps.receipts import take_receipts
 from control_plane.planning.traffic import TrafficObserver, observed, session_ends
 from control_plane.planning.watching import Follower, Followers
-from kvplane import protocol, signing
+from kvplane import signing
 from kvplane.error_messages import duration_of
 from kvplane.errors import (
     InvalidRequestError,
@@ -53,7 +58,6 @@ from kvplane.errors import (
     SessionNotFoundError,
     StaleEpochError,
     StaleIncarnationError,
-    TooManyPlansInFlightError,
 )
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -117,17 +121,8 @@ class ControlPlane:
         self._sharing_of(self._pools[pool_id]).serve()
 
     def take_notices(self) -> list[tuple[int, cpb.News]]:
-        """Sessions with news that were not taken yet, and the news, which their next answers tell
-        in any case.
-        """
-        notices: list[tuple[int, cpb.News]] = []
-        for sharing in self._sharing.values():
-            for session_id in sharing.with_news:
-                news = sharing.members[session_id].news
-                if news is not None:
-                    notices.append((session_id, news))
-            sharing.with_news.clear()
-        return notices
+        """Sessions with news that were not taken yet, and the news; the next answers tell it too."""
+        return [notice for sharing in self._sharing.values() for notice in sharing.take_notices()]
 
     # Sessions
 
@@ -172,7 +167,7 @@ class ControlPlane:
             session=session.ref,
             time_to_live=duration_of(self._config.lease_s),
             max_plans_in_flight=self._config.max_plans_in_flight,
-            grant=self._grant(session),
+            grant=sign_grant(session, self._config.max_plans_in_flight),
             shards=pool.shards.infos(),
             layout=pool.layout.to_proto(),
             num_device_blocks=pool.num_blocks(tpb.TIER_DEVICE),
@@ -310,7 +305,7 @@ class ControlPlane:
         session = member.session
         operations = read_operations(request.operations, self._config.max_operations)
         if len(session.plans) >= self._config.max_plans_in_flight:
-            _check_no_plan(member, operations)
+            check_no_plan(member, operations)
         result = cpb.StepResult()
         session.native.begin(session.slot, request.number)
         planner = Planner(member, self._sharing_of(session.pool), self._quotas)
@@ -346,18 +341,9 @@ class ControlPlane:
         """What each operation would be answered as the only one of a step now."""
         session = self._session(request.session, tenant)
         operations = read_operations(request.operations, self._config.max_operations)
-        response = cpb.CheckOperationsResponse()
-        session.native.begin(session.slot, session.numbers.last + 1, True)
         sharing = self._sharing_of(session.pool)
         member = sharing.members[session.id]
-        run = Planner(member, sharing, self._quotas, is_check=True).run
-        for i, operation in enumerate(operations):
-            result = response.results.add()
-            run(i, operation, result)
-            if operation[0] != "admit" and result.WhichOneof("done") is not None:
-                result.ClearField("done")
-        session.native.end_dry_run()
-        return response
+        return check(Planner(member, sharing, self._quotas, is_check=True), member, operations)
 
     def block_table(
         self, request: cpb.GetBlockTableRequest, tenant: str
@@ -460,22 +446,6 @@ class ControlPlane:
             if session_id not in self._sessions and not self._ended.knows(session_id):
                 return session_id
 
-    def _grant(self, session: Session) -> tpb.SignedPayload:
-        """What the session may do at data planes, signed with the pool's key."""
-        pool = session.pool
-        payload = tpb.SessionGrant(
-            version=protocol.PAYLOAD_VERSION,
-            session=session.ref,
-            ordinal=session.ordinal,
-            pool_id=pool.id,
-            shard_epochs=pool.epochs,
-            tenant=session.tenant,
-            layout_fingerprint=pool.layout.fingerprint,
-            max_plans_in_flight=self._config.max_plans_in_flight,
-        ).SerializeToString(deterministic=True)
-        signature = signing.sign(pool.key, signing.GRANT, payload)
-        return tpb.SignedPayload(type=signing.GRANT, payload=payload, signature=signature)
-
     def _renew(self, session: Session) -> None:
         now_s = self._clock()
         session.expires_at_s = now_s + self._config.lease_s
@@ -502,12 +472,3 @@ class ControlPlane:
 def _require_short(value: str, most: int, field: str) -> None:
     if len(value) > most:
         raise InvalidRequestError(f"must have at most {most} characters", field=field)
-
-
-def _check_no_plan(member: Member, operations: Sequence[Named]) -> None:
-    """No plan may be made now. Raises TooManyPlansInFlightError if one might."""
-    session = member.session
-    if session.resync_due or member.is_drafted or any(map(may_plan, operations)):
-        raise TooManyPlansInFlightError(
-            f"{len(session.plans)} plans wait for their receipts: submit some before the next step"
-        )

@@ -117,6 +117,7 @@ async def test_publications_of_steps_that_follow_each_other_go_together(
 ) -> None:
     stream, _ = await joined(registrar)
     told: list[pb.RegisterResponse] = []
+    monkeypatch.setattr(core, "take_told", lambda: [("pool", 0)])
     monkeypatch.setattr(core, "take_outgoing", lambda *key: [told.pop()])
     monkeypatch.setattr(core, "take_told", lambda: [("pool", 0)])
     heard = []

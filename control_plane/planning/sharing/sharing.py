@@ -79,6 +79,12 @@ class Sharing:
         del self.members[session_id]
         self.with_news.discard(session_id)
 
+    def take_notices(self) -> list[tuple[int, cpb.News]]:
+        """Sessions with news that were not taken yet, and the news."""
+        notices = [(i, self.members[i].news) for i in self.with_news]
+        self.with_news.clear()
+        return [(i, news) for i, news in notices if news is not None]
+
     # Operations of a step
 
     def admit(

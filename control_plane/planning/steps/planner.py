@@ -26,7 +26,7 @@ from control_plane.planning.steps.failures import (
     error_of_columns,
     shortage_of,
 )
-from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.errors import InvalidRequestError, KvplaneError, TooManyPlansInFlightError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 
@@ -247,6 +247,30 @@ _RUN: Final[dict[str, _Run]] = {
     "forget": Planner._forget,
     "": Planner._unknown,
 }
+
+
+def check_no_plan(member: Member, operations: Sequence[Named]) -> None:
+    """No plan may be made now. Raises TooManyPlansInFlightError if one might."""
+    session = member.session
+    if session.resync_due or member.is_drafted or any(map(may_plan, operations)):
+        raise TooManyPlansInFlightError(
+            f"{len(session.plans)} plans wait for their receipts: submit some before the next step"
+        )
+
+
+def check(
+    planner: Planner, member: Member, operations: Sequence[Named]
+) -> cpb.CheckOperationsResponse:
+    """What each operation would be answered as the only one of a step now."""
+    session, response = member.session, cpb.CheckOperationsResponse()
+    session.native.begin(session.slot, session.numbers.last + 1, True)
+    for i, operation in enumerate(operations):
+        result = response.results.add()
+        planner.run(i, operation, result)
+        if operation[0] != "admit" and result.WhichOneof("done") is not None:
+            result.ClearField("done")
+    session.native.end_dry_run()
+    return response
 
 
 def _require_some(sequence_ids: bytes) -> None:

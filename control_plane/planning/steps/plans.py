@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from control_plane.planning.session import PlanRecord
+from control_plane.planning.session import PlanRecord, Session
 from control_plane.planning.sharing.member import Member
-from kvplane import signing
+from kvplane import protocol, signing
 from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
 
 
 def finish_plan(member: Member, number: int, answer: cpb.StepResult | cpb.ResyncResponse) -> None:
@@ -24,3 +25,20 @@ def finish_plan(member: Member, number: int, answer: cpb.StepResult | cpb.Resync
     plan.type = signing.PLAN
     plan.payload = payload
     plan.signature = signing.sign_digest(session.pool.key, signing.PLAN, digest)
+
+
+def sign_grant(session: Session, max_plans_in_flight: int) -> tpb.SignedPayload:
+    """What the session may do at data planes, signed with the pool's key."""
+    pool = session.pool
+    payload = tpb.SessionGrant(
+        version=protocol.PAYLOAD_VERSION,
+        session=session.ref,
+        ordinal=session.ordinal,
+        pool_id=pool.id,
+        shard_epochs=session.epochs,
+        tenant=session.tenant,
+        layout_fingerprint=pool.layout.fingerprint,
+        max_plans_in_flight=max_plans_in_flight,
+    ).SerializeToString(deterministic=True)
+    signature = signing.sign(pool.key, signing.GRANT, payload)
+    return tpb.SignedPayload(type=signing.GRANT, payload=payload, signature=signature)
