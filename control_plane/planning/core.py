@@ -121,7 +121,7 @@ class ControlPlane:
         self._sharing_of(self._pools[pool_id]).serve()
 
     def take_notices(self) -> list[tuple[int, cpb.News]]:
-        """Sessions with news that were not taken yet, and the news; the next answers tell it too."""
+        """Sessions with news that were not taken yet, and the news; answers tell it too."""
         return [notice for sharing in self._sharing.values() for notice in sharing.take_notices()]
 
     # Sessions
