@@ -113,6 +113,12 @@ class Plane:
         assert self.content[place] == wanted, f"{place} is published and holds something else"
         self.published[place] = generation
 
+    def withdraw(self, block: int, generation: int) -> None:
+        """The block's publication is void; it was published, or allocated again."""
+        place = (DEVICE, block)
+        if self.published.get(place) == generation:
+            del self.published[place]
+
     def run(self, session: int, plan: MadePlan, halfway: Random | None = None) -> bool:
         """Start a plan, or go on with it. False when it is refused, or stopped ``halfway``."""
         last = self.finished.get(session, 0)

@@ -214,6 +214,10 @@ class World:
         self.ended.remove(engine)
 
     def take_publications(self) -> None:
+        """What is published, and what is withdrawn, reaches the data plane at once."""
+        blocks, generations = self.pool.take_forgotten(1000)
+        for block, generation in zip(ints(blocks, "i"), ints(generations, "q"), strict=True):
+            self.plane.withdraw(block, generation)
         for run in self.pool.take_publications(3):
             root, *columns, _, tokens = run
             indices, generations, parents, above = (

@@ -104,6 +104,9 @@ std::variant<Admitted, Failure> Pool::admit_with(Session& session, const Admissi
   }
   for (auto& [plan, stop] : sequence.pending) stop = std::min(stop, cached);
   for (const auto& [plan, stop] : sequence.pending) touch_plan(session, plan, index);
+  if (!admission.skip_lookup)  // before anything is evicted: the last hit may be of no block
+    set_leaders(index, admission.tokens.data, hits.empty() ? session.root : hits.back().entry,
+                num_hits, num_tokens / block_size_);
   if (computes) {
     grow(session, index, cached, end, end);
     if (end > cached) schedule(session, index, end - cached);
@@ -111,8 +114,6 @@ std::variant<Admitted, Failure> Pool::admit_with(Session& session, const Admissi
     grow(session, index, cached, cached, end);
   }
   if (!admission.skip_lookup) {
-    set_leaders(index, admission.tokens.data, hits.empty() ? session.root : hits.back().entry,
-                num_hits, num_tokens / block_size_);
     counters_.num_lookup_tokens += num_tokens;
     counters_.num_hit_tokens += cached;
   }

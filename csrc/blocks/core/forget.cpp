@@ -162,7 +162,9 @@ void Pool::take_apart(EntryId e) {
     forgotten_.emplace_back(blocks[0], store(kDevice).generation(blocks[0]));
   for (const Tier tier : {kDevice, kHost})  // the last takes the entry away
     if (blocks[tier - 1] != kNoBlock) store(tier).unpublish(blocks[tier - 1]);
-  if (!has_blocks) index_.prune(e);
+  if (has_blocks) return;
+  if (entry.retention) retention_.lost(e);
+  index_.prune(e);
 }
 
 }  // namespace kvplane::blocks
