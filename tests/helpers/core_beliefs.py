@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from core_data_plane import DEVICE, HOST, unpack
+from core_messages import DEVICE, HOST, unpack
 
 from kvplane import columns
 from kvplane.columns import INT32, INT64

@@ -7,192 +7,36 @@ prefix. A wrong plan is an AssertionError, never a refusal.
 
 from __future__ import annotations
 
-import struct
-import zlib
-from collections.abc import Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from core_messages import (
+    BLOCK,
+    DEVICE,
+    HOST,
+    NUM_HEADS,
+    POOL,
+    TIERS,
+    Block,
+    BlockId,
+    Published,
+    Span,
+    allocations_of,
+    changes_of,
+    prefix_values,
+    publications_of,
+    root_value,
+    spans_of,
+    transfers_of,
+    unpack,
+)
 
 from kvplane import columns, protocol, signing
-from kvplane.columns import INT32, INT64, UINT8
-from kvplane.layout import LayerGroup, Layout
+from kvplane.columns import INT32, INT64
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 
 if TYPE_CHECKING:
     from core_model import World
-
-BLOCK = 8
-NUM_HEADS = 2
-LAYOUT = Layout("model", BLOCK, "float32", "float32", (LayerGroup("full", (0, 1), NUM_HEADS, 8),))
-DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
-TIERS = (DEVICE, HOST)
-POOL = "pool"
-
-BlockId = tuple[int, int]
-"""Tier and index."""
-
-
-def pack(tokens: Sequence[int]) -> bytes:
-    """Token ids as a column."""
-    return struct.pack(f"<{len(tokens)}i", *tokens)
-
-
-def unpack(token_ids: bytes) -> list[int]:
-    """The inverse of ``pack``."""
-    return list(struct.unpack(f"<{len(token_ids) // 4}i", token_ids))
-
-
-def root_value(owner: tuple[str, str]) -> int:
-    """What the first position of a tenant's namespace is computed from, beside its token."""
-    return zlib.crc32(repr(owner).encode())
-
-
-def prefix_values(tokens: Sequence[int], start: int) -> list[int]:
-    """What each position's KV is computed from: all tokens up to it, from ``start`` on."""
-    values, value = [], start
-    for token in tokens:
-        value = hash((value, token))
-        values.append(value)
-    return values
-
-
-class Block(NamedTuple):
-    """A block as a plan refers to it."""
-
-    tier: int
-    index: int
-    generation: int
-
-    @property
-    def block_id(self) -> BlockId:
-        return (self.tier, self.index)
-
-
-class Change(NamedTuple):
-    """One change to a table."""
-
-    kind: int
-    sequence_id: int
-    first_block: int
-    num_blocks: int
-    parent_id: int
-    blocks: list[Block]
-    allocated: list[bool]
-
-
-class Span(NamedTuple):
-    """The tokens that a plan computes for a sequence."""
-
-    sequence_id: int
-    first_position: int
-    num_tokens: int
-
-
-class Published(NamedTuple):
-    """A publication as a data plane keeps it."""
-
-    owner: tuple[str, str]
-    generation: int
-    parent: tuple[int, int]
-    hash: bytes
-    token_ids: bytes
-
-
-def changes_of(plan: tpb.Plan) -> list[Change]:
-    """A plan's changes, one by one."""
-    message = plan.changes
-    entries = zip(
-        columns.read(INT32, message.indices, "indices"),
-        columns.read(INT64, message.generations, "generations"),
-        columns.read(UINT8, message.allocated, "allocated"),
-        strict=True,
-    )
-    parents = iter(columns.read(INT64, message.parent_sequence_ids, "parents"))
-    changes = []
-    for kind, sequence_id, tier, first, num in zip(
-        columns.read(UINT8, message.kinds, "kinds"),
-        columns.read(INT64, message.sequence_ids, "sequence_ids"),
-        columns.read(UINT8, message.tiers, "tiers"),
-        columns.read(INT32, message.first_blocks, "first_blocks"),
-        columns.read(INT32, message.num_blocks, "num_blocks"),
-        strict=True,
-    ):
-        sets = kind in (tpb.TABLE_CHANGE_KIND_SET, tpb.TABLE_CHANGE_KIND_REPLACE)
-        own = list(islice(entries, num)) if sets else []
-        assert not sets or len(own) == num
-        assert sets == bool(tier)
-        parent = next(parents) if kind == tpb.TABLE_CHANGE_KIND_FORK else 0
-        blocks = [Block(tier, index, generation) for index, generation, _ in own]
-        allocated = [bool(flag) for _, _, flag in own]
-        changes.append(Change(kind, sequence_id, first, num, parent, blocks, allocated))
-    assert not list(entries)
-    assert not list(parents)
-    return changes
-
-
-def allocations_of(plan: tpb.Plan) -> list[Block]:
-    """Blocks that a plan allocates for no table."""
-    message = plan.allocations
-    return [
-        Block(*each)
-        for each in zip(
-            columns.read(UINT8, message.tiers, "tiers"),
-            columns.read(INT32, message.indices, "indices"),
-            columns.read(INT64, message.generations, "generations"),
-            strict=True,
-        )
-    ]
-
-
-def transfers_of(plan: tpb.Plan) -> list[tuple[Block, Block]]:
-    """A plan's transfers, (source, destination) each."""
-    message = plan.transfers
-    sources, destinations = (
-        map(
-            Block,
-            columns.read(UINT8, getattr(message, f"{end}_tiers"), "tiers"),
-            columns.read(INT32, getattr(message, f"{end}_indices"), "indices"),
-            columns.read(INT64, getattr(message, f"{end}_generations"), "generations"),
-        )
-        for end in ("source", "destination")
-    )
-    return list(zip(sources, destinations, strict=True))
-
-
-def spans_of(plan: tpb.Plan) -> list[Span]:
-    """A plan's spans."""
-    message = plan.spans
-    return [
-        Span(*each)
-        for each in zip(
-            columns.read(INT64, message.sequence_ids, "sequence_ids"),
-            columns.read(INT64, message.first_positions, "first_positions"),
-            columns.read(INT32, message.num_tokens, "num_tokens"),
-            strict=True,
-        )
-    ]
-
-
-def publications_of(message: tpb.Publications) -> dict[int, Published]:
-    """Publications by the index of their block."""
-    parents = zip(
-        columns.read(INT32, message.parent_indices, "parent_indices"),
-        columns.read(INT64, message.parent_generations, "parent_generations"),
-        strict=True,
-    )
-    owner = (message.tenant, message.namespace)
-    return {
-        index: Published(owner, *rest)
-        for index, *rest in zip(
-            columns.read(INT32, message.indices, "indices"),
-            columns.read(INT64, message.generations, "generations"),
-            parents,
-            columns.fixed(message.hashes, 16),
-            columns.fixed(message.token_ids, 4 * BLOCK),
-            strict=True,
-        )
-    }
 
 
 class DataPlane:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from core_beliefs import ModelSequence
-from core_data_plane import BLOCK, DEVICE, TIERS, DataPlane, pack, publications_of
+from core_data_plane import DataPlane
+from core_messages import BLOCK, DEVICE, TIERS, pack, publications_of
 from core_model import LATER, NEVER, OK, Engine, World, status_of
 from hypothesis import strategies as st
 from hypothesis.stateful import (

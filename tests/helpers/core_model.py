@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from core_beliefs import ModelSequence, believe, believe_grants
-from core_data_plane import (
+from core_data_plane import DataPlane
+from core_messages import (
     BLOCK,
     DEVICE,
     LAYOUT,
     POOL,
     BlockId,
-    DataPlane,
     pack,
     prefix_values,
     root_value,

@@ -57,29 +57,6 @@ async def test_a_tenant_has_only_so_many_sequences_in_all_its_sessions(
     await one.do(ops.fork(1, 2))
 
 
-async def test_a_tenant_has_only_so_many_blocks_in_all_its_sessions(
-    start_world: StartWorld,
-) -> None:
-    """A block counts once however many of the tenant's sequences share it."""
-    world = await start_world(max_tenant_blocks=6)
-    one, other = [await world.caller() for _ in range(2)]
-    await one.admit(1, prompt(3))
-    await other.admit(1, prompt(3), num_compute_tokens=0)
-    shortage = await other.later(ops.admit(2, prompt(3, seed=1)))
-    assert shortage.reason == pb.SHORTAGE_REASON_QUOTA
-    await other.admit(2, prompt(1, seed=1, extra=0))
-    await other.grow(2, 8)
-    shortage = await one.later(ops.append(1, [5] * 8, 8, first_position=25))
-    assert shortage.reason == pb.SHORTAGE_REASON_QUOTA
-    await other.do(ops.free([2]))
-    await one.do(ops.append(1, [5] * 8, 8, first_position=25))
-
-
-async def test_what_a_tenant_may_never_have_does_not_wait(start_world: StartWorld) -> None:
-    caller = await (await start_world(max_tenant_blocks=6)).caller()
-    assert (await caller.never(ops.admit(1, prompt(6)))).reason == pb.SHORTAGE_REASON_QUOTA
-
-
 async def test_a_tenant_makes_only_so_many_steps_a_second(start_world: StartWorld) -> None:
     """A step refused so has used no number, and says when to come again."""
     world = await start_world(max_tenant_steps_per_s=20.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core_data_plane import DEVICE
+from core_messages import DEVICE
 from core_model import World
 
 from control_plane.planning.steps.abort import abort_from

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from core_data_plane import BLOCK, changes_of, pack
 from core_machine import growth, joined
+from core_messages import BLOCK, changes_of, pack
 from core_model import World
 
 from control_plane.planning.config import CoreConfig

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from core_data_plane import POOL, DataPlane
+from core_data_plane import DataPlane
+from core_messages import POOL
 from core_model import World
 
 from control_plane.planning.config import CoreConfig

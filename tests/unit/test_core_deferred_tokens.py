@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core_data_plane import POOL, pack
+from core_messages import POOL, pack
 from core_model import World
 
 from control_plane.planning.steps.deferred_tokens import take_deferred_tokens

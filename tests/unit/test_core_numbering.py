@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from core_data_plane import pack
+from core_messages import pack
 from core_model import Engine, World, error_in
 
 from control_plane.planning.config import CoreConfig

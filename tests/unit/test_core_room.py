@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core_data_plane import DEVICE, HOST
+from core_messages import DEVICE, HOST
 from core_model import LATER, NEVER, OK, World, status_of
 
 from control_plane.planning.config import CoreConfig

@@ -10,7 +10,7 @@ import gc
 import sys
 from types import FrameType
 
-from core_data_plane import BLOCK, changes_of, pack
+from core_messages import BLOCK, changes_of, pack
 from core_model import Engine, World
 
 from kvplane import ops

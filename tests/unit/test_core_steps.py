@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core_data_plane import HOST, pack
+from core_messages import HOST, pack
 from core_model import (
     FAILED,
     OK,

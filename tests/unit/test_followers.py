@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from core_data_plane import DEVICE, HOST, POOL
+from core_messages import DEVICE, HOST, POOL
 from core_model import Engine, World
 
 from control_plane.planning.config import CoreConfig

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from core_data_plane import HOST, changes_of
 from core_machine import CoreMachine
+from core_messages import HOST, changes_of
 from core_model import FAILED, LATER, NEVER, OK, World, status_of
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test

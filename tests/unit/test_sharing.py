@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core_data_plane import BLOCK
+from core_messages import BLOCK
 from core_model import FAILED, LATER, OK, Engine, World, error_in, status_of
 
 from kvplane import columns, ops

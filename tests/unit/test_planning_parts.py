@@ -1,0 +1,91 @@
+"""Parts of planning by themselves: queries, the line's view of the blocks, retention, grants."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf import duration_pb2
+from planning_rig import BLOCK_SIZE, DEVICE, PlanningRig
+
+from control_plane.planning import queries
+from control_plane.planning.sharing.blocks import DeviceBlocks
+from control_plane.planning.sharing.member import Waiting
+from control_plane.planning.sharing.sharing import Sharing
+from control_plane.planning.steps.plans import sign_grant
+from control_plane.planning.steps.prefixes import retain
+from kvplane import columns, ops, signing
+from kvplane.columns import INT64
+from kvplane.errors import InvalidRequestError
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+
+PROMPT = range(2 * BLOCK_SIZE + 3)
+
+
+@pytest.fixture
+def rig() -> PlanningRig:
+    """Sequence 1 is written: two published blocks and three more tokens."""
+    rig = PlanningRig()
+    rig.admit(1, PROMPT)
+    rig.run()
+    return rig
+
+
+def test_queries_take_nothing(rig: PlanningRig) -> None:
+    before = rig.pool.usage()
+    request = cpb.LookupPrefixRequest(token_ids=ops.pack_tokens(PROMPT))
+    found = queries.lookup_prefix(rig.session, request)
+    assert (found.num_cached_tokens, found.num_host_tokens) == (2 * BLOCK_SIZE, 0)
+    assert columns.read(INT64, queries.states(rig.session).sequence_ids, "ids").tolist() == [1]
+    assert rig.pool.usage() == before
+
+
+def test_the_line_sees_what_sequences_hold(rig: PlanningRig) -> None:
+    members = rig.sharing.members
+    blocks = DeviceBlocks(rig.pool, members)
+    key = members[1].groups.of(1).key
+    rig.step(ops.fork(1, 2))
+    assert blocks.num_blocks == rig.pool.num_blocks(DEVICE)
+    assert blocks.num_held(1, key) >= 3, "it may be too high, but never too low"
+    assert blocks.num_obtainable(1) == blocks.num_blocks - 3
+    assert blocks.num_pending(1) == 0
+    assert blocks.retired_since(1) is None
+
+
+def test_a_session_that_ends_leaves_those_that_share(rig: PlanningRig) -> None:
+    assert isinstance(rig.sharing, Sharing)
+    rig.open(2)
+    rig.end(2)
+    assert list(rig.sharing.members) == [1]
+
+
+def test_an_admission_that_waits_has_the_ids_of_its_forks() -> None:
+    forks = columns.pack(INT64, [5, 6])
+    waiting = Waiting(1, cpb.Admit(sequence_id=4, fork_sequence_ids=forks), 3)
+    assert [waiting.names(i) for i in (4, 5, 6, 7)] == [True, True, True, False]
+    assert [waiting.is_of(i) for i in (4, 5)] == [True, False]
+    assert not Waiting(2, None, 3).names(4), "a swap-in has none"
+
+
+@pytest.mark.parametrize(
+    ("priority", "seconds", "field"), [(0, 1, "priority"), (101, 1, "priority"), (1, 0, "time")]
+)
+def test_a_retention_out_of_range_is_refused(
+    rig: PlanningRig, priority: int, seconds: int, field: str
+) -> None:
+    message = cpb.Retain(
+        token_ids=ops.pack_tokens(PROMPT),
+        time_to_live=duration_pb2.Duration(seconds=seconds),
+        priority=priority,
+    )
+    with pytest.raises(InvalidRequestError) as refused:
+        retain(rig.session, message, cpb.OperationResult(), only_check=False)
+    assert refused.value.field.startswith(field)
+
+
+def test_a_grant_is_signed_with_the_pools_key(rig: PlanningRig) -> None:
+    signed = sign_grant(rig.session, max_plans_in_flight=3)
+    signing.verify(
+        rig.pool.key, signing.GRANT, signed.type, signed.payload, signed.signature, field="grant"
+    )
+    grant = tpb.SessionGrant.FromString(signed.payload)
+    assert (grant.session, grant.max_plans_in_flight) == (rig.session.ref, 3)
