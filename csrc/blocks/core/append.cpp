@@ -214,13 +214,21 @@ bool Pool::may_write(const Session& session, const Sequence& sequence, int64_t i
 // Remembers what the append would change.
 void Pool::pretend(const Session& session, const Sequence& sequence, Sketch now, int64_t first,
                    int64_t end, int64_t cover) {
+  const auto release = [&](Block b) {
+    const int64_t num_refs = store(kDevice).ref_count(b) + --dry_.more_refs[b];
+    dry_.num_taken -=
+        num_refs == 0 && !dry_.pinned_tokens.count(b) && store(kDevice).returns(b, session.slot);
+  };
   const int64_t stop = std::min({div_ceil(end, block_size_), now.table_size, sequence.table.size});
   for (int64_t i = first / block_size_; end > first && i < stop; ++i) {
     if (may_write(session, sequence, i, first, &now)) continue;
     pretend_own_piece(sequence, now, static_cast<size_t>(i / Table::kItems));
     const Block old = sequence.table.at(table_store_, i);
+    if (first <= i * block_size_) {  // nothing is copied
+      release(old);
+      continue;
+    }
     --dry_.more_refs[old];
-    if (first <= i * block_size_) continue;
     uint32_t& pinned = dry_.pinned_tokens[old];
     pinned = std::max(pinned, static_cast<uint32_t>(first - i * block_size_));
   }
@@ -233,10 +241,7 @@ void Pool::pretend(const Session& session, const Sequence& sequence, Sketch now,
   const int64_t num_trimmed = end > first ? num_to_trim(sequence, now.num_tokens) : 0;
   for (; now.num_trimmed < num_trimmed; ++now.num_trimmed) {
     pretend_own_piece(sequence, now, static_cast<size_t>(now.num_trimmed / Table::kItems));
-    const Block b = sequence.table.at(table_store_, now.num_trimmed);
-    const int64_t num_refs = store(kDevice).ref_count(b) + --dry_.more_refs[b];
-    dry_.num_taken -=
-        num_refs == 0 && !dry_.pinned_tokens.count(b) && store(kDevice).returns(b, session.slot);
+    release(sequence.table.at(table_store_, now.num_trimmed));
   }
   now.computed = now.computed || end > first;
   now.num_scheduled = end;

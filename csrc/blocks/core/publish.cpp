@@ -47,7 +47,9 @@ void Pool::publish(Session& session, uint32_t index) {
   Sequence& sequence = sequences_[index];
   int64_t complete = std::min(std::min(sequence.num_written, sequence.tokens.size) / block_size_,
                               sequence.private_from);
-  if (complete <= sequence.num_published || sequence.tier != kDevice ||
+  // An entry is not made for a trimmed block alone.
+  const int64_t num_gone = sequence.live ? sequence.num_trimmed : 0;
+  if (complete <= std::max(sequence.num_published, num_gone) || sequence.tier != kDevice ||
       sequence.moved_by > session.done)
     return;
   if (!sequence.live) {

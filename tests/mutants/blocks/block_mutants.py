@@ -18,8 +18,8 @@ class Mutant:
 QUICK = {
     "published_before_it_is_written": Mutant(
         "publish.cpp",
-        "std::min(sequence.num_written, sequence.tokens.size) / block_size_;",
-        "std::min(sequence.num_scheduled, sequence.tokens.size) / block_size_;",
+        "std::min(sequence.num_written, sequence.tokens.size) / block_size_,",
+        "std::min(sequence.num_scheduled, sequence.tokens.size) / block_size_,",
     ),
     "reused_before_it_is_quiet": Mutant(
         "tables.cpp", "if (plan <= session.done) return", "if (plan <= session.done + 1) return"
@@ -46,7 +46,10 @@ MORE = {
         "if (sequence.num_published > num_full + 1000000) {",
     ),
     "an_aborted_copy_to_the_host_tier_is_found": Mutant(
-        "plans.cpp", "if (has_run && index_.alive(", "if (index_.alive("
+        "plans.cpp", "if (has_run && entry.block(", "if (entry.block("
+    ),
+    "copied_to_the_host_tier_by_a_plan_of_whole_tables": Mutant(
+        "plans.cpp", "if (session.resync_due || entry.block(kHost)", "if (entry.block(kHost)"
     ),
     "whole_tables_do_not_say_what_is_allocated": Mutant(
         "plans.cpp",
@@ -93,13 +96,15 @@ MORE = {
     "a_destination_is_allocated_again_by_its_plan": Mutant(
         "tables.cpp", "if (!session.destinations.empty() &&", "if (false &&"
     ),
-    "a_dry_run_takes_nothing": Mutant("append.cpp", "dry_.num_taken += needed;", ""),
+    "a_dry_run_takes_nothing": Mutant(
+        "append.cpp", "dry_.num_taken += std::min(needed, available);", ""
+    ),
     "a_dry_run_counts_every_sharer": Mutant("append.cpp", "++dry_.pieces_copied[id];", ""),
     "a_refused_admission_takes_its_id": Mutant(
         "admit.cpp",
-        "if (!copies_last) return no_room(",
+        "if (!copies_last || config_.window_tokens)",
         "if (!copies_last) new_sequence(session, admission.sequence_id, admitted_by);\n"
-        "    if (!copies_last) return no_room(",
+        "    if (!copies_last || config_.window_tokens)",
     ),
     "receipts_free_the_next_plans_blocks": Mutant(
         "publish.cpp",

@@ -34,6 +34,14 @@ class ForgettingWalk(Walk):
         # What is written after a truncation lies in a block that was allocated before.
         return super()._truncate(engine) if self.truncates else self._append(engine)
 
+    def abort(self) -> None:
+        if self.truncates:  # an abort truncates too
+            super().abort()
+
+    def resync(self) -> None:
+        if self.truncates:
+            super().resync()
+
     def act(self) -> None:
         super().act()
         self.world.pool.check_integrity()
