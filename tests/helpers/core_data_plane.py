@@ -69,7 +69,7 @@ class DataPlane:
         self.content: dict[BlockId, list[int | None]] = {}
         self.published: dict[int, Published] = {}
         # Generation and content of the blocks that the plan which ran last allocated, before it.
-        self.former: dict[BlockId, tuple[int, list[int | None]]] = {}
+        self.former: dict[tuple[BlockId, int], list[int | None]] = {}
         self.quit_all()
 
     def quit_all(self) -> None:
@@ -313,7 +313,7 @@ class DataPlane:
                     f"{other} refers to it"
                 )
         if block_id in self.content:
-            self.former[block_id] = (known, self.content[block_id])
+            self.former[block_id, known] = self.content[block_id]
         self.generation[block_id] = block.generation
         self.content[block_id] = [None] * BLOCK
         if block.tier == DEVICE:
@@ -326,8 +326,9 @@ class DataPlane:
         content = self.content[source.block_id]
         if known != source.generation:
             # What a block held that this plan allocates: nothing has written it yet.
-            known, content = self.former.get(source.block_id, (None, content))
-        assert known == source.generation, f"a transfer of {source}, which is {known}"
+            former = self.former.get((source.block_id, source.generation))
+            assert former is not None, f"a transfer of {source}, which is {known}"
+            content = former
         if destination.tier == DEVICE:
             assert destination.index not in self.published, "a copy over a published block"
         self.content[destination.block_id] = list(content)

@@ -230,8 +230,10 @@ def test_statement_12_a_lease_is_renewed_by_messages() -> None:
 
 
 def test_a_random_walk_keeps_every_invariant() -> None:
+    """The same walks each time; the long ones differ from night to night."""
     run_state_machine_as_test(
-        CoreMachine, settings=settings(SETTINGS, max_examples=100, stateful_step_count=40)
+        CoreMachine,
+        settings=settings(SETTINGS, max_examples=100, stateful_step_count=40, derandomize=True),
     )
 
 
