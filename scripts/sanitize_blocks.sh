@@ -16,7 +16,7 @@ BUILD=$(realpath -m "${BUILD:-build/blocks-asan}")
 export CXX=${CXX:-g++}
 if [ $# -eq 0 ]; then
   # The programs have sanitizers of their own, and compilers need not run under one.
-  set -- "$PYTHON" -m pytest -q -p no:cacheprovider tests/unit/blocks \
+  set -- "$PYTHON" -m pytest -q -p no:cacheprovider -m "not nightly" tests/unit/blocks \
     --ignore tests/unit/blocks/test_native_programs.py
 fi
 

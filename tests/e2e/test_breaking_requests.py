@@ -122,7 +122,7 @@ def test_a_full_pool_says_later_and_takes_the_same_prompt_once_something_was_fre
         async with ControlClient(pair.control.address) as client:
             layout = Layout.from_proto((await client.describe_pool(POOL)).layout)
             async with await client.open_session(POOL, layout) as session:
-                admissions = [ops.admit(i, [i] * 40, num_compute_tokens=0) for i in range(1, 10)]
+                admissions = [ops.admit(i, [i] * 40) for i in range(1, 10)]
                 results = (await session.step(admissions)).results
                 later = control_pb2.OPERATION_STATUS_LATER
                 full = [[f.status for f in r.failures] == [later] for r in results]
@@ -131,6 +131,7 @@ def test_a_full_pool_says_later_and_takes_the_same_prompt_once_something_was_fre
                 assert all(full[first:])
                 shortage = results[first].failures[0].shortage
                 assert shortage.num_blocks_needed == 3 > shortage.num_blocks_available
+                # Blocks of a plan that has not run come back to the session at once.
                 require_done(await session.step([ops.free([1]), admissions[first]]))
 
     asyncio.run(fill())

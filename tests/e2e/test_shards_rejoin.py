@@ -82,8 +82,11 @@ def fill_once(control: ControlPlane, num_blocks: int, *planes: Executor) -> None
         pool_id="pool", layout=tpb.Layout(fingerprint=LAYOUT.fingerprint)
     )
     opened = control.open_session(request, TENANT)
-    prompt = ops.admit(1, [1] * (num_blocks * 8), num_compute_tokens=0)
-    step = pb.StepRequest(session=opened.session, number=1, operations=[prompt])
+    operations = [
+        ops.admit(1, [1], num_compute_tokens=0),
+        ops.append(1, first_position=0, num_lookahead_slots=num_blocks * 8),
+    ]
+    step = pb.StepRequest(session=opened.session, number=1, operations=operations)
     plan = control.step(step, TENANT).plan
     for plane in planes:
         assert plane.start(opened.grant, plan).receipt is not None

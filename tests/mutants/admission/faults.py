@@ -317,15 +317,6 @@ def sessions_are_ended_for_nobody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(yielding, "_without_receipts", without)
 
 
-def headroom_is_kept_in_an_empty_pool(patch: pytest.MonkeyPatch) -> None:
-    """A prompt of nearly the whole pool is never admitted."""
-
-    def num_headroom(self: Line) -> int:
-        return int(self._config.headroom * self._pool.num_blocks)
-
-    patch.setattr(Line, "_num_headroom", num_headroom)
-
-
 def places_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     """A session is not told how many stand in front of it."""
     patch.setattr(Line, "_place", lambda self, waiting: 1)
@@ -381,7 +372,6 @@ OTHERS = (
     cuts_are_not_announced,
     more_yield_than_needed,
     sessions_are_ended_for_nobody,
-    headroom_is_kept_in_an_empty_pool,
     places_are_not_counted,
     pending_blocks_count_for_nothing,
 )

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from control_plane.planning import core, queries
-from control_plane.planning.pools import recovery, registration, shards
+from control_plane.planning.pools import registration, shards
 from control_plane.planning.pools.pool import Pool
-from control_plane.planning.pools.publications import Published
 from control_plane.planning.session import Session
 from control_plane.planning.steps import planner
 from control_plane.planning.steps.abort import abort_from
@@ -85,34 +84,6 @@ def key_ignored_on_resume(patch: pytest.MonkeyPatch) -> None:
         return original(self, pool, hello)
 
     patch.setattr(registration.Registration, "_can_resume", can_resume)
-
-
-def generations_cut_at_smallest_shard(patch: pytest.MonkeyPatch) -> None:
-    """Generations of blocks that a smaller shard does not have are forgotten, and never learned."""
-    set_tiers, learn = Pool.set_tiers, recovery._learn
-
-    def cut(self: Pool, num_blocks: dict[tpb.Tier, int]) -> None:
-        for tier, num in num_blocks.items():
-            if num:
-                del self.generations[tier][num:]
-        set_tiers(self, num_blocks)
-
-    def learn_less(known: list[int], reported: dict[int, int]) -> None:
-        num = len(known) or len(reported)
-        learn(known, {block: g for block, g in reported.items() if block < num})
-
-    patch.setattr(Pool, "set_tiers", cut)
-    patch.setattr(recovery, "_learn", learn_less)
-
-
-def publication_of_other_generation_restored(patch: pytest.MonkeyPatch) -> None:
-    """A shard's publication is believed though another, or the past, knows a later generation."""
-
-    def agreed(pool: Pool, reports: list[Any]) -> dict[int, Published]:
-        first, num_blocks = reports[0].published, pool.num_blocks(tpb.TIER_DEVICE)
-        return {block: published for block, published in first.items() if block < num_blocks}
-
-    patch.setattr(recovery, "_agreed", agreed)
 
 
 def fence_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -253,8 +224,6 @@ SLOW = (
     abort_not_numbered,
     incarnation_of_requests_ignored,
     key_ignored_on_resume,
-    generations_cut_at_smallest_shard,
-    publication_of_other_generation_restored,
     ended_sessions_forgotten_with_the_key,
     fence_not_awaited,
     tokens_taken_by_sequence_id,

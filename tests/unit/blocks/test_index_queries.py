@@ -92,9 +92,10 @@ def test_memory_grows_by_what_is_said_a_block_and_an_entry() -> None:
         assert num_entries == num + 1
         assert 48 <= num_bytes_blocks / num <= 128
         assert 64 + 4 * BLOCK_TOKENS <= num_bytes_entries / num <= 160
-        # The eviction policy's columns, the free list of ids and sequences are not counted.
-        assert 0.7 < (resident[1] - resident[0]) / counted[0] < 2
-        assert 0.7 < (resident[2] - resident[1]) / (counted[1] - counted[0]) < 2
+        # The eviction policy's columns, the free list of ids and sequences are not counted. Memory
+        # that the process has had before may be used again, so less than was counted may be new.
+        assert resident[1] - resident[0] < 2 * counted[0]
+        assert resident[2] - resident[1] < 2 * (counted[1] - counted[0])
 
 
 def resident_bytes() -> int:
