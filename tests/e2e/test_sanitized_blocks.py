@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_tests_of_the_blocks_pass_under_sanitizers() -> None:
     done = subprocess.run(
         ["scripts/sanitize_blocks.sh"],

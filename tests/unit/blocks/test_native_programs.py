@@ -17,6 +17,8 @@ from native_programs import SOURCES, built_alone, built_programs, cmake
 
 NAMES = sorted(path.stem for path in (SOURCES / "tests").glob("test_*.cpp"))
 LARGEST = 2**64 - 1
+# Compilers share the machine with other tests.
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
