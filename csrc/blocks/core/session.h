@@ -116,7 +116,6 @@ struct Session {
   bool resync_due = false;
   EntryId root = kNoEntry;
   uint32_t owner = 0;
-  uint64_t opened = 0;
   IdMap sequences{0};  // id -> index
   std::deque<PlanRecord> plans;
   std::deque<Release> releases;
