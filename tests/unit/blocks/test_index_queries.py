@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -88,6 +89,8 @@ def test_memory_grows_by_what_is_said_a_block_and_an_entry() -> None:
     assert num_entries == num + 1
     assert 48 <= num_bytes_blocks / num <= 128
     assert 64 + 4 * BLOCK_TOKENS <= num_bytes_entries / num <= 160
+    if "libasan" in os.environ.get("LD_PRELOAD", ""):
+        return  # its red zones and its quarantine are resident too
     # The eviction policy's columns, the free list of ids and sequences are not counted.
     assert 0.7 < (resident[1] - resident[0]) / counted[0] < 2
     assert 0.7 < (resident[2] - resident[1]) / (counted[1] - counted[0]) < 2
