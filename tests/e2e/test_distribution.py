@@ -156,7 +156,7 @@ def test_the_kernels_and_the_blocks_have_no_source_in_common(tmp_path: Path) -> 
     kernels, blocks = sources
     assert "cpu/paged_attention.cpp" in kernels
     assert not [name for name in kernels if "blocks/" in name]
-    assert "core/hash.cpp" in blocks
+    assert "index/hash.cpp" in blocks
     assert kernels & blocks == {"CMakeLists.txt", "PKG-INFO", "pyproject.toml"}
 
 

@@ -84,14 +84,14 @@ def digests(tree: Path) -> list[str]:
 def test_a_change_of_the_blocks_leaves_the_kernels_as_they_are_and_the_other_way_round(
     tree: Path,
 ) -> None:
-    for name in ("bindings.cpp", "blocks/core/hash.cpp", "blocks/core/x.pyc", "blocks/build/log"):
+    for name in ("bindings.cpp", "blocks/index/hash.cpp", "blocks/core/x.pyc", "blocks/build/log"):
         (tree / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / "csrc" / name).write_text("old")
     kernels, blocks = digests(tree)
     for ignored in ("blocks/core/x.pyc", "blocks/build/log"):
         (tree / "csrc" / ignored).write_text("new")
         assert digests(tree) == [kernels, blocks]
-    (tree / "csrc" / "blocks" / "core" / "hash.cpp").write_text("new")
+    (tree / "csrc" / "blocks" / "index" / "hash.cpp").write_text("new")
     new_kernels, new_blocks = digests(tree)
     assert new_kernels == kernels and new_blocks != blocks
     (tree / "csrc" / "bindings.cpp").write_text("new")

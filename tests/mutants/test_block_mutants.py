@@ -61,7 +61,7 @@ class Build:
     def module_with(self, name: str, folder: Path) -> Path:
         """A folder with the package kvplane_blocks that has the fault."""
         mutant = (MUTANTS.QUICK | MUTANTS.MORE)[name]
-        path = self.sources / "core" / mutant.file
+        path = self.sources / mutant.file
         sound = path.read_text()
         assert sound.count(mutant.old) == 1, f"{mutant.file}: {sound.count(mutant.old)} times"
         path.write_text(sound.replace(mutant.old, mutant.new))

@@ -10,7 +10,7 @@ from reports which block holds which prefix, and an old one does when a shard ha
 - Its parent is exactly the block that it names, of that block's final generation, and restored too.
   Equal hashes never join blocks, and one whose hash does not follow from its tokens is left out.
 
-The native core does this (``csrc/blocks/core/rebuild.h``), a piece at a time.
+The native core does this (``csrc/blocks/recovery/rebuild.h``), a piece at a time.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/columns.h"
-#include "core/rebuild.h"
+#include "recovery/rebuild.h"
 
 namespace kvplane::blocks {
 namespace {

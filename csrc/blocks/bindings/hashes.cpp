@@ -3,7 +3,7 @@
 #include <string_view>
 
 #include "bindings/bindings.h"
-#include "core/hash.h"
+#include "index/hash.h"
 
 namespace py = pybind11;
 

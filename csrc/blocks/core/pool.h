@@ -15,13 +15,13 @@
 #include <variant>
 #include <vector>
 
-#include "core/block_store.h"
-#include "core/dry_run.h"
-#include "core/prefix_index.h"
-#include "core/retention.h"
 #include "core/session.h"
 #include "core/types.h"
-#include "core/watch.h"
+#include "index/prefix_index.h"
+#include "index/watch.h"
+#include "memory/block_store.h"
+#include "memory/retention.h"
+#include "steps/dry_run.h"
 
 namespace kvplane::blocks {
 

@@ -8,10 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/draft.h"
-#include "core/id_map.h"
-#include "core/pieces.h"
+#include "containers/id_map.h"
+#include "containers/pieces.h"
 #include "core/types.h"
+#include "steps/draft.h"
 
 namespace kvplane::blocks {
 

@@ -1,4 +1,4 @@
-"""Types of the native module; the headers in csrc/blocks/core describe what they do.
+"""Types of the native module; the headers in csrc/blocks describe what they do.
 
 Columns are little-endian bytes, as on the wire. An item that is refused is a failure and has
 changed nothing.

@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/id_map.h"
+#include "containers/id_map.h"
 #include "tests/check.h"
 
 namespace kvplane::blocks {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "core/proto_writer.h"
+#include "steps/proto_writer.h"
 #include "tests/check.h"
 
 namespace kvplane::blocks {

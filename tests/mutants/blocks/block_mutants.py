@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutant:
-    """``old`` is exactly once in ``file`` (of csrc/blocks/core)."""
+    """``old`` is exactly once in ``file`` (of csrc/blocks)."""
 
     file: str
     old: str
@@ -17,97 +17,101 @@ class Mutant:
 # Each of these is compiled and caught in a few seconds.
 QUICK = {
     "published_before_it_is_written": Mutant(
-        "publish.cpp",
+        "index/publish.cpp",
         "std::min(sequence.num_written, sequence.tokens.size) / block_size_,",
         "std::min(sequence.num_scheduled, sequence.tokens.size) / block_size_,",
     ),
     "reused_before_it_is_quiet": Mutant(
-        "tables.cpp", "if (plan <= session.done) return", "if (plan <= session.done + 1) return"
+        "steps/tables.cpp",
+        "if (plan <= session.done) return",
+        "if (plan <= session.done + 1) return",
     ),
     "found_where_another_session_computes_it": Mutant(
-        "admit.cpp", "|| leader.slot != session.slot ||", "||"
+        "steps/admit.cpp", "|| leader.slot != session.slot ||", "||"
     ),
 }
 MORE = {
     "written_in_place_though_shared": Mutant(
-        "append.cpp",
+        "steps/append.cpp",
         "return piece.num_owners == 1 &&\n         store(kDevice).is_writable(b, "
         "session.slot, static_cast",
         "return store(kDevice).is_writable(b, session.slot, static_cast",
     ),
     "a_spare_does_not_take_over": Mutant(
-        "prefix_index.cpp",
+        "index/prefix_index.cpp",
         "const Block spare = tier == kDevice ? entry.spares : kNoBlock;",
         "const Block spare = kNoBlock;",
     ),
     "a_truncated_sequence_counts_as_published": Mutant(
-        "sequences.cpp",
+        "steps/sequences.cpp",
         "if (sequence.num_published > num_full) {",
         "if (sequence.num_published > num_full + 1000000) {",
     ),
     "an_aborted_copy_to_the_host_tier_is_found": Mutant(
-        "plans.cpp", "if (has_run && entry.block(", "if (entry.block("
+        "steps/plans.cpp", "if (has_run && entry.block(", "if (entry.block("
     ),
     "copied_to_the_host_tier_by_a_plan_of_whole_tables": Mutant(
-        "plans.cpp", "if (session.resync_due || entry.block(kHost)", "if (entry.block(kHost)"
+        "steps/plans.cpp", "if (session.resync_due || entry.block(kHost)", "if (entry.block(kHost)"
     ),
     "whole_tables_do_not_say_what_is_allocated": Mutant(
-        "plans.cpp",
+        "steps/plans.cpp",
         "changes.entry(items[i], blocks.generation(items[i]), is_new);",
         "changes.entry(items[i], blocks.generation(items[i]), is_new && false);",
     ),
     "copied_before_the_same_plan_computes_it": Mutant(
-        "append.cpp",
+        "steps/append.cpp",
         "const bool copies_unwritten = sequence.filled_by == session.number &&",
         "const bool copies_unwritten = false &&",
     ),
     "swapped_before_the_same_plan_computes_it": Mutant(
-        "sequences.cpp",
+        "steps/sequences.cpp",
         "std::max(sequence.computed_by, sequence.filled_by) == session.number",
         "sequence.computed_by == session.number",
     ),
     "a_sharer_writes_what_receipts_may_publish": Mutant(
-        "sequences.cpp",
+        "steps/sequences.cpp",
         "if (ghost->first != kNoBlock) blocks.keep",
         "if (ghost->first != kNoBlock && blocks.state(ghost->first) == State::kRetired) "
         "blocks.keep",
     ),
     "an_abort_leaves_copies": Mutant(
-        "abort.cpp", "!origins.empty() &&", "false && !origins.empty() &&"
+        "steps/abort.cpp", "!origins.empty() &&", "false && !origins.empty() &&"
     ),
     "what_a_copy_reads_is_written": Mutant(
-        "plans.cpp",
+        "steps/plans.cpp",
         "pin(source.block, session.slot, num_tokens);",
         "pin(source.block, session.slot, 0 * num_tokens);",
     ),
     "a_sequence_is_forgotten_twice": Mutant(
-        "pool.cpp",
+        "core/pool.cpp",
         "if (sequences_[index].uid == uid) forget_sequence(index);",
         "if (uid == uid) forget_sequence(index);",
     ),
     "trimmed_beyond_what_an_abort_leaves": Mutant(
-        "append.cpp",
+        "steps/append.cpp",
         "std::min(sequence.num_written, num_tokens);",
         "std::max(sequence.num_written, 0 * num_tokens);",
     ),
     "a_cut_frees_what_a_draft_allocates": Mutant(
-        "sequences.cpp", "is_open ? session.number + 1 : session.last_plan", "session.last_plan"
+        "steps/sequences.cpp",
+        "is_open ? session.number + 1 : session.last_plan",
+        "session.last_plan",
     ),
     "a_destination_is_allocated_again_by_its_plan": Mutant(
-        "tables.cpp", "if (!session.destinations.empty() &&", "if (false &&"
+        "steps/tables.cpp", "if (!session.destinations.empty() &&", "if (false &&"
     ),
     "a_dry_run_takes_nothing": Mutant(
-        "append.cpp", "dry_.num_taken += std::min(needed, available);", ""
+        "steps/append.cpp", "dry_.num_taken += std::min(needed, available);", ""
     ),
     "a_dry_run_counts_every_sharer": Mutant("append.cpp", "++dry_.pieces_copied[id];", ""),
     "a_refused_admission_takes_its_id": Mutant(
-        "admit.cpp",
+        "steps/admit.cpp",
         "if (!copies_last || config_.window_tokens)",
         "if (!copies_last) new_sequence(session, admission.sequence_id, admitted_by);\n"
         "    if (!copies_last || config_.window_tokens)",
     ),
     "receipts_free_the_next_plans_blocks": Mutant(
-        "publish.cpp",
+        "index/publish.cpp",
         "session.releases.front().plan <= plan)",
         "session.releases.front().plan <= plan + 1)",
     ),

@@ -59,21 +59,21 @@ def test_protobuf_reads_what_the_writer_writes(programs: dict[str, Path]) -> Non
     [
         (
             "test_id_map",
-            "core/id_map.h",
+            "containers/id_map.h",
             "((next - home) & mask) <",
             "((next - home) & mask) >",
             "not so:",
         ),
         (
             "test_id_map",
-            "core/id_map.h",
+            "containers/id_map.h",
             "size_t slot = home_of(key);",
             "size_t slot = home_of(key) + 7;",
             "Assertion",
         ),
         (
             "test_proto_writer",
-            "core/proto_writer.h",
+            "steps/proto_writer.h",
             "num_values * sizeof(T)",
             "2 * num_values * sizeof(T)",
             "AddressSanitizer",

@@ -8,9 +8,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/prefix_index.h"
-#include "core/slab.h"
+#include "containers/slab.h"
 #include "core/types.h"
+#include "index/prefix_index.h"
 
 namespace kvplane::blocks {
 

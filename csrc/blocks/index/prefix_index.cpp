@@ -1,9 +1,9 @@
-#include "core/prefix_index.h"
+#include "index/prefix_index.h"
 
 #include <cstring>
 #include <stdexcept>
 
-#include "core/hash.h"
+#include "index/hash.h"
 
 namespace kvplane::blocks {
 

@@ -1,4 +1,4 @@
-#include "core/retention.h"
+#include "memory/retention.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,4 +1,4 @@
-#include "core/block_store.h"
+#include "memory/block_store.h"
 
 #include <algorithm>
 #include <cstring>

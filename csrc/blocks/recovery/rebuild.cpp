@@ -1,4 +1,4 @@
-#include "core/rebuild.h"
+#include "recovery/rebuild.h"
 
 #include <algorithm>
 #include <chrono>

@@ -1,4 +1,4 @@
-#include "core/hash.h"
+#include "index/hash.h"
 
 #include <cstring>
 

@@ -27,10 +27,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/lists.h"
-#include "core/prefix_index.h"
+#include "containers/lists.h"
 #include "core/types.h"
 #include "eviction/policy.h"
+#include "index/prefix_index.h"
 
 namespace kvplane::blocks {
 

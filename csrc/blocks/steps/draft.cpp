@@ -1,6 +1,6 @@
-#include "core/draft.h"
+#include "steps/draft.h"
 
-#include "core/proto_writer.h"
+#include "steps/proto_writer.h"
 
 namespace kvplane::blocks {
 

@@ -22,10 +22,10 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/hash.h"
-#include "core/lists.h"
-#include "core/slab.h"
+#include "containers/lists.h"
+#include "containers/slab.h"
 #include "core/types.h"
+#include "index/hash.h"
 
 namespace kvplane::blocks {
 

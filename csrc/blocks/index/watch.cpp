@@ -1,4 +1,4 @@
-#include "core/watch.h"
+#include "index/watch.h"
 
 #include <algorithm>
 #include <utility>

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "core/slab.h"
+#include "containers/slab.h"
 
 namespace kvplane::blocks {
 

@@ -20,10 +20,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/block_store.h"
-#include "core/prefix_index.h"
-#include "core/slab.h"
+#include "containers/slab.h"
 #include "core/types.h"
+#include "index/prefix_index.h"
+#include "memory/block_store.h"
 
 namespace kvplane::blocks {
 
