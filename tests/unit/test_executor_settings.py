@@ -108,7 +108,7 @@ def test_free_memory_is_what_the_machine_and_its_control_group_leave(
 
 def test_memory_that_holds_no_block_is_never_enough() -> None:
     with pytest.raises(NeverFitsError):
-        memory.measure_num_blocks(1000, 1001, utilization=1.0, reserve_bytes=0)
+        memory.measure_num_blocks(1000, lambda n: n // 1001, utilization=1.0, reserve_bytes=0)
 
 
 @pytest.mark.parametrize(
