@@ -34,7 +34,8 @@ class Step(Protocol):
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Write ``key`` and ``value``, both [num_tokens, num_kv_heads, head_size], and attend from
-        ``query``, [num_tokens, num_heads, head_size]; returns the shape of ``query``.
+        ``query``, [num_tokens, num_heads, head_size]; returns [num_tokens, num_heads, the
+        values' head_size].
         """
         ...
 
