@@ -5,6 +5,7 @@ A pool of several layer groups has one shard, which holds all.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvplane.errors import InvalidRequestError
@@ -62,14 +63,10 @@ class Shard:
 
     def block_bytes(self, layout: Layout, group: int = 0) -> int:
         """Bytes of one block of a group in this shard: K and V of the layers and heads held."""
-        num_elements = (
-            len(self.group_layers(layout, group))
-            * 2
-            * len(self.kv_heads(layout, group))
-            * layout.block_size_tokens
-            * layout.groups[group].head_size
-        )
-        return num_elements * ELEMENT_BYTES[layout.kv_dtype]
+        num_heads = len(self.kv_heads(layout, group))
+        page = layout.groups[group].page_shape(num_heads, layout.block_size_tokens)
+        num_layers = len(self.group_layers(layout, group))
+        return num_layers * math.prod(page) * ELEMENT_BYTES[layout.kv_dtype]
 
     @classmethod
     def from_proto(cls, message: pb.Shard) -> Shard:

@@ -2,6 +2,8 @@
 
     pool   [num_blocks, num_layers, 2, num_kv_heads, block_size_tokens, head_size]
              block      layer   K, V
+    or, where values are smaller than keys,
+           [num_blocks, num_layers, page_elements]: a page's keys and then its values
 
 A block is contiguous over all its layers, so that a swap or a copy of it is one memcpy; a layer's
 pages are the strided view ``pool[:, layer]``. Both tiers of a group have this shape. The memory is
@@ -18,6 +20,7 @@ from functools import partial
 
 import torch
 
+from data_plane.kernels.pages import PageShape
 from data_plane.memory import huge_pages, pinned
 from data_plane.places import Place, group_of, in_groups, place_of, places_of
 from kvplane.errors import InternalError, InvalidRequestError, NeverFitsError
@@ -32,8 +35,6 @@ TORCH_DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
-MAX_HEAD_SIZE = 256
-"""The largest head size of the kernels; a layout may have a larger one."""
 TIER_NAMES = {pb.TIER_DEVICE: "device", pb.TIER_HOST: "host"}
 
 
@@ -54,9 +55,8 @@ class Pools:
         a single number is for each of them. ``drain`` waits for the device; it is called before
         the tiers are freed.
 
-        Raises InvalidRequestError for counts out of range and for a head size above MAX_HEAD_SIZE,
-        and NeverFitsError for a tier that does not fit in the memory of the GPU, or of the host
-        beside it.
+        Raises InvalidRequestError for counts out of range, and NeverFitsError for a tier that does
+        not fit in the memory of the GPU, or of the host beside it.
         """
         of_device = in_groups(num_device_blocks, layout)
         of_host = in_groups(num_host_blocks, layout)
@@ -68,8 +68,15 @@ class Pools:
                 raise InvalidRequestError("must be one for each layer group", field=name)
             if min(counts) < least:
                 raise InvalidRequestError(f"must be at least {least}", field=name)
+        self.page_shapes = [
+            PageShape(group, len(shard.kv_heads(layout, i)), layout.block_size_tokens)
+            for i, group in enumerate(layout.groups)
+        ]
         dtype = TORCH_DTYPES[layout.kv_dtype]
-        pages = [_page(layout, shard, group) for group in range(len(layout.groups))]
+        pages = [
+            (len(shard.group_layers(layout, i)), *page.extents)
+            for i, page in enumerate(self.page_shapes)
+        ]
         self._tiers: dict[Place, torch.Tensor] = {}
         unpins: list[Callable[[], None]] = []
         # Runs before the tiers are freed: an object's members outlive its finalizers.
@@ -122,30 +129,12 @@ class Pools:
         """The layer group of one of the shard's layers."""
         return group_of(self._pages[layer_index][0])
 
-    def pages(self, layer_index: int) -> torch.Tensor:
-        """One layer's device pages [num_blocks, 2, num_kv_heads, block_size_tokens, head_size], a
-        view. ``layer_index``: among the shard's layers.
+    def pages(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer's device pages: views of its keys [num_blocks, num_kv_heads, block_size_tokens,
+        head_size], and of its values. ``layer_index``: among the shard's layers.
         """
         place, at = self._pages[layer_index]
-        return self._tiers[place][:, at]
-
-
-def _page(layout: Layout, shard: Shard, group: int) -> tuple[int, ...]:
-    """The shape of one block of a layer group. Raises InvalidRequestError."""
-    head_size = layout.groups[group].head_size
-    if head_size > MAX_HEAD_SIZE:
-        raise InvalidRequestError(
-            f"must be at most {MAX_HEAD_SIZE}, the largest that this data plane's kernels "
-            f"support, is {head_size}",
-            field=f"layout.groups[{group}].head_size",
-        )
-    return (
-        len(shard.group_layers(layout, group)),
-        2,
-        len(shard.kv_heads(layout, group)),
-        layout.block_size_tokens,
-        head_size,
-    )
+        return self.page_shapes[group_of(place)].split(self._tiers[place][:, at])
 
 
 def _release(drain: Callable[[], None], unpins: list[Callable[[], None]]) -> None:

@@ -89,7 +89,7 @@ class BlockTables:
         self.num_taken = 0
         """Counts the plans that made entries stale, which make earlier checks outdated."""
         self.publications = tuple(
-            Publications(group_of(place), n, block_size_tokens)
+            Publications(n, block_size_tokens, group_of(place))
             for place, n in num_blocks.items()
             if tier_of(place) == pb.TIER_DEVICE
         )

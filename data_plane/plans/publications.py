@@ -27,7 +27,7 @@ Scope = tuple[str, str, str]
 class Publications:
     """The publications of one layer group. Not thread-safe: the executor's lock guards it."""
 
-    def __init__(self, group: int, num_blocks: int, block_size_tokens: int) -> None:
+    def __init__(self, num_blocks: int, block_size_tokens: int, group: int = 0) -> None:
         self.published: Mask = np.zeros(num_blocks, np.bool_)
         """[num_blocks]: whether the block's present generation was published."""
         self.version = 0

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data_plane.places import Place
+from data_plane.places import TIERS, Place
 from data_plane.plans.allocations import AllocatedBlocks
 from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.plan_columns import (
@@ -47,9 +47,13 @@ class TransferEnds:
     """The blocks that transfers read, or those that they write; one element for each transfer."""
 
     places: NDArray[np.int64]
-    tiers: NDArray[np.int64]
     blocks: NDArray[np.int64]
     generations: NDArray[np.int64]
+
+    @property
+    def tiers(self) -> NDArray[np.int64]:
+        """Of each place."""
+        return (self.places - 1) % len(TIERS) + 1
 
     @property
     def keys(self) -> NDArray[np.int64]:
@@ -57,7 +61,7 @@ class TransferEnds:
         return self.blocks * _MAX_PLACES + self.places
 
 
-_NONE = TransferEnds(*(np.zeros(0, np.int64) for _ in range(4)))
+_NONE = TransferEnds(*(np.zeros(0, np.int64) for _ in range(3)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,4 +242,4 @@ def _read_ends(
         f"{_AT}.{name}_indices",
     )
     generations = ints(columns.INT64, generations_column, f"{_AT}.{name}_generations", len(tiers))
-    return TransferEnds(in_places, tiers, blocks, generations)
+    return TransferEnds(in_places, blocks, generations)
