@@ -72,6 +72,10 @@ class PlaneCache(Cache):
         if self._finalizer.detach() is not None:
             self.reset()
 
+    def describe_pool(self) -> pb.DescribePoolResponse:
+        """What the control plane says of the pool: usage and counters."""
+        return self._planes.describe_pool()
+
     def __enter__(self) -> PlaneCache:
         return self
 

@@ -113,6 +113,10 @@ class Planes:
         """Layers of the model that have keys and values."""
         return self._layout.num_layers
 
+    def describe_pool(self) -> pb.DescribePoolResponse:
+        """What the control plane says of the pool."""
+        return self._link.describe_pool()
+
     def close(self) -> None:
         """Close the session, and stop planes that are embedded. Harmless when called again."""
         self._finalizer.detach()
@@ -174,6 +178,8 @@ class Planes:
         """Free sequences, with those to be freed before. Failures are logged: a lease that runs out
         frees them too.
         """
+        if not self.is_open:
+            return
         self._unused.append((session, sequence_ids))
         try:
             self.begin([])
