@@ -262,8 +262,14 @@ def _connect(
         remote = RemoteBackend(loop, settings.timeout_s)
         closing.callback(remote.stop)
         return settings.control_plane, remote
-    from kvplane.transformers.embedded import start_planes  # needs the planes' own packages
-
+    try:
+        from kvplane.transformers.embedded import start_planes
+    except ImportError as error:
+        raise InvalidRequestError(
+            "must be given: planes in this process need kvplane[control-plane,data-plane]; "
+            f"{error.name} is missing",
+            field="control_plane",
+        ) from error
     dtype = _dtype_of(model)
     layout = Layout(
         model_id=_MODEL_ID,
