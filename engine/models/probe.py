@@ -11,15 +11,18 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
 
+from engine.models import adapters
 from engine.runner import packed_logits
 from kvplane.errors import InvalidRequestError
+from kvplane.layout import LayerGroup
 from kvplane.model_layers import layer_groups
-from engine import attention
+from kvplane.transformers import attention
 
 _WINDOW_TOKENS: Final = 6
 _PASSES: Final = (((0, 0, 13), (1, 0, 9)), ((1, 9, 7), (0, 13, 11)))
@@ -47,7 +50,7 @@ def probe(model: PreTrainedModel) -> None:
             field="model",
         ) from error
     with _part_of(model) as (part, num_layers), _short_windows(part):
-        groups = _first_layers(layer_groups(part.config), num_layers)
+        groups = _first_layers(layer_groups(part.config), num_layers or None)
         dtype = str(part.dtype).removeprefix("torch.")
         vocabulary = part.config.get_text_config(decoder=True).vocab_size
         generator = torch.Generator().manual_seed(0)
@@ -80,7 +83,7 @@ def _rows() -> list[tuple[int, int]]:
 
 def _eager(model: PreTrainedModel, tokens: Sequence[list[int]]) -> torch.Tensor:
     """Float32 logits [rows, vocabulary]: each sequence alone, by transformers' eager attention."""
-    model.set_attn_implementation("eager")
+    adapters.set_attention(model, "eager")
     with torch.inference_mode():
         of_sequences = [
             model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in tokens
@@ -98,7 +101,7 @@ def _difference(
     """The largest difference from ``wanted`` of what comes through ``planes``; infinite where it is
     no number.
     """
-    model.set_attn_implementation(attention.NAME)
+    adapters.set_attention(model, attention.NAME)
     rows = []
     for spans in passes:
         planes.begin(spans)
@@ -147,7 +150,7 @@ def _part_of(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, int]]:
     layers = _layers(model)
     whole = list(layers)
     small = sum(p.numel() for p in model.parameters()) <= _SMALL
-    if not small:
+    if not small and whole:
         del layers[_num_distinct(whole) :]
     num_layers = len(layers)
     try:
@@ -160,16 +163,16 @@ def _part_of(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, int]]:
             yield model, num_layers
     finally:
         layers.extend(whole[num_layers:])
-        model.set_attn_implementation(attention.NAME)
+        adapters.set_attention(model, attention.NAME)
 
 
 def _layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The list of decoder layers. Raises InvalidRequestError when there is none."""
+    """The decoder layers; an empty list where none is as long as the config says."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return module
-    raise InvalidRequestError(f"{_type_of(model)} has no list of {count} layers", field="model")
+    return torch.nn.ModuleList()
 
 
 def _num_distinct(layers: Sequence[torch.nn.Module]) -> int:
@@ -187,9 +190,10 @@ def _windows(layer: torch.nn.Module) -> list[Any]:
     return [getattr(module, "sliding_window", None) for module in layer.modules()]
 
 
-def _first_layers(groups: Sequence[Any], num_layers: int) -> list[Any]:
-    from dataclasses import replace
-
+def _first_layers(groups: Sequence[LayerGroup], num_layers: int | None) -> list[LayerGroup]:
+    """``num_layers``: None for all."""
+    if num_layers is None:
+        return list(groups)
     cut = [
         replace(group, layers=tuple(layer for layer in group.layers if layer < num_layers))
         for group in groups

@@ -34,13 +34,14 @@ def options_of(
     """The options of an attention call of ``module``, made at its first call and kept there.
 
     ``scaling`` and ``arguments``, the call's other keyword arguments, are named by transformers.
-    ``alibi_slopes`` is a name of ours: float32 [num_heads]. Raises InvalidRequestError for a
-    position bias, which no option expresses.
+    ALiBi slopes, float32 [num_heads], are an attribute of the module, "alibi_slopes", because
+    transformers has no argument for them. Raises InvalidRequestError for a position bias, which no
+    option expresses.
     """
     scale = float(scaling or 0.0)
     window = arguments.get("sliding_window") or 0
     soft_cap = float(arguments.get("softcap") or 0.0)
-    sinks, slopes = arguments.get("s_aux"), arguments.get("alibi_slopes")
+    sinks, slopes = arguments.get("s_aux"), getattr(module, "alibi_slopes", None)
     kept: _Kept | None = getattr(module, _KEPT, None)
     if (
         kept is not None

@@ -22,6 +22,16 @@ _SIZES: Final = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "ffn_dim": 96,
+    "decoder_layers": NUM_LAYERS,
+    "encoder_layers": NUM_LAYERS,
+    "num_encoder_layers": NUM_LAYERS,
+    "num_decoder_layers": NUM_LAYERS,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "is_decoder": True,
     "decoder_ffn_dim": 96,
     "num_hidden_layers": NUM_LAYERS,
     "num_attention_heads": 4,
@@ -68,22 +78,42 @@ _SIZES: Final = {
 """Entries that a config gets where its class has them, by the names most classes use."""
 
 
+NOT_BUILT: Final = {
+    "blt": "its parts do not shrink together",
+}
+"""Types whose tiny model could not be made, and why."""
+
+_OF_TYPE: Final[dict[str, dict[str, Any]]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "gemma2": {"attn_logit_softcapping": 2.0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "jetmoe": {"kv_channels": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mpt": {"max_seq_len": 128},
+    "vaultgemma": {"attn_logit_softcapping": 2.0},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What a type needs to be built, or else would not be exercised: caps and windows that bite."""
+
+
 def tiny_config(model_type: str) -> PreTrainedConfig:
     """A small config of a type; layer types and what is mixed by layer stay mixed."""
     default = CONFIG_MAPPING[model_type]()
-    text = default.get_text_config(decoder=True)
-    values = {name: value for name, value in _SIZES.items() if _has(text, name)}
-    if _has(text, "num_key_value_heads"):
-        is_grouped = text.num_key_value_heads != text.num_attention_heads
+    text = default.get_text_config(decoder=not default.is_encoder_decoder)
+    layer = next(iter(text.per_layer_config), text)
+    values = {name: value for name, value in _SIZES.items() if getattr(layer, name, None) is not None}
+    if hasattr(layer, "num_key_value_heads"):
+        is_grouped = layer.num_key_value_heads not in (None, layer.num_attention_heads)
         values["num_key_value_heads"] = 2 if is_grouped else 4
-    if _has(text, "head_dim"):
+    if hasattr(layer, "head_dim") and not isinstance(getattr(type(text), "head_dim", None), property):
         values["head_dim"] = 8 if "qk_rope_head_dim" in values else 16
-    if _has(text, "sliding_window"):
+    if getattr(layer, "sliding_window", None) is not None:
         values["sliding_window"] = WINDOW_TOKENS
     values |= _layer_lists(text)
+    values |= _OF_TYPE.get(model_type, {})
     names = text.attribute_map
-    values = {names.get(name, name): value for name, value in values.items()}
-    return type(text)(**values)
+    return type(text)(**{names.get(name, name): value for name, value in values.items()})
 
 
 def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
@@ -103,7 +133,7 @@ def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() < 2:
-                is_norm = "norm" in name and name.endswith("weight")
+                is_norm = "norm" in name.lower() and name.endswith("weight")
                 parameter.copy_(parameter + 0.1 * noise if is_norm else 0.3 * noise)
             else:
                 is_score = any(part in name for part in ("q_", "k_", "query", "key", "qkv", "attn"))
@@ -111,16 +141,12 @@ def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
                 parameter.copy_(noise * gain / parameter.shape[-1] ** 0.5)
 
 
-def _has(config: PreTrainedConfig, name: str) -> bool:
-    return getattr(config, name, None) is not None
-
-
 def _layer_lists(text: PreTrainedConfig) -> dict[str, Any]:
     """Lists with an entry for each layer, cut to ``NUM_LAYERS`` so that every kind is kept."""
     lists = {}
     for name in ("layer_types", "mlp_layer_types"):
         kinds = getattr(text, name, None)
-        if kinds:
+        if kinds and not isinstance(getattr(type(text), name, None), property):
             distinct = list(dict.fromkeys(kinds))
             lists[name] = (distinct * NUM_LAYERS)[:NUM_LAYERS]
     return lists
