@@ -10,10 +10,8 @@ default model id hashes the weights, so other weights have another id.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from kvplane.errors import InvalidRequestError
 from kvplane.hf_scales import scales_from_hf
@@ -37,7 +35,7 @@ def layout_from_hf(
     naming what is missing or wrong, transformers included.
     """
     folder = Path(folder)
-    groups = layer_groups(read_config(folder))
+    groups = _groups(folder)
     kv_dtype = dtype if kv_dtype is None else kv_dtype
     if kv_dtype in FP8_BYTES:
         groups = _with_scales(groups, folder)
@@ -50,34 +48,16 @@ def layout_from_hf(
     )
 
 
-def read_config(folder: Path) -> Any:
-    """The transformers config of ``folder``; the base class's where transformers does not know the
-    model type. Raises InvalidRequestError.
-    """
-    path = folder / "config.json"
+def _groups(folder: Path) -> tuple[LayerGroup, ...]:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidRequestError(f"{path} cannot be read: {error}", field="config") from error
-    except ValueError as error:
-        raise InvalidRequestError(f"{path} is not JSON: {error}", field="config") from error
-    try:
-        from transformers import CONFIG_MAPPING, PreTrainedConfig
+        from kvplane.transformers.config import read_config
     except ImportError as error:
         raise InvalidRequestError(
             "cannot be read without transformers: install kvplane[transformers], or give --layout "
             "a file that 'python -m engine layout' wrote",
             field="model",
         ) from error
-    name = fields.get("model_type") if isinstance(fields, dict) else None
-    if not isinstance(name, str):
-        raise InvalidRequestError("must be a string", field="config.model_type")
-    kind = CONFIG_MAPPING[name] if name in CONFIG_MAPPING else PreTrainedConfig
-    try:
-        return kind.from_dict(fields)
-    except Exception as error:  # each model's class raises what it likes
-        raise InvalidRequestError(f"{path} is refused by transformers: {error}", field="config")\
-            from error
+    return layer_groups(read_config(folder))
 
 
 def _with_scales(groups: tuple[LayerGroup, ...], folder: Path) -> tuple[LayerGroup, ...]:

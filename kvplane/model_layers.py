@@ -68,9 +68,7 @@ def layer_shapes(config: Any) -> list[LayerShape]:
                 "but keys and values",
                 field="config.layer_types",
             )
-    return [
-        _shape(layer, kind) for layer, kind in zip(text.per_layer_config, types, strict=True)
-    ]
+    return [_shape(layer, kind) for layer, kind in zip(text.per_layer_config, types, strict=True)]
 
 
 def _shape(layer: Any, kind: str | None) -> LayerShape:

@@ -26,12 +26,13 @@ _ADAPTED: Final = "_kvplane_adapted"
 
 def adapt(model: PreTrainedModel) -> None:
     """Let the attention modules of ``model`` that this file knows use "kvplane"."""
-    for module in model.modules():
-        for kind, (slopes, forward) in _KINDS.items():
-            if type(module) is kind and not getattr(module, _ADAPTED, False):
-                module.alibi_slopes = slopes(module, model)
-                module.forward = _either(module, forward, module.forward, model)
-                setattr(module, _ADAPTED, True)
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if type(module) in _KINDS and not getattr(module, _ADAPTED, False):
+            slopes, forward = _KINDS[type(module)]
+            module.alibi_slopes = slopes(module, model)
+            module.forward = _either(module, forward, module.forward, model)
+            setattr(module, _ADAPTED, True)
 
 
 def is_adapted(model: PreTrainedModel) -> bool:
@@ -40,8 +41,7 @@ def is_adapted(model: PreTrainedModel) -> bool:
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Choose the attention implementation, also of a model that transformers thinks has no choice.
-    """
+    """Choose the attention implementation, also where transformers sees no choice."""
     if is_adapted(model):
         model.config._attn_implementation = name
     else:
@@ -61,6 +61,7 @@ def _attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """[1, num_heads, T, D] and [1, num_kv_heads, T, D]; returns [1, T, num_heads * D]."""
+    out: torch.Tensor
     out, _ = AttentionInterface()[attention.NAME](module, query, key, value, None, scaling=scale)
     return out.flatten(2)
 
@@ -99,7 +100,8 @@ def _falcon_slopes(module: Any, model: Any) -> torch.Tensor | None:
         return None
     mask = torch.ones(1, 2, dtype=torch.long)
     alibi = modeling_falcon.build_alibi_tensor(mask, module.num_heads, torch.float32)
-    return _step(alibi) * module.inv_norm_factor
+    scale: float = module.inv_norm_factor
+    return _step(alibi) * scale
 
 
 def _falcon(
@@ -132,13 +134,14 @@ _KINDS: Final[dict[type, tuple[Callable[[Any, Any], torch.Tensor | None], Forwar
 
 def _accept_no_mask() -> None:
     """MPT converts its mask, and "kvplane" has none."""
-    make_mask = modeling_mpt.create_causal_mask
+    mpt: Any = modeling_mpt
+    make_mask = mpt.create_causal_mask
 
-    def make(*arguments: Any, **named: Any) -> torch.Tensor:
+    def make(*arguments: Any, **named: Any) -> Any:
         mask = make_mask(*arguments, **named)
         return torch.zeros((), dtype=torch.bool) if mask is None else mask
 
-    modeling_mpt.create_causal_mask = make
+    mpt.create_causal_mask = make
 
 
 _accept_no_mask()

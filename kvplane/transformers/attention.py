@@ -14,7 +14,6 @@ from contextvars import ContextVar
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
-from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvplane.attention_options import AttentionOptions
@@ -36,8 +35,9 @@ class Step(Protocol):
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """Write ``key`` and ``value``, both [num_tokens, num_kv_heads, head_size], and attend from
-        ``query``, [num_tokens, num_heads, head_size]; returns the shape of ``query``.
+        """Write ``key`` and ``value``, both [num_tokens, num_kv_heads, size], and attend from
+        ``query``, [num_tokens, num_heads, head_size]; returns [num_tokens, num_heads, value's
+        size].
         """
         ...
 
@@ -96,15 +96,12 @@ def _attention(
     index = module.layer_idx
     if not isinstance(index, int):
         raise TypeError(f"layer_idx of {type(module).__name__} is {index!r}, not an int")
-    num_rows, num_columns, head_size = query.shape[0], *query.shape[2:]
-    value_size = value.shape[-1]
-    if value_size < head_size:  # as stored: K and V of one size
-        value = pad(value, (0, head_size - value_size))
+    num_rows, num_columns = query.shape[0], query.shape[2]
     out = running.step.layer(
         index,
         *(_packed(tensor, running.tokens) for tensor in (query, key, value)),
         options=options_of(module, scaling, arguments),
-    )[..., :value_size]
+    )
     if running.tokens is not None:
         every = out.new_zeros(num_rows * num_columns, *out.shape[1:])
         out = every.index_copy_(0, running.tokens, out)

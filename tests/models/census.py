@@ -25,7 +25,7 @@ from engine.models.probe import probe
 from engine.models.probe_planes import ProbePlanes
 from engine.runner import packed_logits
 from kvplane.attention_options import AttentionOptions
-from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.errors import KvplaneError
 from kvplane.model_layers import layer_groups
 from kvplane.transformers import attention
 from tests.models.tiny_models import NOT_BUILT, TYPES, VOCABULARY, tiny_model

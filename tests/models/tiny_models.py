@@ -85,6 +85,11 @@ NOT_BUILT: Final = {
 
 _OF_TYPE: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "gemma4": {"global_head_dim": 32},
+    "gemma4_text": {"global_head_dim": 32},
+    "gemma4_unified": {"global_head_dim": 32},
+    "gemma4_unified_assistant": {"global_head_dim": 32},
+    "gemma4_unified_text": {"global_head_dim": 32},
     "gemma2": {"attn_logit_softcapping": 2.0},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "jetmoe": {"kv_channels": 16},
@@ -102,11 +107,15 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     default = CONFIG_MAPPING[model_type]()
     text = default.get_text_config(decoder=not default.is_encoder_decoder)
     layer = next(iter(text.per_layer_config), text)
-    values = {name: value for name, value in _SIZES.items() if getattr(layer, name, None) is not None}
+    values = {
+        name: value for name, value in _SIZES.items() if getattr(layer, name, None) is not None
+    }
     if hasattr(layer, "num_key_value_heads"):
         is_grouped = layer.num_key_value_heads not in (None, layer.num_attention_heads)
         values["num_key_value_heads"] = 2 if is_grouped else 4
-    if hasattr(layer, "head_dim") and not isinstance(getattr(type(text), "head_dim", None), property):
+    if hasattr(layer, "head_dim") and not isinstance(
+        getattr(type(text), "head_dim", None), property
+    ):
         values["head_dim"] = 8 if "qk_rope_head_dim" in values else 16
     if getattr(layer, "sliding_window", None) is not None:
         values["sliding_window"] = WINDOW_TOKENS
