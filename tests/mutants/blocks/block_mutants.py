@@ -92,6 +92,11 @@ MORE = {
         "std::min(sequence.num_written, num_tokens);",
         "std::max(sequence.num_written, 0 * num_tokens);",
     ),
+    "a_cut_frees_what_plans_in_flight_touch": Mutant(
+        "steps/sequences.cpp",
+        "is_open ? session.number + 1 : session.last_plan",
+        "is_open ? session.number + 1 : session.done",
+    ),
     "a_cut_frees_what_a_draft_allocates": Mutant(
         "steps/sequences.cpp",
         "is_open ? session.number + 1 : session.last_plan",
@@ -103,7 +108,7 @@ MORE = {
     "a_dry_run_takes_nothing": Mutant(
         "steps/append.cpp", "dry_.num_taken += std::min(needed, available);", ""
     ),
-    "a_dry_run_counts_every_sharer": Mutant("append.cpp", "++dry_.pieces_copied[id];", ""),
+    "a_dry_run_counts_every_sharer": Mutant("steps/append.cpp", "++dry_.pieces_copied[id];", ""),
     "a_refused_admission_takes_its_id": Mutant(
         "steps/admit.cpp",
         "if (!copies_last || config_.window_tokens)",
