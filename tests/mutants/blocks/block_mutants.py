@@ -115,6 +115,12 @@ MORE = {
         "if (!copies_last) new_sequence(session, admission.sequence_id, admitted_by);\n"
         "    if (!copies_last || config_.window_tokens)",
     ),
+    "an_admission_ignores_the_quota": Mutant(
+        "steps/admit.cpp", "return more <= allowed", "return more <= allowed + 1"
+    ),
+    "a_dry_run_holds_nothing": Mutant(
+        "steps/append.cpp", "dry_.num_held += std::min(needed, available);", ""
+    ),
     "receipts_free_the_next_plans_blocks": Mutant(
         "index/publish.cpp",
         "session.releases.front().plan <= plan)",
