@@ -80,6 +80,35 @@ class LLM:
         request_ids = self._add_all(prompts, sampling_params)
         yield from self._run(request_ids, {})
 
+    # For a caller that adds requests while others run, such as a server.
+
+    def submit(self, prompt: Prompt, params: SamplingParams) -> str:
+        """Queue a prompt; the request's id. Raises InvalidRequestError naming ``prompt``."""
+        token_ids = self._encode(prompt, field="prompt")
+        self._core.check_prompt(token_ids, params, field="prompt")
+        return self._core.add_request(prompt if isinstance(prompt, str) else "", token_ids, params)
+
+    def step(self) -> list[Delta]:
+        """Run one step and return what it added to the requests that were submitted."""
+        deltas = self._core.step()
+        if not self._core.has_work:
+            self._core.settle()
+        return deltas
+
+    def decode(self, token_id: int) -> str:
+        """The text of one token, empty where the model has no tokenizer."""
+        tokenizer = self._loaded.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode([token_id]))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has something to do."""
+        return self._core.has_work
+
+    def take_output(self, request_id: str) -> RequestOutput | None:
+        """The answer to a request that is done, once."""
+        return self._core.take_output(request_id)
+
     def abort(self, request_id: str) -> None:
         """End a request with what it has, at the next step. From any thread; unknown ids are left
         alone.
