@@ -21,7 +21,7 @@ from engine.detokenizer import Detokenizer
 from engine.loader import LoadedModel
 from engine.request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams
 from engine.runner import Runner, Span
-from engine.sampler import logprobs_of, new_generator, sample
+from engine.sampler import logprob_of, new_generator, sample
 from engine.scheduler import Scheduler
 from engine.sequence import EngineSequence, SequenceStatus
 from engine.stats import EngineStats
@@ -116,6 +116,9 @@ class EngineCore:
         """
         room = self._loaded.max_total_tokens - len(token_ids)
         params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
+        if params.repetition_penalty is None:
+            penalty = self._loaded.repetition_penalty
+            params = dataclasses.replace(params, repetition_penalty=penalty)
         ends = frozenset() if params.ignore_eos else self._loaded.end_token_ids
         self._num_arrivals += 1
         request = Request(
@@ -263,10 +266,10 @@ class EngineCore:
             logits, params, sequence.generator, sequence.tokens, sequence.num_prompt_tokens
         )
         sequence.tokens.append(token)
-        logprobs = None
+        logprob = None
         if params.logprobs is not None:
-            logprobs = logprobs_of(logits, token, params.logprobs)
-            sequence.logprobs.append(logprobs)
+            logprob = logprob_of(logits, token, params.logprobs, self._loaded.decode)
+            sequence.logprobs.append(logprob)
         if params.record_logits:
             sequence.logits.append(logits.clone())
         if token in request.end_token_ids or sequence.detokenizer.add(token):
@@ -278,7 +281,7 @@ class EngineCore:
             sequence.detokenizer.finish()
         text = sequence.detokenizer.take(final=bool(sequence.finish_reason))
         delta = Delta(request.request_id, sequence.index, text, [token], sequence.finish_reason)
-        self._deltas.append(dataclasses.replace(delta, logprobs=logprobs))
+        self._deltas.append(dataclasses.replace(delta, logprob=logprob))
 
     # The end of a request.
 

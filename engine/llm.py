@@ -13,6 +13,7 @@ import torch
 from engine import loader
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.loader import Message
 from engine.request import Delta, RequestOutput, SamplingParams
 from engine.scheduler import Scheduler
 from engine.stats import EngineStats
@@ -67,6 +68,21 @@ class LLM:
             pass
         return [outputs[request_id] for request_id in request_ids]
 
+    def chat(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to conversations, which are messages with a "role" and a "content", in the
+        model's chat template. Otherwise as ``generate``; raises InvalidRequestError naming
+        ``conversations[i]``.
+        """
+        prompts = [
+            self._loaded.encode_chat(messages, field=f"conversations[{i}]")
+            for i, messages in enumerate(conversations)
+        ]
+        return self.generate(prompts, sampling_params)
+
     def stream(
         self,
         prompts: Sequence[Prompt],
@@ -95,10 +111,9 @@ class LLM:
             self._core.settle()
         return deltas
 
-    def decode(self, token_id: int) -> str:
-        """The text of one token, empty where the model has no tokenizer."""
-        tokenizer = self._loaded.tokenizer
-        return "" if tokenizer is None else str(tokenizer.decode([token_id]))
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt of a conversation. Raises InvalidRequestError naming ``messages``."""
+        return self._loaded.encode_chat(messages, field="messages")
 
     @property
     def has_work(self) -> bool:
@@ -151,7 +166,7 @@ class LLM:
             self._link = ControlLink(loop, config.control_plane, config.pool_id, config.timeout_s)
             self._closing.callback(self._link.close)
             layout = _layout(config, self._link.pool_layout(config.recovery_timeout_s))
-            self._loaded = loader.load(config.model, layout.dtype)
+            self._loaded = loader.load(config.model, layout.dtype, probe=config.probe)
             self._backend.open(self._link.open(layout))
             self._core = _core(config, layout, self._loaded, self._link, self._backend)
             self._closing = self._closing.pop_all()

@@ -28,11 +28,12 @@ class SamplingParams:
     ``presence_penalty`` once if it is. ``temperature`` 0 means greedy. ``top_k`` 0, ``top_p`` 1 and
     ``min_p`` 0 mean no limit; ``min_p`` leaves out tokens less likely than this share of the most
     likely one. ``logprobs``: record the log probability of every generated token, before penalties
-    and temperature, and those of this many most likely ones. ``seed``: sample ``i`` of ``n`` draws from its own stream, seeded
-    ``seed + i``, whatever else is in the batch; None takes a fresh seed. ``stop``: strings that end
-    a text and are left out of it. ``stop_token_ids``: tokens that end it, beside the model's own
-    end of sequence; they stay in ``token_ids``. ``ignore_eos``: go on over the model's end of
-    sequence. ``record_logits``: keep the raw logits of every generated token.
+    and temperature, and those of this many most likely ones. ``seed``: sample ``i`` of ``n`` draws
+    from its own stream, seeded ``seed + i``, whatever else is in the batch; None takes a fresh
+    seed. ``stop``: strings that end a text and are left out of it. ``stop_token_ids``: tokens that
+    end it, beside the model's own end of sequence; they stay in ``token_ids``. ``ignore_eos``: go
+    on over the model's end of sequence. ``record_logits``: keep the raw logits of every generated
+    token.
     """
 
     max_tokens: int = 64
@@ -78,14 +79,15 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """The log probability of a token that was generated, and the most likely ones in its place
-    with theirs, the most likely first.
+class TokenLogprob:
+    """A token's log probability. ``likeliest``: of a token that was generated, the most likely ones
+    in its place, the most likely first. ``text`` is empty where the model has no tokenizer.
     """
 
     token_id: int
+    text: str
     logprob: float
-    likeliest: tuple[tuple[int, float], ...]
+    likeliest: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str
     logits: torch.Tensor | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ class RequestOutput:
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one step added to one continuation: text that will not change any more, and the token
-    that was sampled, or none when the request was ended. ``logprobs``: of that token, if asked for.
+    that was sampled, or none when the request was ended. ``logprob``: of that token, if asked for.
     """
 
     request_id: str
@@ -134,7 +136,7 @@ class Delta:
     token_ids: list[int]
     finish_reason: str = ""
     error: KvplaneError | None = None
-    logprobs: TokenLogprobs | None = None
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.request import MAX_SEED, SamplingParams, TokenLogprobs
+from engine.request import MAX_SEED, SamplingParams, TokenLogprob
 
 
 def new_generator(seed: int | None, index: int) -> torch.Generator:
@@ -45,12 +45,17 @@ def sample(
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def logprobs_of(logits: torch.Tensor, token_id: int, num_likeliest: int) -> TokenLogprobs:
-    """Log probabilities in ``logits`` float32 [vocabulary]."""
+def logprob_of(
+    logits: torch.Tensor, token_id: int, num_likeliest: int, decode: Callable[[int], str]
+) -> TokenLogprob:
+    """A token's log probability in ``logits`` float32 [vocabulary], and the likeliest tokens'."""
     logprobs = torch.log_softmax(logits, dim=-1)
-    likeliest = torch.topk(logprobs, min(num_likeliest, logprobs.numel()))
-    pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
-    return TokenLogprobs(token_id, float(logprobs[token_id]), tuple(pairs))
+    top = torch.topk(logprobs, min(num_likeliest, logprobs.numel()))
+    likeliest = (
+        TokenLogprob(each, decode(each), logprob)
+        for each, logprob in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    )
+    return TokenLogprob(token_id, decode(token_id), float(logprobs[token_id]), tuple(likeliest))
 
 
 def _penalised(logits: torch.Tensor, penalty: float, seen: Sequence[int]) -> torch.Tensor:

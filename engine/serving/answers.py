@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
-from engine.request import Delta, RequestOutput, TokenLogprobs
-
-Decode = Callable[[int], str]
+from engine.request import Delta, RequestOutput, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -19,47 +17,44 @@ class _Choice:
 
     text: str = ""
     finish_reason: str | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 class Answer:
     """The answer to one HTTP request: its choices are those of its prompts, one after another.
 
-    ``is_chat``: in the form of a chat. ``decode``: the text of one token.
+    ``is_chat``: in the form of a chat.
     """
 
-    def __init__(
-        self, model: str, num_prompts: int, n: int, *, is_chat: bool, decode: Decode
-    ) -> None:
+    def __init__(self, model: str, num_prompts: int, n: int, *, is_chat: bool) -> None:
         self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._model = model
         self._n = n
         self._is_chat = is_chat
-        self._decode = decode
         self._created = int(time.time())
         self._choices = [_Choice() for _ in range(num_prompts * n)]
         self.num_prompt_tokens = self.num_cached_tokens = self.num_generated_tokens = 0
 
-    def add(self, prompt: int, event: Delta | RequestOutput) -> dict[str, Any] | None:
-        """Take what came for a prompt. Returns what a stream sends of it, if anything."""
+    def add(self, prompt: int, event: Delta | RequestOutput) -> list[dict[str, Any]]:
+        """Take what came for a prompt. Returns what a stream sends of it."""
         if isinstance(event, RequestOutput):
             self.num_prompt_tokens += len(event.prompt_token_ids)
             self.num_cached_tokens += event.num_cached_tokens
-            return None
+            return []
         self.num_generated_tokens += len(event.token_ids)
         index = prompt * self._n + event.index
         choice = self._choices[index]
         choice.text += event.text
         choice.finish_reason = event.finish_reason or None
-        if event.logprobs is not None:
-            choice.logprobs.append(event.logprobs)
-        if not (event.text or event.finish_reason or event.logprobs):
-            return None
+        if event.logprob is not None:
+            choice.logprobs.append(event.logprob)
+        if not (event.text or event.finish_reason or event.logprob):
+            return []
         piece = _Choice(event.text, choice.finish_reason)
-        if event.logprobs is not None:
-            piece.logprobs.append(event.logprobs)
+        if event.logprob is not None:
+            piece.logprobs.append(event.logprob)
         offset = len(choice.text) - len(event.text)
-        return self._object([self._chunk(index, piece, offset)], is_chunk=True)
+        return [self._object([self._chunk(index, piece, offset)], is_chunk=True)]
 
     def opening(self) -> list[dict[str, Any]]:
         """What a stream begins with."""
@@ -128,26 +123,22 @@ class Answer:
         if not choice.logprobs:
             return None
         if self._is_chat:
-            return {"content": [self._chat_logprob(each) for each in choice.logprobs]}
-        tokens = [self._decode(each.token_id) for each in choice.logprobs]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
+            return {"content": [_chat_logprob(each) for each in choice.logprobs]}
+        tokens = [each.text for each in choice.logprobs]
+        offsets = [offset + num for num in accumulate(map(len, tokens[:-1]), initial=0)]
         return {
             "tokens": tokens,
             "token_logprobs": [each.logprob for each in choice.logprobs],
             "top_logprobs": [
-                {self._decode(token_id): logprob for token_id, logprob in each.likeliest}
-                for each in choice.logprobs
+                {other.text: other.logprob for other in each.likeliest} for each in choice.logprobs
             ],
             "text_offset": offsets,
         }
 
-    def _chat_logprob(self, each: TokenLogprobs) -> dict[str, Any]:
-        likeliest = [self._of_token(*pair) for pair in each.likeliest]
-        return self._of_token(each.token_id, each.logprob) | {"top_logprobs": likeliest}
 
-    def _of_token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._decode(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def _chat_logprob(each: TokenLogprob) -> dict[str, Any]:
+    return _of_token(each) | {"top_logprobs": [_of_token(other) for other in each.likeliest]}
+
+
+def _of_token(each: TokenLogprob) -> dict[str, Any]:
+    return {"token": each.text, "logprob": each.logprob, "bytes": list(each.text.encode())}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Final
@@ -18,10 +18,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from engine.loader import Message
 from engine.request import Delta, RequestOutput
-from engine.serving.answers import Answer, Decode
+from engine.serving.answers import Answer
 from engine.serving.metrics import ServingMetrics
-from engine.serving.requests import CompletionRequest, Messages, read_chat, read_completion
+from engine.serving.requests import Chat, CompletionRequest, read_chat, read_completion
 from engine.serving.worker import EngineWorker, Prompt
 from kvplane.errors import (
     CapacityError,
@@ -48,7 +49,7 @@ _TYPES: Final = {
     429: "rate_limit_error",
 }
 
-EncodeChat = Callable[[Messages], Prompt]
+EncodeChat = Callable[[Sequence[Message]], Prompt]
 
 
 class ServingApp:
@@ -59,13 +60,11 @@ class ServingApp:
         worker: EngineWorker,
         model: str,
         *,
-        decode: Decode,
         encode_chat: EncodeChat,
         max_body_bytes: int,
     ) -> None:
         self._worker = worker
         self._model = model
-        self._decode = decode
         self._encode_chat = encode_chat
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
@@ -120,7 +119,6 @@ class ServingApp:
                 len(asked.prompts),
                 asked.params.n,
                 is_chat=is_chat,
-                decode=self._decode,
             )
             events = self._events(asked, began_s)
             if asked.stream:
@@ -163,12 +161,10 @@ class ServingApp:
         status = _CLIENT_GONE
         try:
             async with aclosing(events):
-                for piece in answer.opening():
-                    yield _event(piece)
-                if (piece := answer.add(*first)) is not None:
+                for piece in [*answer.opening(), *answer.add(*first)]:
                     yield _event(piece)
                 async for prompt, event in events:
-                    if (piece := answer.add(prompt, event)) is not None:
+                    for piece in answer.add(prompt, event):
                         yield _event(piece)
             if asked.include_usage:
                 yield _event(answer.closing())
@@ -187,7 +183,7 @@ class ServingApp:
         """What comes for each prompt, with its number, until all are answered. Closing ends all."""
         queue: asyncio.Queue[tuple[int, Delta | RequestOutput] | KvplaneError] = asyncio.Queue()
 
-        async def follow(number: int, prompt: Prompt | Messages) -> None:
+        async def follow(number: int, prompt: Prompt | Chat) -> None:
             try:
                 stream = self._worker.stream(partial(self._read, prompt), asked.params)
                 async with aclosing(stream):
@@ -213,10 +209,8 @@ class ServingApp:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _read(self, prompt: Prompt | Messages) -> Prompt:
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            return self._encode_chat(prompt)  # type: ignore[arg-type]
-        return prompt  # type: ignore[return-value]
+    def _read(self, prompt: Prompt | Chat) -> Prompt:
+        return self._encode_chat(prompt.messages) if isinstance(prompt, Chat) else prompt
 
     async def _body(self, request: Request) -> Any:
         """The body as JSON, read no further than it may be long."""

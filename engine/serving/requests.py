@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from engine.loader import Message
 from engine.request import SamplingParams
 from engine.serving.worker import Prompt
 from kvplane.errors import InvalidRequestError
@@ -15,8 +16,6 @@ MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 256
 _DEFAULT_MAX_TOKENS: Final = 16
 _NO_MAX_TOKENS: Final = 2**31 - 1  # as many as the model has positions for
-
-Messages = list[dict[str, str]]
 
 # What both kinds of request have: name in the request, and in SamplingParams.
 _NUMBERS: Final = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty")
@@ -55,11 +54,18 @@ _NOTHING: Final[dict[str, tuple[Any, ...]]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation: messages with a "role" and a "content"."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A request to continue prompts. ``prompts``: of a chat its messages, one conversation."""
+    """A request to continue prompts, or one conversation."""
 
     model: str
-    prompts: tuple[Prompt | Messages, ...]
+    prompts: tuple[Prompt | Chat, ...]
     params: SamplingParams
     stream: bool
     include_usage: bool
@@ -89,7 +95,7 @@ def read_chat(body: Any) -> CompletionRequest:
         logprobs = _integer(fields.get("top_logprobs", 0), "top_logprobs")
     return _request(
         fields,
-        (_messages(fields.get("messages")),),
+        (Chat(_messages(fields.get("messages"))),),
         logprobs=logprobs,
         max_tokens=_integer(fields.get(most, _NO_MAX_TOKENS), most),
     )
@@ -97,7 +103,7 @@ def read_chat(body: Any) -> CompletionRequest:
 
 def _request(
     fields: Mapping[str, Any],
-    prompts: tuple[Prompt | Messages, ...],
+    prompts: tuple[Prompt | Chat, ...],
     *,
     logprobs: int | None,
     max_tokens: int,
@@ -161,13 +167,13 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
     raise InvalidRequestError("must be a string, token ids, or a list of either", field="prompt")
 
 
-def _messages(value: Any) -> Messages:
+def _messages(value: Any) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise InvalidRequestError("must be a list of messages", field="messages")
-    return [_message(item, f"messages[{i}]") for i, item in enumerate(value)]
+    return tuple(_message(item, f"messages[{i}]") for i, item in enumerate(value))
 
 
-def _message(value: Any, field: str) -> dict[str, str]:
+def _message(value: Any, field: str) -> Message:
     """Content is a string, or parts of text."""
     if not isinstance(value, dict):
         raise InvalidRequestError("must be an object", field=field)

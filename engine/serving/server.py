@@ -28,7 +28,6 @@ def run(config: ServeConfig) -> int:
         app = ServingApp(
             worker,
             config.served_name,
-            decode=llm.decode,
             encode_chat=llm.encode_chat,
             max_body_bytes=config.max_body_bytes,
         )

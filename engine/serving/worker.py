@@ -157,8 +157,6 @@ class EngineWorker:
         return True
 
     def _submit(self, submission: _Submission) -> None:
-        if submission.is_closed:
-            return
         try:
             request_id = self._engine.submit(submission.read(), submission.params)
         except KvplaneError as error:
@@ -166,7 +164,7 @@ class EngineWorker:
             return
         self._open[request_id] = submission
         submission.request_id = request_id
-        if submission.is_closed:  # closed meanwhile: whoever comes second aborts it
+        if submission.is_closed:  # before this: whoever comes second aborts it
             self._engine.abort(request_id)
 
     def _step(self) -> None:
