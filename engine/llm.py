@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -99,9 +100,15 @@ class LLM:
     # For a caller that adds requests while others run, such as a server.
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> str:
-        """Queue a prompt; the request's id. Raises InvalidRequestError naming ``prompt``."""
+        """Queue a prompt; the request's id. ``max_tokens`` is cut to what the pool can ever hold.
+        Raises InvalidRequestError naming ``prompt``.
+        """
         token_ids = self._encode(prompt, field="prompt")
         self._core.check_prompt(token_ids, params, field="prompt")
+        session = self._link.session
+        num_slots = session.num_device_blocks * session.layout.block_size_tokens
+        room = max(1, num_slots - len(token_ids) + 1)
+        params = replace(params, max_tokens=min(params.max_tokens, room))
         return self._core.add_request(prompt if isinstance(prompt, str) else "", token_ids, params)
 
     def step(self) -> list[Delta]:

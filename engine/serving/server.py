@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from pathlib import Path
 from typing import Final
 
 import uvicorn
@@ -22,6 +24,7 @@ _GRACE_S: Final = 5
 def run(config: ServeConfig) -> int:
     """Serve until SIGTERM or SIGINT; the exit code."""
     logs.setup(config.log_level)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     log_settings(config, _LOGGER)
     with LLM.from_config(config) as llm:
         worker = EngineWorker(llm, config.max_requests)
@@ -39,23 +42,34 @@ def run(config: ServeConfig) -> int:
     return 0
 
 
+class _Server(uvicorn.Server):
+    """Says where it listens once it does."""
+
+    port_file: Path | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        if self.port_file is not None:
+            partial = self.port_file.with_name(self.port_file.name + ".partial")
+            partial.write_text(f"{port}\n")
+            partial.replace(self.port_file)  # so that a reader never sees half of it
+        _LOGGER.info("listening address=http://%s:%d", host, port)
+
+
 async def _serve(app: ServingApp, config: ServeConfig) -> None:
     host, _, port = config.bind.rpartition(":")
-    settings = uvicorn.Config(
-        app.asgi,
-        host=host.strip("[]"),
-        port=int(port),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=_GRACE_S,
+    server = _Server(
+        uvicorn.Config(
+            app.asgi,
+            host=host.strip("[]"),
+            port=int(port),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=_GRACE_S,
+        )
     )
-    socket = settings.bind_socket()
-    with socket:
-        bound = socket.getsockname()[1]
-        if config.port_file is not None:
-            partial = config.port_file.with_name(config.port_file.name + ".partial")
-            partial.write_text(f"{bound}\n")
-            partial.replace(config.port_file)
-        _LOGGER.info("listening address=http://%s:%d", host, bound)
-        await uvicorn.Server(settings).serve(sockets=[socket])
+    server.port_file = config.port_file
+    await server.serve()
