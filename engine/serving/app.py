@@ -6,6 +6,7 @@ POST /v1/completions, /v1/chat/completions     GET /v1/models, /health, /metrics
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -31,12 +32,14 @@ from kvplane.errors import (
     NeverFitsError,
     NotFoundError,
     QuotaExceededError,
+    UnauthenticatedError,
     UnavailableError,
 )
 
 _CLIENT_GONE: Final = 499
 _STATUS: Final[tuple[tuple[type[KvplaneError], int], ...]] = (
     (InvalidRequestError, 400),
+    (UnauthenticatedError, 401),
     (NeverFitsError, 400),
     (NotFoundError, 404),
     (QuotaExceededError, 429),
@@ -53,7 +56,9 @@ EncodeChat = Callable[[Sequence[Message]], Prompt]
 
 
 class ServingApp:
-    """The application of one model, as ``asgi``. ``encode_chat`` runs in the worker's thread."""
+    """The application of one model, as ``asgi``. ``encode_chat`` runs in the worker's thread.
+    ``api_keys``: one of them is asked of every client of ``/v1``, unless there are none.
+    """
 
     def __init__(
         self,
@@ -62,11 +67,13 @@ class ServingApp:
         *,
         encode_chat: EncodeChat,
         max_body_bytes: int,
+        api_keys: Sequence[str] = (),
     ) -> None:
         self._worker = worker
         self._model = model
         self._encode_chat = encode_chat
         self._max_body_bytes = max_body_bytes
+        self._api_keys = [key.encode() for key in api_keys]
         self._created = int(time.time())
         self.metrics = ServingMetrics(lambda: worker.num_open)
         self.asgi = Starlette(
@@ -87,6 +94,10 @@ class ServingApp:
         return await self._counted(request, read_chat, is_chat=True)
 
     async def _models(self, request: Request) -> Response:
+        try:
+            self._authenticate(request)
+        except UnauthenticatedError as error:
+            return _refusal(error)
         name = request.path_params.get("name")
         entry = {
             "id": self._model,
@@ -111,6 +122,7 @@ class ServingApp:
         began_s = time.monotonic()
         count = partial(self._count, request.url.path, began_s)
         try:
+            self._authenticate(request)
             asked = read(await self._body(request))
             if asked.model != self._model:
                 raise self._unknown(asked.model)
@@ -211,6 +223,13 @@ class ServingApp:
 
     def _read(self, prompt: Prompt | Chat) -> Prompt:
         return self._encode_chat(prompt.messages) if isinstance(prompt, Chat) else prompt
+
+    def _authenticate(self, request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        # All are compared, in a time that does not tell how much of one was right.
+        is_right = [hmac.compare_digest(given, key) for key in self._api_keys]
+        if is_right and not any(is_right):
+            raise UnauthenticatedError("an API key of this server is needed")
 
     async def _body(self, request: Request) -> Any:
         """The body as JSON, read no further than it may be long."""

@@ -33,6 +33,7 @@ def run(config: ServeConfig) -> int:
             config.served_name,
             encode_chat=llm.encode_chat,
             max_body_bytes=config.max_body_bytes,
+            api_keys=config.api_keys(),
         )
         worker.start()
         try:
@@ -55,7 +56,7 @@ class _Server(uvicorn.Server):
             partial = self.port_file.with_name(self.port_file.name + ".partial")
             partial.write_text(f"{port}\n")
             partial.replace(self.port_file)  # so that a reader never sees half of it
-        _LOGGER.info("listening address=http://%s:%d", host, port)
+        _LOGGER.info("listening address=%s:%d", host, port)
 
 
 async def _serve(app: ServingApp, config: ServeConfig) -> None:
@@ -68,6 +69,8 @@ async def _serve(app: ServingApp, config: ServeConfig) -> None:
             log_config=None,
             access_log=False,
             lifespan="off",
+            ssl_certfile=config.tls_certificate,
+            ssl_keyfile=config.tls_key,
             timeout_graceful_shutdown=_GRACE_S,
         )
     )

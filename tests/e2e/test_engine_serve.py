@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 MAX_REQUESTS = 6
+HEADERS = {"Authorization": "Bearer first-key"}
 LONG = "a prompt of more than two blocks of sixteen tokens"
 
 
@@ -30,13 +31,15 @@ class Server:
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained(self.model)
         self.control = Process("control_plane", folder / "control.log").start()
-        port_file = folder / "port"
+        port_file, keys = folder / "port", folder / "keys"
+        keys.write_text("first-key\nsecond-key\n")
         command = [
             *(sys.executable, "-m", "engine", "serve", "--model", str(self.model)),
             *("--control-plane", self.control.address, "--data-plane", "embedded"),
             *("--num-device-blocks", "32", "--num-host-blocks", "0", "--num-threads", "1"),
             *("--bind", "127.0.0.1:0", "--port-file", str(port_file)),
             *("--max-requests", str(MAX_REQUESTS), "--max-body-bytes", "65536"),
+            *("--api-keys-file", str(keys)),
         ]
         self.log = folder / "engine.log"
         with self.log.open("wb") as log:
@@ -44,7 +47,7 @@ class Server:
         wait_until(port_file.exists, 60)
         self.port = int(port_file.read_text())
         self.client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="second-key", max_retries=0
         )
 
     def complete(self, prompt: Any, **how: Any) -> Any:
@@ -58,7 +61,7 @@ class Server:
 
     def request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request(method, path, body)
+        connection.request(method, path, body, HEADERS)
         response = connection.getresponse()
         answer = response.status, response.read()
         connection.close()
@@ -189,7 +192,9 @@ def test_a_request_whose_client_goes_away_is_aborted(server: Server, is_streamed
     body = {"model": "byte-model", "prompt": "go on", "max_tokens": 500, "ignore_eos": True}
     gone = server.metric('kvplane_engine_requests_total{path="/v1/completions",status="499"}')
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    connection.request("POST", "/v1/completions", json.dumps(body | {"stream": is_streamed}))
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body | {"stream": is_streamed}), HEADERS
+    )
     if is_streamed:
         connection.getresponse().read(10)
     else:
@@ -258,3 +263,28 @@ def test_models_health_and_metrics(server: Server) -> None:
     server.complete("count", max_tokens=5)
     assert server.metric("kvplane_engine_generated_tokens_total ") == before + 5
     assert server.metric("kvplane_engine_first_token_seconds_count") > 0
+
+
+@pytest.mark.parametrize("key", ["third-key", "first-ke", "first-key\tsecond-key"])
+def test_another_key_is_refused(server: Server, key: str) -> None:
+    stranger = server.client.with_options(api_key=key)
+    with pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    with pytest.raises(openai.AuthenticationError):
+        stranger.completions.create(model="byte-model", prompt="a")
+    assert server.request("GET", "/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--bind", "0.0.0.0:0"], "bind: 0.0.0.0:0 can be reached from other machines"),
+        (["--tls-key", "k.pem"], "tls_certificate: must be given with --tls-key"),
+        (["--api-keys-file", "/dev/null"], "api_keys_file: has no keys"),
+    ],
+)
+def test_settings_that_are_wrong_end_it_at_once(flags: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "engine", "serve", "--model", str(ROOT / "models/recall")]
+    done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert message in done.stderr
