@@ -30,7 +30,8 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.hf import layout_from_hf
-from kvplane.layout import LayerGroup, Layout
+from kvplane.layout import Layout
+from kvplane.model_layers import layer_groups
 from kvplane.results import require_done
 from kvplane.session import Session
 from kvplane.tls import TlsOptions
@@ -281,7 +282,7 @@ def _connect(
         block_size_tokens=settings.block_size_tokens,
         dtype=dtype,
         kv_dtype=settings.kv_dtype or dtype,
-        groups=_groups_of(model),
+        groups=layer_groups(model.config),
     )
     return start_planes(
         closing,
@@ -305,7 +306,9 @@ def _layout_in(pool: Layout, model: PreTrainedModel, settings: PlaneSettings) ->
                 "must be given: the model was not loaded from a folder", field="model_id"
             )
         model_id = layout_from_hf(folder).model_id
-    own = replace(pool, model_id=model_id, dtype=_dtype_of(model), groups=_groups_of(model))
+    own = replace(
+        pool, model_id=model_id, dtype=_dtype_of(model), groups=layer_groups(model.config)
+    )
     return own.with_scales_of(pool)
 
 
@@ -315,13 +318,3 @@ def _dtype_of(model: PreTrainedModel) -> str:
 
 def _in_background(call: Callable[[], Any]) -> None:
     threading.Thread(target=call, name="kvplane-release", daemon=True).start()
-
-
-def _groups_of(model: PreTrainedModel) -> tuple[LayerGroup, ...]:
-    config = model.config.get_text_config()
-    num_heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    if hasattr(config, "qk_nope_head_dim"):
-        head_size = config.qk_nope_head_dim + config.qk_rope_head_dim
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    return (LayerGroup("full", tuple(range(config.num_hidden_layers)), num_kv_heads, head_size),)
