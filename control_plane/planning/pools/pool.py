@@ -187,7 +187,7 @@ class Pool:
             for group, of_group in enumerate(num_blocks)
         ]
 
-    def _settings(self, group: int) -> tuple[bytes, bytes, str, int, int, int]:
+    def _settings(self, group: int) -> tuple[bytes, bytes, str, int, int, int, int]:
         """Of a core that goes on from the present one's generations: also those of blocks beyond
         the size of a smaller shard, as one that kept running must not see them again.
         """
@@ -200,6 +200,7 @@ class Pool:
             self.layout.groups[group].sliding_window_tokens,
             config.max_sequences,
             config.max_table_entries,
+            config.max_tenant_blocks,
         )
 
     def _adopt(self, groups: list[NativePool]) -> None:
