@@ -80,7 +80,7 @@ __device__ void take_tile(const Work& work, Span seen, int32_t tile, float scale
 #pragma unroll
   for (int i = 0; i < kRowsOfWarp; ++i) {
     Row& row = rows[i];
-    const Span own = visible(work.p, row.position);
+    const Span own = visible(work.cutting.window, row.position);
     const bool is_seen =
         position >= max_of(own.begin, seen.begin) && position < min_of(own.end, seen.end);
     const float* query = shared + layout.queries() + (warp * kRowsOfWarp + i) * layout.head_size;
@@ -131,7 +131,7 @@ __device__ void load_query(const PagedAttentionParams& p, bool there, int64_t in
 
 __device__ void begin_rows(const Work& work, const Item& item, int32_t first_row, int32_t num_rows,
                            Layout layout, float* shared, Row (&rows)[kRowsOfWarp]) {
-  const int32_t group = static_cast<int32_t>(group_of(work.p));
+  const int32_t group = work.cutting.group;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
 #pragma unroll
   for (int i = 0; i < kRowsOfWarp; ++i) {
@@ -154,11 +154,11 @@ __device__ void begin_rows(const Work& work, const Item& item, int32_t first_row
 
 __device__ void end_rows(const Work& work, const Item& item, int32_t first_row, int32_t num_rows,
                          const Row (&rows)[kRowsOfWarp]) {
-  const int32_t group = static_cast<int32_t>(group_of(work.p));
+  const int32_t group = work.cutting.group;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
   const int32_t head_size = static_cast<int32_t>(work.p.pages.head_size);
-  const bool is_whole = num_splits(work, item.sequence) == 1;
+  const bool is_whole = item.sequence.cut.splits == 1;
   const float scale = value_scale(work.p.pages, item.kv_head);
 #pragma unroll
   for (int i = 0; i < kRowsOfWarp; ++i) {
@@ -203,9 +203,9 @@ __global__ void __launch_bounds__(kThreads) attend_fma(Work work) {
        i += static_cast<int32_t>(gridDim.x)) {
     const Item item = find_item(work, work.plan.short_ends, kRowsOfFmaTile, i);
     const int32_t first_row = item.tile * kRowsOfFmaTile;
-    const int32_t all_rows = item.sequence.query_len * static_cast<int32_t>(group_of(work.p));
+    const int32_t all_rows = item.sequence.query_len * work.cutting.group;
     const int32_t num_rows = min_of(kRowsOfFmaTile, all_rows - first_row);
-    const Span seen = span_of(work, item.sequence, item.split, first_row, num_rows);
+    const Span seen = span_of(work, item, first_row, num_rows);
     const float scale = finite(work.p.scale * kLog2E * key_scale(work.p.pages, item.kv_head));
     Row rows[kRowsOfWarp];
     begin_rows(work, item, first_row, num_rows, layout, shared, rows);
@@ -223,11 +223,9 @@ __global__ void __launch_bounds__(kThreads) attend_fma(Work work) {
 template <typename Kv>
 void launch_fma_of(const Work& work, int64_t max_items, uintptr_t stream) {
   const Layout layout = {static_cast<int32_t>(work.p.pages.head_size)};
-  const Layout largest = {kMaxHeadSize};
   const size_t bytes = static_cast<size_t>(layout.size()) * sizeof(float);
-  const size_t most = static_cast<size_t>(largest.size()) * sizeof(float);
-  const int64_t at_once = resident_blocks<&attend_fma<Kv>>(kThreads, most);
-  launch(&attend_fma<Kv>, {min_of(at_once, max_items)}, kThreads, bytes, stream, work);
+  const int64_t at_once = resident_blocks<&attend_fma<Kv>>(kThreads, bytes);
+  launch<&attend_fma<Kv>>({min_of(at_once, max_items)}, kThreads, bytes, stream, work);
 }
 
 }  // namespace

@@ -11,12 +11,12 @@ namespace kvplane::cuda {
 struct Work;
 
 constexpr int kRowsOfFmaTile = 16;
-constexpr int kRowsOfLongTile = 64;
 
-// Rows of a short tile: eight or sixteen. With the largest heads, sixteen would not fit in a
-// thread's registers.
-constexpr int short_tile_rows(int64_t group, int64_t head_size) {
-  return group <= 8 || head_size > 192 ? 8 : 16;
+// Rows of a short tile: eight, sixteen or thirty-two. Tiles of more rows read keys and values less
+// often, but do not fit in a thread's registers with the largest heads. The width changes no bit.
+constexpr int short_tile_rows(int64_t rows, int64_t head_size) {
+  if (rows <= 8 || head_size > 192) return 8;
+  return rows <= 16 || head_size > 128 ? 16 : 32;
 }
 
 // The shared memory that a block can have on every device from Ampere on: that of sm_86, sm_89 and

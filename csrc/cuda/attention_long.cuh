@@ -26,6 +26,9 @@ struct LongTile {
   static constexpr int kKeys = kTokens * kPitch<Kv, kHeadSize>;  // and as many for values
   static constexpr int kStages = 2;
   static constexpr int kSharedBytes = kQueries + kStages * 2 * kKeys;
+  // The end of the first row of queries, where a row is padded. For two integers.
+  static constexpr int kPadding = kHeadSize * 2;
+  static_assert(kQueryPitch - kPadding >= 8);
   static_assert(kSharedBytes <= kSharedBytesOfEveryDevice);
 };
 
@@ -40,7 +43,7 @@ struct LongRows {
 
 __device__ inline LongRows long_rows(const Work& work, const Item& item, int32_t first_row,
                                      int32_t num_rows) {
-  const int32_t group = static_cast<int32_t>(group_of(work.p));
+  const int32_t group = work.cutting.group;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t g = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp / 4;
   const float scale = finite(work.p.scale * kLog2E * key_scale(work.p.pages, item.kv_head));
@@ -65,7 +68,7 @@ __device__ inline LongRows long_rows(const Work& work, const Item& item, int32_t
 __device__ inline const uint16_t* query_of(const Work& work, const Item& item, int32_t first_row,
                                            int32_t num_rows, int32_t row) {
   if (row >= num_rows) return nullptr;
-  const int32_t group = static_cast<int32_t>(group_of(work.p));
+  const int32_t group = work.cutting.group;
   const int64_t token = item.sequence.first_token + (first_row + row) / group;
   const int64_t head = item.kv_head * group + (first_row + row) % group;
   return static_cast<const uint16_t*>(work.p.query) + token * work.p.query_token_stride +
@@ -145,7 +148,7 @@ __device__ void soften_rows(const Work& work, Span seen, int32_t first,
   const int32_t t = static_cast<int32_t>(threadIdx.x) % 4;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    const Span own = visible(work.p, rows.position[j]);
+    const Span own = visible(work.cutting.window, rows.position[j]);
     const int32_t begin = max_of(own.begin, seen.begin);
     const int32_t end = min_of(own.end, seen.end);
     float maximum = rows.maximum[j];
@@ -251,13 +254,28 @@ __device__ void store_four(Dtype dtype, uint16_t* to, int32_t head_size, int t, 
   }
 }
 
+// Stores four dims of a row's partial outputs, as `store_four` does.
+template <typename Kv>
+__device__ void store_four_partials(float* to, int32_t head_size, int t, const float* left,
+                                    const float* right) {
+  constexpr float kLower = 1.0f / kLift<FactorOf<Kv>>;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int32_t dim = column_of<Kv>(t, j);
+    if (dim >= head_size) continue;
+    to[dim] = (kIs8Bits<Kv> ? left[j] : (j == 0 ? left : right)[0]) * kLower;
+    to[dim + 1] = (kIs8Bits<Kv> ? right[j] : (j == 0 ? left : right)[1]) * kLower;
+  }
+}
+
 template <typename Kv, int kHeadSize>
 __device__ void write_rows(const Work& work, const Item& item, int32_t first_row, int32_t num_rows,
                            const LongRows& rows, const float (&out)[kHeadSize / 8][4]) {
-  const int32_t group = static_cast<int32_t>(group_of(work.p));
+  const int32_t group = work.cutting.group;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
   const int32_t head_size = static_cast<int32_t>(work.p.pages.head_size);
+  const bool is_whole = item.sequence.cut.splits == 1;
   const float scale = value_scale(work.p.pages, item.kv_head);
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
@@ -266,9 +284,23 @@ __device__ void write_rows(const Work& work, const Item& item, int32_t first_row
     sum += __shfl_xor_sync(kWholeWarp, sum, 2);
     const int32_t i = 16 * warp + lane / 4 + 8 * j;
     if (i >= num_rows) continue;
-    const int64_t token = item.sequence.first_token + (first_row + i) / group;
-    const int64_t head = item.kv_head * group + (first_row + i) % group;
-    const int64_t row = token * work.p.num_heads + head;
+    const int32_t token = (first_row + i) / group;
+    const int32_t head = item.kv_head * group + (first_row + i) % group;
+    const int64_t row = (item.sequence.first_token + token) * work.p.num_heads + head;
+    if (!is_whole) {
+      const int64_t partial = partial_row(work, item.sequence, item.split, token, head);
+      float* to = work.plan.partial_outs + partial * head_size;
+#pragma unroll
+      for (int d = 0; d < kHeadSize / 16; ++d) {
+        store_four_partials<Kv>(to + 16 * d, head_size - 16 * d, lane % 4, &out[2 * d][2 * j],
+                                &out[2 * d + 1][2 * j]);
+      }
+      if (lane % 4 == 0) {
+        work.plan.partial_states[2 * partial] = rows.maximum[j];
+        work.plan.partial_states[2 * partial + 1] = sum;
+      }
+      continue;
+    }
     uint16_t* to = static_cast<uint16_t*>(work.p.out) + row * head_size;
 #pragma unroll
     for (int d = 0; d < kHeadSize / 16; ++d) {
@@ -282,44 +314,59 @@ __device__ void write_rows(const Work& work, const Item& item, int32_t first_row
 }
 
 template <typename Kv, int kHeadSize>
-__global__ void __launch_bounds__(kLongWarps* kLanesOfWarp) attend_long(Work work) {
+__device__ void attend_long_item(const Work& work, const Item& item, unsigned char* shared) {
   using Tile = LongTile<Kv, kHeadSize>;
-  KVPLANE_DYNAMIC_SHARED(unsigned char, shared);
   unsigned char* const queries = shared;
   unsigned char* const ring = shared + Tile::kQueries;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
-  const int32_t num_items = work.plan.long_ends[work.p.num_sequences - 1];
-  for (int32_t i = static_cast<int32_t>(blockIdx.x); i < num_items;
-       i += static_cast<int32_t>(gridDim.x)) {
-    const Item item = find_item(work, work.plan.long_ends, kRowsOfLongTile, i);
-    const int32_t first_row = item.tile * kRowsOfLongTile;
-    const int32_t all_rows = item.sequence.query_len * static_cast<int32_t>(group_of(work.p));
-    const int32_t num_rows = min_of(kRowsOfLongTile, all_rows - first_row);
-    const Span seen = span_of(work, item.sequence, item.split, first_row, num_rows);
-    LongRows rows = long_rows(work, item, first_row, num_rows);
-    float out[kHeadSize / 8][4] = {};
-    const int32_t end = div_ceil(seen.end, Tile::kTokens);
-    int32_t tile = seen.begin / Tile::kTokens;
-    if constexpr (!kIs8Bits<Kv>) {
-      copy_queries<kHeadSize>(work, item, first_row, num_rows, queries);
+  const int32_t first_row = item.tile * kRowsOfLongTile;
+  const int32_t all_rows = item.sequence.query_len * work.cutting.group;
+  const int32_t num_rows = min_of(kRowsOfLongTile, all_rows - first_row);
+  const Span seen = span_of(work, item, first_row, num_rows);
+  LongRows rows = long_rows(work, item, first_row, num_rows);
+  float out[kHeadSize / 8][4] = {};
+  int32_t tile = seen.begin / Tile::kTokens;
+  const int32_t end = seen.begin < seen.end ? div_ceil(seen.end, Tile::kTokens) : tile;
+  if constexpr (!kIs8Bits<Kv>) {
+    copy_queries<kHeadSize>(work, item, first_row, num_rows, queries);
+  }
+  copy_tile<Kv, kHeadSize>(work, item, seen, tile, ring);
+  commit_copies();
+  if constexpr (kIs8Bits<Kv>) {
+    convert_queries<kHeadSize>(work, item, first_row, num_rows, rows, queries);
+  }
+  for (int stage = 0; tile < end; ++tile, stage = 1 - stage) {
+    wait_for_copies<0>();
+    __syncthreads();  // Until the tile has arrived and the other stage has been read.
+    if (tile + 1 < end) {
+      copy_tile<Kv, kHeadSize>(work, item, seen, tile + 1, ring + (1 - stage) * 2 * Tile::kKeys);
     }
-    copy_tile<Kv, kHeadSize>(work, item, seen, tile, ring);
     commit_copies();
-    if constexpr (kIs8Bits<Kv>) {
-      convert_queries<kHeadSize>(work, item, first_row, num_rows, rows, queries);
+    take_tile<Kv, kHeadSize>(work, seen, tile, queries + 16 * warp * Tile::kQueryPitch,
+                             ring + stage * 2 * Tile::kKeys, rows, out);
+  }
+  wait_for_copies<0>();  // Of a split that none of the rows attends to.
+  write_rows<Kv, kHeadSize>(work, item, first_row, num_rows, rows, out);
+}
+
+// A block's first item is the one of its index; then it takes the next that no block has taken.
+// Items differ much in length, and the longest of a sequence come first.
+template <typename Kv, int kHeadSize>
+__global__ void __launch_bounds__(kLongWarps* kLanesOfWarp) attend_long(Work work) {
+  using Tile = LongTile<Kv, kHeadSize>;
+  KVPLANE_DYNAMIC_SHARED(unsigned char, shared);
+  // Two in turn: one may still be read while the other is written.
+  int32_t* const next = reinterpret_cast<int32_t*>(shared + Tile::kPadding);
+  const int32_t num_items = work.plan.long_ends[work.p.num_sequences - 1];
+  int32_t i = static_cast<int32_t>(blockIdx.x);
+  for (int turn = 0; i < num_items; turn = 1 - turn) {
+    if (threadIdx.x == 0) {
+      next[turn] = static_cast<int32_t>(gridDim.x) + atomicAdd(work.plan.num_taken, 1);
     }
-    for (int stage = 0; tile < end; ++tile, stage = 1 - stage) {
-      wait_for_copies<0>();
-      __syncthreads();  // Until the tile has arrived and the other stage has been read.
-      if (tile + 1 < end) {
-        copy_tile<Kv, kHeadSize>(work, item, seen, tile + 1, ring + (1 - stage) * 2 * Tile::kKeys);
-      }
-      commit_copies();
-      take_tile<Kv, kHeadSize>(work, seen, tile, queries + 16 * warp * Tile::kQueryPitch,
-                               ring + stage * 2 * Tile::kKeys, rows, out);
-    }
-    write_rows<Kv, kHeadSize>(work, item, first_row, num_rows, rows, out);
+    attend_long_item<Kv, kHeadSize>(work, find_item(work, work.plan.long_ends, kRowsOfLongTile, i),
+                                    shared);
     __syncthreads();  // Until this item's tiles have been read: the next item overwrites them.
+    i = next[turn];
   }
 }
 
@@ -329,7 +376,7 @@ void launch_long_of(const Work& work, int64_t max_items, uintptr_t stream) {
   constexpr size_t kBytes = LongTile<Kv, kHeadSize>::kSharedBytes;
   constexpr auto kKernel = &attend_long<Kv, kHeadSize>;
   const int64_t at_once = resident_blocks<kKernel>(kThreads, kBytes);
-  launch(kKernel, {min_of(at_once, max_items)}, kThreads, kBytes, stream, work);
+  launch<kKernel>({min_of(at_once, max_items)}, kThreads, kBytes, stream, work);
 }
 
 template <typename Kv>

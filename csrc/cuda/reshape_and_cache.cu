@@ -130,20 +130,21 @@ Pace pace_of(const ReshapeAndCacheParams& p) {
 void reshape_and_cache(const ReshapeAndCacheParams& p, const Context& context) {
   const Pace pace = pace_of(p);
   const Grid grid = {div_ceil<int64_t>(p.num_tokens * p.pages.num_kv_heads, kWarps)};
-  const auto run = [&](auto kernel) {
-    launch(kernel, grid, kWarps * kLanesOfWarp, 0, context.stream, p, pace, context.faults);
+  const auto run = [&](auto number) {
+    constexpr auto kKernel = &write_slots<decltype(number)>;
+    launch<kKernel>(grid, kWarps * kLanesOfWarp, 0, context.stream, p, pace, context.faults);
   };
   switch (p.pages.dtype) {
     case Dtype::kFloat32:
-      return run(&write_slots<float>);
+      return run(float{});
     case Dtype::kFloat16:
-      return run(&write_slots<Half>);
+      return run(Half{});
     case Dtype::kBFloat16:
-      return run(&write_slots<Bfloat>);
+      return run(Bfloat{});
     case Dtype::kFloat8E4M3:
-      return run(&write_slots<E4m3>);
+      return run(E4m3{});
     case Dtype::kFloat8E5M2:
-      return run(&write_slots<E5m2>);
+      return run(E5m2{});
   }
 }
 

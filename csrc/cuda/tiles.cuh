@@ -65,7 +65,7 @@ __device__ constexpr int column_of(int t, int j) {
 // Starts the copies of 16 rows of keys and of values, by one warp. Lane r % 16 has the offset of
 // row r's key, negative if the row is not wanted: then the row is zeros, since an unused slot may
 // hold NaN, and zero times NaN is not zero.
-template <typename Kv, int kHeadSize>
+template <typename Kv, int kHeadSize, int kUnroll = 4>
 __device__ void load_keys_and_values(const PagesParams& pages, int64_t key_of_lane,
                                      unsigned char* keys, unsigned char* values) {
   constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(Kv));
@@ -73,7 +73,7 @@ __device__ void load_keys_and_values(const PagesParams& pages, int64_t key_of_la
   const Kv* data = static_cast<const Kv*>(pages.data);
   const int lane = static_cast<int>(threadIdx.x) % kLanesOfWarp;
   // Not unrolled further: the addresses of every copy would take registers of their own.
-#pragma unroll(kChunks > 24 ? 2 : 4)
+#pragma unroll(kChunks > 24 ? 2 : kUnroll)
   for (int i = 0; i < kTileRows * kChunks / kLanesOfWarp; ++i) {
     const int row = (i * kLanesOfWarp + lane) / kChunks;
     const int chunk = (i * kLanesOfWarp + lane) % kChunks;

@@ -11,7 +11,9 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <random>
+#include <stdexcept>
 #include <vector>
 
 #include "cuda/operations.h"
@@ -220,9 +222,22 @@ class Check {
     p.query_head_stride = s_.head_size;
     p.scale = 1.0f / std::sqrt(static_cast<float>(s_.head_size));
     p.sliding_window_tokens = s_.window;
-    const int64_t bytes = attention_workspace_bytes(p, kSplit);
+    // Exactly as large as the lengths need.
+    std::vector<int64_t> counts(s_.context_lens.size());
+    count_partials(p, kSplit, query_starts_.data(), s_.context_lens.data(), counts.data());
+    const int64_t needed = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+    const int64_t bytes = attention_workspace_bytes(p, needed);
     const DeviceMemory workspace(static_cast<size_t>(bytes));
+    if (needed > 0) refuse_less(p, attention_workspace_bytes(p, 0));
     paged_attention(p, {0, kSplit, workspace.data(), bytes}, {0, faults});
+  }
+
+  // Without room for its partial results a batch is reported, and nothing is written past the end.
+  void refuse_less(const PagedAttentionParams& p, int64_t bytes) {
+    int32_t faults = 0;
+    const DeviceMemory workspace(static_cast<size_t>(bytes));
+    paged_attention(p, {0, kSplit, workspace.data(), bytes}, {0, &faults});
+    if (faults != kBadWorkspace) throw std::runtime_error("a workspace too small is not reported");
   }
 
   bool compare(const void* out, const std::vector<float>& lse) const {
@@ -315,6 +330,11 @@ const Sizes kSizes[] = {
     {kFp16, kFp16, 2, 1, 16, 8, 0, {1, 3}, {70, 9}, 4},
     {kFp32, kE5m2, 2, 1, 16, 8, 0, {1, 3}, {70, 9}, 2},
     {kFp16, kFp16, 2, 2, 64, 16, 0, {1, 33}, {200, 200}, 0, true},
+    // Long sequences in splits; tiles of 32 rows with their queries in shared memory.
+    {kBf16, kBf16, 2, 1, 16, 16, 0, {40, 1, 70}, {600, 300, 530}},
+    {kFp16, kE4m3, 2, 1, 16, 16, 270, {35}, {700}},
+    {kBf16, kBf16, 20, 1, 128, 16, 0, {1, 1}, {70, 20}},
+    {kBf16, kE5m2, 20, 1, 128, 16, 0, {1}, {70}},
 };
 
 }  // namespace
