@@ -49,7 +49,7 @@ Parts parts_of(const PagedAttentionParams& p) {
 
 // The bytes of the partial results of one query token and split: states, then outputs.
 int64_t partial_bytes(const PagedAttentionParams& p) {
-  return float_bytes(p.num_heads * (2 + p.pages.head_size));
+  return float_bytes(p.num_heads * (2 + p.pages.value_head_size));
 }
 
 // How many partial results have room in a workspace.
@@ -69,8 +69,9 @@ bool fits_tensor_cores(const PagedAttentionParams& p) {
   const PagesParams& pages = p.pages;
   if (p.query_dtype == Dtype::kFloat32) return false;
   if (p.query_dtype != pages.dtype && !is_8_bit(pages.dtype)) return false;
-  const int64_t of_pages[] = {pages.block_stride, pages.kv_stride, pages.head_stride,
-                              pages.token_stride, pages.head_size};
+  const int64_t of_pages[] = {
+      pages.block_stride, pages.kv_stride,         pages.head_stride,        pages.token_stride,
+      pages.head_size,    pages.value_head_stride, pages.value_token_stride, pages.value_head_size};
   for (const int64_t stride : of_pages) {
     if (stride * dtype_bytes(pages.dtype) % kBytes != 0) return false;
   }
@@ -80,20 +81,20 @@ bool fits_tensor_cores(const PagedAttentionParams& p) {
   return is_aligned(p.query, kBytes) && is_aligned(pages.data, kBytes) && is_aligned(p.out, 4);
 }
 
-// Even with the smallest ring the short kernel may need more shared memory than a block can have on
+// Even with the smallest ring the kernels may need more shared memory than a block can have on
 // the current device. Then no sequence of the call runs on tensor cores, so that a sequence's
 // arithmetic does not depend on the batch, nor on its number of rows.
 bool fits_shared_memory(const PagesParams& pages) {
   const auto needed = [&]() -> size_t {
     switch (pages.dtype) {
       case Dtype::kFloat16:
-        return least_shared_bytes_of_short<Half>(pages.head_size);
+        return least_shared_bytes<Half>(pages.head_size);
       case Dtype::kBFloat16:
-        return least_shared_bytes_of_short<Bfloat>(pages.head_size);
+        return least_shared_bytes<Bfloat>(pages.head_size);
       case Dtype::kFloat8E4M3:
-        return least_shared_bytes_of_short<E4m3>(pages.head_size);
+        return least_shared_bytes<E4m3>(pages.head_size);
       case Dtype::kFloat8E5M2:
-        return least_shared_bytes_of_short<E5m2>(pages.head_size);
+        return least_shared_bytes<E5m2>(pages.head_size);
       case Dtype::kFloat32:
         break;  // not for tensor cores
     }
@@ -222,11 +223,12 @@ void paged_attention(const PagedAttentionParams& p, const AttentionOptions& opti
           ? short_tile_rows(rows_of_short_sequence(p, options.max_query_len), p.pages.head_size)
           : kRowsOfFmaTile;
   work.long_tile_rows = on_tensor_cores ? kRowsOfLongTile : 0;
+  work.long_parts = long_parts(p.pages.value_head_size);
 
   // An upper bound: as if every token of every sequence were in a tile of its own.
   const int64_t tiles_of_token = div_ceil<int64_t>(group, work.short_tile_rows) + 1;
   const int64_t max_items =
-      p.pages.num_kv_heads * tiles_of_token * (p.num_tokens + work.max_partials);
+      p.pages.num_kv_heads * tiles_of_token * work.long_parts * (p.num_tokens + work.max_partials);
   launch_plan(work, context.stream);
   if (on_tensor_cores) {
     const bool are_all_short = options.max_query_len > 0 && is_short(options.max_query_len, group);

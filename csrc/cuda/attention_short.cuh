@@ -16,6 +16,7 @@
 #include "attention_kernels.h"
 #include "batch.cuh"
 #include "launch.h"
+#include "long_tile.cuh"
 #include "short_rows.cuh"
 #include "tiles.cuh"
 
@@ -26,13 +27,15 @@ namespace kvplane::cuda {
 template <typename Kv, int kHeadSize, int kColumns, int kNumStages>
 struct ShortRing {
   static constexpr int kStages = kNumStages;
+  static constexpr int kWarps = kShortWarps<Kv, kHeadSize>;
+  static constexpr int kThreads = kWarps * kLanesOfWarp;
   static constexpr int kRowBytes = kHeadSize * static_cast<int>(sizeof(Kv));
   static constexpr int kTile = kTileRows * kPitch<Kv, kHeadSize>;
   static constexpr int kBytes = kStages * 2 * kTile;
   static constexpr int kRows = 8 * kColumns;
   static constexpr int kOutPitch = kHeadSize + 4;  // floats; avoids bank conflicts
   static constexpr int kSharedBytes =
-      kShortWarps * kBytes + SharedQueries<Kv, kHeadSize, kColumns>::kBytes;
+      kWarps * kBytes + SharedQueries<Kv, kHeadSize, kColumns>::kBytes;
   static_assert((kRows * kOutPitch + 2 * kRows) * 4 <= kBytes);
 };
 
@@ -49,6 +52,7 @@ template <int kColumns>
 __device__ void soften(const Work& work, Span seen, int32_t first, float (&scores)[kColumns][4],
                        RowsOfThread<kColumns>& rows, float (&rescale)[kColumns][2]) {
   const int32_t g = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp / 4;
+  const SoftCap cap = soft_cap(work);
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
@@ -62,7 +66,7 @@ __device__ void soften(const Work& work, Span seen, int32_t first, float (&score
         const bool is_seen = position >= seen.begin && position < seen.end &&
                              position >= own.begin && position < own.end;
         const float bias = rows.slope[c][j] * static_cast<float>(position - rows.position[c][j]);
-        score = is_seen ? score * rows.scale[c][j] + bias : -INFINITY;
+        score = is_seen ? cap.of<true>(score * rows.scale[c][j]) + bias : -INFINITY;
         maximum = fmaxf(maximum, score);
       }
 #pragma unroll
@@ -119,22 +123,22 @@ template <typename Kv, int kHeadSize, int kColumns, int kStages>
 __device__ void write_outputs(const Work& work, const Item& item, int32_t first_row,
                               int32_t num_rows, const float* left) {
   using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
-  constexpr int kFloatsOfWarp = Ring::kBytes / 4;
+  constexpr int kFloatsOfWarp = Ring::kBytes / 4, kWarps = Ring::kWarps;
   const int32_t group = work.cutting.group;
-  const int32_t head_size = static_cast<int32_t>(work.p.pages.head_size);
+  const int32_t head_size = static_cast<int32_t>(work.p.pages.value_head_size);
   const bool is_whole = item.sequence.cut.splits == 1;
   const float scale = value_scale(work.p.pages, item.kv_head);
   for (int32_t i = 0; i < num_rows; ++i) {
     const float* states = left + Ring::kRows * Ring::kOutPitch + 2 * i;
     float maximum = -INFINITY;
 #pragma unroll
-    for (int w = 0; w < kShortWarps; ++w) {
+    for (int w = 0; w < kWarps; ++w) {
       maximum = fmaxf(maximum, states[w * kFloatsOfWarp]);
     }
     const float base = finite_maximum(maximum);
-    float weights[kShortWarps], sum = 0.0f;
+    float weights[kWarps], sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kShortWarps; ++w) {
+    for (int w = 0; w < kWarps; ++w) {
       weights[w] = exp2_fast(states[w * kFloatsOfWarp] - base);
       sum += weights[w] * states[w * kFloatsOfWarp + 1];
     }
@@ -142,15 +146,15 @@ __device__ void write_outputs(const Work& work, const Item& item, int32_t first_
     const int32_t head = item.kv_head * group + (first_row + i) % group;
     const int64_t row = (item.sequence.first_token + token) * work.p.num_heads + head;
     const int64_t partial = partial_row(work, item.sequence, item.split, token, head);
-    for (int32_t d = static_cast<int32_t>(threadIdx.x); d < head_size;
-         d += kShortWarps * kLanesOfWarp) {
+    const Total total = with_sink(work, head, maximum, sum);
+    for (int32_t d = static_cast<int32_t>(threadIdx.x); d < head_size; d += Ring::kThreads) {
       float value = 0.0f;
 #pragma unroll
-      for (int w = 0; w < kShortWarps; ++w) {
+      for (int w = 0; w < kWarps; ++w) {
         value += weights[w] * left[w * kFloatsOfWarp + i * Ring::kOutPitch + d];
       }
       if (is_whole) {
-        store_number(work.p, row * head_size + d, value / sum * scale);
+        store_number(work.p, row * head_size + d, value / total.sum * (scale * total.factor));
       } else {
         work.plan.partial_outs[partial * head_size + d] = value;
       }
@@ -160,7 +164,7 @@ __device__ void write_outputs(const Work& work, const Item& item, int32_t first_
       work.plan.partial_states[2 * partial] = maximum;
       work.plan.partial_states[2 * partial + 1] = sum;
     } else if (work.p.lse != nullptr) {
-      work.p.lse[row] = log_sum_exp(maximum, sum);
+      work.p.lse[row] = log_sum_exp(total.maximum, total.sum);
     }
   }
 }
@@ -176,7 +180,8 @@ __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_r
                              int32_t num_rows, unsigned char* shared) {
   using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
   using Factor = FactorOf<Kv>;
-  constexpr int kReads = Ring::kRowBytes / kReadBytes;
+  constexpr int kReads = Ring::kRowBytes / kReadBytes, kWarps = Ring::kWarps;
+  constexpr int kUnroll = kColumns == 4 ? 2 : 4;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
   unsigned char* const ring = shared + warp * Ring::kBytes;
@@ -184,39 +189,38 @@ __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_r
   RowsOfThread<kColumns> rows;
   set_rows(work, item, first_row, num_rows, rows);
   QueriesOf<Kv, kHeadSize, kColumns> queries;
-  queries.load(work, item, first_row, num_rows, shared + kShortWarps * Ring::kBytes, rows);
+  queries.load(work, item, first_row, num_rows, shared + kWarps * Ring::kBytes, rows);
   float out[kHeadSize / 16][kColumns][4] = {};
 
-  const auto find = [&](int32_t tile) {
-    return find_key(work, item.sequence.index, item.kv_head, tile * kTileRows + lane % kTileRows,
-                    seen);
-  };
-  // Tile n of the sequence is for warp n % 4, wherever the span begins.
+  const auto find = [&](int32_t tile) { return find_tile_row(work, item, tile * kTileRows, seen); };
+  // Tile n of the sequence is for warp n % kWarps, wherever the span begins.
   const int32_t begin = seen.begin / kTileRows;
   const int32_t end = seen.begin < seen.end ? div_ceil(seen.end, kTileRows) : begin;
-  const int32_t first = begin + (warp + kShortWarps - begin % kShortWarps) % kShortWarps;
-  const auto start_copy = [&](int32_t tile, int stage, int64_t key) {
+  const int32_t first = begin + (warp + kWarps - begin % kWarps) % kWarps;
+  const auto start_copy = [&](int32_t tile, int stage, int64_t row) {
     if (tile < end) {
+      const Kv* data = static_cast<const Kv*>(work.p.pages.data);
       unsigned char* keys = ring + stage * 2 * Ring::kTile;
-      load_keys_and_values<Kv, kHeadSize, kColumns == 4 ? 2 : 4>(work.p.pages, key, keys,
-                                                                 keys + Ring::kTile);
+      load_tile_rows<Kv, kHeadSize, kUnroll>(data, row, 0, work.p.pages.head_size, keys);
+      load_tile_rows<Kv, kHeadSize, kUnroll>(data, row, kTileRows, work.p.pages.value_head_size,
+                                             keys + Ring::kTile);
     }
     commit_copies();
   };
 #pragma unroll
   for (int i = 0; i < Ring::kStages - 1; ++i) {
-    const int32_t tile = first + i * kShortWarps;
+    const int32_t tile = first + i * kWarps;
     start_copy(tile, i, find(tile));
   }
   // The next tile's addresses are looked up while this one's copies are in flight.
-  int64_t next_key = find(first + (Ring::kStages - 1) * kShortWarps);
+  int64_t next_row = find(first + (Ring::kStages - 1) * kWarps);
   int stage = 0;
-  for (int32_t tile = first; tile < end; tile += kShortWarps) {
+  for (int32_t tile = first; tile < end; tile += kWarps) {
     wait_for_copies<Ring::kStages - 2>();
     __syncwarp();  // Until all lanes' copies have arrived and the stage to be filled has been read.
-    const int32_t ahead = tile + (Ring::kStages - 1) * kShortWarps;
-    start_copy(ahead, (stage + Ring::kStages - 1) % Ring::kStages, next_key);
-    next_key = find(ahead + kShortWarps);
+    const int32_t ahead = tile + (Ring::kStages - 1) * kWarps;
+    start_copy(ahead, (stage + Ring::kStages - 1) % Ring::kStages, next_row);
+    next_row = find(ahead + kWarps);
 
     const unsigned char* keys = ring + stage * 2 * Ring::kTile;
     const unsigned char* values = keys + Ring::kTile;
@@ -267,13 +271,14 @@ __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_r
 }
 
 template <typename Kv, int kHeadSize, int kColumns, int kStages>
-__global__ void __launch_bounds__(kShortWarps* kLanesOfWarp, 1) attend_short(Work work) {
+__global__ void __launch_bounds__(kShortWarps<Kv, kHeadSize>* kLanesOfWarp, 1)
+    attend_short(Work work) {
   using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
   KVPLANE_DYNAMIC_SHARED(unsigned char, shared);
   const int32_t num_items = work.plan.short_ends[work.p.num_sequences - 1];
   for (int32_t i = static_cast<int32_t>(blockIdx.x); i < num_items;
        i += static_cast<int32_t>(gridDim.x)) {
-    const Item item = find_item(work, work.plan.short_ends, Ring::kRows, i);
+    const Item item = find_item(work, work.plan.short_ends, Ring::kRows, 1, i);
     const int32_t first_row = item.tile * Ring::kRows;
     const int32_t all_rows = item.sequence.query_len * work.cutting.group;
     const int32_t num_rows = min_of(Ring::kRows, all_rows - first_row);
@@ -290,7 +295,7 @@ int64_t resident_short_blocks() {
   using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
   if (Ring::kSharedBytes > max_shared_bytes()) return 0;
   constexpr auto kKernel = &attend_short<Kv, kHeadSize, kColumns, kStages>;
-  return resident_blocks<kKernel>(kShortWarps * kLanesOfWarp, Ring::kSharedBytes);
+  return resident_blocks<kKernel>(Ring::kThreads, Ring::kSharedBytes);
 }
 
 template <typename Kv, int kHeadSize, int kColumns, int kStages>
@@ -298,8 +303,7 @@ void launch_short_with(const Work& work, int64_t max_items, uintptr_t stream) {
   using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
   constexpr auto kKernel = &attend_short<Kv, kHeadSize, kColumns, kStages>;
   const int64_t at_once = resident_short_blocks<Kv, kHeadSize, kColumns, kStages>();
-  launch<kKernel>({min_of(at_once, max_items)}, kShortWarps * kLanesOfWarp, Ring::kSharedBytes,
-                  stream, work);
+  launch<kKernel>({min_of(at_once, max_items)}, Ring::kThreads, Ring::kSharedBytes, stream, work);
 }
 
 // The most stages, unless only fewer leave room for a second block beside the first: a block's
@@ -332,16 +336,6 @@ void launch_short_of(const Work& work, int64_t max_items, uintptr_t stream) {
   launch_short_of<Kv, kHeadSize, 1>(work, max_items, stream);
 }
 
-// Calls `run` with the head size of the kernel: one of these, to which others are rounded up. The
-// added columns are zeros and are not read from memory.
-template <typename Run>
-auto with_head_size(int64_t head_size, const Run& run) {
-  if (head_size <= 64) return run(std::integral_constant<int, 64>{});
-  if (head_size <= 128) return run(std::integral_constant<int, 128>{});
-  if (head_size <= 192) return run(std::integral_constant<int, 192>{});
-  return run(std::integral_constant<int, 256>{});
-}
-
 template <typename Kv>
 void launch_short(const Work& work, int64_t max_items, uintptr_t stream) {
   with_head_size(work.p.pages.head_size,
@@ -349,10 +343,11 @@ void launch_short(const Work& work, int64_t max_items, uintptr_t stream) {
 }
 
 template <typename Kv>
-size_t least_shared_bytes_of_short(int64_t head_size) {
+size_t least_shared_bytes(int64_t head_size) {
   return with_head_size(head_size, [](auto size) -> size_t {
     constexpr int kStages = kFewStages<Kv, size>;
-    return ShortRing<Kv, size, 1, kStages>::kSharedBytes;
+    constexpr int kShort = ShortRing<Kv, size, 1, kStages>::kSharedBytes;
+    return max_of(kShort, LongTile<Kv, size>::kSharedBytes);
   });
 }
 

@@ -23,7 +23,7 @@
 
 namespace kvplane::cuda {
 
-constexpr int kMaxHeadSize = 256;
+constexpr int kMaxHeadSize = 512;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -48,7 +48,7 @@ struct Plan {
   int32_t* num_taken;   // items of long sequences that blocks have taken beside their first
   // One entry for each split, token and query head of a sequence of more than one split.
   float* partial_states;  // [entries, 2]: maximum (base 2) and sum of the exponentials
-  float* partial_outs;    // [entries, head_size], not yet divided by the sum, nor scaled
+  float* partial_outs;    // [entries, value_head_size], not yet divided by the sum, nor scaled
 };
 
 // The parameter of every attention kernel.
@@ -61,6 +61,7 @@ struct Work {
   int32_t max_query_len;  // 0: not known
   int32_t short_tile_rows;
   int32_t long_tile_rows;  // 0: long sequences are in the list of short items
+  int32_t long_parts;      // of the values' dims: a long item attends to one of them
 };
 
 struct Item {
@@ -68,6 +69,7 @@ struct Item {
   int32_t kv_head;
   int32_t tile;
   int32_t split;
+  int32_t part;  // of the values' dims
 };
 
 __device__ inline void report(int32_t* faults, int32_t fault) {
@@ -106,21 +108,24 @@ __device__ inline int32_t find_sequence(const int32_t* ends, int32_t num_sequenc
 }
 
 __device__ inline Item find_item(const Work& work, const int32_t* ends, int32_t tile_rows,
-                                 int32_t item) {
+                                 int32_t num_parts, int32_t item) {
   const int32_t s = find_sequence(ends, static_cast<int32_t>(work.p.num_sequences), item);
-  const int32_t local = item - (s == 0 ? 0 : ends[s - 1]);
+  int32_t local = item - (s == 0 ? 0 : ends[s - 1]);
   const Sequence sequence = work.plan.sequences[s];
   const int32_t num_kv_heads = work.cutting.num_kv_heads;
   const int32_t num_tiles = div_ceil(sequence.query_len * work.cutting.group, tile_rows);
+  const int32_t part = num_parts == 1 ? 0 : local % num_parts;
+  local /= num_parts;
   // The last tile of rows attends to most, and comes first.
   const int32_t tile = num_tiles - 1 - local / num_kv_heads % num_tiles;
-  return {sequence, local % num_kv_heads, tile, local / num_kv_heads / num_tiles};
+  return {sequence, local % num_kv_heads, tile, local / num_kv_heads / num_tiles, part};
 }
 
-// The offset of a position's key, in elements from the pages' start; negative for a position
-// outside `wanted`, whose table entry is not read, and for an entry that is not the id of a block.
-__device__ inline int64_t find_key(const Work& work, int32_t sequence, int32_t kv_head,
-                                   int32_t position, Span wanted) {
+// The offset of a position's key or value, in elements from the pages' start; negative for a
+// position outside `wanted`, whose table entry is not read, and for an entry that is not the id of
+// a block.
+__device__ inline int64_t find_row(const Work& work, int32_t sequence, int32_t kv_head,
+                                   int32_t position, Span wanted, bool is_value) {
   if (position < wanted.begin || position >= wanted.end) return -1;
   const PagesParams& pages = work.p.pages;
   const uint32_t block_size = static_cast<uint32_t>(pages.block_size);
@@ -134,7 +139,10 @@ __device__ inline int64_t find_key(const Work& work, int32_t sequence, int32_t k
     report(work.faults, kBadBlockTables);
     return -1;
   }
-  return block * pages.block_stride + kv_head * pages.head_stride + offset * pages.token_stride;
+  const int64_t head_stride = is_value ? pages.value_head_stride : pages.head_stride;
+  const int64_t token_stride = is_value ? pages.value_token_stride : pages.token_stride;
+  return block * pages.block_stride + (is_value ? pages.kv_stride : 0) + kv_head * head_stride +
+         offset * token_stride;
 }
 
 // Stored keys and values of a head are multiplied by these; 1 where pages have no scales.
@@ -179,6 +187,46 @@ __device__ inline float finite_maximum(float maximum) {
 
 __device__ inline float log_sum_exp(float maximum, float sum) {
   return (maximum + log2f(sum)) * kLn2;
+}
+
+// The hyperbolic tangent; its error is a few times that of fp32, relative to the result.
+__device__ inline float tanh_fast(float x) {
+  const float square = x * x;
+  const float of_small = x * (1.0f + square * (square * (2.0f / 15.0f) - 1.0f / 3.0f));
+  const float of_large = 1.0f - 2.0f * reciprocal_fast(exp2_fast(x * (2.0f * kLog2E)) + 1.0f);
+  return fabsf(x) < 0.1f ? of_small : of_large;
+}
+
+// The soft cap of scores in base 2. Without one, scores stay as they are.
+struct SoftCap {
+  float cap;  // in base 2; 0: none
+  float inverse;
+
+  template <bool kIsFast>
+  __device__ float of(float score) const {
+    if (cap == 0.0f) return score;
+    return cap * (kIsFast ? tanh_fast(score * inverse) : tanhf(score * inverse));
+  }
+};
+
+__device__ inline SoftCap soft_cap(const Work& work) {
+  const float cap = finite(work.p.logit_soft_cap * kLog2E);
+  return {cap, cap == 0.0f ? 0.0f : 1.0f / cap};
+}
+
+// A row's sum with that of its sink, and the factor of its output and of the sum without.
+struct Total {
+  float maximum;
+  float sum;
+  float factor;
+};
+
+__device__ inline Total with_sink(const Work& work, int64_t head, float maximum, float sum) {
+  if (work.p.sinks == nullptr) return {maximum, sum, 1.0f};
+  const float sink = finite(work.p.sinks[head] * kLog2E);
+  const float largest = fmaxf(maximum, sink);
+  const float factor = exp2f(maximum - largest);
+  return {largest, sum * factor + exp2f(sink - largest), factor};
 }
 
 }  // namespace kvplane::cuda

@@ -38,7 +38,7 @@ __device__ float add_splits(const Work& work, int64_t row, int64_t stride, int32
                             float base, int32_t first_dim, float* to) {
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
-  const int32_t head_size = static_cast<int32_t>(work.p.pages.head_size);
+  const int32_t head_size = static_cast<int32_t>(work.p.pages.value_head_size);
   const int32_t dim = first_dim + kDimsOfLane * lane;
   Four out = {};
   float sum = 0.0f;
@@ -61,12 +61,11 @@ __device__ float add_splits(const Work& work, int64_t row, int64_t stride, int32
 __device__ void combine_row(const Work& work, const Sequence& sequence, int32_t token, int32_t head,
                             float* outs, float* sums) {
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
-  const int32_t head_size = static_cast<int32_t>(work.p.pages.head_size);
+  const int32_t head_size = static_cast<int32_t>(work.p.pages.value_head_size);
   const int64_t first = partial_row(work, sequence, 0, token, head);
   const int64_t stride = int64_t{sequence.query_len} * work.p.num_heads;
   const int32_t splits = sequence.cut.splits;
-  const float maximum = maximum_of(work, first, stride, splits);
-  const float base = finite_maximum(maximum);
+  const float base = finite_maximum(maximum_of(work, first, stride, splits));
   float sum = 0.0f;
   for (int32_t dim = 0; dim < head_size; dim += kDimsOfWarp) {
     sum = add_splits(work, first, stride, splits, base, dim, outs + warp * head_size);
@@ -77,20 +76,22 @@ __device__ void combine_row(const Work& work, const Sequence& sequence, int32_t 
 #pragma unroll
   for (int w = 0; w < kCombineWarps; ++w) sum += sums[w];
   const int64_t row = (sequence.first_token + token) * work.p.num_heads + head;
-  const float scale = value_scale(work.p.pages, head / work.cutting.group);
+  const Total total = with_sink(work, head, base, sum);
+  const float scale = value_scale(work.p.pages, head / work.cutting.group) * total.factor;
   for (int32_t d = static_cast<int32_t>(threadIdx.x); d < head_size; d += kCombineThreads) {
     float value = 0.0f;
 #pragma unroll
     for (int w = 0; w < kCombineWarps; ++w) value += outs[w * head_size + d];
-    store_number(work.p, row * head_size + d, value / sum * scale);
+    store_number(work.p, row * head_size + d, value / total.sum * scale);
   }
-  if (work.p.lse != nullptr && threadIdx.x == 0) work.p.lse[row] = log_sum_exp(base, sum);
+  if (work.p.lse != nullptr && threadIdx.x == 0)
+    work.p.lse[row] = log_sum_exp(total.maximum, total.sum);
   __syncthreads();  // Until the sums have been read.
 }
 
 __global__ void __launch_bounds__(kCombineThreads) combine_splits(Work work) {
   KVPLANE_DYNAMIC_SHARED(float, shared);
-  float* const sums = shared + kCombineWarps * work.p.pages.head_size;
+  float* const sums = shared + kCombineWarps * work.p.pages.value_head_size;
   const int32_t num_sequences = static_cast<int32_t>(work.p.num_sequences);
   const int64_t num_rows = work.plan.split_ends[num_sequences - 1] * work.p.num_heads;
   for (int64_t i = blockIdx.x; i < num_rows; i += gridDim.x) {
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_splits(Work work) {
 }  // namespace
 
 void launch_combine(const Work& work, uintptr_t stream) {
-  const size_t floats = static_cast<size_t>(kCombineWarps * (work.p.pages.head_size + 1));
+  const size_t floats = static_cast<size_t>(kCombineWarps * (work.p.pages.value_head_size + 1));
   const size_t bytes = floats * sizeof(float);
   const int64_t at_once = resident_blocks<&combine_splits>(kCombineThreads, bytes);
   const int64_t num_rows = min_of(work.p.num_tokens, work.max_partials / 2) * work.p.num_heads;

@@ -78,8 +78,9 @@ __global__ void plan_items(Work work) {
     const bool in_short_list =
         work.long_tile_rows == 0 || is_short(sequence.query_len, work.cutting.group);
     const int32_t tile_rows = in_short_list ? work.short_tile_rows : work.long_tile_rows;
+    const int32_t parts = in_short_list ? 1 : work.long_parts;
     const int32_t items =
-        div_ceil(rows, tile_rows) * work.cutting.num_kv_heads * sequence.cut.splits;
+        div_ceil(rows, tile_rows) * work.cutting.num_kv_heads * sequence.cut.splits * parts;
     const int32_t short_end_of_lane = short_end + sum_up_to_lane(in_short_list ? items : 0);
     const int32_t long_end_of_lane = long_end + sum_up_to_lane(in_short_list ? 0 : items);
     const bool is_split = fits && partials > 0;

@@ -9,7 +9,9 @@
 
 namespace kvplane::cuda {
 
-constexpr int kShortWarps = 4;
+// The warps of a block: two where the tiles of four would not fit in its shared memory.
+template <typename Kv, int kHeadSize>
+constexpr int kShortWarps = kHeadSize * sizeof(Kv) <= 512 ? 4 : 2;
 
 // The rows whose scores a thread holds: 2t and 2t + 1 of each eight.
 template <int kColumns>
@@ -112,7 +114,7 @@ struct SharedQueries {
     const int lane = static_cast<int>(threadIdx.x) % kLanesOfWarp;
     uint32_t* const words = reinterpret_cast<uint32_t*>(shared);
     float* const backs = reinterpret_cast<float*>(words + kWords);
-    for (int c = warp; c < kColumns; c += kShortWarps) {
+    for (int c = warp; c < kColumns; c += kShortWarps<Kv, kHeadSize>) {
       uint32_t column[kHeadSize / 8];
       const float back =
           load_query_column<Kv, kHeadSize>(work, item, first_row, num_rows, c, column);

@@ -86,9 +86,9 @@ class CudaKernels(NativeKernels):
         out: torch.Tensor | None = None,
         workspace: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``out``: of query's shape and dtype, contiguous. ``workspace``: uint8 [num_bytes], of at
-        least ``attention_workspace_bytes``. Either is allocated if not given; a captured graph
-        needs both, and ``arguments`` made before the capture.
+        """``out``: of ``arguments.output_shape`` and the query's dtype, contiguous. ``workspace``:
+        uint8 [num_bytes], of ``attention_workspace_bytes``. Either is allocated if not given; a
+        captured graph needs both, and ``arguments`` made before the capture.
         """
         if workspace is not None:
             check_result("workspace", workspace, (None,), torch.uint8, self.device)
@@ -100,7 +100,8 @@ class CudaKernels(NativeKernels):
         if total <= self._room(arguments):
             return self._attend_in(self._workspace(arguments, total), arguments, out, lse)
         if out is None:
-            out = torch.empty_like(arguments.query, memory_format=torch.contiguous_format)
+            query = arguments.query
+            out = torch.empty(arguments.output_shape, dtype=query.dtype, device=query.device)
         for first, end in _parts(counts, self._room(arguments)):
             part, tokens = _part(arguments, arguments.lengths, first, end)
             there = self._workspace(part, int(counts[first:end].sum()))
@@ -119,7 +120,7 @@ class CudaKernels(NativeKernels):
                 "max_partials",
                 **self._sizes(arguments),
                 max_blocks=arguments.block_tables.shape[1],
-                sliding_window_tokens=arguments.options.sliding_window_tokens,
+                options=self._options(arguments),
                 split_tokens=self._split_tokens,
                 max_query_len=arguments.max_query_len,
             )
@@ -138,7 +139,7 @@ class CudaKernels(NativeKernels):
         super()._call(
             "count_partials",
             **self._sizes(arguments),
-            sliding_window_tokens=arguments.options.sliding_window_tokens,
+            options=self._options(arguments),
             split_tokens=self._split_tokens,
             query_starts=lengths.query_starts.ctypes.data,
             context_lens=lengths.context_lens.ctypes.data,
@@ -182,7 +183,7 @@ class CudaKernels(NativeKernels):
     def _sizes(self, arguments: AttentionArguments) -> dict[str, Any]:
         return {
             "query": self._view(arguments.query),
-            "pages": self._view(arguments.pages),
+            "pages": self._pages(arguments),
             "num_sequences": arguments.context_lens.shape[0],
         }
 

@@ -156,4 +156,11 @@ MUTANTS = {
         ROWS, "__syncthreads();\n    parts", "parts"
     ),
     "long_partial_results_not_lowered": Mutant(LONG, "1.0f / kLift<FactorOf<Kv>>", "1.0f"),
+    "sink_of_another_head": Mutant(BATCH, "work.p.sinks[head]", "work.p.sinks[0]"),
+    "sink_forgotten_between_splits": Mutant(COMBINE, "value / total.sum", "value / sum"),
+    "sink_forgotten_in_prefills": Mutant(LONG, "total.sum * kLift", "sum * kLift"),
+    "cap_in_another_base_than_scores": Mutant(
+        BATCH, "finite(work.p.logit_soft_cap * kLog2E)", "work.p.logit_soft_cap"
+    ),
+    "values_looked_up_as_keys": Mutant(TILES, "lane >= kTileRows);", "false);"),
 }
