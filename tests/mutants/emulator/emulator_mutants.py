@@ -51,14 +51,13 @@ MUTANTS = {
     ),
     "divergent_shuffle": Mutant(
         TILES,
-        "const int64_t key = __shfl_sync(kWholeWarp, key_of_lane, row);",
-        "if (chunk * kElements >= pages.head_size) continue;\n"
-        "    const int64_t key = __shfl_sync(kWholeWarp, key_of_lane, row);",
+        "const int64_t offset = __shfl_sync(",
+        "if (chunk * kElements >= num_columns) continue;\n    const int64_t offset = __shfl_sync(",
     ),
     "shuffle_as_barrier": Mutant(
         FMA,
-        "  __syncwarp();\n  for (int32_t token",
-        "  __shfl_sync(kWholeWarp, 0, 0);\n  for (int32_t token",
+        "  __syncwarp();\n}",
+        "  __shfl_sync(kWholeWarp, 0, 0);\n}",
         found_by=TSAN,
     ),
     "table_read_out_of_bounds": Mutant(
@@ -117,7 +116,7 @@ MUTANTS = {
         CACHE, "value_scale(p.pages, head)", "key_scale(p.pages, head)"
     ),
     "a_chunk_too_many": Mutant(
-        CACHE, "i < 2 * num_chunks; i +=", "i <= 2 * num_chunks; i +=", found_by=ASAN
+        CACHE, "i < num_chunks + chunks_of", "i <= num_chunks + chunks_of", found_by=ASAN
     ),
     "four_numbers_at_once_wherever_a_row_starts": Mutant(
         CACHE, "? Pace::kFours : Pace::kOnes", "? Pace::kFours : Pace::kFours", found_by=UBSAN
