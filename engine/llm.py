@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -248,14 +247,7 @@ def _layout(config: EngineConfig, pool: Layout) -> Layout:
         dtype=pool.dtype if config.dtype == "auto" else config.dtype,
         kv_dtype=pool.kv_dtype if config.kv_dtype == "auto" else config.kv_dtype,
     )
-    scaled = replace(layout, groups=pool.groups) if layout.kv_dtype == pool.kv_dtype else layout
-    # Where anything but scales differs, the control plane refuses the model's own layout.
-    return scaled if _unscaled(scaled) == _unscaled(layout) else layout
-
-
-def _unscaled(layout: Layout) -> Layout:
-    groups = (replace(group, key_scales=(), value_scales=()) for group in layout.groups)
-    return replace(layout, groups=tuple(groups))
+    return layout.with_scales_of(pool)
 
 
 def _params_of_each(

@@ -87,6 +87,10 @@ def _attention(
             "is not served: a token sees all positions up to its own, or a window of them",
             field="attention_mask",
         )
+    if torch.is_grad_enabled() and query.requires_grad:
+        raise InvalidRequestError(
+            "has no gradient: compute under torch.no_grad()", field="attention"
+        )
     running = _RUNNING.get(None)
     if running is None:
         raise InvalidRequestError(
