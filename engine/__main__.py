@@ -1,18 +1,20 @@
-"""``python -m engine generate``."""
+"""``python -m engine generate`` and ``python -m engine layout``."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Final
 
-from engine.config import GenerateConfig
+from engine.config import GenerateConfig, LayoutConfig
 from engine.program import run_program
 from kvplane.serving.event_loop import tune_grpc
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, parse
 
-_USAGE: Final = "Usage: python -m engine generate [OPTIONS]\n"
+_USAGE: Final = "Usage: python -m engine generate|layout [OPTIONS]\n"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,13 +22,14 @@ def main(argv: Sequence[str]) -> int:
     tune_grpc()
     if not argv or argv[0] in ("-h", "--help"):
         return _help()
-    if argv[0] != "generate":
+    command = _COMMANDS.get(argv[0])
+    if command is None:
         print(
-            f"engine: error: {argv[0]!r} is not a command; the only one is generate",
+            f"engine: error: {argv[0]!r} is not a command: there are {', '.join(_COMMANDS)}",
             file=sys.stderr,
         )
         return EXIT_BAD_SETTINGS
-    return run_program("engine", lambda: _generate(argv[1:]))
+    return run_program("engine", lambda: command(argv[1:]))
 
 
 def _generate(argv: Sequence[str]) -> int:
@@ -37,15 +40,33 @@ def _generate(argv: Sequence[str]) -> int:
     return run(config)
 
 
+def _layout(argv: Sequence[str]) -> int:
+    config = parse(LayoutConfig, "engine layout", argv, os.environ)
+    from kvplane.hf import layout_from_hf
+
+    layout = layout_from_hf(
+        config.model,
+        block_size_tokens=config.block_size_tokens,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype or None,
+    )
+    print(json.dumps(asdict(layout), indent=1))
+    return 0
+
+
 def _help() -> int:
     """Every command's help."""
     print(_USAGE)
-    try:
-        parse(GenerateConfig, "engine generate", ["--help"], {})
-    except SystemExit as end:
-        if end.code:
-            raise
+    for name, config in (("generate", GenerateConfig), ("layout", LayoutConfig)):
+        try:
+            parse(config, f"engine {name}", ["--help"], {})
+        except SystemExit as end:
+            if end.code:
+                raise
     return 0
+
+
+_COMMANDS: Final = {"generate": _generate, "layout": _layout}
 
 
 if __name__ == "__main__":
