@@ -1,4 +1,4 @@
-"""``python -m engine generate`` and ``python -m engine layout``."""
+"""``python -m engine generate``, ``serve`` and ``layout``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Final
 
 from engine.config import GenerateConfig, LayoutConfig
 from engine.program import run_program
+from engine.serving.config import ServeConfig
 from kvplane.serving.event_loop import tune_grpc
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, parse
 
-_USAGE: Final = "Usage: python -m engine generate|layout [OPTIONS]\n"
+_USAGE: Final = "Usage: python -m engine generate|serve|layout [OPTIONS]\n"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,20 +23,28 @@ def main(argv: Sequence[str]) -> int:
     tune_grpc()
     if not argv or argv[0] in ("-h", "--help"):
         return _help()
-    command = _COMMANDS.get(argv[0])
-    if command is None:
+    if argv[0] not in _COMMANDS:
         print(
-            f"engine: error: {argv[0]!r} is not a command: there are {', '.join(_COMMANDS)}",
+            f"engine: error: {argv[0]!r} is not a command; there are {' and '.join(_COMMANDS)}",
             file=sys.stderr,
         )
         return EXIT_BAD_SETTINGS
-    return run_program("engine", lambda: command(argv[1:]))
+    return run_program("engine", lambda: _COMMANDS[argv[0]](argv[1:]))
+
+
+# Torch is imported only once the settings are known to be right.
 
 
 def _generate(argv: Sequence[str]) -> int:
-    """Torch is imported only once the settings are known to be right."""
     config = parse(GenerateConfig, "engine generate", argv, os.environ)
     from engine.generate import run
+
+    return run(config)
+
+
+def _serve(argv: Sequence[str]) -> int:
+    config = parse(ServeConfig, "engine serve", argv, os.environ)
+    from engine.serving.server import run
 
     return run(config)
 
@@ -54,19 +63,21 @@ def _layout(argv: Sequence[str]) -> int:
     return 0
 
 
+_COMMANDS: Final = {"generate": _generate, "serve": _serve, "layout": _layout}
+
+
 def _help() -> int:
     """Every command's help."""
     print(_USAGE)
-    for name, config in (("generate", GenerateConfig), ("layout", LayoutConfig)):
+    configs = {"generate": GenerateConfig, "serve": ServeConfig, "layout": LayoutConfig}
+    for command, config_class in configs.items():
         try:
-            parse(config, f"engine {name}", ["--help"], {})
+            parse(config_class, f"engine {command}", ["--help"], {})
         except SystemExit as end:
             if end.code:
                 raise
+        print()
     return 0
-
-
-_COMMANDS: Final = {"generate": _generate, "layout": _layout}
 
 
 if __name__ == "__main__":

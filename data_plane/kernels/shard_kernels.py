@@ -108,6 +108,7 @@ class ShardKernels:
                 key_scales,
                 value_scales,
                 batch.max_tokens,
+                batch.lengths,
             )
             self._check_dtype("query", query)
             num_tokens = query.shape[0]  # a GPU would find a mismatch only after the call

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
 import torch
 
 from kvplane.errors import NeverFitsError
-
-GPU_SCRATCH_BYTES: Final = 1 << 30
-"""GPU memory that a measured pool leaves free for queries, outputs, and the splits of attention,
-which take ``num_heads * (head_size + 2) * 4`` bytes for each 512 tokens of the batch's longest
-table.
-"""
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from data_plane.kernels.arguments import HostLengths
 from data_plane.memory.upload import upload
 from data_plane.plans.block_tables import BlockTables, Table, no_table, taken_away
 from data_plane.plans.plan_columns import ints, refuse
@@ -57,6 +58,8 @@ class AttentionBatch:
     """[S + 1] int64: ``starts`` for the kernels."""
     context_lens: torch.Tensor
     """[S] int64: positions that the span's last token attends to, itself included."""
+    lengths: HostLengths
+    """query_starts and context_lens on the host."""
     written_blocks: NDArray[np.int64]
     """Device blocks written, each listed once for each span that writes it."""
     written_by: NDArray[np.int64]
@@ -271,6 +274,7 @@ def _batch(
         block_tables=torch.from_numpy(block_tables),
         query_starts=torch.from_numpy(starts),
         context_lens=torch.from_numpy(context_lens),
+        lengths=HostLengths(starts, context_lens),
         written_blocks=written,
         written_by=written_by,
         max_window_tokens=int(reach.min()) if len(reach) else None,

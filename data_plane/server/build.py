@@ -10,7 +10,7 @@ from typing import Final
 from data_plane.executor import Executor, Observer
 from data_plane.kernels.backend import Kernels, kernels_of
 from data_plane.kernels.devices import choose_device, this_machine
-from data_plane.memory.sizing import GPU_SCRATCH_BYTES, free_bytes, measure_num_blocks
+from data_plane.memory.sizing import free_bytes, measure_num_blocks
 from data_plane.server.config import DataPlaneConfig
 from kvplane.errors import InvalidRequestError
 from kvplane.hf import layout_from_hf
@@ -43,7 +43,7 @@ def build_executor(
             block_bytes,
             utilization=config.memory_utilization,
             reserve_bytes=config.reserve_bytes + host_tier_bytes,
-            scratch_bytes=0 if on_cpu else GPU_SCRATCH_BYTES,
+            scratch_bytes=kernels.scratch_bytes,
         )
         _LOGGER.info("measured free_bytes=%d num_device_blocks=%d", free, num_device_blocks)
     return Executor(
