@@ -21,14 +21,14 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from engine.models import adapters
-from engine.models.probe import probe
-from engine.models.probe_planes import ProbePlanes
-from engine.runner import packed_logits
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import KvplaneError
 from kvplane.model_layers import layer_groups
 from kvplane.transformers import attention
+from kvplane.transformers.models import adapters
+from kvplane.transformers.models.packed import packed_logits
+from kvplane.transformers.models.probe import probe
+from kvplane.transformers.models.probe_planes import ProbePlanes
 from tests.models.tiny_models import NOT_BUILT, TYPES, VOCABULARY, tiny_model
 
 DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "models.md"
