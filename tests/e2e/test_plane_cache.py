@@ -191,6 +191,36 @@ def one_prompt_of(cache: PlaneCache) -> dict[str, torch.Tensor]:
     return prompts(seed=9, num_columns=20)
 
 
+@pytest.mark.parametrize(
+    ("is_twice", "layer", "message"),
+    [
+        (True, 1, "layer 1 calls attention twice"),
+        (False, 1, "layer 1 of the plan comes before layer 2"),
+        (False, 2, '"kvplane" in 2 of its 3 layers'),
+    ],
+)
+def test_a_model_that_attends_in_other_ways_is_refused(
+    is_twice: bool, layer: int, message: str
+) -> None:
+    model = tiny_llama()
+    attend = model.model.layers[layer].self_attn
+    original = attend.forward
+
+    def twice(*arguments: Any, **named: Any) -> Any:
+        original(*arguments, **named)
+        return original(*arguments, **named)
+
+    def never(hidden_states: torch.Tensor, **_: Any) -> Any:
+        return hidden_states, None
+
+    attend.forward = twice if is_twice else never
+    with PlaneCache(model, **POOL) as cache:
+        with pytest.raises(InvalidRequestError, match=message):
+            answer(model, cache, **prompts())
+        assert num_held(cache) == 0
+    close_planes(model)
+
+
 def test_gradients_are_refused(model: PreTrainedModel) -> None:
     model.set_attn_implementation("kvplane")
     with PlaneCache(model, **POOL) as cache:
