@@ -170,7 +170,9 @@ class LLM:
             self._closing.callback(loop.close)
             self._backend = _backend(config, loop)
             self._closing.callback(self._backend.stop)
-            self._link = ControlLink(loop, config.control_plane, config.pool_id, config.timeout_s)
+            self._link = ControlLink(
+                loop, config.control_plane, config.pool_id, config.timeout_s, config.client_tls
+            )
             self._closing.callback(self._link.close)
             layout = _layout(config, self._link.pool_layout(config.recovery_timeout_s))
             self._loaded = loader.load(config.model, layout.dtype, probe=config.probe)
@@ -231,7 +233,7 @@ class LLM:
 def _backend(config: EngineConfig, loop: LoopThread) -> DataBackend:
     if config.data_plane == "embedded":
         return _embedded(config)
-    return RemoteBackend(loop, config.timeout_s)
+    return RemoteBackend(loop, config.timeout_s, config.client_tls)
 
 
 def _embedded(config: EngineConfig) -> DataBackend:
@@ -251,6 +253,12 @@ def _embedded(config: EngineConfig) -> DataBackend:
         num_host_blocks=config.num_host_blocks,
         num_threads=config.num_threads,
         metrics_port=-1,
+        control_plane_tls=config.tls,
+        control_plane_ca=config.tls_ca,
+        control_plane_name=config.tls_server_name,
+        control_plane_token_file=config.token_file,
+        tls_certificate=config.tls_certificate,
+        tls_key=config.tls_key,
     )
     return EmbeddedBackend(plane, config.recovery_timeout_s)
 

@@ -34,6 +34,7 @@ from kvplane.layout import Layout
 from kvplane.model_layers import layer_groups
 from kvplane.results import require_done
 from kvplane.session import Session
+from kvplane.tls import TlsOptions
 from kvplane.transformers.backend import DataBackend, RemoteBackend
 from kvplane.transformers.link import ControlLink
 from kvplane.transformers.loop import LoopThread
@@ -60,6 +61,7 @@ class PlaneSettings:
         the model was loaded from, as the data plane did.
     block_size_tokens, num_device_blocks, kv_dtype, num_threads: of an embedded pool, as the flags
         of ``python -m data_plane``.
+    tls: how to reach planes that are elsewhere; None is in the clear.
     timeout_s: deadline of one call to a plane. start_timeout_s: how long planes may take to start.
     """
 
@@ -70,6 +72,7 @@ class PlaneSettings:
     num_device_blocks: int = 1024
     kv_dtype: str = ""
     num_threads: int = 0
+    tls: TlsOptions | None = None
     timeout_s: float = 10.0
     start_timeout_s: float = 60.0
 
@@ -93,7 +96,9 @@ class Planes:
             loop = LoopThread("kvplane-transformers")
             closing.callback(loop.close)
             address, self.backend = _connect(model, settings, loop, closing)
-            self._link = ControlLink(loop, address, settings.pool_id, settings.timeout_s)
+            self._link = ControlLink(
+                loop, address, settings.pool_id, settings.timeout_s, settings.tls
+            )
             closing.callback(self._link.close)
             pool = self._link.pool_layout(settings.start_timeout_s)
             self._layout = _layout_in(pool, model, settings) if settings.control_plane else pool
@@ -260,7 +265,7 @@ def _connect(
 ) -> tuple[str, DataBackend]:
     """The control plane's address, and what carries plans out."""
     if settings.control_plane:
-        remote = RemoteBackend(loop, settings.timeout_s)
+        remote = RemoteBackend(loop, settings.timeout_s, settings.tls)
         closing.callback(remote.stop)
         return settings.control_plane, remote
     try:
