@@ -34,7 +34,7 @@ class ServeConfig(EngineConfig):
         256, unit="requests", minimum=1, help="Most requests open at one time."
     )
     max_body_bytes: int = setting(
-        4 << 20, unit="bytes", minimum=1024, maximum=1 << 30, help="Largest request accepted."
+        1 << 20, unit="bytes", minimum=1024, maximum=1 << 30, help="Largest request accepted."
     )
     log_level: str = setting("info", choices=LEVELS, help="Least severe log level written.")
 

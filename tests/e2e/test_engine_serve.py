@@ -219,6 +219,8 @@ def test_a_request_whose_client_goes_away_is_aborted(server: Server, is_streamed
         ({"prompt": [999]}, "prompt[0]"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ["a"] * 65}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"stop": 5}, "stop"),
         ({"echo": True}, "echo"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"extra_body": {"temprature": 1}}, "temprature"),
