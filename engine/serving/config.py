@@ -25,8 +25,10 @@ class ServeConfig(EngineConfig):
         None,
         help="File of the keys that clients may have, one on each line; none: no key is asked.",
     )
-    tls_certificate: Path | None = setting(None, help="PEM file of the server's certificate.")
-    tls_key: Path | None = setting(None, help="PEM file of the certificate's key.")
+    http_certificate: Path | None = setting(
+        None, help="PEM file of the certificate to serve HTTPS with."
+    )
+    http_key: Path | None = setting(None, help="PEM file of that certificate's key.")
     insecure: bool = setting(
         False, help="Serve in the clear on an address that other machines can reach."
     )
@@ -41,12 +43,12 @@ class ServeConfig(EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_address(self.bind, "bind")
-        if (self.tls_certificate is None) != (self.tls_key is None):
-            raise InvalidRequestError("must be given with --tls-key", field="tls_certificate")
-        if self.tls_certificate is None and not self.insecure and not is_loopback(self.bind):
+        if (self.http_certificate is None) != (self.http_key is None):
+            raise InvalidRequestError("must be given with --http-key", field="http_certificate")
+        if self.http_certificate is None and not self.insecure and not is_loopback(self.bind):
             raise InvalidRequestError(
-                f"{self.bind} can be reached from other machines: give --tls-certificate and "
-                "--tls-key, or --insecure",
+                f"{self.bind} can be reached from other machines: give --http-certificate and "
+                "--http-key, or --insecure",
                 field="bind",
             )
         if self.api_keys_file is not None and not self.api_keys():
