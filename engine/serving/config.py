@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from engine.config import EngineConfig
 from kvplane.errors import InvalidRequestError
@@ -16,6 +17,13 @@ from kvplane.serving.settings import setting
 class ServeConfig(EngineConfig):
     """Serve a model over HTTP, as OpenAI's clients expect it."""
 
+    HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "The server": (
+            *("bind", "port_file", "model_name", "api_keys_file", "tls_certificate", "tls_key"),
+            *("insecure", "max_requests", "max_body_bytes"),
+        ),
+        **EngineConfig.HELP_GROUPS,
+    }
     bind: str = setting(
         "127.0.0.1:8000", help="Address to serve HTTP on, host:port; port 0 picks a free one."
     )
@@ -25,10 +33,10 @@ class ServeConfig(EngineConfig):
         None,
         help="File of the keys that clients may have, one on each line; none: no key is asked.",
     )
-    http_certificate: Path | None = setting(
+    tls_certificate: Path | None = setting(
         None, help="PEM file of the certificate to serve HTTPS with."
     )
-    http_key: Path | None = setting(None, help="PEM file of that certificate's key.")
+    tls_key: Path | None = setting(None, help="PEM file of that certificate's key.")
     insecure: bool = setting(
         False, help="Serve in the clear on an address that other machines can reach."
     )
@@ -43,12 +51,12 @@ class ServeConfig(EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_address(self.bind, "bind")
-        if (self.http_certificate is None) != (self.http_key is None):
-            raise InvalidRequestError("must be given with --http-key", field="http_certificate")
-        if self.http_certificate is None and not self.insecure and not is_loopback(self.bind):
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise InvalidRequestError("must be given with --tls-key", field="tls_certificate")
+        if self.tls_certificate is None and not self.insecure and not is_loopback(self.bind):
             raise InvalidRequestError(
-                f"{self.bind} can be reached from other machines: give --http-certificate and "
-                "--http-key, or --insecure",
+                f"{self.bind} can be reached from other machines: give --tls-certificate and "
+                "--tls-key, or --insecure",
                 field="bind",
             )
         if self.api_keys_file is not None and not self.api_keys():

@@ -19,7 +19,7 @@ _NO_MAX_TOKENS: Final = 2**31 - 1  # as many as the model has positions for
 
 # What both kinds of request have: name in the request, and in SamplingParams.
 _NUMBERS: Final = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty")
-_INTEGERS: Final = ("top_k", "seed", "n")
+_INTEGERS: Final = ("top_k", "seed", "n", "priority")
 _SHARED: Final = {
     *_NUMBERS,
     *_INTEGERS,

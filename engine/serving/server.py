@@ -69,8 +69,8 @@ async def _serve(app: ServingApp, config: ServeConfig) -> None:
             log_config=None,
             access_log=False,
             lifespan="off",
-            ssl_certfile=config.http_certificate,
-            ssl_keyfile=config.http_key,
+            ssl_certfile=config.tls_certificate,
+            ssl_keyfile=config.tls_key,
             timeout_graceful_shutdown=_GRACE_S,
         )
     )

@@ -13,6 +13,9 @@ from engine_planes import ROOT
 
 from demo.config import DemoConfig
 from engine.config import GenerateConfig
+from engine.generate import _print_whole
+from engine.request import Delta
+from engine.serving.config import ServeConfig
 
 GENERATE = ["engine", "generate", "--model", "."]
 
@@ -30,7 +33,11 @@ def program(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize(
     ("name", "prefix", "config"),
-    [("engine", "ENGINE_GENERATE", GenerateConfig), ("demo", "DEMO", DemoConfig)],
+    [
+        ("engine", "ENGINE_GENERATE", GenerateConfig),
+        ("engine", "ENGINE_SERVE", ServeConfig),
+        ("demo", "DEMO", DemoConfig),
+    ],
 )
 def test_help_names_every_flag_with_unit_default_and_variable(
     name: str, prefix: str, config: type[Any]
@@ -80,3 +87,27 @@ def test_planes_that_are_away_are_a_clear_error() -> None:
     assert done.returncode == 1
     assert "PLANE_UNAVAILABLE" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("config", [GenerateConfig, ServeConfig])
+def test_every_heading_of_the_help_names_settings_that_exist(config: Any) -> None:
+    names = [name for group in config.HELP_GROUPS.values() for name in group]
+    left = {field.name for field in dataclasses.fields(config)} - set(names)
+    assert len(names) == len(set(names))
+    assert left == {"log_level"}
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_how_far_a_batch_is(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
+    deltas = [
+        Delta(f"request-{request}", 0, text, [7], reason)
+        for text, reason in (("a", ""), ("b", "stop"))
+        for request in (1, 2)
+    ]
+    assert _print_whole(iter(deltas), 2, 1) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "[1] ab\n[2] ab\n"
+    assert ("2 of 2" in printed.err and "4 tokens" in printed.err) is is_terminal

@@ -285,7 +285,7 @@ def test_another_key_is_refused(server: Server, key: str) -> None:
     ("flags", "message"),
     [
         (["--bind", "0.0.0.0:0"], "bind: 0.0.0.0:0 can be reached from other machines"),
-        (["--http-key", "k.pem"], "http_certificate: must be given with --http-key"),
+        (["--tls-key", "k.pem"], "tls_certificate: must be given with --tls-key"),
         (["--api-keys-file", "/dev/null"], "api_keys_file: has no keys"),
     ],
 )
