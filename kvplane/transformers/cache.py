@@ -230,6 +230,8 @@ class PlaneCache(Cache):
                 f'computes attention by {name!r}: call model.set_attn_implementation("kvplane")',
                 field="model",
             )
+        if kwargs.get("use_cache") is False:
+            raise InvalidRequestError("must be true with a cache", field="use_cache")
         ids: torch.Tensor | None = kwargs.get("input_ids")
         if ids is None or ids.dim() != 2:
             raise InvalidRequestError(

@@ -267,10 +267,13 @@ def _prepare(model: PreTrainedModel, wants_probe: bool) -> None:
     """
     adapters.adapt(model)
     before = model.config.get_text_config()._attn_implementation
-    if wants_probe and model not in _PROBED:
-        probe(model)
-        _PROBED.add(model)
-    adapters.set_attention(model, attention.NAME if adapters.is_adapted(model) else before)
+    try:
+        if wants_probe and model not in _PROBED:
+            probe(model)
+            _PROBED.add(model)
+    finally:
+        is_adapted = adapters.is_adapted(model)
+        adapters.set_attention(model, attention.NAME if is_adapted else before)
 
 
 def close_planes(model: PreTrainedModel) -> None:

@@ -142,6 +142,7 @@ def test_attention_without_a_cache_of_ours_is_refused(model: PreTrainedModel) ->
         ("attention_mask", lambda b: b | {"attention_mask": b["attention_mask"][:, 1:]}),
         ("position_ids", lambda b: b | {"position_ids": torch.arange(40).expand(3, 40)}),
         ("input_ids", lambda b: {"inputs_embeds": torch.zeros(3, 40, 64)}),
+        ("use_cache", lambda b: b | {"use_cache": False}),
     ],
 )
 def test_a_batch_that_cannot_be_cached_is_refused(
@@ -214,7 +215,7 @@ def test_a_model_that_attends_in_other_ways_is_refused(
         return hidden_states, None
 
     attend.forward = twice if is_twice else never
-    with PlaneCache(model, **POOL) as cache:
+    with PlaneCache(model, **POOL, probe=False) as cache:
         with pytest.raises(InvalidRequestError, match=message):
             answer(model, cache, **prompts())
         assert num_held(cache) == 0
