@@ -92,6 +92,8 @@ class Live:
     request: Request
     chunks: list[int]
     num_own: int
+    progress_s: float
+    prefilled: bool = False
     gone: bool = False
 
     @property
@@ -119,8 +121,8 @@ class Blocks:
 
     num_blocks = NUM_BLOCKS
 
-    def __init__(self, sequence_of: Callable[[int, int], Live]) -> None:
-        self._sequence_of = sequence_of
+    def __init__(self, live: Callable[[int], dict[int, Live]]) -> None:
+        self._live = live
         self.num_used = 0
         self.num_retired = 0
         self.references: dict[int, int] = {}  # chunk -> sequences that refer to it; 0: cached
@@ -135,7 +137,14 @@ class Blocks:
         return self.num_retired - self._num_retired[session]
 
     def num_held(self, session: int, sequence: int) -> int:
-        return self._sequence_of(session, sequence).num_blocks
+        return self._live(session)[sequence].num_blocks
+
+    def num_held_by(self, session: int) -> int:
+        return sum(live.num_blocks for live in self._live(session).values())
+
+    def last_progress(self, session: int, sequence: int) -> tuple[float, bool]:
+        live = self._live(session)[sequence]
+        return live.progress_s, not live.prefilled
 
     def retired_since(self, session: int) -> float | None:
         entries = self._retired[session]
@@ -217,7 +226,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order, self._ids = itertools.count(), itertools.count(1)
         self._by_session: dict[int, Engine] = {}
-        self.blocks = Blocks(lambda session, id_: self._by_session[session].live[id_])
+        self.blocks = Blocks(lambda session: self._by_session[session].live)
         self.line = Line(self.blocks, config)
         for engine in engines:
             self._open(engine)
@@ -268,7 +277,7 @@ class Simulation:
         hits = self.blocks.hits(request)
         num_needed = self.blocks.num_needed(request, hits)
         num_own = -(-request.num_tokens // BLOCK_TOKENS) - CHUNK_BLOCKS * len(hits)
-        live = Live(engine, engine.asked_id, request, hits, num_own)
+        live = Live(engine, engine.asked_id, request, hits, num_own, self.now_s)
         self.blocks.refer(hits)
         self.blocks.take(engine.session, num_needed)
         engine.live[live.id] = live
@@ -290,6 +299,7 @@ class Simulation:
         if live.gone:
             return
         request = live.request
+        live.prefilled, live.progress_s = True, self.now_s
         request.num_seen = max(request.num_seen, request.num_tokens)
         for chunk in request.ids[len(live.chunks) : request.num_prompt // CHUNK_TOKENS]:
             if chunk in self.blocks.references:
@@ -305,6 +315,7 @@ class Simulation:
         if live.gone:
             return
         engine, request = live.engine, live.request
+        live.progress_s = self.now_s
         request.num_made += BLOCK_TOKENS
         request.num_seen = max(request.num_seen, request.num_tokens)
         self.num_computed += BLOCK_TOKENS
@@ -320,6 +331,7 @@ class Simulation:
     def _grow(self, live: Live, num_blocks: int) -> None:
         self.blocks.take(live.engine.session, num_blocks)
         live.num_own += num_blocks
+        live.progress_s = self.now_s
         self._at(self.now_s + DECODE_BLOCK_S, self._decoded, live)
 
     def _drop(self, live: Live) -> None:

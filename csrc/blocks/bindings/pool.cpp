@@ -226,6 +226,13 @@ void bind_sessions(PoolClass& pool) {
         return self.held_by(sequence_of(self, slot, id));
       },
       py::arg("slot"), py::arg("sequence_id"));
+  pool.def(
+      "last_progress",
+      [](const Pool& self, Slot slot, int64_t id) {
+        const Sequence& sequence = sequence_of(self, slot, id);
+        return std::make_pair(sequence.progress_s, !sequence.pending.empty());
+      },
+      py::arg("slot"), py::arg("sequence_id"));
 }
 
 void bind_queries(PoolClass& pool) {

@@ -36,9 +36,11 @@ void Pool::advance(Session& session, uint32_t index, int64_t done) {
   size_t num = 0;
   for (; num < sequence.pending.size() && sequence.pending[num].first <= done; ++num)
     sequence.num_written = std::max(sequence.num_written, sequence.pending[num].second);
-  if (num)
+  if (num) {
     sequence.pending.erase(sequence.pending.begin(),
                            sequence.pending.begin() + static_cast<int64_t>(num));
+    sequence.progress_s = now_s_;
+  }
   if (sequence.num_written / block_size_ > sequence.num_published) publish(session, index);
   if (!sequence.live && sequence.pending.empty()) forget_sequence(index);
 }

@@ -124,6 +124,7 @@ bool Pool::reserve(Slot slot, int64_t sequence_id, int64_t num_blocks) {
   const uint32_t index = *session.sequences.find(sequence_id);
   Sequence& sequence = sequences_[index];
   if (sequence.tier != kDevice || num_blocks > obtainable(session, kDevice)) return false;
+  sequence.progress_s = now_s_;
   const int64_t number = session.number++;  // the next plan, at the earliest
   const int64_t first = sequence.num_scheduled;
   grow(session, index, first, first, (sequence.table.size + num_blocks) * block_size_);
@@ -304,6 +305,7 @@ void Pool::schedule(Session& session, uint32_t index, int64_t num_slots) {
   spans.num_tokens.push_back(static_cast<int32_t>(num_slots));
   sequence.num_scheduled += num_slots;
   sequence.computed_by = session.number;
+  sequence.progress_s = now_s_;
   sequence.pending.emplace_back(session.number, sequence.num_scheduled);
   touch(session, index);
   if (config_.window_tokens) trim(session, sequence);

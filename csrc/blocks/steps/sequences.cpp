@@ -22,6 +22,7 @@ uint32_t Pool::new_sequence(Session& session, int64_t id, int64_t admitted_by) {
   sequence.id = id;
   sequence.slot = session.slot;
   sequence.admitted_by = admitted_by;
+  sequence.progress_s = now_s_;
   sequence.live = true;
   session.sequences.insert(id, index);
   return index;
@@ -322,6 +323,7 @@ void Pool::move(Session& session, uint32_t index, Tier destination,
   }
   sequence.num_trimmed = num_trimmed;
   sequence.moved_by = session.number;
+  sequence.progress_s = now_s_;
   sequence.num_published = 0;
   sequence.chain = session.root;
   sequence.chain_uid = index_[session.root].uid;
