@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
+from kvplane.serving.event_loop import tune_grpc
+
 
 def main() -> int:
     """Run the program; the exit code."""
-    # Without its EventEngine gRPC wakes half as many threads for a message: ADR 0013. It reads this
-    # when it is imported.
-    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
+    tune_grpc()
     from control_plane.server.program import run
 
     return run(sys.argv[1:], os.environ)

@@ -9,6 +9,7 @@ from typing import Final
 
 from engine.config import GenerateConfig
 from engine.program import run_program
+from kvplane.serving.event_loop import tune_grpc
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, parse
 
 _USAGE: Final = "Usage: python -m engine generate [OPTIONS]\n"
@@ -16,6 +17,7 @@ _USAGE: Final = "Usage: python -m engine generate [OPTIONS]\n"
 
 def main(argv: Sequence[str]) -> int:
     """Run one command; its exit code."""
+    tune_grpc()
     if not argv or argv[0] in ("-h", "--help"):
         return _help()
     if argv[0] != "generate":

@@ -17,9 +17,7 @@ from typing import Final
 
 import torch
 
-from engine.backend import DataBackend
 from engine.detokenizer import Detokenizer
-from engine.link import ControlLink
 from engine.loader import LoadedModel
 from engine.request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams
 from engine.runner import Runner, Span
@@ -38,6 +36,8 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.layout import Layout
+from kvplane.transformers.backend import DataBackend
+from kvplane.transformers.link import ControlLink
 from kvplane.v1 import types_pb2 as types
 
 MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine raises

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from engine import loader
-from engine.backend import DataBackend, RemoteBackend
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.link import ControlLink
-from engine.loop import LoopThread
 from engine.request import Delta, RequestOutput, SamplingParams
 from engine.scheduler import Scheduler
 from engine.stats import EngineStats
 from kvplane.errors import InvalidRequestError
 from kvplane.hf import layout_from_hf
 from kvplane.layout import Layout
+from kvplane.transformers.backend import DataBackend, RemoteBackend
+from kvplane.transformers.link import ControlLink
+from kvplane.transformers.loop import LoopThread
 from kvplane.v1 import control_pb2 as pb
 
 Prompt = str | Sequence[int]
@@ -180,10 +180,29 @@ class LLM:
 
 def _backend(config: EngineConfig, loop: LoopThread) -> DataBackend:
     if config.data_plane == "embedded":
-        from engine.embedded import EmbeddedBackend  # needs the data plane's own packages
-
-        return EmbeddedBackend(config)
+        return _embedded(config)
     return RemoteBackend(loop, config.timeout_s)
+
+
+def _embedded(config: EngineConfig) -> DataBackend:
+    # They need the data plane's own packages.
+    from data_plane.server.config import DataPlaneConfig
+    from kvplane.transformers.embedded import EmbeddedBackend
+
+    plane = DataPlaneConfig(
+        control_plane=config.control_plane,
+        bind="127.0.0.1:0",
+        pool_id=config.pool_id,
+        model=config.model,
+        block_size_tokens=config.block_size_tokens,
+        dtype="float32" if config.dtype == "auto" else config.dtype,
+        kv_dtype="" if config.kv_dtype == "auto" else config.kv_dtype,
+        num_device_blocks=config.num_device_blocks,
+        num_host_blocks=config.num_host_blocks,
+        num_threads=config.num_threads,
+        metrics_port=-1,
+    )
+    return EmbeddedBackend(plane, config.recovery_timeout_s)
 
 
 def _core(

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from engine import attention
 from kvplane.errors import InvalidRequestError
+from kvplane.transformers import attention
 
 ARCHITECTURES: Final = ("llama", "opt")
 TORCH_DTYPES: Final = {

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from engine import attention
 from engine.sequence import EngineSequence
+from kvplane.transformers import attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
             "control_plane/c.py": "import torch\n",
             "data_plane/d.py": "import torch\nfrom control_plane.planning.model import Plan\n",
             "engine/e.py": "import data_plane, kvplane\nimport control_plane\n",
+            "kvplane/transformers/f.py": "import torch, data_plane\nimport engine.llm\n",
         },
         [
             "kvplane/a.py:1: imports control_plane.planning.core",
@@ -46,6 +47,7 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
             "control_plane/c.py:1: imports torch",
             "data_plane/d.py:2: imports control_plane.planning.model.Plan",
             "engine/e.py:2: imports control_plane",
+            "kvplane/transformers/f.py:2: imports engine.llm",
         ],
     ),
     (
@@ -226,7 +228,7 @@ def test_the_sdk_and_the_control_plane_run_without_torch() -> None:
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for package in ("kvplane", "control_plane")
         for path in sorted((ROOT / package).rglob("*.py"))
-        if path.name not in ("__main__.py", "__init__.py")
+        if path.name not in ("__main__.py", "__init__.py") and path.parent.name != "transformers"
     ]
     program = (
         "import importlib, sys\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from control_plane.server.config import PROGRAM, ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
-from kvplane.serving import logs
+from kvplane.serving import event_loop, logs
 from kvplane.serving.settings import log_settings, parse
 
 
@@ -20,7 +19,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     logs.setup(config.log_level)
     log_settings(config, logging.getLogger(PROGRAM))
     try:
-        asyncio.run(_serve(config))
+        event_loop.run(_serve(config))
     except OSError as error:
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
         return 1

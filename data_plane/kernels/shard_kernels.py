@@ -73,7 +73,7 @@ class ShardKernels:
     ) -> WriteArguments:
         """The checked arguments of ``write``. Raises InvalidRequestError naming the tensor, after
         ``prefix``, unless key and value are [num_tokens, num_kv_heads, head_size] of the layout's
-        dtype.
+        dtype, value with value_head_size.
         """
         with _errors_under(prefix):
             pages = self._pools.pages(layer)
@@ -155,15 +155,15 @@ class ShardKernels:
         self._counters.num_written_tokens += len(arguments.slots)
 
     def attend(self, arguments: AttentionArguments) -> torch.Tensor:
-        """Attention of all spans in one layer. The output has the query's shape and dtype."""
+        """Attention of all spans in one layer: [num_tokens, num_heads, value_head_size]."""
         with self._streams.computing():
             output = self._kernels.paged_attention(arguments)
         self._counters.num_attention_tokens += len(arguments.query)
         return output
 
     def read(self, tier: pb.Tier, blocks: NDArray[np.int32], layers: range) -> torch.Tensor:
-        """Copy layers of blocks out, to the tier's device. Returns [num_layers, num_blocks, 2,
-        num_kv_heads, block_size, head_size].
+        """Copy layers of blocks out, to the tier's device. Returns [num_layers, num_blocks, ...],
+        the pool's shape of a page at the end.
         """
         ids = torch.from_numpy(blocks.astype(np.int64))
         of_layers = self._pools.tier(tier)[:, layers.start : layers.stop]
@@ -198,7 +198,7 @@ class ShardKernels:
         Raises InvalidRequestError for a tensor of another shape, and when they hold none.
         """
         pool, block_size = self._pools.device_tier, self._block_size_tokens
-        num_blocks = blocks.shape[1] if blocks.dim() == 6 else 0
+        num_blocks = blocks.shape[1] if blocks.dim() == pool.dim() else 0
         check_blocks(blocks, (len(layers), num_blocks, *pool.shape[2:]), pool)
         first = int(batch.first_positions[span])
         num_tokens = int(batch.starts[span + 1] - batch.starts[span])
@@ -233,10 +233,11 @@ class ShardKernels:
             slots = batch.slots[start + tokens.start : start + tokens.stop]
             block_ids, offsets = slots // block_size, slots % block_size
             for i, layer in enumerate(layers):
-                # [num_blocks, 2, heads, block_size, head_size] -> [tokens, 2, heads, head_size]
-                given = blocks[i].view(bits).permute(0, 3, 1, 2, 4).flatten(0, 1)
-                pages = self._pools.pages(layer).view(bits)
-                pages[block_ids, :, :, offsets] = given[first : first + len(tokens)]
+                given = self._pools.page.split(blocks[i].view(bits))
+                for stored, new in zip(self._pools.pages(layer), given, strict=True):
+                    # [num_blocks, heads, block_size, elements] -> [tokens, heads, elements]
+                    rows = new.transpose(1, 2).flatten(0, 1)[first : first + len(tokens)]
+                    stored.view(bits)[block_ids, :, offsets] = rows
         self._counters.num_written_tokens += len(tokens) * len(layers)
 
     def _check_dtype(self, name: str, tensor: torch.Tensor) -> None:

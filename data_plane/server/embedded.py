@@ -15,6 +15,7 @@ from data_plane.executor import Executor
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
 from kvplane.errors import PoolNotReadyError
+from kvplane.serving import event_loop
 
 
 class EmbeddedDataPlane:
@@ -86,7 +87,7 @@ class EmbeddedDataPlane:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._serve())
+            event_loop.run(self._serve())
         except BaseException as error:
             self._failure = error
         finally:

@@ -9,8 +9,9 @@ from typing import Final
 import torch
 from safetensors.torch import save_file
 
-from engine import attention, loader
+from engine import loader
 from kvplane.attention_options import AttentionOptions
+from kvplane.transformers import attention
 
 LayerScales = dict[int, tuple[float, float]]
 """Scales of keys and values, by layer."""

@@ -47,7 +47,7 @@ def num_in_use(pool: control_pb2.DescribePoolResponse) -> int:
     return sum(t.num_held_blocks + t.num_retired_blocks for t in pool.usage.tiers)
 
 
-def wait_until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:

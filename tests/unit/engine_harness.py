@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTraine
 from control_plane.planning.core import ControlPlane, CoreConfig
 from data_plane import Executor
 from engine import loader
-from engine.backend import Started
 from engine.core import EngineCore
 from engine.request import Delta, RequestOutput, SamplingParams
 from engine.scheduler import Scheduler
@@ -26,6 +25,7 @@ from kvplane.hf import layout_from_hf
 from kvplane.layout import Layout
 from kvplane.protocol import supported
 from kvplane.results import SequenceState, sequence_states
+from kvplane.transformers.backend import Started
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 
@@ -125,8 +125,8 @@ class OpenedSession:
 
 
 class Link:
-    """As ``engine.link.ControlLink``, with the core behind it. ``faults``: raised by steps, one
-    each, before the control plane has them.
+    """As ``kvplane.transformers.link.ControlLink``, with the core behind it. ``faults``: raised by
+    steps, one each, before the control plane has them.
     """
 
     def __init__(self, planes: Planes) -> None:
@@ -188,7 +188,7 @@ class Link:
 
 
 class Backend:
-    """As ``engine.backend.DataBackend``, with the executor behind it.
+    """As ``kvplane.transformers.backend.DataBackend``, with the executor behind it.
 
     ``faults``: raised, one each, by the layers that ``fault_at`` counts down to.
     """

@@ -15,9 +15,9 @@ from plan_author import HOST, fork, ref, set_blocks, span, tokens, transfer
 
 from data_plane.kernels.cpu import CpuKernels
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
-from engine.embedded import EmbeddedBackend
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, PlanOutOfOrderError
+from kvplane.transformers.embedded import EmbeddedBackend
 
 
 class LateRig(Rig):

@@ -15,7 +15,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
 
 from engine import loader
-from engine.backend import from_wire, to_wire
 from engine.detokenizer import Detokenizer
 from engine.request import Request, SamplingParams
 from engine.runner import Runner, Span
@@ -23,6 +22,7 @@ from engine.sampler import new_generator
 from engine.sequence import EngineSequence
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
+from kvplane.transformers.backend import from_wire, to_wire
 
 
 class DenseStep:

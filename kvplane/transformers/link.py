@@ -10,12 +10,12 @@ import contextlib
 from collections.abc import Sequence
 from typing import Final
 
-from engine.loop import LoopThread
 from kvplane.control_client import ControlClient
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
 from kvplane.results import SequenceState
 from kvplane.session import Session
+from kvplane.transformers.loop import LoopThread
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 

@@ -1,4 +1,4 @@
-"""A data plane in the engine's own process: tensors are passed, not sent.
+"""A data plane in the model's own process: tensors are passed, not sent.
 
 The pool registers with the control plane and serves gRPC to others like any other. This process
 holds its key, so it is for one tenant.
@@ -11,11 +11,10 @@ import torch
 from data_plane.kernels.cuda_streams import device_errors
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.embedded import EmbeddedDataPlane
-from engine.backend import Started
-from engine.config import EngineConfig
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError
 from kvplane.session import Session
+from kvplane.transformers.backend import Started
 from kvplane.v1 import types_pb2 as pb
 
 
@@ -24,24 +23,9 @@ class EmbeddedBackend:
     in time.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        dtype = "float32" if config.dtype == "auto" else config.dtype
-        self._plane = EmbeddedDataPlane(
-            DataPlaneConfig(
-                control_plane=config.control_plane,
-                bind="127.0.0.1:0",
-                pool_id=config.pool_id,
-                model=config.model,
-                block_size_tokens=config.block_size_tokens,
-                dtype=dtype,
-                kv_dtype="" if config.kv_dtype == "auto" else config.kv_dtype,
-                num_device_blocks=config.num_device_blocks,
-                num_host_blocks=config.num_host_blocks,
-                num_threads=config.num_threads,
-                metrics_port=-1,
-            )
-        )
-        self._executor = self._plane.start(config.recovery_timeout_s)
+    def __init__(self, config: DataPlaneConfig, start_timeout_s: float) -> None:
+        self._plane = EmbeddedDataPlane(config)
+        self._executor = self._plane.start(start_timeout_s)
         self._session_id: int | None = None
 
     def open(self, session: Session) -> None:

@@ -7,13 +7,13 @@ from typing import Final, Protocol
 
 import torch
 
-from engine.loop import LoopThread
 from kvplane.attention_options import AttentionOptions
 from kvplane.data_client import DataClient
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.execution import Execution
 from kvplane.session import Session
 from kvplane.tensor import Tensor
+from kvplane.transformers.loop import LoopThread
 from kvplane.v1 import types_pb2 as pb
 
 _TORCH: Final = {
@@ -54,7 +54,7 @@ class DataBackend(Protocol):
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """As in ``engine.attention.Step``."""
+        """As in ``kvplane.transformers.attention.Step``."""
         ...
 
     def finish(self) -> pb.SignedPayload:

@@ -1,0 +1,37 @@
+"""The program: settings and logs, then a server that runs until it is told to stop."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+
+from data_plane.server.config import PROGRAM, DataPlaneConfig
+from data_plane.server.server import DataPlaneServer
+from kvplane.errors import InternalError, KvplaneError
+from kvplane.serving import event_loop, logs
+from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run with the settings of ``argv`` and ``environ``; the exit code. Exits for bad settings."""
+    config = parse(DataPlaneConfig, PROGRAM, argv, environ)
+    logs.setup(config.log_level)
+    log_settings(config, logging.getLogger(PROGRAM))
+    try:
+        event_loop.run(_serve(config))
+    except InternalError as error:  # a device that failed
+        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
+        return 1
+    except KvplaneError as error:  # a model, layout or device that cannot be used
+        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
+        return EXIT_BAD_SETTINGS
+    except (OSError, RuntimeError) as error:  # an address in use, or memory that is not there
+        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
+        return 1
+    return 0
+
+
+async def _serve(config: DataPlaneConfig) -> None:
+    server = await DataPlaneServer.start(config)
+    await server.run_until_signal()

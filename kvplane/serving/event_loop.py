@@ -1,0 +1,22 @@
+"""The event loop of the planes' programs, and the gRPC that runs on it (ADR 0013)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Coroutine
+from typing import Any
+
+import uvloop
+
+
+def tune_grpc() -> None:
+    """Have gRPC wake half as many threads for a message, unless the user chose its experiments.
+
+    To be called before gRPC is imported, which reads the variable; so this module imports no gRPC.
+    """
+    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """``asyncio.run`` on uvloop, whose sockets and callbacks cost less of the loop's thread."""
+    uvloop.run(main)

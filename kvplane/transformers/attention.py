@@ -1,0 +1,137 @@
+"""Attention of a transformers model, computed by a data plane.
+
+Transformers calls attention by name through its AttentionInterface. The name "kvplane" passes q, k
+and v of each layer to the step that runs now, which a context variable holds, and returns that
+step's output. The mask of that name is None on purpose: a plan's spans say which positions a token
+sees, so there is nothing left to mask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+from torch.nn.functional import pad
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import InvalidRequestError
+
+NAME: Final = "kvplane"
+
+
+class Step(Protocol):
+    """What runs a plan, one layer after another."""
+
+    def layer(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Write ``key`` and ``value``, both [num_tokens, num_kv_heads, head_size], and attend from
+        ``query``, [num_tokens, num_heads, head_size]; returns the shape of ``query``.
+        """
+        ...
+
+
+class _Running(NamedTuple):
+    step: Step
+    tokens: torch.Tensor | None
+
+
+_RUNNING: ContextVar[_Running] = ContextVar("kvplane_running_step")
+
+
+@contextlib.contextmanager
+def running(step: Step, tokens: torch.Tensor | None = None) -> Iterator[None]:
+    """Attention inside this block goes to ``step``.
+
+    ``tokens``: which of a batch's tokens the plan computes, int64, indices into rows one after
+    another, in the plan's order; None for all. The output of others is zero.
+    """
+    token = _RUNNING.set(_Running(step, tokens))
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def register() -> None:
+    """Register "kvplane" with transformers. May be called again."""
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Query [num_rows, num_heads, num_columns, head_size], key and value [num_rows, num_kv_heads,
+    num_columns, size] after RoPE; returns [num_rows, num_columns, num_heads, size of value].
+    """
+    for name, argument in (("attention_mask", attention_mask), ("position_bias", position_bias)):
+        if argument is not None:
+            raise InvalidRequestError(
+                "is not served: a token sees all positions up to its own, or a window of them",
+                field=name,
+            )
+    running = _RUNNING.get(None)
+    if running is None:
+        raise InvalidRequestError(
+            'attention "kvplane" computes with a cache: give past_key_values=PlaneCache(model)',
+            field="past_key_values",
+        )
+    index = module.layer_idx
+    if not isinstance(index, int):
+        raise TypeError(f"layer_idx of {type(module).__name__} is {index!r}, not an int")
+    num_rows, num_columns, head_size = query.shape[0], *query.shape[2:]
+    value_size = value.shape[-1]
+    if value_size < head_size:  # as stored: K and V of one size
+        value = pad(value, (0, head_size - value_size))
+    out = running.step.layer(
+        index,
+        *(_packed(tensor, running.tokens) for tensor in (query, key, value)),
+        options=_options(scaling, sliding_window, softcap, s_aux),
+    )[..., :value_size]
+    if running.tokens is not None:
+        every = out.new_zeros(num_rows * num_columns, *out.shape[1:])
+        out = every.index_copy_(0, running.tokens, out)
+    return out.view(num_rows, num_columns, *out.shape[1:]), None
+
+
+def _packed(tensor: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+    """From [num_rows, num_heads, num_columns, size] to [num_tokens, num_heads, size]."""
+    rows = tensor.transpose(1, 2).flatten(0, 1)
+    return rows if tokens is None else rows[tokens]
+
+
+def _options(
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> AttentionOptions:
+    for name, argument in (("softcap", softcap), ("s_aux", s_aux)):
+        if argument is not None:
+            raise InvalidRequestError("is not served by the kernels", field=name)
+    return AttentionOptions(scaling or 0.0, sliding_window or 0)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
