@@ -52,6 +52,7 @@ _ONES: Final = columns.pack(INT32, [1] * 4096)
 _REASONS: Final = {
     Reason.GROWTH: cpb.CUT_REASON_GROWTH,
     Reason.TURN: cpb.CUT_REASON_TURN,
+    Reason.IDLE: cpb.CUT_REASON_IDLE,
 }
 
 
@@ -244,7 +245,8 @@ class Sharing:
         for decision in self._line.tick(now_s):
             member = self.members[decision.session]
             if isinstance(decision, Pressure):
-                member.tell_pressure(decision.num_blocks, decision.deadline_s - now_s)
+                group = member.groups.by_key(decision.sequence)
+                member.tell_pressure(group, decision.num_blocks, decision.deadline_s - now_s)
             elif isinstance(decision, Cut):
                 self._cut(member, decision)
             elif isinstance(decision, EndSession):
@@ -377,7 +379,7 @@ class Sharing:
             return self._ask(member, waiting.key, done[2], wait=True) is not None
         self._line.withdraw(session.id, waiting.key)
         member.waiting = None
-        member.tell_cut(message.sequence_id, cpb.CUT_REASON_GROWTH)
+        member.tell_cut(message.sequence_id, cpb.CUT_REASON_IMPOSSIBLE)
         return True
 
     def _cut(self, member: Member, cut: Cut) -> None:

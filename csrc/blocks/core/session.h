@@ -53,7 +53,7 @@ struct Sequence {
   int64_t first_led = 0;
   int64_t moved_by = 0;     // the plan whose transfers fill the table
   int64_t computed_by = 0;  // the last plan that computes tokens of it
-  double progress_s = 0;    // when something of it was last scheduled or receipted, or it got blocks
+  double progress_s = 0;    // when it was last scheduled, receipted, moved or given blocks
   int64_t filled_by = 0;    // the last plan in which another sequence computes blocks of its table
   std::vector<std::pair<int64_t, int64_t>> pending;  // (plan, end of what it writes)
   // Of a freed one: blocks from num_published on that receipts may still publish.

@@ -103,12 +103,25 @@ MORE = {
     "a_dry_run_takes_nothing": Mutant(
         "steps/append.cpp", "dry_.num_taken += std::min(needed, available);", ""
     ),
-    "a_dry_run_counts_every_sharer": Mutant("append.cpp", "++dry_.pieces_copied[id];", ""),
+    "a_dry_run_counts_every_sharer": Mutant("steps/append.cpp", "++dry_.pieces_copied[id];", ""),
     "a_refused_admission_takes_its_id": Mutant(
         "steps/admit.cpp",
         "if (!copies_last || config_.window_tokens)",
         "if (!copies_last) new_sequence(session, admission.sequence_id, admitted_by);\n"
         "    if (!copies_last || config_.window_tokens)",
+    ),
+    "a_receipt_is_no_progress": Mutant(
+        "index/publish.cpp", "    sequence.progress_s = now_s_;\n", ""
+    ),
+    "blocks_that_are_given_are_no_progress": Mutant(
+        "steps/append.cpp",
+        "  sequence.progress_s = now_s_;\n  const int64_t number",
+        "  const int64_t number",
+    ),
+    "what_is_scheduled_is_no_progress": Mutant(
+        "steps/append.cpp",
+        "  sequence.progress_s = now_s_;\n  sequence.pending",
+        "  sequence.pending",
     ),
     "receipts_free_the_next_plans_blocks": Mutant(
         "index/publish.cpp",

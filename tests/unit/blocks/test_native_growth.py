@@ -325,3 +325,29 @@ def test_unpublished_blocks_are_reused_before_published_ones_and_tails_before_he
 
 def _ids(*ids: int) -> list[bytes]:
     return [i.to_bytes(8, "little") for i in ids]
+
+
+def test_a_sequence_goes_on_when_it_is_scheduled_receipted_moved_or_given_blocks() -> None:
+    caller = with_prompt()
+    pool = caller.pool
+
+    def at(now_s: float) -> None:
+        pool.set_time(now_s)
+        caller.begin()
+
+    at(1.0)
+    caller.append((1, 6, 1, [7], 0))
+    assert pool.last_progress(caller.slot, 1) == (1.0, True)
+    caller.finish()
+    pool.set_time(2.0)
+    caller.receipted()
+    assert pool.last_progress(caller.slot, 1) == (2.0, False)
+    at(3.0)
+    ran(caller)
+    assert pool.last_progress(caller.slot, 1) == (2.0, False), "a step without it"
+    assert pool.reserve(caller.slot, 1, 1)
+    assert pool.last_progress(caller.slot, 1) == (3.0, False)
+    at(4.0)
+    caller.swap([1], HOST)
+    ran(caller)
+    assert pool.last_progress(caller.slot, 1) == (4.0, False)
