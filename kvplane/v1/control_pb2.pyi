@@ -14,6 +14,7 @@ class CutReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CUT_REASON_UNSPECIFIED: _ClassVar[CutReason]
     CUT_REASON_GROWTH: _ClassVar[CutReason]
     CUT_REASON_TURN: _ClassVar[CutReason]
+    CUT_REASON_QUOTA: _ClassVar[CutReason]
     CUT_REASON_IDLE: _ClassVar[CutReason]
     CUT_REASON_IMPOSSIBLE: _ClassVar[CutReason]
 
@@ -36,6 +37,7 @@ class ShortageReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 CUT_REASON_UNSPECIFIED: CutReason
 CUT_REASON_GROWTH: CutReason
 CUT_REASON_TURN: CutReason
+CUT_REASON_QUOTA: CutReason
 CUT_REASON_IDLE: CutReason
 CUT_REASON_IMPOSSIBLE: CutReason
 OPERATION_STATUS_UNSPECIFIED: OperationStatus
