@@ -63,6 +63,11 @@ class ControlLink:
             self._last_plan_number = self.session.last_number
         return result
 
+    def has_news(self) -> bool:
+        """Whether a notice came since the last call: the next step's answer has the news."""
+        session = self.session
+        return bool(self._loop.call(session.take_notices))
+
     def add_receipt(self, receipt: types.SignedPayload) -> None:
         """Submit this with the next step."""
         session = self.session

@@ -146,8 +146,6 @@ def test_a_sequence_that_outstays_its_turn_is_asked_and_then_cut() -> None:
         other.renew()
         assert not only(one.send(ops.append(1, [], 1, first_position=position))).failures
     pass_time(world, 0.5)
-    (notice,) = world.core.take_notices()
-    assert notice[0] == one.id
     news = news_of(one.step())
     assert (news.num_blocks_asked, news.sequences_asked) == (8, (1,))
     assert 0.5 <= news.deadline_s <= 1.0
@@ -259,9 +257,9 @@ def test_blocks_of_a_sequence_that_was_cut_are_others_before_its_data_plane_know
 def test_blocks_of_a_sequence_that_was_cut_wait_for_plans_in_flight() -> None:
     world, one, other = crowded()
     other.step(ops.admit(5, prompt(3, 1), wait=True))
-    outstay(world, one, other, seconds=25)
+    outstay(world, one, other, seconds=5)
     one.step(ops.append(1, [], 1, first_position=56))
-    outstay(world, one, other, seconds=10)
+    outstay(world, one, other, seconds=27.5)
     one.learn()
     assert not one.sequences
     assert world.usage() == {"free": 0, "cached": 0, "held": 0, "retired": 8}
