@@ -220,7 +220,7 @@ class EngineCore:
     def _expects_news(self) -> bool:
         """Whether an admission that waits may have been granted. A notice says so, if it comes."""
         is_late = time.monotonic() - self._stepped_s > NEWS_DELAY_S
-        return self._scheduler.is_in_line and (self._link.has_news() or is_late)
+        return self._scheduler.is_in_line and (self._link.has_news(IDLE_DELAY_S) or is_late)
 
     def _pause(self) -> None:
         """Nothing could be done, because others hold the blocks. Fails the first request when that
@@ -237,7 +237,7 @@ class EngineCore:
                 "larger, end other sessions, or raise recovery_timeout_s"
             )
             self._fail(head.request.request_id, error)
-        elif self._scheduler.num_idle_steps > 1 or self._scheduler.is_in_line:
+        elif self._scheduler.num_idle_steps > 1:
             time.sleep(IDLE_DELAY_S)
 
     # Tokens.

@@ -166,7 +166,7 @@ class Link:
             self.last_plan_number = self.number
         return result
 
-    def has_news(self) -> bool:
+    def has_news(self, wait_s: float) -> bool:
         self.planes.noticed.update(session_id for session_id, _ in self.planes.core.take_notices())
         has_news = self.session.id in self.planes.noticed
         self.planes.noticed.discard(self.session.id)

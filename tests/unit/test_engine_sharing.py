@@ -81,7 +81,7 @@ def test_without_a_notice_the_engine_asks_for_news_by_itself(
     second = other.add(prompt_of(40, 2), max_tokens=2)
     other.core.step()
     finish(one)
-    monkeypatch.setattr(other.link, "has_news", lambda: False)
+    monkeypatch.setattr(other.link, "has_news", lambda wait_s: False)
     monkeypatch.setattr("engine.core.NEWS_DELAY_S", 0.02)
     finish(other)
     assert len(other.tokens(second)[0]) == 2

@@ -59,7 +59,8 @@ struct Sequence {
   // Of a freed one: blocks from num_published on that receipts may still publish.
   std::vector<std::pair<Block, int64_t>> ghosts;  // (block, generation)
   int64_t first_ghost = 0;                        // place in the table of the first
-  int64_t num_checked = 0;                        // scratch of deferred_tokens
+  int64_t num_checked = 0;                        // scratch of deferred_tokens, as is the next
+  int64_t last_given = -1;
 };
 
 // A block as it was when it was allocated.
@@ -125,6 +126,7 @@ struct Session {
   int64_t number = 0;       // of the step that runs, or ran last
   int64_t num_held = 0;     // blocks of pieces of its tables, both tiers
   int64_t num_entries = 0;  // of its tables, shared or not
+  int64_t num_tokens = 0;   // known ones of its live sequences, shared or not
   Draft draft;
   PlanRecord record;  // of the draft
   // Of the draft: blocks that its transfers write, which are not allocated twice in one plan; those

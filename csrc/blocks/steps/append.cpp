@@ -44,6 +44,7 @@ ItemResults Pool::append(Slot slot, const AppendColumns& columns) {
       if (sequence.tokens.size + num_given <= max_tokens &&
           is_in_place(session, sequence, columns.first_positions[item], num_slots)) {
         sequence.tokens.append(token_store_, tokens, num_given);
+        session.num_tokens += num_given;
         schedule(session, *index, num_slots);
         results.values[static_cast<size_t>(item)] = static_cast<int32_t>(sequence.table.size);
         continue;
@@ -123,6 +124,7 @@ Failure Pool::append_one(Session& session, const AppendColumns& columns, int64_t
       session.draft.changes.cut(ChangeKind::kTruncate, id, sequence.table.size);
   }
   sequence.tokens.append(token_store_, tokens, num_given);
+  session.num_tokens += num_given;
   grow(session, index, first, end, cover);
   if (num_slots) schedule(session, index, num_slots);
   return {item, Code::kOk, sequence.table.size};

@@ -63,7 +63,7 @@ ItemResults Pool::fork(Slot slot, Span<int64_t> parents, Span<int64_t> ids) {
     } else if (failure.code == Code::kOk && parent.computed) {
       failure = {item, Code::kBusy, parents[item]};
     } else if (failure.code == Code::kOk) {
-      const int64_t num = session.num_entries + dry_.num_entries;
+      const int64_t num = num_entries(session) + dry_.num_entries;
       const int64_t more = std::max(parent.table_size, div_ceil(parent.num_tokens, block_size_));
       if (num + more > config_.max_table_entries)
         failure = {item, Code::kTooManyEntries, config_.max_table_entries, num, more};
@@ -94,6 +94,7 @@ uint32_t Pool::add_fork(Session& session, uint32_t parent_index, int64_t id, int
   session.num_entries += child.table.size;
   child.num_trimmed = parent.num_trimmed;
   child.tokens.share(token_store_, parent.tokens);
+  session.num_tokens += child.tokens.size;
   child.num_cached = parent.num_cached;
   child.num_written = parent.num_written;
   child.num_scheduled = parent.num_scheduled;
@@ -169,6 +170,7 @@ int64_t Pool::drop(Session& session, uint32_t index, int64_t plan) {
   for (auto ghost = sequence.ghosts.rbegin(); ghost != sequence.ghosts.rend(); ++ghost)
     if (ghost->first != kNoBlock) blocks.keep(ghost->first);
   session.sequences.erase(sequence.id);
+  session.num_tokens -= sequence.tokens.size;
   sequence.live = false;
   if (sequence.table_sent && !session.resync_due) session.draft.changes.drop(sequence.id);
   if (!expects) forget_sequence(index);
@@ -232,7 +234,9 @@ int64_t Pool::truncate_one(Session& session, uint32_t index, int64_t num) {
   const int64_t num_full = num / block_size_;
   publish(session, index);  // what is kept and complete
   clear_leaders(sequence, index, num_full);
+  const int64_t num_tokens = sequence.tokens.size;
   sequence.tokens.cut(token_store_, num);
+  session.num_tokens -= num_tokens - sequence.tokens.size;
   sequence.num_scheduled = std::min(sequence.num_scheduled, num);
   sequence.num_written = std::min(sequence.num_written, num);
   sequence.num_cached = std::min(sequence.num_cached, num);

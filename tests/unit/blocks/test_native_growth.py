@@ -302,10 +302,13 @@ def test_tokens_that_are_deferred_publish_what_is_written() -> None:
         (((1, 1, 2**63 - 1, [7]),), (0, Code.NOT_KNOWN, 1, 6, 2**63 - 1)),
         (((1, 1, 6, [6] * 7),), (0, Code.BEYOND_SLOTS, 1, 12, 0)),
         (((1, 1, 5, [6, 6]),), (0, Code.OTHER_TOKENS, 1, 5, 0)),
+        (((1, 1, 6, [6, 7]), (1, 1, 6, [6, 8, 8])), (1, Code.OTHER_TOKENS, 1, 6, 0)),
+        (((1, 1, 6, [6]), (1, 1, 7, [7]), (1, 1, 6, [9, 7])), (2, Code.OTHER_TOKENS, 1, 6, 0)),
+        (((1, 1, 6, [6]), (1, 1, 6, [6, 7]), (1, 1, 7, [9])), (2, Code.OTHER_TOKENS, 1, 7, 0)),
     ]:
         assert caller.deferred(*rows) == failure
         assert dump(caller.pool, [caller]) == before
-    assert caller.deferred((1, 1, 5, [5, 6, 7, 8]), (1, 1, 9, [9, 10, 11])) is None
+    assert caller.deferred((1, 1, 5, [5, 6, 7, 8]), (1, 1, 7, [7, 8, 9, 10, 11])) is None
     assert caller.pool.match(b"root", i32(range(12)))[0] == 3
 
 
