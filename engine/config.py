@@ -128,6 +128,22 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayoutConfig:
+    """Print a model's layout as JSON, for a data plane without transformers (--layout FILE)."""
+
+    model: Path = setting(help="Folder of a Hugging Face model.")
+    block_size_tokens: int = setting(
+        16, unit="tokens", minimum=8, maximum=256, help="Token slots in a block."
+    )
+    dtype: str = setting("float32", choices=DTYPES, help="Type of queries, keys and values.")
+    kv_dtype: str = setting(
+        "",
+        choices=("", *KV_DTYPES),
+        help="Type of stored keys and values; empty means the same as --dtype.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateConfig(EngineConfig):
     """Answer prompts with a model whose KV cache is behind a control plane and a data plane."""
 

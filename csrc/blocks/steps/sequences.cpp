@@ -294,6 +294,7 @@ struct Pool::SwapPlan {
   std::vector<uint32_t> indices;            // of the sequences
   std::unordered_map<Block, Block> copies;  // old block -> new one
   std::vector<Block> blocks;                // old ones, each once
+  std::vector<uint8_t> is_ahead;            // whether they hold nothing yet
 };
 
 std::variant<int64_t, Failure> Pool::swap(Groups groups, Slot slot, Span<int64_t> ids,
@@ -335,9 +336,17 @@ Failure Pool::plan_swap(const Session& session, Span<int64_t> ids, Tier destinat
     if (sequence.tier != source) return Failure{item, Code::kSwapped, ids[item], sequence.tier};
     plan.indices.push_back(*index);
   }
-  for (const uint32_t index : plan.indices)
-    for (const Block b : table_of(sequences_[index]))
-      if (b != kNoBlock && plan.copies.emplace(b, kNoBlock).second) plan.blocks.push_back(b);
+  for (const uint32_t index : plan.indices) {
+    const Sequence& sequence = sequences_[index];
+    int64_t i = 0;
+    for (const Block b : table_of(sequence)) {
+      if (b != kNoBlock && plan.copies.emplace(b, kNoBlock).second) {
+        plan.blocks.push_back(b);
+        plan.is_ahead.push_back(i * block_size_ >= sequence.num_scheduled);
+      }
+      ++i;
+    }
+  }
   const auto needed = static_cast<int64_t>(plan.blocks.size());
   if (needed > store(destination).num_blocks)
     return Failure{0, Code::kNever, needed, store(destination).num_blocks, destination};
@@ -359,6 +368,8 @@ void Pool::do_swap(Session& session, Tier destination, SwapPlan& plan) {
   for (size_t i = 0; i < plan.blocks.size(); ++i) {
     const Block old = plan.blocks[i];
     plan.copies[old] = fresh[i];
+    // This plan may allocate it, and copy to the host tier what it held before.
+    if (plan.is_ahead[i]) continue;
     transfer(session, {source, old, store(source).generation(old)}, destination, fresh[i],
              static_cast<uint32_t>(block_size_));
   }
