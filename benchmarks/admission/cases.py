@@ -20,6 +20,7 @@ NORMAL: Final = "normal"
 #   polling  asks every 30 ms and never stands in the line
 #   silent   sends no receipts; opens a new session when its own is ended
 #   jumping  admits 512 tokens, grows by most of the pool at once, and generates without end
+#   large    has requests of 32,000 tokens only, which take nearly a turn
 HOSTILE: Final = ("idle", "greedy", "polling", "silent")
 CASES: Final[dict[str, dict[str, int]]] = {
     "light": {"honest": 6},
@@ -27,6 +28,7 @@ CASES: Final[dict[str, dict[str, int]]] = {
     "overload": {"honest": 120},
     **{f"overload, {kind}": {"honest": 108, kind: 12} for kind in HOSTILE},
     "overload, one jumping": {"honest": 119, "jumping": 1},
+    "overload, large": {"honest": 108, "large": 12},
     "overload, all four": {"honest": 108, **dict.fromkeys(HOSTILE, 3)},
 }
 
@@ -63,6 +65,8 @@ def requests(kind: str, trace: Iterator[dict[str, Any]]) -> Callable[[], Request
         return lambda: Request([], 32_000, 10**6)
     if kind == "greedy":
         return lambda: Request([], 8_000, 10**6)
+    if kind == "large":
+        return lambda: Request([], 32_000, 1_280)
     if kind == "jumping":
         return lambda: Request([], 512, 10**6)
 
