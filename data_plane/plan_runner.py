@@ -80,6 +80,9 @@ class PlanRunner:
         if run is None:
             run = session.latest = self._prepare(session, plan, digest)
             self._counters.num_plans_started += 1
+            if run.batch.num_tokens:
+                self._counters.batch_tokens.add(run.batch.num_tokens)
+                self._counters.batch_spans.add(run.batch.num_spans)
         if not run.transferred:
             self._transfer(session, run)
         receipt = self.receipt(session, run)
@@ -135,7 +138,8 @@ class PlanRunner:
         """
         self.check_still_current(session, run)
         run.used_after_receipt |= run.receipt is not None
-        return self._compute.attend(arguments)
+        num_context = run.batch.num_context_tokens(arguments.options.sliding_window_tokens)
+        return self._compute.attend(arguments, num_context)
 
     def receipt(self, session: Session, run: Run) -> pb.SignedPayload | None:
         """The run's receipt, signed once the device has done all of it; None while something is

@@ -26,6 +26,7 @@ from kvplane.errors import (
     LayoutMismatchError,
     PlaneUnavailableError,
 )
+from kvplane.serving.metrics import Counts
 from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
@@ -44,12 +45,20 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     """Serves one executor."""
 
     def __init__(
-        self, executor: Executor, worker: WorkerThread, *, version: str, max_message_bytes: int
+        self,
+        executor: Executor,
+        worker: WorkerThread,
+        *,
+        version: str,
+        max_message_bytes: int,
+        rejected: Counts,
     ) -> None:
+        """``rejected`` counts the requests of streams that are refused, by the error's reason."""
         self._executor = executor
         self._worker = worker
         self._version = version
         self._max_message_bytes = max_message_bytes
+        self._rejected = rejected
         self._streams = RequestStreams("data plane")
 
     def stop(self) -> None:
@@ -86,6 +95,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
             except PlaneUnavailableError:
                 raise
             except KvplaneError as error:
+                self._rejected.inc(error.reason)
                 answers = [pb.ExecuteResponse(error=to_wire(error))]
             for answer in answers:
                 yield answer

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
-from prometheus_client import CollectorRegistry
 
 from kvplane.layout import LayerGroup, Layout
 from kvplane.serving.interceptor import ErrorInterceptor
@@ -91,7 +90,7 @@ class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
 @asynccontextmanager
 async def serving(plane: ScriptedControlPlane) -> AsyncIterator[str]:
     """Serve ``plane`` on a loopback port; its address."""
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(RpcMetrics(CollectorRegistry()))])
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(RpcMetrics())])
     control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -163,12 +163,12 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
     host = [told[f'kvplane_blocks{{pool="pool",state="{s}",tier="host"}}'] for s in states]
     assert host == [8, 0, 0, 0]
     assert told['kvplane_sessions{pool="pool"}'] == 1
-    assert told['kvplane_sequences{pool="pool"}'] == 2
+    assert told['kvplane_sequences{pool="pool",state="device"}'] == 2
     assert told['kvplane_registered_shards{pool="pool"}'] == 1
     assert told['kvplane_lookup_tokens_total{pool="pool"}'] == 40
-    assert told['kvplane_hit_tokens_total{pool="pool"}'] == 16
+    assert told['kvplane_hit_tokens_total{pool="pool",tier="device"}'] == 16
     assert told['kvplane_publications_total{pool="pool"}'] == 2
-    for name in ("copies_on_write", "evictions"):
+    for name in ("copies_on_write", "aborts"):
         assert told[f'kvplane_{name}_total{{pool="pool"}}'] == 0
     for direction in ("in", "out"):
         assert told[f'kvplane_swapped_blocks_total{{direction="{direction}",pool="pool"}}'] == 0
@@ -186,8 +186,9 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
     assert list(counted.values()) == [2, 1, 1, 2, 2, 1]
     assert told["kvplane_plans_total"] == 3
     assert told["kvplane_step_duration_seconds_count"] == 4
-    assert told["kvplane_sessions_expired_total"] == 0
-    assert told["kvplane_incarnation"] == float(control_server.core.incarnation)
+    assert told['kvplane_sessions_expired_total{pool="pool"}'] == 0
+    incarnation = control_server.core.incarnation
+    assert told[f'kvplane_control_plane_info{{incarnation="{incarnation}"}}'] == 1
     assert told['kvplane_rejections_total{reason="BAD_SIGNATURE"}'] == 1
     assert told['kvplane_rejections_total{reason="STEP_OUT_OF_ORDER"}'] == 1
     handled = "kvplane_rpc_handled_total{code="
@@ -209,7 +210,7 @@ async def test_an_expired_session_is_counted(
     await shard.report()
     await RawSession.open(connect(server), shard)
     async with asyncio.timeout(PATIENCE_S):
-        while (await scrape(server))["kvplane_sessions_expired_total"] != 1:
+        while (await scrape(server))['kvplane_sessions_expired_total{pool="pool"}'] != 1:
             await asyncio.sleep(0.05)
     shard.hang_up()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from prometheus_client import CollectorRegistry
 from sdk_peers import ScriptedControlPlane
 
 from kvplane import ControlClient
@@ -29,7 +28,7 @@ async def plane() -> ScriptedControlPlane:
 
 @pytest.fixture
 async def client(plane: ScriptedControlPlane) -> AsyncIterator[ControlClient]:
-    interceptor = ErrorInterceptor(RpcMetrics(CollectorRegistry()))
+    interceptor = ErrorInterceptor(RpcMetrics())
     server = serving.build("127.0.0.1:0", max_message_bytes=1 << 20, interceptors=[interceptor])
     control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server.grpc_server)
     await server.start([])

@@ -1,4 +1,4 @@
-// What a pool does besides its steps: retention, forgetting, watching, rebuilding, memory.
+// What a pool does besides its steps: metrics, retention, forgetting, watching, rebuilding, memory.
 #include <pybind11/typing.h>
 
 #include <memory>
@@ -39,6 +39,29 @@ void bind_retention(PoolClass& pool) {
       },
       py::arg("slot"), py::arg("token_ids"));
   pool.def("num_retained", &Pool::num_retained, py::arg("owner"));
+}
+
+// For each tier: evictions by reason, then three histograms, each its counts and its sum.
+py::typing::List<double> block_times(const Pool& pool) {
+  py::typing::List<double> values;
+  for (const Tier tier : {kDevice, kHost}) {
+    const BlockTimes& times = pool.block_times(tier);
+    for (const int64_t num : times.num_evictions) values.append(static_cast<double>(num));
+    for (const Durations* durations : {&times.lifetime, &times.idle, &times.reuse_gap}) {
+      for (const int64_t num : durations->counts) values.append(static_cast<double>(num));
+      values.append(durations->sum_s);
+    }
+  }
+  return values;
+}
+
+void bind_metrics(PoolClass& pool) {
+  pool.def("block_times", &block_times);
+  pool.def(
+      "num_sequences_in",
+      [](const Pool& self, int tier) { return self.num_sequences_in(tier_of(tier)); },
+      py::arg("tier"));
+  pool.def("oldest_release_s", &Pool::oldest_release_s);
 }
 
 void bind_forgetting(PoolClass& pool) {
@@ -197,8 +220,12 @@ void bind_extras(py::module_& module) {
   auto pool = py::reinterpret_borrow<PoolClass>(module.attr("Pool"));
   bind_retention(pool);
   bind_forgetting(pool);
+  bind_metrics(pool);
   bind_watching(pool);
   bind_rebuild(module);
+  py::tuple bounds(Durations::kBounds.size());
+  for (size_t i = 0; i < bounds.size(); ++i) bounds[i] = Durations::kBounds[i];
+  module.attr("DURATION_BOUNDS_S") = bounds;
 }
 
 }  // namespace kvplane::blocks

@@ -48,6 +48,9 @@ OTHER_TOKENS: Final = 22
 BEYOND_SLOTS: Final = 23
 TOO_MANY_ENTRIES: Final = 24
 
+DURATION_BOUNDS_S: Final[tuple[float, ...]]
+"""Upper bounds of the histograms of ``block_times``, in seconds."""
+
 class ColumnError(ValueError):
     """Columns cannot be read: args are the column, the index or -1, and what is wrong."""
 
@@ -181,6 +184,9 @@ class Pool:
         self, root: bytes, cursor: int, max_blocks: int
     ) -> tuple[int, int, bytes, bytes, bytes, bytes]: ...
     def memory(self) -> tuple[int, int, int]: ...
+    def block_times(self) -> list[float]: ...
+    def num_sequences_in(self, tier: int) -> int: ...
+    def oldest_release_s(self) -> float: ...
 
 class Rebuild:
     def __init__(self, block_size_tokens: int, num_shards: int) -> None: ...
