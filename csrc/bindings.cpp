@@ -19,7 +19,7 @@ namespace py = pybind11;
 namespace kvplane {
 namespace {
 
-void bind_reshape_and_cache(const TensorView& key, const TensorView& value, const TensorView& pages,
+void bind_reshape_and_cache(const TensorView& key, const TensorView& value, const PagesView& pages,
                             const ScalesView& scales, uintptr_t slots, int num_threads) {
   ReshapeAndCacheParams p = {};
   p.key = key.data();
@@ -38,18 +38,18 @@ void bind_reshape_and_cache(const TensorView& key, const TensorView& value, cons
 }
 
 void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
-                          const TensorView& pages, const ScalesView& scales, uintptr_t block_tables,
+                          const PagesView& pages, const ScalesView& scales, uintptr_t block_tables,
                           bool wide_block_tables, int64_t max_blocks, uintptr_t query_starts,
-                          uintptr_t context_lens, int64_t num_sequences, uintptr_t alibi_slopes,
-                          float scale, int64_t sliding_window_tokens, int num_threads) {
+                          uintptr_t context_lens, int64_t num_sequences,
+                          const AttentionOptions& options, int num_threads) {
   PagedAttentionParams p = {};
+  static_cast<AttentionOptions&>(p) = options;
   p.query = query.data();
   p.out = pointer<void>(out);
   p.lse = pointer<float>(lse);
   p.block_tables = pointer<const void>(block_tables);
   p.query_starts = pointer<const int64_t>(query_starts);
   p.context_lens = pointer<const int64_t>(context_lens);
-  p.alibi_slopes = pointer<const float>(alibi_slopes);
   p.pages = pages_of(pages, scales);
   p.query_dtype = query.dtype;
   p.wide_block_tables = wide_block_tables;
@@ -59,8 +59,6 @@ void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
   p.max_blocks = max_blocks;
   p.query_token_stride = query.strides[0];
   p.query_head_stride = query.strides[1];
-  p.scale = scale;
-  p.sliding_window_tokens = sliding_window_tokens;
   p.num_threads = num_threads;
   paged_attention(p);
 }
@@ -94,18 +92,7 @@ PYBIND11_MODULE(_native, m) {
   using release_gil = py::call_guard<py::gil_scoped_release>;
   using py::arg;
 
-  py::enum_<Dtype>(m, "Dtype")
-      .value("FLOAT32", Dtype::kFloat32)
-      .value("FLOAT16", Dtype::kFloat16)
-      .value("BFLOAT16", Dtype::kBFloat16)
-      .value("FLOAT8_E4M3", Dtype::kFloat8E4M3)
-      .value("FLOAT8_E5M2", Dtype::kFloat8E5M2);
-  py::class_<TensorView>(m, "TensorView")
-      .def(py::init<uintptr_t, Dtype, std::vector<int64_t>, std::vector<int64_t>>(), arg("address"),
-           arg("dtype"), arg("shape"), arg("strides"));
-  py::class_<ScalesView>(m, "ScalesView")
-      .def(py::init<uintptr_t, uintptr_t, int64_t, int64_t>(), arg("key"), arg("value"),
-           arg("key_stride"), arg("value_stride"));
+  bind_types(m);
 
   m.def("cpu_isa", &cpu_isa);
   m.def("cpu_isas", &cpu_isas);
@@ -115,8 +102,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("paged_attention", &bind_paged_attention, release_gil(), py::kw_only(), arg("query"),
         arg("out"), arg("lse"), arg("pages"), arg("scales"), arg("block_tables"),
         arg("wide_block_tables"), arg("max_blocks"), arg("query_starts"), arg("context_lens"),
-        arg("num_sequences"), arg("alibi_slopes"), arg("scale"), arg("sliding_window_tokens"),
-        arg("num_threads"));
+        arg("num_sequences"), arg("options"), arg("num_threads"));
   // Between two pools or inside one: on the CPU it is the same function.
   for (const char* name : {"copy_blocks", "swap_blocks"}) {
     m.def(name, &bind_copy_blocks, release_gil(), py::kw_only(), arg("source"), arg("destination"),

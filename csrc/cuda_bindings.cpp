@@ -28,7 +28,7 @@ Context context_of(uintptr_t stream, uintptr_t faults) {
   return {stream, pointer<int32_t>(faults)};
 }
 
-void bind_reshape_and_cache(const TensorView& key, const TensorView& value, const TensorView& pages,
+void bind_reshape_and_cache(const TensorView& key, const TensorView& value, const PagesView& pages,
                             const ScalesView& scales, uintptr_t slots, uintptr_t faults,
                             uintptr_t stream) {
   ReshapeAndCacheParams p = {};
@@ -46,10 +46,11 @@ void bind_reshape_and_cache(const TensorView& key, const TensorView& value, cons
   reshape_and_cache(p, context_of(stream, faults));
 }
 
-PagedAttentionParams sizes_of(const TensorView& query, const TensorView& pages,
+PagedAttentionParams sizes_of(const TensorView& query, const PagesView& pages,
                               const ScalesView& scales, int64_t max_blocks, int64_t num_sequences,
-                              int64_t sliding_window_tokens) {
+                              const kvplane::AttentionOptions& options) {
   PagedAttentionParams p = {};
+  static_cast<kvplane::AttentionOptions&>(p) = options;
   p.query = query.data();
   p.pages = pages_of(pages, scales);
   p.query_dtype = query.dtype;
@@ -59,34 +60,32 @@ PagedAttentionParams sizes_of(const TensorView& query, const TensorView& pages,
   p.max_blocks = max_blocks;
   p.query_token_stride = query.strides[0];
   p.query_head_stride = query.strides[1];
-  p.sliding_window_tokens = sliding_window_tokens;
   return p;
 }
 
-int64_t bind_workspace_bytes(const TensorView& query, const TensorView& pages, int64_t max_blocks,
+int64_t bind_workspace_bytes(const TensorView& query, const PagesView& pages, int64_t max_blocks,
                              int64_t num_sequences, int64_t sliding_window_tokens,
                              int64_t split_tokens) {
-  return attention_workspace_bytes(
-      sizes_of(query, pages, {}, max_blocks, num_sequences, sliding_window_tokens), split_tokens);
+  kvplane::AttentionOptions options = {};
+  options.sliding_window_tokens = sliding_window_tokens;
+  return attention_workspace_bytes(sizes_of(query, pages, {}, max_blocks, num_sequences, options),
+                                   split_tokens);
 }
 
 void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
-                          const TensorView& pages, const ScalesView& scales, uintptr_t block_tables,
+                          const PagesView& pages, const ScalesView& scales, uintptr_t block_tables,
                           bool wide_block_tables, int64_t max_blocks, uintptr_t query_starts,
-                          uintptr_t context_lens, int64_t num_sequences, uintptr_t alibi_slopes,
-                          float scale, int64_t sliding_window_tokens, int64_t max_query_len,
+                          uintptr_t context_lens, int64_t num_sequences,
+                          const kvplane::AttentionOptions& options, int64_t max_query_len,
                           int64_t split_tokens, uintptr_t workspace, int64_t workspace_bytes,
                           uintptr_t faults, uintptr_t stream) {
-  PagedAttentionParams p =
-      sizes_of(query, pages, scales, max_blocks, num_sequences, sliding_window_tokens);
+  PagedAttentionParams p = sizes_of(query, pages, scales, max_blocks, num_sequences, options);
   p.out = pointer<void>(out);
   p.lse = pointer<float>(lse);
   p.block_tables = pointer<const void>(block_tables);
   p.query_starts = pointer<const int64_t>(query_starts);
   p.context_lens = pointer<const int64_t>(context_lens);
-  p.alibi_slopes = pointer<const float>(alibi_slopes);
   p.wide_block_tables = wide_block_tables;
-  p.scale = scale;
   paged_attention(p, {max_query_len, split_tokens, pointer<void>(workspace), workspace_bytes},
                   context_of(stream, faults));
 }
@@ -122,19 +121,7 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
   using release_gil = py::call_guard<py::gil_scoped_release>;
   using py::arg;
 
-  // Local to the module, since the CPU module has types of the same names.
-  py::enum_<Dtype>(m, "Dtype", py::module_local())
-      .value("FLOAT32", Dtype::kFloat32)
-      .value("FLOAT16", Dtype::kFloat16)
-      .value("BFLOAT16", Dtype::kBFloat16)
-      .value("FLOAT8_E4M3", Dtype::kFloat8E4M3)
-      .value("FLOAT8_E5M2", Dtype::kFloat8E5M2);
-  py::class_<TensorView>(m, "TensorView", py::module_local())
-      .def(py::init<uintptr_t, Dtype, std::vector<int64_t>, std::vector<int64_t>>(), arg("address"),
-           arg("dtype"), arg("shape"), arg("strides"));
-  py::class_<ScalesView>(m, "ScalesView", py::module_local())
-      .def(py::init<uintptr_t, uintptr_t, int64_t, int64_t>(), arg("key"), arg("value"),
-           arg("key_stride"), arg("value_stride"));
+  bind_types(m);
   m.attr("BAD_BLOCK_TABLES") = kBadBlockTables;
   m.attr("BAD_QUERY_STARTS") = kBadQueryStarts;
   m.attr("BAD_CONTEXT_LENS") = kBadContextLens;
@@ -162,9 +149,8 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
   m.def("paged_attention", &bind_paged_attention, release_gil(), py::kw_only(), arg("query"),
         arg("out"), arg("lse"), arg("pages"), arg("scales"), arg("block_tables"),
         arg("wide_block_tables"), arg("max_blocks"), arg("query_starts"), arg("context_lens"),
-        arg("num_sequences"), arg("alibi_slopes"), arg("scale"), arg("sliding_window_tokens"),
-        arg("max_query_len"), arg("split_tokens"), arg("workspace"), arg("workspace_bytes"),
-        arg("faults"), arg("stream"));
+        arg("num_sequences"), arg("options"), arg("max_query_len"), arg("split_tokens"),
+        arg("workspace"), arg("workspace_bytes"), arg("faults"), arg("stream"));
   const auto def_copy = [&](const char* name, auto function) {
     m.def(name, function, release_gil(), py::kw_only(), arg("source"), arg("destination"),
           arg("pairs"), arg("num_pairs"), arg("source_num_blocks"), arg("destination_num_blocks"),

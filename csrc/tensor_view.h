@@ -1,6 +1,8 @@
 // A tensor as Python describes it to a native module: an address, a type, a shape and strides.
 #pragma once
 
+#include <pybind11/pybind11.h>
+
 #include <cstdint>
 #include <vector>
 
@@ -32,21 +34,61 @@ struct ScalesView {
   int64_t value_stride;
 };
 
-inline PagesParams pages_of(const TensorView& t, const ScalesView& scales) {
-  return {t.data(),
-          t.dtype,
-          t.shape[0],
-          t.shape[2],
-          t.shape[3],
-          t.shape[4],
-          t.strides[0],
-          t.strides[1],
-          t.strides[2],
-          t.strides[3],
+// Keys and values [num_blocks, num_kv_heads, block_size, elements of each] of one pool.
+struct PagesView {
+  TensorView keys;
+  TensorView values;
+};
+
+inline PagesParams pages_of(const PagesView& pages, const ScalesView& scales) {
+  const TensorView &keys = pages.keys, &values = pages.values;
+  const int64_t between = static_cast<int64_t>(values.address - keys.address);
+  return {keys.data(),
+          keys.dtype,
+          keys.shape[0],
+          keys.shape[1],
+          keys.shape[2],
+          keys.shape[3],
+          values.shape[3],
+          keys.strides[0],
+          between / dtype_bytes(keys.dtype),
+          keys.strides[1],
+          keys.strides[2],
+          values.strides[1],
+          values.strides[2],
           pointer<const float>(scales.key),
           pointer<const float>(scales.value),
           scales.key_stride,
           scales.value_stride};
+}
+
+// The types that both modules have; local to the module, so that their names do not meet.
+inline void bind_types(pybind11::module_& m) {
+  namespace py = pybind11;
+  using py::arg;
+  py::enum_<Dtype>(m, "Dtype", py::module_local())
+      .value("FLOAT32", Dtype::kFloat32)
+      .value("FLOAT16", Dtype::kFloat16)
+      .value("BFLOAT16", Dtype::kBFloat16)
+      .value("FLOAT8_E4M3", Dtype::kFloat8E4M3)
+      .value("FLOAT8_E5M2", Dtype::kFloat8E5M2);
+  py::class_<TensorView>(m, "TensorView", py::module_local())
+      .def(py::init<uintptr_t, Dtype, std::vector<int64_t>, std::vector<int64_t>>(), arg("address"),
+           arg("dtype"), arg("shape"), arg("strides"));
+  py::class_<PagesView>(m, "PagesView", py::module_local())
+      .def(py::init<TensorView, TensorView>(), arg("keys"), arg("values"));
+  py::class_<ScalesView>(m, "ScalesView", py::module_local())
+      .def(py::init<uintptr_t, uintptr_t, int64_t, int64_t>(), arg("key"), arg("value"),
+           arg("key_stride"), arg("value_stride"));
+  py::class_<AttentionOptions>(m, "AttentionOptions", py::module_local())
+      .def(py::init([](float scale, int64_t sliding_window_tokens, uintptr_t alibi_slopes,
+                       float logit_soft_cap, uintptr_t sinks) {
+             return AttentionOptions{scale, sliding_window_tokens,
+                                     pointer<const float>(alibi_slopes), logit_soft_cap,
+                                     pointer<const float>(sinks)};
+           }),
+           py::kw_only(), arg("scale"), arg("sliding_window_tokens"), arg("alibi_slopes"),
+           arg("logit_soft_cap"), arg("sinks"));
 }
 
 }  // namespace kvplane

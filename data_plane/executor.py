@@ -257,11 +257,11 @@ class Executor:
     ) -> pb.SignedPayload | None:
         """Write one layer's keys and values to the slots of the latest plan's spans.
 
-        key, value: [num_tokens, num_kv_heads, head_size]. Returns the receipt once no layer is
-        missing. ``plan_number``: the plan expected to be the latest, None for any. Raises
-        InvalidRequestError, PlanOutOfOrderError, BlockNotWritableError, SessionExpiredError,
-        StaleGenerationError when a block has been allocated again, and InternalError when the
-        device failed.
+        key, value: [num_tokens, num_kv_heads, head_size], value with value_head_size. Returns the
+        receipt once no layer is missing. ``plan_number``: the plan expected to be the latest, None
+        for any. Raises InvalidRequestError, PlanOutOfOrderError, BlockNotWritableError,
+        SessionExpiredError, StaleGenerationError when a block has been allocated again, and
+        InternalError when the device failed.
         """
         with self._command("write_layer"):
             session, run = self._plans.latest(session_id, plan_number)
@@ -284,7 +284,8 @@ class Executor:
         """Attention of the latest plan's spans over their sequences, in a layer that was written.
 
         query: [num_tokens, num_heads, head_size], num_heads a multiple of the KV heads. The output
-        has the query's shape and dtype. Raises as ``write_layer`` does.
+        is [num_tokens, num_heads, value_head_size] of the query's dtype. Raises as ``write_layer``
+        does.
         """
         with self._command("attend"):
             session, run = self._plans.latest(session_id, plan_number)
@@ -380,8 +381,9 @@ class Executor:
 
         ``num_layers``: of this shard's layers, from the model's layer ``first_layer`` on; 0 for
         all. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the
-        layout's kv_dtype, on the device for the device tier and on the CPU for the host tier.
-        Raises SequenceNotFoundError, InvalidRequestError, SessionExpiredError,
+        layout's kv_dtype (``ReadBlocksResponse`` says what it is where values are smaller than
+        keys), on the device for the device tier and on the CPU for the host tier. Raises
+        SequenceNotFoundError, InvalidRequestError, SessionExpiredError,
         StaleGenerationError when a block has been allocated again, and PlanOutOfOrderError while
         the latest plan's transfers have not all run.
         """

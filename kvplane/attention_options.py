@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass, replace
 from typing import Final
 
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import data_pb2 as pb
 
+MAX_QUERY_HEADS: Final = 1 << 20
 _MAX_FLOAT32: Final = (2 - 2**-23) * 2.0**127
+_OF_HEADS: Final = ("alibi_slopes", "sinks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +23,19 @@ class AttentionOptions:
         means as the layer group says; where there is no layer group, 0 means all.
     alibi_slopes: one for each query head, or none at all; slope * (key position - query position)
         is added to the scores.
+    logit_soft_cap: scores become cap * tanh(score / cap), after the scale and before ALiBi; 0 means
+        that they stay as they are.
+    sinks: one for each query head, or none at all; exp(sink) is added to the sum of a softmax.
 
     Valid by construction: raises InvalidRequestError naming the option that is out of range. Only
-    the query's shape tells how many slopes there must be, so the kernels check their number.
+    the query's shape tells how many slopes and sinks there must be, so the kernels check that.
     """
 
     scale: float = 0.0
     sliding_window_tokens: int = 0
     alibi_slopes: tuple[float, ...] = ()
+    logit_soft_cap: float = 0.0
+    sinks: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         _require_finite(self.scale, "scale", "")
@@ -36,8 +44,16 @@ class AttentionOptions:
                 f"must be from 0 to {2**31 - 1}, is {self.sliding_window_tokens}",
                 field="sliding_window_tokens",
             )
-        for i, slope in enumerate(self.alibi_slopes):
-            _require_finite(slope, "alibi_slopes", f"slope {i} ")
+        if not 0.0 <= self.logit_soft_cap <= _MAX_FLOAT32:
+            raise InvalidRequestError(
+                f"must be finite in float32 and at least 0, is {self.logit_soft_cap}",
+                field="logit_soft_cap",
+            )
+        for name in _OF_HEADS:
+            of_heads = getattr(self, name)
+            _require_few(of_heads, name)
+            for i, number in enumerate(of_heads):
+                _require_finite(number, name, f"number {i} ")
 
     def in_group(self, sliding_window_tokens: int) -> AttentionOptions:
         """The options with a layer group's window, which applies unless they have their own."""
@@ -51,15 +67,34 @@ class AttentionOptions:
             scale=self.scale,
             sliding_window_tokens=self.sliding_window_tokens,
             alibi_slopes=self.alibi_slopes,
+            logit_soft_cap=self.logit_soft_cap,
+            sinks=self.sinks,
         )
 
     @classmethod
     def from_proto(cls, message: pb.AttentionOptions, *, field: str) -> AttentionOptions:
         """From a message. Raises InvalidRequestError naming the option as a part of ``field``."""
         try:
-            return cls(message.scale, message.sliding_window_tokens, tuple(message.alibi_slopes))
+            for name in _OF_HEADS:
+                _require_few(getattr(message, name), name)
+            return cls(
+                message.scale,
+                message.sliding_window_tokens,
+                tuple(message.alibi_slopes),
+                message.logit_soft_cap,
+                tuple(message.sinks),
+            )
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message, field=f"{field}.{error.field}") from None
+
+
+def _require_few(of_heads: Sized, field: str) -> None:
+    """Before they are looked at one by one."""
+    if len(of_heads) > MAX_QUERY_HEADS:
+        raise InvalidRequestError(
+            f"must be at most {MAX_QUERY_HEADS}, one for each query head, are {len(of_heads)}",
+            field=field,
+        )
 
 
 def _require_finite(value: float, field: str, which: str) -> None:

@@ -62,7 +62,9 @@ class DataClient:
         *,
         timeout_s: float | None = None,
     ) -> pb.ReshapeAndCacheResponse:
-        """Write one layer's keys and values [num_tokens, num_kv_heads, head_size]."""
+        """Write one layer's keys and values [num_tokens, num_kv_heads, head_size]; values may have
+        a size of their own.
+        """
         request = pb.ReshapeAndCacheRequest(
             grant=grant, plan=plan, layer=layer, key=key.to_proto(), value=value.to_proto()
         )
@@ -81,7 +83,9 @@ class DataClient:
         options: AttentionOptions = AttentionOptions(),
         timeout_s: float | None = None,
     ) -> pb.PagedAttentionResponse:
-        """Attend from ``query`` [num_tokens, num_heads, head_size] in a layer that was written."""
+        """Attend from ``query`` [num_tokens, num_heads, head_size] in a layer that was written.
+        Returns [num_tokens, num_heads, value_head_size].
+        """
         request = pb.PagedAttentionRequest(
             grant=grant,
             plan=plan,
@@ -161,7 +165,8 @@ class DataClient:
     ) -> pb.WriteBlocksResponse:
         """Write the slots of the plan's span for a sequence.
 
-        ``blocks``: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of kv_dtype;
+        ``blocks``: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of kv_dtype, or
+        as ``read_blocks`` returned them;
         their layers are given as to ``read_blocks``. ``source``: as ``read_blocks`` returned it,
         None when it is not known. Raises LayoutMismatchError when its layout is another.
         """

@@ -89,10 +89,11 @@ class Execution:
         options: AttentionOptions = AttentionOptions(),
         timeout_s: float | None = None,
     ) -> Tensor:
-        """Write one layer's keys and values, then attend: [num_tokens, num_heads, head_size].
+        """Write one layer's keys and values, then attend: [num_tokens, num_heads, value_head_size].
 
         ``query`` [num_tokens, num_heads, head_size]; without it the answer has no elements.
-        ``key``, ``value`` [num_tokens, num_kv_heads, head_size]. Safe to repeat.
+        ``key``, ``value`` [num_tokens, num_kv_heads, head_size], of ``value`` value_head_size. Safe
+        to repeat.
         """
         request = pb.LayerInput(
             layer=index,

@@ -2,7 +2,9 @@
 
 One block holds K and V of ``block_size_tokens`` tokens for every layer of one group. In each layer
 its page is laid out ``[2, num_kv_heads, block_size_tokens, head_size]``, K before V (the order that
-vLLM and FlashInfer call HND).
+vLLM and FlashInfer call HND). Where values are smaller than keys, a page is its keys
+``[num_kv_heads, block_size_tokens, head_size]`` and then its values ``[num_kv_heads,
+block_size_tokens, value_head_size]``.
 """
 
 from __future__ import annotations
@@ -82,6 +84,19 @@ class LayerGroup:
         for name in _SCALES:
             object.__setattr__(self, name, tuple(_float32(x) for x in getattr(self, name)))
 
+    @property
+    def value_size(self) -> int:
+        """Elements of one head's value."""
+        return self.value_head_size or self.head_size
+
+    def page_shape(self, num_kv_heads: int, block_size_tokens: int) -> tuple[int, ...]:
+        """The shape of one layer's page of one block: ``[2, num_kv_heads, block_size_tokens,
+        head_size]``, or its number of elements where values are smaller than keys.
+        """
+        if self.value_size == self.head_size:
+            return (2, num_kv_heads, block_size_tokens, self.head_size)
+        return (num_kv_heads * block_size_tokens * (self.head_size + self.value_size),)
+
     def canonical(self) -> dict[str, Any]:
         """The fields as they enter the fingerprint: scales as the bits of their float32, because
         languages print floats in different ways. Scales, cache kind and value head size do not
@@ -142,9 +157,9 @@ class Layout:
                 f"{KEYS_AND_VALUES}, the only kind that this version serves",
             )
             _require(
-                group.value_head_size == 0,
+                8 <= group.value_size <= group.head_size and group.value_size % 8 == 0,
                 f"{at}.value_head_size",
-                "0 or head_size: this version serves no values smaller than their keys",
+                "0, or a multiple of 8 up to head_size",
             )
             _require(
                 0 <= group.sliding_window_tokens < 2**31,
@@ -192,8 +207,8 @@ class Layout:
     def block_bytes(self, group: int = 0) -> int:
         """Bytes of one block of ``group``: K and V of all its layers, all heads."""
         g = self.groups[group]
-        per_token = 2 * g.num_kv_heads * g.head_size * ELEMENT_BYTES[self.kv_dtype]
-        return len(g.layers) * self.block_size_tokens * per_token
+        page_elements = math.prod(g.page_shape(g.num_kv_heads, self.block_size_tokens))
+        return len(g.layers) * page_elements * ELEMENT_BYTES[self.kv_dtype]
 
     def to_proto(self) -> pb.Layout:
         """As a message, fingerprint filled in."""
@@ -211,6 +226,7 @@ class Layout:
                     sliding_window_tokens=g.sliding_window_tokens,
                     key_scales=g.key_scales,
                     value_scales=g.value_scales,
+                    value_head_size=g.value_head_size,
                 )
                 for g in self.groups
             ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvplane.errors import InvalidRequestError
@@ -47,14 +48,8 @@ class Shard:
 
     def block_bytes(self, layout: Layout) -> int:
         """Bytes of one block of this shard: K and V of the layers and heads held."""
-        num_elements = (
-            len(self.layers(layout))
-            * 2
-            * self.num_kv_heads
-            * layout.block_size_tokens
-            * only_group(layout).head_size
-        )
-        return num_elements * ELEMENT_BYTES[layout.kv_dtype]
+        page = only_group(layout).page_shape(self.num_kv_heads, layout.block_size_tokens)
+        return len(self.layers(layout)) * math.prod(page) * ELEMENT_BYTES[layout.kv_dtype]
 
     @classmethod
     def from_proto(cls, message: pb.Shard) -> Shard:

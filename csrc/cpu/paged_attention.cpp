@@ -55,7 +55,7 @@ struct Span {
 // The states of an item's rows.
 struct States {
   RowState* state;  // [rows]
-  float* out;       // [rows, row_size]
+  float* out;       // [rows, value_size]
 };
 
 int64_t block_at(const PagedAttentionParams& p, int64_t sequence, int64_t index) {
@@ -116,9 +116,10 @@ std::vector<Item> cut_items(const PagedAttentionParams& p, int64_t item_tokens) 
 
 // The format of rows during the computation.
 struct Layout {
-  Dtype dtype;  // of queries, keys and values
-  int64_t row_size;
-  bool in_place;  // keys and values are read directly from the pages
+  Dtype dtype;         // of queries, keys and values
+  int64_t row_size;    // of queries and keys
+  int64_t value_size;  // of values and outputs
+  bool in_place;       // keys and values are read directly from the pages
 
   Layout(const PagedAttentionParams& p, const RowOps& ops) {
     // Every 8-bit number is exact in bf16.
@@ -126,12 +127,18 @@ struct Layout {
                       (p.pages.dtype == Dtype::kBFloat16 || is_8_bit(p.pages.dtype));
     const int64_t unit = bf16 ? 2 * kLanes : kLanes;
     dtype = bf16 ? Dtype::kBFloat16 : Dtype::kFloat32;
-    row_size = (p.pages.head_size + unit - 1) / unit * unit;
-    const bool as_it_is = p.pages.dtype == dtype || (bf16 && p.pages.head_size % (4 * kLanes) == 0);
-    in_place = as_it_is && row_size == p.pages.head_size;
+    row_size = padded(p.pages.head_size, unit);
+    value_size = padded(p.pages.value_head_size, unit);
+    const int64_t whole = p.pages.dtype == dtype ? unit : 4 * kLanes;
+    in_place = (p.pages.dtype == dtype || bf16) && p.pages.head_size % whole == 0 &&
+               p.pages.value_head_size % whole == 0;
   }
 
   int64_t row_bytes() const { return row_size * dtype_bytes(dtype); }
+  int64_t value_bytes() const { return value_size * dtype_bytes(dtype); }
+
+ private:
+  static int64_t padded(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 };
 
 // The buffers of one thread.
@@ -141,9 +148,9 @@ class Workspace {
       : rows(static_cast<size_t>(num_rows)),
         query_(static_cast<size_t>(num_rows * layout.row_bytes() + kLineBytes)),
         key_(static_cast<size_t>(layout.in_place ? 0 : kTileTokens * layout.row_bytes())),
-        value_(key_.size()),
+        value_(static_cast<size_t>(layout.in_place ? 0 : kTileTokens * layout.value_bytes())),
         state_(static_cast<size_t>(2 * num_rows)),
-        out_(static_cast<size_t>(2 * num_rows * layout.row_size)) {}
+        out_(static_cast<size_t>(2 * num_rows * layout.value_size)) {}
 
   char* query() { return query_.data(); }
   // Converted rows of a tile that cannot be used in place.
@@ -172,7 +179,7 @@ class Attention {
         workspaces_(static_cast<size_t>(num_workers), Workspace(layout_, item_tokens * group_)) {}
 
   int64_t num_rows(const Item& item) const { return item.num_tokens * group_; }
-  int64_t row_size() const { return layout_.row_size; }
+  int64_t value_size() const { return layout_.value_size; }
 
   Span splits_of(const Item& item) const {
     const Span all = positions_of(item);
@@ -238,7 +245,7 @@ class Attention {
   }
 
   void clear(const Item& item, const States& states) const {
-    std::fill_n(states.out, num_rows(item) * row_size(), 0.0f);
+    std::fill_n(states.out, num_rows(item) * value_size(), 0.0f);
     std::fill_n(states.state, num_rows(item),
                 RowState{-std::numeric_limits<float>::infinity(), {}});
   }
@@ -278,12 +285,18 @@ class Attention {
       const int64_t index = position / pages.block_size;
       const int64_t last = std::min(end, (index + 1) * pages.block_size);
       const int64_t offset = position - index * pages.block_size;
+      const int64_t block = block_at(p_, item.sequence, index);
       const char* key =
-          data + bytes * (block_at(p_, item.sequence, index) * pages.block_stride +
-                          item.kv_head * pages.head_stride + offset * pages.token_stride);
-      for (; position < last; ++position, key += bytes * pages.token_stride) {
+          data + bytes * (block * pages.block_stride + item.kv_head * pages.head_stride +
+                          offset * pages.token_stride);
+      const char* value = data + bytes * (block * pages.block_stride + pages.kv_stride +
+                                          item.kv_head * pages.value_head_stride +
+                                          offset * pages.value_token_stride);
+      for (; position < last; ++position) {
         rows->key[position - tile] = key;
-        rows->value[position - tile] = key + bytes * pages.kv_stride;
+        rows->value[position - tile] = value;
+        key += bytes * pages.token_stride;
+        value += bytes * pages.value_token_stride;
       }
     }
   }
@@ -292,14 +305,15 @@ class Attention {
   Tile load_tile(const Tile& tile, const Tile& next, Workspace& w) const {
     const PagesParams& pages = p_.pages;
     const auto load = layout_.dtype == Dtype::kBFloat16 ? ops_.load_tile_bf16 : ops_.load_tile;
-    const int64_t bytes = layout_.row_bytes();
+    const int64_t bytes = layout_.row_bytes(), value_bytes = layout_.value_bytes();
+    const int64_t element = dtype_bytes(pages.dtype);
     load({tile.key, next.key, page_row_bytes(), pages.dtype, pages.head_size, w.key(), bytes});
-    load(
-        {tile.value, next.value, page_row_bytes(), pages.dtype, pages.head_size, w.value(), bytes});
+    load({tile.value, next.value, pages.value_head_size * element, pages.dtype,
+          pages.value_head_size, w.value(), value_bytes});
     Tile loaded;
     for (int64_t t = 0; t < kTileTokens; ++t) {
       loaded.key[t] = w.key() + t * bytes;
-      loaded.value[t] = w.value() + t * bytes;
+      loaded.value[t] = w.value() + t * value_bytes;
     }
     return loaded;
   }
@@ -316,7 +330,7 @@ class Attention {
       const float slope = p_.alibi_slopes == nullptr ? 0.0f : p_.alibi_slopes[head_of(item, r)];
       w.rows[static_cast<size_t>(num++)] = {w.query() + r * layout_.row_bytes(),
                                             states.state + r,
-                                            states.out + r * row_size(),
+                                            states.out + r * value_size(),
                                             begin,
                                             end,
                                             position - first,
@@ -326,30 +340,32 @@ class Attention {
     const auto attend = layout_.dtype == Dtype::kBFloat16 ? ops_.attend_bf16 : ops_.attend;
     for (int64_t r = 0; r < num; r += kAttendRows) {
       attend({&tile, &next, &w.rows[static_cast<size_t>(r)], std::min(kAttendRows, num - r),
-              row_size(), layout_.in_place ? p_.pages.dtype : layout_.dtype, prefetch_bytes,
-              scale});
+              layout_.row_size, value_size(), layout_.in_place ? p_.pages.dtype : layout_.dtype,
+              prefetch_bytes, scale, p_.logit_soft_cap});
     }
   }
 
   void merge(const Item& item, const States& later, const States& states) const {
     for (int64_t r = 0; r < num_rows(item); ++r) {
-      ops_.merge(later.state[r], later.out + r * row_size(), row_size(), &states.state[r],
-                 states.out + r * row_size());
+      ops_.merge(later.state[r], later.out + r * value_size(), value_size(), &states.state[r],
+                 states.out + r * value_size());
     }
   }
 
   void store_rows(const Item& item, const States& states) const {
-    const int64_t head_size = p_.pages.head_size;
+    const int64_t head_size = p_.pages.value_head_size;
     const float scale = value_scale(p_.pages, item.kv_head);
     char* out = static_cast<char*>(p_.out);
     for (int64_t r = 0; r < num_rows(item); ++r) {
-      float* row = states.out + r * row_size();
-      const float sum = ops_.finish(states.state[r], row_size(), scale, row);
+      float* row = states.out + r * value_size();
+      const float* sink = p_.sinks == nullptr ? nullptr : p_.sinks + head_of(item, r);
+      float max;
+      const float sum = ops_.finish(states.state[r], value_size(), scale, sink, row, &max);
       const int64_t at = token_of(item, r) * p_.num_heads + head_of(item, r);
       ops_.store(row, head_size, p_.query_dtype,
                  out + at * head_size * dtype_bytes(p_.query_dtype));
       if (p_.lse != nullptr) {
-        p_.lse[at] = static_cast<float>(states.state[r].max + std::log(static_cast<double>(sum)));
+        p_.lse[at] = static_cast<float>(max + std::log(static_cast<double>(sum)));
       }
     }
   }
@@ -392,11 +408,11 @@ void run_splits(const std::vector<Item>& items, int workers, Attention* attentio
     }
   }
   std::vector<RowState> state(static_cast<size_t>(num_rows));
-  std::vector<float> out(static_cast<size_t>(num_rows * attention->row_size()));
+  std::vector<float> out(static_cast<size_t>(num_rows * attention->value_size()));
   std::vector<std::vector<States>> states(items.size());
   for (const Part& part : parts) {
     states[part.item].push_back(
-        {state.data() + part.first_row, out.data() + part.first_row * attention->row_size()});
+        {state.data() + part.first_row, out.data() + part.first_row * attention->value_size()});
   }
   parallel_for(static_cast<int64_t>(parts.size()), workers, [&](int worker, int64_t i) {
     const Part& part = parts[static_cast<size_t>(i)];

@@ -40,16 +40,18 @@ void write_heads(const ReshapeAndCacheParams& p, int64_t first_head, int64_t end
   for (int64_t i = 0; i < p.num_tokens; ++i) {
     const int64_t slot = p.slots[i];
     if (slot < 0) continue;
-    const int64_t token =
-        slot / pages.block_size * pages.block_stride + slot % pages.block_size * pages.token_stride;
+    const int64_t block = slot / pages.block_size * pages.block_stride;
+    const int64_t offset = slot % pages.block_size;
     for (int64_t h = first_head; h < end_head; ++h) {
       const int64_t key_row = i * p.key_token_stride + h * p.key_head_stride;
       const int64_t value_row = i * p.value_token_stride + h * p.value_head_stride;
-      char* to = data + (token + h * pages.head_stride) * page_bytes;
+      const int64_t to = block + h * pages.head_stride + offset * pages.token_stride;
+      const int64_t value_to =
+          block + pages.kv_stride + h * pages.value_head_stride + offset * pages.value_token_stride;
       write_row(key + key_row * key_bytes, p.key_dtype, pages.head_size, key_scale(pages, h),
-                pages.dtype, to);
-      write_row(value + value_row * value_bytes, p.value_dtype, pages.head_size,
-                value_scale(pages, h), pages.dtype, to + pages.kv_stride * page_bytes);
+                pages.dtype, data + to * page_bytes);
+      write_row(value + value_row * value_bytes, p.value_dtype, pages.value_head_size,
+                value_scale(pages, h), pages.dtype, data + value_to * page_bytes);
     }
   }
 }

@@ -13,7 +13,7 @@ namespace kvplane {
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kTileTokens = 32;  // KV tokens of one step of the online softmax.
-constexpr int64_t kMaxRowSize = 256;
+constexpr int64_t kMaxRowSize = 512;
 
 // The state of one query row between tiles: out = sum over tokens of exp(score - max) * value.
 struct RowState {
@@ -22,18 +22,19 @@ struct RowState {
 };
 
 // One query row and the tokens [begin, end) of the tile that it attends to, at least one.
-// score(token) = scale * (query . key) + slope * (token - position)
+// score(token) = scale * (query . key) + slope * (token - position), after the soft cap if there is
+// one
 struct Row {
   const void* query;  // [row_size]
   RowState* state;
-  float* out;  // [row_size]
+  float* out;  // [value_size]
   int64_t begin;
   int64_t end;
   int64_t position;  // of the query row, counted from the tile's first token
   float slope;
 };
 
-// The rows of keys and values of one tile, `row_bytes` each and padded with zeros to whole rows.
+// The rows of keys and values of one tile, padded with zeros to whole rows.
 // Tokens that no row attends to have rows of zeros.
 struct Tile {
   const char* key[kTileTokens];
@@ -45,10 +46,12 @@ struct AttendArgs {
   const Tile* prefetch;    // the next tile, to be prefetched meanwhile
   const Row* rows;         // [num_rows]
   int64_t num_rows;        // at most kAttendRows
-  int64_t row_size;        // elements
+  int64_t row_size;        // elements of a query and of a key
+  int64_t value_size;      // elements of a value
   Dtype dtype;             // of the tile's rows
-  int64_t prefetch_bytes;  // of one row of `prefetch`
+  int64_t prefetch_bytes;  // of one key of `prefetch`; its values have as many or fewer
   float scale;
+  float soft_cap;  // 0: none
 };
 
 constexpr int64_t kAttendRows = 64;
@@ -75,15 +78,17 @@ struct RowOps {
   void (*load_tile_bf16)(const LoadArgs& args);
   // Adds one tile to the states and `out`s of rows. Queries, keys and values are fp32.
   void (*attend)(const AttendArgs& args);
-  // The same for queries, keys and values in bf16, with row_size a multiple of 2 * kLanes, or for
-  // keys and values of 8 bits, with row_size a multiple of 4 * kLanes. Weights are rounded to bf16
+  // The same for queries, keys and values in bf16, with both sizes a multiple of 2 * kLanes, or
+  // for keys and values of 8 bits, with both a multiple of 4 * kLanes. Weights are rounded to bf16
   // as well, and products are summed in pairs. Null where there is no instruction for it.
   void (*attend_bf16)(const AttendArgs& args);
   // Merges the state of later tokens into that of earlier ones.
-  void (*merge)(const RowState& later, const float* later_out, int64_t row_size, RowState* state,
+  void (*merge)(const RowState& later, const float* later_out, int64_t value_size, RowState* state,
                 float* out);
-  // out = out / the sum of the weights * scale. Returns that sum.
-  float (*finish)(const RowState& state, int64_t row_size, float scale, float* out);
+  // out = out / the sum of the weights * scale. Adds the weight of a sink, a score without a value,
+  // if there is one. Returns the sum, of the exponentials of scores - *max, and sets *max.
+  float (*finish)(const RowState& state, int64_t value_size, float scale, const float* sink,
+                  float* out, float* max);
   // Copies memory that does not overlap, bypassing the caches where the set can.
   void (*stream)(char* destination, const char* source, int64_t num_bytes);
 };

@@ -23,8 +23,9 @@ alignas(64) const char kZeros[2 * kMaxRowSize] = {};
 
 struct Workspace {
   alignas(64) float weights[kAttendRows][kTileTokens];
-  alignas(64) uint32_t pairs[kAttendRows][kPairs];   // the weights in bf16
-  alignas(64) uint32_t values[kPairs][kMaxRowSize];  // interleaved
+  alignas(64) uint32_t pairs[kAttendRows][kPairs];    // the weights in bf16
+  alignas(64) uint32_t values[kPairs * kMaxRowSize];  // [kPairs, value_size], interleaved
+  int64_t value_size;
   float corrections[kAttendRows];
 };
 
@@ -197,7 +198,7 @@ KVPLANE_INLINE void interleave_tile(const Tile& tile, int64_t row_size, const Va
       __m512i columns[2 * kChunks];
       values.template interleave<kChunks>(tile.value[2 * p], tile.value[2 * p + 1], d, columns);
       KVPLANE_UNROLL for (int c = 0; c < 2 * kChunks; ++c) {
-        _mm512_store_si512(w->values[p] + d + c * kLanes, columns[c]);
+        _mm512_store_si512(w->values + p * row_size + d + c * kLanes, columns[c]);
       }
     }
   }
@@ -209,7 +210,7 @@ struct InterleavedTile {
   KVPLANE_INLINE void columns(const Workspace& w, const Tile&, int64_t p, int64_t column,
                               __m512i* to) const {
     KVPLANE_UNROLL for (int c = 0; c < 2 * kChunks; ++c) {
-      to[c] = load_bits(w.values[p] + column + c * kLanes);
+      to[c] = load_bits(w.values + p * w.value_size + column + c * kLanes);
     }
   }
 };
@@ -300,7 +301,7 @@ KVPLANE_INLINE void weigh_bf16_rows(const AttendArgs& args, const Tile& tile, co
       bf16_dot_products<1, kChunks>(rows, tile, args.row_size, keys, prefetch, w->weights + r);
     }
     for (const int64_t end = r + num; r < end; ++r) {
-      w->corrections[r] = weigh(args.rows[r], args.scale, w->weights[r]);
+      w->corrections[r] = weigh(args.rows[r], args.scale, args.soft_cap, w->weights[r]);
       const __m512bh pairs = _mm512_cvtne2ps_pbh(_mm512_load_ps(w->weights[r] + kLanes),
                                                  _mm512_load_ps(w->weights[r]));
       _mm512_store_si512(w->pairs[r], (__m512i)pairs);
@@ -318,11 +319,11 @@ KVPLANE_INLINE void add_rows_of_values(const AttendArgs& args, const Values& val
     const bool two = r + 1 < args.num_rows && sees_all(rows[0]) && sees_all(rows[1]);
     if (!sees_all(rows[0])) {
       const TileInPlace<Values> some{values};
-      add_visible_values<kUnit>(rows[0], r, tile, args.row_size, some, prefetch, w);
+      add_visible_values<kUnit>(rows[0], r, tile, args.value_size, some, prefetch, w);
     } else if (two) {
-      add_all_bf16_values<2, kUnit>(rows, r, tile, args.row_size, all, prefetch, w);
+      add_all_bf16_values<2, kUnit>(rows, r, tile, args.value_size, all, prefetch, w);
     } else {
-      add_all_bf16_values<1, kUnit>(rows, r, tile, args.row_size, all, prefetch, w);
+      add_all_bf16_values<1, kUnit>(rows, r, tile, args.value_size, all, prefetch, w);
     }
     r += two ? 2 : 1;
   }
@@ -343,11 +344,12 @@ void attend_few_bf16_rows(const AttendArgs& args, const Rows& source) {
 template <int kChunks, int kUnit, typename Rows>
 void attend_many_bf16_rows(const AttendArgs& args, const Tile& converted, const Rows& source) {
   Workspace w;
+  w.value_size = args.value_size;
   const int64_t num_pairs = (args.num_rows + 1) / 2;
   Prefetch keys(args.prefetch->key, args.prefetch_bytes, 16 * num_pairs);
   weigh_bf16_rows<kChunks>(args, converted, Bf16Rows{}, &keys, &w);
   Prefetch values(args.prefetch->value, args.prefetch_bytes, 8 * (num_pairs + 1));
-  interleave_tile<kUnit>(*args.tile, args.row_size, source, &values, &w);
+  interleave_tile<kUnit>(*args.tile, args.value_size, source, &values, &w);
   add_rows_of_values<kUnit>(args, source, InterleavedTile{}, &values, w);
 }
 
@@ -360,11 +362,12 @@ void attend_bf16_rows(const AttendArgs& args) {
   }
   const ByteRows bytes(table_of(args.dtype));
   if (few) return attend_few_bf16_rows<kChunks, 2>(args, bytes);
-  alignas(64) char keys[kTileTokens][2 * kMaxRowSize];
+  alignas(64) char keys[kTileTokens * 2 * kMaxRowSize];
   Tile converted;
   for (int64_t t = 0; t < kTileTokens; ++t) {
-    converted.key[t] = keys[t];
-    const auto store = [&](int64_t c, __m512i k) { _mm512_store_si512(keys[t] + c * 64, k); };
+    char* to = keys + t * 2 * args.row_size;
+    converted.key[t] = to;
+    const auto store = [&](int64_t c, __m512i k) { _mm512_store_si512(to + c * 64, k); };
     bytes.for_each_chunk(args.tile->key[t], args.row_size / kChunk, store);
   }
   attend_many_bf16_rows<kChunks, 2>(args, converted, bytes);

@@ -126,6 +126,23 @@ KVPLANE_INLINE Vector exp_of(Vector x) {
 
 KVPLANE_INLINE float exp_of(float x) { return exp_of(Vector{} + x)[0]; }
 
+// tanh(x), within 3 units in the last place; NaN stays NaN. A polynomial near 0 (coefficients of
+// Cephes tanhf), and by exp elsewhere.
+KVPLANE_INLINE Vector tanh_of(Vector x) {
+  const Vector one = Vector{} + 1.0f;
+  const IntVector sign = (IntVector)x & (IntVector{} + INT32_MIN);
+  const Vector magnitude = (Vector)((IntVector)x & (IntVector{} + INT32_MAX));
+  const Vector e = exp_of(magnitude * -2.0f);
+  const Vector large = (Vector)((IntVector)((one - e) / (one + e)) | sign);
+  const Vector z = x * x;
+  Vector poly = z * -5.70498872745e-3f + 2.06390887954e-2f;
+  poly = poly * z - 5.37397155531e-2f;
+  poly = poly * z + 1.33314422036e-1f;
+  poly = poly * z - 3.33332819422e-1f;
+  const Vector small = poly * z * x + x;
+  return magnitude < one * 0.625f ? small : large;
+}
+
 template <int kHalf = kWidth / 2>
 KVPLANE_INLINE float max_of(Vector vector) {
   IntVector other;
@@ -225,8 +242,19 @@ void load_tile(const LoadArgs& args) {
   }
 }
 
+// weights[t] = cap * tanh(weights[t] * scale / cap)
+void cap_scores(float scale, float cap, float* weights) {
+  for (int64_t t = 0; t < kTileTokens; t += kWidth) {
+    store_vector(tanh_of(load_vector(weights + t) * scale / cap) * cap, weights + t);
+  }
+}
+
 // Turns a row's dot products into weights. Returns the factor for the sums so far.
-KVPLANE_INLINE float weigh(const Row& row, float scale, float* weights) {
+KVPLANE_INLINE float weigh(const Row& row, float scale, float soft_cap, float* weights) {
+  if (soft_cap > 0.0f) {
+    cap_scores(scale, soft_cap, weights);
+    scale = 1.0f;
+  }
   const Vector begin = Vector{} + static_cast<float>(row.begin);
   const Vector end = Vector{} + static_cast<float>(row.end);
   const Vector none = Vector{} - kInfinity;
@@ -322,10 +350,10 @@ KVPLANE_INLINE void add_all_values(const Row* rows, const float (*weights)[kTile
   constexpr int kColumns = kWidth == 16 ? 8 : kWidth == 8 ? 4 : 2;  // as many as the registers hold
   const Tile& tile = *args.tile;
   int64_t column = 0;
-  for (; column + kColumns * kLanes <= args.row_size; column += kColumns * kLanes) {
+  for (; column + kColumns * kLanes <= args.value_size; column += kColumns * kLanes) {
     add_values<kRows, kColumns, kSteps>(rows, weights, corrections, tile, column, prefetch);
   }
-  for (; column < args.row_size; column += kLanes) {
+  for (; column < args.value_size; column += kLanes) {
     add_values<kRows, 1, kSteps>(rows, weights, corrections, tile, column, prefetch);
   }
 }
@@ -356,7 +384,7 @@ void attend_rows(const AttendArgs& args) {
       dot_products<1, kGroups, kKeySteps>(rows, *args.tile, args.row_size, &first, dots);
     }
     for (const int64_t end = r + num; r < end; ++r) {
-      corrections[r] = weigh(args.rows[r], args.scale, weights[r]);
+      corrections[r] = weigh(args.rows[r], args.scale, args.soft_cap, weights[r]);
     }
   }
   Prefetch second(few ? next.key : next.value, args.prefetch_bytes, kValueSteps * num_turns);
@@ -391,7 +419,7 @@ void attend(const AttendArgs& args) {
   }
 }
 
-void merge(const RowState& later, const float* later_out, int64_t row_size, RowState* state,
+void merge(const RowState& later, const float* later_out, int64_t value_size, RowState* state,
            float* out) {
   const auto saw_nothing = [](const RowState& s) {
     return s.max == -kInfinity && s.sum[0] == 0.0f;
@@ -399,7 +427,7 @@ void merge(const RowState& later, const float* later_out, int64_t row_size, RowS
   if (saw_nothing(later)) return;
   if (saw_nothing(*state)) {
     *state = later;
-    std::memcpy(out, later_out, static_cast<size_t>(row_size) * sizeof(float));
+    std::memcpy(out, later_out, static_cast<size_t>(value_size) * sizeof(float));
     return;
   }
   const float max = later.max > state->max ? later.max : state->max;
@@ -409,12 +437,20 @@ void merge(const RowState& later, const float* later_out, int64_t row_size, RowS
   for (int64_t i = 0; i < kLanes; ++i) {
     state->sum[i] = state->sum[i] * old_factor + later.sum[i] * new_factor;
   }
-  for (int64_t d = 0; d < row_size; ++d) out[d] = out[d] * old_factor + later_out[d] * new_factor;
+  for (int64_t d = 0; d < value_size; ++d) out[d] = out[d] * old_factor + later_out[d] * new_factor;
 }
 
-float finish(const RowState& state, int64_t row_size, float scale, float* out) {
-  const float sum = sum_of(state.sum);
-  for (int64_t d = 0; d < row_size; ++d) out[d] = out[d] / sum * scale;
+float finish(const RowState& state, int64_t value_size, float scale, const float* sink, float* out,
+             float* max) {
+  float sum = sum_of(state.sum);
+  *max = state.max;
+  if (sink != nullptr) {
+    *max = *sink > state.max ? *sink : state.max;
+    const float factor = state.max == *max ? 1.0f : exp_of(state.max - *max);
+    sum = sum * factor + (*sink == *max ? 1.0f : exp_of(*sink - *max));
+    for (int64_t d = 0; d < value_size; ++d) out[d] *= factor;
+  }
+  for (int64_t d = 0; d < value_size; ++d) out[d] = out[d] / sum * scale;
   return sum;
 }
 

@@ -7,7 +7,9 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from kvplane_kernels._native import (
+    AttentionOptions,
     Dtype,
+    PagesView,
     ScalesView,
     TensorView,
     copy_blocks,
@@ -22,7 +24,9 @@ from kvplane_kernels._native import (
 )
 
 __all__ = [
+    "AttentionOptions",
     "Dtype",
+    "PagesView",
     "ScalesView",
     "TensorView",
     "copy_blocks",

@@ -29,15 +29,29 @@ class TensorView:
         self, address: int, dtype: Dtype, shape: Sequence[int], strides: Sequence[int]
     ) -> None: ...
 
+class PagesView:
+    def __init__(self, keys: TensorView, values: TensorView) -> None: ...
+
 class ScalesView:
     def __init__(self, key: int, value: int, key_stride: int, value_stride: int) -> None: ...
+
+class AttentionOptions:
+    def __init__(
+        self,
+        *,
+        scale: float,
+        sliding_window_tokens: int,
+        alibi_slopes: int,
+        logit_soft_cap: float,
+        sinks: int,
+    ) -> None: ...
 
 def device_count() -> int: ...
 def reshape_and_cache(
     *,
     key: TensorView,
     value: TensorView,
-    pages: TensorView,
+    pages: PagesView,
     scales: ScalesView,
     slots: int,
     faults: int,
@@ -46,7 +60,7 @@ def reshape_and_cache(
 def attention_workspace_bytes(
     *,
     query: TensorView,
-    pages: TensorView,
+    pages: PagesView,
     max_blocks: int,
     num_sequences: int,
     sliding_window_tokens: int,
@@ -57,7 +71,7 @@ def paged_attention(
     query: TensorView,
     out: int,
     lse: int,
-    pages: TensorView,
+    pages: PagesView,
     scales: ScalesView,
     block_tables: int,
     wide_block_tables: bool,
@@ -65,9 +79,7 @@ def paged_attention(
     query_starts: int,
     context_lens: int,
     num_sequences: int,
-    alibi_slopes: int,
-    scale: float,
-    sliding_window_tokens: int,
+    options: AttentionOptions,
     max_query_len: int,
     split_tokens: int,
     workspace: int,

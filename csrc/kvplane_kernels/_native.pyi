@@ -19,8 +19,22 @@ class TensorView:
         self, address: int, dtype: Dtype, shape: Sequence[int], strides: Sequence[int]
     ) -> None: ...
 
+class PagesView:
+    def __init__(self, keys: TensorView, values: TensorView) -> None: ...
+
 class ScalesView:
     def __init__(self, key: int, value: int, key_stride: int, value_stride: int) -> None: ...
+
+class AttentionOptions:
+    def __init__(
+        self,
+        *,
+        scale: float,
+        sliding_window_tokens: int,
+        alibi_slopes: int,
+        logit_soft_cap: float,
+        sinks: int,
+    ) -> None: ...
 
 def cpu_isa() -> str: ...
 def cpu_isas() -> list[str]: ...
@@ -29,7 +43,7 @@ def reshape_and_cache(
     *,
     key: TensorView,
     value: TensorView,
-    pages: TensorView,
+    pages: PagesView,
     scales: ScalesView,
     slots: int,
     num_threads: int,
@@ -39,7 +53,7 @@ def paged_attention(
     query: TensorView,
     out: int,
     lse: int,
-    pages: TensorView,
+    pages: PagesView,
     scales: ScalesView,
     block_tables: int,
     wide_block_tables: bool,
@@ -47,9 +61,7 @@ def paged_attention(
     query_starts: int,
     context_lens: int,
     num_sequences: int,
-    alibi_slopes: int,
-    scale: float,
-    sliding_window_tokens: int,
+    options: AttentionOptions,
     num_threads: int,
 ) -> None: ...
 def copy_blocks(

@@ -1,25 +1,25 @@
 """The arguments of the kernels. All checks of their shapes, dtypes and devices are here.
 
-A layer's pages are ``[num_blocks, 2, num_kv_heads, block_size, head_size]``, K before V: the view
-``pool[:, layer]`` of ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]``, in which
-a block is contiguous. Slot ``block * block_size + offset`` holds one token. Queries, keys, values
-and pages may each be fp32, fp16 or bf16; pages may also be fp8 (e4m3 or e5m2), and then have
-scales: ``round(key / scale)`` is stored, saturated, and stands for ``stored * scale``. The kernels
-themselves check the values of ids and lengths.
+A layer's pages are described in ``data_plane.kernels.pages``. They are views of a pool
+``[num_blocks, num_layers, ...]``, in which a block is contiguous. Slot ``block * block_size +
+offset`` holds one token. Queries, keys, values and pages may each be fp32, fp16 or bf16; pages may
+also be fp8 (e4m3 or e5m2), and then have scales: ``round(key / scale)`` is stored, saturated, and
+stands for ``stored * scale``. The kernels themselves check the values of ids and lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
-from data_plane.memory.pool import MAX_HEAD_SIZE
+from data_plane.kernels.pages import Pages
 from data_plane.memory.upload import upload
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
+from kvplane.layout import MAX_HEAD_SIZE
 
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -27,15 +27,18 @@ HOST: Final = torch.device("cpu")
 
 _ANY: Final = None  # in a shape: any extent
 _PAGES: Final = "[num_blocks, 2, num_kv_heads, block_size, head_size]"
+_KEYS: Final = "[num_blocks, num_kv_heads, block_size, head_size]"
 _POOL: Final = "[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]"
+_FLAT_POOL: Final = "[num_blocks, num_layers, page_elements]"
 
 
 @dataclass(frozen=True, slots=True)
 class WriteArguments:
     """What ``reshape_and_cache`` writes, and where. All tensors are on the device of ``pages``.
 
-    key, value: [num_tokens, num_kv_heads, head_size], contiguous in the last dimension.
-    pages: one layer's; see the top of this file.
+    key, value: [num_tokens, num_kv_heads, head_size], contiguous in the last dimension; value's
+        last extent is that of the pages' values.
+    pages: one layer's.
     slots: int64 [num_tokens]; negative = do not write.
     key_scales, value_scales: float32 [1] or [num_kv_heads], for fp8 pages only. None = 1.
 
@@ -44,21 +47,27 @@ class WriteArguments:
 
     key: torch.Tensor
     value: torch.Tensor
-    pages: torch.Tensor
+    pages: Pages
     slots: torch.Tensor
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
+    keys: torch.Tensor = field(init=False)
+    """The pages' keys [num_blocks, num_kv_heads, block_size, head_size]."""
+    values: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        device = _check_pages(self.pages)
-        _, _, num_kv_heads, _, head_size = self.pages.shape
+        _set(self, keys_and_values(self.pages), "keys", "values")
+        device = self.keys.device
         check_tensor("slots", self.slots, "[num_tokens]", (_ANY,), (torch.int64,), device)
-        shape = (self.slots.shape[0], num_kv_heads, head_size)
-        for name, tensor in (("key", self.key), ("value", self.value)):
+        for name, tensor, stored in (
+            ("key", self.key, self.keys),
+            ("value", self.value, self.values),
+        ):
             wanted = "[num_tokens, num_kv_heads, head_size]"
+            shape = (self.slots.shape[0], stored.shape[1], stored.shape[3])
             check_tensor(name, tensor, wanted, shape, FLOATS, device)
             _check_last_stride(name, tensor)
-        _check_scales(self.pages, self.key_scales, self.value_scales)
+        _check_scales(self.keys, self.key_scales, self.value_scales)
         _make_contiguous(self, "slots")
 
 
@@ -68,7 +77,7 @@ class AttentionArguments:
 
     query: [num_tokens, num_heads, head_size], the sequences' query tokens one after another,
         contiguous in the last dimension; num_heads is a multiple of num_kv_heads.
-    pages: one layer's; see the top of this file.
+    pages: one layer's.
     block_tables: int32 or int64 [num_sequences, max_blocks]; entries that no query token attends to
         are not read.
     query_starts: int64 [num_sequences + 1], from 0 up to num_tokens; a sequence may have no query
@@ -76,7 +85,7 @@ class AttentionArguments:
     context_lens: int64 [num_sequences], tokens with KV in the pages, those of this call included.
         Query token i of query_len has position context_len - query_len + i and attends to positions
         up to its own.
-    options: with as many alibi_slopes as there are heads, or none.
+    options: with as many alibi_slopes and sinks as there are heads, or none.
     key_scales, value_scales: those that fp8 pages were written with.
     max_query_len: no sequence has more query tokens than this; 0 = not known. Saves a launch on a
         GPU.
@@ -85,7 +94,7 @@ class AttentionArguments:
     """
 
     query: torch.Tensor
-    pages: torch.Tensor
+    pages: Pages
     block_tables: torch.Tensor
     query_starts: torch.Tensor
     context_lens: torch.Tensor
@@ -93,12 +102,23 @@ class AttentionArguments:
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
     max_query_len: int = 0
+    keys: torch.Tensor = field(init=False)
+    """The pages' keys [num_blocks, num_kv_heads, block_size, head_size]."""
+    values: torch.Tensor = field(init=False)
     slopes: torch.Tensor | None = field(init=False)
     """The ALiBi slopes where the kernels read them: float32 [num_heads]."""
+    sinks: torch.Tensor | None = field(init=False)
+
+    @property
+    def output_shape(self) -> tuple[int, int, int]:
+        """That is [num_tokens, num_heads, value_head_size]."""
+        num_tokens, num_heads, _ = self.query.shape
+        return num_tokens, num_heads, self.values.shape[3]
 
     def __post_init__(self) -> None:
-        device = _check_pages(self.pages)
-        _, _, num_kv_heads, _, head_size = self.pages.shape
+        _set(self, keys_and_values(self.pages), "keys", "values")
+        device = self.keys.device
+        _, num_kv_heads, _, head_size = self.keys.shape
         wanted = "[num_tokens, num_heads, head_size]"
         check_tensor("query", self.query, wanted, (_ANY, _ANY, head_size), FLOATS, device)
         _check_last_stride("query", self.query)
@@ -116,28 +136,57 @@ class AttentionArguments:
         integers = (torch.int32, torch.int64)
         wanted = "[num_sequences, max_blocks]"
         check_tensor("block_tables", tables, wanted, (num, _ANY), integers, device)
-        _check_scales(self.pages, self.key_scales, self.value_scales)
+        _check_scales(self.keys, self.key_scales, self.value_scales)
         for name in ("block_tables", "query_starts", "context_lens"):
             _make_contiguous(self, name)
-        object.__setattr__(self, "slopes", self._slopes(num_heads, device))
+        of_heads = [self._of_heads(name, device) for name in ("alibi_slopes", "sinks")]
+        _set(self, of_heads, "slopes", "sinks")
 
-    def _slopes(self, num_heads: int, device: torch.device) -> torch.Tensor | None:
-        given = self.options.alibi_slopes
+    def _of_heads(self, name: str, device: torch.device) -> torch.Tensor | None:
+        """An option with one number for each query head."""
+        given, num_heads = getattr(self.options, name), self.query.shape[1]
         if len(given) not in (0, num_heads):
             raise InvalidRequestError(
                 f"must be none or {num_heads}, one for each query head, are {len(given)}",
-                field="options.alibi_slopes",
+                field=f"options.{name}",
             )
         if not given:
             return None
-        slopes = torch.tensor(given, dtype=torch.float32)
-        return slopes if device.type == "cpu" else upload([slopes], device)[0]
+        numbers = torch.tensor(given, dtype=torch.float32)
+        return numbers if device.type == "cpu" else upload([numbers], device)[0]
+
+
+def keys_and_values(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two views of pages. Raises InvalidRequestError naming ``pages`` where they do not fit."""
+    if isinstance(pages, tuple):
+        keys, values = pages
+        for tensor in pages:
+            check_tensor("pages", tensor, _KEYS, (_ANY,) * 4, FLOATS + FP8, keys.device)
+    else:
+        if not isinstance(pages, torch.Tensor):
+            raise InvalidRequestError(f"must be a tensor, is {type(pages).__name__}", field="pages")
+        check_tensor("pages", pages, _PAGES, (_ANY, 2, *(_ANY,) * 3), FLOATS + FP8, pages.device)
+        keys, values = pages.unbind(1)
+    if values.dtype != keys.dtype or values.stride(0) != keys.stride(0):
+        raise InvalidRequestError("must be keys and values of one pool", field="pages")
+    _require_shape("pages", values, (*keys.shape[:3], _ANY))
+    for tensor in (keys, values):
+        _check_last_stride("pages", tensor)
+        _check_geometry("pages", tensor)
+    if values.shape[3] > keys.shape[3]:
+        raise InvalidRequestError("must have values no larger than keys", field="pages")
+    return keys, values
 
 
 def check_pool(name: str, pool: torch.Tensor, *devices: torch.device) -> None:
     """Refuse what is not a pool of blocks on one of the devices."""
-    check_tensor(name, pool, _POOL, (_ANY,) * 6, FLOATS + FP8, *devices)
-    _check_geometry(name, pool)
+    if getattr(pool, "ndim", 0) == 3:
+        check_tensor(name, pool, _FLAT_POOL, (_ANY,) * 3, FLOATS + FP8, *devices)
+        if pool.shape[2] % 8 != 0 or pool.shape[2] < 1:
+            raise InvalidRequestError("must have pages of a multiple of 8 elements", field=name)
+    else:
+        check_tensor(name, pool, _POOL, (_ANY, _ANY, 2, *(_ANY,) * 3), FLOATS + FP8, *devices)
+        _check_geometry(name, pool)
     if pool.shape[1] < 1:
         raise InvalidRequestError("must have at least one layer", field=name)
     if pool.shape[0] > 0 and not pool[0].is_contiguous():
@@ -172,7 +221,7 @@ def shape_of_blocks(pool: torch.Tensor, block_ids: torch.Tensor) -> tuple[int, .
 
 def check_blocks(blocks: torch.Tensor, shape: tuple[int, ...], pool: torch.Tensor) -> None:
     """Refuse blocks that do not have ``shape_of_blocks``, or not the pool's dtype and device."""
-    wanted = "[num_layers, num_block_ids, 2, num_kv_heads, block_size, head_size]"
+    wanted = f"[num_layers, num_block_ids, {', '.join(map(str, shape[2:]))}]"
     check_tensor("blocks", blocks, wanted, shape, (pool.dtype,), pool.device)
 
 
@@ -233,22 +282,12 @@ def require(ok: bool, wanted: str, name: str) -> None:
         raise InvalidRequestError(wanted, field=name)
 
 
-def _check_pages(pages: torch.Tensor) -> torch.device:
-    """Returns their device, on which the other tensors must be."""
-    if not isinstance(pages, torch.Tensor):
-        raise InvalidRequestError(f"must be a tensor, is {type(pages).__name__}", field="pages")
-    check_tensor("pages", pages, _PAGES, (_ANY,) * 5, FLOATS + FP8, pages.device)
-    _check_last_stride("pages", pages)
-    _check_geometry("pages", pages)
-    return pages.device
-
-
 def _check_geometry(name: str, tensor: torch.Tensor) -> None:
-    """Of pages and pools: [..., 2, num_kv_heads, block_size, head_size]."""
-    halves, num_kv_heads, block_size, head_size = tensor.shape[-4:]
-    if halves != 2 or num_kv_heads < 1 or block_size < 1:
+    """Of pages and pools: [..., num_kv_heads, block_size, head_size]."""
+    num_kv_heads, block_size, head_size = tensor.shape[-3:]
+    if num_kv_heads < 1 or block_size < 1:
         raise InvalidRequestError(
-            f"must hold K and V of at least one head and token, has shape {list(tensor.shape)}",
+            f"must hold at least one head and token, has shape {list(tensor.shape)}",
             field=name,
         )
     if head_size % 8 != 0 or not 8 <= head_size <= MAX_HEAD_SIZE:
@@ -259,17 +298,17 @@ def _check_geometry(name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_scales(
-    pages: torch.Tensor, key_scales: torch.Tensor | None, value_scales: torch.Tensor | None
+    keys: torch.Tensor, key_scales: torch.Tensor | None, value_scales: torch.Tensor | None
 ) -> None:
     for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
         if scales is None:
             continue
-        if pages.dtype not in FP8:
+        if keys.dtype not in FP8:
             raise InvalidRequestError("only fp8 pages have scales", field=name)
         wanted = "[1] or [num_kv_heads]"
-        check_tensor(name, scales, wanted, (_ANY,), (torch.float32,), pages.device)
+        check_tensor(name, scales, wanted, (_ANY,), (torch.float32,), keys.device)
         if scales.shape[0] != 1:
-            _require_shape(name, scales, (pages.shape[2],))
+            _require_shape(name, scales, (keys.shape[1],))
 
 
 def _check_last_stride(name: str, tensor: torch.Tensor) -> None:
@@ -284,6 +323,11 @@ def _require_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...
     wanted = [has if n is None else n for n, has in zip(shape, tensor.shape, strict=True)]
     if wanted != list(tensor.shape):
         raise InvalidRequestError(f"must be {wanted}, is {list(tensor.shape)}", field=name)
+
+
+def _set(arguments: object, values: Iterable[object], *names: str) -> None:
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(arguments, name, value)
 
 
 def _make_contiguous(arguments: object, name: str) -> None:

@@ -51,9 +51,10 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """Causal attention of ragged query tokens over paged KV: decode, prefill and append alike.
 
-        Returns [num_tokens, num_heads, head_size] of the query's dtype. ``lse``, contiguous float32
-        [num_tokens, num_heads], receives the natural logarithm of the sum of the exponentials of
-        the scores. Sums are in fp32. No bit of the result depends on the rest of the batch.
+        Returns [num_tokens, num_heads, value_head_size] of the query's dtype. ``lse``, contiguous
+        float32 [num_tokens, num_heads], receives the natural logarithm of the sum of the
+        exponentials of the scores, and of the sink where there is one. Sums are in fp32. No bit of
+        the result depends on the rest of the batch.
         """
         ...
 
@@ -78,7 +79,7 @@ class Kernels(Protocol):
         """Copy blocks out of a pool on the device into the canonical order: layers before blocks.
 
         block_ids: int64 [num_block_ids] on the host.
-        Returns [num_layers, num_block_ids, 2, num_kv_heads, block_size, head_size].
+        Returns [num_layers, num_block_ids, ...], the pool's shape of a page at the end.
         """
         ...
 

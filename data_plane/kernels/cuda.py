@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from data_plane.kernels.arguments import AttentionArguments, check_result
+from data_plane.kernels.arguments import AttentionArguments, WriteArguments, check_result, require
 from data_plane.kernels.cuda_streams import HostStreams, Streams
 from data_plane.kernels.native import NativeKernels
 from kvplane.errors import InvalidRequestError
@@ -34,6 +34,7 @@ _FAULTS: Final = {
     "BAD_KEY_SCALES": ("key_scales", "must be finite and above 0"),
     "BAD_VALUE_SCALES": ("value_scales", "must be finite and above 0"),
 }
+MAX_HEAD_SIZE: Final = 256
 _FINDING_FAULTS: Final = ("reshape_and_cache", "paged_attention")
 
 
@@ -78,6 +79,7 @@ class CudaKernels(NativeKernels):
         least ``attention_workspace_bytes``. Either is allocated if not given; a captured graph
         needs both, and ``arguments`` made before the capture.
         """
+        _check_served(arguments)
         if workspace is None:
             num_bytes = self.attention_workspace_bytes(arguments)
             workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -93,12 +95,16 @@ class CudaKernels(NativeKernels):
             workspace_bytes=workspace.numel(),
         )
 
+    def reshape_and_cache(self, arguments: WriteArguments) -> None:
+        _check_pages(arguments.keys, arguments.values)
+        super().reshape_and_cache(arguments)
+
     def attention_workspace_bytes(self, arguments: AttentionArguments) -> int:
         """Enough bytes for every batch of these shapes and this window, whatever its lengths."""
         num_bytes: int = super()._call(
             "attention_workspace_bytes",
             query=self._view(arguments.query),
-            pages=self._view(arguments.pages),
+            pages=self._pages(arguments),
             max_blocks=arguments.block_tables.shape[1],
             num_sequences=arguments.block_tables.shape[0],
             sliding_window_tokens=arguments.options.sliding_window_tokens,
@@ -123,3 +129,17 @@ class CudaKernels(NativeKernels):
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device).cuda_stream
             return super()._call(name, stream=stream, **arguments)
+
+
+def _check_served(arguments: AttentionArguments) -> None:
+    _check_pages(arguments.keys, arguments.values)
+    for name in ("logit_soft_cap", "sinks"):
+        none = not getattr(arguments.options, name)
+        require(none, "is not served by the kernels on a GPU", f"options.{name}")
+
+
+def _check_pages(keys: torch.Tensor, values: torch.Tensor) -> None:
+    equal = keys.shape == values.shape and keys.stride() == values.stride()
+    require(equal, "must have values of the keys' size on a GPU", "pages")
+    most = MAX_HEAD_SIZE
+    require(keys.shape[3] <= most, f"must have heads of at most {most} elements on a GPU", "pages")

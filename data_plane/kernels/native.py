@@ -38,12 +38,12 @@ class NativeKernels:
 
     def reshape_and_cache(self, arguments: WriteArguments) -> None:
         a = arguments
-        self._check_own("pages", a.pages)
+        self._check_own("pages", a.keys)
         self._call(
             "reshape_and_cache",
             key=self._view(a.key),
             value=self._view(a.value),
-            pages=self._view(a.pages),
+            pages=self._pages(a),
             scales=self._scales(a),
             slots=a.slots.data_ptr(),
         )
@@ -92,19 +92,19 @@ class NativeKernels:
         **more: Any,
     ) -> torch.Tensor:
         a = arguments
-        self._check_own("pages", a.pages)
+        self._check_own("pages", a.keys)
         if out is None:
-            out = torch.empty(a.query.shape, dtype=a.query.dtype, device=a.query.device)
+            out = torch.empty(a.output_shape, dtype=a.query.dtype, device=a.query.device)
         else:
-            checks.check_result("out", out, a.query.shape, a.query.dtype, a.pages.device)
+            checks.check_result("out", out, a.output_shape, a.query.dtype, a.keys.device)
         if lse is not None:
-            checks.check_result("lse", lse, a.query.shape[:2], torch.float32, a.pages.device)
+            checks.check_result("lse", lse, a.query.shape[:2], torch.float32, a.keys.device)
         self._call(
             "paged_attention",
             query=self._view(a.query),
             out=out.data_ptr(),
             lse=_address(lse),
-            pages=self._view(a.pages),
+            pages=self._pages(a),
             scales=self._scales(a),
             block_tables=a.block_tables.data_ptr(),
             wide_block_tables=a.block_tables.dtype == torch.int64,
@@ -112,9 +112,7 @@ class NativeKernels:
             query_starts=a.query_starts.data_ptr(),
             context_lens=a.context_lens.data_ptr(),
             num_sequences=a.context_lens.shape[0],
-            alibi_slopes=_address(a.slopes),
-            scale=a.options.scale or 1.0 / math.sqrt(a.query.shape[2]),
-            sliding_window_tokens=a.options.sliding_window_tokens,
+            options=self._options(a),
             **more,
         )
         return out
@@ -169,6 +167,19 @@ class NativeKernels:
     def _view(self, tensor: torch.Tensor) -> Any:
         return self._module.TensorView(
             tensor.data_ptr(), self._dtypes[tensor.dtype], tensor.shape, tensor.stride()
+        )
+
+    def _pages(self, arguments: WriteArguments | AttentionArguments) -> Any:
+        return self._module.PagesView(self._view(arguments.keys), self._view(arguments.values))
+
+    def _options(self, arguments: AttentionArguments) -> Any:
+        a, options = arguments, arguments.options
+        return self._module.AttentionOptions(
+            scale=options.scale or 1.0 / math.sqrt(a.query.shape[2]),
+            sliding_window_tokens=options.sliding_window_tokens,
+            alibi_slopes=_address(a.slopes),
+            logit_soft_cap=options.logit_soft_cap,
+            sinks=_address(a.sinks),
         )
 
     def _scales(self, arguments: WriteArguments | AttentionArguments) -> Any:

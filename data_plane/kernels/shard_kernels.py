@@ -65,7 +65,9 @@ class ShardKernels:
         self._scales = layer_scales(layout, shard, device)
         self._times = kernel_times(device, counters)
         # Of one position, keys and values of one layer.
-        self._token_bytes = pools.pages(0)[0].nbytes // layout.block_size_tokens
+        self._token_bytes = (
+            sum(part[0].nbytes for part in pools.pages(0)) // layout.block_size_tokens
+        )
 
     def write_arguments(
         self,
@@ -77,7 +79,7 @@ class ShardKernels:
     ) -> WriteArguments:
         """The checked arguments of ``write``. Raises InvalidRequestError naming the tensor, after
         ``prefix``, unless key and value are [num_tokens, num_kv_heads, head_size] of the layout's
-        dtype.
+        dtype, value with value_head_size.
         """
         with _errors_under(prefix):
             pages = self._pools.pages(layer)
@@ -161,7 +163,7 @@ class ShardKernels:
         self._counters.num_written_tokens += len(arguments.slots)
 
     def attend(self, arguments: AttentionArguments, num_context_tokens: int) -> torch.Tensor:
-        """Attention of all spans in one layer. The output has the query's shape and dtype.
+        """Attention of all spans in one layer: [num_tokens, num_heads, value_head_size].
         ``num_context_tokens``: positions that it reads, for metrics.
         """
         num_bytes = num_context_tokens * self._token_bytes
@@ -171,8 +173,8 @@ class ShardKernels:
         return output
 
     def read(self, tier: pb.Tier, blocks: NDArray[np.int32], layers: range) -> torch.Tensor:
-        """Copy layers of blocks out, to the tier's device. Returns [num_layers, num_blocks, 2,
-        num_kv_heads, block_size, head_size].
+        """Copy layers of blocks out, to the tier's device. Returns [num_layers, num_blocks, ...],
+        the pool's shape of a page at the end.
         """
         ids = torch.from_numpy(blocks.astype(np.int64))
         of_layers = self._pools.tier(tier)[:, layers.start : layers.stop]
@@ -208,7 +210,7 @@ class ShardKernels:
         Raises InvalidRequestError for a tensor of another shape, and when they hold none.
         """
         pool, block_size = self._pools.device_tier, self._block_size_tokens
-        num_blocks = blocks.shape[1] if blocks.dim() == 6 else 0
+        num_blocks = blocks.shape[1] if blocks.dim() == pool.dim() else 0
         check_blocks(blocks, (len(layers), num_blocks, *pool.shape[2:]), pool)
         first = int(batch.first_positions[span])
         num_tokens = int(batch.starts[span + 1] - batch.starts[span])
@@ -243,10 +245,11 @@ class ShardKernels:
             slots = batch.slots[start + tokens.start : start + tokens.stop]
             block_ids, offsets = slots // block_size, slots % block_size
             for i, layer in enumerate(layers):
-                # [num_blocks, 2, heads, block_size, head_size] -> [tokens, 2, heads, head_size]
-                given = blocks[i].view(bits).permute(0, 3, 1, 2, 4).flatten(0, 1)
-                pages = self._pools.pages(layer).view(bits)
-                pages[block_ids, :, :, offsets] = given[first : first + len(tokens)]
+                given = self._pools.page.split(blocks[i].view(bits))
+                for stored, new in zip(self._pools.pages(layer), given, strict=True):
+                    # [num_blocks, heads, block_size, elements] -> [tokens, heads, elements]
+                    rows = new.transpose(1, 2).flatten(0, 1)[first : first + len(tokens)]
+                    stored.view(bits)[block_ids, :, offsets] = rows
         self._counters.num_written_tokens += len(tokens) * len(layers)
 
     def _check_dtype(self, name: str, tensor: torch.Tensor) -> None:

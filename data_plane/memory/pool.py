@@ -2,6 +2,8 @@
 
     pool   [num_blocks, num_layers, 2, num_kv_heads, block_size_tokens, head_size]
              block      layer   K, V
+    or, where values are smaller than keys,
+           [num_blocks, num_layers, page_elements]: a page's keys and then its values
 
 A block is contiguous over all its layers, so that a swap or a copy of it is one memcpy; a layer's
 pages are the strided view ``pool[:, layer]``. Both tiers have this shape. The memory is not
@@ -16,6 +18,7 @@ from contextlib import suppress
 
 import torch
 
+from data_plane.kernels.pages import PageShape
 from data_plane.memory import huge_pages, pinned
 from kvplane.errors import InternalError, InvalidRequestError, NeverFitsError
 from kvplane.layout import Layout
@@ -29,8 +32,6 @@ TORCH_DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
-MAX_HEAD_SIZE = 256
-"""The largest head size of the kernels; a layout may have a larger one."""
 TIER_NAMES = {pb.TIER_DEVICE: "device", pb.TIER_HOST: "host"}
 
 
@@ -49,28 +50,15 @@ class Pools:
     ) -> None:
         """Allocate both tiers. ``drain`` waits for the device; it is called before they are freed.
 
-        Raises InvalidRequestError for counts out of range and for a head size above MAX_HEAD_SIZE,
-        and NeverFitsError for a tier that does not fit in the memory of the GPU, or of the host
-        beside it.
+        Raises InvalidRequestError for counts out of range, and NeverFitsError for a tier that does
+        not fit in the memory of the GPU, or of the host beside it.
         """
         if num_device_blocks < 1:
             raise InvalidRequestError("must be at least 1", field="num_device_blocks")
         if num_host_blocks < 0:
             raise InvalidRequestError("must be at least 0", field="num_host_blocks")
-        head_size = only_group(layout).head_size
-        if head_size > MAX_HEAD_SIZE:
-            raise InvalidRequestError(
-                f"must be at most {MAX_HEAD_SIZE}, the largest that this data plane's kernels "
-                f"support, is {head_size}",
-                field="layout.groups[0].head_size",
-            )
-        page = (
-            len(shard.layers(layout)),
-            2,
-            shard.num_kv_heads,
-            layout.block_size_tokens,
-            head_size,
-        )
+        self.page = PageShape(only_group(layout), shard.num_kv_heads, layout.block_size_tokens)
+        page = (len(shard.layers(layout)), *self.page.extents)
         dtype = TORCH_DTYPES[layout.kv_dtype]
         device_shape, host_shape = (num_device_blocks, *page), (num_host_blocks, *page)
         if device.type == "cpu":
@@ -98,11 +86,11 @@ class Pools:
         """The tensor of a tier, shaped as described at the top of this file."""
         return self.device_tier if tier == pb.TIER_DEVICE else self.host_tier
 
-    def pages(self, layer_index: int) -> torch.Tensor:
-        """One layer's device pages [num_blocks, 2, num_kv_heads, block_size_tokens, head_size], a
-        view.
+    def pages(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer's device pages: views of its keys [num_blocks, num_kv_heads, block_size_tokens,
+        head_size], and of its values.
         """
-        return self.device_tier[:, layer_index]
+        return self.page.split(self.device_tier[:, layer_index])
 
 
 def _release(drain: Callable[[], None], unpin: Callable[[], None]) -> None:

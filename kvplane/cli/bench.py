@@ -135,6 +135,8 @@ class _Load:
             failed = {failure.item for failure in outcome.failures}
             if kind == "append":
                 self._grew([i for n, i in enumerate(grown) if n not in failed])
+                if failed:
+                    self._live[grown[-1]].num_outputs = 0  # ends, to make room for the others
             elif kind == "admit":
                 self._admitted(admitted, outcome)
             elif kind == "fork" and failed:

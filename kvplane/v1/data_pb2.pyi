@@ -100,14 +100,18 @@ class LayerInput(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., query: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ...) -> None: ...
 
 class AttentionOptions(_message.Message):
-    __slots__ = ("scale", "sliding_window_tokens", "alibi_slopes")
+    __slots__ = ("scale", "sliding_window_tokens", "alibi_slopes", "logit_soft_cap", "sinks")
     SCALE_FIELD_NUMBER: _ClassVar[int]
     SLIDING_WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ALIBI_SLOPES_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_SOFT_CAP_FIELD_NUMBER: _ClassVar[int]
+    SINKS_FIELD_NUMBER: _ClassVar[int]
     scale: float
     sliding_window_tokens: int
     alibi_slopes: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, scale: _Optional[float] = ..., sliding_window_tokens: _Optional[int] = ..., alibi_slopes: _Optional[_Iterable[float]] = ...) -> None: ...
+    logit_soft_cap: float
+    sinks: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, scale: _Optional[float] = ..., sliding_window_tokens: _Optional[int] = ..., alibi_slopes: _Optional[_Iterable[float]] = ..., logit_soft_cap: _Optional[float] = ..., sinks: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LayerOutput(_message.Message):
     __slots__ = ("layer", "output")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import oracle
 import torch
@@ -18,7 +18,9 @@ import torch
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
 from data_plane.kernels.backend import Kernels
 from data_plane.kernels.cpu import CpuKernels
+from data_plane.kernels.pages import PageShape
 from kvplane.attention_options import AttentionOptions
+from kvplane.layout import LayerGroup
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # of pages only
@@ -42,6 +44,9 @@ class Case:
     table_dtype: torch.dtype = torch.int64
     seed: int = 0
     scales: Literal[None, "tensor", "head"] = None  # of fp8 pages only
+    value_head_size: int = 0  # 0: head_size
+    soft_cap: float = 0.0
+    sinks: bool = False
 
     def __str__(self) -> str:
         dtypes = f"{self.dtype}-{self.pages_dtype or self.dtype}".replace("torch.", "")
@@ -49,6 +54,8 @@ class Case:
         lens = "+".join(f"{q}/{c}" for q, c in self.lens[:6])
         shape = f"h{self.heads[0]}/{self.heads[1]}-d{self.head_size}-b{self.block_size}"
         options = f"-w{self.window}" * (self.window > 0) + "-alibi" * self.alibi
+        options += f"-v{self.value_head_size}" * (self.value_head_size > 0)
+        options += f"-cap{self.soft_cap}" * (self.soft_cap > 0) + "-sinks" * self.sinks
         return f"{lens}-{shape}-{dtypes}{options}"
 
 
@@ -57,7 +64,7 @@ class Batch:
     """A case's tensors; shapes as in ``data_plane.kernels.arguments``."""
 
     query: torch.Tensor
-    pages: torch.Tensor
+    pages: Any  # a tensor, or two where values are smaller than keys
     block_tables: torch.Tensor
     query_starts: torch.Tensor
     context_lens: torch.Tensor
@@ -69,12 +76,15 @@ class Batch:
     slots: torch.Tensor  # [num_context_tokens]
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
+    soft_cap: float = 0.0
+    sinks: torch.Tensor | None = None
 
     @property
     def options(self) -> AttentionOptions:
         """How the kernel attends."""
         slopes = () if self.alibi_slopes is None else tuple(self.alibi_slopes.tolist())
-        return AttentionOptions(self.scale, self.window, slopes)
+        sinks = () if self.sinks is None else tuple(self.sinks.tolist())
+        return AttentionOptions(self.scale, self.window, slopes, self.soft_cap, sinks)
 
     def write(self) -> None:
         """Puts the keys and values into the pages, by the kernel."""
@@ -106,7 +116,7 @@ class Batch:
 
     def oracle(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """The same, computed by torch in ``dtype`` on pages that the oracle wrote."""
-        pages = torch.full_like(self.pages, torch.nan)
+        pages = _unwritten(self.pages)
         scales = (self.key_scales, self.value_scales)
         oracle.reshape_and_cache(self.key, self.value, pages, self.slots, *scales)
         return oracle.paged_attention(
@@ -120,6 +130,8 @@ class Batch:
             alibi_slopes=self.alibi_slopes,
             key_scales=self.key_scales,
             value_scales=self.value_scales,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
             dtype=dtype,
         )
 
@@ -170,11 +182,7 @@ def build(case: Case) -> Batch:
 
     batch = Batch(
         query=normal(sum(q for q, _ in case.lens), num_heads, case.head_size),
-        pages=torch.full(
-            (num_blocks, 2, num_kv_heads, case.block_size, case.head_size),
-            torch.nan,
-            dtype=case.pages_dtype or case.dtype,
-        ),
+        pages=_pages_of(case, num_blocks),
         block_tables=tables.to(case.table_dtype),
         query_starts=torch.tensor([0] + [q for q, _ in case.lens]).cumsum(0),
         context_lens=context_lens,
@@ -182,13 +190,33 @@ def build(case: Case) -> Batch:
         window=case.window,
         alibi_slopes=torch.rand(num_heads, generator=rng) / 4 if case.alibi else None,
         key=normal(tokens, num_kv_heads, case.head_size),
-        value=normal(tokens, num_kv_heads, case.head_size),
+        value=normal(tokens, num_kv_heads, case.value_head_size or case.head_size),
         slots=torch.cat(slots),
         key_scales=scales(),
         value_scales=scales(),
+        soft_cap=case.soft_cap,
+        sinks=2 * torch.randn(num_heads, generator=rng) if case.sinks else None,
     )
     batch.write()
     return batch
+
+
+def _pages_of(case: Case, num_blocks: int) -> Any:
+    dtype = case.pages_dtype or case.dtype
+    heads = (case.heads[1], case.block_size)
+    if not case.value_head_size:
+        return torch.full((num_blocks, 2, *heads, case.head_size), torch.nan, dtype=dtype)
+    shape = PageShape(
+        LayerGroup("all", (0,), heads[0], case.head_size, value_head_size=case.value_head_size),
+        *heads,
+    )
+    return shape.split(torch.full((num_blocks, *shape.extents), torch.nan, dtype=dtype))
+
+
+def _unwritten(pages: Any) -> Any:
+    if isinstance(pages, tuple):
+        return tuple(torch.full_like(part, torch.nan) for part in pages)
+    return torch.full_like(pages, torch.nan)
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -217,7 +245,8 @@ def assert_as_exact_as_torch(case: Case) -> None:
     exact, exact_lse, torch_error = _expected(case)
     error = (out.double() - exact).abs()
     least = 1e-6 if case.dtype == torch.float32 else 1e-5
-    assert out.shape == batch.query.shape and out.dtype == case.dtype
+    value_head_size = case.value_head_size or case.head_size
+    assert out.shape == (*batch.query.shape[:2], value_head_size) and out.dtype == case.dtype
     assert not out.isnan().any()
     worst = error.flatten().argmax() if error.numel() else 0
     assert error.numel() == 0 or error.max() <= 2 * torch_error + least, (

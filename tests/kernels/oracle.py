@@ -9,12 +9,13 @@ from typing import Final
 
 import torch
 
+Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def paged_attention(
     query: torch.Tensor,
-    pages: torch.Tensor,
+    pages: Pages,
     block_tables: torch.Tensor,
     query_starts: torch.Tensor,
     context_lens: torch.Tensor,
@@ -24,21 +25,26 @@ def paged_attention(
     alibi_slopes: torch.Tensor | None = None,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output and the logarithms of the sums of exponentials, both of ``dtype``."""
     outs, lses = [], []
+    keys, values = keys_and_values(pages)
     for s, context_len in enumerate(context_lens.tolist()):
         rows = query[int(query_starts[s]) : int(query_starts[s + 1])]
         if rows.shape[0] == 0:
             continue
         key, value = gather(
-            pages, block_tables[s], context_len, sliding_window_tokens, rows.shape[0]
+            keys, values, block_tables[s], context_len, sliding_window_tokens, rows.shape[0]
         )
-        num_groups = rows.shape[1] // pages.shape[2]
+        num_groups = rows.shape[1] // keys.shape[1]
         key = scaled(key, key_scales).to(dtype).repeat_interleave(num_groups, dim=0)
         value = scaled(value, value_scales).to(dtype).repeat_interleave(num_groups, dim=0)
         scores = torch.einsum("qhd,hkd->hqk", rows.to(dtype), key) * scale
+        if soft_cap > 0:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         last = torch.arange(context_len - rows.shape[0], context_len)[:, None]
         distance = torch.arange(context_len)[None, :] - last
         if alibi_slopes is not None:
@@ -47,26 +53,44 @@ def paged_attention(
         if sliding_window_tokens > 0:
             hidden = hidden | (distance <= -sliding_window_tokens)
         scores = scores.masked_fill(hidden, -torch.inf)
-        outs.append(torch.einsum("hqk,hkd->qhd", scores.softmax(dim=-1), value))
+        if sinks is not None:  # one more column, whose weight has no value
+            sink = sinks.to(dtype)[:, None, None].expand(-1, rows.shape[0], 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :context_len]
+        outs.append(torch.einsum("hqk,hkd->qhd", weights, value))
         lses.append(scores.logsumexp(dim=-1).T)
     if not outs:
-        return query.to(dtype), query.new_empty(query.shape[:2], dtype=dtype)
+        out = query.new_empty((*query.shape[:2], values.shape[3]), dtype=dtype)
+        return out, query.new_empty(query.shape[:2], dtype=dtype)
     return torch.cat(outs), torch.cat(lses)
 
 
 def gather(
-    pages: torch.Tensor, table: torch.Tensor, context_len: int, window: int, query_len: int
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    context_len: int,
+    window: int,
+    query_len: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a sequence, [num_kv_heads, context_len, head_size] each; 0 if no query looks."""
-    num_kv_heads, block_size, head_size = pages.shape[2:]
-    key = pages.new_zeros((num_kv_heads, context_len, head_size))
-    value = torch.zeros_like(key)
+    """K and V of a sequence, [num_kv_heads, context_len, head size] each; 0 if no query looks."""
+    _, num_kv_heads, block_size, head_size = keys.shape
+    key = keys.new_zeros((num_kv_heads, context_len, head_size))
+    value = values.new_zeros((num_kv_heads, context_len, values.shape[3]))
     first = max(0, context_len - query_len + 1 - window) if window else 0
     seen = torch.arange(first, context_len)
     block, offset = table[seen // block_size].long(), seen % block_size
-    key[:, first:] = pages[block, 0, :, offset].transpose(0, 1)
-    value[:, first:] = pages[block, 1, :, offset].transpose(0, 1)
+    key[:, first:] = keys[block, :, offset].transpose(0, 1)
+    value[:, first:] = values[block, :, offset].transpose(0, 1)
     return key, value
+
+
+def keys_and_values(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of both, [num_blocks, num_kv_heads, block_size, head size]."""
+    if isinstance(pages, tuple):
+        return pages
+    keys, values = pages.unbind(1)
+    return keys, values
 
 
 def scaled(stored: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
@@ -79,19 +103,20 @@ def scaled(stored: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
 def reshape_and_cache(
     key: torch.Tensor,
     value: torch.Tensor,
-    pages: torch.Tensor,
+    pages: Pages,
     slots: torch.Tensor,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> None:
     """Writes each token's key and value into its slot."""
-    key = rounded(key, key_scales, pages.dtype)
-    value = rounded(value, value_scales, pages.dtype)
+    keys, values = keys_and_values(pages)
+    key = rounded(key, key_scales, keys.dtype)
+    value = rounded(value, value_scales, keys.dtype)
     for i, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            block, offset = divmod(slot, pages.shape[3])
-            pages[block, 0, :, offset] = key[i]
-            pages[block, 1, :, offset] = value[i]
+            block, offset = divmod(slot, keys.shape[2])
+            keys[block, :, offset] = key[i]
+            values[block, :, offset] = value[i]
 
 
 def rounded(numbers: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -102,7 +102,7 @@ BAD_BEFORE: dict[str, dict[str, Any]] = {
     "query: must have a multiple": {"query": torch.zeros(41, 3, 16)},
     "query: must be contiguous": {"query": torch.zeros(41, 16, 4).transpose(1, 2)},
     "query: must be a dense tensor on": {"query": torch.zeros(41, 4, 16, device="meta")},
-    "pages: must hold K and V": {"pages": torch.zeros(9, 3, 2, 16, 16)},
+    "pages: must be [9, 2, 2, 16, 16]": {"pages": torch.zeros(9, 3, 2, 16, 16)},
     "pages: must have a head size": {"pages": torch.zeros(9, 2, 2, 16, 12)},
     "pages: must hold": {"pages": torch.zeros(9, 2, 0, 16, 16)},
     "block_tables: must have dtype": {"block_tables": torch.zeros(2, 3)},

@@ -14,6 +14,7 @@ KERNEL_TESTS = "tests/kernels"
 TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
 
 ATTENTION = "test_paged_attention.py"
+OPTIONS = "test_attention_options.py"
 INVARIANCE = "test_paged_attention_invariance.py"
 CACHING = "test_reshape_and_cache.py"
 COPIES = "test_block_copies.py"
@@ -34,6 +35,8 @@ MORE = {
     "groups_interleaved": ATTENTION,
     "window_one_token_wider": ATTENTION,
     "alibi_dropped": ATTENTION,
+    "soft_cap_dropped": OPTIONS,
+    "sinks_of_the_next_head": OPTIONS,
     "lse_in_base_two": ATTENTION,
     "pages_rounded_to_bf16": ATTENTION,
     "bits_depend_on_the_batch": INVARIANCE,

@@ -20,6 +20,7 @@ from data_plane.server.metrics import DECLARATIONS as OF_DATA
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient
 from kvplane.cli.bench import Traffic, bench
+from kvplane.errors import PoolNotFoundError
 from kvplane.serving.metrics import SHARED, Declaration
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
@@ -39,13 +40,15 @@ async def scraped(tmp_path: Path) -> AsyncIterator[tuple[Families, Families]]:
         ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=0, grace_s=1.0)
     )
     data = await DataPlaneServer.start(
-        config_of(tmp_path, control.address, metrics_port=0, num_device_blocks=24)
+        config_of(tmp_path, control.address, metrics_port=0, num_device_blocks=64)
     )
     try:
         async with ControlClient(control.address) as client:
             traffic = Traffic(
                 duration_s=20, max_steps=150, num_sequences=6, prefix_tokens=32, prompt_tokens=40
             )
+            with pytest.raises(PoolNotFoundError):
+                await client.describe_pool("other")
             measured = await bench(client, POOL_ID, traffic)
             assert measured.num_computed_tokens and measured.num_cached_tokens
         await refusals(data.address)
@@ -123,7 +126,7 @@ async def test_what_was_counted_agrees_between_the_planes(
     demoted = values(control["kvplane_demoted_blocks"])[()]
     assert swapped["out",] <= moved["swap_out",] <= swapped["out",] + demoted
     blocks = values(control["kvplane_blocks"], "tier", "state")
-    assert sum(v for (tier, _), v in blocks.items() if tier == "device") == 24
+    assert sum(v for (tier, _), v in blocks.items() if tier == "device") == 64
     evictions = sum(values(control["kvplane_evictions"], "tier", "reason").values())
     lifetimes = control["kvplane_block_lifetime_seconds"].samples
     assert evictions == sum(s.value for s in lifetimes if s.name.endswith("_count")) > 0

@@ -141,13 +141,6 @@ def test_a_pool_of_several_layer_groups_is_refused() -> None:
     assert caught.value.field == "layout.groups"
 
 
-def test_heads_that_the_kernels_do_not_compute_with_are_refused_before_a_pool_is_made() -> None:
-    layout = replace(LAYOUT, groups=(replace(LAYOUT.groups[0], head_size=264),))
-    with pytest.raises(InvalidRequestError, match="must be at most 256") as caught:
-        Executor(layout, pool_id=POOL_ID, num_device_blocks=2)
-    assert caught.value.field == "layout.groups[0].head_size"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 2, 8), (0, 2, 8), (1,)])
 def test_tensors_travel_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -148,7 +148,9 @@ def test_wider_types_have_no_scales(name: str) -> None:
         ("groups[0].head_size", {"groups": (replace(FULL, head_size=12),)}),
         ("groups[0].head_size", {"groups": (replace(FULL, head_size=520),)}),
         ("groups[0].cache_kind", {"groups": (replace(FULL, cache_kind="latent"),)}),
-        ("groups[0].value_head_size", {"groups": (replace(FULL, value_head_size=32),)}),
+        ("groups[0].value_head_size", {"groups": (replace(FULL, value_head_size=72),)}),
+        ("groups[0].value_head_size", {"groups": (replace(FULL, value_head_size=12),)}),
+        ("groups[0].value_head_size", {"groups": (replace(FULL, value_head_size=-8),)}),
         ("groups[0].sliding_window_tokens", {"groups": (replace(FULL, sliding_window_tokens=-1),)}),
     ],
 )
@@ -174,6 +176,14 @@ def test_the_defaults_of_cache_kind_and_value_head_size_may_be_said() -> None:
     message.groups[0].cache_kind = pb.CACHE_KIND_KEYS_AND_VALUES
     message.groups[0].value_head_size = FULL.head_size
     assert Layout.from_proto(message) == LAYOUT
+
+
+def test_values_smaller_than_keys_take_fewer_bytes_and_come_back_from_their_message() -> None:
+    layout = replace(LAYOUT, groups=(replace(FULL, value_head_size=32),))
+    assert layout.block_bytes() == LAYOUT.block_bytes() * (64 + 32) // (64 + 64)
+    assert Shard.whole(layout).block_bytes(layout) == layout.block_bytes()
+    assert layout.fingerprint != LAYOUT.fingerprint
+    assert Layout.from_proto(pb.Layout.FromString(layout.to_proto().SerializeToString())) == layout
 
 
 @pytest.mark.parametrize("kind", [pb.CACHE_KIND_LATENT, pb.CACHE_KIND_STATE, 99])

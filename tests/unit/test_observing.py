@@ -54,10 +54,11 @@ def test_what_a_sequence_that_was_cut_reads_again_is_counted_apart() -> None:
     other.step(ops.admit(5, prompt(3, 1), wait=True))
     pass_time(world, 40, one, other)
     assert counted(world).cut_sequences == {"turn": 1}
+    one.step()  # hears of it
     one.run_all()
     one.settle()
-    other.step(ops.free([5]))
-    other.run_all()
+    other.step()  # is granted its admission
+    other.send(ops.free([5]))
     other.settle()
     one.step(ops.admit(1, prompt(7)))
     assert counted(world).reread_lookup_tokens == 7 * BLOCK

@@ -141,7 +141,7 @@ def two_groups() -> tpb.Layout:
     ("layout", "field"),
     [
         (unserved(cache_kind=tpb.CACHE_KIND_LATENT), "layout.groups[0].cache_kind"),
-        (unserved(value_head_size=16), "layout.groups[0].value_head_size"),
+        (unserved(value_head_size=520), "layout.groups[0].value_head_size"),
         (two_groups(), "layout.groups"),
         (of_a_later_release(), "layout"),
     ],

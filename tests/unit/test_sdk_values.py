@@ -304,6 +304,12 @@ BAD_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "infinite slopes": ("alibi_slopes", {"alibi_slopes": (float("inf"),) * 4}),
     "slopes that are no numbers": ("alibi_slopes", {"alibi_slopes": (float("nan"),) * 4}),
     "slopes too large for float32": ("alibi_slopes", {"alibi_slopes": (-1e39,) * 4}),
+    "more slopes than heads can be": ("alibi_slopes", {"alibi_slopes": (0.0,) * (2**20 + 1)}),
+    "a negative cap": ("logit_soft_cap", {"logit_soft_cap": -1.0}),
+    "an infinite cap": ("logit_soft_cap", {"logit_soft_cap": float("inf")}),
+    "no number as cap": ("logit_soft_cap", {"logit_soft_cap": float("nan")}),
+    "infinite sinks": ("sinks", {"sinks": (0.0, float("-inf"))}),
+    "more sinks than heads can be": ("sinks", {"sinks": (0.0,) * (2**20 + 1)}),
 }
 
 
@@ -321,6 +327,9 @@ def test_attention_is_not_asked_for_with(name: str) -> None:
         ("scale", data_pb.AttentionOptions(scale=float("-inf"))),
         ("sliding_window_tokens", data_pb.AttentionOptions(sliding_window_tokens=-(2**31))),
         ("alibi_slopes", data_pb.AttentionOptions(alibi_slopes=[1.0, float("nan")])),
+        ("logit_soft_cap", data_pb.AttentionOptions(logit_soft_cap=-0.5)),
+        ("sinks", data_pb.AttentionOptions(sinks=[float("inf")])),
+        ("sinks", data_pb.AttentionOptions(sinks=[0.0] * (2**20 + 1))),
     ],
 )
 def test_bad_options_that_travelled_name_their_field(
@@ -333,7 +342,7 @@ def test_bad_options_that_travelled_name_their_field(
 
 def test_options_at_their_limits_come_back_from_their_message() -> None:
     largest = (2 - 2**-23) * 2.0**127
-    options = AttentionOptions(-largest, 2**31 - 1, (largest, -0.5, 0.0))
+    options = AttentionOptions(-largest, 2**31 - 1, (largest, -0.5, 0.0), largest, (-largest, 0.5))
     assert AttentionOptions.from_proto(options.to_proto(), field="options") == options
 
 

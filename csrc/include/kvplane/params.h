@@ -1,9 +1,10 @@
 // The parameters of each operation: one struct each, raw pointers with shapes beside them.
 //
 // Strides count elements, as int64; the last dimension of every tensor of heads has stride 1.
-// A layer's pages are [num_blocks, 2, num_kv_heads, block_size, head_size], K before V, and slot
-// block * block_size + offset holds one token. data_plane/kernels/arguments.py checks
-// shapes and types; the operations check the values of ids and lengths.
+// A layer's pages are keys [num_blocks, num_kv_heads, block_size, head_size] and values
+// [num_blocks, num_kv_heads, block_size, value_head_size] of one pool; slot block * block_size +
+// offset holds one token. data_plane/kernels/arguments.py checks shapes and types; the operations
+// check the values of ids and lengths.
 #pragma once
 
 #include <cstdint>
@@ -13,16 +14,19 @@
 namespace kvplane {
 
 struct PagesParams {
-  void* data;  // [num_blocks, 2, num_kv_heads, block_size, head_size]
+  void* data;  // the keys
   Dtype dtype;
   int64_t num_blocks;
   int64_t num_kv_heads;
   int64_t block_size;  // tokens
   int64_t head_size;
-  int64_t block_stride;
-  int64_t kv_stride;
+  int64_t value_head_size;  // at most head_size
+  int64_t block_stride;     // of keys and of values
+  int64_t kv_stride;        // from the first key to the first value
   int64_t head_stride;
   int64_t token_stride;
+  int64_t value_head_stride;
+  int64_t value_token_stride;
   // For 8-bit pages: round(key / scale) is stored, saturated, and stands for stored * scale. One
   // scale for each head, at any stride; stride 0 for one scale of all heads. Null: 1.
   const float* key_scales;
@@ -33,7 +37,7 @@ struct PagesParams {
 
 struct ReshapeAndCacheParams {
   const void* key;       // [num_tokens, num_kv_heads, head_size]
-  const void* value;     // [num_tokens, num_kv_heads, head_size]
+  const void* value;     // [num_tokens, num_kv_heads, value_head_size]
   const int64_t* slots;  // [num_tokens]; negative: do not write
   PagesParams pages;
   Dtype key_dtype;
@@ -46,14 +50,22 @@ struct ReshapeAndCacheParams {
   int num_threads;  // at least 1
 };
 
-struct PagedAttentionParams {
+// kvplane/attention_options.py describes them.
+struct AttentionOptions {
+  float scale;
+  int64_t sliding_window_tokens;  // 0: none
+  const float* alibi_slopes;      // [num_heads]; may be null
+  float logit_soft_cap;           // 0: none
+  const float* sinks;             // [num_heads]; may be null
+};
+
+struct PagedAttentionParams : AttentionOptions {
   const void* query;            // [num_tokens, num_heads, head_size]
-  void* out;                    // [num_tokens, num_heads, head_size], contiguous
+  void* out;                    // [num_tokens, num_heads, value_head_size], contiguous
   float* lse;                   // [num_tokens, num_heads], contiguous; may be null
   const void* block_tables;     // [num_sequences, max_blocks], contiguous, int32 or int64
   const int64_t* query_starts;  // [num_sequences + 1], from 0 up to num_tokens
   const int64_t* context_lens;  // [num_sequences]; tokens with KV, those of this call included
-  const float* alibi_slopes;    // [num_heads]; may be null
   PagesParams pages;
   Dtype query_dtype;       // of query and out
   bool wide_block_tables;  // int64 when true
@@ -63,9 +75,7 @@ struct PagedAttentionParams {
   int64_t max_blocks;
   int64_t query_token_stride;
   int64_t query_head_stride;
-  float scale;
-  int64_t sliding_window_tokens;  // 0: none
-  int num_threads;                // at least 1
+  int num_threads;  // at least 1
 };
 
 // Whole blocks; the bytes of one block are contiguous.

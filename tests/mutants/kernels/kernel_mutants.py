@@ -96,6 +96,15 @@ def alibi_dropped(a: dict[str, Any]) -> None:
     a["options"] = replace(a["options"], alibi_slopes=())
 
 
+def soft_cap_dropped(a: dict[str, Any]) -> None:
+    a["options"] = replace(a["options"], logit_soft_cap=0.0)
+
+
+def sinks_of_the_next_head(a: dict[str, Any]) -> None:
+    sinks = a["options"].sinks
+    a["options"] = replace(a["options"], sinks=sinks[1:] + sinks[:1])
+
+
 def pages_rounded_to_bf16(a: dict[str, Any]) -> None:
     a["pages"] = a["pages"].bfloat16()
 
@@ -203,6 +212,8 @@ _CHANGES = (
     groups_interleaved,
     window_one_token_wider,
     alibi_dropped,
+    soft_cap_dropped,
+    sinks_of_the_next_head,
     pages_rounded_to_bf16,
     bad_table_entries_taken_as_zero,
     key_scales_forgotten,

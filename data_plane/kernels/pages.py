@@ -1,0 +1,47 @@
+"""Pages: the keys and values of one layer, wherever they lie in a pool.
+
+Kernels take them as one tensor ``[num_blocks, 2, num_kv_heads, block_size, head_size]``, K before
+V, or as two: keys ``[num_blocks, num_kv_heads, block_size, head_size]`` and values ``[num_blocks,
+num_kv_heads, block_size, value_head_size]`` of the same memory, where values are smaller than keys.
+Such a page has one dimension in its pool: keys, and then values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from kvplane.layout import LayerGroup
+
+Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """What a page of a shard holds: ``num_kv_heads`` of ``group``, ``block_size_tokens`` each."""
+
+    group: LayerGroup
+    num_kv_heads: int
+    block_size_tokens: int
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """The last dimensions of a pool."""
+        return self.group.page_shape(self.num_kv_heads, self.block_size_tokens)
+
+    def split(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, views [..., num_kv_heads, block_size, elements of each], of [...,
+        *extents].
+        """
+        if len(self.extents) > 1:
+            keys, values = pages.unbind(-4)
+            return keys, values
+        head_sizes = (self.group.head_size, self.group.value_size)
+        heads = [(self.num_kv_heads, self.block_size_tokens, size) for size in head_sizes]
+        parts = torch.split(pages, [math.prod(shape) for shape in heads], dim=-1)
+        keys, values = (
+            part.view(*pages.shape[:-1], *shape) for part, shape in zip(parts, heads, strict=True)
+        )
+        return keys, values
