@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvplane_blocks import DURATION_BOUNDS_S
-
-from control_plane.planning.pools.statistics import ALLOCATION_BOUNDS_S, WAIT_BOUNDS_S
+from control_plane.planning.pools.statistics import (
+    ALLOCATION_BOUNDS_S,
+    DURATION_BOUNDS_S,
+    WAIT_BOUNDS_S,
+)
 from kvplane.serving.metrics import LATENCY_BUCKETS_S, Declaration
 
 

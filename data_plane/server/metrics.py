@@ -116,13 +116,13 @@ class DataPlaneMetrics(PlaneMetrics):
         self._executor, self._num_waiting = executor, num_waiting
 
     def read(self, samples: Samples) -> None:
+        samples.add(_ISA, 1, cpu_isa())
         samples.add(_REGISTERED, self.registered)
         samples.add(_QUEUE, self._num_waiting())
         samples.add_histograms(_COMMAND_DURATION, self._command_duration)
         executor = self._executor
         if executor is None:
             return
-        samples.add(_ISA, 1, cpu_isa())
         _add_state(samples, executor)
         _add_counters(samples, executor)
 

@@ -23,6 +23,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvplane import __version__
+from kvplane.errors import REASONS
 from kvplane.serving.histogram import Histogram
 
 # From the cost of an empty call on loopback to that of the slowest one that anybody would wait for.
@@ -80,8 +81,11 @@ SHARED: Final = (BUILD, RPC_HANDLED, RPC_DURATION, REJECTIONS, LOOP_LAG)
 class Counts:
     """Numbers by labels, which only grow. One thread changes them."""
 
-    def __init__(self) -> None:
-        self.values: dict[tuple[str, ...], float] = {}
+    def __init__(self, first: Iterable[str] = ()) -> None:
+        """``first``: values of the only label that are told before they occur, so that the first
+        occurrence is an increase.
+        """
+        self.values: dict[tuple[str, ...], float] = {(label,): 0 for label in first}
 
     def inc(self, *labels: str, by: float = 1) -> None:
         """Add to the number of these labels."""
@@ -152,7 +156,7 @@ class RpcMetrics:
     def __init__(self) -> None:
         self.handled = Counts()
         self.duration = Histograms(LATENCY_BUCKETS_S)
-        self.rejected = Counts()
+        self.rejected = Counts(REASONS)
 
 
 class PlaneMetrics(Collector):

@@ -117,7 +117,7 @@ def test_on_a_gpu_the_data_plane_is_built_with_cuda_given_a_gpu_and_told_to_use_
 
 
 def test_prometheus_scrapes_both_planes_where_they_serve_metrics() -> None:
-    settings = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
+    settings = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
     targets = {
         target
         for job in settings["scrape_configs"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from kvplane_blocks import DURATION_BOUNDS_S
+from kvplane_blocks import duration_bounds_s
 
 from control_plane.planning.pools.reports import TIERS
 from kvplane.serving.histogram import Histogram
@@ -20,6 +20,7 @@ ALLOCATION_BOUNDS_S: Final = (
 )
 # From a fence on loopback, or the next turn of the line, to what an operator looks into.
 WAIT_BOUNDS_S: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+DURATION_BOUNDS_S: Final = tuple(duration_bounds_s())
 # In the order of the native core.
 EVICTION_REASONS: Final = ("policy", "retained", "own")
 _TIMES: Final = ("lifetime", "idle", "reuse_gap")

@@ -223,9 +223,11 @@ void bind_extras(py::module_& module) {
   bind_metrics(pool);
   bind_watching(pool);
   bind_rebuild(module);
-  py::tuple bounds(Durations::kBounds.size());
-  for (size_t i = 0; i < bounds.size(); ++i) bounds[i] = Durations::kBounds[i];
-  module.attr("DURATION_BOUNDS_S") = bounds;
+  module.def("duration_bounds_s", [] {
+    py::typing::List<double> bounds;
+    for (const double bound : Durations::kBounds) bounds.append(bound);
+    return bounds;
+  });
 }
 
 }  // namespace kvplane::blocks

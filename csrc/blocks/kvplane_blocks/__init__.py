@@ -4,7 +4,6 @@ from kvplane_blocks._native import (
     BAD_ID,
     BEYOND_SLOTS,
     BUSY,
-    DURATION_BOUNDS_S,
     EXISTS,
     LATER,
     LATER_HEADROOM,
@@ -24,6 +23,7 @@ from kvplane_blocks._native import (
     Pool,
     Rebuild,
     chained_hash,
+    duration_bounds_s,
     prompt_hashes,
     root_hash,
 )
@@ -32,7 +32,6 @@ __all__ = [
     "BAD_ID",
     "BEYOND_SLOTS",
     "BUSY",
-    "DURATION_BOUNDS_S",
     "EXISTS",
     "LATER",
     "LATER_HEADROOM",
@@ -52,6 +51,7 @@ __all__ = [
     "Pool",
     "Rebuild",
     "chained_hash",
+    "duration_bounds_s",
     "prompt_hashes",
     "root_hash",
 ]

@@ -48,9 +48,6 @@ OTHER_TOKENS: Final = 22
 BEYOND_SLOTS: Final = 23
 TOO_MANY_ENTRIES: Final = 24
 
-DURATION_BOUNDS_S: Final[tuple[float, ...]]
-"""Upper bounds of the histograms of ``block_times``, in seconds."""
-
 class ColumnError(ValueError):
     """Columns cannot be read: args are the column, the index or -1, and what is wrong."""
 
@@ -219,6 +216,7 @@ class Rebuild:
     @property
     def num_restored(self) -> int: ...
 
+def duration_bounds_s() -> list[float]: ...
 def root_hash(root: bytes) -> bytes: ...
 def chained_hash(parent_hash: bytes, tokens: bytes) -> bytes: ...
 def prompt_hashes(root: bytes, token_ids: bytes, block_size_tokens: int) -> bytes: ...

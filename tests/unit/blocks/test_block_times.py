@@ -5,9 +5,13 @@ from __future__ import annotations
 import itertools
 
 from index_writer import DEVICE, Writer, blocks, checked_pool, i32
-from kvplane_blocks import DURATION_BOUNDS_S, Pool
+from kvplane_blocks import Pool
 
-from control_plane.planning.pools.statistics import BlockTimes, read_block_times
+from control_plane.planning.pools.statistics import (
+    DURATION_BOUNDS_S,
+    BlockTimes,
+    read_block_times,
+)
 from kvplane.v1 import types_pb2 as tpb
 
 
