@@ -50,6 +50,7 @@ class DataPlaneServer(PlaneServer):
             version=__version__,
             rejected=self.metrics.rpc.rejected,
             max_message_bytes=config.max_message_bytes,
+            knows_callers=config.knows_callers,
         )
         super().__init__(
             config, SERVICE, service, add_DataPlaneServiceServicer_to_server, self.metrics

@@ -14,6 +14,7 @@ class CutReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CUT_REASON_UNSPECIFIED: _ClassVar[CutReason]
     CUT_REASON_GROWTH: _ClassVar[CutReason]
     CUT_REASON_TURN: _ClassVar[CutReason]
+    CUT_REASON_QUOTA: _ClassVar[CutReason]
 
 class OperationStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -34,6 +35,7 @@ class ShortageReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 CUT_REASON_UNSPECIFIED: CutReason
 CUT_REASON_GROWTH: CutReason
 CUT_REASON_TURN: CutReason
+CUT_REASON_QUOTA: CutReason
 OPERATION_STATUS_UNSPECIFIED: OperationStatus
 OPERATION_STATUS_OK: OperationStatus
 OPERATION_STATUS_LATER: OperationStatus

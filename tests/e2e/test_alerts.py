@@ -116,7 +116,7 @@ async def slow_steps(stack: MonitoredStack, control: ControlClient) -> None:
 
     async def overload() -> None:
         while True:
-            await session.step([ops.free(range(1, 20_000))])
+            await session.step([ops.free(range(1, 16_000))])
 
     load = asyncio.create_task(overload())
     await stack.until_firing("KvplaneStepsSlow")

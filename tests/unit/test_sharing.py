@@ -30,10 +30,18 @@ def free(engine: Engine, sequence_id: int) -> cpb.StepResult:
 
 def pass_time(world: World, seconds: float) -> None:
     """In steps so short that nothing concludes that the process slept."""
-    world.core.tick()
+    world.tick()
     for _ in range(round(seconds / 0.25)):
         world.clock.now += 0.25
-        world.core.tick()
+        world.tick()
+
+
+def outstay(world: World, *engines: Engine, seconds: float = 35) -> None:
+    """Sequences come to the end of their turns of 30 s, and are cut while others wait."""
+    for _ in range(5):
+        pass_time(world, seconds / 5)
+        for engine in engines:
+            engine.renew()
 
 
 def crowded(num_blocks: int = 8) -> tuple[World, Engine, Engine]:
@@ -165,3 +173,35 @@ def test_tokens_of_a_sequence_that_was_cut_do_not_fail_its_sessions_step() -> No
     deferred = ops.deferred_tokens([1], [1], [57], [1], [9])
     one.call("step", cpb.StepRequest(deferred_tokens=deferred))
     assert columns.read(INT64, one.sent[-1].answer.news.cut_sequence_ids, "ids").tolist() == [1]
+
+
+def test_blocks_of_a_sequence_that_was_cut_are_others_before_its_data_plane_knows() -> None:
+    """Its table there is stale until its session's next plan, which drops it."""
+    world, one, other = crowded()
+    other.step(ops.admit(5, prompt(3, 1), wait=True))
+    held = set(one.table(1))
+    outstay(world, one, other)
+    other.step(ops.append(5, [], 24, first_position=0))
+    assert held & set(other.table(5))
+    other.run_all()
+    (plane,) = world.shards
+    assert 1 in plane.tables[one.id]
+    one.step()
+    one.run_all()
+    assert not plane.tables[one.id]
+
+
+def test_blocks_of_a_sequence_that_was_cut_wait_for_plans_in_flight() -> None:
+    world, one, other = crowded()
+    other.step(ops.admit(5, prompt(3, 1), wait=True))
+    outstay(world, one, other, seconds=25)
+    one.step(ops.append(1, [], 1, first_position=56))
+    outstay(world, one, other, seconds=10)
+    one.learn()
+    assert not one.sequences
+    assert world.usage() == {"free": 0, "cached": 0, "held": 0, "retired": 8}
+    assert not other.step().HasField("news"), "the plan may still write the blocks"
+    one.run_all()
+    one.settle()
+    assert [grant.sequence_id for grant in news_of(other.step()).granted] == [5]
+    other.run_all()

@@ -165,7 +165,7 @@ class Pool:
         self._adopt(self.shards.reports.rebuild.take())
         self.is_building, self.built = False, True
 
-    def _settings(self) -> tuple[bytes, bytes, str, int, int, int]:
+    def _settings(self) -> tuple[bytes, bytes, str, int, int, int, int]:
         """Of a core that goes on from the present one's generations: also those of blocks beyond
         the size of a smaller shard, as one that kept running must not see them again.
         """
@@ -178,6 +178,7 @@ class Pool:
             group.sliding_window_tokens,
             config.max_sequences,
             config.max_table_entries,
+            config.max_tenant_blocks,
         )
 
     def _adopt(self, native: NativePool) -> None:

@@ -29,6 +29,7 @@ from control_plane.planning.admission.decisions import (
 )
 from control_plane.planning.admission.line import Line
 from control_plane.planning.pools.pool import Pool
+from control_plane.planning.quotas import Quotas
 from control_plane.planning.session import Session
 from control_plane.planning.sharing.blocks import DeviceBlocks
 from control_plane.planning.sharing.groups import Group
@@ -45,6 +46,7 @@ Done = tuple[int, int, int]
 
 _DEVICE: Final = tpb.TIER_DEVICE
 _LATER: Final = (_native.LATER, _native.LATER_HEADROOM)
+_QUOTA: Final = (_native.LATER_QUOTA, _native.NEVER_QUOTA)
 # No pool has so many blocks: the core refuses, and says how many are needed.
 _PROBE: Final = 2**40
 _ALL: Final = -1
@@ -58,11 +60,12 @@ _REASONS: Final = {
 class Sharing:
     """The sessions of one pool, and their line."""
 
-    def __init__(self, pool: Pool, config: AdmissionConfig) -> None:
+    def __init__(self, pool: Pool, config: AdmissionConfig, quotas: Quotas) -> None:
         self.members: dict[int, Member] = {}
         self.with_news: set[int] = set()  # sessions that were not told yet
         self._pool = pool
         self._config = config
+        self._quotas = quotas
         self._line = Line(DeviceBlocks(pool, self.members), config)
 
     # Sessions
@@ -362,6 +365,9 @@ class Sharing:
             if waiting.lapses_s is None:
                 waiting.lapses_s = self._pool.now_s + self._config.grace_s
             return False
+        num_new = 1 + columns.count(INT64, message.fork_sequence_ids)
+        if not self._quotas.allows_sequences(session, num_new):
+            return self._refuse(member, waiting, message, cpb.CUT_REASON_QUOTA)
         done = session.native.grant(
             session.slot,
             waiting.number,
@@ -382,9 +388,17 @@ class Sharing:
             return True
         if done[1] in _LATER:
             return self._ask(member, waiting.key, done[2], wait=True) is not None
-        self._line.withdraw(session.id, waiting.key)
+        by_quota = done[1] in _QUOTA
+        reason = cpb.CUT_REASON_QUOTA if by_quota else cpb.CUT_REASON_GROWTH
+        return self._refuse(member, waiting, message, reason)
+
+    def _refuse(
+        self, member: Member, waiting: Waiting, message: cpb.Admit, reason: cpb.CutReason
+    ) -> bool:
+        """The head of the line cannot be admitted as things are: it leaves the line."""
+        self._line.withdraw(member.session.id, waiting.key)
         member.waiting = None
-        member.tell_cut(message.sequence_id, cpb.CUT_REASON_GROWTH)
+        member.tell_cut(message.sequence_id, reason)
         return True
 
     def _cut(self, member: Member, cut: Cut) -> None:

@@ -72,10 +72,11 @@ inline void check_num_blocks(uint32_t num_device_blocks, uint32_t num_host_block
 inline PoolConfig make_config(uint32_t block_size_tokens, const py::bytes& device_generations,
                               const py::bytes& host_generations, const std::string& eviction_policy,
                               int64_t window_tokens, int64_t max_sequences,
-                              int64_t max_table_entries, uint64_t seed) {
+                              int64_t max_table_entries, int64_t max_owner_blocks, uint64_t seed) {
   if (block_size_tokens < 1 || block_size_tokens > 256 || 256 % block_size_tokens)
     throw py::value_error("block_size_tokens must be a power of two up to 256");
   if (window_tokens < 0) throw py::value_error("window_tokens must not be negative");
+  if (max_owner_blocks < 0) throw py::value_error("max_owner_blocks must not be negative");
   PoolConfig config;
   config.block_size_tokens = block_size_tokens;
   config.generations[0] = read_generations(device_generations);
@@ -84,6 +85,7 @@ inline PoolConfig make_config(uint32_t block_size_tokens, const py::bytes& devic
   config.window_tokens = window_tokens;
   config.max_sequences = max_sequences;
   config.max_table_entries = max_table_entries;
+  config.max_owner_blocks = max_owner_blocks;
   config.seed = seed;
   return config;
 }

@@ -195,17 +195,18 @@ void bind_rebuild(py::module_& module) {
       "begin",
       [](Rebuild& self, const py::bytes& device_generations, const py::bytes& host_generations,
          const std::string& eviction_policy, int64_t window_tokens, int64_t max_sequences,
-         int64_t max_table_entries, uint64_t seed, double now_s) {
+         int64_t max_table_entries, int64_t max_owner_blocks, uint64_t seed, double now_s) {
         if (self.has_begun() || !self.has_all_shards())
           throw py::value_error("each shard must be started, and the pool not begun");
         self.begin(
             make_config(self.block_size(), device_generations, host_generations, eviction_policy,
-                        window_tokens, max_sequences, max_table_entries, seed),
+                        window_tokens, max_sequences, max_table_entries, max_owner_blocks, seed),
             now_s);
       },
       py::arg("device_generations"), py::arg("host_generations"), py::arg("eviction_policy"),
       py::arg("window_tokens") = 0, py::arg("max_sequences") = 65536,
-      py::arg("max_table_entries") = 4194304, py::arg("seed") = 0, py::arg("now_s") = 0.0);
+      py::arg("max_table_entries") = 4194304, py::arg("max_owner_blocks") = 0, py::arg("seed") = 0,
+      py::arg("now_s") = 0.0);
   rebuild.def("step", &Rebuild::step, py::arg("max_blocks"));
   rebuild.def("take", [](Rebuild& self) {
     if (!self.is_done()) throw py::value_error("the pool is not complete");

@@ -18,11 +18,12 @@ std::unique_ptr<Pool> make_pool(uint32_t block_size_tokens, uint32_t num_device_
                                 uint32_t num_host_blocks, const py::bytes& device_generations,
                                 const py::bytes& host_generations,
                                 const std::string& eviction_policy, int64_t window_tokens,
-                                int64_t max_sequences, int64_t max_table_entries, uint64_t seed) {
+                                int64_t max_sequences, int64_t max_table_entries,
+                                int64_t max_owner_blocks, uint64_t seed) {
   check_num_blocks(num_device_blocks, num_host_blocks);
   PoolConfig config =
       make_config(block_size_tokens, device_generations, host_generations, eviction_policy,
-                  window_tokens, max_sequences, max_table_entries, seed);
+                  window_tokens, max_sequences, max_table_entries, max_owner_blocks, seed);
   config.num_blocks[0] = num_device_blocks;
   config.num_blocks[1] = num_host_blocks;
   return std::make_unique<Pool>(std::move(config));
@@ -277,6 +278,7 @@ void bind_queries(PoolClass& pool) {
         return self.store(tier_of(tier)).num_coming(checked(self, slot));
       },
       py::arg("slot"), py::arg("tier"));
+  pool.def("num_owned", &Pool::num_owned, py::arg("owner"));
   pool.def("counters", [](const Pool& self) {
     const Counters& c = self.counters();
     return py::make_tuple(
@@ -323,7 +325,7 @@ void bind_pool(py::module_& module) {
            py::arg("num_host_blocks"), py::arg("device_generations"), py::arg("host_generations"),
            py::arg("eviction_policy"), py::arg("window_tokens") = 0,
            py::arg("max_sequences") = 65536, py::arg("max_table_entries") = 4194304,
-           py::arg("seed") = 0);
+           py::arg("max_owner_blocks") = 0, py::arg("seed") = 0);
   pool.def(
       "set_time",
       [](Pool& self, double now_s) {

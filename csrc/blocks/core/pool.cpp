@@ -63,6 +63,7 @@ Slot Pool::open_session(std::string_view root, uint32_t owner) {
   session.open = true;
   session.sequences = IdMap(config_.seed);
   session.owner = owner;
+  if (held_.size() <= owner) held_.resize(owner + 1);
   session.root = index_.open_root(root);
   for (auto& blocks : stores_) blocks->open(slot);
   return slot;
@@ -227,6 +228,8 @@ void Pool::check() const {
     pending[t].resize(stores_[t]->num_blocks);
   }
   std::unordered_map<uint32_t, uint32_t> table_owners, token_owners;
+  std::vector<int64_t> held(held_.size());
+  std::vector<uint8_t> is_counted(stores_[0]->num_blocks);
   size_t num_ghosts = 0;
   for (const Session& session : sessions_) {
     for (const Release& release : session.releases) {
@@ -235,6 +238,9 @@ void Pool::check() const {
     }
     if (!session.open) continue;
     check_session(session, table_owners, token_owners, refs);
+    for (const Sequence* sequence : sequences_of(session.slot))
+      for (const Block b : sequence->tier == kDevice ? table_of(*sequence) : std::vector<Block>{})
+        if (b != kNoBlock && !std::exchange(is_counted[b], 1)) ++held[session.owner];
     auto check_record = [&](const PlanRecord& record) {
       for (const Transfer& transfer : record.transfers)
         if (transfer.pins) ++pins[transfer.source.tier - 1][transfer.source.block];
@@ -257,6 +263,7 @@ void Pool::check() const {
       require(stores_[t]->num_pins(b) == pins[t][b], name + ": pins differ");
       require(stores_[t]->num_pending(b) == pending[t][b], name + ": pending releases differ");
     }
+  require(held == held_, "blocks that owners hold are miscounted");
   for (const auto& [piece, num] : table_owners)
     require(table_store_[piece].num_owners == num, "owners of a piece of a table differ");
   require(table_store_.num_used() == table_owners.size(), "pieces of tables are lost");

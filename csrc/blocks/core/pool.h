@@ -31,6 +31,8 @@ enum class Code : int32_t {
   kLater = 2,
   kNever = 3,
   kLaterHeadroom = 4,
+  kLaterQuota = 5,
+  kNeverQuota = 6,
   kNotFound = 10,
   kExists = 11,
   kBadId = 12,
@@ -141,6 +143,8 @@ struct PoolConfig {
   int64_t window_tokens = 0;
   int64_t max_sequences = 65536;
   int64_t max_table_entries = 4194304;
+  // Device blocks that tables of an owner's sessions may refer to; 0: any number.
+  int64_t max_owner_blocks = 0;
   uint64_t seed = 0;
 };
 
@@ -212,6 +216,8 @@ class Pool final : private Listener {
   std::variant<Retained, Failure> retain(Slot slot, Span<int32_t> tokens, uint8_t priority,
                                          double expires_at_s, int64_t most_blocks);
   int64_t release_retained(Slot slot, Span<int32_t> tokens);
+  // Device blocks that tables of the owner's sessions refer to.
+  int64_t num_owned(uint32_t owner) const { return owner < held_.size() ? held_[owner] : 0; }
   int64_t num_retained(uint32_t owner) const { return retention_.num_entries(owner); }
 
   // For metrics.
@@ -276,6 +282,7 @@ class Pool final : private Listener {
   void put_block(Session& session, Sequence& sequence, int64_t i, Block b);
   int64_t cut_table(Session& session, Sequence& sequence, int64_t num, int64_t plan);
   void trim_table(Session& session, Sequence& sequence, int64_t num, int64_t plan);
+  void share(Session& session, Tier tier, Block b);
   bool release(Session& session, Tier tier, Block b, int64_t plan);
   bool remember(Session& session, Tier tier, Block b, int64_t plan);
   void set_entries(Session& session, Sequence& sequence, ChangeKind kind, int64_t first,
@@ -303,6 +310,9 @@ class Pool final : private Listener {
   void schedule(Session& session, uint32_t index, int64_t num_slots);
   int64_t num_to_trim(const Sequence& sequence, int64_t num_tokens) const;
   void trim(Session& session, Sequence& sequence);
+  int64_t num_replaced(const Sequence& sequence, const Sketch& now, int64_t first,
+                       int64_t end) const;
+  int64_t num_allowed(const Session& session) const;
   Failure no_room(const Session& session, Tier tier, int64_t item, int64_t needed,
                   int64_t available, int64_t headroom) const;
   int64_t obtainable(const Session& session, Tier tier) const;
@@ -310,6 +320,8 @@ class Pool final : private Listener {
   // Admission (admit.cpp)
   std::variant<Admitted, Failure> admit_with(Session& session, const Admission& admission,
                                              int64_t admitted_by, bool computes);
+  Failure over_quota(const Session& session, const std::vector<Hit>& hits, int64_t end,
+                     bool copies_last) const;
   void find_hits(const Session& session, const Admission& admission, std::vector<Hit>& hits) const;
   bool find_led(const Session& session, EntryId e, int64_t i, std::vector<Hit>& hits) const;
   std::pair<int64_t, int64_t> window_hits(const std::vector<uint8_t>& present,
@@ -348,6 +360,7 @@ class Pool final : private Listener {
   TokenStore token_store_;
   std::deque<Session> sessions_;
   std::vector<Slot> free_slots_;
+  std::vector<int64_t> held_;  // by owner: device blocks that its tables refer to
   Slab<Sequence> sequences_;
   std::vector<uint32_t> free_sequences_;
   Counters counters_;

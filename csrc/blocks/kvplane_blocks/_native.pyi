@@ -11,6 +11,7 @@ _Failure = tuple[int, int, int, int, int]
 
 LATER, NEVER        a: blocks needed, b: blocks available, c: tier
 LATER_HEADROOM      as LATER; there would be room but for the headroom
+LATER_QUOTA, NEVER_QUOTA   as LATER and NEVER, of the blocks that the owner may hold
 NOT_FOUND, EXISTS, BAD_ID, BUSY   a: the id
 SWAPPED             a: the id, b: the tier that it is on
 POSITION            a: the id, b: the next slot's position, c: what was given
@@ -32,6 +33,8 @@ generations of their parents, hashes, token ids."""
 LATER: Final = 2
 NEVER: Final = 3
 LATER_HEADROOM: Final = 4
+LATER_QUOTA: Final = 5
+NEVER_QUOTA: Final = 6
 NOT_FOUND: Final = 10
 EXISTS: Final = 11
 BAD_ID: Final = 12
@@ -63,6 +66,7 @@ class Pool:
         window_tokens: int = 0,
         max_sequences: int = 65536,
         max_table_entries: int = 4194304,
+        max_owner_blocks: int = 0,
         seed: int = 0,
     ) -> None: ...
     def set_time(self, now_s: float) -> None: ...
@@ -156,6 +160,7 @@ class Pool:
     def usage(self, tier: int) -> tuple[int, int, int, int, int]: ...
     def num_obtainable(self, slot: int, tier: int) -> int: ...
     def num_pending(self, slot: int, tier: int) -> int: ...
+    def num_owned(self, owner: int) -> int: ...
     def counters(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int]: ...
     @property
     def revision(self) -> int: ...
@@ -208,6 +213,7 @@ class Rebuild:
         window_tokens: int = 0,
         max_sequences: int = 65536,
         max_table_entries: int = 4194304,
+        max_owner_blocks: int = 0,
         seed: int = 0,
         now_s: float = 0.0,
     ) -> None: ...

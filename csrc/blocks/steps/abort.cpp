@@ -86,7 +86,7 @@ void Pool::cut_to_written(Session& session, uint32_t index, const Origins& origi
   }
   const Tier tier = kept.empty() ? kDevice : kept.back().tier;
   for (const BlockRef& ref : kept)
-    if (ref.block != kNoBlock) store(tier).share(ref.block);
+    if (ref.block != kNoBlock) share(session, tier, ref.block);
   cut_table(session, sequence, 0, next_plan);
   sequence.tier = tier;
   for (const BlockRef& ref : kept) push_block(session, sequence, ref.block);

@@ -54,9 +54,12 @@ std::variant<Admitted, Failure> Pool::admit_with(Session& session, const Admissi
   for (int64_t i = 0; i < num_tokens; ++i)
     if (admission.tokens[i] < 0) return Failure{0, Code::kNegative, 1, i};
   const int64_t num_device = store(kDevice).num_blocks;
+  const int64_t quota = config_.max_owner_blocks;
   const int64_t most = div_ceil(std::max(num_tokens, admission.max_total_tokens), block_size_);
   if (most > num_device && !config_.window_tokens)
     return Failure{0, Code::kNever, most, num_device, kDevice};
+  if (quota && most > quota && !config_.window_tokens)
+    return Failure{0, Code::kNeverQuota, most, quota, kDevice};
   const int64_t num_entries = (1 + num_forks) * div_ceil(num_tokens, block_size_);
   if (session.num_entries + num_entries > config_.max_table_entries)
     return Failure{0, Code::kTooManyEntries, config_.max_table_entries, session.num_entries,
@@ -80,6 +83,10 @@ std::variant<Admitted, Failure> Pool::admit_with(Session& session, const Admissi
     for (const Hit& hit : hits)
       needed += hit.kind == Hit::kHosted ||
                 (hit.kind == Hit::kShared && store(kDevice).is_obtainable(hit.block, session.slot));
+    if (quota)
+      if (const Failure failure = over_quota(session, hits, end, copies_last);
+          failure.code != Code::kOk)
+        return failure;
     if (needed <= available) break;
     if (needed > num_device && !copies_last)
       return Failure{0, Code::kNever, needed, num_device, kDevice};
@@ -120,6 +127,28 @@ std::variant<Admitted, Failure> Pool::admit_with(Session& session, const Admissi
   for (int64_t i = 0; i < num_forks; ++i)
     add_fork(session, index, admission.fork_ids[i], admitted_by);
   return Admitted{cached, sequence.table.size, sequence.num_scheduled - cached};
+}
+
+// Whether the owner would hold too many blocks with those of an admission of `end` slots.
+Failure Pool::over_quota(const Session& session, const std::vector<Hit>& hits, int64_t end,
+                         bool copies_last) const {
+  const BlockStore& device = store(kDevice);
+  const auto num_hits = static_cast<int64_t>(hits.size());
+  int64_t size = std::max(num_hits, div_ceil(end, block_size_));  // of its table
+  int64_t more = size - num_hits;
+  for (const Hit& hit : hits) {
+    size -= hit.kind == Hit::kNone;
+    more +=
+        hit.kind == Hit::kHosted || (hit.kind == Hit::kShared && device.ref_count(hit.block) == 0);
+  }
+  if (size > config_.max_owner_blocks)
+    return {0, Code::kNeverQuota, size, config_.max_owner_blocks, kDevice};
+  // The copy takes the place of the last hit.
+  more += copies_last && device.ref_count(hits.back().block) > 0;
+  const int64_t allowed = num_allowed(session);
+  return more <= allowed
+             ? Failure{0, Code::kOk}
+             : Failure{0, Code::kLaterQuota, more, std::max<int64_t>(0, allowed), kDevice};
 }
 
 void Pool::find_hits(const Session& session, const Admission& admission,
@@ -207,7 +236,7 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
   if (host.num_blocks) host.policy().use(used[1].data(), used[1].size());
   if (hits.empty()) return;
   for (const Hit& hit : hits)  // before anything is allocated, which could evict them
-    if (hit.kind == Hit::kShared || hit.kind == Hit::kLed) device.share(hit.block);
+    if (hit.kind == Hit::kShared || hit.kind == Hit::kLed) share(session, kDevice, hit.block);
   const auto num_hosted = static_cast<int64_t>(used[1].size());
   for (const Block b : used[1]) host.pin(b, session.slot, 0);
   scratch_.clear();

@@ -32,7 +32,9 @@ ItemResults Pool::append(Slot slot, const AppendColumns& columns) {
   results.values.resize(static_cast<size_t>(num));
   const bool has_negatives = any_negative(columns.token_ids.data, columns.token_ids.size);
   const bool is_plain = !dry_.on && !has_negatives && columns.num_lookahead.size == 0;
-  const int64_t max_tokens = int64_t{store(kDevice).num_blocks} * block_size_;
+  int64_t max_tokens = int64_t{store(kDevice).num_blocks} * block_size_;
+  if (const int64_t quota = config_.max_owner_blocks)
+    max_tokens = std::min(max_tokens, quota * block_size_);
   const int32_t* tokens = columns.token_ids.data;
   for (int64_t item = 0; item < num; tokens += columns.num_tokens[item], ++item) {
     const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
@@ -94,14 +96,22 @@ Failure Pool::append_one(Session& session, const AppendColumns& columns, int64_t
   const int64_t num_fitting = store(kDevice).num_blocks;
   if (div_ceil(longest, block_size_) - now.num_trimmed > num_fitting)
     return {item, Code::kNever, div_ceil(longest, block_size_), num_fitting, kDevice};
+  const int64_t quota = config_.max_owner_blocks;
+  if (quota && div_ceil(longest, block_size_) - now.num_trimmed > quota)
+    return {item, Code::kNeverQuota, div_ceil(longest, block_size_), quota, kDevice};
   const int64_t needed = num_needed(session, sequence, now, first, end, cover);
-  const int64_t available = obtainable(session, kDevice);
+  const int64_t allowed =
+      quota && needed ? num_allowed(session) + num_replaced(sequence, now, first, end) : needed;
+  const int64_t available = std::min(obtainable(session, kDevice), allowed);
   // Blocks that it has ahead serve for the copy of a shared one.
   const int64_t num_spare =
       needed > available ? num_ahead_of(sequence, now, std::max(end, cover)) : 0;
+  if (needed > allowed + num_spare)
+    return {item, Code::kLaterQuota, needed, std::max<int64_t>(0, allowed), kDevice};
   if (needed > available + num_spare) return no_room(session, kDevice, item, needed, available, 0);
   if (dry_.on) {
     dry_.num_taken += std::min(needed, available);
+    dry_.num_held += std::min(needed, available);
     now.table_size -= std::max<int64_t>(0, needed - available);
     now.num_tokens += num_given;
     pretend(session, sequence, now, first, end, cover);
@@ -123,7 +133,9 @@ bool Pool::reserve(Slot slot, int64_t sequence_id, int64_t num_blocks) {
   Session& session = sessions_[slot];
   const uint32_t index = *session.sequences.find(sequence_id);
   Sequence& sequence = sequences_[index];
-  if (sequence.tier != kDevice || num_blocks > obtainable(session, kDevice)) return false;
+  if (sequence.tier != kDevice || num_blocks > obtainable(session, kDevice) ||
+      num_blocks > num_allowed(session))
+    return false;
   const int64_t number = session.number++;  // the next plan, at the earliest
   const int64_t first = sequence.num_scheduled;
   grow(session, index, first, first, (sequence.table.size + num_blocks) * block_size_);
@@ -177,8 +189,15 @@ std::vector<int32_t> Pool::growth(Slot slot, const AppendColumns& columns) const
                       num_slots >= 0 && num_ahead >= 0 &&
                       !(num_slots && sequence->computed_by == session.number) &&
                       div_ceil(cover, block_size_) - sequence->num_trimmed <= num_fitting;
-    const int64_t num =
-        fits ? num_needed(session, *sequence, look(session, sequence->id), first, end, cover) : 0;
+    int64_t num = 0;
+    if (fits) {
+      const Sketch now = look(session, sequence->id);
+      num = num_needed(session, *sequence, now, first, end, cover);
+      if (config_.max_owner_blocks && num &&
+          num > num_allowed(session) + num_replaced(*sequence, now, first, end) +
+                    num_ahead_of(*sequence, now, std::max(end, cover)))
+        num = 0;
+    }
     needed.push_back(static_cast<int32_t>(num));
   }
   return needed;
@@ -193,6 +212,32 @@ int64_t Pool::num_needed(const Session& session, const Sequence& sequence, const
   for (int64_t i = first / block_size_; i < stop; ++i)
     num += !may_write(session, sequence, i, first, &now);
   return num;
+}
+
+// Of the blocks that the sequence would replace by copies, those to which nothing else refers.
+int64_t Pool::num_replaced(const Sequence& sequence, const Sketch& now, int64_t first,
+                           int64_t end) const {
+  if (end == first) return 0;
+  const Session& session = sessions_[sequence.slot];
+  int64_t num = 0;
+  const int64_t stop = std::min({div_ceil(end, block_size_), now.table_size, sequence.table.size});
+  for (int64_t i = first / block_size_; i < stop; ++i) {
+    if (may_write(session, sequence, i, first, &now)) continue;
+    const auto piece = static_cast<size_t>(i / Table::kItems);
+    const uint32_t id = sequence.table.pieces[piece];
+    const Block b = sequence.table.at(table_store_, i);
+    num +=
+        (now.owns(piece) || table_store_[id].num_owners - value_of(dry_.pieces_copied, id) == 1) &&
+        store(kDevice).ref_count(b) + value_of(dry_.more_refs, b) == 1;
+  }
+  return num;
+}
+
+// Blocks that tables of the owner's sessions may refer to beside those that they do.
+int64_t Pool::num_allowed(const Session& session) const {
+  const int64_t quota = config_.max_owner_blocks;
+  if (!quota) return std::numeric_limits<int64_t>::max();
+  return quota - held_[session.owner] - (dry_.on ? dry_.num_held : 0);
 }
 
 // Whether the sequence may write its i-th block from position `first` on, without copying it.
@@ -214,10 +259,14 @@ bool Pool::may_write(const Session& session, const Sequence& sequence, int64_t i
 // Remembers what the append would change.
 void Pool::pretend(const Session& session, const Sequence& sequence, Sketch now, int64_t first,
                    int64_t end, int64_t cover) {
+  const auto unrefer = [&](Block b) {
+    const bool is_last = store(kDevice).ref_count(b) + --dry_.more_refs[b] == 0;
+    dry_.num_held -= is_last;
+    return is_last;
+  };
   const auto release = [&](Block b) {
-    const int64_t num_refs = store(kDevice).ref_count(b) + --dry_.more_refs[b];
     dry_.num_taken -=
-        num_refs == 0 && !dry_.pinned_tokens.count(b) && store(kDevice).returns(b, session.slot);
+        unrefer(b) && !dry_.pinned_tokens.count(b) && store(kDevice).returns(b, session.slot);
   };
   const int64_t stop = std::min({div_ceil(end, block_size_), now.table_size, sequence.table.size});
   for (int64_t i = first / block_size_; end > first && i < stop; ++i) {
@@ -228,7 +277,7 @@ void Pool::pretend(const Session& session, const Sequence& sequence, Sketch now,
       release(old);
       continue;
     }
-    --dry_.more_refs[old];
+    unrefer(old);
     uint32_t& pinned = dry_.pinned_tokens[old];
     pinned = std::max(pinned, static_cast<uint32_t>(first - i * block_size_));
   }

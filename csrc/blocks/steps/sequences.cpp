@@ -283,6 +283,11 @@ std::variant<int64_t, Failure> Pool::swap(Slot slot, Span<int64_t> ids, Tier des
   if (needed > store(destination).num_blocks)
     return Failure{0, Code::kNever, needed, store(destination).num_blocks, destination};
   dry_.clear();
+  if (const int64_t quota = config_.max_owner_blocks; quota && destination == kDevice) {
+    if (needed > quota) return Failure{0, Code::kNeverQuota, needed, quota, destination};
+    if (const int64_t allowed = num_allowed(session); needed > allowed)
+      return Failure{0, Code::kLaterQuota, needed, std::max<int64_t>(0, allowed), destination};
+  }
   const int64_t available = obtainable(session, destination) - headroom;
   if (needed > available) return no_room(session, destination, 0, needed, available, headroom);
   if (dry_.on) return needed;

@@ -92,6 +92,11 @@ MORE = {
         "std::min(sequence.num_written, num_tokens);",
         "std::max(sequence.num_written, 0 * num_tokens);",
     ),
+    "a_cut_frees_what_plans_in_flight_touch": Mutant(
+        "steps/sequences.cpp",
+        "is_open ? session.number + 1 : session.last_plan",
+        "is_open ? session.number + 1 : session.done",
+    ),
     "a_cut_frees_what_a_draft_allocates": Mutant(
         "steps/sequences.cpp",
         "is_open ? session.number + 1 : session.last_plan",
@@ -103,12 +108,18 @@ MORE = {
     "a_dry_run_takes_nothing": Mutant(
         "steps/append.cpp", "dry_.num_taken += std::min(needed, available);", ""
     ),
-    "a_dry_run_counts_every_sharer": Mutant("append.cpp", "++dry_.pieces_copied[id];", ""),
+    "a_dry_run_counts_every_sharer": Mutant("steps/append.cpp", "++dry_.pieces_copied[id];", ""),
     "a_refused_admission_takes_its_id": Mutant(
         "steps/admit.cpp",
         "if (!copies_last || config_.window_tokens)",
         "if (!copies_last) new_sequence(session, admission.sequence_id, admitted_by);\n"
         "    if (!copies_last || config_.window_tokens)",
+    ),
+    "an_admission_ignores_the_quota": Mutant(
+        "steps/admit.cpp", "return more <= allowed", "return more <= allowed + 1"
+    ),
+    "a_dry_run_holds_nothing": Mutant(
+        "steps/append.cpp", "dry_.num_held += std::min(needed, available);", ""
     ),
     "receipts_free_the_next_plans_blocks": Mutant(
         "index/publish.cpp",
