@@ -86,8 +86,8 @@ OVERVIEW = (
     ),
     Panel(
         "Device blocks",
-        "Held blocks are in use; cached ones hold prefixes and can be had at any time; retired ones "
-        "wait for a receipt or a fence.",
+        "Held blocks are in use; cached ones hold prefixes and can be had at any time; retired "
+        "ones wait for a receipt or a fence.",
         "short",
         {"{{state}}": f'sum by (state) (kvplane_blocks{{{P}, tier="device"}})'},
         stacked=True,
@@ -188,8 +188,8 @@ CACHE = (
     ),
     Panel(
         "Read again after a cut",
-        "Tokens looked up, and found, by sequences that were admitted again after they were cut, a "
-        "second. They are part of the hit ratio.",
+        "Tokens looked up, and found, by sequences that were admitted again after they were cut, "
+        "a second. They are part of the hit ratio.",
         "short",
         {
             "looked up": rate("kvplane_reread_lookup_tokens_total", "pool"),
@@ -210,8 +210,8 @@ CACHE = (
     ),
     Panel(
         "Idle before eviction",
-        "From the last admission that found a block to its eviction. Below the reuse gap, blocks are "
-        "evicted too early.",
+        "From the last admission that found a block to its eviction. Below the reuse gap, blocks "
+        "are evicted too early.",
         "s",
         both("kvplane_block_idle_before_eviction_seconds", "tier", P),
     ),
@@ -274,8 +274,8 @@ CACHE = (
     ),
     Panel(
         "Age of what waits",
-        "The oldest plan without a receipt, the blocks that have been retired longest, and the last "
-        "heartbeat.",
+        "The oldest plan without a receipt, the blocks that have been retired longest, and the "
+        "last heartbeat.",
         "s",
         {
             "plan": f"kvplane_oldest_plan_age_seconds{{{P}}}",

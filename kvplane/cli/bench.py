@@ -109,7 +109,10 @@ class _Load:
         self.measured = Measured()
         self._session, self._execution, self._traffic = session, execution, traffic
         self._random = random.Random(traffic.seed)
-        self._prefixes = [self._tokens(traffic.prefix_tokens) for _ in range(traffic.num_prefixes)]
+        shared = random.Random(0)  # by all engines
+        self._prefixes = [
+            shared.choices(range(256), k=traffic.prefix_tokens) for _ in range(traffic.num_prefixes)
+        ]
         self._live: dict[int, _Sequence] = {}
         self._swapped = 0  # the sequence on the host tier
         self._last_id = 0
@@ -203,7 +206,7 @@ class _Load:
             sequence = self._live[sequence_id]
             sequence.position = len(sequence.tokens)
             self._count_cached(sequence, outcome.admit.num_cached_tokens)
-        elif outcome.failures[0].status != pb.OPERATION_STATUS_LATER:
+        elif not outcome.failures[0].shortage.place_in_line:
             del self._live[sequence_id]
 
     def _count_cached(self, sequence: _Sequence, num_cached: int) -> None:

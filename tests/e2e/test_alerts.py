@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 import pytest
 import yaml
-from monitored_stack import ROOT, RULES, MonitoredStack
 
 from kvplane import ControlClient, Layout, ops
 from kvplane.cli.bench import Traffic, bench
@@ -20,6 +19,7 @@ from kvplane.session import Session
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
 from kvplane.v1.types_pb2 import SignedPayload
+from scripts.monitored_stack import ROOT, RULES, MonitoredStack
 
 POOL = "default"
 NAMES = [
@@ -33,7 +33,8 @@ NAMES = [
 def stack(tmp_path: Path) -> Iterator[MonitoredStack]:
     arguments = ["--model", str(ROOT / "models" / "recall")]
     arguments += ["--num-device-blocks", "256", "--num-host-blocks", "32"]
-    with MonitoredStack(tmp_path, ["--lease-s", "2"], arguments) as stack:
+    of_control = ["--lease-s", "2", "--max-operations", "60000"]
+    with MonitoredStack(tmp_path, of_control, arguments) as stack:
         yield stack
 
 
@@ -116,7 +117,7 @@ async def slow_steps(stack: MonitoredStack, control: ControlClient) -> None:
 
     async def overload() -> None:
         while True:
-            await session.step([ops.free(range(1, 16_000))])
+            await session.step([ops.free(range(1, 20_000))])
 
     load = asyncio.create_task(overload())
     await stack.until_firing("KvplaneStepsSlow")

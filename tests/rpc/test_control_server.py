@@ -197,6 +197,23 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
     assert told[f'kvplane_rpc_duration_seconds_count{{method="/{SERVICE}/RunStep"}}'] == 4
 
 
+async def test_the_containers_probe_asks_for_health_without_an_interpreter(
+    start_control_plane: Any,
+) -> None:
+    server = await start_control_plane(metrics_port=0)
+    probe = [str(ROOT / "deploy" / "healthy.sh"), str(server.metrics_port)]
+
+    async def asked() -> int:
+        return (await asyncio.to_thread(subprocess.run, probe, timeout=10)).returncode
+
+    assert await asked() == 0
+    await server._set_serving(False)
+    assert await asked() == 1
+    await server._set_serving(True)
+    probe[1] = "1"  # nobody listens there
+    assert await asked() == 1
+
+
 async def test_metrics_can_be_off(start_control_plane: Any) -> None:
     assert (await start_control_plane(metrics_port=-1)).metrics_port is None
 

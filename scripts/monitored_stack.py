@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 RULES = ROOT / "deploy" / "prometheus"
 PATIENCE_S = 60.0
 _MINUTES = {"s": 1 / 60, "m": 1.0, "h": 60.0}
@@ -103,9 +103,16 @@ class MonitoredStack:
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """The series that an expression has now."""
-        answer = get(
-            f"{self.prometheus}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
-        )
+        return self._ask("query", query=expression)
+
+    def query_range(
+        self, expression: str, begin_s: float, end_s: float, step_s: float
+    ) -> list[dict[str, Any]]:
+        """The series that an expression had between two times."""
+        return self._ask("query_range", query=expression, start=begin_s, end=end_s, step=step_s)
+
+    def _ask(self, what: str, **parameters: Any) -> list[dict[str, Any]]:
+        answer = get(f"{self.prometheus}/api/v1/{what}?{urllib.parse.urlencode(parameters)}")
         result: list[dict[str, Any]] = json.loads(answer)["data"]["result"]
         return result
 
@@ -153,14 +160,11 @@ class MonitoredStack:
         wait_for(lambda: len(self.query("up == 1")) == 2, "a scrape of both planes")
 
     def _start_alertmanager(self) -> None:
-        (self.folder / "alertmanager.yml").write_text(
-            "route: {receiver: none}\nreceivers: [{name: none}]\n"
-        )
         self._spawn(
             "alertmanager",
             [
                 "prometheus-alertmanager",
-                f"--config.file={self.folder}/alertmanager.yml",
+                f"--config.file={RULES}/alertmanager.yml",
                 f"--storage.path={self.folder}/alertmanager",
                 f"--web.listen-address=127.0.0.1:{self._ports['a']}",
                 "--cluster.listen-address=",
