@@ -40,7 +40,7 @@ def observe(
 ) -> PoolObservation:
     """A pool with its open sessions. ``now_s``: monotonic seconds."""
     pool.set_time(now_s)
-    sequences = {tier: pool.native.num_sequences_in(tier) for tier in TIERS}
+    sequences = {tier: pool.lead.num_sequences_in(tier) for tier in TIERS}
     made_s = [at_s for session in sessions if (at_s := session.oldest_plan_s()) is not None]
     return PoolObservation(
         pool_id=pool.id,
@@ -51,7 +51,7 @@ def observe(
         num_waiting=sum(member.waiting is not None for member in members),
         num_plans_in_flight=sum(len(session.plans) for session in sessions),
         oldest_plan_s=now_s - min(made_s, default=now_s),
-        oldest_release_s=pool.native.oldest_release_s(),
+        oldest_release_s=max(group.oldest_release_s() for group in pool.groups),
         num_followers=len(pool.followers),
         block_times=pool.block_times(),
         statistics=pool.statistics,

@@ -90,8 +90,8 @@ class Session:
         return self.native.resync_due(self.slot)
 
     def num_held(self) -> int:
-        """Blocks in its tables, of both tiers."""
-        return self.native.num_blocks_held(self.slot)
+        """Blocks in its tables, of all layer groups and both tiers."""
+        return sum(group.num_blocks_held(self.slot) for group in self.pool.groups)
 
     def end(self) -> None:
         """Release all blocks. They are retired until every shard has fenced the session."""

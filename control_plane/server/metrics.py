@@ -6,6 +6,7 @@ What the core keeps is read from it at each scrape; events are counted as they h
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
@@ -125,14 +126,15 @@ def _num_items(operation: pb.Operation, kind: str) -> int:
 
 def _add_gauges(samples: Samples, pool: PoolObservation) -> None:
     pool_id, told = pool.pool_id, pool.description
+    blocks = Counter[tuple[str, str]]()  # of all layer groups
     for tier in told.usage.tiers:
-        for state, num_blocks in (
-            ("free", tier.num_free_blocks),
-            ("cached", tier.num_cached_blocks),
-            ("held", tier.num_held_blocks),
-            ("retired", tier.num_retired_blocks),
-        ):
-            samples.add(declared.BLOCKS, num_blocks, pool_id, _TIER_NAMES[tier.tier], state)
+        name = _TIER_NAMES[tier.tier]
+        blocks[name, "free"] += tier.num_free_blocks
+        blocks[name, "cached"] += tier.num_cached_blocks
+        blocks[name, "held"] += tier.num_held_blocks
+        blocks[name, "retired"] += tier.num_retired_blocks
+    for (name, state), num_blocks in blocks.items():
+        samples.add(declared.BLOCKS, num_blocks, pool_id, name, state)
     for declaration, value in (
         (declared.PEAK_HELD, told.counters.max_held_blocks),
         (declared.SESSIONS, told.num_sessions),

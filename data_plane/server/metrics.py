@@ -11,6 +11,7 @@ from data_plane.counters import BATCH_BOUNDS
 from data_plane.executor import Executor
 from data_plane.kernels.cpu import cpu_isa
 from data_plane.memory.pool import TIER_NAMES
+from data_plane.places import group_of, tier_of
 from kvplane.serving.metrics import (
     LATENCY_BUCKETS_S,
     Declaration,
@@ -49,8 +50,8 @@ _OPEN_SESSIONS: Final = _gauge("open_sessions", "Open sessions.")
 _TABLES: Final = _gauge("block_tables", "Block tables of all sessions.")
 _PUBLISHED: Final = _gauge("published_blocks", "Device blocks that hold a published prefix.")
 _QUEUE: Final = _gauge("command_queue_depth", "Commands of gRPC calls that run or wait to run.")
-_POOL_BLOCKS: Final = _gauge("pool_blocks", "Blocks of a tier.", "tier")
-_POOL_BYTES: Final = _gauge("pool_bytes", "Bytes of a tier.", "tier")
+_POOL_BLOCKS: Final = _gauge("pool_blocks", "Blocks of a tier, by layer group.", "tier", "group")
+_POOL_BYTES: Final = _gauge("pool_bytes", "Bytes of a tier, by layer group.", "tier", "group")
 _DEVICE_BYTES: Final = _gauge(
     "device_memory_bytes", "Memory of the GPU, of all processes; absent on the CPU.", "state"
 )
@@ -135,9 +136,10 @@ def _add_state(samples: Samples, executor: Executor) -> None:
     samples.add(_OPEN_SESSIONS, executor.num_sessions)
     samples.add(_TABLES, executor.num_sequences)
     samples.add(_PUBLISHED, executor.num_published_blocks)
-    for tier, name in TIER_NAMES.items():
-        samples.add(_POOL_BLOCKS, executor.pools.num_blocks[tier], name)
-        samples.add(_POOL_BYTES, executor.pools.num_bytes[tier], name)
+    for place, num_blocks in executor.pools.num_blocks.items():
+        labels = TIER_NAMES[tier_of(place)], executor.layout.groups[group_of(place)].name
+        samples.add(_POOL_BLOCKS, num_blocks, *labels)
+        samples.add(_POOL_BYTES, executor.pools.num_bytes[place], *labels)
     if executor.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(executor.device)
         samples.add(_DEVICE_BYTES, free, "free")

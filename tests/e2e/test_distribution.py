@@ -72,7 +72,7 @@ def test_the_base_needs_grpc_protobuf_and_what_the_command_prints_with(wheel: Pa
         "protobuf<8,",
         "rich",
     ]
-    assert {"control-plane", "data-plane", "engine", "serving", "dev"} == set(
+    assert {"control-plane", "data-plane", "engine", "serving", "dev", "transformers"} == set(
         metadata.get_all("Provides-Extra", [])
     )
 

@@ -389,7 +389,7 @@ async def test_metrics_tell_what_the_executor_did(peer: Peer) -> None:
         'kvplane_cleared_blocks_total{pool="pool"} 0.0',
         'kvplane_block_tables{pool="pool"} 1.0',
         'kvplane_registered{pool="pool"} 1.0',
-        'kvplane_pool_blocks{pool="pool",tier="host"} 4.0',
+        'kvplane_pool_blocks{group="full",pool="pool",tier="host"} 4.0',
         'kvplane_rejections_total{pool="pool",reason="PLAN_OUT_OF_ORDER"} 1.0',
         'kvplane_command_duration_seconds_count{command="layer",pool="pool"} 2.0',
     ):

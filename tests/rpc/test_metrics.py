@@ -63,7 +63,7 @@ async def refusals(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = data_pb2_grpc.DataPlaneServiceStub(channel)
         for call, request in (
-            (stub.ReadBlocks, pb.ReadBlocksRequest(group=3)),
+            (stub.ReshapeAndCache, pb.ReshapeAndCacheRequest()),
             (stub.CopyBlocks, pb.CopyBlocksRequest()),
         ):
             with pytest.raises(grpc.aio.AioRpcError):
