@@ -23,7 +23,7 @@ from itertools import chain
 from typing import Final
 
 from engine.intents import Counts, Failures, Intent, Kind, Outcome
-from engine.policy import FirstComeFirstServed, Policy
+from engine.policy import Policy, PriorityThenArrival
 from engine.room import Room
 from engine.runner import Span
 from engine.sequence import EngineSequence, SequenceStatus
@@ -53,7 +53,7 @@ class Scheduler:
         self._block_size_tokens = block_size_tokens
         self._max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
-        self._key = (policy or FirstComeFirstServed()).key
+        self._key = (policy or PriorityThenArrival()).key
         self._next_kv_id = 1
         self.waiting: list[EngineSequence] = []
         self.running: list[EngineSequence] = []

@@ -53,9 +53,9 @@ class EngineSequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
-    def priority(self) -> tuple[int, int]:
-        """Arrival order: requests by arrival, then continuations by index."""
-        return (self.request.arrival, self.index)
+    def place(self) -> tuple[int, int, int]:
+        """Requests by priority, then by arrival, then continuations by index."""
+        return (self.request.params.priority, self.request.arrival, self.index)
 
     @property
     def num_prompt_tokens(self) -> int:
