@@ -62,20 +62,20 @@ class EngineConfig:
         minimum=0.0,
         help="How long to wait for planes that went away, and for blocks that others hold.",
     )
-    tls: bool = setting(False, help="Reach the planes over TLS.")
-    tls_ca: Path | None = setting(
+    planes_tls: bool = setting(False, help="Reach the planes over TLS.")
+    planes_ca: Path | None = setting(
         None,
         help="PEM file of the authority that signs the planes' certificates; none means the"
         " authorities that gRPC ships with.",
     )
-    tls_certificate: Path | None = setting(
+    planes_certificate: Path | None = setting(
         None, help="PEM file of the certificate that names this engine to the planes."
     )
-    tls_key: Path | None = setting(None, help="PEM file of the certificate's key.")
-    tls_server_name: str = setting(
+    planes_key: Path | None = setting(None, help="PEM file of the certificate's key.")
+    planes_name: str = setting(
         "", help="Name that the planes' certificates must have, where it is not their host's."
     )
-    token_file: Path | None = setting(
+    planes_token_file: Path | None = setting(
         None, help="File with the bearer token that names this engine to the planes."
     )
     num_threads: int = setting(
@@ -100,21 +100,47 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model.is_dir():
             raise InvalidRequestError(f"{self.model} is not a folder", field="model")
-        others = ("tls_ca", "tls_certificate", "tls_key", "tls_server_name", "token_file")
-        for name in others if not self.tls else ():
+        others = (
+            "planes_ca",
+            "planes_certificate",
+            "planes_key",
+            "planes_name",
+            "planes_token_file",
+        )
+        for name in others if not self.planes_tls else ():
             if getattr(self, name):
-                raise InvalidRequestError("needs --tls too", field=name)
+                raise InvalidRequestError("needs --planes-tls too", field=name)
 
     @property
     def client_tls(self) -> TlsOptions | None:
         """How to reach the planes; None for plain text."""
-        if not self.tls:
+        if not self.planes_tls:
             return None
         from kvplane.tls import TlsOptions  # gRPC must not be imported before it is tuned
 
         return TlsOptions(
-            self.tls_ca, self.tls_certificate, self.tls_key, self.tls_server_name, self.token_file
+            self.planes_ca,
+            self.planes_certificate,
+            self.planes_key,
+            self.planes_name,
+            self.planes_token_file,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutConfig:
+    """Print a model's layout as JSON, for a data plane without transformers (--layout FILE)."""
+
+    model: Path = setting(help="Folder of a Hugging Face model.")
+    block_size_tokens: int = setting(
+        16, unit="tokens", minimum=8, maximum=256, help="Token slots in a block."
+    )
+    dtype: str = setting("float32", choices=DTYPES, help="Type of queries, keys and values.")
+    kv_dtype: str = setting(
+        "",
+        choices=("", *KV_DTYPES),
+        help="Type of stored keys and values; empty means the same as --dtype.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

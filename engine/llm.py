@@ -253,12 +253,12 @@ def _embedded(config: EngineConfig) -> DataBackend:
         num_host_blocks=config.num_host_blocks,
         num_threads=config.num_threads,
         metrics_port=-1,
-        control_plane_tls=config.tls,
-        control_plane_ca=config.tls_ca,
-        control_plane_name=config.tls_server_name,
-        control_plane_token_file=config.token_file,
-        tls_certificate=config.tls_certificate,
-        tls_key=config.tls_key,
+        control_plane_tls=config.planes_tls,
+        control_plane_ca=config.planes_ca,
+        control_plane_name=config.planes_name,
+        control_plane_token_file=config.planes_token_file,
+        tls_certificate=config.planes_certificate,
+        tls_key=config.planes_key,
     )
     return EmbeddedBackend(plane, config.recovery_timeout_s)
 
