@@ -37,6 +37,7 @@ from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
     LayoutMismatchError,
+    NotPermittedError,
     StaleGenerationError,
 )
 from kvplane.layout import Layout
@@ -220,11 +221,12 @@ class Executor:
             self._sessions.fence(session.session_id, ordinal)
             self._tables.drop_session(session.session_id)
 
-    def open(self, grant: pb.SignedPayload) -> int:
-        """Verify a session's grant. Returns the session's id. Safe to repeat.
+    def open(self, grant: pb.SignedPayload, *, tenant: str | None = None) -> int:
+        """Verify a session's grant. Returns the session's id. Safe to repeat. ``tenant``: the
+        caller's; None where callers do not say who they are.
 
-        Raises BadSignatureError, StaleEpochError, StaleIncarnationError, SessionExpiredError,
-        LayoutMismatchError and InvalidRequestError.
+        Raises NotPermittedError for another tenant's grant, BadSignatureError, StaleEpochError,
+        StaleIncarnationError, SessionExpiredError, LayoutMismatchError and InvalidRequestError.
         """
         with self._command("open"):
             verified = self._verifier.grant(grant)
@@ -233,6 +235,8 @@ class Executor:
                     "the session was opened with another layout than this pool's",
                     field="grant.layout_fingerprint",
                 )
+            if tenant is not None and verified.tenant != tenant:
+                raise NotPermittedError("the grant is another tenant's", field="grant.tenant")
             return self._sessions.open(verified).id
 
     def start(self, session: int | pb.SignedPayload, plan: pb.SignedPayload) -> StartedPlan:

@@ -22,7 +22,7 @@ KV_DTYPES: Final = (*DTYPES, *FP8_BYTES)
 class EngineConfig:
     """How an engine computes, and the planes that it uses."""
 
-    model: Path = setting(help="Folder of a Hugging Face model, Llama or OPT.")
+    model: Path = setting(help="Folder of a Hugging Face model.")
     control_plane: str = setting("127.0.0.1:50051", help="Address of the control plane.")
     data_plane: str = setting(
         "remote",
@@ -30,6 +30,11 @@ class EngineConfig:
         help="Where attention runs: in the pool's data plane, or in this process.",
     )
     pool_id: str = setting("default", help="Pool to lease blocks from.")
+    probe: bool = setting(
+        True,
+        help="Compare the model's logits with those of transformers' own attention first. Without"
+        " it a model that keeps other state, or attends in another way, gives wrong text.",
+    )
     dtype: str = setting(
         "auto",
         choices=("auto", *DTYPES),

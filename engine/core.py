@@ -116,6 +116,9 @@ class EngineCore:
         """
         room = self._loaded.max_total_tokens - len(token_ids)
         params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
+        if params.repetition_penalty is None:
+            penalty = self._loaded.repetition_penalty
+            params = dataclasses.replace(params, repetition_penalty=penalty)
         ends = frozenset() if params.ignore_eos else self._loaded.end_token_ids
         self._num_arrivals += 1
         request = Request(
@@ -259,7 +262,7 @@ class EngineCore:
 
     def _take_token(self, sequence: EngineSequence, logits: torch.Tensor) -> None:
         request, params = sequence.request, sequence.request.params
-        token = sample(logits, params, sequence.generator)
+        token = sample(logits, params, sequence.generator, sequence.tokens)
         sequence.tokens.append(token)
         if params.record_logits:
             sequence.logits.append(logits.clone())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from engine import loader
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.loader import Message
 from engine.request import Delta, RequestOutput, SamplingParams
 from engine.scheduler import Scheduler
 from engine.stats import EngineStats
@@ -67,6 +67,21 @@ class LLM:
         for _ in self._run(request_ids, outputs, on_output):
             pass
         return [outputs[request_id] for request_id in request_ids]
+
+    def chat(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to conversations, which are messages with a "role" and a "content", in the
+        model's chat template. Otherwise as ``generate``; raises InvalidRequestError naming
+        ``conversations[i]``.
+        """
+        prompts = [
+            self._loaded.encode_chat(messages, field=f"conversations[{i}]")
+            for i, messages in enumerate(conversations)
+        ]
+        return self.generate(prompts, sampling_params)
 
     def stream(
         self,
@@ -123,7 +138,7 @@ class LLM:
             self._link = ControlLink(loop, config.control_plane, config.pool_id, config.timeout_s)
             self._closing.callback(self._link.close)
             layout = _layout(config, self._link.pool_layout(config.recovery_timeout_s))
-            self._loaded = loader.load(config.model, layout.dtype)
+            self._loaded = loader.load(config.model, layout.dtype, probe=config.probe)
             self._backend.open(self._link.open(layout))
             self._core = _core(config, layout, self._loaded, self._link, self._backend)
             self._closing = self._closing.pop_all()
@@ -232,14 +247,7 @@ def _layout(config: EngineConfig, pool: Layout) -> Layout:
         dtype=pool.dtype if config.dtype == "auto" else config.dtype,
         kv_dtype=pool.kv_dtype if config.kv_dtype == "auto" else config.kv_dtype,
     )
-    scaled = replace(layout, groups=pool.groups) if layout.kv_dtype == pool.kv_dtype else layout
-    # Where anything but scales differs, the control plane refuses the model's own layout.
-    return scaled if _unscaled(scaled) == _unscaled(layout) else layout
-
-
-def _unscaled(layout: Layout) -> Layout:
-    groups = (replace(group, key_scales=(), value_scales=()) for group in layout.groups)
-    return replace(layout, groups=tuple(groups))
+    return layout.with_scales_of(pool)
 
 
 def _params_of_each(

@@ -20,7 +20,10 @@ MAX_SEED = 2**63
 class SamplingParams:
     """How to continue a prompt. Raises InvalidRequestError naming the field.
 
-    ``max_tokens``: the most tokens to generate. ``temperature`` 0 means greedy. ``top_k`` 0 and
+    ``max_tokens``: the most tokens to generate. ``repetition_penalty``: logits of tokens that are
+    in the prompt or the text are divided by it where they are positive and multiplied where they
+    are not (arXiv:1909.05858); None takes what the model's generation config says, 1 means none.
+    ``temperature`` 0 means greedy. ``top_k`` 0 and
     ``top_p`` 1 mean no limit. ``seed``: sample ``i`` of ``n`` draws from its own stream, seeded
     ``seed + i``, whatever else is in the batch; None takes a fresh seed. ``stop``: strings that end
     a text and are left out of it. ``stop_token_ids``: tokens that end it, beside the model's own
@@ -38,6 +41,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     record_logits: bool = False
+    repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", "at least 1")
@@ -48,6 +52,10 @@ class SamplingParams:
         _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         _require(1 <= self.n <= 256, "n", "1 to 256")
         _require(self.seed is None or 0 <= self.seed < MAX_SEED, "seed", f"0 to {MAX_SEED - 1}")
+        penalty = self.repetition_penalty
+        _require(
+            penalty is None or 0 < penalty < math.inf, "repetition_penalty", "finite and above 0"
+        )
         _require(
             type(self.stop) is tuple and all(self.stop), "stop", "a tuple of non-empty strings"
         )

@@ -37,7 +37,6 @@ class Runner:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
 
-    @torch.inference_mode()
     def run(self, spans: Sequence[Span], step: attention.Step) -> torch.Tensor:
         """Compute ``spans`` in order, attention by ``step``. Returns float32 logits [spans with
         is_last, vocabulary].
@@ -51,12 +50,26 @@ class Runner:
             positions += range(span.first_position, stop)
             if span.is_last:
                 last.append(len(tokens) - 1)
-        with attention.running(step):
-            output = self._model(
-                input_ids=torch.tensor([tokens]),
-                position_ids=torch.tensor([positions]),
-                use_cache=False,
-                logits_to_keep=torch.tensor(last, dtype=torch.long),
-            )
-        logits: torch.Tensor = output.logits
-        return logits[0].float()
+        return packed_logits(self._model, tokens, positions, last, step)
+
+
+@torch.inference_mode()
+def packed_logits(
+    model: PreTrainedModel,
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    last: Sequence[int],
+    step: attention.Step,
+) -> torch.Tensor:
+    """One forward pass of a row that several sequences share, attention by ``step``. Returns
+    float32 logits [len(last), vocabulary], after the tokens that ``last`` counts from 0.
+    """
+    with attention.running(step):
+        output = model(
+            input_ids=torch.tensor([tokens]),
+            position_ids=torch.tensor([positions]),
+            use_cache=False,
+            logits_to_keep=torch.tensor(last, dtype=torch.long),
+        )
+    logits: torch.Tensor = output.logits
+    return logits[0].float()

@@ -7,6 +7,7 @@ on what else is in the batch: every row is handled by itself.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 import torch
 
@@ -23,14 +24,28 @@ def new_generator(seed: int | None, index: int) -> torch.Generator:
     return generator
 
 
-def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
+def sample(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    generator: torch.Generator,
+    seen: Sequence[int] = (),
+) -> int:
     """The next token from ``logits`` float32 [vocabulary] on CPU. Greedy takes no random number;
-    sampling takes one.
+    sampling takes one. ``seen``: the tokens so far, for the repetition penalty.
     """
+    if params.repetition_penalty not in (None, 1.0):
+        logits = _penalised(logits, params.repetition_penalty, seen)
     if params.temperature == 0:
         return int(logits.argmax())
     probabilities = torch.softmax(_cut(logits / params.temperature, params), dim=-1)
     return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def _penalised(logits: torch.Tensor, penalty: float, seen: Sequence[int]) -> torch.Tensor:
+    tokens = torch.tensor(sorted(set(seen)), dtype=torch.long)
+    of_seen = logits[tokens]
+    of_seen = torch.where(of_seen > 0, of_seen / penalty, of_seen * penalty)
+    return logits.index_copy(0, tokens, of_seen)
 
 
 def _cut(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

@@ -23,9 +23,11 @@ from kvplane.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     KvplaneError,
+    NotPermittedError,
     QuotaExceededError,
     StaleEpochError,
 )
+from kvplane.serving.identity import caller
 from kvplane.serving.streams import stopping_error
 from kvplane.v1 import control_pb2 as pb
 
@@ -57,7 +59,8 @@ class Registrar:
     ) -> AsyncIterator[pb.RegisterResponse]:
         """Answer one stream until either side ends it.
 
-        Raises what the core raises for the Hello or the report; DeadlineExceededError when
+        Raises what the core raises for the Hello or the report; NotPermittedError when the caller
+        may not register for the pool; DeadlineExceededError when
         heartbeats stop; StaleEpochError when another process takes the shard over, CancelledError
         when the same one does by a new stream.
         """
@@ -123,6 +126,10 @@ class Registrar:
         if first is None or first.WhichOneof("message") != "hello":
             raise InvalidRequestError("must come first", field="hello")
         hello = first.hello
+        if not caller().may_register(hello.pool_id):
+            raise NotPermittedError(
+                "the access list does not name this pool for the caller", field="hello.pool_id"
+            )
         version = protocol.negotiate(hello.protocol, field="hello.protocol")
         welcome = self._core.register(hello)
         welcome.protocol_version = version

@@ -97,6 +97,14 @@ class DataPlaneConfig(ServingConfig):
         help="PEM file of the authority that signs the control plane's certificate; none means"
         " the authorities that gRPC ships with.",
     )
+    control_plane_name: str = setting(
+        "",
+        help="Name that the control plane's certificate must have, where it is not the host of"
+        " --control-plane.",
+    )
+    control_plane_token_file: Path | None = setting(
+        None, help="File with the bearer token that names this process to the control plane."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,5 +130,9 @@ class DataPlaneConfig(ServingConfig):
         if not self.control_plane_tls:
             return None
         return TlsOptions(
-            ca_file=self.control_plane_ca, cert_file=self.tls_certificate, key_file=self.tls_key
+            ca_file=self.control_plane_ca,
+            cert_file=self.tls_certificate,
+            key_file=self.tls_key,
+            server_name=self.control_plane_name,
+            token_file=self.control_plane_token_file,
         )

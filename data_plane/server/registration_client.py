@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -35,6 +36,8 @@ _FIRST_DELAY_S: Final = 0.1
 _LAST_DELAY_S: Final = 2.0
 _ANSWER_TIMEOUT_S: Final = 30.0
 _BLOCKS_PER_REPORT: Final = 2048
+# Incarnations are nanoseconds of a clock, unless they are chosen.
+_MOST_AHEAD_NS: Final = 24 * 3600 * 10**9
 _HEARTBEAT_RANGE_S: Final = (0.01, 3600.0)
 
 
@@ -127,6 +130,12 @@ class RegistrationClient:
                     field="welcome.resumed",
                 )
             return
+        if welcome.incarnation > time.time_ns() + _MOST_AHEAD_NS:
+            # It would never take orders again from a control plane whose clock is right.
+            raise StaleIncarnationError(
+                f"incarnation {welcome.incarnation} is more than a day ahead of this clock",
+                field="welcome.incarnation",
+            )
         await self._worker.run(lambda: executor.install(welcome.incarnation, welcome.key))
         await self._report(stream)
         await stream.expect("report_accepted")

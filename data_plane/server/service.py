@@ -26,6 +26,7 @@ from kvplane.errors import (
     LayoutMismatchError,
     PlaneUnavailableError,
 )
+from kvplane.serving.identity import caller
 from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
@@ -44,12 +45,20 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     """Serves one executor."""
 
     def __init__(
-        self, executor: Executor, worker: WorkerThread, *, version: str, max_message_bytes: int
+        self,
+        executor: Executor,
+        worker: WorkerThread,
+        *,
+        version: str,
+        max_message_bytes: int,
+        knows_callers: bool = False,
     ) -> None:
+        """``knows_callers``: callers have to say who they are, so their grants must be theirs."""
         self._executor = executor
         self._worker = worker
         self._version = version
         self._max_message_bytes = max_message_bytes
+        self._knows_callers = knows_callers
         self._streams = RequestStreams("data plane")
 
     def stop(self) -> None:
@@ -76,7 +85,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     async def Execute(
         self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: _Context
     ) -> AsyncIterator[pb.ExecuteResponse]:
-        stream = _ExecuteStream(self._executor)
+        stream = _ExecuteStream(self._executor, self._tenant())
         while True:
             try:
                 request = await self._streams.next(request_iterator)
@@ -93,10 +102,12 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     async def ReshapeAndCache(
         self, request: pb.ReshapeAndCacheRequest, context: _Context
     ) -> pb.ReshapeAndCacheResponse:
+        tenant = self._tenant()
+
         def command() -> pb.ReshapeAndCacheResponse:
             key = self._tensor(request.key, "key")
             value = self._tensor(request.value, "value")
-            session_id, number = self._start(request)
+            session_id, number = self._start(request, tenant)
             receipt = self._executor.write_layer(
                 session_id, request.layer, key, value, plan_number=number
             )
@@ -107,10 +118,12 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     async def PagedAttention(
         self, request: pb.PagedAttentionRequest, context: _Context
     ) -> pb.PagedAttentionResponse:
+        tenant = self._tenant()
+
         def command() -> pb.PagedAttentionResponse:
             query = self._tensor(request.query, "query")
             options = _options(request.options, "options")
-            session_id, number = self._start(request)
+            session_id, number = self._start(request, tenant)
             output = self._executor.attend(
                 session_id, request.layer, query, options=options, plan_number=number
             )
@@ -121,17 +134,13 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     async def CopyBlocks(
         self, request: pb.CopyBlocksRequest, context: _Context
     ) -> pb.CopyBlocksResponse:
-        num_blocks, receipt = await self._run(
-            lambda: self._executor.start_transfers(request.grant, request.plan, swaps=False)
-        )
+        num_blocks, receipt = await self._transfers(request, swaps=False)
         return pb.CopyBlocksResponse(num_blocks=num_blocks, receipt=receipt)
 
     async def SwapBlocks(
         self, request: pb.SwapBlocksRequest, context: _Context
     ) -> pb.SwapBlocksResponse:
-        num_blocks, receipt = await self._run(
-            lambda: self._executor.start_transfers(request.grant, request.plan, swaps=True)
-        )
+        num_blocks, receipt = await self._transfers(request, swaps=True)
         return pb.SwapBlocksResponse(num_blocks=num_blocks, receipt=receipt)
 
     async def ReadBlocks(
@@ -140,8 +149,10 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         _check_group(request.group)
         self._check_answer_fits(request)
 
+        tenant = self._tenant()
+
         def command() -> pb.ReadBlocksResponse:
-            session_id = self._executor.open(request.grant)
+            session_id = self._executor.open(request.grant, tenant=tenant)
             blocks, table = self._executor.read_blocks(
                 session_id,
                 request.sequence_id,
@@ -168,9 +179,11 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
                 field="source.layout_fingerprint",
             )
 
+        tenant = self._tenant()
+
         def command() -> pb.WriteBlocksResponse:
             blocks = self._tensor(request.blocks, "blocks")
-            session_id, number = self._start(request)
+            session_id, number = self._start(request, tenant)
             receipt = self._executor.write_blocks(
                 session_id,
                 request.sequence_id,
@@ -194,13 +207,30 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
             await self._worker.run(self._executor.device_watch.check)
             raise
 
+    def _tenant(self) -> str | None:
+        """The caller's tenant; None where callers do not say who they are."""
+        return caller().tenant if self._knows_callers else None
+
+    async def _transfers(
+        self, request: pb.CopyBlocksRequest | pb.SwapBlocksRequest, *, swaps: bool
+    ) -> tuple[int, Any]:
+        tenant = self._tenant()
+
+        def command() -> tuple[int, Any]:
+            session_id = self._executor.open(request.grant, tenant=tenant)
+            return self._executor.start_transfers(session_id, request.plan, swaps=swaps)
+
+        return await self._run(command)
+
     def _start(
-        self, request: pb.ReshapeAndCacheRequest | pb.PagedAttentionRequest | pb.WriteBlocksRequest
+        self,
+        request: pb.ReshapeAndCacheRequest | pb.PagedAttentionRequest | pb.WriteBlocksRequest,
+        tenant: str | None,
     ) -> tuple[int, int]:
         """Open the request's session and start its plan. Returns the session's id and the plan's
         number.
         """
-        session_id = self._executor.open(request.grant)
+        session_id = self._executor.open(request.grant, tenant=tenant)
         return session_id, self._executor.start(session_id, request.plan).number
 
     def _tensor(self, message: Any, field: str) -> Any:
@@ -222,8 +252,9 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
 class _ExecuteStream:
     """The session and plan of one execution stream. Used on the worker thread."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, tenant: str | None) -> None:
         self._executor = executor
+        self._tenant = tenant
         self._session_id: int | None = None
         self._plan_number: int | None = None
 
@@ -243,7 +274,7 @@ class _ExecuteStream:
 
     def _open(self, request: pb.OpenExecution) -> list[pb.ExecuteResponse]:
         version = protocol.negotiate(request.protocol, field="open.protocol")
-        session_id = self._executor.open(request.grant)
+        session_id = self._executor.open(request.grant, tenant=self._tenant)
         self._session_id, self._plan_number = session_id, None
         opened = pb.ExecutionOpened(protocol_version=version, layers=self._executor.layers)
         return [pb.ExecuteResponse(opened=opened)]

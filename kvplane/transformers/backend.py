@@ -118,7 +118,7 @@ class RemoteBackend:
                 options=options,
             )
         )
-        return from_wire(out)
+        return from_wire(out).to(query.device)
 
     def finish(self) -> pb.SignedPayload:
         """The receipt that came after the last layer. Raises InternalError when none did."""
@@ -147,8 +147,8 @@ class RemoteBackend:
 
 
 def to_wire(tensor: torch.Tensor) -> Tensor:
-    """A CPU tensor of any strides, as bytes in row-major order."""
-    dense = tensor.detach().contiguous()
+    """A tensor of any strides and device, as bytes in row-major order."""
+    dense = tensor.detach().cpu().contiguous()
     data = dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
     return Tensor(_NAMES[tensor.dtype], tuple(tensor.shape), data)
 
