@@ -85,6 +85,7 @@ class Pool:
         self._ended_slots: dict[int, int] = {}
         self.followers: set[Follower] = set()
         self._followed_revision = 0
+        self._is_followed = False
         self._has_forgotten = False  # blocks, which the shards are to withdraw
         self._earlier_counters = [0] * len(_COUNTERS)  # of the cores before this one
         self._earlier_revision = 0
@@ -129,8 +130,10 @@ class Pool:
 
     @property
     def has_work(self) -> bool:
-        """Whether it is being built, or entries that were forgotten are still to be taken apart."""
-        return self.is_building or self.is_forgetting
+        """Whether it is being built, entries that were forgotten are still to be taken apart, or
+        more is to be announced than was at once.
+        """
+        return self.is_building or self.is_forgetting or self.native.has_publications
 
     def num_blocks(self, tier: tpb.Tier) -> int:
         """Blocks of a tier; 0 while the pool is not built."""
@@ -186,7 +189,8 @@ class Pool:
         self._roots.clear()
         for root in native.roots():
             self._roots.setdefault(owner_of(root)[0], set()).add(root)
-        native.watch_enable(self._config.num_kept_changes)
+        if self._is_followed:
+            native.watch_enable(self._config.num_kept_changes)
         native.set_time(self.now_s)
 
     def set_time(self, now_s: float) -> None:
@@ -255,7 +259,7 @@ class Pool:
     # Publications
 
     def announce(self) -> None:
-        """Send what was published and forgotten since the last call to the shards."""
+        """Send what was published and forgotten to the shards, as much as takes milliseconds."""
         published = self.native.take_publications(MAX_PUBLICATIONS)
         if published:
             self.shards.send([publish_message(run) for run in published])
@@ -275,6 +279,8 @@ class Pool:
         publications.
         """
         self.announce()  # to the others: all of it is in what follows
+        while self.native.has_publications:
+            self.announce()
         published = self.native.all_publications(MAX_PUBLICATIONS)
         return (
             self.shards.fences_for(shard_index)
@@ -310,6 +316,13 @@ class Pool:
     def native_revision_of(self, revision: int) -> int:
         """The present core's revision for one of the pool; negative for one of an earlier core."""
         return revision - self._earlier_revision
+
+    def follow(self, follower: Follower) -> None:
+        """Add a follower. Changes are kept from the first one on."""
+        if not self._is_followed:
+            self._is_followed = True
+            self.native.watch_enable(self._config.num_kept_changes)
+        self.followers.add(follower)
 
     def wake_followers(self) -> None:
         """Wake the followers if the index has changed since the last call."""
