@@ -85,7 +85,6 @@ class Pool:
         self._ended_slots: dict[int, int] = {}
         self.followers: set[Follower] = set()
         self._followed_revision = 0
-        self._is_followed = False
         self._has_forgotten = False  # blocks, which the shards are to withdraw
         self._earlier_counters = [0] * len(_COUNTERS)  # of the cores before this one
         self._earlier_revision = 0
@@ -189,8 +188,7 @@ class Pool:
         self._roots.clear()
         for root in native.roots():
             self._roots.setdefault(owner_of(root)[0], set()).add(root)
-        if self._is_followed:
-            native.watch_enable(self._config.num_kept_changes)
+        native.watch_enable(self._config.num_kept_changes)
         native.set_time(self.now_s)
 
     def set_time(self, now_s: float) -> None:
@@ -316,13 +314,6 @@ class Pool:
     def native_revision_of(self, revision: int) -> int:
         """The present core's revision for one of the pool; negative for one of an earlier core."""
         return revision - self._earlier_revision
-
-    def follow(self, follower: Follower) -> None:
-        """Add a follower. Changes are kept from the first one on."""
-        if not self._is_followed:
-            self._is_followed = True
-            self.native.watch_enable(self._config.num_kept_changes)
-        self.followers.add(follower)
 
     def wake_followers(self) -> None:
         """Wake the followers if the index has changed since the last call."""
