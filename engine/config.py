@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import FP8_BYTES
 from kvplane.serving.logs import LEVELS
 from kvplane.serving.settings import setting
+
+if TYPE_CHECKING:
+    from kvplane.tls import TlsOptions
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -59,6 +62,22 @@ class EngineConfig:
         minimum=0.0,
         help="How long to wait for planes that went away, and for blocks that others hold.",
     )
+    planes_tls: bool = setting(False, help="Reach the planes over TLS.")
+    planes_ca: Path | None = setting(
+        None,
+        help="PEM file of the authority that signs the planes' certificates; none means the"
+        " authorities that gRPC ships with.",
+    )
+    planes_certificate: Path | None = setting(
+        None, help="PEM file of the certificate that names this engine to the planes."
+    )
+    planes_key: Path | None = setting(None, help="PEM file of the certificate's key.")
+    planes_name: str = setting(
+        "", help="Name that the planes' certificates must have, where it is not their host's."
+    )
+    planes_token_file: Path | None = setting(
+        None, help="File with the bearer token that names this engine to the planes."
+    )
     num_threads: int = setting(
         0,
         unit="threads",
@@ -81,6 +100,31 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model.is_dir():
             raise InvalidRequestError(f"{self.model} is not a folder", field="model")
+        others = (
+            "planes_ca",
+            "planes_certificate",
+            "planes_key",
+            "planes_name",
+            "planes_token_file",
+        )
+        for name in others if not self.planes_tls else ():
+            if getattr(self, name):
+                raise InvalidRequestError("needs --planes-tls too", field=name)
+
+    @property
+    def client_tls(self) -> TlsOptions | None:
+        """How to reach the planes; None for plain text."""
+        if not self.planes_tls:
+            return None
+        from kvplane.tls import TlsOptions  # gRPC must not be imported before it is tuned
+
+        return TlsOptions(
+            self.planes_ca,
+            self.planes_certificate,
+            self.planes_key,
+            self.planes_name,
+            self.planes_token_file,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

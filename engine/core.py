@@ -21,7 +21,7 @@ from engine.detokenizer import Detokenizer
 from engine.loader import LoadedModel
 from engine.request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams
 from engine.runner import Runner, Span
-from engine.sampler import new_generator, sample
+from engine.sampler import logprob_of, new_generator, sample
 from engine.scheduler import Scheduler
 from engine.sequence import EngineSequence, SequenceStatus
 from engine.stats import EngineStats
@@ -262,8 +262,14 @@ class EngineCore:
 
     def _take_token(self, sequence: EngineSequence, logits: torch.Tensor) -> None:
         request, params = sequence.request, sequence.request.params
-        token = sample(logits, params, sequence.generator, sequence.tokens)
+        token = sample(
+            logits, params, sequence.generator, sequence.tokens, sequence.num_prompt_tokens
+        )
         sequence.tokens.append(token)
+        logprob = None
+        if params.logprobs is not None:
+            logprob = logprob_of(logits, token, params.logprobs, self._loaded.decode)
+            sequence.logprobs.append(logprob)
         if params.record_logits:
             sequence.logits.append(logits.clone())
         if token in request.end_token_ids or sequence.detokenizer.add(token):
@@ -274,9 +280,8 @@ class EngineCore:
         if sequence.finish_reason:
             sequence.detokenizer.finish()
         text = sequence.detokenizer.take(final=bool(sequence.finish_reason))
-        self._deltas.append(
-            Delta(request.request_id, sequence.index, text, [token], sequence.finish_reason)
-        )
+        delta = Delta(request.request_id, sequence.index, text, [token], sequence.finish_reason)
+        self._deltas.append(dataclasses.replace(delta, logprob=logprob))
 
     # The end of a request.
 
@@ -393,4 +398,5 @@ def _completion(sequence: EngineSequence) -> CompletionOutput:
         token_ids=sequence.output_token_ids,
         finish_reason=sequence.finish_reason,
         logits=torch.stack(sequence.logits) if sequence.logits else None,
+        logprobs=tuple(sequence.logprobs),
     )

@@ -79,6 +79,10 @@ class LoadedModel:
             ) from error
         return list(encoded["input_ids"])
 
+    def decode(self, token_id: int) -> str:
+        """The text of one token, empty where there is no tokenizer."""
+        return "" if self.tokenizer is None else str(self.tokenizer.decode([token_id]))
+
     def _tokenizer(self, field: str) -> Any:
         if self.tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer: give token ids", field=field)

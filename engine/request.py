@@ -14,6 +14,7 @@ import torch
 from kvplane.errors import InvalidRequestError, KvplaneError
 
 MAX_SEED = 2**63
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,16 @@ class SamplingParams:
     ``max_tokens``: the most tokens to generate. ``repetition_penalty``: logits of tokens that are
     in the prompt or the text are divided by it where they are positive and multiplied where they
     are not (arXiv:1909.05858); None takes what the model's generation config says, 1 means none.
-    ``temperature`` 0 means greedy. ``top_k`` 0 and
-    ``top_p`` 1 mean no limit. ``seed``: sample ``i`` of ``n`` draws from its own stream, seeded
-    ``seed + i``, whatever else is in the batch; None takes a fresh seed. ``stop``: strings that end
-    a text and are left out of it. ``stop_token_ids``: tokens that end it, beside the model's own
-    end of sequence; they stay in ``token_ids``. ``ignore_eos``: go on over the model's end of
-    sequence. ``record_logits``: keep the raw logits of every generated token.
+    ``frequency_penalty`` is taken off the logit of a token for each time that it is in the text,
+    ``presence_penalty`` once if it is. ``temperature`` 0 means greedy. ``top_k`` 0, ``top_p`` 1 and
+    ``min_p`` 0 mean no limit; ``min_p`` leaves out tokens less likely than this share of the most
+    likely one. ``logprobs``: record the log probability of every generated token, before penalties
+    and temperature, and those of this many most likely ones. ``seed``: sample ``i`` of ``n`` draws
+    from its own stream, seeded ``seed + i``, whatever else is in the batch; None takes a fresh
+    seed. ``stop``: strings that end a text and are left out of it. ``stop_token_ids``: tokens that
+    end it, beside the model's own end of sequence; they stay in ``token_ids``. ``ignore_eos``: go
+    on over the model's end of sequence. ``record_logits``: keep the raw logits of every generated
+    token.
     """
 
     max_tokens: int = 64
@@ -42,6 +47,10 @@ class SamplingParams:
     ignore_eos: bool = False
     record_logits: bool = False
     repetition_penalty: float | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_p: float = 0.0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", "at least 1")
@@ -50,11 +59,19 @@ class SamplingParams:
         )
         _require(self.top_k >= 0, "top_k", "at least 0")
         _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
+        _require(0 <= self.min_p <= 1, "min_p", "0 to 1")
         _require(1 <= self.n <= 256, "n", "1 to 256")
         _require(self.seed is None or 0 <= self.seed < MAX_SEED, "seed", f"0 to {MAX_SEED - 1}")
         penalty = self.repetition_penalty
         _require(
             penalty is None or 0 < penalty < math.inf, "repetition_penalty", "finite and above 0"
+        )
+        for name in ("frequency_penalty", "presence_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, name, "-2 to 2")
+        _require(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            "logprobs",
+            f"0 to {MAX_LOGPROBS}",
         )
         _require(
             type(self.stop) is tuple and all(self.stop), "stop", "a tuple of non-empty strings"
@@ -62,11 +79,24 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log probability. ``likeliest``: of a token that was generated, the most likely ones
+    in its place, the most likely first. ``text`` is empty where the model has no tokenizer.
+    """
+
+    token_id: int
+    text: str
+    logprob: float
+    likeliest: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One of the ``n`` continuations of a prompt.
 
     ``finish_reason``: "stop", "length", "abort" or "error". ``logits``: float32 [len(token_ids),
-    vocabulary], before temperature and cuts, when they were asked for.
+    vocabulary], before temperature and cuts, when they were asked for; so with ``logprobs``, one
+    for each token.
     """
 
     index: int
@@ -74,6 +104,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str
     logits: torch.Tensor | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +127,7 @@ class RequestOutput:
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one step added to one continuation: text that will not change any more, and the token
-    that was sampled, or none when the request was ended.
+    that was sampled, or none when the request was ended. ``logprob``: of that token, if asked for.
     """
 
     request_id: str
@@ -105,6 +136,7 @@ class Delta:
     token_ids: list[int]
     finish_reason: str = ""
     error: KvplaneError | None = None
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -71,5 +71,7 @@ def packed_logits(
             use_cache=False,
             logits_to_keep=torch.tensor(last, dtype=torch.long),
         )
-    logits: torch.Tensor = output.logits
-    return logits[0].float()
+    logits: torch.Tensor = output.logits[0]
+    if len(logits) != len(last):  # of a model that computes them for every token
+        logits = logits[list(last)]
+    return logits.float()

@@ -17,7 +17,7 @@ from enum import Enum
 import torch
 
 from engine.detokenizer import Detokenizer
-from engine.request import Request
+from engine.request import Request, TokenLogprob
 
 
 class SequenceStatus(Enum):
@@ -50,6 +50,7 @@ class EngineSequence:
     num_admissions: int = 0
     finish_reason: str = ""
     logits: list[torch.Tensor] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def priority(self) -> tuple[int, int]:

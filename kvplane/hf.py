@@ -31,7 +31,7 @@ def layout_from_hf(
 
     ``kv_dtype`` is ``dtype`` unless given; an 8-bit one has the checkpoint's scales, and if it has
     none, all are 1. ``model_id`` is, unless given, the folder's name and 16 hex digits of the
-    SHA-256 over config.json and the safetensors files, in name order. Raises InvalidRequestError
+    SHA-256 over config.json and the weights' files, in name order. Raises InvalidRequestError
     naming what is missing or wrong, transformers included.
     """
     folder = Path(folder)
@@ -81,7 +81,8 @@ def _by_layer(scales: tuple[float, ...], num_layers: int) -> list[tuple[float, .
 
 def _default_model_id(folder: Path) -> str:
     digest = hashlib.sha256()
-    for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
+    weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    for path in (folder / "config.json", *weights):
         with path.open("rb") as file:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)

@@ -170,8 +170,8 @@ class ControlPlane:
             grant=sign_grant(session, self._config.max_plans_in_flight),
             shards=pool.shards.infos(),
             layout=pool.layout.to_proto(),
-            num_device_blocks=pool.num_blocks(tpb.TIER_DEVICE),
-            num_host_blocks=pool.num_blocks(tpb.TIER_HOST),
+            num_device_blocks=pool.lead.usage(tpb.TIER_DEVICE)[0],
+            num_host_blocks=pool.lead.usage(tpb.TIER_HOST)[0],
         )
 
     def renew_session(self, session: tpb.SessionRef, tenant: str) -> float:

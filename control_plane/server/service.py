@@ -228,7 +228,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     def Register(
         self, request_iterator: AsyncIterator[pb.RegisterRequest], context: _Context
     ) -> AsyncIterator[pb.RegisterResponse]:
-        return self._registrar.serve(request_iterator)
+        return self._registrar.serve(request_iterator, caller())
 
     def _answer(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse:
         number = request.number

@@ -60,15 +60,24 @@ class DataPlaneConfig(ServingConfig):
     )
     num_device_blocks: int = setting(
         0,
-        help="Blocks of the device tier; 0 for as many as the free memory allows.",
+        help="Blocks of the device tier of each layer group without an attention window, of which"
+        " the others get shares; 0 for as many as the free memory allows.",
         unit="blocks",
         minimum=0,
     )
     num_host_blocks: int = setting(
         0,
-        help="Blocks of the host tier, to which sequences are swapped out; 0 for none.",
+        help="Blocks of the host tier, to which sequences are swapped out, in the same way; 0 for"
+        " none.",
         unit="blocks",
         minimum=0,
+    )
+    expected_context_tokens: int = setting(
+        8192,
+        help="Length of a usual sequence, prompt and output: says what share of blocks a layer"
+        " group with an attention window gets beside one without.",
+        unit="tokens",
+        minimum=1,
     )
     device: str = setting(
         "auto",

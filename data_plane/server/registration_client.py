@@ -22,6 +22,7 @@ import grpc
 import grpc.aio
 
 from data_plane.executor import Executor
+from data_plane.places import place_of
 from data_plane.server.worker_thread import WorkerThread
 from kvplane import protocol
 from kvplane.error_codec import from_rpc_error
@@ -29,6 +30,7 @@ from kvplane.errors import KvplaneError, PlaneUnavailableError, StaleIncarnation
 from kvplane.tls import TlsOptions, open_channel
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
+from kvplane.v1 import types_pb2 as tpb
 
 _LOGGER: Final = logging.getLogger(__name__)
 
@@ -112,6 +114,7 @@ class RegistrationClient:
             layout=executor.layout.to_proto(),
             num_device_blocks=executor.pools.device_tier.shape[0],
             num_host_blocks=executor.pools.host_tier.shape[0],
+            groups=_groups(executor),
             address=self._address,
             incarnation=executor.incarnation,
             key_id=executor.key_id,
@@ -232,3 +235,17 @@ async def _beating(stream: _Stream, interval_s: float) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def _groups(executor: Executor) -> list[pb.GroupBlocks]:
+    """The blocks of each layer group; none where there is one group."""
+    num_groups, num_blocks = len(executor.layout.groups), executor.pools.num_blocks
+    if num_groups == 1:
+        return []
+    return [
+        pb.GroupBlocks(
+            num_device_blocks=num_blocks[place_of(group, tpb.TIER_DEVICE)],
+            num_host_blocks=num_blocks[place_of(group, tpb.TIER_HOST)],
+        )
+        for group in range(num_groups)
+    ]

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 import grpc.aio
 
 from data_plane.executor import Executor
+from data_plane.places import place_of
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from data_plane.server.worker_thread import WorkerThread
 from kvplane import protocol
@@ -30,6 +31,7 @@ from kvplane.serving.identity import caller
 from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
+from kvplane.v1 import types_pb2 as tpb
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["DataPlaneService"].full_name
 _LOGGER: Final = logging.getLogger(__name__)
@@ -146,7 +148,6 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     async def ReadBlocks(
         self, request: pb.ReadBlocksRequest, context: _Context
     ) -> pb.ReadBlocksResponse:
-        _check_group(request.group)
         self._check_answer_fits(request)
 
         tenant = self._tenant()
@@ -158,6 +159,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
                 request.sequence_id,
                 request.first_block,
                 request.num_blocks,
+                group=request.group,
                 first_layer=request.first_layer,
                 num_layers=request.num_layers,
             )
@@ -170,7 +172,6 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     async def WriteBlocks(
         self, request: pb.WriteBlocksRequest, context: _Context
     ) -> pb.WriteBlocksResponse:
-        _check_group(request.group)
         source, layout = request.source, self._executor.layout
         if request.HasField("source") and source.layout_fingerprint != layout.fingerprint:
             raise LayoutMismatchError(
@@ -189,6 +190,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
                 request.sequence_id,
                 request.first_block,
                 blocks,
+                group=request.group,
                 first_layer=request.first_layer,
                 num_layers=request.num_layers,
                 plan_number=number,
@@ -237,7 +239,8 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         return tensor_from_message(message, self._executor.device, field=field)
 
     def _check_answer_fits(self, request: pb.ReadBlocksRequest) -> None:
-        pool = self._executor.pools.device_tier
+        group = request.group if 0 < request.group < len(self._executor.layout.groups) else 0
+        pool = self._executor.pools.tier(place_of(group, tpb.TIER_DEVICE))
         num_layers = request.num_layers if 0 < request.num_layers < pool.shape[1] else pool.shape[1]
         block_bytes = pool[0, 0].nbytes * num_layers + _BLOCK_REF_BYTES
         most = (self._max_message_bytes - _OVERHEAD_BYTES) // block_bytes
@@ -327,10 +330,3 @@ class _ExecuteStream:
 def _options(message: pb.AttentionOptions, field: str) -> AttentionOptions:
     protocol.refuse_unknown_fields(message, field=field)
     return AttentionOptions.from_proto(message, field=field)
-
-
-def _check_group(group: int) -> None:
-    if group != 0:
-        raise InvalidRequestError(
-            f"there is no layer group {group}: this pool has group 0 only", field="group"
-        )

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from engine.models import adapters
 from engine.runner import packed_logits
-from kvplane.errors import InvalidRequestError
+from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.layout import LayerGroup
 from kvplane.model_layers import layer_groups
 from kvplane.transformers import attention
@@ -65,7 +65,7 @@ def probe(model: PreTrainedModel) -> None:
         of_first = wanted[[row for row, (i, _) in enumerate(_rows()) if i == 0][-1:]]
         is_alone_exact = _difference(part, alone, tokens, _ALONE, of_first) <= tolerance
     reason = (
-        "its layers keep state besides keys and values, or mix sequences that share a row"
+        "its layers keep state besides keys and values, or mix up sequences that share a row"
         if is_alone_exact
         else "its attention has a part that kvplane's options do not express"
     )
@@ -84,7 +84,7 @@ def _rows() -> list[tuple[int, int]]:
 def _eager(model: PreTrainedModel, tokens: Sequence[list[int]]) -> torch.Tensor:
     """Float32 logits [rows, vocabulary]: each sequence alone, by transformers' eager attention."""
     adapters.set_attention(model, "eager")
-    with torch.inference_mode():
+    with torch.inference_mode(), _refusals(model, "with eager attention"):
         of_sequences = [
             model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in tokens
         ]
@@ -117,14 +117,20 @@ def _run(
     ids = [token for i, first, n in spans for token in tokens[i][first : first + n]]
     positions = [position for _, first, n in spans for position in range(first, first + n)]
     ends = torch.tensor([n for _, _, n in spans]).cumsum(0)
-    try:
+    with _refusals(model, "on two sequences in one row"):
         return packed_logits(model, ids, positions, (ends - 1).tolist(), planes)
-    except InvalidRequestError as error:
+
+
+@contextlib.contextmanager
+def _refusals(model: PreTrainedModel, how: str) -> Iterator[None]:
+    """A model's own code raises what it likes."""
+    try:
+        yield
+    except KvplaneError as error:
         raise InvalidRequestError(f"{_type_of(model)}: {error.message}", field="model") from error
-    except Exception as error:  # a model's own code raises what it likes
+    except Exception as error:
         raise InvalidRequestError(
-            f"{_type_of(model)} fails on two sequences in one row: {type(error).__name__}: {error}",
-            field="model",
+            f"{_type_of(model)} fails {how}: {type(error).__name__}: {error}", field="model"
         ) from error
 
 

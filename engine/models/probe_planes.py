@@ -67,13 +67,23 @@ class ProbePlanes:
                 f"a layer calls attention as number {index}, which its config does not have",
                 field="model",
             )
-        return self._of_layer[index].layer(index, query, key, value, options)
+        plane = self._of_layer[index]
+        found = (key.shape[1], key.shape[2], value.shape[2])
+        said = (plane.group.num_kv_heads, plane.group.head_size, plane.group.value_size)
+        if found != said:
+            raise InvalidRequestError(
+                f"layer {index} has {found[0]} KV heads with keys of {found[1]} and values of "
+                f"{found[2]}, but by its config {said[0]}, {said[1]} and {said[2]}",
+                field="model",
+            )
+        return plane.layer(index, query, key, value, options)
 
 
 class _Plane:
     """One executor, its session and the number of its latest plan."""
 
     def __init__(self, group: LayerGroup, dtype: str, lengths: Sequence[int]) -> None:
+        self.group = group
         layout = Layout("probe", BLOCK_SIZE_TOKENS, dtype, dtype, (group,))
         counts = [-(-length // BLOCK_SIZE_TOKENS) for length in lengths]
         self._executor = Executor(

@@ -30,9 +30,11 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.hf import layout_from_hf
-from kvplane.layout import LayerGroup, Layout
+from kvplane.layout import Layout
+from kvplane.model_layers import layer_groups
 from kvplane.results import require_done
 from kvplane.session import Session
+from kvplane.tls import TlsOptions
 from kvplane.transformers.backend import DataBackend, RemoteBackend
 from kvplane.transformers.link import ControlLink
 from kvplane.transformers.loop import LoopThread
@@ -59,6 +61,7 @@ class PlaneSettings:
         the model was loaded from, as the data plane did.
     block_size_tokens, num_device_blocks, kv_dtype, num_threads: of an embedded pool, as the flags
         of ``python -m data_plane``.
+    tls: how to reach planes that are elsewhere; None is in the clear.
     timeout_s: deadline of one call to a plane. start_timeout_s: how long planes may take to start.
     """
 
@@ -69,6 +72,7 @@ class PlaneSettings:
     num_device_blocks: int = 1024
     kv_dtype: str = ""
     num_threads: int = 0
+    tls: TlsOptions | None = None
     timeout_s: float = 10.0
     start_timeout_s: float = 60.0
 
@@ -92,7 +96,9 @@ class Planes:
             loop = LoopThread("kvplane-transformers")
             closing.callback(loop.close)
             address, self.backend = _connect(model, settings, loop, closing)
-            self._link = ControlLink(loop, address, settings.pool_id, settings.timeout_s)
+            self._link = ControlLink(
+                loop, address, settings.pool_id, settings.timeout_s, settings.tls
+            )
             closing.callback(self._link.close)
             pool = self._link.pool_layout(settings.start_timeout_s)
             self._layout = _layout_in(pool, model, settings) if settings.control_plane else pool
@@ -259,7 +265,7 @@ def _connect(
 ) -> tuple[str, DataBackend]:
     """The control plane's address, and what carries plans out."""
     if settings.control_plane:
-        remote = RemoteBackend(loop, settings.timeout_s)
+        remote = RemoteBackend(loop, settings.timeout_s, settings.tls)
         closing.callback(remote.stop)
         return settings.control_plane, remote
     try:
@@ -276,7 +282,7 @@ def _connect(
         block_size_tokens=settings.block_size_tokens,
         dtype=dtype,
         kv_dtype=settings.kv_dtype or dtype,
-        groups=_groups_of(model),
+        groups=layer_groups(model.config),
     )
     return start_planes(
         closing,
@@ -300,7 +306,9 @@ def _layout_in(pool: Layout, model: PreTrainedModel, settings: PlaneSettings) ->
                 "must be given: the model was not loaded from a folder", field="model_id"
             )
         model_id = layout_from_hf(folder).model_id
-    own = replace(pool, model_id=model_id, dtype=_dtype_of(model), groups=_groups_of(model))
+    own = replace(
+        pool, model_id=model_id, dtype=_dtype_of(model), groups=layer_groups(model.config)
+    )
     return own.with_scales_of(pool)
 
 
@@ -310,13 +318,3 @@ def _dtype_of(model: PreTrainedModel) -> str:
 
 def _in_background(call: Callable[[], Any]) -> None:
     threading.Thread(target=call, name="kvplane-release", daemon=True).start()
-
-
-def _groups_of(model: PreTrainedModel) -> tuple[LayerGroup, ...]:
-    config = model.config.get_text_config()
-    num_heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    if hasattr(config, "qk_nope_head_dim"):
-        head_size = config.qk_nope_head_dim + config.qk_rope_head_dim
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    return (LayerGroup("full", tuple(range(config.num_hidden_layers)), num_kv_heads, head_size),)

@@ -289,14 +289,16 @@ class TableChanges(_message.Message):
     def __init__(self, kinds: _Optional[bytes] = ..., sequence_ids: _Optional[bytes] = ..., groups: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., first_blocks: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., parent_sequence_ids: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., allocated: _Optional[bytes] = ...) -> None: ...
 
 class Allocations(_message.Message):
-    __slots__ = ("tiers", "indices", "generations")
+    __slots__ = ("tiers", "indices", "generations", "groups")
     TIERS_FIELD_NUMBER: _ClassVar[int]
     INDICES_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     tiers: bytes
     indices: bytes
     generations: bytes
-    def __init__(self, tiers: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ...) -> None: ...
+    groups: bytes
+    def __init__(self, tiers: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., groups: _Optional[bytes] = ...) -> None: ...
 
 class Transfers(_message.Message):
     __slots__ = ("groups", "source_tiers", "source_indices", "source_generations", "destination_tiers", "destination_indices", "destination_generations")

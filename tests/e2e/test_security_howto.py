@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import json
 import re
 import shlex
 import subprocess
@@ -12,13 +11,12 @@ import sys
 import textwrap
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from plan_author import LAYOUT
+from engine_planes import save_byte_model
 
-from kvplane import ControlClient, DataClient, TlsOptions, ops
+from kvplane import ControlClient, DataClient, TlsOptions, layout_from_hf
 from kvplane.errors import KvplaneError, NotPermittedError
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "security.md"
@@ -50,16 +48,34 @@ def start(stack: ExitStack, folder: Path, command: str) -> str:
     return f"127.0.0.1:{port_file.read_text().strip()}"
 
 
+def run(folder: Path, command: str) -> str:
+    """What a command of the page prints."""
+    words = shlex.split(command)
+    assert words[0] == "python"
+    done = subprocess.run(
+        [sys.executable, *words[1:]],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_the_page_works_as_written(tmp_path: Path) -> None:
-    certificates, planes, tokens = blocks("sh")
+    certificates, planes, engine, tokens = blocks("sh")
     subprocess.run(["sh", "-euc", certificates], cwd=tmp_path, check=True, capture_output=True)
-    (tmp_path / "layout.json").write_text(json.dumps(asdict(LAYOUT)))
+    save_byte_model(tmp_path / "MODEL")
     control_command, data_command = planes.replace("\\\n", " ").splitlines()
     with ExitStack() as stack:
         control = start(stack, tmp_path, control_command)
         data_command = data_command.replace("127.0.0.1:50051", control)
         data = start(stack, tmp_path, f"{data_command} --num-device-blocks 8")
-        asyncio.run(use(tmp_path, control, data))
+        asyncio.run(others(tmp_path, control, data))
+        asked = run(tmp_path, engine.replace("127.0.0.1:50051", control).replace("\\\n", " "))
+        assert asked.strip()
         [python] = blocks("python")
         script = tmp_path / "client.py"
         script.write_text(
@@ -68,41 +84,30 @@ def test_the_page_works_as_written(tmp_path: Path) -> None:
             + "\n\nasyncio.run(main())\n"
         )
         ast.parse(script.read_text())
-        said = subprocess.run(
-            [sys.executable, str(script)],
-            cwd=tmp_path,
-            env={"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
-        assert said.stdout == "['default']\n"
+        assert run(tmp_path, f"python {script}") == "['default']\n"
     digest = subprocess.run(
         ["sh", "-euc", tokens], cwd=tmp_path, check=True, capture_output=True, text=True
     ).stdout.split()[0]
     assert re.fullmatch("[0-9a-f]{64}", digest)
 
 
-async def use(folder: Path, control: str, data: str) -> None:
-    """An engine computes on both planes; a data plane's certificate opens no session."""
+async def others(folder: Path, control: str, data: str) -> None:
+    """A data plane's certificate opens no session, and nobody is served without one."""
 
     def tls(name: str) -> TlsOptions:
         return TlsOptions(folder / "ca.pem", folder / f"{name}.pem", folder / f"{name}.key")
 
+    layout = layout_from_hf(folder / "MODEL")
     async with ControlClient(control, tls=tls("engine-1")) as client:
         await client.wait_ready("default", 60)
-        async with (
-            await client.open_session("default", LAYOUT) as session,
-            DataClient(data, tls=tls("engine-1")) as plane,
-            await plane.open(session.grant) as execution,
-        ):
-            result = await session.step([ops.admit(1, range(4))])
-            started = await execution.start(result.plan)
-            assert started.num_tokens == 4
+        session = await client.open_session("default", layout)
+        async with DataClient(data, tls=tls("data-plane")) as plane:
+            with pytest.raises(NotPermittedError):
+                await plane.open(session.grant)
+        await session.close()
     async with ControlClient(control, tls=tls("data-plane")) as client:
         with pytest.raises(NotPermittedError):
-            await client.open_session("default", LAYOUT)
+            await client.open_session("default", layout)
     async with ControlClient(control, timeout_s=1) as client:
         with pytest.raises(KvplaneError):
             await client.list_pools()

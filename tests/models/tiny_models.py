@@ -84,6 +84,8 @@ NOT_BUILT: Final = {
 """Types whose tiny model could not be made, and why."""
 
 _OF_TYPE: Final[dict[str, dict[str, Any]]] = {
+    "cohere_compass_text": {"rope_parameters": None},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "gemma4": {"global_head_dim": 32},
     "gemma4_text": {"global_head_dim": 32},

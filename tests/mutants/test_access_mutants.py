@@ -32,7 +32,7 @@ BASIC = {
     ),
     "any_plane_registers_for_any_pool": Fault(
         "control_plane/server/registration_server.py",
-        "if not caller().may_register(hello.pool_id):",
+        "if not caller.may_register(hello.pool_id):",
         "if False:",
         SOCKETS,
     ),

@@ -126,11 +126,11 @@ int64_t Pool::common_prefix(Slot slot, Span<int64_t> ids) const {
   return num;
 }
 
-std::vector<EntryId> Pool::match(std::string_view root, Span<int32_t> tokens) const {
+std::vector<EntryId> Pool::match(std::string_view root, Span<int32_t> tokens, int64_t most) const {
   std::vector<EntryId> found;
   std::vector<uint8_t> present;
   EntryId e = index_.find_root(root);
-  const int64_t num_full = tokens.size / block_size_;
+  const int64_t num_full = std::min(most, tokens.size / block_size_);
   for (int64_t i = 0; e != kNoEntry && i < num_full; ++i) {
     e = index_.find(e, tokens.data + i * block_size_);
     if (e == kNoEntry) break;

@@ -3,7 +3,7 @@
 // costs more.
 #include <algorithm>
 
-#include "core/pool.h"
+#include "core/grouped_pool.h"
 
 namespace kvplane::blocks {
 
@@ -24,39 +24,82 @@ typename Map::mapped_type value_of(const Map& map, typename Map::key_type key) {
 
 }  // namespace
 
-ItemResults Pool::append(Slot slot, const AppendColumns& columns) {
-  Session& session = sessions_[slot];
-  dry_.clear();
+// What an item needs in one group.
+struct Pool::AppendPlan {
+  uint32_t index = 0;  // of the sequence
+  Sketch now;
+  int64_t needed = 0;  // blocks
+  int64_t available = 0;
+};
+
+ItemResults Pool::append(Groups groups, Slot slot, const AppendColumns& columns) {
   const int64_t num = columns.sequence_ids.size;
   ItemResults results;
   results.values.resize(static_cast<size_t>(num));
+  for (int64_t g = 0; g < groups.size; ++g) groups[g]->dry_.clear();
   const bool has_negatives = any_negative(columns.token_ids.data, columns.token_ids.size);
-  const bool is_plain = !dry_.on && !has_negatives && columns.num_lookahead.size == 0;
-  int64_t max_tokens = int64_t{store(kDevice).num_blocks} * block_size_;
-  if (const int64_t quota = config_.max_owner_blocks)
-    max_tokens = std::min(max_tokens, quota * block_size_);
+  const bool is_plain = !groups[0]->dry_.on && !has_negatives && columns.num_lookahead.size == 0;
+  std::vector<AppendPlan> plans(static_cast<size_t>(groups.size));
   const int32_t* tokens = columns.token_ids.data;
   for (int64_t item = 0; item < num; tokens += columns.num_tokens[item], ++item) {
     const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
-    const uint32_t* index = session.sequences.find(columns.sequence_ids[item]);
-    if (is_plain && index && num_slots > 0) {
-      Sequence& sequence = sequences_[*index];
-      if (sequence.tokens.size + num_given <= max_tokens &&
-          is_in_place(session, sequence, columns.first_positions[item], num_slots)) {
-        sequence.tokens.append(token_store_, tokens, num_given);
-        schedule(session, *index, num_slots);
+    int64_t num_in_place = 0;
+    while (is_plain && num_slots > 0 && num_in_place < groups.size &&
+           groups[num_in_place]->fits_in_place(slot, columns, item,
+                                               plans[static_cast<size_t>(num_in_place)]))
+      ++num_in_place;
+    if (num_in_place == groups.size) {
+      for (int64_t g = 0; g < groups.size; ++g) {
+        Pool& pool = *groups[g];
+        Session& session = pool.sessions_[slot];
+        const uint32_t index = plans[static_cast<size_t>(g)].index;
+        Sequence& sequence = pool.sequences_[index];
+        sequence.tokens.append(pool.token_store_, tokens, num_given);
+        pool.schedule(session, index, num_slots);
         results.values[static_cast<size_t>(item)] = static_cast<int32_t>(sequence.table.size);
-        continue;
       }
+      continue;
     }
-    const Failure failure = append_one(session, columns, item, tokens);
+    Failure failure{item, Code::kOk};
+    for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g) {
+      const Pool& pool = *groups[g];
+      failure = pool.check_append(pool.sessions_[slot], columns, item, tokens,
+                                  plans[static_cast<size_t>(g)]);
+      if (failure.code == Code::kLater || failure.code == Code::kLaterQuota)
+        failure = in_proportion(groups, pool, failure);
+    }
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
-    } else {
-      results.values[static_cast<size_t>(item)] = static_cast<int32_t>(failure.a);
+      continue;
     }
+    for (int64_t g = 0; g < groups.size; ++g)
+      results.values[static_cast<size_t>(item)] = static_cast<int32_t>(groups[g]->append_one(
+          groups[g]->sessions_[slot], columns, item, tokens, plans[static_cast<size_t>(g)]));
   }
   return results;
+}
+
+// A failure of one group, its blocks counted as for all groups.
+Failure Pool::in_proportion(Groups groups, const Pool& pool, Failure failure) {
+  const Proportion proportion(groups, static_cast<Tier>(failure.c));
+  failure.a = proportion.up(pool, failure.a);
+  failure.b = proportion.down(pool, failure.b);
+  return failure;
+}
+
+// Whether an item only writes slots of one block that the sequence may write as it is.
+bool Pool::fits_in_place(Slot slot, const AppendColumns& columns, int64_t item,
+                         AppendPlan& plan) const {
+  const Session& session = sessions_[slot];
+  const uint32_t* index = session.sequences.find(columns.sequence_ids[item]);
+  if (!index) return false;
+  plan.index = *index;
+  const Sequence& sequence = sequences_[*index];
+  int64_t max_tokens = int64_t{store(kDevice).num_blocks} * block_size_;
+  if (const int64_t quota = config_.max_owner_blocks)
+    max_tokens = std::min(max_tokens, quota * block_size_);
+  return sequence.tokens.size + columns.num_tokens[item] <= max_tokens &&
+         is_in_place(session, sequence, columns.first_positions[item], columns.num_slots[item]);
 }
 
 // Whether the slots lie in one block that the sequence may write as it is.
@@ -73,19 +116,20 @@ bool Pool::is_in_place(const Session& session, const Sequence& sequence, int64_t
          store(kDevice).is_writable(b, session.slot, static_cast<uint32_t>(first % block_size_));
 }
 
-// Extends a sequence, whatever that takes. Code kOk: a is how many blocks its table has.
-Failure Pool::append_one(Session& session, const AppendColumns& columns, int64_t item,
-                         const int32_t* tokens) {
+// Whether a sequence can be extended, and what that takes.
+Failure Pool::check_append(const Session& session, const AppendColumns& columns, int64_t item,
+                           const int32_t* tokens, AppendPlan& plan) const {
   const int64_t id = columns.sequence_ids[item], first = columns.first_positions[item];
   const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
   const int64_t num_ahead = columns.num_lookahead.size ? columns.num_lookahead[item] : 0;
-  Sketch now = look(session, id);
+  Sketch& now = plan.now;
+  now = look(session, id);
   if (!now.live) return {item, Code::kNotFound, id};
-  const uint32_t index = *session.sequences.find(id);
   if (num_slots < 0) return {item, Code::kNegative, 0};
   if (num_ahead < 0) return {item, Code::kNegative, 2};
   if (any_negative(tokens, num_given)) return {item, Code::kNegative, 1};
-  Sequence& sequence = sequences_[index];
+  plan.index = *session.sequences.find(id);
+  const Sequence& sequence = sequences_[plan.index];
   if (sequence.tier != kDevice) return {item, Code::kSwapped, id, sequence.tier};
   // A block that this plan computes is written after this plan's transfers.
   const bool copies_unwritten = sequence.filled_by == session.number && first % block_size_;
@@ -99,23 +143,37 @@ Failure Pool::append_one(Session& session, const AppendColumns& columns, int64_t
   const int64_t quota = config_.max_owner_blocks;
   if (quota && div_ceil(longest, block_size_) - now.num_trimmed > quota)
     return {item, Code::kNeverQuota, div_ceil(longest, block_size_), quota, kDevice};
-  const int64_t needed = num_needed(session, sequence, now, first, end, cover);
+  const int64_t needed = plan.needed = num_needed(session, sequence, now, first, end, cover);
   const int64_t allowed =
       quota && needed ? num_allowed(session) + num_replaced(sequence, now, first, end) : needed;
-  const int64_t available = std::min(obtainable(session, kDevice), allowed);
+  const int64_t available = plan.available = std::min(obtainable(session, kDevice), allowed);
   // Blocks that it has ahead serve for the copy of a shared one.
   const int64_t num_spare =
       needed > available ? num_ahead_of(sequence, now, std::max(end, cover)) : 0;
   if (needed > allowed + num_spare)
     return {item, Code::kLaterQuota, needed, std::max<int64_t>(0, allowed), kDevice};
   if (needed > available + num_spare) return no_room(session, kDevice, item, needed, available, 0);
+  return {item, Code::kOk};
+}
+
+// Extends a sequence as `check_append` found; returns how many blocks its table has.
+int64_t Pool::append_one(Session& session, const AppendColumns& columns, int64_t item,
+                         const int32_t* tokens, AppendPlan& plan) {
+  const int64_t id = columns.sequence_ids[item], first = columns.first_positions[item];
+  const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
+  const int64_t end = first + num_slots;
+  const int64_t cover = end + (columns.num_lookahead.size ? columns.num_lookahead[item] : 0);
+  const int64_t needed = plan.needed, available = plan.available;
+  const uint32_t index = plan.index;
+  Sequence& sequence = sequences_[index];
   if (dry_.on) {
+    Sketch& now = plan.now;
     dry_.num_taken += std::min(needed, available);
     dry_.num_held += std::min(needed, available);
     now.table_size -= std::max<int64_t>(0, needed - available);
     now.num_tokens += num_given;
     pretend(session, sequence, now, first, end, cover);
-    return {item, Code::kOk, dry_.sequences[id].table_size};
+    return dry_.sequences[id].table_size;
   }
   if (needed > available) {
     cut_table(session, sequence, sequence.table.size - (needed - available), session.number);
@@ -125,21 +183,29 @@ Failure Pool::append_one(Session& session, const AppendColumns& columns, int64_t
   sequence.tokens.append(token_store_, tokens, num_given);
   grow(session, index, first, end, cover);
   if (num_slots) schedule(session, index, num_slots);
-  return {item, Code::kOk, sequence.table.size};
+  return sequence.table.size;
 }
 
 // Gives a sequence blocks ahead, outside of a step; its table goes with the session's next plan.
-bool Pool::reserve(Slot slot, int64_t sequence_id, int64_t num_blocks) {
-  Session& session = sessions_[slot];
-  const uint32_t index = *session.sequences.find(sequence_id);
-  Sequence& sequence = sequences_[index];
-  if (sequence.tier != kDevice || num_blocks > obtainable(session, kDevice) ||
-      num_blocks > num_allowed(session))
-    return false;
-  const int64_t number = session.number++;  // the next plan, at the earliest
-  const int64_t first = sequence.num_scheduled;
-  grow(session, index, first, first, (sequence.table.size + num_blocks) * block_size_);
-  session.number = number;
+// All groups of it grow by as many: a table has an entry for each block of tokens in each of them.
+bool Pool::reserve(Groups groups, Slot slot, int64_t sequence_id, int64_t num_blocks) {
+  for (int64_t g = 0; g < groups.size; ++g) {
+    const Pool& pool = *groups[g];
+    if (pool.find(slot, sequence_id)->tier != kDevice ||
+        num_blocks > pool.obtainable(pool.sessions_[slot], kDevice) ||
+        num_blocks > pool.num_allowed(pool.sessions_[slot]))
+      return false;
+  }
+  for (int64_t g = 0; g < groups.size; ++g) {
+    Pool& pool = *groups[g];
+    Session& session = pool.sessions_[slot];
+    const uint32_t index = *session.sequences.find(sequence_id);
+    const Sequence& sequence = pool.sequences_[index];
+    const int64_t number = session.number++;  // the next plan, at the earliest
+    const int64_t first = sequence.num_scheduled;
+    pool.grow(session, index, first, first, (sequence.table.size + num_blocks) * pool.block_size_);
+    session.number = number;
+  }
   return true;
 }
 
