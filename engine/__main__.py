@@ -1,19 +1,21 @@
-"""``python -m engine generate`` and ``python -m engine serve``."""
+"""``python -m engine generate``, ``serve`` and ``layout``."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Final
 
-from engine.config import GenerateConfig
+from engine.config import GenerateConfig, LayoutConfig
 from engine.program import run_program
 from engine.serving.config import ServeConfig
 from kvplane.serving.event_loop import tune_grpc
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, parse
 
-_USAGE: Final = "Usage: python -m engine generate|serve [OPTIONS]\n"
+_USAGE: Final = "Usage: python -m engine generate|serve|layout [OPTIONS]\n"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,13 +49,28 @@ def _serve(argv: Sequence[str]) -> int:
     return run(config)
 
 
-_COMMANDS: Final = {"generate": _generate, "serve": _serve}
+def _layout(argv: Sequence[str]) -> int:
+    config = parse(LayoutConfig, "engine layout", argv, os.environ)
+    from kvplane.hf import layout_from_hf
+
+    layout = layout_from_hf(
+        config.model,
+        block_size_tokens=config.block_size_tokens,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype or None,
+    )
+    print(json.dumps(asdict(layout), indent=1))
+    return 0
+
+
+_COMMANDS: Final = {"generate": _generate, "serve": _serve, "layout": _layout}
 
 
 def _help() -> int:
     """Every command's help."""
     print(_USAGE)
-    for command, config_class in (("generate", GenerateConfig), ("serve", ServeConfig)):
+    configs = {"generate": GenerateConfig, "serve": ServeConfig, "layout": LayoutConfig}
+    for command, config_class in configs.items():
         try:
             parse(config_class, f"engine {command}", ["--help"], {})
         except SystemExit as end:

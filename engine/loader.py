@@ -13,11 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from engine.models import adapters, baichuan
-from engine.models.probe import probe as run_probe
+from engine.models import baichuan
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.transformers import attention
 from kvplane.transformers.config import read_config
+from kvplane.transformers.models import adapters
+from kvplane.transformers.models.probe import probe as run_probe
 
 TORCH_DTYPES: Final = {
     "float32": torch.float32,

@@ -15,10 +15,6 @@ from kvplane.layout import LayerGroup
 
 _SLIDING: Final = "sliding_attention"
 _ATTENTION: Final = ("full_attention", _SLIDING)
-_SERVES_GROUPS_BY_WINDOW: Final = False
-"""Whether planes serve a group for each window. Until they do, layers that differ in nothing else
-are one group without a window, and each attention call passes its own.
-"""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,8 +36,6 @@ def layer_groups(config: Any) -> tuple[LayerGroup, ...]:
     """
     groups: dict[LayerShape, list[int]] = defaultdict(list)
     for index, shape in enumerate(layer_shapes(config)):
-        if not _SERVES_GROUPS_BY_WINDOW:
-            shape = LayerShape(shape.num_kv_heads, shape.head_size, shape.value_head_size, 0)
         groups[shape].append(index)
     return tuple(
         LayerGroup(

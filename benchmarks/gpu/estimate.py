@@ -6,9 +6,8 @@ A call reads each key and value once at the copy bandwidth. Beside that it takes
 over 8-bit pages and for heads of 64 and 256: for the plan, the launches and the combination of
 splits, and for the rings of tiles, which drain at the end of each item. A block alone reads 80
 GB/s, with 64 KiB in flight for 0.8 µs, so a batch of few items takes longer. Products take their
-time at 200 to 280 TFLOP/s.
-Prints the estimate of each case that has a target, beside its goal. If hardware shows other times,
-the model is wrong, and with it what docs/cuda.md says about speed.
+time at 200 to 280 TFLOP/s. Prints the estimate of each case that has a target, beside its goal. If
+hardware shows other times, the model is wrong, and with it what docs/cuda.md says about speed.
 """
 
 from __future__ import annotations

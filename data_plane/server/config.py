@@ -41,10 +41,14 @@ class DataPlaneConfig(ServingConfig):
         minimum=0,
     )
     model: Path | None = setting(
-        None, help="Folder of the Hugging Face model whose KV the pool holds."
+        None,
+        help="Folder of the Hugging Face model whose KV the pool holds. Needs transformers, which"
+        " --layout does not.",
     )
     layout: Path | None = setting(
-        None, help="JSON file of the pool's layout, in place of --model; see kvplane/layout.py."
+        None,
+        help="JSON file of the pool's layout, in place of --model, as python -m engine layout"
+        " prints it.",
     )
     block_size_tokens: int = setting(
         16, help=f"Token slots in a block: one of {BLOCK_SIZES}. For --model.", unit="tokens"

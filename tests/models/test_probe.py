@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from engine.models import probe as probe_module
-from engine.models.probe import probe
 from kvplane.errors import InvalidRequestError
 from kvplane.transformers import attention
+from kvplane.transformers.models import probe as probe_module
+from kvplane.transformers.models.probe import probe
 from tests.models.tiny_models import tiny_model
 
 

@@ -17,12 +17,12 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
-from engine.models import adapters
-from engine.runner import packed_logits
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.layout import LayerGroup
 from kvplane.model_layers import layer_groups
 from kvplane.transformers import attention
+from kvplane.transformers.models import adapters
+from kvplane.transformers.models.packed import packed_logits
 
 _WINDOW_TOKENS: Final = 6
 _PASSES: Final = (((0, 0, 13), (1, 0, 9)), ((1, 9, 7), (0, 13, 11)))
@@ -42,7 +42,7 @@ def probe(model: PreTrainedModel) -> None:
     served. Its attention implementation is "kvplane" afterwards.
     """
     try:
-        from engine.models.probe_planes import ProbePlanes
+        from kvplane.transformers.models.probe_planes import ProbePlanes
     except ImportError as error:
         raise InvalidRequestError(
             f"the probe computes attention in this process and lacks a package ({error.name}): "
