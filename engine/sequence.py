@@ -89,6 +89,15 @@ class EngineSequence:
         """
         return self.request.params.n if self.num_output_tokens == 0 else 1
 
+    def start(self, num_blocks: int, num_cached_tokens: int) -> None:
+        """It was admitted: what is not cached is to be computed."""
+        self.status = SequenceStatus.RUNNING
+        self.num_sent, self.num_computed = len(self.tokens), num_cached_tokens
+        self.num_blocks = num_blocks
+        if self.num_admissions == 0:
+            self.num_cached_tokens = num_cached_tokens
+        self.num_admissions += 1
+
     def forget_blocks(self) -> None:
         """Back to waiting: everything is to be admitted and computed again. Tokens and sampler
         state stay.

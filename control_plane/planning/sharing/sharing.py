@@ -17,6 +17,7 @@ from typing import Final
 
 from kvplane_blocks import _native
 
+from control_plane.planning import traffic
 from control_plane.planning.admission.decisions import (
     Admission,
     AdmissionConfig,
@@ -35,6 +36,7 @@ from control_plane.planning.sharing.blocks import DeviceBlocks
 from control_plane.planning.sharing.groups import Group
 from control_plane.planning.sharing.member import Member, Waiting
 from control_plane.planning.steps import checks
+from control_plane.planning.traffic import TrafficObserver
 from kvplane import columns
 from kvplane.columns import INT32, INT64, UINT8
 from kvplane.errors import SequenceExistsError
@@ -54,18 +56,26 @@ _ONES: Final = columns.pack(INT32, [1] * 4096)
 _REASONS: Final = {
     Reason.GROWTH: cpb.CUT_REASON_GROWTH,
     Reason.TURN: cpb.CUT_REASON_TURN,
+    Reason.IDLE: cpb.CUT_REASON_IDLE,
 }
 
 
 class Sharing:
     """The sessions of one pool, and their line."""
 
-    def __init__(self, pool: Pool, config: AdmissionConfig, quotas: Quotas) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        config: AdmissionConfig,
+        quotas: Quotas,
+        observer: TrafficObserver | None = None,
+    ) -> None:
         self.members: dict[int, Member] = {}
         self.with_news: set[int] = set()  # sessions that were not told yet
         self._pool = pool
         self._config = config
         self._quotas = quotas
+        self._observer = observer
         self._line = Line(DeviceBlocks(pool, self.members), config)
 
     # Sessions
@@ -109,9 +119,10 @@ class Sharing:
             if place is None:
                 done = admit(self._headroom())
         if len(done) == 3:
-            self._started(member, key, message)
+            self._started(member, key, message, done[0])
         elif place is not None and place.sequence == key:
-            member.waiting = Waiting(key, message, member.session.numbers.last)
+            since_s = waiting.since_s if waiting is not None else self._pool.now_s
+            member.waiting = Waiting(key, message, member.session.numbers.last, since_s)
         return done, place
 
     def append(self, member: Member, message: cpb.Append) -> tuple[bytes, list[Failure] | None]:
@@ -202,7 +213,7 @@ class Sharing:
             if place is None:
                 done = native.swap(slot, sequence_ids, _DEVICE, headroom)
             elif place.sequence == group.key and member.waiting is None:
-                member.waiting = Waiting(group.key, None, 0)
+                member.waiting = Waiting(group.key, None, 0, self._pool.now_s)
         if isinstance(done, int):
             for sequence_id in ids:
                 group = member.groups.of(sequence_id)
@@ -247,7 +258,8 @@ class Sharing:
         for decision in self._line.tick(now_s):
             member = self.members[decision.session]
             if isinstance(decision, Pressure):
-                member.tell_pressure(decision.num_blocks, decision.deadline_s - now_s)
+                group = member.groups.by_key(decision.sequence)
+                member.tell_pressure(group, decision.num_blocks, decision.deadline_s - now_s)
             elif isinstance(decision, Cut):
                 self._cut(member, decision)
             elif isinstance(decision, EndSession):
@@ -272,15 +284,20 @@ class Sharing:
             return Place(place.reason)  # the session's place is for another sequence
         return place
 
-    def _started(self, member: Member, key: int, message: cpb.Admit) -> None:
+    def _started(self, member: Member, key: int, message: cpb.Admit, num_cached: int) -> None:
         ids = [message.sequence_id]
         if message.fork_sequence_ids:
             ids += columns.read(INT64, message.fork_sequence_ids, "fork_sequence_ids")
         member.groups.add(key, ids)
         if member.waiting is not None and member.waiting.key == key:
             member.waiting = None
+        was_cut = message.sequence_id in member.revoked
         for sequence_id in ids if member.revoked else ():
             member.revoked.pop(sequence_id, None)
+        if was_cut and not message.skip_prefix_lookup:
+            statistics = self._pool.statistics
+            statistics.reread_lookup_tokens += len(message.token_ids) // 4
+            statistics.reread_hit_tokens += num_cached
         self._line.started(member.session.id, key, self._pool.now_s)
 
     def _most_growth(self, message: cpb.Append) -> int:
@@ -374,15 +391,17 @@ class Sharing:
             self._headroom(),
         )
         if len(done) == 3:
-            self._started(member, waiting.key, message)
+            self._started(member, waiting.key, message, done[0])
             member.tell_granted(message, done[0], done[1])
             member.is_drafted = True
             self._pool.num_granted_admissions += 1
+            traffic.begins(self._observer, session, message)
+            self._pool.statistics.wait_s.add(self._pool.now_s - waiting.since_s)
             return True
         if done[1] in _LATER:
             return self._ask(member, waiting.key, done[2], wait=True) is not None
         by_quota = done[1] in _QUOTA
-        reason = cpb.CUT_REASON_QUOTA if by_quota else cpb.CUT_REASON_GROWTH
+        reason = cpb.CUT_REASON_QUOTA if by_quota else cpb.CUT_REASON_IMPOSSIBLE
         return self._refuse(member, waiting, message, reason)
 
     def _refuse(
@@ -399,10 +418,11 @@ class Sharing:
         group.in_line = False
         member.wanted.pop(group.key, None)
         for sequence_id in sorted(group.members - group.swapped):
+            traffic.ends(self._observer, session, sequence_id)
             session.native.cut(session.slot, sequence_id)
             member.groups.remove(sequence_id)
             member.tell_cut(sequence_id, _REASONS[cut.reason])
-            self._pool.num_cut_sequences += 1
+            self._pool.statistics.cut_sequences[cut.reason.name.lower()] += 1
         member.is_drafted = True
 
     def _gone(self, member: Member, group: Group) -> None:

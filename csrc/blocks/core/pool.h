@@ -229,6 +229,12 @@ class Pool final : private Listener {
   int64_t num_owned(uint32_t owner) const { return owner < held_.size() ? held_[owner] : 0; }
   int64_t num_retained(uint32_t owner) const { return retention_.num_entries(owner); }
 
+  // For metrics.
+  const BlockTimes& block_times(Tier tier) const { return block_times_[tier - 1]; }
+  int64_t num_sequences_in(Tier tier) const;
+  // How long the blocks have waited that wait longest for a receipt or a fence; 0: none waits.
+  double oldest_release_s() const;
+
   // Forgetting (forget.cpp): nothing of it can be found at once; `forget_some` takes the entries
   // apart, and says whether some are left. Without `force` nothing is changed if tables have some.
   static Forgotten forget(Groups groups, Slot slot, Span<int32_t> tokens, bool force);
@@ -256,6 +262,7 @@ class Pool final : private Listener {
   int64_t num_obtainable(Slot slot, Tier tier) const { return store(tier).num_obtainable(slot); }
   int64_t num_coming(Slot slot, Tier tier) const { return store(tier).num_coming(slot); }
   int64_t num_held(Slot slot, int64_t id) const { return held_by(*find(slot, id)); }
+  int64_t num_blocks_held(Slot slot) const { return sessions_[slot].num_held; }
 
  private:
   struct Hit;
@@ -264,6 +271,7 @@ class Pool final : private Listener {
   struct SwapPlan;
 
   void changed(Change change, EntryId entry, Tier tier) override;
+  void evicted(Tier tier, Block b, Eviction why);
   std::vector<EntryId> match(EntryId root, Span<int32_t> tokens) const;
 
   // Forgetting (forget.cpp)
@@ -279,6 +287,8 @@ class Pool final : private Listener {
   // Sequences (sequences.cpp)
   uint32_t new_sequence(Session& session, int64_t id, int64_t admitted_by);
   void forget_sequence(uint32_t index);
+  // What `max_table_entries` bounds: entries of tables, also those that known tokens will need.
+  int64_t num_entries(const Session& session) const;
   uint32_t add_fork(Session& session, uint32_t parent, int64_t id, int64_t admitted_by);
   Failure check_new_id(const Session& session, int64_t id, int64_t num_more, int64_t item) const;
   Failure check_fork(const Session& session, int64_t parent, int64_t id, int64_t item) const;
@@ -380,8 +390,9 @@ class Pool final : private Listener {
   bool set_chain(Session& session, Sequence& sequence);
   void enter(Session& session, Sequence& sequence, uint32_t index, const int32_t* tokens, Block b);
   EntryId entry_for(const Sequence& sequence, uint32_t index, const int32_t* tokens);
+  struct Given;
   Failure check_deferred(Session& session, const DeferredColumns& columns, int64_t item,
-                         const int32_t* tokens);
+                         const int32_t* tokens, std::vector<Given>& given);
   void announce(EntryId root, EntryId entry);
   void announce_promoted();
   void cut_to_written(Session& session, uint32_t index, const Origins& origins, int64_t next_plan);
@@ -402,6 +413,7 @@ class Pool final : private Listener {
   Slab<Sequence> sequences_;
   std::vector<uint32_t> free_sequences_;
   Counters counters_;
+  BlockTimes block_times_[2];  // by tier
   int64_t revision_ = 0;
   double now_s_ = 0;
   std::deque<Announcement> announcements_;
