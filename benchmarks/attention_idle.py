@@ -21,14 +21,20 @@ from typing import Final
 
 import torch
 
-from benchmarks.attention_cpu import BATCH, BLOCK_SIZE, HEAD_SIZE, NUM_KV_HEADS, machine
-from benchmarks.attention_cpu import random_pool
+from benchmarks.attention_cpu import (
+    BATCH,
+    BLOCK_SIZE,
+    HEAD_SIZE,
+    NUM_KV_HEADS,
+    machine,
+    random_pool,
+)
 from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.cpu import CpuKernels
 
 IDLE_MS: Final = (0.0, 0.2, 5.0, 20.0)
-GROUP, CONTEXT_TOKENS = 4, 1024
-NUM_PLACES: Final = 24
+GROUP, CONTEXT_TOKENS = 4, 4096
+NUM_PLACES: Final = 4
 """As many batches lie side by side, so that a call's pages left the caches since they were read."""
 
 
@@ -69,7 +75,8 @@ def main(words: Sequence[str] | None = None) -> None:
     seconds = measure(arguments.threads, arguments.rounds)
     num_bytes = BATCH * CONTEXT_TOKENS * NUM_KV_HEADS * HEAD_SIZE * 2 * 2
     print(", ".join(f"{name} {value}" for name, value in described.items()), end="\n\n")
-    print("| idle before, ms | GB/s, p10 | GB/s, median | p10 against no idleness |\n|---|---|---|---|")
+    print("| idle before, ms | GB/s, p10 | GB/s, median | p10 against no idleness |")
+    print("|" + "---|" * 4)
     rows, hot = [], None
     for ms, of_calls in seconds.items():
         p10 = num_bytes / statistics.quantiles(of_calls, n=10)[0] / 1e9
