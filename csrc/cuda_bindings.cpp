@@ -63,13 +63,26 @@ PagedAttentionParams sizes_of(const TensorView& query, const PagesView& pages,
   return p;
 }
 
-int64_t bind_workspace_bytes(const TensorView& query, const PagesView& pages, int64_t max_blocks,
-                             int64_t num_sequences, int64_t sliding_window_tokens,
-                             int64_t split_tokens) {
-  kvplane::AttentionOptions options = {};
-  options.sliding_window_tokens = sliding_window_tokens;
-  return attention_workspace_bytes(sizes_of(query, pages, {}, max_blocks, num_sequences, options),
-                                   split_tokens);
+// Writes the partial results that each sequence of a batch needs, from lengths on the host.
+void bind_count_partials(const TensorView& query, const PagesView& pages,
+                         const kvplane::AttentionOptions& options, int64_t split_tokens,
+                         uintptr_t query_starts, uintptr_t context_lens, int64_t num_sequences,
+                         uintptr_t counts) {
+  count_partials(sizes_of(query, pages, {}, 0, num_sequences, options), split_tokens,
+                 pointer<const int64_t>(query_starts), pointer<const int64_t>(context_lens),
+                 pointer<int64_t>(counts));
+}
+
+int64_t bind_max_partials(const TensorView& query, const PagesView& pages, int64_t max_blocks,
+                          int64_t num_sequences, const kvplane::AttentionOptions& options,
+                          int64_t split_tokens, int64_t max_query_len) {
+  return max_partials(sizes_of(query, pages, {}, max_blocks, num_sequences, options), split_tokens,
+                      max_query_len);
+}
+
+int64_t bind_workspace_bytes(const TensorView& query, const PagesView& pages, int64_t num_sequences,
+                             int64_t num_partials) {
+  return attention_workspace_bytes(sizes_of(query, pages, {}, 0, num_sequences, {}), num_partials);
 }
 
 void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
@@ -128,6 +141,7 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
   m.attr("BAD_SLOTS") = kBadSlots;
   m.attr("BAD_KEY_SCALES") = kBadKeyScales;
   m.attr("BAD_VALUE_SCALES") = kBadValueScales;
+  m.attr("BAD_WORKSPACE") = kBadWorkspace;
 
   m.def("device_count", &device_count);
 #if defined(KVPLANE_EMULATED)
@@ -143,9 +157,14 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
 #endif
   m.def("reshape_and_cache", &bind_reshape_and_cache, release_gil(), py::kw_only(), arg("key"),
         arg("value"), arg("pages"), arg("scales"), arg("slots"), arg("faults"), arg("stream"));
+  m.def("count_partials", &bind_count_partials, py::kw_only(), arg("query"), arg("pages"),
+        arg("options"), arg("split_tokens"), arg("query_starts"), arg("context_lens"),
+        arg("num_sequences"), arg("counts"));
+  m.def("max_partials", &bind_max_partials, py::kw_only(), arg("query"), arg("pages"),
+        arg("max_blocks"), arg("num_sequences"), arg("options"), arg("split_tokens"),
+        arg("max_query_len"));
   m.def("attention_workspace_bytes", &bind_workspace_bytes, py::kw_only(), arg("query"),
-        arg("pages"), arg("max_blocks"), arg("num_sequences"), arg("sliding_window_tokens"),
-        arg("split_tokens"));
+        arg("pages"), arg("num_sequences"), arg("num_partials"));
   m.def("paged_attention", &bind_paged_attention, release_gil(), py::kw_only(), arg("query"),
         arg("out"), arg("lse"), arg("pages"), arg("scales"), arg("block_tables"),
         arg("wide_block_tables"), arg("max_blocks"), arg("query_starts"), arg("context_lens"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -25,9 +25,11 @@ from data_plane.kernels.devices import with_index
 from data_plane.kernels.shard_kernels import ShardKernels
 from data_plane.layers import layer_index, layer_range
 from data_plane.memory.pool import Pools
+from data_plane.places import place_of, tier_of
 from data_plane.plan_runner import PlanRunner, StartedPlan
 from data_plane.plans.block_report import block_report
 from data_plane.plans.block_tables import BlockTables, taken_away
+from data_plane.plans.plan_columns import no_group
 from data_plane.plans.sessions import Sessions, check_ordinal
 from data_plane.plans.transfers import Transfers
 from data_plane.plans.verifier import Verifier
@@ -37,6 +39,7 @@ from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
     LayoutMismatchError,
+    NotPermittedError,
     StaleGenerationError,
 )
 from kvplane.layout import Layout
@@ -62,8 +65,8 @@ class Executor:
         layout: Layout,
         *,
         pool_id: str,
-        num_device_blocks: int,
-        num_host_blocks: int = 0,
+        num_device_blocks: int | Sequence[int],
+        num_host_blocks: int | Sequence[int] = 0,
         shard: Shard | None = None,
         device: str | torch.device = "cpu",
         num_threads: int = 0,
@@ -71,9 +74,10 @@ class Executor:
         epoch: int = 0,
         observe: Observer | None = None,
     ) -> None:
-        """Allocate the pools. ``num_threads``: of the CPU kernels, 0 for as many as torch uses.
-        ``kernels``: None for those of ``device``. ``epoch``: the number of this run, higher than
-        that of the process it replaces; 0 takes the clock's nanoseconds.
+        """Allocate the pools. ``num_device_blocks`` and ``num_host_blocks``: of each layer group;
+        a single number is for each of them. ``num_threads``: of the CPU kernels, 0 for as many as
+        torch uses. ``kernels``: None for those of ``device``. ``epoch``: the number of this run,
+        higher than that of the process it replaces; 0 takes the clock's nanoseconds.
 
         Raises InvalidRequestError for a setting out of range, and NeverFitsError for pools that do
         not fit in a GPU's memory or in the host memory beside it.
@@ -152,7 +156,7 @@ class Executor:
     @property
     def num_published_blocks(self) -> int:
         """Device blocks with a publication."""
-        return len(self._tables.publications)
+        return sum(map(len, self._tables.publications))
 
     def use_own_stream(self) -> None:
         """Give the calling thread a stream of its own, beside other work on the device."""
@@ -198,14 +202,17 @@ class Executor:
         Raises InvalidRequestError for a malformed column; nothing is kept then.
         """
         with self._command("publish"):
-            present = self._tables.generations[pb.TIER_DEVICE]
-            return self._tables.publications.keep(publications, present, "publications")
+            group = self._check_group(publications.group, "publications.group")
+            present = self._tables.generations[place_of(group, pb.TIER_DEVICE)]
+            kept = self._tables.publications[group]
+            return kept.keep(publications, present, "publications")
 
     def withdraw(self, blocks: control_pb2.WithdrawBlocks) -> int:
         """Drop publications in the same way. Returns the number dropped."""
         with self._command("withdraw"):
-            present = self._tables.generations[pb.TIER_DEVICE]
-            return self._tables.publications.withdraw(blocks, present, "withdraw")
+            group = self._check_group(blocks.group, "withdraw.group")
+            present = self._tables.generations[place_of(group, pb.TIER_DEVICE)]
+            return self._tables.publications[group].withdraw(blocks, present, "withdraw")
 
     def fence(self, session: pb.SessionRef, ordinal: int) -> None:
         """End a session, open here or not: when this returns, none of its commands runs and none
@@ -220,11 +227,12 @@ class Executor:
             self._sessions.fence(session.session_id, ordinal)
             self._tables.drop_session(session.session_id)
 
-    def open(self, grant: pb.SignedPayload) -> int:
-        """Verify a session's grant. Returns the session's id. Safe to repeat.
+    def open(self, grant: pb.SignedPayload, *, tenant: str | None = None) -> int:
+        """Verify a session's grant. Returns the session's id. Safe to repeat. ``tenant``: the
+        caller's; None where callers do not say who they are.
 
-        Raises BadSignatureError, StaleEpochError, StaleIncarnationError, SessionExpiredError,
-        LayoutMismatchError and InvalidRequestError.
+        Raises NotPermittedError for another tenant's grant, BadSignatureError, StaleEpochError,
+        StaleIncarnationError, SessionExpiredError, LayoutMismatchError and InvalidRequestError.
         """
         with self._command("open"):
             verified = self._verifier.grant(grant)
@@ -233,6 +241,8 @@ class Executor:
                     "the session was opened with another layout than this pool's",
                     field="grant.layout_fingerprint",
                 )
+            if tenant is not None and verified.tenant != tenant:
+                raise NotPermittedError("the grant is another tenant's", field="grant.tenant")
             return self._sessions.open(verified).id
 
     def start(self, session: int | pb.SignedPayload, plan: pb.SignedPayload) -> StartedPlan:
@@ -266,7 +276,8 @@ class Executor:
         with self._command("write_layer"):
             session, run = self._plans.latest(session_id, plan_number)
             index = layer_index(self.layers, layer)
-            arguments = self._compute.write_arguments(run.batch, index, key, value)
+            batch = run.attention[self.pools.group_of_layer(index)]
+            arguments = self._compute.write_arguments(batch, index, key, value)
             if not run.is_complete:
                 self._plans.write(session, run, arguments)
                 run.progress.finish_layer(index)
@@ -290,7 +301,8 @@ class Executor:
         with self._command("attend"):
             session, run = self._plans.latest(session_id, plan_number)
             index = layer_index(self.layers, layer)
-            arguments = self._compute.attention_arguments(run.batch, index, query, options)
+            batch = run.attention[self.pools.group_of_layer(index)]
+            arguments = self._compute.attention_arguments(batch, index, query, options)
             require(
                 run.progress.is_written(index),
                 f"layer {layer} of the plan has not been written yet: write it first",
@@ -326,12 +338,11 @@ class Executor:
                 "first",
                 f"{field}layer",
             )
-            to_write = self._compute.write_arguments(run.batch, index, key, value, field)
+            batch = run.attention[self.pools.group_of_layer(index)]
+            to_write = self._compute.write_arguments(batch, index, key, value, field)
             to_attend = None
             if query is not None:
-                to_attend = self._compute.attention_arguments(
-                    run.batch, index, query, options, field
-                )
+                to_attend = self._compute.attention_arguments(batch, index, query, options, field)
             if not run.is_complete:
                 self._plans.write(session, run, to_write)
             output = None if to_attend is None else self._plans.attend(session, run, to_attend)
@@ -373,16 +384,17 @@ class Executor:
         first_block: int,
         num_blocks: int,
         *,
+        group: int = 0,
         first_layer: int = 0,
         num_layers: int = 0,
     ) -> tuple[torch.Tensor, pb.Blocks]:
         """Copy whole blocks out of a sequence's table, from ``first_block``, a table entry, on.
         Returns the data, and the blocks' tier, indices and generations.
 
-        ``num_layers``: of this shard's layers, from the model's layer ``first_layer`` on; 0 for
-        all. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the
-        layout's kv_dtype (``ReadBlocksResponse`` says what it is where values are smaller than
-        keys), on the device for the device tier and on the CPU for the host tier. Raises
+        ``num_layers``: of this shard's layers of the group, from the model's layer ``first_layer``
+        on; 0 for all. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size]
+        of the layout's kv_dtype (``ReadBlocksResponse`` says what it is where values are smaller
+        than keys), on the device for the device tier and on the CPU for the host tier. Raises
         SequenceNotFoundError, InvalidRequestError, SessionExpiredError,
         StaleGenerationError when a block has been allocated again, and PlanOutOfOrderError while
         the latest plan's transfers have not all run.
@@ -391,7 +403,8 @@ class Executor:
             latest = self._sessions.get(session_id).latest
             if latest is not None:
                 latest.check_transferred()
-            table = self._tables.get(session_id, sequence_id, "sequence_id")
+            self._check_group(group, "group")
+            table = self._tables.get(session_id, sequence_id, "sequence_id", group)
             length = len(table.blocks)
             require(
                 table.num_trimmed <= first_block < length,
@@ -405,16 +418,18 @@ class Executor:
                 f"must be 1 to {num_left}, the entries from {first_block} on, is {num_blocks}",
                 "num_blocks",
             )
-            layers = layer_range(self.layers, first_layer, num_layers)
+            held = self.shard.group_layers(self.layout, group)
+            layers = layer_range(held, first_layer, num_layers)
             part = table.part(first_block, first_block + num_blocks)
             if self._tables.first_stale([part]) is not None:
                 raise StaleGenerationError(taken_away(sequence_id), field="sequence_id")
             refs = pb.Blocks(
-                tier=part.tier,
+                group=group,
+                tier=tier_of(part.place),
                 indices=part.blocks.astype("<i4").tobytes(),
                 generations=part.generations.astype("<i8").tobytes(),
             )
-            return self._compute.read(part.tier, part.blocks, layers), refs
+            return self._compute.read(part.place, part.blocks, layers), refs
 
     def write_blocks(
         self,
@@ -423,6 +438,7 @@ class Executor:
         first_block: int,
         blocks: torch.Tensor,
         *,
+        group: int = 0,
         first_layer: int = 0,
         num_layers: int = 0,
         plan_number: int | None = None,
@@ -436,14 +452,17 @@ class Executor:
         """
         with self._command("write_blocks"):
             session, run = self._plans.latest(session_id, plan_number)
-            span = run.batch.span_of(sequence_id)
-            layers = layer_range(self.layers, first_layer, num_layers)
-            tokens = self._compute.check_blocks(run.batch, span, layers, first_block, blocks)
-            run.progress.check_no_gap(layers, span, tokens.start)
+            batch = run.attention[self._check_group(group, "group")]
+            span = batch.span_of(sequence_id)
+            held = self.shard.group_layers(self.layout, group)
+            layers = layer_range(held, first_layer, num_layers)
+            tokens = self._compute.check_blocks(batch, span, layers, first_block, blocks)
+            of_shard = [self.layers.index(held[layer]) for layer in layers]
+            run.progress.check_no_gap(of_shard, span, tokens.start)
             if not run.is_complete:
                 self._plans.check_may_write(session, run)
-                self._compute.write_span(run.batch, span, layers, first_block, blocks, tokens)
-                run.progress.extend(layers, span, tokens.stop)
+                self._compute.write_span(batch, span, layers, first_block, blocks, tokens)
+                run.progress.extend(of_shard, span, tokens.stop)
             return self._plans.receipt(session, run)
 
     def check_integrity(self) -> None:
@@ -452,6 +471,11 @@ class Executor:
             self._tables.check_integrity()
             for session_id in self._tables.session_ids():
                 self._sessions.get(session_id)
+
+    def _check_group(self, group: int, field: str) -> int:
+        last = len(self.layout.groups) - 1
+        require(0 <= group <= last, no_group(group, last), field)
+        return group
 
     def _begin(self, session: int | pb.SignedPayload, plan: pb.Plan, digest: bytes) -> StartedPlan:
         session_id = session if isinstance(session, int) else self.open(session)

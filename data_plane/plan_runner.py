@@ -83,7 +83,7 @@ class PlanRunner:
         if not run.transferred:
             self._transfer(session, run)
         receipt = self.receipt(session, run)
-        return StartedPlan(run.number, run.batch.num_tokens, run.batch.num_spans, receipt)
+        return StartedPlan(run.number, run.num_tokens, run.num_spans, receipt)
 
     def _prepare(self, session: Session, plan: pb.Plan, digest: bytes) -> Run:
         """Make a new plan's table changes, all or nothing."""
@@ -93,19 +93,22 @@ class PlanRunner:
             allocated = apply_changes(tables, session.id, plan)
             transfers.check_generations(tables, allocated)
             # In the transaction too: without device memory for the batch the plan is refused.
-            changed_ids = plan.changes.sequence_ids
-            batch = prepare_batch(tables, session.id, plan.spans, changed_ids)
-            batch = self._compute.prepare(batch)
+            attention = tuple(
+                self._compute.prepare(
+                    prepare_batch(tables, session.id, plan.spans, changed_ids, group)
+                )
+                for group, changed_ids in enumerate(_changed_ids(plan.changes, tables.num_groups))
+            )
         return Run(
             number=plan.number,
             digest=digest,
-            batch=batch,
+            attention=attention,
             allocated=allocated,
             to_clear=self._tenants.to_clear(session.tenant, allocated, transfers),
             transfers=transfers,
             batches=transfers.batches(),
-            progress=Progress(self._num_layers, np.diff(batch.starts)),
-            checked_version=tables.publications.version,
+            progress=Progress(self._num_layers, np.diff(attention[0].starts)),
+            checked_version=tables.num_messages_published,
             checked_taken=tables.num_taken,
         )
 
@@ -205,11 +208,22 @@ class PlanRunner:
     def check_still_current(self, session: Session, run: Run) -> None:
         """Check the spans' tables again if a plan made any entry stale since the last check."""
         if run.checked_taken != self._tables.num_taken:
-            check_current(self._tables, session.id, run.batch)
+            for batch in run.attention:
+                check_current(self._tables, session.id, batch)
             run.checked_taken = self._tables.num_taken
 
     def check_still_writable(self, run: Run) -> None:
         """Check the written blocks again if anything was published since the last check."""
-        if run.checked_version != self._tables.publications.version:
-            check_unpublished(self._tables, run.batch)
-            run.checked_version = self._tables.publications.version
+        if run.checked_version != self._tables.num_messages_published:
+            for batch in run.attention:
+                check_unpublished(self._tables, batch)
+            run.checked_version = self._tables.num_messages_published
+
+
+def _changed_ids(changes: pb.TableChanges, num_groups: int) -> list[bytes]:
+    """The sequences whose tables change, of each layer group."""
+    if num_groups == 1:
+        return [changes.sequence_ids]
+    ids = np.frombuffer(changes.sequence_ids, "<i8")
+    groups = np.frombuffer(changes.groups or bytes(len(ids)), np.uint8)
+    return [ids[groups == group].tobytes() for group in range(num_groups)]

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import FP8_BYTES
 from kvplane.serving.logs import LEVELS
 from kvplane.serving.settings import setting
+
+if TYPE_CHECKING:
+    from kvplane.tls import TlsOptions
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -22,7 +25,17 @@ KV_DTYPES: Final = (*DTYPES, *FP8_BYTES)
 class EngineConfig:
     """How an engine computes, and the planes that it uses."""
 
-    model: Path = setting(help="Folder of a Hugging Face model, Llama or OPT.")
+    HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "The model": ("model", "probe", "dtype", "kv_dtype", "num_threads"),
+        "Batches": ("max_batch_tokens", "max_sequences"),
+        "The planes": (
+            *("control_plane", "data_plane", "pool_id", "timeout_s", "recovery_timeout_s"),
+            *("planes_tls", "planes_ca", "planes_certificate", "planes_key", "planes_name"),
+            "planes_token_file",
+        ),
+        "An embedded pool": ("block_size_tokens", "num_device_blocks", "num_host_blocks"),
+    }
+    model: Path = setting(help="Folder of a Hugging Face model.")
     control_plane: str = setting("127.0.0.1:50051", help="Address of the control plane.")
     data_plane: str = setting(
         "remote",
@@ -30,6 +43,11 @@ class EngineConfig:
         help="Where attention runs: in the pool's data plane, or in this process.",
     )
     pool_id: str = setting("default", help="Pool to lease blocks from.")
+    probe: bool = setting(
+        True,
+        help="Compare the model's logits with those of transformers' own attention first. Without"
+        " it a model that keeps other state, or attends in another way, gives wrong text.",
+    )
     dtype: str = setting(
         "auto",
         choices=("auto", *DTYPES),
@@ -54,6 +72,22 @@ class EngineConfig:
         minimum=0.0,
         help="How long to wait for planes that went away, and for blocks that others hold.",
     )
+    planes_tls: bool = setting(False, help="Reach the planes over TLS.")
+    planes_ca: Path | None = setting(
+        None,
+        help="PEM file of the authority that signs the planes' certificates; none means the"
+        " authorities that gRPC ships with.",
+    )
+    planes_certificate: Path | None = setting(
+        None, help="PEM file of the certificate that names this engine to the planes."
+    )
+    planes_key: Path | None = setting(None, help="PEM file of the certificate's key.")
+    planes_name: str = setting(
+        "", help="Name that the planes' certificates must have, where it is not their host's."
+    )
+    planes_token_file: Path | None = setting(
+        None, help="File with the bearer token that names this engine to the planes."
+    )
     num_threads: int = setting(
         0,
         unit="threads",
@@ -76,12 +110,60 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model.is_dir():
             raise InvalidRequestError(f"{self.model} is not a folder", field="model")
+        others = (
+            "planes_ca",
+            "planes_certificate",
+            "planes_key",
+            "planes_name",
+            "planes_token_file",
+        )
+        for name in others if not self.planes_tls else ():
+            if getattr(self, name):
+                raise InvalidRequestError("needs --planes-tls too", field=name)
+
+    @property
+    def client_tls(self) -> TlsOptions | None:
+        """How to reach the planes; None for plain text."""
+        if not self.planes_tls:
+            return None
+        from kvplane.tls import TlsOptions  # gRPC must not be imported before it is tuned
+
+        return TlsOptions(
+            self.planes_ca,
+            self.planes_certificate,
+            self.planes_key,
+            self.planes_name,
+            self.planes_token_file,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutConfig:
+    """Print a model's layout as JSON, for a data plane without transformers (--layout FILE)."""
+
+    model: Path = setting(help="Folder of a Hugging Face model.")
+    block_size_tokens: int = setting(
+        16, unit="tokens", minimum=8, maximum=256, help="Token slots in a block."
+    )
+    dtype: str = setting("float32", choices=DTYPES, help="Type of queries, keys and values.")
+    kv_dtype: str = setting(
+        "",
+        choices=("", *KV_DTYPES),
+        help="Type of stored keys and values; empty means the same as --dtype.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(EngineConfig):
     """Answer prompts with a model whose KV cache is behind a control plane and a data plane."""
 
+    HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "The text": (
+            *("prompt", "prompts_file", "max_tokens", "temperature", "top_k", "top_p", "seed"),
+            *("n", "stop", "ignore_eos"),
+        ),
+        **EngineConfig.HELP_GROUPS,
+    }
     prompt: str = setting("", help="Text to continue.")
     prompts_file: Path | None = setting(None, help="File of prompts, one on each line.")
     max_tokens: int = setting(64, unit="tokens", minimum=1, help="Most tokens generated.")

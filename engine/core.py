@@ -21,7 +21,7 @@ from engine.detokenizer import Detokenizer
 from engine.loader import LoadedModel
 from engine.request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams
 from engine.runner import Runner, Span
-from engine.sampler import new_generator, sample
+from engine.sampler import logprob_of, new_generator, sample
 from engine.scheduler import Scheduler
 from engine.sequence import EngineSequence, SequenceStatus
 from engine.stats import EngineStats
@@ -43,6 +43,7 @@ from kvplane.v1 import types_pb2 as types
 MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine raises
 RETRY_DELAY_S: Final = 0.1
 IDLE_DELAY_S: Final = 0.005
+NEWS_DELAY_S: Final = 1.0  # without a notice, after which an answer's news are asked for
 
 _log = logging.getLogger("engine")
 
@@ -86,6 +87,7 @@ class EngineCore:
         self._num_failures = 0
         self._has_plan = False  # the present step has a plan, which an error would have to abort
         self._stalled_since_s: float | None = None
+        self._stepped_s = 0.0
         self.stats = EngineStats()
 
     # Requests.
@@ -116,6 +118,9 @@ class EngineCore:
         """
         room = self._loaded.max_total_tokens - len(token_ids)
         params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
+        if params.repetition_penalty is None:
+            penalty = self._loaded.repetition_penalty
+            params = dataclasses.replace(params, repetition_penalty=penalty)
         ends = frozenset() if params.ignore_eos else self._loaded.end_token_ids
         self._num_arrivals += 1
         request = Request(
@@ -176,9 +181,10 @@ class EngineCore:
     def _step(self) -> None:
         started_s = time.monotonic()
         intents = self._scheduler.schedule()
-        if not intents:
+        if not intents and not self._expects_news():
             self._pause()
             return
+        self._stepped_s = started_s
         result = self._link.step([intent.operation for intent in intents])
         self._has_plan = result.HasField("plan")
         outcome = self._scheduler.apply(intents, result)
@@ -210,6 +216,11 @@ class EngineCore:
             receipt = self._backend.finish()
         self._link.add_receipt(receipt)
         return logits
+
+    def _expects_news(self) -> bool:
+        """Whether an admission that waits may have been granted. A notice says so, if it comes."""
+        is_late = time.monotonic() - self._stepped_s > NEWS_DELAY_S
+        return self._scheduler.is_in_line and (self._link.has_news(IDLE_DELAY_S) or is_late)
 
     def _pause(self) -> None:
         """Nothing could be done, because others hold the blocks. Fails the first request when that
@@ -259,8 +270,14 @@ class EngineCore:
 
     def _take_token(self, sequence: EngineSequence, logits: torch.Tensor) -> None:
         request, params = sequence.request, sequence.request.params
-        token = sample(logits, params, sequence.generator)
+        token = sample(
+            logits, params, sequence.generator, sequence.tokens, sequence.num_prompt_tokens
+        )
         sequence.tokens.append(token)
+        logprob = None
+        if params.logprobs is not None:
+            logprob = logprob_of(logits, token, params.logprobs, self._loaded.decode)
+            sequence.logprobs.append(logprob)
         if params.record_logits:
             sequence.logits.append(logits.clone())
         if token in request.end_token_ids or sequence.detokenizer.add(token):
@@ -271,9 +288,8 @@ class EngineCore:
         if sequence.finish_reason:
             sequence.detokenizer.finish()
         text = sequence.detokenizer.take(final=bool(sequence.finish_reason))
-        self._deltas.append(
-            Delta(request.request_id, sequence.index, text, [token], sequence.finish_reason)
-        )
+        delta = Delta(request.request_id, sequence.index, text, [token], sequence.finish_reason)
+        self._deltas.append(dataclasses.replace(delta, logprob=logprob))
 
     # The end of a request.
 
@@ -390,4 +406,5 @@ def _completion(sequence: EngineSequence) -> CompletionOutput:
         token_ids=sequence.output_token_ids,
         finish_reason=sequence.finish_reason,
         logits=torch.stack(sequence.logits) if sequence.logits else None,
+        logprobs=tuple(sequence.logprobs),
     )

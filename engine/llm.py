@@ -14,6 +14,7 @@ import torch
 from engine import loader
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.loader import Message
 from engine.request import Delta, RequestOutput, SamplingParams
 from engine.scheduler import Scheduler
 from engine.stats import EngineStats
@@ -68,6 +69,21 @@ class LLM:
             pass
         return [outputs[request_id] for request_id in request_ids]
 
+    def chat(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to conversations, which are messages with a "role" and a "content", in the
+        model's chat template. Otherwise as ``generate``; raises InvalidRequestError naming
+        ``conversations[i]``.
+        """
+        prompts = [
+            self._loaded.encode_chat(messages, field=f"conversations[{i}]")
+            for i, messages in enumerate(conversations)
+        ]
+        return self.generate(prompts, sampling_params)
+
     def stream(
         self,
         prompts: Sequence[Prompt],
@@ -80,6 +96,40 @@ class LLM:
         """
         request_ids = self._add_all(prompts, sampling_params)
         yield from self._run(request_ids, {})
+
+    # For a caller that adds requests while others run, such as a server.
+
+    def submit(self, prompt: Prompt, params: SamplingParams) -> str:
+        """Queue a prompt; the request's id. ``max_tokens`` is cut to what the pool can ever hold.
+        Raises InvalidRequestError naming ``prompt``.
+        """
+        token_ids = self._encode(prompt, field="prompt")
+        self._core.check_prompt(token_ids, params, field="prompt")
+        session = self._link.session
+        num_slots = session.num_device_blocks * session.layout.block_size_tokens
+        room = max(1, num_slots - len(token_ids) + 1)
+        params = replace(params, max_tokens=min(params.max_tokens, room))
+        return self._core.add_request(prompt if isinstance(prompt, str) else "", token_ids, params)
+
+    def step(self) -> list[Delta]:
+        """Run one step and return what it added to the requests that were submitted."""
+        deltas = self._core.step()
+        if not self._core.has_work:
+            self._core.settle()
+        return deltas
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt of a conversation. Raises InvalidRequestError naming ``messages``."""
+        return self._loaded.encode_chat(messages, field="messages")
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has something to do."""
+        return self._core.has_work
+
+    def take_output(self, request_id: str) -> RequestOutput | None:
+        """The answer to a request that is done, once."""
+        return self._core.take_output(request_id)
 
     def abort(self, request_id: str) -> None:
         """End a request with what it has, at the next step. From any thread; unknown ids are left
@@ -120,10 +170,12 @@ class LLM:
             self._closing.callback(loop.close)
             self._backend = _backend(config, loop)
             self._closing.callback(self._backend.stop)
-            self._link = ControlLink(loop, config.control_plane, config.pool_id, config.timeout_s)
+            self._link = ControlLink(
+                loop, config.control_plane, config.pool_id, config.timeout_s, config.client_tls
+            )
             self._closing.callback(self._link.close)
             layout = _layout(config, self._link.pool_layout(config.recovery_timeout_s))
-            self._loaded = loader.load(config.model, layout.dtype)
+            self._loaded = loader.load(config.model, layout.dtype, probe=config.probe)
             self._backend.open(self._link.open(layout))
             self._core = _core(config, layout, self._loaded, self._link, self._backend)
             self._closing = self._closing.pop_all()
@@ -181,7 +233,7 @@ class LLM:
 def _backend(config: EngineConfig, loop: LoopThread) -> DataBackend:
     if config.data_plane == "embedded":
         return _embedded(config)
-    return RemoteBackend(loop, config.timeout_s)
+    return RemoteBackend(loop, config.timeout_s, config.client_tls)
 
 
 def _embedded(config: EngineConfig) -> DataBackend:
@@ -201,6 +253,12 @@ def _embedded(config: EngineConfig) -> DataBackend:
         num_host_blocks=config.num_host_blocks,
         num_threads=config.num_threads,
         metrics_port=-1,
+        control_plane_tls=config.planes_tls,
+        control_plane_ca=config.planes_ca,
+        control_plane_name=config.planes_name,
+        control_plane_token_file=config.planes_token_file,
+        tls_certificate=config.planes_certificate,
+        tls_key=config.planes_key,
     )
     return EmbeddedBackend(plane, config.recovery_timeout_s)
 
@@ -232,14 +290,7 @@ def _layout(config: EngineConfig, pool: Layout) -> Layout:
         dtype=pool.dtype if config.dtype == "auto" else config.dtype,
         kv_dtype=pool.kv_dtype if config.kv_dtype == "auto" else config.kv_dtype,
     )
-    scaled = replace(layout, groups=pool.groups) if layout.kv_dtype == pool.kv_dtype else layout
-    # Where anything but scales differs, the control plane refuses the model's own layout.
-    return scaled if _unscaled(scaled) == _unscaled(layout) else layout
-
-
-def _unscaled(layout: Layout) -> Layout:
-    groups = (replace(group, key_scales=(), value_scales=()) for group in layout.groups)
-    return replace(layout, groups=tuple(groups))
+    return layout.with_scales_of(pool)
 
 
 def _params_of_each(

@@ -14,18 +14,34 @@ import torch
 from kvplane.errors import InvalidRequestError, KvplaneError
 
 MAX_SEED = 2**63
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to continue a prompt. Raises InvalidRequestError naming the field.
 
-    ``max_tokens``: the most tokens to generate. ``temperature`` 0 means greedy. ``top_k`` 0 and
-    ``top_p`` 1 mean no limit. ``seed``: sample ``i`` of ``n`` draws from its own stream, seeded
-    ``seed + i``, whatever else is in the batch; None takes a fresh seed. ``stop``: strings that end
-    a text and are left out of it. ``stop_token_ids``: tokens that end it, beside the model's own
-    end of sequence; they stay in ``token_ids``. ``ignore_eos``: go on over the model's end of
-    sequence. ``record_logits``: keep the raw logits of every generated token.
+    max_tokens: the most tokens to generate.
+    temperature: 0 means greedy.
+    top_k, top_p, min_p: sample from this many likeliest tokens, from the likeliest that together
+        reach this probability, from those with at least this share of the likeliest one's; 0, 1 and
+        0 mean no limit.
+    repetition_penalty: logits of tokens that are in the prompt or the text are divided by it where
+        they are positive and multiplied where they are not (arXiv:1909.05858); None takes what the
+        model's generation config says, 1 means none.
+    frequency_penalty, presence_penalty: taken off the logit of a token for each time that it is in
+        the text, and once if it is.
+    seed: sample ``i`` of ``n`` draws from its own stream, seeded ``seed + i``, whatever else is in
+        the batch; None takes a fresh seed.
+    n: continuations of the prompt.
+    stop: strings that end a text and are left out of it.
+    stop_token_ids: tokens that end it, beside the model's own end of sequence; they stay in
+        ``token_ids``.
+    ignore_eos: go on over the model's end of sequence.
+    record_logits: keep the raw logits of every generated token.
+    logprobs: record the log probability of every generated token, before penalties and temperature,
+        and those of this many most likely ones.
+    priority: requests of a lower one go first, and are preempted last; then those that came first.
     """
 
     max_tokens: int = 64
@@ -38,6 +54,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     record_logits: bool = False
+    repetition_penalty: float | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_p: float = 0.0
+    logprobs: int | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", "at least 1")
@@ -46,11 +68,36 @@ class SamplingParams:
         )
         _require(self.top_k >= 0, "top_k", "at least 0")
         _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
+        _require(0 <= self.min_p <= 1, "min_p", "0 to 1")
         _require(1 <= self.n <= 256, "n", "1 to 256")
         _require(self.seed is None or 0 <= self.seed < MAX_SEED, "seed", f"0 to {MAX_SEED - 1}")
+        penalty = self.repetition_penalty
+        _require(
+            penalty is None or 0 < penalty < math.inf, "repetition_penalty", "finite and above 0"
+        )
+        for name in ("frequency_penalty", "presence_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, name, "-2 to 2")
+        _require(abs(self.priority) < 2**31, "priority", "an int32")
+        _require(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            "logprobs",
+            f"0 to {MAX_LOGPROBS}",
+        )
         _require(
             type(self.stop) is tuple and all(self.stop), "stop", "a tuple of non-empty strings"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log probability. ``likeliest``: of a token that was generated, the most likely ones
+    in its place, the most likely first. ``text`` is empty where the model has no tokenizer.
+    """
+
+    token_id: int
+    text: str
+    logprob: float
+    likeliest: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +105,8 @@ class CompletionOutput:
     """One of the ``n`` continuations of a prompt.
 
     ``finish_reason``: "stop", "length", "abort" or "error". ``logits``: float32 [len(token_ids),
-    vocabulary], before temperature and cuts, when they were asked for.
+    vocabulary], before temperature and cuts, when they were asked for; so with ``logprobs``, one
+    for each token.
     """
 
     index: int
@@ -66,6 +114,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str
     logits: torch.Tensor | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +137,7 @@ class RequestOutput:
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one step added to one continuation: text that will not change any more, and the token
-    that was sampled, or none when the request was ended.
+    that was sampled, or none when the request was ended. ``logprob``: of that token, if asked for.
     """
 
     request_id: str
@@ -97,6 +146,7 @@ class Delta:
     token_ids: list[int]
     finish_reason: str = ""
     error: KvplaneError | None = None
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from engine.sequence import EngineSequence
 from kvplane.transformers import attention
+from kvplane.transformers.models.packed import packed_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,6 @@ class Runner:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
 
-    @torch.inference_mode()
     def run(self, spans: Sequence[Span], step: attention.Step) -> torch.Tensor:
         """Compute ``spans`` in order, attention by ``step``. Returns float32 logits [spans with
         is_last, vocabulary].
@@ -51,12 +51,4 @@ class Runner:
             positions += range(span.first_position, stop)
             if span.is_last:
                 last.append(len(tokens) - 1)
-        with attention.running(step):
-            output = self._model(
-                input_ids=torch.tensor([tokens]),
-                position_ids=torch.tensor([positions]),
-                use_cache=False,
-                logits_to_keep=torch.tensor(last, dtype=torch.long),
-            )
-        logits: torch.Tensor = output.logits
-        return logits[0].float()
+        return packed_logits(self._model, tokens, positions, last, step)

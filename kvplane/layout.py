@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from kvplane.errors import InvalidRequestError
@@ -199,6 +199,13 @@ class Layout:
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).digest()
 
+    def with_scales_of(self, pool: Layout) -> Layout:
+        """The layout with a pool's scales, which decide how values are stored, where nothing else
+        differs in the groups; else as it is, for the control plane to refuse.
+        """
+        scaled = replace(self, groups=pool.groups) if self.kv_dtype == pool.kv_dtype else self
+        return scaled if _unscaled(scaled) == _unscaled(self) else self
+
     @property
     def num_layers(self) -> int:
         """Layers over all groups."""
@@ -265,6 +272,11 @@ class Layout:
                 field="layout.fingerprint",
             )
         return layout
+
+
+def _unscaled(layout: Layout) -> Layout:
+    groups = (replace(group, key_scales=(), value_scales=()) for group in layout.groups)
+    return replace(layout, groups=tuple(groups))
 
 
 def _require(ok: bool, field: str, wanted: str) -> None:

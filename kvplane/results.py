@@ -110,13 +110,14 @@ class SessionNews:
 
     ``cut``: the ``control_pb2.CutReason`` of each sequence that lost its blocks, which must be
     admitted again. ``num_blocks_asked``: blocks that the session is asked to release, 0 for none,
-    within ``deadline_s`` seconds.
+    within ``deadline_s`` seconds; else ``sequences_asked`` are cut.
     """
 
     granted: tuple[Granted, ...]
     cut: Mapping[int, int]
     num_blocks_asked: int
     deadline_s: float
+    sequences_asked: tuple[int, ...]
 
 
 def news_of(message: pb.StepResult | pb.Notice) -> SessionNews:
@@ -138,6 +139,7 @@ def news_of(message: pb.StepResult | pb.Notice) -> SessionNews:
         cut=dict(zip(cut, reasons, strict=True)),
         num_blocks_asked=news.pressure.num_blocks,
         deadline_s=seconds_of(news.pressure.deadline),
+        sequences_asked=tuple(columns.read(INT64, news.pressure.sequence_ids, "sequence_ids")),
     )
 
 
@@ -152,8 +154,10 @@ def error_of(failure: pb.ItemFailure) -> KvplaneError:
         f"{shortage.num_blocks_needed} blocks of the {_TIERS.get(shortage.tier, 'unknown')} tier "
         f"are needed and {shortage.num_blocks_available} are available"
     )
+    by_quota = shortage.reason == pb.SHORTAGE_REASON_QUOTA
     if failure.status == pb.OPERATION_STATUS_NEVER:
-        return NeverFitsError(f"{text}: the pool can never hold this many; ask for fewer tokens")
+        whose = "tenant may" if by_quota else "pool can"
+        return NeverFitsError(f"{text}: the {whose} never hold this many; ask for fewer tokens")
     if failure.status != pb.OPERATION_STATUS_LATER:
         return InternalError(f"operation status {failure.status} is not known")
     delay_s = None
@@ -162,10 +166,11 @@ def error_of(failure: pb.ItemFailure) -> KvplaneError:
     advice = "submit receipts, free or swap out sequences, then try again"
     if shortage.place_in_line:
         advice = f"the admission waits, at place {shortage.place_in_line} in line"
-    return PoolFullError(
-        f"{text}, {shortage.num_blocks_pending} more when plans have run: {advice}",
-        retry_delay_s=delay_s,
-    )
+    if by_quota:
+        text += " by the tenant's quota"
+    else:
+        text += f", {shortage.num_blocks_pending} more when plans have run"
+    return PoolFullError(f"{text}: {advice}", retry_delay_s=delay_s)
 
 
 def require_done(result: pb.StepResult) -> pb.StepResult:

@@ -1,4 +1,7 @@
-"""The part of a pool that one data plane process holds: a range of layers and one of KV heads."""
+"""The part of a pool that one data plane process holds: a range of layers and one of KV heads.
+
+A pool of several layer groups has one shard, which holds all.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import ELEMENT_BYTES, LayerGroup, Layout
+from kvplane.layout import ELEMENT_BYTES, Layout
 from kvplane.v1 import types_pb2 as pb
 
 
@@ -24,32 +27,46 @@ class Shard:
     @classmethod
     def whole(cls, layout: Layout) -> Shard:
         """The only shard of an undivided pool."""
-        group = only_group(layout)
-        num_layers = group.layers[-1] + 1 - group.layers[0]
-        return cls(0, 1, group.layers[0], num_layers, 0, group.num_kv_heads)
+        first = min(group.layers[0] for group in layout.groups)
+        num_layers = max(group.layers[-1] for group in layout.groups) + 1 - first
+        return cls(0, 1, first, num_layers, 0, max(g.num_kv_heads for g in layout.groups))
 
     def layers(self, layout: Layout) -> tuple[int, ...]:
-        """The model layers held, ascending. Raises InvalidRequestError when the shard does not
-        fit the layout.
+        """The model layers held, ascending, over all groups. Raises InvalidRequestError when the
+        shard does not fit the layout.
         """
-        group = only_group(layout)
         _require(self.num_shards >= 1 and 0 <= self.index < self.num_shards, "index")
         _require(self.num_layers >= 1, "num_layers")
+        if len(layout.groups) > 1:
+            _require(self == Shard.whole(layout), "num_shards")
         _require(
             self.first_kv_head >= 0
             and self.num_kv_heads >= 1
-            and self.first_kv_head + self.num_kv_heads <= group.num_kv_heads,
+            and self.first_kv_head + self.num_kv_heads
+            <= max(group.num_kv_heads for group in layout.groups),
             "num_kv_heads",
         )
-        end = self.first_layer + self.num_layers
-        held = tuple(layer for layer in group.layers if self.first_layer <= layer < end)
+        groups = range(len(layout.groups))
+        held = sorted(layer for group in groups for layer in self.group_layers(layout, group))
         _require(len(held) >= 1, "first_layer")
-        return held
+        return tuple(held)
 
-    def block_bytes(self, layout: Layout) -> int:
-        """Bytes of one block of this shard: K and V of the layers and heads held."""
-        page = only_group(layout).page_shape(self.num_kv_heads, layout.block_size_tokens)
-        return len(self.layers(layout)) * math.prod(page) * ELEMENT_BYTES[layout.kv_dtype]
+    def group_layers(self, layout: Layout, group: int) -> tuple[int, ...]:
+        """The model layers of a group that are held, ascending."""
+        end = self.first_layer + self.num_layers
+        return tuple(x for x in layout.groups[group].layers if self.first_layer <= x < end)
+
+    def kv_heads(self, layout: Layout, group: int) -> range:
+        """The KV heads of a group's layers that are held."""
+        end = self.first_kv_head + self.num_kv_heads
+        return range(self.first_kv_head, min(end, layout.groups[group].num_kv_heads))
+
+    def block_bytes(self, layout: Layout, group: int = 0) -> int:
+        """Bytes of one block of a group in this shard: K and V of the layers and heads held."""
+        num_heads = len(self.kv_heads(layout, group))
+        page = layout.groups[group].page_shape(num_heads, layout.block_size_tokens)
+        num_layers = len(self.group_layers(layout, group))
+        return num_layers * math.prod(page) * ELEMENT_BYTES[layout.kv_dtype]
 
     @classmethod
     def from_proto(cls, message: pb.Shard) -> Shard:
@@ -73,13 +90,6 @@ class Shard:
             first_kv_head=self.first_kv_head,
             num_kv_heads=self.num_kv_heads,
         )
-
-
-def only_group(layout: Layout) -> LayerGroup:
-    """The layout's one layer group. Raises InvalidRequestError when there are more."""
-    if len(layout.groups) != 1:
-        raise InvalidRequestError("must be exactly one in this version", field="layout.groups")
-    return layout.groups[0]
 
 
 def _require(ok: bool, field: str) -> None:

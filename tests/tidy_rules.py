@@ -219,7 +219,8 @@ TOP = "|".join(re.escape(folder) for folder in (*FOLDERS, "docs", "requirements"
 NAMED_PATH = re.compile(
     rf"(?<![\w./*{{<-])((?:{TOP})/[\w./*-]*|(?:\.{{0,2}}/)?[\w.*/-]+\.(?:{SUFFIXES}))(?![\w*{{<])"
 )
-NAMED_LIKE_A_FILE = {"llama.cpp"}  # a project
+# A project, and files that a reader makes.
+NAMED_LIKE_A_FILE = {"llama.cpp", "access.toml"}
 
 
 def documents(root: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import estimate
 from benchmarks.gpu.machine import DEFAULT_SPLIT
 from benchmarks.gpu.measurement import Measurement
 from benchmarks.gpu.peers import Make, peers_of
@@ -31,20 +32,26 @@ def estimated_seconds(shapes: Sequence[Shape], budget_s: float, num_runs: int) -
     return total
 
 
-def measure_attention(m: Measurement, shapes: Sequence[Shape], *, with_peers: bool = True) -> None:
-    """A row for each shape and split that fits, ``decode`` or ``append``, and one for each peer."""
+def measure_attention(
+    m: Measurement, shapes: Sequence[Shape], *, with_peers: bool = True, all_splits: bool = False
+) -> None:
+    """A row for each shape and split that fits, ``decode`` or ``append``, and one for each peer.
+
+    all_splits: of appends, too.
+    """
     for shape in shapes:
         name, cases = f"attention {shape}", [_case(shape)]
         if not m.has_time_for(name, cases):
             continue
-        m.attempt(name, partial(_measure, m, shape, with_peers), is_ours=True, cases=cases)
+        measure = partial(_measure, m, shape, with_peers, all_splits)
+        m.attempt(name, measure, is_ours=True, cases=cases)
 
 
 def _case(shape: Shape) -> dict[str, Any]:
     return {"name": "decode" if shape.new == 1 else "append", **shape.named()}
 
 
-def _measure(m: Measurement, shape: Shape, with_peers: bool) -> None:
+def _measure(m: Measurement, shape: Shape, with_peers: bool, all_splits: bool) -> None:
     if replace(shape, kv_dtype="bfloat16").kv_bytes > MEMORY_SHARE * m.machine.free_bytes():
         size = f"its pages take {shape.kv_bytes >> 30} GiB"
         m.leave_out(f"attention {shape}", size, [_case(shape)])
@@ -52,8 +59,8 @@ def _measure(m: Measurement, shape: Shape, with_peers: bool) -> None:
     problem = Problem(shape, m.machine.device)
     right = problem.right_rows()
     kind = _case(shape)["name"]
-    # With more than one new token, most sequences are never split.
-    for split in SPLITS if shape.new == 1 else (DEFAULT_SPLIT,):
+    # With more than one new token, few sequences are split.
+    for split in SPLITS if shape.new == 1 or all_splits else (DEFAULT_SPLIT,):
         kernels = m.machine.kernels(split)
         run = problem.attention(kernels)
         name = f"{kind} split={split} {shape}"
@@ -88,8 +95,21 @@ def _time(m: Measurement, name: str, shape: Shape, run: Callable[[], object], **
     """Time ``run``: decode in GB/s of keys and values, append in tokens/s."""
     seconds = m.machine.watch.seconds(run)
     about_all = {**shape.named(), **about, "us": float(f"{seconds * 1e6:.5g}")}
+    about_all |= _estimated(m, shape, about)
+    in_kernels = m.machine.watch.kernel_seconds(run) if "split" in about else None
+    if in_kernels is not None:
+        about_all["kernels_us"] = float(f"{in_kernels * 1e6:.5g}")
     if shape.new == 1:
         m.add(name, "GB/s", shape.kv_bytes / seconds / 1e9, **about_all)
     else:
         tflops = float(f"{shape.flops / seconds / 1e12:.4g}")
         m.add(name, "tokens/s", shape.batch * shape.new / seconds, tflops=tflops, **about_all)
+
+
+def _estimated(m: Measurement, shape: Shape, about: dict[str, int]) -> dict[str, Any]:
+    """The model's times for our kernels, where the copy bandwidth is known."""
+    copy = next((row["p50"] for row in m.rows if row["name"] == "copy_bandwidth"), None)
+    if copy is None or "split" not in about:
+        return {}
+    times = estimate.seconds(shape, copy * 1e9, m.machine.num_multiprocessors, about["split"])
+    return {"estimated_us": [float(f"{time * 1e6:.4g}") for time in times]}

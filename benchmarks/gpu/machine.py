@@ -43,6 +43,12 @@ class Machine:
     def is_gpu(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def num_multiprocessors(self) -> int:
+        if not self.is_gpu:
+            return 1
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
     def kernels(self, split_tokens: int = DEFAULT_SPLIT) -> CudaKernels:
         """The kernels for a ``split_tokens``, made once for each."""
         if split_tokens not in self._kernels:
@@ -81,7 +87,7 @@ class Machine:
         }
         if self.is_gpu:
             properties = torch.cuda.get_device_properties(self.device)
-            about["multiprocessors"] = properties.multi_processor_count
+            about["multiprocessors"] = self.num_multiprocessors
             about["memory_gib"] = round(properties.total_memory / (1 << 30), 1)
         return about
 

@@ -1,18 +1,18 @@
 """Measures the CUDA kernels on this machine's GPU, its bandwidth, and the installed peers.
 
-    python -m benchmarks.gpu.measure [--quick | --tiny] [--seconds S] [--out FOLDER]
+    python -m benchmarks.gpu.measure [--quick | --tiny | --survey] [--seconds S] [--out FOLDER]
 
 Needs a GPU and a build of csrc with KVPLANE_CUDA=ON, as benchmarks/gpu/run.sh makes it. GB/s count
 each byte that has to be moved once: the keys and values of the contexts for decode, reads and
 writes of a copy, what crosses the link for a swap. Contexts are in blocks in random order. A result
-is checked before it is timed. Prints a line for each row, saves all rows, and prints the targets
-last. The exit code is 1 when a result was wrong, 2 when there is no GPU to use.
+is checked before it is timed. Prints a line for each row, saves rows as they come, and prints the
+targets last, also when it is interrupted. The exit code is 1 when a result was wrong, 2 when there
+is no GPU to use.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from benchmarks.gpu.copies import measure_copies
 from benchmarks.gpu.machine import Machine, NoGpuError, this_gpu
 from benchmarks.gpu.measurement import Measurement
 from benchmarks.gpu.timing import Once, Stopwatch
-from benchmarks.gpu.verdict import say, verdicts
+from benchmarks.gpu.verdict import case_of, say, verdicts
 
 SECONDS = 280.0
 TINY_BYTES = 1 << 20
@@ -39,6 +39,9 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
         "--tiny",
         action="store_true",
         help="run each operation once on a few tokens, to check results; saves nothing",
+    )
+    size.add_argument(
+        "--survey", action="store_true", help="six shapes with each split; saves nothing"
     )
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help="start nothing after this (%(default)s)"
@@ -56,7 +59,17 @@ def measure_tiny(machine: Machine) -> Measurement:
     return m
 
 
-def measure_all(machine: Machine, watch: Stopwatch, quick: bool, seconds: float) -> Measurement:
+def measure_survey(machine: Machine) -> Measurement:
+    """The time of six shapes with each split, as a line each."""
+    m = Measurement(machine, SECONDS)
+    measure_attention(m, shapes.SURVEY, with_peers=False, all_splits=True)
+    for row in m.rows:
+        what = f"{row['new']} of {case_of(row)}, split {row['split']}"
+        print(f"survey: {what}: {row['us']} µs, in kernels {row.get('kernels_us', '-')}")
+    return m
+
+
+def measure_all(m: Measurement, watch: Stopwatch, quick: bool, seconds: float) -> None:
     """Measure everything, the most important first, in case the time runs out."""
     decodes, appends = shapes.DECODES, shapes.APPENDS
     if quick:
@@ -64,7 +77,6 @@ def measure_all(machine: Machine, watch: Stopwatch, quick: bool, seconds: float)
     expected = estimated_seconds((*decodes, *appends), watch.budget_s, watch.min_runs)
     num_shapes = len(decodes) + len(appends)
     print(f"{num_shapes} shapes, about {expected:.0f} s, {seconds:.0f} s at most", flush=True)
-    m = Measurement(machine, seconds)
     measure_bandwidths(m)
     print(f"bandwidths: {m.elapsed_s:.0f} s", flush=True)
     measure_copies(m)
@@ -73,16 +85,6 @@ def measure_all(machine: Machine, watch: Stopwatch, quick: bool, seconds: float)
     for some in (held, appends, others):
         measure_attention(m, some)
     print(f"attention: {m.elapsed_s:.0f} s", flush=True)
-    return m
-
-
-def save(m: Measurement, folder: Path) -> Path:
-    result = m.result()
-    folder.mkdir(parents=True, exist_ok=True)
-    gpu = str(result["machine"]["gpu"]).lower().replace(" ", "-")
-    path = folder / f"{gpu}-{result['machine']['date']}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return path
 
 
 def main(
@@ -95,14 +97,20 @@ def main(
             machine = machine_of(Once())
             machine.large_bytes = TINY_BYTES
             m = measure_tiny(machine)
+        elif arguments.survey:
+            m = measure_survey(machine_of(Stopwatch(3, 10, 0.02)))
         else:
             watch = Stopwatch(3, 5, 0.02) if arguments.quick else Stopwatch()
-            m = measure_all(machine_of(watch), watch, arguments.quick, arguments.seconds)
+            m = Measurement(machine_of(watch), arguments.seconds, folder=arguments.out)
+            try:
+                measure_all(m, watch, arguments.quick, arguments.seconds)
+            except KeyboardInterrupt:
+                print("interrupted")
     except NoGpuError as error:
         print(f"benchmarks.gpu.measure: {error}")
         return 2
-    if not arguments.tiny:
-        print(f"saved to {save(m, arguments.out)}")
+    if not arguments.tiny and not arguments.survey:
+        print(f"saved to {m.save(arguments.out)}")
         print(say(verdicts(m.result())))
     print(f"wrong results: {len(m.wrong)}; left out: {len(m.left_out)}")
     return 1 if m.wrong else 0

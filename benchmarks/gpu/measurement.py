@@ -5,23 +5,26 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 
 from benchmarks.gpu.machine import Machine
 
 Cases = Sequence[dict[str, Any]]
+SAVE_EVERY_S: Final = 5.0
 
 
 class Measurement:
     """One run on one machine. ``seconds``: nothing is started later than that after the start.
 
+    ``folder``: where rows are saved now and then, in case the run is cut off.
     ``cases``: the descriptions of our rows that a piece of work is to add. Those that could not be
     timed are kept, so that no target seems met because its rows are missing.
     """
 
-    def __init__(self, machine: Machine, seconds: float) -> None:
+    def __init__(self, machine: Machine, seconds: float, *, folder: Path | None = None) -> None:
         self.machine = machine
         self.rows: list[dict[str, Any]] = []
         self.left_out: list[str] = []
@@ -29,6 +32,8 @@ class Measurement:
         self.not_timed: list[dict[str, Any]] = []
         self._began = time.monotonic()
         self._seconds = seconds
+        self._folder = folder
+        self._saved_s = -SAVE_EVERY_S
 
     @property
     def elapsed_s(self) -> float:
@@ -39,6 +44,9 @@ class Measurement:
         row = {"name": name, "unit": unit, "p50": float(f"{value:.6g}"), **about}
         print(json.dumps(row), flush=True)
         self.rows.append(row)
+        if self._folder is not None and self.elapsed_s - self._saved_s > SAVE_EVERY_S:
+            self.save(self._folder)
+            self._saved_s = self.elapsed_s
 
     def leave_out(self, name: str, why: str, cases: Cases = ()) -> None:
         lines = why.strip().splitlines() or ["no reason given"]
@@ -76,6 +84,17 @@ class Measurement:
             else:
                 self.leave_out(name, said, cases)
         self.machine.tidy()
+
+    def save(self, folder: Path) -> Path:
+        """Write what there is to ``<GPU>-<date>.json``, whole or not at all."""
+        result = self.result()
+        folder.mkdir(parents=True, exist_ok=True)
+        gpu = str(result["machine"]["gpu"]).lower().replace(" ", "-")
+        path = folder / f"{gpu}-{result['machine']['date']}.json"
+        scratch = path.with_suffix(".part")
+        scratch.write_text(json.dumps(result, indent=1) + "\n")
+        scratch.replace(path)
+        return path
 
     def result(self) -> dict[str, Any]:
         """The contents of the JSON file."""

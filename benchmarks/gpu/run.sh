@@ -1,17 +1,25 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU, in under ten minutes: builds the CUDA module, runs the
-# conformance cases on it, compares the emulator's instructions with the hardware's, measures, and
-# looks for faults with compute-sanitizer. Downloads nothing; lists what is missing first.
+# On a machine with an NVIDIA GPU, in under ten minutes: builds the CUDA module and, most important
+# first, looks for what is wrong and what is slow. Downloads nothing; lists what is missing first.
 #
-#   benchmarks/gpu/run.sh [--quick | --build-only]
+#   benchmarks/gpu/run.sh [--quick | --build-only] [--only PART] [--no-build]
 #
-#   --quick         fewer shapes, no compute-sanitizer
+#   steps      single instructions against their definitions and the emulator; two sanitizers
+#   profile    six shapes with each split; three kernels under ncu, if it is installed
+#   conform    the conformance cases
+#   measure    the full measurement, as JSON and a table of targets
+#
+#   --quick         fewer shapes; no profile and no compute-sanitizer
 #   --build-only    builds and imports the module, which needs no GPU
+#   --only PART     one of the four parts
+#   --no-build      uses the module of the last run
 #   PYTHON          the interpreter that has torch (default: python3)
 #   KVPLANE_WHEELS  a folder of wheels to take missing packages from (protobuf, flashinfer, ...)
 #   KVPLANE_ARCH    CMake's name of the architecture to build for (default: this GPU's)
 #   BUILD           the build folder (default: build/gpu)
 #   OUT             the folder for the JSON and the logs (default: benchmarks/results)
+#
+# What a part says at length is in OUT; here are what is wrong, what is missed, and summaries.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -19,18 +27,37 @@ PYTHON=${PYTHON:-python3}
 BUILD=${BUILD:-$PWD/build/gpu}
 SITE=$BUILD/site
 OUT=${OUT:-benchmarks/results}
-MODE=${1:-}
-LIMIT_S=580        # for the whole run; the sanitizers use what is left
-CONFORM_S=200      # for the conformance cases
+SIZE='' ONLY='' BUILDS=yes
+LIMIT_S=580        # for the whole run
+STEPS_S=90         # each part is interrupted when its time is over
+SANITIZE_S=30      # for each sanitizer
+PROFILE_S=60
+CONFORM_S=200
 MEASURE_S=280      # after which no measurement is started
-SANITIZE_S=60      # for each sanitizer
 ERRORS_FOUND=86    # a sanitizer's exit code, which nothing else uses
 
 say() { printf 'gpu: %s (%d s)\n' "$*" "$SECONDS" >&2; }
 
+usage() {
+  sed -n '2,/^set/{/^#/p}' "$0"
+  exit 2
+}
+
+# $1: seconds, unless less is left of the run. pytest and the measurements say what they have when
+# they are interrupted, which a shell without a terminal may have told them to ignore.
+within() {
+  local left=$((LIMIT_S - SECONDS)) limit=$1
+  shift
+  timeout -s INT -k 15 "$((limit < left ? limit : left > 1 ? left : 1))" \
+    env --default-signal=INT "$@"
+}
+
+# $1: how many lines at most.
+briefly() { cut -c 1-200 | tail -n "$1" >&2; }
+
 check() {
   # shellcheck disable=SC2086
-  "$PYTHON" benchmarks/gpu/preflight.py $MODE >&2
+  "$PYTHON" benchmarks/gpu/preflight.py $SIZE >&2
 }
 
 take_wheels() {
@@ -42,7 +69,7 @@ take_wheels() {
 build() {
   local arch=${KVPLANE_ARCH:-native} settings
   settings=(--config-settings=build-dir="$BUILD/cmake")
-  if [ "$MODE" != --build-only ] || [ -n "${KVPLANE_ARCH:-}" ]; then
+  if [ "$SIZE" != --build-only ] || [ -n "${KVPLANE_ARCH:-}" ]; then
     settings+=(--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES="$arch")
   fi
   say "building the CUDA module"
@@ -57,90 +84,138 @@ build_emulator() {
   "$PYTHON" -c 'from emulated_build import emulated_module; emulated_module()'
 }
 
-# The project's pytest settings need plugins that may not be installed here.
-conform() {
-  local files=() file code=0
-  for file in tests/kernels/test_cuda_*.py tests/kernels/on_gpu*.py; do
-    [ "${file##*/}" = test_cuda_build.py ] || files+=("$file")
-  done
-  say "running the conformance cases: ${#files[@]} files"
-  KVPLANE_DEVICE_BACKEND=cuda timeout -k 5 "$CONFORM_S" "$PYTHON" -m pytest -q --maxfail 20 \
-    -c /dev/null --rootdir . -p no:cacheprovider -W ignore -m "not nightly" --tb short \
-    "${files[@]}" >"$OUT/conformance.log" 2>&1 || code=$?
-  tail -n 25 "$OUT/conformance.log" >&2
+# $1: seconds. $2: the log. The others: files of cases. The project's pytest settings need plugins
+# that may not be installed here.
+run_cases() {
+  local limit=$1 log=$OUT/$2 code=0
+  shift 2
+  KVPLANE_DEVICE_BACKEND=cuda within "$limit" "$PYTHON" -m pytest -v --maxfail 20 -c /dev/null \
+    --rootdir . -p no:cacheprovider -W ignore -m "not nightly" --tb short "$@" >"$log" 2>&1 ||
+    code=$?
+  grep -E '^(FAILED|ERROR|E  )' "$log" | head -n 12 >&2 || true
+  tail -n 1 "$log" >&2
   return "$code"
-}
-
-measure() {
-  local words=(--out "$OUT") seconds=$((LIMIT_S - SECONDS - 20))
-  say "measuring"
-  words+=(--seconds $((seconds < MEASURE_S ? seconds : MEASURE_S)))
-  [ "$MODE" != --quick ] || words+=(--quick)
-  "$PYTHON" -m benchmarks.gpu.measure "${words[@]}"
 }
 
 # $1: the tool. Fails only if it found an error in our kernels: it may not be able to run here, and
 # errors in torch's kernels do not count.
 sanitize() {
   local code=0 log=$OUT/$1.log words=(--tool "$1" --error-exitcode "$ERRORS_FOUND")
-  words+=(--report-api-errors no)
-  # initcheck knows what is initialised only if it watches all kernels.
-  [ "$1" = initcheck ] || words+=(--kernel-name kns=kvplane)
-  say "compute-sanitizer $1"
+  words+=(--report-api-errors no --kernel-name kns=kvplane)
   # Without torch's memory cache each tensor is an allocation, so that an overrun is noticed.
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -k 5 "$SANITIZE_S" compute-sanitizer "${words[@]}" \
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 within "$SANITIZE_S" compute-sanitizer "${words[@]}" \
     "$PYTHON" -m benchmarks.gpu.measure --tiny >"$log" 2>&1 || code=$?
   if grep -q "Device not supported" "$log"; then
     say "compute-sanitizer cannot use this GPU"
-  elif [ "$code" = 124 ] || [ "$code" = 137 ]; then
+  elif [ "$code" = 124 ] || [ "$code" = 130 ] || [ "$code" = 137 ]; then
     say "compute-sanitizer $1 did not finish in $SANITIZE_S s"
   elif [ "$code" = "$ERRORS_FOUND" ] && grep -q "^=========.*kvplane" "$log"; then
-    grep "^=========" "$log" | head -n 40 >&2
+    grep "^=========" "$log" | head -n 8 >&2
     say "compute-sanitizer $1 found errors: $log"
     return 1
   elif [ "$code" != 0 ]; then
-    tail -n 5 "$log" >&2
+    tail -n 2 "$log" >&2
     say "compute-sanitizer $1 reported nothing about our kernels, but exited with $code: $log"
   else
     say "compute-sanitizer $1 found nothing"
   fi
 }
 
-sanitize_all() {
-  command -v compute-sanitizer >/dev/null || { say "compute-sanitizer is not installed"; return 0; }
-  local tool failed=0
-  for tool in memcheck racecheck synccheck initcheck; do
-    if [ $((SECONDS + SANITIZE_S)) -gt "$LIMIT_S" ]; then
-      say "no time for compute-sanitizer $tool"
-    else
-      sanitize "$tool" || failed=1
-    fi
+steps() {
+  local failed=0 tool
+  say "comparing single steps with their definitions and with the emulator"
+  run_cases "$STEPS_S" steps.log tests/kernels/test_cuda_steps.py tests/kernels/on_gpu.py ||
+    failed=1
+  [ "$SIZE" != --quick ] || return "$failed"
+  if command -v compute-sanitizer >/dev/null; then
+    for tool in memcheck racecheck; do sanitize "$tool" || failed=1; done
+  else
+    say "compute-sanitizer is not installed"
+  fi
+  return "$failed"
+}
+
+profile() {
+  local failed=0 name metrics
+  [ "$SIZE" != --quick ] || return 0
+  say "timing six shapes with each split"
+  within "$PROFILE_S" "$PYTHON" -m benchmarks.gpu.measure --survey >"$OUT/survey.log" 2>&1 ||
+    failed=1
+  grep -E '^(survey|WRONG|left out)' "$OUT/survey.log" | briefly 26 || true
+  command -v ncu >/dev/null || { say "ncu is not installed"; return "$failed"; }
+  metrics=$("$PYTHON" -m benchmarks.gpu.profile metrics)
+  for name in decode speculative prefill; do
+    # The second call of each kernel; it may not be allowed to read the counters here.
+    within "$PROFILE_S" ncu --csv --page raw --metrics "$metrics" -k regex:attend --launch-skip 1 \
+      --launch-count 1 "$PYTHON" -m benchmarks.gpu.profile run "$name" \
+      >"$OUT/ncu-$name.csv" 2>&1 || say "ncu could not profile $name: $OUT/ncu-$name.csv"
+    "$PYTHON" -m benchmarks.gpu.profile say "$OUT/ncu-$name.csv" | briefly 2
   done
   return "$failed"
 }
 
-case $MODE in "" | --quick | --build-only) ;; *) sed -n '2,/^set/{/^#/p}' "$0"; exit 2 ;; esac
+conform() {
+  local files=() file
+  for file in tests/kernels/test_cuda_*.py tests/kernels/on_gpu_*.py; do
+    case ${file##*/} in
+      # The first needs no GPU, the second only the emulator; the third is among the steps.
+      test_cuda_build.py | test_cuda_small_devices.py | test_cuda_steps.py) ;;
+      *) files+=("$file") ;;
+    esac
+  done
+  say "running the conformance cases: ${#files[@]} files"
+  run_cases "$CONFORM_S" conformance.log "${files[@]}"
+}
+
+measure() {
+  local words=(--out "$OUT") seconds=$((LIMIT_S - SECONDS - 20)) code=0
+  say "measuring; estimates first: $OUT/estimates.log"
+  "$PYTHON" -m benchmarks.gpu.estimate >"$OUT/estimates.log"
+  words+=(--seconds $((seconds < MEASURE_S ? seconds : MEASURE_S)))
+  [ "$SIZE" != --quick ] || words+=(--quick)
+  within "$LIMIT_S" "$PYTHON" -m benchmarks.gpu.measure "${words[@]}" >"$OUT/measure.log" 2>&1 ||
+    code=$?
+  grep -E '^WRONG' "$OUT/measure.log" | briefly 8 || true
+  grep -E '^MISSED' "$OUT/measure.log" | head -n 14 | briefly 14 || true
+  grep -E '^(met|missed|not measured)[:, ]|^(saved|wrong)' "$OUT/measure.log" | briefly 10 || true
+  return "$code"
+}
+
+while [ $# -gt 0 ]; do
+  case $1 in
+    --quick | --build-only) SIZE=$1 ;;
+    --no-build) BUILDS='' ;;
+    --only)
+      ONLY=${2:-}
+      case $ONLY in steps | profile | conform | measure) shift ;; *) usage ;; esac
+      ;;
+    *) usage ;;
+  esac
+  shift
+done
 export PYTHONPATH="$SITE:$PWD:$PWD/tests/kernels:$PWD/tests/helpers${PYTHONPATH:+:$PYTHONPATH}"
-rm -rf "$SITE" "$BUILD/cmake"
+[ -z "$BUILDS" ] || rm -rf "$SITE" "$BUILD/cmake"
 mkdir -p "$SITE"
-take_wheels
+[ -z "$BUILDS" ] || take_wheels
 check
-if [ "$MODE" = --build-only ]; then
+if [ "$SIZE" = --build-only ]; then
   build
   exit 0
 fi
 mkdir -p "$OUT"
-build_emulator &
-emulator=$!
-build
-wait "$emulator" || say "the emulator does not compile here"
+if [ -n "$BUILDS" ]; then
+  build_emulator &
+  emulator=$!
+  build
+  wait "$emulator" || say "the emulator does not compile here"
+fi
 # Each part runs even if an earlier one failed: time on a GPU may be hard to get again.
 failed=()
-conform || failed+=("conformance cases")
-measure || failed+=("measurements")
-[ "$MODE" = --quick ] || sanitize_all || failed+=("compute-sanitizer")
+for part in steps profile conform measure; do
+  if [ -z "$ONLY" ] || [ "$ONLY" = "$part" ]; then "$part" || failed+=("$part"); fi
+done
 if [ ${#failed[@]} -gt 0 ]; then
   say "FAILED:$(printf ' %s;' "${failed[@]}") see $OUT"
   exit 1
 fi
-say "all passed; the targets are in the table above"
+say "all passed; the targets are above, more is in $OUT"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -53,6 +54,11 @@ def by_target(decodes: Sequence[Shape]) -> tuple[list[Shape], list[Shape]]:
     return held, [shape for shape in decodes if shape not in held]
 
 
+def in_bf16(shape: Shape) -> Shape:
+    """The same batch in bf16."""
+    return replace(shape, kv_dtype="bfloat16")
+
+
 def _with_fp8(shapes: Iterator[Shape]) -> Iterator[Shape]:
     """Each shape in bf16 and, right after it, in fp8."""
     for shape in shapes:
@@ -82,23 +88,51 @@ def _decodes() -> Iterator[Shape]:
             yield Shape(batch, context)
 
 
+def _slices() -> Iterator[Shape]:
+    """Of a model on eight GPUs: each has one KV head."""
+    for batch in (1, 16, 64, 256):
+        for context in (4096, 32768):
+            yield Shape(batch, context, 8, 1)
+    for block in (16, 64):
+        yield Shape(16, 131072, 8, 1, block=block)
+
+
+def _published() -> Iterator[Shape]:
+    """Batches of which TileOPs has published times on an H200."""
+    yield Shape(32, 4096)
+    yield Shape(1, 4096, 32, 4)
+
+
 def _appends() -> Iterator[Shape]:
+    yield Shape(1, 64 + 100_000, new=64)
+    yield Shape(4, 64 + 100_000, new=64)
+    for batch, context in ((1, 32768), (16, 4096), (64, 4096)):
+        for new in (4, 8):
+            yield Shape(batch, new + context, new=new)
     yield Shape(1, 4096, new=4096)
     yield Shape(8, 1024, new=1024)
     yield Shape(8, 256 + 8192, new=256)
     yield Shape(4, 512 + 32768, new=512)
     yield Shape(64, 16 + 4096, new=16)
-    yield Shape(64, 4 + 4096, new=4)
     yield Shape(4, 2048, head=64, new=2048)
     yield Shape(4, 2048, head=256, new=2048)
 
 
-DECODES: Final = tuple(_with_fp8(_decodes()))
+DECODES: Final = tuple(_with_fp8(chain(_decodes(), _published(), _slices())))
 APPENDS: Final = tuple(_with_fp8(_appends()))
 QUICK_DECODES: Final = tuple(
     _with_fp8(iter((Shape(64, 8192), Shape(16, 32768), Shape(1, 8192), Shape(64, 4096, 28, 4))))
 )
 QUICK_APPENDS: Final = APPENDS[:2]
+# What to look at first, with each split: in a few seconds.
+SURVEY: Final = (
+    Shape(16, 4096),
+    Shape(64, 4096, kv_dtype="float8_e4m3fn"),
+    Shape(64, 4096, 8, 1),
+    Shape(1, 131072),
+    Shape(64, 4 + 4096, new=4),
+    Shape(1, 64 + 100_000, new=64),
+)
 # To test the code: a group of five, two splits, a last block that is not full.
 TINY_DECODES: Final = tuple(_with_fp8(iter((Shape(3, 300, 10, 2, 64), Shape(2, 40, 4, 4, 32, 8)))))
 TINY_APPENDS: Final = tuple(_with_fp8(iter((Shape(2, 90, 4, 2, 32, new=70),))))

@@ -168,7 +168,16 @@ def _against_copy(results: Results, row: Row) -> Verdict:
     copy, case, rate = results.bandwidth("copy_bandwidth"), case_of(row), float(row["p50"])
     if copy is None:
         return Verdict(BANDWIDTH_TARGET, case, None, "no copy bandwidth")
-    return Verdict(BANDWIDTH_TARGET, case, rate >= OF_COPY * copy, f"{rate / copy:.1%}")
+    share = rate / copy
+    return Verdict(BANDWIDTH_TARGET, case, share >= OF_COPY, f"{share:.1%}{_estimated(row, share)}")
+
+
+def _estimated(row: Row, share: float) -> str:
+    """The share that the model of benchmarks/gpu/estimate.py gave before the run."""
+    if "estimated_us" not in row:
+        return ""
+    most, least = (share * row["us"] / time for time in row["estimated_us"])
+    return f" (estimated {least:.0%} to {most:.0%})"
 
 
 def _against_peers(results: Results, row: Row) -> Verdict:

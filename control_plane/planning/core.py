@@ -170,8 +170,8 @@ class ControlPlane:
             grant=sign_grant(session, self._config.max_plans_in_flight),
             shards=pool.shards.infos(),
             layout=pool.layout.to_proto(),
-            num_device_blocks=pool.num_blocks(tpb.TIER_DEVICE),
-            num_host_blocks=pool.num_blocks(tpb.TIER_HOST),
+            num_device_blocks=pool.lead.usage(tpb.TIER_DEVICE)[0],
+            num_host_blocks=pool.lead.usage(tpb.TIER_HOST)[0],
         )
 
     def renew_session(self, session: tpb.SessionRef, tenant: str) -> float:
@@ -434,7 +434,7 @@ class ControlPlane:
         sharing = self._sharing.get(pool.id)
         if sharing is None:
             config = AdmissionConfig(headroom=self._config.watermark)
-            sharing = self._sharing[pool.id] = Sharing(pool, config)
+            sharing = self._sharing[pool.id] = Sharing(pool, config, self._quotas, self._observer)
         return sharing
 
     def _sessions_of(self, pool: Pool) -> list[Session]:

@@ -14,7 +14,8 @@ from control_plane.planning.session import Session
 
 def check_pool(pool: Pool, sessions: Iterable[Session]) -> None:
     """Raise AssertionError saying what is wrong, if anything is. ``sessions``: all open ones."""
-    pool.native.check_integrity()
+    for core in pool.groups:
+        core.check_integrity()
     sessions = list(sessions)
     slots = {session.slot for session in sessions}
     assert len(slots) == len(sessions), "two sessions have one slot"

@@ -50,11 +50,15 @@ def states(session: Session, sequence_ids: bytes | None = None) -> cpb.SequenceS
 def block_table(session: Session, request: cpb.GetBlockTableRequest) -> cpb.GetBlockTableResponse:
     """A sequence's blocks. Raises SequenceNotFoundError."""
     _require_live(session, request.sequence_id, "sequence_id")
-    tier, indices, generations, num_tokens, _ = session.native.table(
-        session.slot, request.sequence_id
-    )
-    blocks = tpb.Blocks(tier=cast(tpb.Tier, tier), indices=indices, generations=generations)
-    return cpb.GetBlockTableResponse(tables=[blocks], num_tokens=num_tokens)
+    response = cpb.GetBlockTableResponse()
+    for group, core in enumerate(session.pool.groups):
+        tier, indices, generations, response.num_tokens, _ = core.table(
+            session.slot, request.sequence_id
+        )
+        response.tables.add(
+            group=group, tier=cast(tpb.Tier, tier), indices=indices, generations=generations
+        )
+    return response
 
 
 def describe_sequence(
@@ -75,7 +79,7 @@ def common_prefix(session: Session, request: cpb.CommonPrefixRequest) -> cpb.Com
         )
     for i, sequence_id in enumerate(ids):
         _require_live(session, sequence_id, f"sequence_ids[{i}]")
-    num_blocks = session.native.common_prefix(session.slot, request.sequence_ids)
+    num_blocks = session.pool.lead.common_prefix(session.slot, request.sequence_ids)
     known = columns.read(INT64, states(session, request.sequence_ids).num_tokens, "num_tokens")
     return cpb.CommonPrefixResponse(
         num_blocks=num_blocks, num_tokens=min(num_blocks * session.pool.block_size, *known)
@@ -110,7 +114,8 @@ def explain_prefix(
         ages_ms,
         idle_ms,
         priorities,
-    ) = session.native.explain(session.root, token_ids)
+    ) = session.pool.lead.explain(session.root, token_ids)
+    num_device, num_host, _ = session.native.match(session.root, token_ids)
     return cpb.ExplainPrefixResponse(
         tiers=tiers,
         indices=indices,
@@ -120,7 +125,7 @@ def explain_prefix(
         ages_ms=ages_ms,
         idle_ms=idle_ms,
         priorities=priorities,
-        num_cached_tokens=_num_cached(len(tiers), session.pool.block_size, token_ids),
+        num_cached_tokens=_num_cached(num_device + num_host, session.pool.block_size, token_ids),
     )
 
 
@@ -147,7 +152,7 @@ def find_prefix(
         if what == "token_ids":
             num_device, num_host, _ = pool.native.match(root, request.token_ids)
         else:
-            num_device, num_host, _ = pool.native.match_hashes(root, request.hashes)
+            num_device, num_host, _ = pool.lead.match_hashes(root, request.hashes)
         response.matches.add(
             pool_id=pool.id,
             num_device_tokens=num_device * pool.block_size,

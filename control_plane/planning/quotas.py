@@ -1,6 +1,7 @@
 """What a tenant may have, over all its sessions in all pools. A quota of 0 is none.
 
-Counted when asked for: only operations under a quota pay for it.
+Counted when asked for: only operations under a quota pay for it. The native core counts the blocks
+of each pool.
 """
 
 from __future__ import annotations
@@ -32,15 +33,20 @@ class Quotas:
 
     def require_sequences(self, session: Session, num_more: int, field: str) -> None:
         """Raise QuotaExceededError naming ``field`` unless so many sequences may be started."""
-        most = self._config.max_tenant_sequences
-        if not most:
-            return
-        num = sum(s.native.num_sequences(s.slot) for s in self._of(session.tenant))
-        if num + num_more > most:
+        if not self.allows_sequences(session, num_more):
             raise QuotaExceededError(
-                f"the tenant has {num} live sequences, and may have {most}: free one first",
+                f"the tenant may have {self._config.max_tenant_sequences} live sequences: free one "
+                "first",
                 field=field,
             )
+
+    def allows_sequences(self, session: Session, num_more: int) -> bool:
+        """Whether so many sequences may be started."""
+        most = self._config.max_tenant_sequences
+        if not most:
+            return True
+        num = sum(s.native.num_sequences(s.slot) for s in self._of(session.tenant))
+        return num + num_more <= most
 
     def take_step(self, tenant: str, now_s: float) -> None:
         """Count a step. Raises QuotaExceededError with the seconds to wait."""

@@ -90,7 +90,7 @@ class Follower:
     def _part(self) -> cpb.WatchResponse:
         """A part of the snapshot, and the last one if it is the only one."""
         pool, is_first = self.pool, self._cursor == 0
-        self._cursor, revision, tiers, hashes, parents, token_ids = pool.native.snapshot(
+        self._cursor, revision, tiers, hashes, parents, token_ids = pool.lead.snapshot(
             self._root, self._cursor, _MAX_ELEMENTS
         )
         if is_first:
@@ -102,7 +102,7 @@ class Follower:
 
     def _changes(self) -> cpb.WatchResponse | None:
         pool = self.pool
-        found = pool.native.changes_since(
+        found = pool.lead.changes_since(
             pool.native_revision_of(self._revision), self._root, _MAX_ELEMENTS
         )
         if found is None:

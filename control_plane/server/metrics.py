@@ -6,6 +6,7 @@ What the core keeps is read from it at each scrape; events are counted as they h
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
@@ -129,15 +130,15 @@ def _blocks(pools: Pools) -> Metric:
         labels=("pool", "tier", "state"),
     )
     for pool_id, pool in pools.items():
+        states: defaultdict[tuple[str, str], int] = defaultdict(int)  # of all layer groups
         for tier in pool.usage.tiers:
-            states = {
-                "free": tier.num_free_blocks,
-                "cached": tier.num_cached_blocks,
-                "held": tier.num_held_blocks,
-                "retired": tier.num_retired_blocks,
-            }
-            for state, num_blocks in states.items():
-                family.add_metric((pool_id, _TIER_NAMES[tier.tier], state), num_blocks)
+            name = _TIER_NAMES[tier.tier]
+            states[name, "free"] += tier.num_free_blocks
+            states[name, "cached"] += tier.num_cached_blocks
+            states[name, "held"] += tier.num_held_blocks
+            states[name, "retired"] += tier.num_retired_blocks
+        for (name, state), num_blocks in states.items():
+            family.add_metric((pool_id, name, state), num_blocks)
     return family
 
 

@@ -23,9 +23,11 @@ from kvplane.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     KvplaneError,
+    NotPermittedError,
     QuotaExceededError,
     StaleEpochError,
 )
+from kvplane.serving.access import Caller
 from kvplane.serving.streams import stopping_error
 from kvplane.v1 import control_pb2 as pb
 
@@ -53,15 +55,16 @@ class Registrar:
         """Is set when the core has long work to do."""
 
     async def serve(
-        self, requests: AsyncIterator[pb.RegisterRequest]
+        self, requests: AsyncIterator[pb.RegisterRequest], caller: Caller
     ) -> AsyncIterator[pb.RegisterResponse]:
         """Answer one stream until either side ends it.
 
-        Raises what the core raises for the Hello or the report; DeadlineExceededError when
+        Raises what the core raises for the Hello or the report; NotPermittedError when the caller
+        may not register for the pool; DeadlineExceededError when
         heartbeats stop; StaleEpochError when another process takes the shard over, CancelledError
         when the same one does by a new stream.
         """
-        stream = await self._open(requests)
+        stream = await self._open(requests, caller)
         reader = asyncio.create_task(self._read(stream, requests))
         reader.add_done_callback(lambda _: stream.changed.set())
         try:
@@ -116,13 +119,17 @@ class Registrar:
         for stream in self._streams.values():
             stream.fail(stopping_error("control plane"))
 
-    async def _open(self, requests: AsyncIterator[pb.RegisterRequest]) -> _Stream:
+    async def _open(self, requests: AsyncIterator[pb.RegisterRequest], caller: Caller) -> _Stream:
         if self._stopping:
             raise stopping_error("control plane")
         first = await self._next(requests)
         if first is None or first.WhichOneof("message") != "hello":
             raise InvalidRequestError("must come first", field="hello")
         hello = first.hello
+        if not caller.may_register(hello.pool_id):
+            raise NotPermittedError(
+                "the access list does not name this pool for the caller", field="hello.pool_id"
+            )
         version = protocol.negotiate(hello.protocol, field="hello.protocol")
         welcome = self._core.register(hello)
         welcome.protocol_version = version

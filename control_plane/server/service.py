@@ -23,7 +23,7 @@ from control_plane.server.watch_server import WatchServer
 from kvplane import protocol
 from kvplane.error_codec import to_wire
 from kvplane.errors import InvalidRequestError, KvplaneError
-from kvplane.serving.identity import tenant_of
+from kvplane.serving.identity import caller
 from kvplane.serving.logs import frames_of
 from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import control_pb2 as pb
@@ -108,7 +108,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self, request: pb.OpenSessionRequest, context: _Context
     ) -> pb.OpenSessionResponse:
         version = protocol.negotiate(request.protocol)
-        opened = self._core.open_session(request, tenant_of(context))
+        opened = self._core.open_session(request, caller().tenant)
         opened.protocol_version = version
         _LOGGER.info(
             "session opened id=%d pool=%r client=%r",
@@ -121,7 +121,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def RenewSession(
         self, request: pb.RenewSessionRequest, context: _Context
     ) -> pb.RenewSessionResponse:
-        lease_s = self._core.renew_session(request.session, tenant_of(context))
+        lease_s = self._core.renew_session(request.session, caller().tenant)
         time_to_live = duration_pb2.Duration()
         time_to_live.FromNanoseconds(int(lease_s * 1e9))
         return pb.RenewSessionResponse(time_to_live=time_to_live)
@@ -129,7 +129,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: _Context
     ) -> pb.CloseSessionResponse:
-        self._core.close_session(request.session, tenant_of(context))
+        self._core.close_session(request.session, caller().tenant)
         self.flush()
         _LOGGER.info("session closed id=%d", request.session.session_id)
         return pb.CloseSessionResponse()
@@ -137,7 +137,6 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def Step(
         self, request_iterator: AsyncIterator[pb.StepRequest], context: _Context
     ) -> None:
-        tenant = tenant_of(context)
         stream = _StepStream(context)
         try:
             while True:
@@ -148,7 +147,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
                     continue
                 if request is None:
                     return
-                answer = self._answer(request, tenant)
+                answer = self._answer(request, caller().tenant)
                 if answer.HasField("result"):  # the session is this caller's
                     session_id = request.session.session_id
                     stream.session_ids.add(session_id)
@@ -162,13 +161,13 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def RunStep(self, request: pb.RunStepRequest, context: _Context) -> pb.RunStepResponse:
         if not request.HasField("step"):
             raise InvalidRequestError("is missing: it holds the step to run", field="step")
-        return pb.RunStepResponse(result=self._step(request.step, tenant_of(context)))
+        return pb.RunStepResponse(result=self._step(request.step, caller().tenant))
 
     async def SubmitReceipts(
         self, request: pb.SubmitReceiptsRequest, context: _Context
     ) -> pb.SubmitReceiptsResponse:
         try:
-            return self._core.submit_receipts(request, tenant_of(context))
+            return self._core.submit_receipts(request, caller().tenant)
         finally:  # what was applied before a refusal may have published blocks
             self.flush()
 
@@ -176,13 +175,13 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self, request: pb.AbortPlanRequest, context: _Context
     ) -> pb.AbortPlanResponse:
         try:
-            return self._core.abort_plan(request, tenant_of(context))
+            return self._core.abort_plan(request, caller().tenant)
         finally:
             self.flush()
 
     async def Resync(self, request: pb.ResyncRequest, context: _Context) -> pb.ResyncResponse:
         try:
-            response = self._core.resync(request, tenant_of(context))
+            response = self._core.resync(request, caller().tenant)
         finally:
             self.flush()
         self._metrics.plans.inc()
@@ -191,45 +190,45 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def GetBlockTable(
         self, request: pb.GetBlockTableRequest, context: _Context
     ) -> pb.GetBlockTableResponse:
-        return self._core.block_table(request, tenant_of(context))
+        return self._core.block_table(request, caller().tenant)
 
     async def LookupPrefix(
         self, request: pb.LookupPrefixRequest, context: _Context
     ) -> pb.LookupPrefixResponse:
-        return self._core.lookup_prefix(request, tenant_of(context))
+        return self._core.lookup_prefix(request, caller().tenant)
 
     async def DescribeSequence(
         self, request: pb.DescribeSequenceRequest, context: _Context
     ) -> pb.DescribeSequenceResponse:
-        return self._core.describe_sequence(request, tenant_of(context))
+        return self._core.describe_sequence(request, caller().tenant)
 
     async def CheckOperations(
         self, request: pb.CheckOperationsRequest, context: _Context
     ) -> pb.CheckOperationsResponse:
-        return self._core.check_operations(request, tenant_of(context))
+        return self._core.check_operations(request, caller().tenant)
 
     async def FindPrefix(
         self, request: pb.FindPrefixRequest, context: _Context
     ) -> pb.FindPrefixResponse:
-        return self._core.find_prefix(request, tenant_of(context))
+        return self._core.find_prefix(request, caller().tenant)
 
     async def ExplainPrefix(
         self, request: pb.ExplainPrefixRequest, context: _Context
     ) -> pb.ExplainPrefixResponse:
-        return self._core.explain_prefix(request, tenant_of(context))
+        return self._core.explain_prefix(request, caller().tenant)
 
     async def CommonPrefix(
         self, request: pb.CommonPrefixRequest, context: _Context
     ) -> pb.CommonPrefixResponse:
-        return self._core.common_prefix(request, tenant_of(context))
+        return self._core.common_prefix(request, caller().tenant)
 
     def Watch(self, request: pb.WatchRequest, context: _Context) -> AsyncIterator[pb.WatchResponse]:
-        return self._watches.serve(request, tenant_of(context))
+        return self._watches.serve(request, caller().tenant)
 
     def Register(
         self, request_iterator: AsyncIterator[pb.RegisterRequest], context: _Context
     ) -> AsyncIterator[pb.RegisterResponse]:
-        return self._registrar.serve(request_iterator)
+        return self._registrar.serve(request_iterator, caller())
 
     def _answer(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse:
         number = request.number

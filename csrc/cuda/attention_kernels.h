@@ -11,12 +11,19 @@ namespace kvplane::cuda {
 struct Work;
 
 constexpr int kRowsOfFmaTile = 16;
-constexpr int kRowsOfLongTile = 64;
 
-// Rows of a short tile: eight or sixteen. With the largest heads, sixteen would not fit in a
-// thread's registers.
-constexpr int short_tile_rows(int64_t group, int64_t head_size) {
-  return group <= 8 || head_size > 192 ? 8 : 16;
+// A long item attends to so many dims of the values: more would not fit in registers.
+constexpr int kDimsOfLongPart = 256;
+
+constexpr int32_t long_parts(int64_t value_head_size) {
+  return static_cast<int32_t>((value_head_size + kDimsOfLongPart - 1) / kDimsOfLongPart);
+}
+
+// Rows of a short tile: eight, sixteen or thirty-two. Tiles of more rows read keys and values less
+// often, but do not fit in a thread's registers with the largest heads. The width changes no bit.
+constexpr int short_tile_rows(int64_t rows, int64_t head_size) {
+  if (rows <= 8 || head_size > 192) return 8;
+  return rows <= 16 || head_size > 128 ? 16 : 32;
 }
 
 // The shared memory that a block can have on every device from Ampere on: that of sm_86, sm_89 and
@@ -28,9 +35,9 @@ void launch_plan(const Work& work, uintptr_t stream);
 // instantiated in a file for each type of pages.
 template <typename Kv>
 void launch_short(const Work& work, int64_t max_items, uintptr_t stream);
-// The least shared memory that the short kernel needs.
+// The least shared memory that both need.
 template <typename Kv>
-size_t least_shared_bytes_of_short(int64_t head_size);
+size_t least_shared_bytes(int64_t head_size);
 template <typename Kv>
 void launch_long(const Work& work, int64_t max_items, uintptr_t stream);
 void launch_fma(const Work& work, int64_t max_items, uintptr_t stream);

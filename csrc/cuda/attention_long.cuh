@@ -1,7 +1,7 @@
 // Attention of many rows: prefill, and appending to a cached prefix.
 //
 //   block   64 rows of one KV head, 16 for each warp; all warps share each tile of keys and values
-//   tile    64 tokens (32 for the largest heads); the next one is copied while one is computed
+//   tile    64 tokens (fewer for the largest heads); the next one is copied while one is computed
 //   scores  S [16 rows, tokens] = Q [16, head_size] x K^T;  output O [16 rows, head_size] += P x V
 //
 // After FlashAttention-2 (Dao, 2023). Tiles are cut at multiples of the sequence's positions.
@@ -10,24 +10,13 @@
 #include "attention_kernels.h"
 #include "batch.cuh"
 #include "launch.h"
+#include "long_tile.cuh"
 #include "queries.cuh"
 #include "tiles.cuh"
 
 namespace kvplane::cuda {
 
 constexpr int kLongWarps = 4;
-
-// The parts of the shared memory, in bytes.
-template <typename Kv, int kHeadSize>
-struct LongTile {
-  static constexpr int kTokens = kHeadSize <= 128 ? 64 : 32;
-  static constexpr int kQueryPitch = kPitch<FactorOf<Kv>, kHeadSize>;
-  static constexpr int kQueries = kRowsOfLongTile * kQueryPitch;
-  static constexpr int kKeys = kTokens * kPitch<Kv, kHeadSize>;  // and as many for values
-  static constexpr int kStages = 2;
-  static constexpr int kSharedBytes = kQueries + kStages * 2 * kKeys;
-  static_assert(kSharedBytes <= kSharedBytesOfEveryDevice);
-};
 
 // A thread's rows: g and g + 8 of its warp's sixteen.
 struct LongRows {
@@ -40,7 +29,7 @@ struct LongRows {
 
 __device__ inline LongRows long_rows(const Work& work, const Item& item, int32_t first_row,
                                      int32_t num_rows) {
-  const int32_t group = static_cast<int32_t>(group_of(work.p));
+  const int32_t group = work.cutting.group;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t g = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp / 4;
   const float scale = finite(work.p.scale * kLog2E * key_scale(work.p.pages, item.kv_head));
@@ -65,7 +54,7 @@ __device__ inline LongRows long_rows(const Work& work, const Item& item, int32_t
 __device__ inline const uint16_t* query_of(const Work& work, const Item& item, int32_t first_row,
                                            int32_t num_rows, int32_t row) {
   if (row >= num_rows) return nullptr;
-  const int32_t group = static_cast<int32_t>(group_of(work.p));
+  const int32_t group = work.cutting.group;
   const int64_t token = item.sequence.first_token + (first_row + row) / group;
   const int64_t head = item.kv_head * group + (first_row + row) % group;
   return static_cast<const uint16_t*>(work.p.query) + token * work.p.query_token_stride +
@@ -129,12 +118,17 @@ __device__ void copy_tile(const Work& work, const Item& item, Span seen, int32_t
                           unsigned char* keys) {
   using Tile = LongTile<Kv, kHeadSize>;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
-  for (int32_t part = warp; part < Tile::kTokens / kTileRows; part += kLongWarps) {
-    const int32_t position = tile * Tile::kTokens + part * kTileRows + lane % kTileRows;
-    const int64_t key = find_key(work, item.sequence.index, item.kv_head, position, seen);
-    unsigned char* to = keys + part * kTileRows * kPitch<Kv, kHeadSize>;
-    load_keys_and_values<Kv, kHeadSize>(work.p.pages, key, to, to + Tile::kKeys);
+  const PagesParams& pages = work.p.pages;
+  const int32_t first_dim = item.part * Tile::kValueSize;
+  for (int32_t n = warp; n < Tile::kTokens / kTileRows; n += kLongWarps) {
+    const int32_t position = tile * Tile::kTokens + n * kTileRows;
+    const int64_t row = find_tile_row(work, item, position, seen);
+    const Kv* data = static_cast<const Kv*>(pages.data);
+    load_tile_rows<Kv, kHeadSize>(data, row, 0, static_cast<int32_t>(pages.head_size),
+                                  keys + n * kTileRows * kPitch<Kv, kHeadSize>);
+    load_tile_rows<Kv, Tile::kValueSize>(
+        data + first_dim, row, kTileRows, static_cast<int32_t>(pages.value_head_size) - first_dim,
+        keys + Tile::kKeys + n * kTileRows * kPitch<Kv, Tile::kValueSize>);
   }
 }
 
@@ -143,9 +137,10 @@ template <int kTokens>
 __device__ void soften_rows(const Work& work, Span seen, int32_t first,
                             float (&scores)[kTokens / 8][4], LongRows& rows, float (&rescale)[2]) {
   const int32_t t = static_cast<int32_t>(threadIdx.x) % 4;
+  const SoftCap cap = soft_cap(work);
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    const Span own = visible(work.p, rows.position[j]);
+    const Span own = visible(work.cutting.window, rows.position[j]);
     const int32_t begin = max_of(own.begin, seen.begin);
     const int32_t end = min_of(own.end, seen.end);
     float maximum = rows.maximum[j];
@@ -156,7 +151,8 @@ __device__ void soften_rows(const Work& work, Span seen, int32_t first,
         float& score = scores[n][2 * j + i];
         const int32_t position = first + 8 * n + 2 * t + i;
         const float bias = rows.slope[j] * static_cast<float>(position - rows.position[j]);
-        score = position >= begin && position < end ? score * rows.scale[j] + bias : -INFINITY;
+        const bool is_seen = position >= begin && position < end;
+        score = is_seen ? cap.of<true>(score * rows.scale[j]) + bias : -INFINITY;
         maximum = fmaxf(maximum, score);
       }
     }
@@ -182,9 +178,11 @@ __device__ void soften_rows(const Work& work, Span seen, int32_t first,
 template <typename Kv, int kHeadSize>
 __device__ void take_tile(const Work& work, Span seen, int32_t tile, const unsigned char* queries,
                           const unsigned char* keys, LongRows& rows,
-                          float (&out)[kHeadSize / 8][4]) {
+                          float (&out)[LongTile<Kv, kHeadSize>::kValueSize / 8][4]) {
   using Tile = LongTile<Kv, kHeadSize>;
   using Factor = FactorOf<Kv>;
+  constexpr int kValueSize = Tile::kValueSize;
+  constexpr int kValueReads = kValueSize * static_cast<int>(sizeof(Kv)) / kReadBytes;
   constexpr int kReads = kHeadSize * static_cast<int>(sizeof(Kv)) / kReadBytes;
   constexpr int kRowsBytes = 16 * kPitch<Kv, kHeadSize>;
   float scores[Tile::kTokens / 8][4] = {};
@@ -209,7 +207,7 @@ __device__ void take_tile(const Work& work, Span seen, int32_t tile, const unsig
   float rescale[2];
   soften_rows<Tile::kTokens>(work, seen, tile * Tile::kTokens, scores, rows, rescale);
 #pragma unroll
-  for (int d = 0; d < kHeadSize / 8; ++d) {
+  for (int d = 0; d < kValueSize / 8; ++d) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) out[d][i] *= rescale[i / 2];
   }
@@ -221,9 +219,10 @@ __device__ void take_tile(const Work& work, Span seen, int32_t tile, const unsig
                            pack_probabilities<Factor>(scores[2 * n + 1][0], scores[2 * n + 1][1]),
                            pack_probabilities<Factor>(scores[2 * n + 1][2], scores[2 * n + 1][3])};
 #pragma unroll
-    for (int i = 0; i < kReads; ++i) {
+    for (int i = 0; i < kValueReads; ++i) {
       uint32_t left[kFactors<Kv>][2], right[kFactors<Kv>][2];
-      load_columns_as_b<Kv, kHeadSize>(left, right, values + n * kRowsBytes, i * kReadBytes);
+      load_columns_as_b<Kv, kValueSize>(left, right, values + n * 16 * kPitch<Kv, kValueSize>,
+                                        i * kReadBytes);
 #pragma unroll
       for (int f = 0; f < kFactors<Kv>; ++f) {
         const int d = 2 * (kFactors<Kv> * i + f);
@@ -251,13 +250,29 @@ __device__ void store_four(Dtype dtype, uint16_t* to, int32_t head_size, int t, 
   }
 }
 
-template <typename Kv, int kHeadSize>
+// Stores four dims of a row's partial outputs, as `store_four` does.
+template <typename Kv>
+__device__ void store_four_partials(float* to, int32_t head_size, int t, const float* left,
+                                    const float* right) {
+  constexpr float kLower = 1.0f / kLift<FactorOf<Kv>>;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int32_t dim = column_of<Kv>(t, j);
+    if (dim >= head_size) continue;
+    to[dim] = (kIs8Bits<Kv> ? left[j] : (j == 0 ? left : right)[0]) * kLower;
+    to[dim + 1] = (kIs8Bits<Kv> ? right[j] : (j == 0 ? left : right)[1]) * kLower;
+  }
+}
+
+template <typename Kv, int kValueSize>
 __device__ void write_rows(const Work& work, const Item& item, int32_t first_row, int32_t num_rows,
-                           const LongRows& rows, const float (&out)[kHeadSize / 8][4]) {
-  const int32_t group = static_cast<int32_t>(group_of(work.p));
+                           const LongRows& rows, const float (&out)[kValueSize / 8][4]) {
+  const int32_t group = work.cutting.group;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
-  const int32_t head_size = static_cast<int32_t>(work.p.pages.head_size);
+  const int32_t all_dims = static_cast<int32_t>(work.p.pages.value_head_size);
+  const int32_t first_dim = item.part * kValueSize, head_size = all_dims - first_dim;
+  const bool is_whole = item.sequence.cut.splits == 1;
   const float scale = value_scale(work.p.pages, item.kv_head);
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
@@ -266,60 +281,92 @@ __device__ void write_rows(const Work& work, const Item& item, int32_t first_row
     sum += __shfl_xor_sync(kWholeWarp, sum, 2);
     const int32_t i = 16 * warp + lane / 4 + 8 * j;
     if (i >= num_rows) continue;
-    const int64_t token = item.sequence.first_token + (first_row + i) / group;
-    const int64_t head = item.kv_head * group + (first_row + i) % group;
-    const int64_t row = token * work.p.num_heads + head;
-    uint16_t* to = static_cast<uint16_t*>(work.p.out) + row * head_size;
+    const int32_t token = (first_row + i) / group;
+    const int32_t head = item.kv_head * group + (first_row + i) % group;
+    const int64_t row = (item.sequence.first_token + token) * work.p.num_heads + head;
+    if (!is_whole) {
+      const int64_t partial = partial_row(work, item.sequence, item.split, token, head);
+      float* to = work.plan.partial_outs + partial * all_dims + first_dim;
 #pragma unroll
-    for (int d = 0; d < kHeadSize / 16; ++d) {
-      store_four<Kv>(work.p.query_dtype, to + 16 * d, head_size - 16 * d, lane % 4,
-                     &out[2 * d][2 * j], &out[2 * d + 1][2 * j], sum * kLift<FactorOf<Kv>>, scale);
+      for (int d = 0; d < kValueSize / 16; ++d) {
+        store_four_partials<Kv>(to + 16 * d, head_size - 16 * d, lane % 4, &out[2 * d][2 * j],
+                                &out[2 * d + 1][2 * j]);
+      }
+      if (lane % 4 == 0 && item.part == 0) {
+        work.plan.partial_states[2 * partial] = rows.maximum[j];
+        work.plan.partial_states[2 * partial + 1] = sum;
+      }
+      continue;
     }
-    if (work.p.lse != nullptr && lane % 4 == 0) {
-      work.p.lse[row] = log_sum_exp(rows.maximum[j], sum);
+    const Total total = with_sink(work, head, rows.maximum[j], sum);
+    uint16_t* to = static_cast<uint16_t*>(work.p.out) + row * all_dims + first_dim;
+#pragma unroll
+    for (int d = 0; d < kValueSize / 16; ++d) {
+      store_four<Kv>(work.p.query_dtype, to + 16 * d, head_size - 16 * d, lane % 4,
+                     &out[2 * d][2 * j], &out[2 * d + 1][2 * j], total.sum * kLift<FactorOf<Kv>>,
+                     scale * total.factor);
+    }
+    if (work.p.lse != nullptr && lane % 4 == 0 && item.part == 0) {
+      work.p.lse[row] = log_sum_exp(total.maximum, total.sum);
     }
   }
 }
 
 template <typename Kv, int kHeadSize>
-__global__ void __launch_bounds__(kLongWarps* kLanesOfWarp) attend_long(Work work) {
+__device__ void attend_long_item(const Work& work, const Item& item, unsigned char* shared) {
   using Tile = LongTile<Kv, kHeadSize>;
-  KVPLANE_DYNAMIC_SHARED(unsigned char, shared);
+  constexpr int kStageBytes = Tile::kKeys + Tile::kValues;
   unsigned char* const queries = shared;
   unsigned char* const ring = shared + Tile::kQueries;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
-  const int32_t num_items = work.plan.long_ends[work.p.num_sequences - 1];
-  for (int32_t i = static_cast<int32_t>(blockIdx.x); i < num_items;
-       i += static_cast<int32_t>(gridDim.x)) {
-    const Item item = find_item(work, work.plan.long_ends, kRowsOfLongTile, i);
-    const int32_t first_row = item.tile * kRowsOfLongTile;
-    const int32_t all_rows = item.sequence.query_len * static_cast<int32_t>(group_of(work.p));
-    const int32_t num_rows = min_of(kRowsOfLongTile, all_rows - first_row);
-    const Span seen = span_of(work, item.sequence, item.split, first_row, num_rows);
-    LongRows rows = long_rows(work, item, first_row, num_rows);
-    float out[kHeadSize / 8][4] = {};
-    const int32_t end = div_ceil(seen.end, Tile::kTokens);
-    int32_t tile = seen.begin / Tile::kTokens;
-    if constexpr (!kIs8Bits<Kv>) {
-      copy_queries<kHeadSize>(work, item, first_row, num_rows, queries);
+  const int32_t first_row = item.tile * kRowsOfLongTile;
+  const int32_t all_rows = item.sequence.query_len * work.cutting.group;
+  const int32_t num_rows = min_of(kRowsOfLongTile, all_rows - first_row);
+  const Span seen = span_of(work, item, first_row, num_rows);
+  LongRows rows = long_rows(work, item, first_row, num_rows);
+  float out[Tile::kValueSize / 8][4] = {};
+  int32_t tile = seen.begin / Tile::kTokens;
+  const int32_t end = seen.begin < seen.end ? div_ceil(seen.end, Tile::kTokens) : tile;
+  if constexpr (!kIs8Bits<Kv>) {
+    copy_queries<kHeadSize>(work, item, first_row, num_rows, queries);
+  }
+  copy_tile<Kv, kHeadSize>(work, item, seen, tile, ring);
+  commit_copies();
+  if constexpr (kIs8Bits<Kv>) {
+    convert_queries<kHeadSize>(work, item, first_row, num_rows, rows, queries);
+  }
+  for (int stage = 0; tile < end; ++tile, stage = 1 - stage) {
+    wait_for_copies<0>();
+    __syncthreads();  // Until the tile has arrived and the other stage has been read.
+    if (tile + 1 < end) {
+      copy_tile<Kv, kHeadSize>(work, item, seen, tile + 1, ring + (1 - stage) * kStageBytes);
     }
-    copy_tile<Kv, kHeadSize>(work, item, seen, tile, ring);
     commit_copies();
-    if constexpr (kIs8Bits<Kv>) {
-      convert_queries<kHeadSize>(work, item, first_row, num_rows, rows, queries);
+    take_tile<Kv, kHeadSize>(work, seen, tile, queries + 16 * warp * Tile::kQueryPitch,
+                             ring + stage * kStageBytes, rows, out);
+  }
+  wait_for_copies<0>();  // Of a split that none of the rows attends to.
+  write_rows<Kv, Tile::kValueSize>(work, item, first_row, num_rows, rows, out);
+}
+
+// A block's first item is the one of its index; then it takes the next that no block has taken.
+// Items differ much in length, and the longest of a sequence come first.
+template <typename Kv, int kHeadSize>
+__global__ void __launch_bounds__(kLongWarps* kLanesOfWarp) attend_long(Work work) {
+  using Tile = LongTile<Kv, kHeadSize>;
+  KVPLANE_DYNAMIC_SHARED(unsigned char, shared);
+  // Two in turn: one may still be read while the other is written.
+  int32_t* const next = reinterpret_cast<int32_t*>(shared + Tile::kPadding);
+  const int32_t num_items = work.plan.long_ends[work.p.num_sequences - 1];
+  int32_t i = static_cast<int32_t>(blockIdx.x);
+  for (int turn = 0; i < num_items; turn = 1 - turn) {
+    if (threadIdx.x == 0) {
+      next[turn] = static_cast<int32_t>(gridDim.x) + atomicAdd(work.plan.num_taken, 1);
     }
-    for (int stage = 0; tile < end; ++tile, stage = 1 - stage) {
-      wait_for_copies<0>();
-      __syncthreads();  // Until the tile has arrived and the other stage has been read.
-      if (tile + 1 < end) {
-        copy_tile<Kv, kHeadSize>(work, item, seen, tile + 1, ring + (1 - stage) * 2 * Tile::kKeys);
-      }
-      commit_copies();
-      take_tile<Kv, kHeadSize>(work, seen, tile, queries + 16 * warp * Tile::kQueryPitch,
-                               ring + stage * 2 * Tile::kKeys, rows, out);
-    }
-    write_rows<Kv, kHeadSize>(work, item, first_row, num_rows, rows, out);
+    attend_long_item<Kv, kHeadSize>(
+        work, find_item(work, work.plan.long_ends, kRowsOfLongTile, work.long_parts, i), shared);
     __syncthreads();  // Until this item's tiles have been read: the next item overwrites them.
+    i = next[turn];
   }
 }
 
@@ -329,21 +376,13 @@ void launch_long_of(const Work& work, int64_t max_items, uintptr_t stream) {
   constexpr size_t kBytes = LongTile<Kv, kHeadSize>::kSharedBytes;
   constexpr auto kKernel = &attend_long<Kv, kHeadSize>;
   const int64_t at_once = resident_blocks<kKernel>(kThreads, kBytes);
-  launch(kKernel, {min_of(at_once, max_items)}, kThreads, kBytes, stream, work);
+  launch<kKernel>({min_of(at_once, max_items)}, kThreads, kBytes, stream, work);
 }
 
 template <typename Kv>
 void launch_long(const Work& work, int64_t max_items, uintptr_t stream) {
-  const int64_t head_size = work.p.pages.head_size;
-  if (head_size <= 64) {
-    launch_long_of<Kv, 64>(work, max_items, stream);
-  } else if (head_size <= 128) {
-    launch_long_of<Kv, 128>(work, max_items, stream);
-  } else if (head_size <= 192) {
-    launch_long_of<Kv, 192>(work, max_items, stream);
-  } else {
-    launch_long_of<Kv, 256>(work, max_items, stream);
-  }
+  with_head_size(work.p.pages.head_size,
+                 [&](auto head_size) { launch_long_of<Kv, head_size>(work, max_items, stream); });
 }
 
 }  // namespace kvplane::cuda

@@ -16,110 +16,35 @@
 #include "attention_kernels.h"
 #include "batch.cuh"
 #include "launch.h"
-#include "queries.cuh"
+#include "long_tile.cuh"
+#include "short_rows.cuh"
 #include "tiles.cuh"
 
 namespace kvplane::cuda {
-
-constexpr int kShortWarps = 4;
 
 // The shared memory of a warp: a ring of tiles, K before V. At the end of an item it holds the
 // warp's outputs and states instead. The number of stages changes no bit of the result.
 template <typename Kv, int kHeadSize, int kColumns, int kNumStages>
 struct ShortRing {
   static constexpr int kStages = kNumStages;
+  static constexpr int kWarps = kShortWarps<Kv, kHeadSize>;
+  static constexpr int kThreads = kWarps * kLanesOfWarp;
   static constexpr int kRowBytes = kHeadSize * static_cast<int>(sizeof(Kv));
   static constexpr int kTile = kTileRows * kPitch<Kv, kHeadSize>;
   static constexpr int kBytes = kStages * 2 * kTile;
   static constexpr int kRows = 8 * kColumns;
   static constexpr int kOutPitch = kHeadSize + 4;  // floats; avoids bank conflicts
-  static constexpr int kSharedBytes = kShortWarps * kBytes;
+  static constexpr int kSharedBytes =
+      kWarps * kBytes + SharedQueries<Kv, kHeadSize, kColumns>::kBytes;
   static_assert((kRows * kOutPitch + 2 * kRows) * 4 <= kBytes);
 };
 
+// The stages that a ring can have: the most, and where `kFewStages` is fewer, those too. A tile of
+// short rows takes little room, so four stages fit everywhere.
 template <typename Kv, int kHeadSize>
-constexpr int kWantedStages = kHeadSize * sizeof(Kv) <= 128   ? 4
-                              : kHeadSize * sizeof(Kv) <= 384 ? 3
-                                                              : 2;
-
-// On a device with less shared memory the ring has two stages, where that makes it fit.
-constexpr int kFewStages = 2;
-
+constexpr int kMostStages = kHeadSize * sizeof(Kv) <= 128 ? 4 : 3;
 template <typename Kv, int kHeadSize>
-constexpr bool has_small_ring() {
-  constexpr int kMost = kSharedBytesOfEveryDevice;
-  constexpr int kWanted = ShortRing<Kv, kHeadSize, 1, kWantedStages<Kv, kHeadSize>>::kSharedBytes;
-  constexpr int kSmall = ShortRing<Kv, kHeadSize, 1, kFewStages>::kSharedBytes;
-  return kWanted > kMost && kSmall <= kMost;
-}
-
-// The rows whose scores a thread holds: 2t and 2t + 1 of each eight.
-template <int kColumns>
-struct RowsOfThread {
-  int32_t position[kColumns][2];  // -1 for a missing row, which attends to nothing
-  float scale[kColumns][2];       // of products, to scores in base 2
-  float slope[kColumns][2];       // in base 2
-  float maximum[kColumns][2];
-  float sum[kColumns][2];  // of this thread's tokens
-};
-
-template <int kColumns>
-__device__ void set_rows(const Work& work, const Item& item, int32_t first_row, int32_t num_rows,
-                         RowsOfThread<kColumns>& rows) {
-  const int32_t group = static_cast<int32_t>(group_of(work.p));
-  const int32_t t = static_cast<int32_t>(threadIdx.x) % 4;
-  const float scale = finite(work.p.scale * kLog2E * key_scale(work.p.pages, item.kv_head));
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int32_t row = 8 * c + 2 * t + j;
-      const bool there = row < num_rows;
-      const int32_t token = (first_row + row) / group;
-      const int32_t head = item.kv_head * group + (first_row + row) % group;
-      rows.position[c][j] = there ? item.sequence.first_position() + token : -1;
-      rows.scale[c][j] = scale;
-      rows.slope[c][j] =
-          there && work.p.alibi_slopes != nullptr ? work.p.alibi_slopes[head] * kLog2E : 0.0f;
-      rows.maximum[c][j] = -INFINITY;
-      rows.sum[c][j] = 0.0f;
-    }
-  }
-}
-
-// The queries as factors B, straight from global memory: row g, the dims from k = 2t on.
-template <typename Kv, int kHeadSize, int kColumns>
-__device__ void load_queries(const Work& work, const Item& item, int32_t first_row,
-                             int32_t num_rows, uint32_t (&queries)[kColumns][kHeadSize / 8],
-                             RowsOfThread<kColumns>& rows) {
-  const int32_t group = static_cast<int32_t>(group_of(work.p));
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-    const int32_t row = 8 * c + lane / 4;
-    const int64_t token = item.sequence.first_token + (first_row + row) / group;
-    const int64_t head = item.kv_head * group + (first_row + row) % group;
-    const uint16_t* from = static_cast<const uint16_t*>(work.p.query) +
-                           token * work.p.query_token_stride + head * work.p.query_head_stride;
-#pragma unroll
-    for (int k = 0; k < kHeadSize / 16; ++k) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int32_t dim = 16 * k + column_of<Kv>(lane % 4, j);
-        const bool there = row < num_rows && dim < work.p.pages.head_size;
-        queries[c][2 * k + j] = there ? *reinterpret_cast<const uint32_t*>(from + dim) : 0u;
-      }
-    }
-    if (kIs8Bits<Kv> && work.p.query_dtype == Dtype::kBFloat16) {
-      const float back = scale_row<4>(queries[c]);  // of row g; needed are those of 2t and 2t + 1
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float of_row = __shfl_sync(kWholeWarp, back, (2 * (lane % 4) + j) * 4);
-        rows.scale[c][j] = finite(rows.scale[c][j] * of_row);
-      }
-    }
-  }
-}
+constexpr int kFewStages = kHeadSize * sizeof(Kv) <= 128 ? 4 : 2;
 
 // Turns scores into probabilities and updates the rows' maxima and sums. `first` is the position of
 // the tile's first token. The outputs so far are to be multiplied by `rescale`.
@@ -127,11 +52,12 @@ template <int kColumns>
 __device__ void soften(const Work& work, Span seen, int32_t first, float (&scores)[kColumns][4],
                        RowsOfThread<kColumns>& rows, float (&rescale)[kColumns][2]) {
   const int32_t g = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp / 4;
+  const SoftCap cap = soft_cap(work);
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const Span own = visible(work.p, rows.position[c][j]);
+      const Span own = visible(work.cutting.window, rows.position[c][j]);
       float maximum = rows.maximum[c][j];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -140,7 +66,7 @@ __device__ void soften(const Work& work, Span seen, int32_t first, float (&score
         const bool is_seen = position >= seen.begin && position < seen.end &&
                              position >= own.begin && position < own.end;
         const float bias = rows.slope[c][j] * static_cast<float>(position - rows.position[c][j]);
-        score = is_seen ? score * rows.scale[c][j] + bias : -INFINITY;
+        score = is_seen ? cap.of<true>(score * rows.scale[c][j]) + bias : -INFINITY;
         maximum = fmaxf(maximum, score);
       }
 #pragma unroll
@@ -197,22 +123,22 @@ template <typename Kv, int kHeadSize, int kColumns, int kStages>
 __device__ void write_outputs(const Work& work, const Item& item, int32_t first_row,
                               int32_t num_rows, const float* left) {
   using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
-  constexpr int kFloatsOfWarp = Ring::kBytes / 4;
-  const int32_t group = static_cast<int32_t>(group_of(work.p));
-  const int32_t head_size = static_cast<int32_t>(work.p.pages.head_size);
-  const bool is_whole = num_splits(work, item.sequence) == 1;
+  constexpr int kFloatsOfWarp = Ring::kBytes / 4, kWarps = Ring::kWarps;
+  const int32_t group = work.cutting.group;
+  const int32_t head_size = static_cast<int32_t>(work.p.pages.value_head_size);
+  const bool is_whole = item.sequence.cut.splits == 1;
   const float scale = value_scale(work.p.pages, item.kv_head);
   for (int32_t i = 0; i < num_rows; ++i) {
     const float* states = left + Ring::kRows * Ring::kOutPitch + 2 * i;
     float maximum = -INFINITY;
 #pragma unroll
-    for (int w = 0; w < kShortWarps; ++w) {
+    for (int w = 0; w < kWarps; ++w) {
       maximum = fmaxf(maximum, states[w * kFloatsOfWarp]);
     }
     const float base = finite_maximum(maximum);
-    float weights[kShortWarps], sum = 0.0f;
+    float weights[kWarps], sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kShortWarps; ++w) {
+    for (int w = 0; w < kWarps; ++w) {
       weights[w] = exp2_fast(states[w * kFloatsOfWarp] - base);
       sum += weights[w] * states[w * kFloatsOfWarp + 1];
     }
@@ -220,15 +146,15 @@ __device__ void write_outputs(const Work& work, const Item& item, int32_t first_
     const int32_t head = item.kv_head * group + (first_row + i) % group;
     const int64_t row = (item.sequence.first_token + token) * work.p.num_heads + head;
     const int64_t partial = partial_row(work, item.sequence, item.split, token, head);
-    for (int32_t d = static_cast<int32_t>(threadIdx.x); d < head_size;
-         d += kShortWarps * kLanesOfWarp) {
+    const Total total = with_sink(work, head, maximum, sum);
+    for (int32_t d = static_cast<int32_t>(threadIdx.x); d < head_size; d += Ring::kThreads) {
       float value = 0.0f;
 #pragma unroll
-      for (int w = 0; w < kShortWarps; ++w) {
+      for (int w = 0; w < kWarps; ++w) {
         value += weights[w] * left[w * kFloatsOfWarp + i * Ring::kOutPitch + d];
       }
       if (is_whole) {
-        store_number(work.p, row * head_size + d, value / sum * scale);
+        store_number(work.p, row * head_size + d, value / total.sum * (scale * total.factor));
       } else {
         work.plan.partial_outs[partial * head_size + d] = value;
       }
@@ -238,56 +164,63 @@ __device__ void write_outputs(const Work& work, const Item& item, int32_t first_
       work.plan.partial_states[2 * partial] = maximum;
       work.plan.partial_states[2 * partial + 1] = sum;
     } else if (work.p.lse != nullptr) {
-      work.p.lse[row] = log_sum_exp(maximum, sum);
+      work.p.lse[row] = log_sum_exp(total.maximum, total.sum);
     }
   }
 }
 
+template <typename Kv, int kHeadSize, int kColumns>
+using QueriesOf = std::conditional_t<SharedQueries<Kv, kHeadSize, kColumns>::kIsUsed,
+                                     SharedQueries<Kv, kHeadSize, kColumns>,
+                                     QueryRegisters<Kv, kHeadSize, kColumns>>;
+
 // A warp's share of an item: tiles of 16 tokens, kStages - 1 of them in flight at any time.
 template <typename Kv, int kHeadSize, int kColumns, int kStages>
 __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_row,
-                             int32_t num_rows, unsigned char* ring) {
+                             int32_t num_rows, unsigned char* shared) {
   using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
   using Factor = FactorOf<Kv>;
-  constexpr int kReads = Ring::kRowBytes / kReadBytes;
+  constexpr int kReads = Ring::kRowBytes / kReadBytes, kWarps = Ring::kWarps;
+  constexpr int kUnroll = kColumns == 4 ? 2 : 4;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
-  const Span seen = span_of(work, item.sequence, item.split, first_row, num_rows);
+  unsigned char* const ring = shared + warp * Ring::kBytes;
+  const Span seen = span_of(work, item, first_row, num_rows);
   RowsOfThread<kColumns> rows;
   set_rows(work, item, first_row, num_rows, rows);
-  uint32_t queries[kColumns][kHeadSize / 8];
-  load_queries<Kv, kHeadSize, kColumns>(work, item, first_row, num_rows, queries, rows);
+  QueriesOf<Kv, kHeadSize, kColumns> queries;
+  queries.load(work, item, first_row, num_rows, shared + kWarps * Ring::kBytes, rows);
   float out[kHeadSize / 16][kColumns][4] = {};
 
-  const auto find = [&](int32_t tile) {
-    return find_key(work, item.sequence.index, item.kv_head, tile * kTileRows + lane % kTileRows,
-                    seen);
-  };
-  // Tile n of the sequence is for warp n % 4, wherever the span begins.
+  const auto find = [&](int32_t tile) { return find_tile_row(work, item, tile * kTileRows, seen); };
+  // Tile n of the sequence is for warp n % kWarps, wherever the span begins.
   const int32_t begin = seen.begin / kTileRows;
   const int32_t end = seen.begin < seen.end ? div_ceil(seen.end, kTileRows) : begin;
-  const int32_t first = begin + (warp + kShortWarps - begin % kShortWarps) % kShortWarps;
-  const auto start_copy = [&](int32_t tile, int stage, int64_t key) {
+  const int32_t first = begin + (warp + kWarps - begin % kWarps) % kWarps;
+  const auto start_copy = [&](int32_t tile, int stage, int64_t row) {
     if (tile < end) {
+      const Kv* data = static_cast<const Kv*>(work.p.pages.data);
       unsigned char* keys = ring + stage * 2 * Ring::kTile;
-      load_keys_and_values<Kv, kHeadSize>(work.p.pages, key, keys, keys + Ring::kTile);
+      load_tile_rows<Kv, kHeadSize, kUnroll>(data, row, 0, work.p.pages.head_size, keys);
+      load_tile_rows<Kv, kHeadSize, kUnroll>(data, row, kTileRows, work.p.pages.value_head_size,
+                                             keys + Ring::kTile);
     }
     commit_copies();
   };
 #pragma unroll
   for (int i = 0; i < Ring::kStages - 1; ++i) {
-    const int32_t tile = first + i * kShortWarps;
+    const int32_t tile = first + i * kWarps;
     start_copy(tile, i, find(tile));
   }
   // The next tile's addresses are looked up while this one's copies are in flight.
-  int64_t next_key = find(first + (Ring::kStages - 1) * kShortWarps);
+  int64_t next_row = find(first + (Ring::kStages - 1) * kWarps);
   int stage = 0;
-  for (int32_t tile = first; tile < end; tile += kShortWarps) {
+  for (int32_t tile = first; tile < end; tile += kWarps) {
     wait_for_copies<Ring::kStages - 2>();
     __syncwarp();  // Until all lanes' copies have arrived and the stage to be filled has been read.
-    const int32_t ahead = tile + (Ring::kStages - 1) * kShortWarps;
-    start_copy(ahead, (stage + Ring::kStages - 1) % Ring::kStages, next_key);
-    next_key = find(ahead + kShortWarps);
+    const int32_t ahead = tile + (Ring::kStages - 1) * kWarps;
+    start_copy(ahead, (stage + Ring::kStages - 1) % Ring::kStages, next_row);
+    next_row = find(ahead + kWarps);
 
     const unsigned char* keys = ring + stage * 2 * Ring::kTile;
     const unsigned char* values = keys + Ring::kTile;
@@ -301,7 +234,8 @@ __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_r
         const int k = kFactors<Kv> * i + f;
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
-          const uint32_t b[2] = {queries[c][2 * k], queries[c][2 * k + 1]};
+          uint32_t b[2];
+          queries.get(c, k, b);
           multiply_add<Factor>(scores[c], a[f], b);
         }
       }
@@ -336,26 +270,19 @@ __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_r
   leave_outputs<Kv, kHeadSize, kColumns, kStages>(out, rows, reinterpret_cast<float*>(ring));
 }
 
-// A small ring is for devices that have no room for a second block, so one block may use all
-// registers. 0 leaves the number of blocks to the compiler.
-template <typename Kv, int kHeadSize, int kStages>
-constexpr int kMinBlocks = kStages < kWantedStages<Kv, kHeadSize> ? 1 : 0;
-
 template <typename Kv, int kHeadSize, int kColumns, int kStages>
-__global__ void __launch_bounds__(kShortWarps* kLanesOfWarp, kMinBlocks<Kv, kHeadSize, kStages>)
+__global__ void __launch_bounds__(kShortWarps<Kv, kHeadSize>* kLanesOfWarp, 1)
     attend_short(Work work) {
   using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
   KVPLANE_DYNAMIC_SHARED(unsigned char, shared);
-  const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t num_items = work.plan.short_ends[work.p.num_sequences - 1];
   for (int32_t i = static_cast<int32_t>(blockIdx.x); i < num_items;
        i += static_cast<int32_t>(gridDim.x)) {
-    const Item item = find_item(work, work.plan.short_ends, Ring::kRows, i);
+    const Item item = find_item(work, work.plan.short_ends, Ring::kRows, 1, i);
     const int32_t first_row = item.tile * Ring::kRows;
-    const int32_t all_rows = item.sequence.query_len * static_cast<int32_t>(group_of(work.p));
+    const int32_t all_rows = item.sequence.query_len * work.cutting.group;
     const int32_t num_rows = min_of(Ring::kRows, all_rows - first_row);
-    attend_tiles<Kv, kHeadSize, kColumns, kStages>(work, item, first_row, num_rows,
-                                                   shared + warp * Ring::kBytes);
+    attend_tiles<Kv, kHeadSize, kColumns, kStages>(work, item, first_row, num_rows, shared);
     __syncthreads();
     write_outputs<Kv, kHeadSize, kColumns, kStages>(work, item, first_row, num_rows,
                                                     reinterpret_cast<const float*>(shared));
@@ -364,42 +291,49 @@ __global__ void __launch_bounds__(kShortWarps* kLanesOfWarp, kMinBlocks<Kv, kHea
 }
 
 template <typename Kv, int kHeadSize, int kColumns, int kStages>
-void launch_short_with(const Work& work, int64_t max_items, uintptr_t stream) {
-  constexpr int kThreads = kShortWarps * kLanesOfWarp;
-  constexpr size_t kBytes = ShortRing<Kv, kHeadSize, kColumns, kStages>::kSharedBytes;
+int64_t resident_short_blocks() {
+  using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
+  if (Ring::kSharedBytes > max_shared_bytes()) return 0;
   constexpr auto kKernel = &attend_short<Kv, kHeadSize, kColumns, kStages>;
-  const int64_t at_once = resident_blocks<kKernel>(kThreads, kBytes);
-  launch(kKernel, {min_of(at_once, max_items)}, kThreads, kBytes, stream, work);
+  return resident_blocks<kKernel>(Ring::kThreads, Ring::kSharedBytes);
 }
 
+template <typename Kv, int kHeadSize, int kColumns, int kStages>
+void launch_short_with(const Work& work, int64_t max_items, uintptr_t stream) {
+  using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
+  constexpr auto kKernel = &attend_short<Kv, kHeadSize, kColumns, kStages>;
+  const int64_t at_once = resident_short_blocks<Kv, kHeadSize, kColumns, kStages>();
+  launch<kKernel>({min_of(at_once, max_items)}, Ring::kThreads, Ring::kSharedBytes, stream, work);
+}
+
+// The most stages, unless only fewer leave room for a second block beside the first: a block's
+// copies then hide the end of the other's item.
 template <typename Kv, int kHeadSize, int kColumns>
 void launch_short_of(const Work& work, int64_t max_items, uintptr_t stream) {
-  constexpr int kStages = kWantedStages<Kv, kHeadSize>;
-  if constexpr (has_small_ring<Kv, kHeadSize>()) {
-    if (ShortRing<Kv, kHeadSize, kColumns, kStages>::kSharedBytes > max_shared_bytes()) {
-      return launch_short_with<Kv, kHeadSize, kColumns, kFewStages>(work, max_items, stream);
+  constexpr int kMost = kMostStages<Kv, kHeadSize>, kFew = kFewStages<Kv, kHeadSize>;
+  if constexpr (kFew < kMost) {
+    const int64_t with_most = resident_short_blocks<Kv, kHeadSize, kColumns, kMost>();
+    const int64_t with_few = resident_short_blocks<Kv, kHeadSize, kColumns, kFew>();
+    if (with_most < 2 * num_multiprocessors() && with_few > with_most) {
+      return launch_short_with<Kv, kHeadSize, kColumns, kFew>(work, max_items, stream);
     }
   }
-  launch_short_with<Kv, kHeadSize, kColumns, kStages>(work, max_items, stream);
+  launch_short_with<Kv, kHeadSize, kColumns, kMost>(work, max_items, stream);
 }
 
 template <typename Kv, int kHeadSize>
 void launch_short_of(const Work& work, int64_t max_items, uintptr_t stream) {
-  if (work.short_tile_rows == 8) {
-    launch_short_of<Kv, kHeadSize, 1>(work, max_items, stream);
-  } else if constexpr (kHeadSize <= 192) {
-    launch_short_of<Kv, kHeadSize, 2>(work, max_items, stream);
+  if constexpr (short_tile_rows(32, kHeadSize) == 32) {
+    if (work.short_tile_rows == 32) {
+      return launch_short_of<Kv, kHeadSize, 4>(work, max_items, stream);
+    }
   }
-}
-
-// Calls `run` with the head size of the kernel: one of these, to which others are rounded up. The
-// added columns are zeros and are not read from memory.
-template <typename Run>
-auto with_head_size(int64_t head_size, const Run& run) {
-  if (head_size <= 64) return run(std::integral_constant<int, 64>{});
-  if (head_size <= 128) return run(std::integral_constant<int, 128>{});
-  if (head_size <= 192) return run(std::integral_constant<int, 192>{});
-  return run(std::integral_constant<int, 256>{});
+  if constexpr (short_tile_rows(16, kHeadSize) == 16) {
+    if (work.short_tile_rows == 16) {
+      return launch_short_of<Kv, kHeadSize, 2>(work, max_items, stream);
+    }
+  }
+  launch_short_of<Kv, kHeadSize, 1>(work, max_items, stream);
 }
 
 template <typename Kv>
@@ -409,11 +343,11 @@ void launch_short(const Work& work, int64_t max_items, uintptr_t stream) {
 }
 
 template <typename Kv>
-size_t least_shared_bytes_of_short(int64_t head_size) {
+size_t least_shared_bytes(int64_t head_size) {
   return with_head_size(head_size, [](auto size) -> size_t {
-    constexpr bool kIsSmall = has_small_ring<Kv, size>();
-    return ShortRing < Kv, size, 1, kIsSmall ? kFewStages : kWantedStages < Kv,
-           size >> ::kSharedBytes;
+    constexpr int kStages = kFewStages<Kv, size>;
+    constexpr int kShort = ShortRing<Kv, size, 1, kStages>::kSharedBytes;
+    return max_of(kShort, LongTile<Kv, size>::kSharedBytes);
   });
 }
 

@@ -3,6 +3,6 @@
 namespace kvplane::cuda {
 
 template void launch_short<Bfloat>(const Work&, int64_t, uintptr_t);
-template size_t least_shared_bytes_of_short<Bfloat>(int64_t);
+template size_t least_shared_bytes<Bfloat>(int64_t);
 
 }  // namespace kvplane::cuda

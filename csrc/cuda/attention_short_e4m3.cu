@@ -3,6 +3,6 @@
 namespace kvplane::cuda {
 
 template void launch_short<E4m3>(const Work&, int64_t, uintptr_t);
-template size_t least_shared_bytes_of_short<E4m3>(int64_t);
+template size_t least_shared_bytes<E4m3>(int64_t);
 
 }  // namespace kvplane::cuda

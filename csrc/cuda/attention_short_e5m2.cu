@@ -3,6 +3,6 @@
 namespace kvplane::cuda {
 
 template void launch_short<E5m2>(const Work&, int64_t, uintptr_t);
-template size_t least_shared_bytes_of_short<E5m2>(int64_t);
+template size_t least_shared_bytes<E5m2>(int64_t);
 
 }  // namespace kvplane::cuda

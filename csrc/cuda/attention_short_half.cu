@@ -3,6 +3,6 @@
 namespace kvplane::cuda {
 
 template void launch_short<Half>(const Work&, int64_t, uintptr_t);
-template size_t least_shared_bytes_of_short<Half>(int64_t);
+template size_t least_shared_bytes<Half>(int64_t);
 
 }  // namespace kvplane::cuda

@@ -4,15 +4,17 @@
 //   token r / group, at query head r % group of the KV head's group.
 // - short sequence: one query token, or up to kShortRows rows of a KV head. It is cut into splits,
 //   at multiples of split_tokens of its positions, and each split into tiles of rows.
-// - long sequence: cut into tiles of rows; never split.
+// - long sequence: cut into larger tiles of rows, and into larger splits where its context is much
+//   longer than its query.
 // - item: one KV head of one tile of rows of one split.
 //
-// How a sequence is cut depends only on its own lengths.
+// How a sequence is cut depends only on its own lengths: cutting.h.
 #pragma once
 
 #include <cfloat>
 #include <cstdint>
 
+#include "cutting.h"
 #include "device.h"
 #include "eight_bits.cuh"
 #include "kvplane/params.h"
@@ -21,45 +23,45 @@
 
 namespace kvplane::cuda {
 
-constexpr int kMaxHeadSize = 256;
-constexpr int kShortRows = 32;
+constexpr int kMaxHeadSize = 512;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// Half-open range of positions in a sequence.
-struct Span {
-  int32_t begin;
-  int32_t end;
+// A sequence whose lengths the plan kernel has checked.
+struct alignas(16) Sequence {
+  int64_t first_token;    // index into the query tensor
+  int64_t first_partial;  // index into the plan's arrays, where there is more than one split
+  int32_t index;
+  int32_t query_len;
+  int32_t context_len;
+  Cut cut;
+
+  __device__ int32_t first_position() const { return context_len - query_len; }
 };
 
 // What the plan kernel writes and the others read, in the workspace.
 struct Plan {
-  int32_t* short_ends;      // [num_sequences]: items of the short sequences up to this one
-  int32_t* long_ends;       // [num_sequences]
-  int64_t* partial_starts;  // [num_sequences]: the sequence's first entry in the arrays below
-  // One entry for each split, token and query head of a short sequence of more than one split.
+  Sequence* sequences;  // [num_sequences]
+  int32_t* short_ends;  // [num_sequences]: items of the short sequences up to this one
+  int32_t* long_ends;   // [num_sequences]
+  int32_t* split_ends;  // [num_sequences]: query tokens of sequences of more than one split
+  int32_t* num_taken;   // items of long sequences that blocks have taken beside their first
+  // One entry for each split, token and query head of a sequence of more than one split.
   float* partial_states;  // [entries, 2]: maximum (base 2) and sum of the exponentials
-  float* partial_outs;    // [entries, head_size], not yet divided by the sum, nor scaled
+  float* partial_outs;    // [entries, value_head_size], not yet divided by the sum, nor scaled
 };
 
 // The parameter of every attention kernel.
 struct Work {
   PagedAttentionParams p;
   Plan plan;
+  Cutting cutting;
   int32_t* faults;
+  int64_t max_partials;   // for which the plan's arrays have room, in query tokens
   int32_t max_query_len;  // 0: not known
-  int32_t split_tokens;
   int32_t short_tile_rows;
-  int32_t long_tile_rows;  // 0: long sequences are in the list of short items, unsplit
-};
-
-struct Sequence {
-  int32_t index;
-  int32_t query_len;  // 0 when there is nothing to do, or the sequence's lengths are wrong
-  int32_t context_len;
-  int64_t first_token;  // index into the query tensor
-
-  __device__ int32_t first_position() const { return context_len - query_len; }
+  int32_t long_tile_rows;  // 0: long sequences are in the list of short items
+  int32_t long_parts;      // of the values' dims: a long item attends to one of them
 };
 
 struct Item {
@@ -67,80 +69,26 @@ struct Item {
   int32_t kv_head;
   int32_t tile;
   int32_t split;
+  int32_t part;  // of the values' dims
 };
 
 __device__ inline void report(int32_t* faults, int32_t fault) {
   if (faults != nullptr) atomicOr(faults, fault);
 }
 
-__host__ __device__ inline int64_t group_of(const PagedAttentionParams& p) {
-  return p.num_heads / p.pages.num_kv_heads;
-}
-
-__host__ __device__ inline bool is_short(int64_t query_len, int64_t group) {
-  return query_len == 1 || query_len * group <= kShortRows;
-}
-
-// The most tokens of a short sequence.
-__host__ __device__ inline int64_t max_short_tokens(int64_t group) {
-  return max_of<int64_t>(1, kShortRows / group);
-}
-
-__device__ inline int32_t check_sequence(const Work& work, int32_t s) {
-  const PagedAttentionParams& p = work.p;
-  const int64_t begin = p.query_starts[s], end = p.query_starts[s + 1];
-  if (begin < 0 || end < begin || end > p.num_tokens) return kBadQueryStarts;
-  if ((s == 0 && begin != 0) || (s + 1 == p.num_sequences && end != p.num_tokens)) {
-    return kBadQueryStarts;
-  }
-  const int64_t query_len = end - begin;
-  if (work.max_query_len > 0 && query_len > work.max_query_len) return kBadQueryStarts;
-  const int64_t context_len = p.context_lens[s];
-  if (context_len < query_len) return kBadContextLens;
-  if (query_len > 0 && context_len > p.max_blocks * p.pages.block_size) return kBadContextLens;
-  return 0;
-}
-
-__device__ inline Sequence sequence_at(const Work& work, int32_t s) {
-  if (check_sequence(work, s) != 0) return {s, 0, 0, 0};
-  const int64_t begin = work.p.query_starts[s];
-  const int32_t query_len = static_cast<int32_t>(work.p.query_starts[s + 1] - begin);
-  // The context length of a sequence without query tokens may be anything; it is not used.
-  const int32_t context_len = query_len == 0 ? 0 : static_cast<int32_t>(work.p.context_lens[s]);
-  return {s, query_len, context_len, begin};
-}
-
-__device__ inline Span visible(const PagedAttentionParams& p, int32_t position) {
-  const int64_t window = p.sliding_window_tokens;
-  const int64_t begin = window > 0 ? position + 1 - window : 0;
-  return {static_cast<int32_t>(max_of<int64_t>(0, begin)), position + 1};
-}
-
-// All positions that a query token of the sequence attends to.
-__device__ inline Span visible_to_any(const PagedAttentionParams& p, const Sequence& sequence) {
-  return {visible(p, sequence.first_position()).begin, sequence.context_len};
-}
-
-__device__ inline int32_t num_splits(const Work& work, const Sequence& sequence) {
-  if (sequence.query_len == 0 || !is_short(sequence.query_len, group_of(work.p))) return 1;
-  const Span all = visible_to_any(work.p, sequence);
-  return div_ceil(all.end, work.split_tokens) - all.begin / work.split_tokens;
-}
-
 // The positions of a split that rows [first_row, first_row + num_rows) attend to.
-__device__ inline Span span_of(const Work& work, const Sequence& sequence, int32_t split,
-                               int32_t first_row, int32_t num_rows) {
-  const int32_t group = static_cast<int32_t>(group_of(work.p));
+__device__ inline Span span_of(const Work& work, const Item& item, int32_t first_row,
+                               int32_t num_rows) {
+  const Sequence& sequence = item.sequence;
+  const int32_t group = work.cutting.group;
   const int32_t first = sequence.first_position() + first_row / group;
   const int32_t last = sequence.first_position() + (first_row + num_rows - 1) / group;
-  Span seen = {visible(work.p, first).begin, last + 1};
-  if (is_short(sequence.query_len, group)) {
-    const int32_t first_split = visible_to_any(work.p, sequence).begin / work.split_tokens;
-    const int64_t begin = int64_t{first_split + split} * work.split_tokens;
-    seen.begin = static_cast<int32_t>(max_of<int64_t>(seen.begin, begin));
-    seen.end = static_cast<int32_t>(min_of<int64_t>(seen.end, begin + work.split_tokens));
-  }
-  return seen;
+  const Span seen = {visible(work.cutting.window, first).begin, last + 1};
+  if (sequence.cut.splits == 1) return seen;
+  const int64_t begin = int64_t{sequence.cut.first + item.split} * sequence.cut.tokens;
+  const int64_t end = begin + sequence.cut.tokens;
+  return {static_cast<int32_t>(max_of<int64_t>(seen.begin, begin)),
+          static_cast<int32_t>(min_of<int64_t>(seen.end, end))};
 }
 
 // The sequence of an item: the first whose end is past it. The lanes of a warp search 32 places at
@@ -160,22 +108,24 @@ __device__ inline int32_t find_sequence(const int32_t* ends, int32_t num_sequenc
 }
 
 __device__ inline Item find_item(const Work& work, const int32_t* ends, int32_t tile_rows,
-                                 int32_t item) {
-  const int32_t num_sequences = static_cast<int32_t>(work.p.num_sequences);
-  const int32_t s = find_sequence(ends, num_sequences, item);
-  const int32_t local = item - (s == 0 ? 0 : ends[s - 1]);
-  const Sequence sequence = sequence_at(work, s);
-  const int32_t num_kv_heads = static_cast<int32_t>(work.p.pages.num_kv_heads);
-  const int32_t rows = sequence.query_len * static_cast<int32_t>(group_of(work.p));
-  const int32_t num_tiles = div_ceil(rows, tile_rows);
-  return {sequence, local % num_kv_heads, local / num_kv_heads % num_tiles,
-          local / num_kv_heads / num_tiles};
+                                 int32_t num_parts, int32_t item) {
+  const int32_t s = find_sequence(ends, static_cast<int32_t>(work.p.num_sequences), item);
+  int32_t local = item - (s == 0 ? 0 : ends[s - 1]);
+  const Sequence sequence = work.plan.sequences[s];
+  const int32_t num_kv_heads = work.cutting.num_kv_heads;
+  const int32_t num_tiles = div_ceil(sequence.query_len * work.cutting.group, tile_rows);
+  const int32_t part = num_parts == 1 ? 0 : local % num_parts;
+  local /= num_parts;
+  // The last tile of rows attends to most, and comes first.
+  const int32_t tile = num_tiles - 1 - local / num_kv_heads % num_tiles;
+  return {sequence, local % num_kv_heads, tile, local / num_kv_heads / num_tiles, part};
 }
 
-// The offset of a position's key, in elements from the pages' start; negative for a position
-// outside `wanted`, whose table entry is not read, and for an entry that is not the id of a block.
-__device__ inline int64_t find_key(const Work& work, int32_t sequence, int32_t kv_head,
-                                   int32_t position, Span wanted) {
+// The offset of a position's key or value, in elements from the pages' start; negative for a
+// position outside `wanted`, whose table entry is not read, and for an entry that is not the id of
+// a block.
+__device__ inline int64_t find_row(const Work& work, int32_t sequence, int32_t kv_head,
+                                   int32_t position, Span wanted, bool is_value) {
   if (position < wanted.begin || position >= wanted.end) return -1;
   const PagesParams& pages = work.p.pages;
   const uint32_t block_size = static_cast<uint32_t>(pages.block_size);
@@ -189,7 +139,10 @@ __device__ inline int64_t find_key(const Work& work, int32_t sequence, int32_t k
     report(work.faults, kBadBlockTables);
     return -1;
   }
-  return block * pages.block_stride + kv_head * pages.head_stride + offset * pages.token_stride;
+  const int64_t head_stride = is_value ? pages.value_head_stride : pages.head_stride;
+  const int64_t token_stride = is_value ? pages.value_token_stride : pages.token_stride;
+  return block * pages.block_stride + (is_value ? pages.kv_stride : 0) + kv_head * head_stride +
+         offset * token_stride;
 }
 
 // Stored keys and values of a head are multiplied by these; 1 where pages have no scales.
@@ -211,8 +164,8 @@ __device__ inline float finite(float factor) { return fminf(fmaxf(factor, -FLT_M
 // The entry in partial_states and partial_outs of a split, token and query head.
 __device__ inline int64_t partial_row(const Work& work, const Sequence& sequence, int32_t split,
                                       int32_t token, int32_t head) {
-  return work.plan.partial_starts[sequence.index] +
-         (int64_t{split} * sequence.query_len + token) * work.p.num_heads + head;
+  return sequence.first_partial + (int64_t{split} * sequence.query_len + token) * work.p.num_heads +
+         head;
 }
 
 // Writes an element of the output, in the query's type.
@@ -234,6 +187,46 @@ __device__ inline float finite_maximum(float maximum) {
 
 __device__ inline float log_sum_exp(float maximum, float sum) {
   return (maximum + log2f(sum)) * kLn2;
+}
+
+// The hyperbolic tangent; its error is a few times that of fp32, relative to the result.
+__device__ inline float tanh_fast(float x) {
+  const float square = x * x;
+  const float of_small = x * (1.0f + square * (square * (2.0f / 15.0f) - 1.0f / 3.0f));
+  const float of_large = 1.0f - 2.0f * reciprocal_fast(exp2_fast(x * (2.0f * kLog2E)) + 1.0f);
+  return fabsf(x) < 0.1f ? of_small : of_large;
+}
+
+// The soft cap of scores in base 2. Without one, scores stay as they are.
+struct SoftCap {
+  float cap;  // in base 2; 0: none
+  float inverse;
+
+  template <bool kIsFast>
+  __device__ float of(float score) const {
+    if (cap == 0.0f) return score;
+    return cap * (kIsFast ? tanh_fast(score * inverse) : tanhf(score * inverse));
+  }
+};
+
+__device__ inline SoftCap soft_cap(const Work& work) {
+  const float cap = finite(work.p.logit_soft_cap * kLog2E);
+  return {cap, cap == 0.0f ? 0.0f : 1.0f / cap};
+}
+
+// A row's sum with that of its sink, and the factor of its output and of the sum without.
+struct Total {
+  float maximum;
+  float sum;
+  float factor;
+};
+
+__device__ inline Total with_sink(const Work& work, int64_t head, float maximum, float sum) {
+  if (work.p.sinks == nullptr) return {maximum, sum, 1.0f};
+  const float sink = finite(work.p.sinks[head] * kLog2E);
+  const float largest = fmaxf(maximum, sink);
+  const float factor = exp2f(maximum - largest);
+  return {largest, sum * factor + exp2f(sink - largest), factor};
 }
 
 }  // namespace kvplane::cuda

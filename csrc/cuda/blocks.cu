@@ -179,7 +179,7 @@ void launch_pairs(const CopyBlocksParams& p, const std::vector<Pair>& all, int64
         grid.x = std::min(grid.x, max_blocks);
         grid.y = std::min(grid.y, div_ceil(max_blocks, grid.x));
       }
-      launch(&copy_pairs<decltype(chunk), num_ids>, grid, kThreads, 0, context.stream, p, pairs);
+      launch<&copy_pairs<decltype(chunk), num_ids>>(grid, kThreads, 0, context.stream, p, pairs);
     });
   };
   with_chunk({number_of(p.source), number_of(p.destination), p.source_block_bytes,
@@ -246,8 +246,8 @@ void pack(const PackBlocksParams& p, const Context& context) {
         ids.block[i] = p.block_ids[ids.index[i]];
       }
       const Grid grid = {parts_of(p.page_bytes), static_cast<int64_t>(count)};
-      launch(&copy_pages<kIntoPool, decltype(chunk), num_ids>, grid, kThreads, 0, context.stream, p,
-             ids);
+      launch<&copy_pages<kIntoPool, decltype(chunk), num_ids>>(grid, kThreads, 0, context.stream, p,
+                                                               ids);
     });
   };
   with_chunk({number_of(p.pool), number_of(p.blocks), p.block_bytes, p.page_bytes}, run);

@@ -42,24 +42,32 @@ inline bool allows_large_parameters() { return driver_version >= kDriverOfLargeP
 
 [[noreturn]] inline void fail(const char* what) { throw emulator::EmulationError(what); }
 
-template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), Grid grid, int num_threads, size_t shared_bytes, Stream,
+template <typename... Parameters>
+constexpr size_t bytes_of_parameters(void (*)(Parameters...)) {
+  return (sizeof(Parameters) + ...);
+}
+
+template <auto kKernel, typename... Arguments>
+void launch(Grid grid, int num_threads, size_t shared_bytes, Stream,
             const Arguments&... arguments) {
   if (grid.x == 0 || grid.y == 0) return;
   ++num_launches;
   if (shared_bytes > max_shared_bytes()) fail("more shared memory than a block can have");
-  if ((sizeof(Parameters) + ...) > kParameterBytesForAll && !allows_large_parameters()) {
+  if (bytes_of_parameters(kKernel) > kParameterBytesForAll && !allows_large_parameters()) {
     fail("more parameters than the driver takes");
   }
   emulator::launch({static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), 1},
                    {static_cast<unsigned>(num_threads), 1, 1}, shared_bytes,
-                   [&] { kernel(arguments...); });
+                   [&] { kKernel(arguments...); });
 }
+
+inline int64_t num_multiprocessors() { return 1; }
 
 // Few, so that a block has several pieces of work to do.
 template <auto kKernel>
-int64_t resident_blocks(int, size_t) {
-  return 2;
+int64_t resident_blocks(int, size_t shared_bytes) {
+  const int64_t fit = shared_bytes_of_block / static_cast<int64_t>(shared_bytes + 1);
+  return max_of<int64_t>(1, min_of<int64_t>(2, fit));
 }
 
 inline void copy_rows(void* destination, size_t destination_stride, const void* source,
@@ -133,21 +141,30 @@ inline bool allows_large_parameters() {
   return allows;
 }
 
-template <typename Kernel>
-void allow_shared(Kernel kernel, size_t shared_bytes) {
+inline int current_device() {
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  return device;
+}
+
+// Lets a kernel have as much shared memory as it asks for. Once for each device: the call takes
+// some microseconds.
+template <auto kKernel>
+void allow_shared(size_t shared_bytes) {
+  static std::atomic<size_t> allowed[kMaxDevices];
   if (shared_bytes <= kSharedBytesForAll) return;
-  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+  const int device = current_device();
+  if (device < kMaxDevices && allowed[device] >= shared_bytes) return;
+  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kKernel),
                              cudaFuncAttributeMaxDynamicSharedMemorySize,
                              static_cast<int>(shared_bytes)),
         "cudaFuncSetAttribute");
+  if (device < kMaxDevices) allowed[device] = shared_bytes;
 }
 
-// Launches a kernel on the current device without waiting for it. An empty grid is not launched.
 template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), Grid grid, int num_threads, size_t shared_bytes,
-            Stream stream, const Arguments&... arguments) {
-  if (grid.x == 0 || grid.y == 0) return;
-  allow_shared(kernel, shared_bytes);
+void launch_with(void (*kernel)(Parameters...), Grid grid, int num_threads, size_t shared_bytes,
+                 Stream stream, const Arguments&... arguments) {
   // Converted to the kernel's parameter types: the runtime only copies their bytes.
   std::tuple<Parameters...> values(arguments...);
   void* pointers[sizeof...(Parameters)];
@@ -164,22 +181,43 @@ void launch(void (*kernel)(Parameters...), Grid grid, int num_threads, size_t sh
         "cudaLaunchKernel");
 }
 
-// How many blocks of a kernel the current device runs at once. Cached for each device.
+// Launches a kernel on the current device without waiting for it. An empty grid is not launched.
+template <auto kKernel, typename... Arguments>
+void launch(Grid grid, int num_threads, size_t shared_bytes, Stream stream,
+            const Arguments&... arguments) {
+  if (grid.x == 0 || grid.y == 0) return;
+  allow_shared<kKernel>(shared_bytes);
+  launch_with(kKernel, grid, num_threads, shared_bytes, stream, arguments...);
+}
+
+inline int64_t num_multiprocessors() {
+  static std::atomic<int> known[kMaxDevices];
+  const int device = current_device();
+  if (device < kMaxDevices && known[device] > 0) return known[device];
+  int count = 0;
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+        "cudaDeviceGetAttribute");
+  if (device < kMaxDevices) known[device] = count;
+  return count;
+}
+
+// How many blocks of a kernel the current device runs at once. The last answer is kept for each
+// device, with the shared memory that it is for.
 template <auto kKernel>
 int64_t resident_blocks(int num_threads, size_t shared_bytes) {
-  static std::atomic<int64_t> known[kMaxDevices];
-  int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  if (device < kMaxDevices && known[device] > 0) return known[device];
-  allow_shared(kKernel, shared_bytes);
-  int num_multiprocessors = 0, num_blocks = 0;
-  check(cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device),
-        "cudaDeviceGetAttribute");
+  static std::atomic<uint64_t> known[kMaxDevices];
+  const int device = current_device();
+  const uint64_t before = device < kMaxDevices ? known[device].load() : 0;
+  if (before != 0 && before >> 32 == shared_bytes) {
+    return static_cast<int64_t>(before & 0xFFFFFFFFu);
+  }
+  allow_shared<kKernel>(shared_bytes);
+  int num_blocks = 0;
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&num_blocks, kKernel, num_threads,
                                                       shared_bytes),
         "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-  const int64_t resident = int64_t{num_multiprocessors} * (num_blocks > 0 ? num_blocks : 1);
-  if (device < kMaxDevices) known[device] = resident;
+  const int64_t resident = num_multiprocessors() * max_of(num_blocks, 1);
+  if (device < kMaxDevices) known[device] = uint64_t{shared_bytes} << 32 | uint64_t(resident);
   return resident;
 }
 

@@ -21,6 +21,7 @@ constexpr int32_t kBadContextLens = 4;
 constexpr int32_t kBadSlots = 8;
 constexpr int32_t kBadKeyScales = 16;
 constexpr int32_t kBadValueScales = 32;
+constexpr int32_t kBadWorkspace = 64;
 
 struct Context {
   uintptr_t stream;  // a cudaStream_t
@@ -29,15 +30,22 @@ struct Context {
 
 struct AttentionOptions {
   int64_t max_query_len;  // no sequence has more query tokens; 0: not known
-  int64_t split_tokens;   // sequences with few rows are cut at multiples of it; a multiple of 64
+  int64_t split_tokens;   // short sequences are cut at multiples of it; a multiple of 64
   void* workspace;        // on the device; 256-byte aligned
   int64_t workspace_bytes;
 };
 
 int device_count();
 void reshape_and_cache(const ReshapeAndCacheParams& params, const Context& context);
-// Bytes for every batch of these sizes, whatever its lengths, as a captured graph needs.
-int64_t attention_workspace_bytes(const PagedAttentionParams& params, int64_t split_tokens);
+// Partial results are counted in query tokens: a sequence of n of them that is cut into s > 1
+// splits has n * s. Writes the count of each sequence of a batch whose lengths the host has.
+void count_partials(const PagedAttentionParams& params, int64_t split_tokens,
+                    const int64_t* query_starts, const int64_t* context_lens, int64_t* counts);
+// Enough for every batch of these sizes, whatever its lengths, as a captured graph may need.
+int64_t max_partials(const PagedAttentionParams& params, int64_t split_tokens,
+                     int64_t max_query_len);
+// Bytes of a workspace with room for so many. A kernel reports a batch that needs more.
+int64_t attention_workspace_bytes(const PagedAttentionParams& params, int64_t max_partials);
 void paged_attention(const PagedAttentionParams& params, const AttentionOptions& options,
                      const Context& context);
 // Inside one device, by a kernel. In order: a pair sees what an earlier one wrote.

@@ -1,4 +1,4 @@
-// Cuts a batch into items of work, on the device: the host does not know the lengths, so a graph
+// Cuts a batch into items of work, on the device: the host need not know the lengths, so a graph
 // that was captured with some lengths can run with others.
 
 #include "attention_kernels.h"
@@ -26,102 +26,83 @@ __device__ void check_scales(const Work& work, const float* scales, int64_t stri
   }
 }
 
+__device__ int32_t check_sequence(const Work& work, int32_t s) {
+  const PagedAttentionParams& p = work.p;
+  const int64_t begin = p.query_starts[s], end = p.query_starts[s + 1];
+  if (begin < 0 || end < begin || end > p.num_tokens) return kBadQueryStarts;
+  if ((s == 0 && begin != 0) || (s + 1 == p.num_sequences && end != p.num_tokens)) {
+    return kBadQueryStarts;
+  }
+  const int64_t query_len = end - begin;
+  if (work.max_query_len > 0 && query_len > work.max_query_len) return kBadQueryStarts;
+  const int64_t context_len = p.context_lens[s];
+  if (context_len < query_len) return kBadContextLens;
+  if (query_len > 0 && context_len > p.max_blocks * p.pages.block_size) return kBadContextLens;
+  return 0;
+}
+
+// A sequence whose lengths are wrong has no query tokens, and so no items.
+__device__ Sequence read_sequence(const Work& work, int32_t s) {
+  const int32_t fault = check_sequence(work, s);
+  if (fault != 0) {
+    report(work.faults, fault);
+    return {0, 0, s, 0, 0, cut_of(work.cutting, 0, 0)};
+  }
+  const int64_t begin = work.p.query_starts[s];
+  const int32_t query_len = static_cast<int32_t>(work.p.query_starts[s + 1] - begin);
+  // The context length of a sequence without query tokens may be anything; it is not used.
+  const int32_t context_len = query_len == 0 ? 0 : static_cast<int32_t>(work.p.context_lens[s]);
+  return {begin, 0, s, query_len, context_len, cut_of(work.cutting, query_len, context_len)};
+}
+
 // One warp; each lane handles a sequence, 32 at a time.
 __global__ void plan_items(Work work) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x);
   const int32_t num_sequences = static_cast<int32_t>(work.p.num_sequences);
-  const int32_t group = static_cast<int32_t>(group_of(work.p));
-  const int32_t num_kv_heads = static_cast<int32_t>(work.p.pages.num_kv_heads);
   const PagesParams& pages = work.p.pages;
   check_scales(work, pages.key_scales, pages.key_scale_stride, kBadKeyScales);
   check_scales(work, pages.value_scales, pages.value_scale_stride, kBadValueScales);
-  int32_t num_short = 0, num_long = 0;
-  int64_t num_partials = 0;
+  if (lane == 0) *work.plan.num_taken = 0;
+  int32_t short_end = 0, long_end = 0, split_end = 0;
+  int64_t partial_end = 0;
   for (int32_t first = 0; first < num_sequences; first += kLanesOfWarp) {
     const int32_t s = first + lane;
-    int32_t short_items = 0, long_items = 0;
-    int64_t partials = 0;
+    Sequence sequence = {};
+    if (s < num_sequences) sequence = read_sequence(work, s);
+    const int64_t partials = num_partials(sequence.cut, sequence.query_len);
+    const int64_t partial_end_of_lane = partial_end + sum_up_to_lane(partials);
+    // Partial results for which there is no room are never computed.
+    const bool fits = partials == 0 || partial_end_of_lane <= work.max_partials;
+    if (!fits) report(work.faults, kBadWorkspace);
+    const int32_t rows = fits ? sequence.query_len * work.cutting.group : 0;
+    const bool in_short_list =
+        work.long_tile_rows == 0 || is_short(sequence.query_len, work.cutting.group);
+    const int32_t tile_rows = in_short_list ? work.short_tile_rows : work.long_tile_rows;
+    const int32_t parts = in_short_list ? 1 : work.long_parts;
+    const int32_t items =
+        div_ceil(rows, tile_rows) * work.cutting.num_kv_heads * sequence.cut.splits * parts;
+    const int32_t short_end_of_lane = short_end + sum_up_to_lane(in_short_list ? items : 0);
+    const int32_t long_end_of_lane = long_end + sum_up_to_lane(in_short_list ? 0 : items);
+    const bool is_split = fits && partials > 0;
+    const int32_t split_end_of_lane = split_end + sum_up_to_lane(is_split ? sequence.query_len : 0);
     if (s < num_sequences) {
-      const int32_t fault = check_sequence(work, s);
-      if (fault != 0) report(work.faults, fault);
-      const Sequence sequence = sequence_at(work, s);
-      const int32_t rows = sequence.query_len * group;
-      const int32_t splits = num_splits(work, sequence);
-      if (work.long_tile_rows == 0 || is_short(sequence.query_len, group)) {
-        short_items = div_ceil(rows, work.short_tile_rows) * num_kv_heads * splits;
-      } else {
-        long_items = div_ceil(rows, work.long_tile_rows) * num_kv_heads;
-      }
-      if (splits > 1) partials = int64_t{splits} * sequence.query_len * work.p.num_heads;
+      sequence.first_partial = (partial_end_of_lane - partials) * work.p.num_heads;
+      work.plan.sequences[s] = sequence;
+      work.plan.short_ends[s] = short_end_of_lane;
+      work.plan.long_ends[s] = long_end_of_lane;
+      work.plan.split_ends[s] = split_end_of_lane;
     }
-    const int32_t short_end = num_short + sum_up_to_lane(short_items);
-    const int32_t long_end = num_long + sum_up_to_lane(long_items);
-    const int64_t partial_end = num_partials + sum_up_to_lane(partials);
-    if (s < num_sequences) {
-      work.plan.short_ends[s] = short_end;
-      work.plan.long_ends[s] = long_end;
-      work.plan.partial_starts[s] = partial_end - partials;
-    }
-    num_short = __shfl_sync(kWholeWarp, short_end, kLanesOfWarp - 1);
-    num_long = __shfl_sync(kWholeWarp, long_end, kLanesOfWarp - 1);
-    num_partials = __shfl_sync(kWholeWarp, partial_end, kLanesOfWarp - 1);
-  }
-}
-
-constexpr int kCombineWarps = 4;
-
-// One warp for each query head of a sequence: combines the splits of its rows, in order.
-__global__ void combine_splits(Work work) {
-  const Sequence sequence = sequence_at(work, static_cast<int32_t>(blockIdx.x));
-  const int32_t splits = num_splits(work, sequence);
-  const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
-  const int32_t head = static_cast<int32_t>(blockIdx.y) * kCombineWarps + warp;
-  if (splits == 1 || head >= work.p.num_heads) return;
-  const int32_t head_size = static_cast<int32_t>(work.p.pages.head_size);
-  for (int32_t token = 0; token < sequence.query_len; ++token) {
-    float maximum = -INFINITY;
-    for (int32_t i = lane; i < splits; i += kLanesOfWarp) {
-      const int64_t row = partial_row(work, sequence, i, token, head);
-      maximum = fmaxf(maximum, work.plan.partial_states[2 * row]);
-    }
-    for (int bits = kLanesOfWarp / 2; bits > 0; bits /= 2) {
-      maximum = fmaxf(maximum, __shfl_xor_sync(kWholeWarp, maximum, bits));
-    }
-    maximum = finite_maximum(maximum);
-    float sum = 0.0f;
-    float out[kMaxHeadSize / kLanesOfWarp] = {};
-#pragma unroll 4
-    for (int32_t i = 0; i < splits; ++i) {
-      const int64_t row = partial_row(work, sequence, i, token, head);
-      const float weight = exp2_fast(work.plan.partial_states[2 * row] - maximum);
-      sum += weight * work.plan.partial_states[2 * row + 1];
-#pragma unroll
-      for (int32_t d = 0; d < kMaxHeadSize / kLanesOfWarp; ++d) {
-        const int32_t dim = d * kLanesOfWarp + lane;
-        if (dim < head_size) out[d] += weight * work.plan.partial_outs[row * head_size + dim];
-      }
-    }
-    const int64_t row = (sequence.first_token + token) * work.p.num_heads + head;
-    const float scale = value_scale(work.p.pages, head / group_of(work.p));
-#pragma unroll
-    for (int32_t d = 0; d < kMaxHeadSize / kLanesOfWarp; ++d) {
-      const int32_t dim = d * kLanesOfWarp + lane;
-      if (dim < head_size) store_number(work.p, row * head_size + dim, out[d] / sum * scale);
-    }
-    if (work.p.lse != nullptr && lane == 0) work.p.lse[row] = log_sum_exp(maximum, sum);
+    short_end = __shfl_sync(kWholeWarp, short_end_of_lane, kLanesOfWarp - 1);
+    long_end = __shfl_sync(kWholeWarp, long_end_of_lane, kLanesOfWarp - 1);
+    split_end = __shfl_sync(kWholeWarp, split_end_of_lane, kLanesOfWarp - 1);
+    partial_end = __shfl_sync(kWholeWarp, partial_end_of_lane, kLanesOfWarp - 1);
   }
 }
 
 }  // namespace
 
 void launch_plan(const Work& work, uintptr_t stream) {
-  launch(&plan_items, {1}, kLanesOfWarp, 0, stream, work);
-}
-
-void launch_combine(const Work& work, uintptr_t stream) {
-  const Grid grid = {work.p.num_sequences, div_ceil<int64_t>(work.p.num_heads, kCombineWarps)};
-  launch(&combine_splits, grid, kCombineWarps * kLanesOfWarp, 0, stream, work);
+  launch<&plan_items>({1}, kLanesOfWarp, 0, stream, work);
 }
 
 }  // namespace kvplane::cuda

@@ -173,14 +173,14 @@ using Run = void (*)(const void* inputs, void* outputs, int64_t count, uintptr_t
 
 template <typename Step>
 void in_threads(const void* inputs, void* outputs, int64_t count, uintptr_t stream) {
-  launch(&run_in_threads<Step>, {div_ceil<int64_t>(count, kThreads)}, kThreads, 0, stream, inputs,
-         outputs, count);
+  launch<&run_in_threads<Step>>({div_ceil<int64_t>(count, kThreads)}, kThreads, 0, stream, inputs,
+                                outputs, count);
 }
 
 template <typename Step>
 void in_warps(const void* inputs, void* outputs, int64_t count, uintptr_t stream) {
-  launch(&run_in_warps<Step>, {count}, kLanesOfWarp, Step::kSharedBytes, stream, inputs, outputs,
-         count);
+  launch<&run_in_warps<Step>>({count}, kLanesOfWarp, Step::kSharedBytes, stream, inputs, outputs,
+                              count);
 }
 
 struct Named {

@@ -70,6 +70,7 @@ __device__ uint32_t pack(float low, float high) {
 }
 
 __device__ inline float exp2_fast(float x) { return std::exp2(x); }
+__device__ inline float reciprocal_fast(float x) { return 1.0f / x; }
 
 // Four bytes chosen by the digits of the selector, lowest first: 0 to 3 stand for the bytes of
 // `bytes`, 4 for zero.
@@ -270,6 +271,11 @@ __device__ inline uint32_t pack<Bfloat>(float low, float high) {
 __device__ inline float exp2_fast(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+__device__ inline float reciprocal_fast(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 

@@ -56,14 +56,17 @@ __device__ void write_row_of(const void* base, int64_t row, Dtype from, float sc
 
 // Copies a row of keys and a row of values in chunks, by one warp.
 template <typename T>
-__device__ void copy_rows_in_chunks(const T* key, const T* value, int32_t head_size, T* to,
-                                    int64_t kv_stride) {
+__device__ void copy_rows_in_chunks(const PagesParams& pages, const T* key, const T* value, T* keys,
+                                    T* values) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
-  const int32_t num_chunks = head_size * static_cast<int32_t>(sizeof(T)) / kChunkBytes;
-  for (int32_t i = lane; i < 2 * num_chunks; i += kLanesOfWarp) {
+  const auto chunks_of = [](int64_t size) {
+    return static_cast<int32_t>(size) * static_cast<int32_t>(sizeof(T)) / kChunkBytes;
+  };
+  const int32_t num_chunks = chunks_of(pages.head_size);
+  for (int32_t i = lane; i < num_chunks + chunks_of(pages.value_head_size); i += kLanesOfWarp) {
     const bool is_key = i < num_chunks;
     const T* from = is_key ? key : value;
-    T* row = is_key ? to : to + kv_stride;
+    T* row = is_key ? keys : values;
     const int32_t chunk = is_key ? i : i - num_chunks;
     reinterpret_cast<Chunk*>(row)[chunk] = reinterpret_cast<const Chunk*>(from)[chunk];
   }
@@ -81,26 +84,30 @@ __global__ void write_slots(ReshapeAndCacheParams p, Pace pace, int32_t* faults)
     report(faults, kBadSlots);
     return;
   }
-  const int64_t at = slot / p.pages.block_size * p.pages.block_stride +
-                     slot % p.pages.block_size * p.pages.token_stride + head * p.pages.head_stride;
-  const int32_t head_size = static_cast<int32_t>(p.pages.head_size);
-  To* to = static_cast<To*>(p.pages.data) + at;
+  To* const block =
+      static_cast<To*>(p.pages.data) + slot / p.pages.block_size * p.pages.block_stride;
+  const int64_t offset = slot % p.pages.block_size;
+  To* const keys = block + offset * p.pages.token_stride + head * p.pages.head_stride;
+  To* const values = block + p.pages.kv_stride + offset * p.pages.value_token_stride +
+                     head * p.pages.value_head_stride;
+  const int32_t key_size = static_cast<int32_t>(p.pages.head_size);
+  const int32_t value_size = static_cast<int32_t>(p.pages.value_head_size);
   const int64_t key = token * p.key_token_stride + head * p.key_head_stride;
   const int64_t value = token * p.value_token_stride + head * p.value_head_stride;
   if (pace == Pace::kChunks) {
-    copy_rows_in_chunks(static_cast<const To*>(p.key) + key,
-                        static_cast<const To*>(p.value) + value, head_size, to, p.pages.kv_stride);
+    copy_rows_in_chunks(p.pages, static_cast<const To*>(p.key) + key,
+                        static_cast<const To*>(p.value) + value, keys, values);
     return;
   }
   const float by_key = key_scale(p.pages, head), by_value = value_scale(p.pages, head);
   if (!is_scale(by_key)) report(faults, kBadKeyScales);
   if (!is_scale(by_value)) report(faults, kBadValueScales);
   if (pace == Pace::kFours) {
-    write_row_of<4>(p.key, key, p.key_dtype, by_key, head_size, to);
-    write_row_of<4>(p.value, value, p.value_dtype, by_value, head_size, to + p.pages.kv_stride);
+    write_row_of<4>(p.key, key, p.key_dtype, by_key, key_size, keys);
+    write_row_of<4>(p.value, value, p.value_dtype, by_value, value_size, values);
   } else {
-    write_row_of<1>(p.key, key, p.key_dtype, by_key, head_size, to);
-    write_row_of<1>(p.value, value, p.value_dtype, by_value, head_size, to + p.pages.kv_stride);
+    write_row_of<1>(p.key, key, p.key_dtype, by_key, key_size, keys);
+    write_row_of<1>(p.value, value, p.value_dtype, by_value, value_size, values);
   }
 }
 
@@ -115,6 +122,7 @@ bool rows_start_at(const ReshapeAndCacheParams& p, int64_t unit, bool of_numbers
   };
   return fits(pages.data, pages.dtype, pages.block_stride, pages.kv_stride) &&
          fits(pages.data, pages.dtype, pages.head_stride, pages.token_stride) &&
+         fits(pages.data, pages.dtype, pages.value_head_stride, pages.value_token_stride) &&
          fits(p.key, p.key_dtype, p.key_token_stride, p.key_head_stride) &&
          fits(p.value, p.value_dtype, p.value_token_stride, p.value_head_stride);
 }
@@ -130,20 +138,21 @@ Pace pace_of(const ReshapeAndCacheParams& p) {
 void reshape_and_cache(const ReshapeAndCacheParams& p, const Context& context) {
   const Pace pace = pace_of(p);
   const Grid grid = {div_ceil<int64_t>(p.num_tokens * p.pages.num_kv_heads, kWarps)};
-  const auto run = [&](auto kernel) {
-    launch(kernel, grid, kWarps * kLanesOfWarp, 0, context.stream, p, pace, context.faults);
+  const auto run = [&](auto number) {
+    constexpr auto kKernel = &write_slots<decltype(number)>;
+    launch<kKernel>(grid, kWarps * kLanesOfWarp, 0, context.stream, p, pace, context.faults);
   };
   switch (p.pages.dtype) {
     case Dtype::kFloat32:
-      return run(&write_slots<float>);
+      return run(float{});
     case Dtype::kFloat16:
-      return run(&write_slots<Half>);
+      return run(Half{});
     case Dtype::kBFloat16:
-      return run(&write_slots<Bfloat>);
+      return run(Bfloat{});
     case Dtype::kFloat8E4M3:
-      return run(&write_slots<E4m3>);
+      return run(E4m3{});
     case Dtype::kFloat8E5M2:
-      return run(&write_slots<E5m2>);
+      return run(E5m2{});
   }
 }
 

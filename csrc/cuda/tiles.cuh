@@ -62,28 +62,35 @@ __device__ constexpr int column_of(int t, int j) {
   return kIs8Bits<Kv> ? 4 * t + 2 * j : 2 * t + 8 * j;
 }
 
-// Starts the copies of 16 rows of keys and of values, by one warp. Lane r % 16 has the offset of
-// row r's key, negative if the row is not wanted: then the row is zeros, since an unused slot may
-// hold NaN, and zero times NaN is not zero.
-template <typename Kv, int kHeadSize>
-__device__ void load_keys_and_values(const PagesParams& pages, int64_t key_of_lane,
-                                     unsigned char* keys, unsigned char* values) {
+// Starts the copies of `num_columns` columns of 16 rows, by one warp, into a tile of kWidth
+// columns; the others are zeros. Lane first_lane + r has the offset of row r, negative if the row
+// is not wanted: then the row is zeros, since an unused slot may hold NaN, and zero times NaN is
+// not zero.
+template <typename Kv, int kWidth, int kUnroll = 4>
+__device__ void load_tile_rows(const Kv* data, int64_t offset_of_lane, int first_lane,
+                               int32_t num_columns, unsigned char* to) {
   constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(Kv));
-  constexpr int kChunks = kHeadSize / kElements;
-  const Kv* data = static_cast<const Kv*>(pages.data);
+  constexpr int kChunks = kWidth / kElements;
   const int lane = static_cast<int>(threadIdx.x) % kLanesOfWarp;
   // Not unrolled further: the addresses of every copy would take registers of their own.
-#pragma unroll(kChunks > 24 ? 2 : 4)
+#pragma unroll(kChunks > 24 ? 2 : kUnroll)
   for (int i = 0; i < kTileRows * kChunks / kLanesOfWarp; ++i) {
     const int row = (i * kLanesOfWarp + lane) / kChunks;
     const int chunk = (i * kLanesOfWarp + lane) % kChunks;
-    const int64_t key = __shfl_sync(kWholeWarp, key_of_lane, row);
-    const bool wanted = key >= 0 && chunk * kElements < pages.head_size;
-    const Kv* from = wanted ? data + key + chunk * kElements : data;
-    const int to = row * kPitch<Kv, kHeadSize> + chunk * kChunkBytes;
-    copy_async_16(keys + to, from, wanted);
-    copy_async_16(values + to, wanted ? from + pages.kv_stride : data, wanted);
+    const int64_t offset = __shfl_sync(kWholeWarp, offset_of_lane, first_lane + row);
+    const bool wanted = offset >= 0 && chunk * kElements < num_columns;
+    copy_async_16(to + row * kPitch<Kv, kWidth> + chunk * kChunkBytes,
+                  wanted ? data + offset + chunk * kElements : data, wanted);
   }
+}
+
+// By one warp: the offset of row lane % 16 of a tile of 16 positions, in the lower half of the warp
+// of its key, in the upper half of its value.
+__device__ inline int64_t find_tile_row(const Work& work, const Item& item, int32_t position,
+                                        Span wanted) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
+  return find_row(work, item.sequence.index, item.kv_head, position + lane % kTileRows, wanted,
+                  lane >= kTileRows);
 }
 
 // kReadBytes of 16 rows of a tile as factors A, not transposed.
@@ -162,6 +169,17 @@ __device__ void load_columns_as_b(uint32_t (&left)[kFactors<Kv>][2],
       widen_every_second<Kv>(read[2 * f + 1], left[f][1], right[f][1]);
     }
   }
+}
+
+// Calls `run` with the head size of the kernel: one of these, to which others are rounded up. The
+// added columns are zeros and are not read from memory.
+template <typename Run>
+auto with_head_size(int64_t head_size, const Run& run) {
+  if (head_size <= 64) return run(std::integral_constant<int, 64>{});
+  if (head_size <= 128) return run(std::integral_constant<int, 128>{});
+  if (head_size <= 192) return run(std::integral_constant<int, 192>{});
+  if (head_size <= 256) return run(std::integral_constant<int, 256>{});
+  return run(std::integral_constant<int, 512>{});
 }
 
 }  // namespace kvplane::cuda

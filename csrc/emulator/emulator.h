@@ -155,15 +155,12 @@ inline unsigned __ballot_sync(unsigned mask, bool predicate,
 }
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 
+// Relaxed, as on the device: they create no order.
 template <typename T>
 T atomicOr(T* address, T value) {
-  const T old = *address;
-  *address = old | value;
-  return old;
+  return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
 }
 template <typename T>
 T atomicAdd(T* address, T value) {
-  const T old = *address;
-  *address = old + value;
-  return old;
+  return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }

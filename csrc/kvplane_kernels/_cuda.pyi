@@ -16,6 +16,7 @@ BAD_CONTEXT_LENS: int
 BAD_SLOTS: int
 BAD_KEY_SCALES: int
 BAD_VALUE_SCALES: int
+BAD_WORKSPACE: int
 
 class Dtype(Enum):
     FLOAT32 = 0
@@ -57,14 +58,33 @@ def reshape_and_cache(
     faults: int,
     stream: int,
 ) -> None: ...
-def attention_workspace_bytes(
+def count_partials(
+    *,
+    query: TensorView,
+    pages: PagesView,
+    options: AttentionOptions,
+    split_tokens: int,
+    query_starts: int,
+    context_lens: int,
+    num_sequences: int,
+    counts: int,
+) -> None: ...
+def max_partials(
     *,
     query: TensorView,
     pages: PagesView,
     max_blocks: int,
     num_sequences: int,
-    sliding_window_tokens: int,
+    options: AttentionOptions,
     split_tokens: int,
+    max_query_len: int,
+) -> int: ...
+def attention_workspace_bytes(
+    *,
+    query: TensorView,
+    pages: PagesView,
+    num_sequences: int,
+    num_partials: int,
 ) -> int: ...
 def paged_attention(
     *,

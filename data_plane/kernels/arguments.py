@@ -13,7 +13,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from data_plane.kernels.pages import Pages
 from data_plane.memory.upload import upload
@@ -72,6 +74,22 @@ class WriteArguments:
 
 
 @dataclass(frozen=True, slots=True)
+class HostLengths:
+    """A batch's lengths where the host has them, too: int64, contiguous.
+
+    query_starts: [num_sequences + 1]. context_lens: [num_sequences].
+    """
+
+    query_starts: NDArray[np.int64]
+    context_lens: NDArray[np.int64]
+
+    def of(self, first: int, end: int) -> HostLengths:
+        """Those of sequences first to end - 1, as a batch of their own."""
+        starts = self.query_starts[first : end + 1]
+        return HostLengths(starts - starts[0], self.context_lens[first:end])
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionArguments:
     """What ``paged_attention`` reads. All tensors are on the device of ``pages``.
 
@@ -89,6 +107,8 @@ class AttentionArguments:
     key_scales, value_scales: those that fp8 pages were written with.
     max_query_len: no sequence has more query tokens than this; 0 = not known. Saves a launch on a
         GPU.
+    lengths: query_starts and context_lens on the host. Without them a GPU needs memory for the
+        longest contexts that the tables have room for.
 
     Raises InvalidRequestError naming the argument that does not fit.
     """
@@ -102,6 +122,7 @@ class AttentionArguments:
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
     max_query_len: int = 0
+    lengths: HostLengths | None = None
     keys: torch.Tensor = field(init=False)
     """The pages' keys [num_blocks, num_kv_heads, block_size, head_size]."""
     values: torch.Tensor = field(init=False)

@@ -38,6 +38,11 @@ class Kernels(Protocol):
         ...
 
     @property
+    def scratch_bytes(self) -> int:
+        """Memory on the device that the calls need beside the pools and the callers' tensors."""
+        ...
+
+    @property
     def streams(self) -> Streams:
         """Which keep the calls in order."""
         ...

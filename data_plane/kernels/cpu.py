@@ -31,6 +31,7 @@ class CpuKernels(NativeKernels):
     """
 
     backend = "cpu"
+    scratch_bytes = 0
 
     def __init__(self, num_threads: int = 0) -> None:
         super().__init__(kvplane_kernels, HOST)

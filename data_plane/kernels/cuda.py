@@ -7,12 +7,16 @@ kernels, and ``check_faults`` reports what they found.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from data_plane.kernels.arguments import AttentionArguments, WriteArguments, check_result, require
+from data_plane.kernels.arguments import AttentionArguments, HostLengths, check_result
 from data_plane.kernels.cuda_streams import HostStreams, Streams
 from data_plane.kernels.native import NativeKernels
 from kvplane.errors import InvalidRequestError
@@ -33,8 +37,11 @@ _FAULTS: Final = {
     "BAD_SLOTS": ("slots", "must be slots of the pages"),
     "BAD_KEY_SCALES": ("key_scales", "must be finite and above 0"),
     "BAD_VALUE_SCALES": ("value_scales", "must be finite and above 0"),
+    "BAD_WORKSPACE": ("workspace", "must have room for the partial results of the batch"),
 }
-MAX_HEAD_SIZE: Final = 256
+MAX_WORKSPACE_BYTES: Final = 1 << 30
+"""Attention runs in several calls where the partial results of one would need more."""
+_TENSOR_BYTES: Final = 256 << 20  # for queries, outputs and block tables beside the workspace
 _FINDING_FAULTS: Final = ("reshape_and_cache", "paged_attention")
 
 
@@ -46,6 +53,8 @@ class CudaKernels(NativeKernels):
     streams: those of the device; the emulator needs none.
     split_tokens: the context of a short query is split at multiples of it; a multiple of 64. The
         rounding of a result depends on it, and on nothing else in a batch.
+    max_workspace_bytes: of one call. A batch that needs more is attended to in parts, with the
+        same result, where its lengths are known on the host.
     """
 
     backend = "cuda"
@@ -57,6 +66,7 @@ class CudaKernels(NativeKernels):
         *,
         streams: Streams | None = None,
         split_tokens: int = 512,
+        max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
     ) -> None:
         super().__init__(module, device)
         self.streams = streams if streams is not None else HostStreams()
@@ -65,6 +75,7 @@ class CudaKernels(NativeKernels):
             gpu = torch.cuda.get_device_properties(device)
             self.detail = f'device="{gpu.name}" arch=sm_{gpu.major}{gpu.minor}'
         self._split_tokens = split_tokens
+        self.max_workspace_bytes = max_workspace_bytes
         self._faults = torch.zeros(1, dtype=torch.int32, device=device)
 
     def paged_attention(
@@ -75,16 +86,90 @@ class CudaKernels(NativeKernels):
         out: torch.Tensor | None = None,
         workspace: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``out``: of query's shape and dtype, contiguous. ``workspace``: uint8 [num_bytes], of at
-        least ``attention_workspace_bytes``. Either is allocated if not given; a captured graph
-        needs both, and ``arguments`` made before the capture.
+        """``out``: of ``arguments.output_shape`` and the query's dtype, contiguous. ``workspace``:
+        uint8 [num_bytes], of ``attention_workspace_bytes``. Either is allocated if not given; a
+        captured graph needs both, and ``arguments`` made before the capture.
         """
-        _check_served(arguments)
-        if workspace is None:
-            num_bytes = self.attention_workspace_bytes(arguments)
-            workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        else:
+        if workspace is not None:
             check_result("workspace", workspace, (None,), torch.uint8, self.device)
+            return self._attend_in(workspace, arguments, out, lse)
+        if arguments.lengths is None:
+            return self._attend_in(self._workspace(arguments), arguments, out, lse)
+        counts = self.count_partials(arguments)
+        total = int(counts.sum())
+        if total <= self._room(arguments):
+            return self._attend_in(self._workspace(arguments, total), arguments, out, lse)
+        if out is None:
+            query = arguments.query
+            out = torch.empty(arguments.output_shape, dtype=query.dtype, device=query.device)
+        for first, end in _parts(counts, self._room(arguments)):
+            part, tokens = _part(arguments, arguments.lengths, first, end)
+            there = self._workspace(part, int(counts[first:end].sum()))
+            of_part = None if lse is None else lse[tokens]
+            self._attend_in(there, part, out[tokens], of_part)
+        return out
+
+    def attention_workspace_bytes(
+        self, arguments: AttentionArguments, num_partials: int | None = None
+    ) -> int:
+        """Enough bytes for every batch of these shapes and this window that needs up to
+        ``num_partials`` partial results; None: whatever its lengths.
+        """
+        if num_partials is None:
+            num_partials = super()._call(
+                "max_partials",
+                **self._sizes(arguments),
+                max_blocks=arguments.block_tables.shape[1],
+                options=self._options(arguments),
+                split_tokens=self._split_tokens,
+                max_query_len=arguments.max_query_len,
+            )
+        num_bytes: int = super()._call(
+            "attention_workspace_bytes", **self._sizes(arguments), num_partials=num_partials
+        )
+        return num_bytes
+
+    def count_partials(self, arguments: AttentionArguments) -> NDArray[np.int64]:
+        """[num_sequences]: the partial results that each sequence needs: for each split and query
+        token one, or none where there is one split. ``arguments`` must have ``lengths``.
+        """
+        lengths = arguments.lengths
+        assert lengths is not None
+        counts = np.empty(len(lengths.context_lens), np.int64)
+        super()._call(
+            "count_partials",
+            **self._sizes(arguments),
+            options=self._options(arguments),
+            split_tokens=self._split_tokens,
+            query_starts=lengths.query_starts.ctypes.data,
+            context_lens=lengths.context_lens.ctypes.data,
+            counts=counts.ctypes.data,
+        )
+        return counts
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device memory that the calls need beside the pools."""
+        return self.max_workspace_bytes + _TENSOR_BYTES
+
+    def _room(self, arguments: AttentionArguments) -> int:
+        """The partial results that the largest workspace has room for."""
+        empty, one_more = (self.attention_workspace_bytes(arguments, n) for n in (0, 1 << 10))
+        return max(0, self.max_workspace_bytes - empty) // max(1, (one_more - empty) >> 10)
+
+    def _workspace(
+        self, arguments: AttentionArguments, num_partials: int | None = None
+    ) -> torch.Tensor:
+        num_bytes = self.attention_workspace_bytes(arguments, num_partials)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def _attend_in(
+        self,
+        workspace: torch.Tensor,
+        arguments: AttentionArguments,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
         return self._attend(
             arguments,
             out,
@@ -95,22 +180,12 @@ class CudaKernels(NativeKernels):
             workspace_bytes=workspace.numel(),
         )
 
-    def reshape_and_cache(self, arguments: WriteArguments) -> None:
-        _check_pages(arguments.keys, arguments.values)
-        super().reshape_and_cache(arguments)
-
-    def attention_workspace_bytes(self, arguments: AttentionArguments) -> int:
-        """Enough bytes for every batch of these shapes and this window, whatever its lengths."""
-        num_bytes: int = super()._call(
-            "attention_workspace_bytes",
-            query=self._view(arguments.query),
-            pages=self._pages(arguments),
-            max_blocks=arguments.block_tables.shape[1],
-            num_sequences=arguments.block_tables.shape[0],
-            sliding_window_tokens=arguments.options.sliding_window_tokens,
-            split_tokens=self._split_tokens,
-        )
-        return num_bytes
+    def _sizes(self, arguments: AttentionArguments) -> dict[str, Any]:
+        return {
+            "query": self._view(arguments.query),
+            "pages": self._pages(arguments),
+            "num_sequences": arguments.context_lens.shape[0],
+        }
 
     def check_faults(self) -> None:
         faults = int(self._faults.item())
@@ -131,15 +206,28 @@ class CudaKernels(NativeKernels):
             return super()._call(name, stream=stream, **arguments)
 
 
-def _check_served(arguments: AttentionArguments) -> None:
-    _check_pages(arguments.keys, arguments.values)
-    for name in ("logit_soft_cap", "sinks"):
-        none = not getattr(arguments.options, name)
-        require(none, "is not served by the kernels on a GPU", f"options.{name}")
+def _parts(counts: NDArray[np.int64], room: int) -> Iterator[tuple[int, int]]:
+    """Ranges of sequences whose partial results fit in ``room``; at least one sequence each."""
+    first = total = 0
+    for i, count in enumerate(counts.tolist()):
+        if total + count > room and i > first:
+            yield first, i
+            first, total = i, 0
+        total += count
+    yield first, len(counts)
 
 
-def _check_pages(keys: torch.Tensor, values: torch.Tensor) -> None:
-    equal = keys.shape == values.shape and keys.stride() == values.stride()
-    require(equal, "must have values of the keys' size on a GPU", "pages")
-    most = MAX_HEAD_SIZE
-    require(keys.shape[3] <= most, f"must have heads of at most {most} elements on a GPU", "pages")
+def _part(
+    arguments: AttentionArguments, lengths: HostLengths, first: int, end: int
+) -> tuple[AttentionArguments, slice]:
+    """The arguments of sequences first to end - 1, and where their query tokens are."""
+    tokens = slice(int(lengths.query_starts[first]), int(lengths.query_starts[end]))
+    part = replace(
+        arguments,
+        query=arguments.query[tokens],
+        block_tables=arguments.block_tables[first:end],
+        query_starts=arguments.query_starts[first : end + 1] - tokens.start,
+        context_lens=arguments.context_lens[first:end],
+        lengths=lengths.of(first, end),
+    )
+    return part, tokens

@@ -21,13 +21,14 @@ from data_plane.kernels.cpu import CpuKernels
 from data_plane.kernels.cuda_streams import device_errors
 from data_plane.kernels.scales import layer_scales
 from data_plane.memory.pool import TORCH_DTYPES, Pools
+from data_plane.places import Place, place_of, tier_of
 from data_plane.plans.attention_batch import AttentionBatch
-from data_plane.plans.last_tenants import BlocksByTier
+from data_plane.plans.last_tenants import BlocksByPlace
 from data_plane.plans.transfers import Batch
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.layout import Layout
-from kvplane.shard import Shard, only_group
+from kvplane.shard import Shard
 from kvplane.v1 import types_pb2 as pb
 
 # Integers by size in bytes, to copy elements of any type bit by bit.
@@ -52,7 +53,8 @@ class ShardKernels:
         device: torch.device,
         kernels: Kernels,
     ) -> None:
-        self._group = only_group(layout)
+        groups = [layout.groups[pools.group_of_layer(i)] for i in range(len(shard.layers(layout)))]
+        self._windows = [group.sliding_window_tokens for group in groups]
         self._dtype = TORCH_DTYPES[layout.dtype]
         self._block_size_tokens = layout.block_size_tokens
         self._pools = pools
@@ -95,7 +97,7 @@ class ShardKernels:
         dtype and the options fit it, and InternalError when the device failed.
         """
         key_scales, value_scales = self._scales[layer]
-        options = options.in_group(self._group.sliding_window_tokens)
+        options = options.in_group(self._windows[layer])
         with device_errors(), _errors_under(prefix):
             _check_window(options.sliding_window_tokens, batch.max_window_tokens)
             arguments = AttentionArguments(
@@ -108,6 +110,7 @@ class ShardKernels:
                 key_scales,
                 value_scales,
                 batch.max_tokens,
+                batch.lengths,
             )
             self._check_dtype("query", query)
             num_tokens = query.shape[0]  # a GPU would find a mismatch only after the call
@@ -115,28 +118,28 @@ class ShardKernels:
             require(num_tokens == batch.num_tokens, wanted, "query")
         return arguments
 
-    def clear(self, blocks: BlocksByTier) -> None:
+    def clear(self, blocks: BlocksByPlace) -> None:
         """Zero whole blocks, after all work queued before."""
-        for tier, of_tier in blocks.items():
-            ids = torch.from_numpy(of_tier)
-            if tier == pb.TIER_HOST:
+        for place, of_place in blocks.items():
+            ids = torch.from_numpy(of_place)
+            if tier_of(place) == pb.TIER_HOST:
                 # On the device, only swaps touch this tier.
                 self._streams.finish_swaps()
-                self._host_kernels.clear_blocks(self._pools.host_tier, ids)
+                self._host_kernels.clear_blocks(self._pools.tier(place), ids)
             else:
                 with self._streams.computing():
-                    self._kernels.clear_blocks(self._pools.device_tier, ids)
-            self._counters.num_cleared_blocks += len(of_tier)
+                    self._kernels.clear_blocks(self._pools.tier(place), ids)
+            self._counters.num_cleared_blocks += len(of_place)
 
     def transfer(self, batch: Batch) -> None:
         """Start copies or swaps, to run after all work queued before."""
-        direction = _DIRECTIONS[batch.source_tier, batch.destination_tier]
-        source = self._pools.tier(batch.source_tier)
+        direction = _DIRECTIONS[tier_of(batch.source), tier_of(batch.destination)]
+        source = self._pools.tier(batch.source)
         if direction == "copy":
             with self._streams.computing():
                 self._kernels.copy_blocks(source, batch.pairs)
         else:
-            destination = self._pools.tier(batch.destination_tier)
+            destination = self._pools.tier(batch.destination)
             with self._streams.swapping():
                 self._kernels.swap_blocks(source, destination, batch.pairs)
         num_blocks = len(batch.pairs)
@@ -161,13 +164,13 @@ class ShardKernels:
         self._counters.num_attention_tokens += len(arguments.query)
         return output
 
-    def read(self, tier: pb.Tier, blocks: NDArray[np.int32], layers: range) -> torch.Tensor:
-        """Copy layers of blocks out, to the tier's device. Returns [num_layers, num_blocks, ...],
-        the pool's shape of a page at the end.
+    def read(self, place: Place, blocks: NDArray[np.int32], layers: range) -> torch.Tensor:
+        """Copy layers of blocks out, to the tier's device. ``layers``: of the group's. Returns
+        [num_layers, num_blocks, ...], the pool's shape of a page at the end.
         """
         ids = torch.from_numpy(blocks.astype(np.int64))
-        of_layers = self._pools.tier(tier)[:, layers.start : layers.stop]
-        if tier == pb.TIER_HOST:
+        of_layers = self._pools.tier(place)[:, layers.start : layers.stop]
+        if tier_of(place) == pb.TIER_HOST:
             self._streams.finish_swaps()
             return self._host_kernels.gather_blocks(of_layers, ids)
         with self._streams.computing():
@@ -192,12 +195,14 @@ class ShardKernels:
         first_block: int,
         blocks: torch.Tensor,
     ) -> range:
-        """Which of the span's tokens ``blocks`` hold, counted from its first token. ``blocks``: the
-        table entries from ``first_block`` on, as ``read`` returns them.
+        """Which of the span's tokens ``blocks`` hold, counted from its first token. ``layers``: of
+        the batch's group. ``blocks``: the table entries from ``first_block`` on, as ``read``
+        returns them.
 
         Raises InvalidRequestError for a tensor of another shape, and when they hold none.
         """
-        pool, block_size = self._pools.device_tier, self._block_size_tokens
+        pool = self._pools.tier(place_of(batch.group, pb.TIER_DEVICE))
+        block_size = self._block_size_tokens
         num_blocks = blocks.shape[1] if blocks.dim() == pool.dim() else 0
         check_blocks(blocks, (len(layers), num_blocks, *pool.shape[2:]), pool)
         first = int(batch.first_positions[span])
@@ -229,12 +234,14 @@ class ShardKernels:
         start = int(batch.starts[span])
         first = int(batch.first_positions[span]) + tokens.start - first_block * block_size
         bits = _BITS[blocks.element_size()]
+        pool = self._pools.tier(place_of(batch.group, pb.TIER_DEVICE))
         with self._streams.computing():
             slots = batch.slots[start + tokens.start : start + tokens.stop]
             block_ids, offsets = slots // block_size, slots % block_size
             for i, layer in enumerate(layers):
-                given = self._pools.page.split(blocks[i].view(bits))
-                for stored, new in zip(self._pools.pages(layer), given, strict=True):
+                page = self._pools.page_shapes[batch.group]
+                given = page.split(blocks[i].view(bits))
+                for stored, new in zip(page.split(pool[:, layer]), given, strict=True):
                     # [num_blocks, heads, block_size, elements] -> [tokens, heads, elements]
                     rows = new.transpose(1, 2).flatten(0, 1)[first : first + len(tokens)]
                     stored.view(bits)[block_ids, :, offsets] = rows

@@ -1,4 +1,4 @@
-"""The memory: one tensor for each tier.
+"""The memory: one tensor for each tier of each layer group.
 
     pool   [num_blocks, num_layers, 2, num_kv_heads, block_size_tokens, head_size]
              block      layer   K, V
@@ -6,23 +6,26 @@
            [num_blocks, num_layers, page_elements]: a page's keys and then its values
 
 A block is contiguous over all its layers, so that a swap or a copy of it is one memcpy; a layer's
-pages are the strided view ``pool[:, layer]``. Both tiers have this shape. The memory is not
-initialized; a block is zeroed before another tenant gets it (``data_plane/plans/last_tenants.py``).
+pages are the strided view ``pool[:, layer]``. Both tiers of a group have this shape. The memory is
+not initialized; a block is zeroed before another tenant gets it
+(``data_plane/plans/last_tenants.py``).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
 from data_plane.kernels.pages import PageShape
 from data_plane.memory import huge_pages, pinned
+from data_plane.places import Place, group_of, in_groups, place_of, places_of
 from kvplane.errors import InternalError, InvalidRequestError, NeverFitsError
 from kvplane.layout import Layout
-from kvplane.shard import Shard, only_group
+from kvplane.shard import Shard
 from kvplane.v1 import types_pb2 as pb
 
 TORCH_DTYPES = {
@@ -36,72 +39,110 @@ TIER_NAMES = {pb.TIER_DEVICE: "device", pb.TIER_HOST: "host"}
 
 
 class Pools:
-    """The device and the host tier of one shard."""
+    """The device and the host tier of each layer group of one shard."""
 
     def __init__(
         self,
         layout: Layout,
         shard: Shard,
         *,
-        num_device_blocks: int,
-        num_host_blocks: int,
+        num_device_blocks: int | Sequence[int],
+        num_host_blocks: int | Sequence[int],
         device: torch.device,
         drain: Callable[[], None],
     ) -> None:
-        """Allocate both tiers. ``drain`` waits for the device; it is called before they are freed.
+        """Allocate all tiers. ``num_device_blocks`` and ``num_host_blocks``: of each layer group;
+        a single number is for each of them. ``drain`` waits for the device; it is called before
+        the tiers are freed.
 
         Raises InvalidRequestError for counts out of range, and NeverFitsError for a tier that does
         not fit in the memory of the GPU, or of the host beside it.
         """
-        if num_device_blocks < 1:
-            raise InvalidRequestError("must be at least 1", field="num_device_blocks")
-        if num_host_blocks < 0:
-            raise InvalidRequestError("must be at least 0", field="num_host_blocks")
-        self.page = PageShape(only_group(layout), shard.num_kv_heads, layout.block_size_tokens)
-        page = (len(shard.layers(layout)), *self.page.extents)
+        of_device = in_groups(num_device_blocks, layout)
+        of_host = in_groups(num_host_blocks, layout)
+        for name, counts, least in (
+            ("num_device_blocks", of_device, 1),
+            ("num_host_blocks", of_host, 0),
+        ):
+            if len(counts) != len(layout.groups):
+                raise InvalidRequestError("must be one for each layer group", field=name)
+            if min(counts) < least:
+                raise InvalidRequestError(f"must be at least {least}", field=name)
+        self.page_shapes = [
+            PageShape(group, len(shard.kv_heads(layout, i)), layout.block_size_tokens)
+            for i, group in enumerate(layout.groups)
+        ]
         dtype = TORCH_DTYPES[layout.kv_dtype]
-        device_shape, host_shape = (num_device_blocks, *page), (num_host_blocks, *page)
-        if device.type == "cpu":
-            self.host_tier, unpin = huge_pages.empty(host_shape, dtype), _nothing
-        else:
-            self.host_tier, unpin = pinned.empty(host_shape, dtype, device, "num_host_blocks")
+        pages = [
+            (len(shard.group_layers(layout, i)), *page.extents)
+            for i, page in enumerate(self.page_shapes)
+        ]
+        self._tiers: dict[Place, torch.Tensor] = {}
+        unpins: list[Callable[[], None]] = []
         # Runs before the tiers are freed: an object's members outlive its finalizers.
-        weakref.finalize(self, _release, drain, unpin).atexit = False
-        if device.type == "cpu":
-            self.device_tier = huge_pages.empty(device_shape, dtype)
-        else:
-            self.device_tier = _on_gpu(device_shape, dtype, device)
+        weakref.finalize(self, _release, drain, unpins).atexit = False
+        for group, page in enumerate(pages):
+            shape = (of_host[group], *page)
+            if device.type == "cpu":
+                host_tier = huge_pages.empty(shape, dtype)
+            else:
+                host_tier, unpin = pinned.empty(shape, dtype, device, "num_host_blocks")
+                unpins.append(unpin)
+            self._tiers[place_of(group, pb.TIER_HOST)] = host_tier
+        for group, page in enumerate(pages):
+            shape = (of_device[group], *page)
+            make = huge_pages.empty if device.type == "cpu" else partial(_on_gpu, device=device)
+            self._tiers[place_of(group, pb.TIER_DEVICE)] = make(shape, dtype)
+        self._tiers = {place: self._tiers[place] for place in places_of(layout)}
+        # By index of a layer in the shard.
+        self._pages = []
+        for layer in shard.layers(layout):
+            group = next(i for i, g in enumerate(layout.groups) if layer in g.layers)
+            at = shard.group_layers(layout, group).index(layer)
+            self._pages.append((place_of(group, pb.TIER_DEVICE), at))
 
     @property
-    def num_blocks(self) -> dict[pb.Tier, int]:
-        """Blocks of each tier."""
-        return {tier: self.tier(tier).shape[0] for tier in TIER_NAMES}
+    def device_tier(self) -> torch.Tensor:
+        """The device tier of the first group."""
+        return self._tiers[pb.TIER_DEVICE]
 
     @property
-    def num_bytes(self) -> dict[pb.Tier, int]:
-        """Bytes of each tier."""
-        return {tier: self.tier(tier).nbytes for tier in TIER_NAMES}
+    def host_tier(self) -> torch.Tensor:
+        """The host tier of the first group."""
+        return self._tiers[pb.TIER_HOST]
 
-    def tier(self, tier: pb.Tier) -> torch.Tensor:
-        """The tensor of a tier, shaped as described at the top of this file."""
-        return self.device_tier if tier == pb.TIER_DEVICE else self.host_tier
+    @property
+    def num_blocks(self) -> dict[Place, int]:
+        """Blocks of each place."""
+        return {place: tier.shape[0] for place, tier in self._tiers.items()}
+
+    @property
+    def num_bytes(self) -> dict[Place, int]:
+        """Bytes of each place."""
+        return {place: tier.nbytes for place, tier in self._tiers.items()}
+
+    def tier(self, place: Place) -> torch.Tensor:
+        """The tensor of a place, shaped as described at the top of this file."""
+        return self._tiers[place]
+
+    def group_of_layer(self, layer_index: int) -> int:
+        """The layer group of one of the shard's layers."""
+        return group_of(self._pages[layer_index][0])
 
     def pages(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer's device pages: views of its keys [num_blocks, num_kv_heads, block_size_tokens,
-        head_size], and of its values.
+        head_size], and of its values. ``layer_index``: among the shard's layers.
         """
-        return self.page.split(self.device_tier[:, layer_index])
+        place, at = self._pages[layer_index]
+        return self.page_shapes[group_of(place)].split(self._tiers[place][:, at])
 
 
-def _release(drain: Callable[[], None], unpin: Callable[[], None]) -> None:
+def _release(drain: Callable[[], None], unpins: list[Callable[[], None]]) -> None:
     """Wait for what the device still does with the tiers, unless it failed; then unpin."""
     with suppress(InternalError):
         drain()
-    unpin()
-
-
-def _nothing() -> None:
-    return None
+    for unpin in unpins:
+        unpin()
 
 
 def _on_gpu(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 import torch
 
 from kvplane.errors import NeverFitsError
-
-GPU_SCRATCH_BYTES: Final = 1 << 30
-"""GPU memory that a measured pool leaves free for queries, outputs, and the splits of attention,
-which take ``num_heads * (head_size + 2) * 4`` bytes for each 512 tokens of the batch's longest
-table.
-"""
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -41,19 +35,25 @@ def free_bytes(device: torch.device) -> int:
 
 
 def measure_num_blocks(
-    free: int, block_bytes: int, *, utilization: float, reserve_bytes: int, scratch_bytes: int = 0
+    free: int,
+    fit: Callable[[int], int],
+    *,
+    utilization: float,
+    reserve_bytes: int,
+    scratch_bytes: int = 0,
 ) -> int:
-    """Blocks of ``block_bytes`` that fit in ``free`` bytes x ``utilization`` - ``reserve_bytes``.
+    """Blocks that fit in ``free`` bytes x ``utilization`` - ``reserve_bytes``. ``fit``: how many
+    blocks fit in some bytes.
 
     Where ``utilization`` would leave less than ``scratch_bytes`` free, that much is left instead.
     Raises NeverFitsError when no block fits.
     """
     usable = min(int(free * utilization), free - scratch_bytes)
-    num_blocks = (usable - reserve_bytes) // block_bytes
+    num_blocks = fit(usable - reserve_bytes)
     if num_blocks < 1:
         raise NeverFitsError(
-            f"no block of {block_bytes} bytes fits in {free} free bytes x {utilization} - "
-            f"{reserve_bytes} reserved bytes, with {scratch_bytes} bytes left for the kernels",
+            f"no block fits in {free} free bytes x {utilization} - {reserve_bytes} reserved "
+            f"bytes, with {scratch_bytes} bytes left for the kernels",
             field="num_device_blocks",
         )
     return num_blocks

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from data_plane.places import Place
 from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.change_columns import (
     AT_ALLOCATIONS,
@@ -20,14 +21,13 @@ from data_plane.plans.change_columns import (
 )
 from data_plane.plans.plan_columns import Mask
 from kvplane.errors import StaleGenerationError
-from kvplane.v1 import types_pb2 as pb
 
 _MAX_GENERATION = 2**63 - 2
 
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """The blocks of one tier that a plan allocates, ascending. A block allocated twice is listed
+    """The blocks of one place that a plan allocates, ascending. A block allocated twice is listed
     twice, in the order of its generations.
     """
 
@@ -66,8 +66,8 @@ class Allocated:
         return found
 
 
-AllocatedBlocks = dict["pb.Tier", Allocated]
-"""By tier; a tier without any is left out."""
+AllocatedBlocks = dict[Place, Allocated]
+"""By place; a place without any is left out."""
 
 
 class NewBlocks:
@@ -78,7 +78,7 @@ class NewBlocks:
     def __init__(self, changes: ChangeColumns, others: BlockColumns) -> None:
         self._entries = np.flatnonzero(changes.allocated)
         of_tables = changes.entries
-        self._tiers = np.concatenate((of_tables.tiers[self._entries], others.tiers))
+        self._places = np.concatenate((of_tables.places[self._entries], others.places))
         self._blocks = np.concatenate((of_tables.blocks[self._entries], others.blocks))
         self._generations = np.concatenate(
             (of_tables.generations[self._entries], others.generations)
@@ -87,17 +87,17 @@ class NewBlocks:
     def allocate(self, tables: BlockTables) -> AllocatedBlocks:
         """Raises StaleGenerationError unless each generation is above the one before."""
         allocated: AllocatedBlocks = {}
-        for tier in tables.generations:
-            of_tier = np.flatnonzero(self._tiers == tier)
-            if len(of_tier):
-                allocated[tier] = self._allocate_in(tables, tier, of_tier)
+        for place in tables.generations:
+            of_place = np.flatnonzero(self._places == place)
+            if len(of_place):
+                allocated[place] = self._allocate_in(tables, place, of_place)
         return allocated
 
     def _allocate_in(
-        self, tables: BlockTables, tier: pb.Tier, of_tier: NDArray[np.int64]
+        self, tables: BlockTables, place: Place, of_place: NDArray[np.int64]
     ) -> Allocated:
-        present = tables.generations[tier]
-        order = of_tier[np.argsort(self._blocks[of_tier], kind="stable")]
+        present = tables.generations[place]
+        order = of_place[np.argsort(self._blocks[of_place], kind="stable")]
         blocks, generations = self._blocks[order], self._generations[order]
         former = present[blocks]
         again = np.flatnonzero(blocks[1:] == blocks[:-1]) + 1
@@ -111,12 +111,13 @@ class NewBlocks:
                 f"{self._generations[i]}: a plan that allocates the block has to set a higher one",
                 field=self._field(i),
             )
-        tables.allocate(tier, blocks, generations)
+        tables.allocate(place, blocks, generations)
         return Allocated(blocks, generations, former)
 
-    def field_of(self, tier: pb.Tier, block: int) -> str:
+    def field_of(self, place: Place, block: int) -> str:
         """The field that allocates a block, the last one if there are several."""
-        return self._field(int(np.flatnonzero((self._tiers == tier) & (self._blocks == block))[-1]))
+        found = np.flatnonzero((self._places == place) & (self._blocks == block))
+        return self._field(int(found[-1]))
 
     def _field(self, i: int) -> str:
         if i < len(self._entries):

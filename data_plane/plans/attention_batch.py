@@ -1,4 +1,5 @@
-"""A plan's spans in the form that the kernels take: checked against the block tables, made once.
+"""A plan's spans in the form that the kernels of a layer group take: checked against its block
+tables, made once.
 
 Token i of a span is at position p = first_position + i of its sequence and is written to slot
 ``table[p // block_size] * block_size + p % block_size``. A table that was trimmed has 0 for the
@@ -17,7 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from data_plane.kernels.arguments import HostLengths
 from data_plane.memory.upload import upload
+from data_plane.places import place_of
 from data_plane.plans.block_tables import BlockTables, Table, no_table, taken_away
 from data_plane.plans.plan_columns import ints, refuse
 from kvplane import columns
@@ -37,6 +40,8 @@ _AT = "plan.spans"
 class AttentionBatch:
     """S spans of T tokens in all. Arrays are on the host; tensors too unless moved with ``to``."""
 
+    group: int
+    """The layer group whose tables these are."""
     sequence_ids: NDArray[np.int64]
     """[S]."""
     first_positions: NDArray[np.int64]
@@ -57,6 +62,8 @@ class AttentionBatch:
     """[S + 1] int64: ``starts`` for the kernels."""
     context_lens: torch.Tensor
     """[S] int64: positions that the span's last token attends to, itself included."""
+    lengths: HostLengths
+    """query_starts and context_lens on the host."""
     written_blocks: NDArray[np.int64]
     """Device blocks written, each listed once for each span that writes it."""
     written_by: NDArray[np.int64]
@@ -94,10 +101,14 @@ class AttentionBatch:
 
 
 def prepare_batch(
-    tables: BlockTables, session_id: int, spans: pb.Spans, changed_ids: bytes = b""
+    tables: BlockTables,
+    session_id: int,
+    spans: pb.Spans,
+    changed_ids: bytes = b"",
+    group: int = 0,
 ) -> AttentionBatch:
-    """Check a plan's spans and compute what the kernels need. ``changed_ids``: the plan's column of
-    the sequences whose tables it has changed.
+    """Check a plan's spans and compute what the kernels need for a layer group. ``changed_ids``: an
+    int64 column of the sequences whose tables in it the plan has changed.
 
     Raises InvalidRequestError, SequenceNotFoundError, SequenceSwappedError, StaleGenerationError
     and BlockNotWritableError, naming the field.
@@ -106,28 +117,29 @@ def prepare_batch(
     num_spans = len(sequence_ids)
     first = ints(columns.INT64, spans.first_positions, f"{_AT}.first_positions", num_spans)
     counts = ints(columns.INT32, spans.num_tokens, f"{_AT}.num_tokens", num_spans)
-    found = _tables_of(tables.of_session(session_id), sequence_ids)
+    found = _tables_of(tables.of_session(session_id, group), sequence_ids, group)
     _check_current(tables, found, sequence_ids)
     block_size = tables.block_size_tokens
     blocks = [table.blocks for table in found]
     lengths = np.fromiter(map(len, blocks), np.int64, num_spans)
     trimmed = np.fromiter(map(attrgetter("num_trimmed"), found), np.int64, num_spans)
     _check_positions(first, counts, trimmed * block_size, lengths * block_size)
-    batch = _batch(sequence_ids, first, counts, blocks, lengths, trimmed * block_size, block_size)
+    num_gone = trimmed * block_size
+    batch = _batch(group, sequence_ids, first, counts, blocks, lengths, num_gone, block_size)
     check_writable(tables, session_id, batch, np.frombuffer(changed_ids, "<i8"))
     return batch
 
 
 def check_current(tables: BlockTables, session_id: int, batch: AttentionBatch) -> None:
     """Raise StaleGenerationError if a block of a span's table has been allocated again."""
-    of_session = tables.of_session(session_id)
+    of_session = tables.of_session(session_id, batch.group)
     found = [of_session[sequence_id] for sequence_id in batch.sequence_ids.tolist()]
     _check_current(tables, found, batch.sequence_ids)
 
 
 def check_unpublished(tables: BlockTables, batch: AttentionBatch) -> None:
     """Raise BlockNotWritableError if a block to be written is published."""
-    published = tables.publications.published[batch.written_blocks]
+    published = tables.publications[batch.group].published[batch.written_blocks]
     if published.any():
         raise _not_writable(batch, int(published.argmax()), "published")
 
@@ -143,11 +155,11 @@ def check_writable(
     """
     check_unpublished(tables, batch)
     blocks = batch.written_blocks
-    num_entries = tables.ref_counts[pb.TIER_DEVICE][blocks]
+    num_entries = tables.ref_counts[place_of(batch.group, pb.TIER_DEVICE)][blocks]
     shared = num_entries != 1
     if not shared.any():
         return
-    of_session = tables.of_session(session_id)
+    of_session = tables.of_session(session_id, batch.group)
     changed = [of_session[i].held.blocks for i in set(changed_ids.tolist()) if i in of_session]
     counts = np.bincount(np.concatenate([*changed, blocks[:0]]), minlength=int(blocks.max()) + 1)
     writers = batch.sequence_ids[batch.written_by]
@@ -167,7 +179,9 @@ def _not_writable(batch: AttentionBatch, i: int, why: str) -> BlockNotWritableEr
     )
 
 
-def _tables_of(tables: Mapping[int, Table], sequence_ids: NDArray[np.int64]) -> list[Table]:
+def _tables_of(
+    tables: Mapping[int, Table], sequence_ids: NDArray[np.int64], group: int
+) -> list[Table]:
     """The table of each span. Refuses one in the host tier, and a sequence with two spans."""
     ids = sequence_ids.tolist()
     found = list(map(tables.get, ids))
@@ -183,9 +197,9 @@ def _tables_of(tables: Mapping[int, Table], sequence_ids: NDArray[np.int64]) -> 
             lambda i: f"sequence {ids[i]} is in two spans: a plan computes it in one",
             f"{_AT}.sequence_ids",
         )
-    tiers = np.fromiter(map(attrgetter("tier"), found), np.int64, len(found))
+    in_places = np.fromiter(map(attrgetter("place"), found), np.int64, len(found))
     refuse(
-        tiers != pb.TIER_DEVICE,
+        in_places != place_of(group, pb.TIER_DEVICE),
         SequenceSwappedError,
         lambda i: f"sequence {ids[i]} is in the host tier: it has to be swapped in first",
         f"{_AT}.sequence_ids",
@@ -230,6 +244,7 @@ def _check_positions(
 
 
 def _batch(
+    group: int,
     sequence_ids: NDArray[np.int64],
     first: NDArray[np.int64],
     counts: NDArray[np.int64],
@@ -262,6 +277,7 @@ def _batch(
         slots = all_slots[np.arange(starts[-1]) + np.repeat(skipped, counts)]
     reach = (first + 1 - trimmed)[trimmed > 0]
     return AttentionBatch(
+        group=group,
         sequence_ids=sequence_ids,
         first_positions=first,
         num_tokens=int(starts[-1]),
@@ -271,6 +287,7 @@ def _batch(
         block_tables=torch.from_numpy(block_tables),
         query_starts=torch.from_numpy(starts),
         context_lens=torch.from_numpy(context_lens),
+        lengths=HostLengths(starts, context_lens),
         written_blocks=written,
         written_by=written_by,
         max_window_tokens=int(reach.min()) if len(reach) else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from data_plane.places import group_of, place_of, tier_of
 from data_plane.plans.block_tables import BlockTables
 from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb
@@ -14,21 +15,23 @@ def block_report(tables: BlockTables, blocks_per_part: int) -> list[control_pb2.
     the last one has ``last`` set.
     """
     parts = []
-    for tier, generations in tables.generations.items():
+    for place, generations in tables.generations.items():
         allocated = np.flatnonzero(generations)
         for begin in range(0, len(allocated), blocks_per_part):
             of_part = allocated[begin : begin + blocks_per_part]
             blocks = pb.Blocks(
-                tier=tier,
+                group=group_of(place),
+                tier=tier_of(place),
                 indices=of_part.astype("<i4").tobytes(),
                 generations=generations[of_part].astype("<i8").tobytes(),
             )
             parts.append(control_pb2.BlockReport(blocks=[blocks]))
-    present = tables.generations[pb.TIER_DEVICE]
-    parts += [
-        control_pb2.BlockReport(publications=[publications])
-        for publications in tables.publications.report(present, blocks_per_part)
-    ]
+    for group, publications in enumerate(tables.publications):
+        present = tables.generations[place_of(group, pb.TIER_DEVICE)]
+        parts += [
+            control_pb2.BlockReport(publications=[message])
+            for message in publications.report(present, blocks_per_part)
+        ]
     if not parts:
         parts.append(control_pb2.BlockReport())
     parts[-1].last = True

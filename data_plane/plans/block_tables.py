@@ -1,10 +1,12 @@
 """The data plane's metadata of its own memory: block tables, generations, reference counts and
 publications.
 
-    session ── sequence ── Table(tier, blocks, generations, num_trimmed)
-                                          │
-    tier ── block ── generation           ref_count, stale_count: table entries that refer to it
-                  └─ publication          (device tier only; dropped when the block is allocated)
+    session ── group ── sequence ── Table(place, blocks, generations, num_trimmed)
+                                                    │
+    place ── block ── generation          ref_count, stale_count: table entries that refer to it
+                   └─ publication         (device tier only; dropped when the block is allocated)
+
+A place is a tier of a layer group (``data_plane/places.py``).
 
 Plans change all this inside ``transaction``, which undoes the changes when an exception is raised.
 ``ref_counts`` counts the entries of a block's present generation. An entry is stale when its block
@@ -26,6 +28,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from data_plane.places import Place, group_of, place_of, tier_of
 from data_plane.plans.publications import Publications
 from kvplane.errors import InternalError, SequenceNotFoundError
 from kvplane.v1 import types_pb2 as pb
@@ -35,9 +38,11 @@ Array: TypeAlias = NDArray[Any]
 
 @dataclass(eq=False, slots=True)
 class Table:
-    """One sequence's blocks, all in one tier. Never changed once it is made; sequences share it."""
+    """One sequence's blocks of a layer group, all in one tier. Never changed once it is made;
+    sequences share it.
+    """
 
-    tier: pb.Tier
+    place: Place
     blocks: NDArray[np.int32]
     """[num_blocks]."""
     generations: NDArray[np.int64]
@@ -50,7 +55,7 @@ class Table:
     def part(self, begin: int, end: int) -> Table:
         """The entries [begin, end) without the trimmed ones."""
         held = slice(max(begin, self.num_trimmed), end)
-        return Table(self.tier, self.blocks[held], self.generations[held])
+        return Table(self.place, self.blocks[held], self.generations[held])
 
     @property
     def held(self) -> Table:
@@ -62,8 +67,8 @@ class Table:
 class _Before:
     """The former values of what a transaction has changed."""
 
-    num_stale: dict[pb.Tier, int]
-    tables: dict[tuple[int, int], Table | None] = field(default_factory=dict)
+    num_stale: dict[Place, int]
+    tables: dict[tuple[int, int, int], Table | None] = field(default_factory=dict)
     elements: list[tuple[Array, Array, Array]] = field(default_factory=list)
     """Array, indices and the values that were there, in the order of the changes."""
 
@@ -71,27 +76,42 @@ class _Before:
 class BlockTables:
     """All tables of one data plane. Not thread-safe: the executor's lock guards it."""
 
-    def __init__(self, num_blocks: dict[pb.Tier, int], block_size_tokens: int) -> None:
-        """``num_blocks``: blocks of each tier (``pb.Tier``)."""
+    def __init__(self, num_blocks: dict[Place, int], block_size_tokens: int) -> None:
+        """``num_blocks``: blocks of each place."""
         self.num_blocks = dict(num_blocks)
         self.block_size_tokens = block_size_tokens
-        self.generations = {tier: np.zeros(n, np.int64) for tier, n in num_blocks.items()}
-        """[num_blocks] for each tier; 0 before a block was first allocated."""
-        self.ref_counts = {tier: np.zeros(n, np.int32) for tier, n in num_blocks.items()}
-        """[num_blocks] for each tier: table entries of the block's present generation."""
-        self.stale_counts = {tier: np.zeros(n, np.int32) for tier, n in num_blocks.items()}
-        """[num_blocks] for each tier: table entries of a former generation."""
+        self.generations = {place: np.zeros(n, np.int64) for place, n in num_blocks.items()}
+        """[num_blocks] for each place; 0 before a block was first allocated."""
+        self.ref_counts = {place: np.zeros(n, np.int32) for place, n in num_blocks.items()}
+        """[num_blocks] for each place: table entries of the block's present generation."""
+        self.stale_counts = {place: np.zeros(n, np.int32) for place, n in num_blocks.items()}
+        """[num_blocks] for each place: table entries of a former generation."""
         self.num_taken = 0
         """Counts the plans that made entries stale, which make earlier checks outdated."""
-        self.publications = Publications(num_blocks[pb.TIER_DEVICE], block_size_tokens)
+        self.publications = tuple(
+            Publications(n, block_size_tokens, group_of(place))
+            for place, n in num_blocks.items()
+            if tier_of(place) == pb.TIER_DEVICE
+        )
+        """Of each layer group."""
         self._num_stale = dict.fromkeys(num_blocks, 0)
-        self._tables: dict[int, dict[int, Table]] = {}
+        self._tables: dict[tuple[int, int], dict[int, Table]] = {}  # by session and group
         self._before: _Before | None = None
 
     @property
     def num_sequences(self) -> int:
-        """Tables of all sessions."""
-        return sum(map(len, self._tables.values()))
+        """Sequences of all sessions that have tables."""
+        return sum(len(self._tables.get((i, 0), {})) for i in self.session_ids())
+
+    @property
+    def num_groups(self) -> int:
+        """Layer groups."""
+        return len(self.publications)
+
+    @property
+    def num_messages_published(self) -> int:
+        """Counts the messages that published a block, which make earlier checks outdated."""
+        return sum(publications.version for publications in self.publications)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -107,48 +127,49 @@ class BlockTables:
 
     def session_ids(self) -> list[int]:
         """The sessions that have tables."""
-        return list(self._tables)
+        return list(dict.fromkeys(session_id for session_id, _ in self._tables))
 
-    def of_session(self, session_id: int) -> Mapping[int, Table]:
-        """The session's tables by sequence."""
-        return self._tables.get(session_id, {})
+    def of_session(self, session_id: int, group: int = 0) -> Mapping[int, Table]:
+        """The session's tables in a layer group by sequence."""
+        return self._tables.get((session_id, group), {})
 
-    def get(self, session_id: int, sequence_id: int, field: str) -> Table:
+    def get(self, session_id: int, sequence_id: int, field: str, group: int = 0) -> Table:
         """A table. Raises SequenceNotFoundError naming ``field``."""
-        table = self.of_session(session_id).get(sequence_id)
+        table = self.of_session(session_id, group).get(sequence_id)
         if table is None:
             raise SequenceNotFoundError(no_table(sequence_id), field=field)
         return table
 
-    def put(self, session_id: int, sequence_id: int, table: Table | None) -> None:
+    def put(self, session_id: int, sequence_id: int, table: Table | None, group: int = 0) -> None:
         """Add, replace or, with None, remove a table. The caller updates the reference counts."""
-        tables = self._tables.setdefault(session_id, {})
+        key = session_id, group
+        tables = self._tables.setdefault(key, {})
         if self._before is not None:
-            self._before.tables.setdefault((session_id, sequence_id), tables.get(sequence_id))
+            self._before.tables.setdefault((*key, sequence_id), tables.get(sequence_id))
         if table is not None:
             tables[sequence_id] = table
             return
         tables.pop(sequence_id, None)
         if not tables:
-            del self._tables[session_id]
+            del self._tables[key]
 
     def first_stale(self, tables: Sequence[Table]) -> int | None:
-        """The first of these tables, all of one tier, that has a stale entry; None if none has."""
-        if not tables or not self._num_stale[tier := tables[0].tier]:
+        """The first of these tables, all of one place, that has a stale entry; None if none has."""
+        if not tables or not self._num_stale[place := tables[0].place]:
             return None
-        stale = self.stale_counts[tier]
+        stale = self.stale_counts[place]
         if not stale[np.concatenate([table.blocks for table in tables])].any():
             return None
-        present = self.generations[tier]
+        present = self.generations[place]
         for i, table in enumerate(tables):
             held = table.held
             if (held.generations != present[held.blocks]).any():
                 return i
         return None
 
-    def add_references(self, tier: pb.Tier, tables: Mapping[Table, int]) -> None:
-        """Count the entries of tables of one tier, each as often as it says: below 0 for those that
-        are counted no more.
+    def add_references(self, place: Place, tables: Mapping[Table, int]) -> None:
+        """Count the entries of tables of one place, each as often as it says: below 0 for those
+        that are counted no more.
         """
         of_weight: dict[int, list[Table]] = {}
         for table, weight in tables.items():
@@ -157,34 +178,36 @@ class BlockTables:
         for weight, parts in of_weight.items():
             blocks = np.concatenate([part.blocks for part in parts])
             generations = np.concatenate([part.generations for part in parts])
-            is_stale = generations != self.generations[tier][blocks]
+            is_stale = generations != self.generations[place][blocks]
             if is_stale.any():
-                self._add(self.stale_counts[tier], blocks[is_stale], weight)
-                self._num_stale[tier] += weight * int(np.count_nonzero(is_stale))
+                self._add(self.stale_counts[place], blocks[is_stale], weight)
+                self._num_stale[place] += weight * int(np.count_nonzero(is_stale))
                 blocks = blocks[~is_stale]
-            self._add(self.ref_counts[tier], blocks, weight)
+            self._add(self.ref_counts[place], blocks, weight)
 
-    def allocate(self, tier: pb.Tier, blocks: Array, generations: Array) -> None:
+    def allocate(self, place: Place, blocks: Array, generations: Array) -> None:
         """Set new generations of blocks: entries that refer to them are stale from now on, and
         their publications are dropped. ``blocks``: ascending; where one is listed twice, its last
         generation counts.
         """
-        self._set(self.generations[tier], blocks, generations)
-        if tier == pb.TIER_DEVICE:
-            self._set(self.publications.published, blocks, False)
-        num_entries = self.ref_counts[tier][blocks]
+        self._set(self.generations[place], blocks, generations)
+        if tier_of(place) == pb.TIER_DEVICE:
+            self._set(self.publications[group_of(place)].published, blocks, False)
+        num_entries = self.ref_counts[place][blocks]
         if num_entries.any():
-            stale = self.stale_counts[tier]
+            stale = self.stale_counts[place]
             self._set(stale, blocks, stale[blocks] + num_entries)
-            self._set(self.ref_counts[tier], blocks, 0)
-            self._num_stale[tier] += int(num_entries[np.diff(blocks, prepend=-1) > 0].sum())
+            self._set(self.ref_counts[place], blocks, 0)
+            self._num_stale[place] += int(num_entries[np.diff(blocks, prepend=-1) > 0].sum())
             self.num_taken += 1
 
     def drop_session(self, session_id: int) -> None:
         """Remove all tables of a session."""
-        tables = Counter(self._tables.pop(session_id, {}).values())
-        for tier in self.num_blocks:
-            self.add_references(tier, {t: -num for t, num in tables.items() if t.tier == tier})
+        for group in range(self.num_groups):
+            tables = Counter(self._tables.pop((session_id, group), {}).values())
+            for place in {table.place for table in tables}:
+                of_place = {t: -num for t, num in tables.items() if t.place == place}
+                self.add_references(place, of_place)
 
     def drop_all(self) -> None:
         """Remove all tables of all sessions; generations and publications stay."""
@@ -196,38 +219,43 @@ class BlockTables:
     def check_integrity(self) -> None:
         """Raise InternalError unless counts, generations and tables agree."""
         counted = {
-            tier: (np.zeros(n, np.int32), np.zeros(n, np.int32))
-            for tier, n in self.num_blocks.items()
+            place: (np.zeros(n, np.int32), np.zeros(n, np.int32))
+            for place, n in self.num_blocks.items()
         }
-        for session_id, tables in self._tables.items():
+        for (session_id, group), tables in self._tables.items():
             _require(bool(tables), f"session {session_id}: an empty set of tables")
             for sequence_id, table in tables.items():
-                at = f"session {session_id}, sequence {sequence_id}"
+                at = f"session {session_id}, group {group}, sequence {sequence_id}"
+                _require(group_of(table.place) == group, f"{at}: in another group's memory")
                 self._check_table(table, at)
                 held = table.held
-                stale = held.generations != self.generations[table.tier][held.blocks]
-                for counts, of_kind in zip(counted[table.tier], (~stale, stale), strict=True):
+                stale = held.generations != self.generations[table.place][held.blocks]
+                for counts, of_kind in zip(counted[table.place], (~stale, stale), strict=True):
                     np.add.at(counts, held.blocks[of_kind], np.int32(1))
-        for tier, (current, stale) in counted.items():
-            same = np.array_equal(current, self.ref_counts[tier])
-            _require(same, f"tier {tier}: the reference counts are not those of the tables")
-            same = np.array_equal(stale, self.stale_counts[tier])
-            same &= int(stale.sum()) == self._num_stale[tier]
-            _require(same, f"tier {tier}: the counts of stale entries are not those of the tables")
-        published = self.generations[pb.TIER_DEVICE][self.publications.published]
-        _require(bool((published > 0).all()), "a published block was never allocated")
+        for place, (current, stale) in counted.items():
+            same = np.array_equal(current, self.ref_counts[place])
+            _require(same, f"place {place}: the reference counts are not those of the tables")
+            same = np.array_equal(stale, self.stale_counts[place])
+            same &= int(stale.sum()) == self._num_stale[place]
+            _require(
+                same, f"place {place}: the counts of stale entries are not those of the tables"
+            )
+        for group, publications in enumerate(self.publications):
+            present = self.generations[place_of(group, pb.TIER_DEVICE)]
+            is_known = bool((present[publications.published] > 0).all())
+            _require(is_known, "a published block was never allocated")
         _require(self._before is None, "a transaction is open")
 
     def _check_table(self, table: Table, at: str) -> None:
         blocks, generations, num_trimmed = table.blocks, table.generations, table.num_trimmed
         _require(len(blocks) == len(generations), f"{at}: columns of unequal length")
-        known = (blocks >= 0) & (blocks < self.num_blocks[table.tier])
+        known = (blocks >= 0) & (blocks < self.num_blocks[table.place])
         _require(bool(known.all()), f"{at}: a block that is not there")
         _require(0 <= num_trimmed <= len(blocks), f"{at}: trimmed by more than it is long")
         hole = (*blocks[:num_trimmed].tolist(), *generations[:num_trimmed].tolist())
         _require(not any(hole), f"{at}: a trimmed entry has a block")
         held = table.held
-        present = self.generations[table.tier][held.blocks]
+        present = self.generations[table.place][held.blocks]
         in_range = (held.generations >= 1) & (held.generations <= present)
         _require(bool(in_range.all()), f"{at}: a generation that is to come")
 
@@ -246,8 +274,8 @@ class BlockTables:
     def _undo(self, before: _Before) -> None:
         self._before = None
         self._num_stale = before.num_stale
-        for (session_id, sequence_id), table in before.tables.items():
-            self.put(session_id, sequence_id, table)
+        for (session_id, group, sequence_id), table in before.tables.items():
+            self.put(session_id, sequence_id, table, group)
         for array, indices, values in reversed(before.elements):
             array[indices] = values
 

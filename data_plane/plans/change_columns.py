@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from data_plane.plans.plan_columns import Mask, check_groups, ints, limits_of_tiers, refuse
+from data_plane.places import Place
+from data_plane.plans.plan_columns import (
+    Mask,
+    ints,
+    limits_of_places,
+    places,
+    read_groups,
+    refuse,
+)
 from kvplane import columns
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import types_pb2 as pb
@@ -32,7 +40,7 @@ SET, REPLACE, FORK, DROP, TRUNCATE, TRIM = (
 class BlockColumns:
     """Blocks with generations, one element for each."""
 
-    tiers: NDArray[np.int64]
+    places: NDArray[np.int64]
     blocks: NDArray[np.int64]
     generations: NDArray[np.int64]
 
@@ -49,7 +57,9 @@ class ChangeColumns:
 
     kinds: NDArray[np.int64]
     sequence_ids: NDArray[np.int64]
-    tiers: NDArray[np.int64]
+    groups: NDArray[np.int64]
+    places: NDArray[np.int64]
+    """Of the entries set; 0 for a change that sets none."""
     first_blocks: NDArray[np.int64]
     num_blocks: NDArray[np.int64]
     parents: NDArray[np.int64]
@@ -60,8 +70,8 @@ class ChangeColumns:
     """[E]."""
 
     @classmethod
-    def read(cls, num_blocks: Mapping[pb.Tier, int], message: pb.TableChanges) -> ChangeColumns:
-        """Raises InvalidRequestError. ``num_blocks``: of each tier."""
+    def read(cls, num_blocks: Mapping[Place, int], message: pb.TableChanges) -> ChangeColumns:
+        """Raises InvalidRequestError. ``num_blocks``: of each place."""
 
         def column(kind: str, name: str, length: int | None = None) -> NDArray[np.int64]:
             return ints(kind, getattr(message, name), f"{AT_CHANGES}.{name}", length)
@@ -78,12 +88,12 @@ class ChangeColumns:
         )
         ids = column(columns.INT64, "sequence_ids", num)
         require(ids < 1, "sequence_ids", lambda i: f"must be at least 1, is {ids[i]}")
-        check_groups(message.groups, num, f"{AT_CHANGES}.groups")
+        groups = read_groups(message.groups, num, num_blocks, f"{AT_CHANGES}.groups")
         sets = kinds <= REPLACE
         tiers = column(columns.UINT8, "tiers", num)
-        limits = limits_of_tiers(num_blocks)
+        limits, in_places = limits_of_places(num_blocks), places(tiers, groups)
         require(
-            np.where(sets, limits[tiers] < 0, tiers != 0),
+            np.where(sets, limits[in_places] < 0, tiers != 0),
             "tiers",
             lambda i: (
                 f"{tiers[i]} is not a tier"
@@ -112,43 +122,46 @@ class ChangeColumns:
             ),
         )
         parents = column(columns.INT64, "parent_sequence_ids", int(np.count_nonzero(kinds == FORK)))
-        entries = _read_blocks(message, np.repeat(tiers[sets], counts[sets]), limits, AT_CHANGES)
+        entries = _read_blocks(
+            message, np.repeat(in_places[sets], counts[sets]), limits, AT_CHANGES
+        )
         allocated = column(columns.UINT8, "allocated", len(entries))
         require(allocated > 1, "allocated", lambda i: f"must be 0 or 1, is {allocated[i]}")
-        return cls(kinds, ids, tiers, firsts, counts, parents, entries, allocated == 1)
+        return cls(kinds, ids, groups, in_places, firsts, counts, parents, entries, allocated == 1)
 
 
-def read_allocations(num_blocks: Mapping[pb.Tier, int], message: pb.Allocations) -> BlockColumns:
+def read_allocations(num_blocks: Mapping[Place, int], message: pb.Allocations) -> BlockColumns:
     """The blocks that a plan allocates for no table. Raises InvalidRequestError. ``num_blocks``: of
-    each tier.
+    each place.
     """
     if not message.ByteSize():
         return _NONE
     tiers = ints(columns.UINT8, message.tiers, f"{AT_ALLOCATIONS}.tiers")
-    limits = limits_of_tiers(num_blocks)
+    groups = read_groups(message.groups, len(tiers), num_blocks, f"{AT_ALLOCATIONS}.groups")
+    limits, in_places = limits_of_places(num_blocks), places(tiers, groups)
     refuse(
-        limits[tiers] < 0,
+        limits[in_places] < 0,
         InvalidRequestError,
         lambda i: f"{tiers[i]} is not a tier",
         f"{AT_ALLOCATIONS}.tiers",
     )
-    return _read_blocks(message, tiers, limits, AT_ALLOCATIONS)
+    return _read_blocks(message, in_places, limits, AT_ALLOCATIONS)
 
 
 def _read_blocks(
     message: pb.TableChanges | pb.Allocations,
-    tiers: NDArray[np.int64],
+    in_places: NDArray[np.int64],
     limits_of: NDArray[np.int64],
     at: str,
 ) -> BlockColumns:
-    """``tiers``: of each block. ``limits_of``: as ``limits_of_tiers`` returns them."""
-    limits = limits_of[tiers]
-    blocks = ints(columns.INT32, message.indices, f"{at}.indices", len(tiers))
+    """``in_places``: of each block. ``limits_of``: as ``limits_of_places`` returns them."""
+    limits = limits_of[in_places]
+    blocks = ints(columns.INT32, message.indices, f"{at}.indices", len(in_places))
     refuse(
         (blocks < 0) | (blocks >= limits),
         InvalidRequestError,
         lambda i: f"there is no block {blocks[i]} in this tier, which has {limits[i]} blocks",
         f"{at}.indices",
     )
-    generations = ints(columns.INT64, message.generations, f"{at}.generations", len(tiers))
-    return BlockColumns(tiers, blocks, generations)
+    generations = ints(columns.INT64, message.generations, f"{at}.generations", len(in_places))
+    return BlockColumns(in_places, blocks, generations)

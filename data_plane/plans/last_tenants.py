@@ -8,53 +8,53 @@ import secrets
 import numpy as np
 from numpy.typing import NDArray
 
+from data_plane.places import Place
 from data_plane.plans.allocations import AllocatedBlocks
 from data_plane.plans.transfers import Transfers
-from kvplane.v1 import types_pb2 as pb
 
-BlocksByTier = dict["pb.Tier", NDArray[np.int64]]
+BlocksByPlace = dict[Place, NDArray[np.int64]]
 
 
 class LastTenants:
-    """The last tenant of each block, by tier.
+    """The last tenant of each block, by place.
 
     A tenant is kept as a digest of 64 bits, so that former tenants cost no memory. The digest is
     keyed, so that nobody can look for two tenants whose digests collide.
     """
 
-    def __init__(self, num_blocks: dict[pb.Tier, int]) -> None:
+    def __init__(self, num_blocks: dict[Place, int]) -> None:
         self._key = secrets.token_bytes(16)
-        self._last = {tier: np.zeros(n, np.uint64) for tier, n in num_blocks.items()}
+        self._last = {place: np.zeros(n, np.uint64) for place, n in num_blocks.items()}
 
     def to_clear(
         self, tenant: str, allocated: AllocatedBlocks, transfers: Transfers
-    ) -> tuple[BlocksByTier, BlocksByTier]:
+    ) -> tuple[BlocksByPlace, BlocksByPlace]:
         """Of the blocks that a plan of ``tenant`` allocates, those that may hold another tenant's
         data and that no transfer of the plan overwrites first: to be cleared before the plan's
-        transfers, and after them. A tier without any is left out.
+        transfers, and after them. A place without any is left out.
 
         A block that transfers read as it was before the plan is cleared after them.
         """
         own = self._digest(tenant)
-        before: BlocksByTier = {}
-        after: BlocksByTier = {}
+        before: BlocksByPlace = {}
+        after: BlocksByPlace = {}
         is_former = transfers.reads_former(allocated)
-        for tier, new in allocated.items():
-            last = self._last[tier][new.blocks]
+        for place, new in allocated.items():
+            last = self._last[place][new.blocks]
             blocks = new.blocks[(last != 0) & (last != own)]
             if not len(blocks):
                 continue
             blocks = np.unique(blocks)
             sources, destinations = transfers.sources, transfers.destinations
-            of_tier = sources.tiers == tier
-            saved = np.isin(blocks, sources.blocks[of_tier & is_former])
+            of_place = sources.places == place
+            saved = np.isin(blocks, sources.blocks[of_place & is_former])
             # A transfer overwrites all of its block. A block that transfers also read may be read
             # before it is overwritten, so it is cleared.
-            read = np.isin(blocks, sources.blocks[of_tier & ~is_former])
-            filled = np.isin(blocks, destinations.blocks[destinations.tiers == tier])
+            read = np.isin(blocks, sources.blocks[of_place & ~is_former])
+            filled = np.isin(blocks, destinations.blocks[destinations.places == place])
             for found, wanted in ((before, ~saved & (~filled | read)), (after, saved & ~filled)):
                 if wanted.any():
-                    found[tier] = blocks[wanted]
+                    found[place] = blocks[wanted]
         return before, after
 
     def take_over(self, tenant: str, allocated: AllocatedBlocks, transfers: Transfers) -> None:
@@ -65,32 +65,32 @@ class LastTenants:
             return
         own = self._digest(tenant)
         if not len(transfers):
-            for tier, new in allocated.items():
-                self._last[tier][new.blocks] = own
+            for place, new in allocated.items():
+                self._last[place][new.blocks] = own
             return
         sources, destinations = transfers.sources, transfers.destinations
         copied = np.zeros(len(transfers), np.uint64)
         is_new = ~transfers.reads_former(allocated)
-        for tier, last in self._last.items():
-            of_tier = np.flatnonzero(sources.tiers == tier)
-            copied[of_tier] = last[sources.blocks[of_tier]]
-            if tier in allocated:
-                is_new[of_tier] &= allocated[tier].before(sources.blocks[of_tier]) >= 0
-                last[allocated[tier].blocks] = own
+        for place, last in self._last.items():
+            of_place = np.flatnonzero(sources.places == place)
+            copied[of_place] = last[sources.blocks[of_place]]
+            if place in allocated:
+                is_new[of_place] &= allocated[place].before(sources.blocks[of_place]) >= 0
+                last[allocated[place].blocks] = own
             else:
-                is_new[of_tier] = False
+                is_new[of_place] = False
         copied = np.where(copied == 0, own, copied)
         if not is_new.any():
-            for tier, last in self._last.items():
-                of_tier = np.flatnonzero(destinations.tiers == tier)
-                last[destinations.blocks[of_tier]] = copied[of_tier]
+            for place, last in self._last.items():
+                of_place = np.flatnonzero(destinations.places == place)
+                last[destinations.blocks[of_place]] = copied[of_place]
             return
-        for i, (source_tier, tier) in enumerate(
-            zip(sources.tiers.tolist(), destinations.tiers.tolist(), strict=True)
+        for i, (source_place, place) in enumerate(
+            zip(sources.places.tolist(), destinations.places.tolist(), strict=True)
         ):
             if is_new[i]:  # written by an earlier transfer, or cleared
-                copied[i] = self._last[source_tier][sources.blocks[i]]
-            self._last[tier][destinations.blocks[i]] = copied[i]
+                copied[i] = self._last[source_place][sources.blocks[i]]
+            self._last[place][destinations.blocks[i]] = copied[i]
 
     def _digest(self, tenant: str) -> int:
         """The tenant's digest, never 0, which stands for no tenant."""

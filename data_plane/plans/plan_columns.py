@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from data_plane.places import TIERS, Place, group_of
 from kvplane import columns
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.v1 import types_pb2 as pb
@@ -38,26 +39,42 @@ def ints(kind: str, column: bytes, field: str, length: int | None = None) -> NDA
     return elements
 
 
-def limits_of_tiers(num_blocks: Mapping[pb.Tier, int]) -> NDArray[np.int64]:
-    """[256]: the number of blocks of each tier, by tier; -1 where there is no such tier."""
+def limits_of_places(num_blocks: Mapping[Place, int]) -> NDArray[np.int64]:
+    """[256]: the number of blocks of each place, by place; -1 where there is no such place."""
     limits = np.full(256, -1, np.int64)
-    for tier, limit in num_blocks.items():
-        limits[tier] = limit
+    for place, limit in num_blocks.items():
+        limits[place] = limit
     return limits
 
 
-def check_groups(column: bytes, length: int, field: str) -> None:
-    """Raise InvalidRequestError unless the column is empty or has ``length`` zeros: the pool's
-    only layer group is 0.
+def read_groups(
+    column: bytes, length: int, num_blocks: Mapping[Place, int], field: str
+) -> NDArray[np.int64]:
+    """[length]: the layer group of each element; an empty column means that all are 0.
+    ``num_blocks``: of each place. Raises InvalidRequestError for a group that is not there.
     """
-    if column:
-        groups = ints(columns.UINT8, column, field, length)
-        refuse(
-            groups != 0,
-            InvalidRequestError,
-            lambda i: f"there is no layer group {groups[i]}: this pool has group 0 only",
-            field,
-        )
+    if not column:
+        return np.zeros(length, np.int64)
+    groups, last = ints(columns.UINT8, column, field, length), group_of(max(num_blocks))
+    refuse(
+        groups > last,
+        InvalidRequestError,
+        lambda i: no_group(int(groups[i]), last),
+        field,
+    )
+    return groups
+
+
+def no_group(group: int, last: int) -> str:
+    """The error message for a layer group that is not there. ``last``: the last one's index."""
+    has = f"groups 0 to {last}" if last else "group 0 only"
+    return f"there is no layer group {group}: this pool has {has}"
+
+
+def places(tiers: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The place of each element's tier and group; 0, which is no place, where it is no tier."""
+    is_tier = (tiers == pb.TIER_DEVICE) | (tiers == pb.TIER_HOST)
+    return np.where(is_tier, len(TIERS) * groups + tiers, 0)
 
 
 def refuse(bad: Mask, error: type[KvplaneError], message: Callable[[int], str], field: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,7 +33,7 @@ class Progress:
         """Note that all spans of the layer were written."""
         self._written[layer] = True
 
-    def check_no_gap(self, layers: range, span: int, begin: int) -> None:
+    def check_no_gap(self, layers: Sequence[int], span: int, begin: int) -> None:
         """Raise InvalidRequestError unless all tokens of a span before ``begin`` were written in
         ``layers``.
         """
@@ -44,7 +46,7 @@ class Progress:
                     field="first_block",
                 )
 
-    def extend(self, layers: range, span: int, end: int) -> None:
+    def extend(self, layers: Sequence[int], span: int, end: int) -> None:
         """Note that the tokens of a span before ``end`` were written in ``layers``."""
         if self._of_spans is None:
             self._of_spans = np.zeros((len(self._written), len(self._num_tokens)), np.int64)

@@ -25,13 +25,14 @@ Scope = tuple[str, str, str]
 
 
 class Publications:
-    """The publications of one data plane. Not thread-safe: the executor's lock guards it."""
+    """The publications of one layer group. Not thread-safe: the executor's lock guards it."""
 
-    def __init__(self, num_blocks: int, block_size_tokens: int) -> None:
+    def __init__(self, num_blocks: int, block_size_tokens: int, group: int = 0) -> None:
         self.published: Mask = np.zeros(num_blocks, np.bool_)
         """[num_blocks]: whether the block's present generation was published."""
         self.version = 0
         """Counts the messages that published a block, which make earlier checks outdated."""
+        self._group = group
         self._block_size_tokens = block_size_tokens
         self._parents = np.zeros(num_blocks, np.int32)
         self._parent_generations = np.zeros(num_blocks, np.int64)
@@ -99,6 +100,7 @@ class Publications:
             for begin in range(0, len(of_scope), blocks_per_message):
                 part = of_scope[begin : begin + blocks_per_message]
                 yield pb.Publications(
+                    group=self._group,
                     tenant=tenant,
                     namespace=namespace,
                     hash_algorithm=hash_algorithm,
@@ -116,11 +118,6 @@ class Publications:
         """Indices, parents' indices and generations, and which blocks still have the publication's
         generation.
         """
-        if message.group != 0:
-            raise InvalidRequestError(
-                f"there is no layer group {message.group}: this pool has group 0 only",
-                field=f"{field}.group",
-            )
         for name in ("tenant", "namespace", "hash_algorithm"):
             if len(getattr(message, name)) > _MAX_SCOPE_CHARACTERS:
                 raise InvalidRequestError(

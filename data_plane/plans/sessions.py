@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from data_plane.plans.allocations import AllocatedBlocks
 from data_plane.plans.attention_batch import AttentionBatch
 from data_plane.plans.ended_sessions import EndedSessions
-from data_plane.plans.last_tenants import BlocksByTier
+from data_plane.plans.last_tenants import BlocksByPlace
 from data_plane.plans.progress import Progress
 from data_plane.plans.transfers import Batch, Transfers
 from kvplane.errors import (
@@ -36,9 +36,10 @@ class Run:
 
     number: int
     digest: bytes
-    batch: AttentionBatch
+    attention: tuple[AttentionBatch, ...]
+    """What the kernels of each layer group need. All have the same spans."""
     allocated: AllocatedBlocks
-    to_clear: tuple[BlocksByTier, BlocksByTier]
+    to_clear: tuple[BlocksByPlace, BlocksByPlace]
     """Blocks that may still hold another tenant's data, to be cleared before all transfers, and
     after them.
     """
@@ -61,6 +62,16 @@ class Run:
     """Whether the device may still read the batch after the receipt."""
     failure: str = ""
     """Why there will be no receipt; empty while there may be one."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all spans."""
+        return self.attention[0].num_tokens
+
+    @property
+    def num_spans(self) -> int:
+        """Spans of the plan."""
+        return self.attention[0].num_spans
 
     @property
     def is_complete(self) -> bool:

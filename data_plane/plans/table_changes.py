@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
+from data_plane.places import Place, group_of
 from data_plane.plans.allocations import AllocatedBlocks, NewBlocks
 from data_plane.plans.block_tables import BlockTables, Table, no_table
 from data_plane.plans.change_columns import (
@@ -61,14 +62,14 @@ def _check_generations(
         return
     present = np.zeros(len(entries), np.int64)
     bad = np.zeros(len(entries), np.bool_)
-    for tier, generations in tables.generations.items():
-        of_tier = others[entries.tiers[others] == tier]
-        blocks, has = entries.blocks[of_tier], entries.generations[of_tier]
-        present[of_tier] = generations[blocks]
-        is_bad = has != present[of_tier]
-        if tier in allocated and is_bad.any():
-            is_bad &= ~allocated[tier].ends(blocks, has)
-        bad[of_tier] = is_bad | (has < 1)
+    for place, generations in tables.generations.items():
+        of_place = others[entries.places[others] == place]
+        blocks, has = entries.blocks[of_place], entries.generations[of_place]
+        present[of_place] = generations[blocks]
+        is_bad = has != present[of_place]
+        if place in allocated and is_bad.any():
+            is_bad &= ~allocated[place].ends(blocks, has)
+        bad[of_place] = is_bad | (has < 1)
     refuse(
         bad,
         StaleGenerationError,
@@ -81,18 +82,18 @@ def _check_generations(
 
 
 class _Counts:
-    """How often each table, or part of one, is in use more often than before; by tier."""
+    """How often each table, or part of one, is in use more often than before; by place."""
 
     def __init__(self) -> None:
-        self._of_tier: dict[pb.Tier, Counter[Table]] = defaultdict(Counter)
+        self._of_place: dict[Place, Counter[Table]] = defaultdict(Counter)
 
     def add(self, table: Table | None, num: int = 1) -> None:
         if table is not None:
-            self._of_tier[table.tier][table] += num
+            self._of_place[table.place][table] += num
 
     def apply(self, tables: BlockTables) -> None:
-        for tier, counts in self._of_tier.items():
-            tables.add_references(tier, counts)
+        for place, counts in self._of_place.items():
+            tables.add_references(place, counts)
 
 
 class _Changer:
@@ -109,30 +110,33 @@ class _Changer:
 
     def run(self, *, resync: bool) -> None:
         if resync:
-            for sequence_id, table in list(self._tables.of_session(self._session_id).items()):
-                self._tables.put(self._session_id, sequence_id, None)
-                self._counts.add(table, -1)
+            for group in range(self._tables.num_groups):
+                of_group = self._tables.of_session(self._session_id, group)
+                for sequence_id, table in list(of_group.items()):
+                    self._tables.put(self._session_id, sequence_id, None, group)
+                    self._counts.add(table, -1)
         changes, entries = self._changes, self._changes.entries
         blocks, end = entries.blocks.astype(np.int32), 0
-        for i, (kind, sequence_id, tier, first, num) in enumerate(
+        for i, (kind, sequence_id, group, place, first, num) in enumerate(
             zip(
                 changes.kinds.tolist(),
                 changes.sequence_ids.tolist(),
-                changes.tiers.tolist(),
+                changes.groups.tolist(),
+                changes.places.tolist(),
                 changes.first_blocks.tolist(),
                 changes.num_blocks.tolist(),
                 strict=True,
             )
         ):
-            old = self._tables.of_session(self._session_id).get(sequence_id)
+            old = self._tables.of_session(self._session_id, group).get(sequence_id)
             made: Table | None
             if kind <= REPLACE:
                 begin, end = end, end + num
-                piece = Table(tier, blocks[begin:end], entries.generations[begin:end])
+                piece = Table(place, blocks[begin:end], entries.generations[begin:end])
                 make = self._set if kind == SET else self._replace
                 made = make(old, piece, first, i)
             elif kind == FORK:
-                made = self._fork(sequence_id, num, i)
+                made = self._fork(sequence_id, group, num, i)
                 self._counts.add(made)
                 self._counts.add(old, -1)
             elif old is None:
@@ -140,15 +144,15 @@ class _Changer:
                 raise SequenceNotFoundError(no_table(sequence_id), field=at)
             else:
                 made = self._shorten(old, kind, num, i)
-            self._tables.put(self._session_id, sequence_id, made)
+            self._tables.put(self._session_id, sequence_id, made, group)
         self._counts.apply(self._tables)
 
     def _set(self, old: Table | None, piece: Table, first: int, i: int) -> Table:
         """The table with the entries of ``piece`` from ``first`` on. ``i``: the change."""
         if old is None:
-            old = Table(piece.tier, piece.blocks[:0], piece.generations[:0])
+            old = Table(piece.place, piece.blocks[:0], piece.generations[:0])
         length = len(old.blocks)
-        if old.tier != piece.tier:
+        if old.place != piece.place:
             raise InvalidRequestError(
                 "the table is in the other tier: only REPLACE may change it",
                 field=f"{AT_CHANGES}.tiers[{i}]",
@@ -160,12 +164,12 @@ class _Changer:
                 field=f"{AT_CHANGES}.first_blocks[{i}]",
             )
         end = first + len(piece.blocks)
-        self._check_length(piece.tier, max(end, length), old.num_trimmed, i)
+        self._check_length(piece.place, max(end, length), old.num_trimmed, i)
         self._counts.add(piece)
         if first < length:
             self._counts.add(old.part(first, end), -1)
         return Table(
-            piece.tier,
+            piece.place,
             np.concatenate((old.blocks[:first], piece.blocks, old.blocks[end:])),
             np.concatenate((old.generations[:first], piece.generations, old.generations[end:])),
             old.num_trimmed,
@@ -173,19 +177,19 @@ class _Changer:
 
     def _replace(self, old: Table | None, piece: Table, first: int, i: int) -> Table:
         """A table of the entries of ``piece``, after ``first`` trimmed ones."""
-        self._check_length(piece.tier, first + len(piece.blocks), first, i)
+        self._check_length(piece.place, first + len(piece.blocks), first, i)
         self._counts.add(old, -1)
         self._counts.add(piece)
         hole = np.zeros(first, np.int32)
         return Table(
-            piece.tier,
+            piece.place,
             np.concatenate((hole, piece.blocks)),
             np.concatenate((hole, piece.generations)),
             first,
         )
 
-    def _check_length(self, tier: pb.Tier, length: int, num_trimmed: int, i: int) -> None:
-        most = min(_MAX_ENTRIES, num_trimmed + self._tables.num_blocks[tier])
+    def _check_length(self, place: Place, length: int, num_trimmed: int, i: int) -> None:
+        most = min(_MAX_ENTRIES, num_trimmed + self._tables.num_blocks[place])
         if length > most:
             raise InvalidRequestError(
                 f"the table would have {length} entries, {num_trimmed} of them trimmed, and may "
@@ -194,14 +198,14 @@ class _Changer:
                 field=f"{AT_CHANGES}.num_blocks[{i}]",
             )
 
-    def _fork(self, sequence_id: int, num_blocks: int, i: int) -> Table:
+    def _fork(self, sequence_id: int, group: int, num_blocks: int, i: int) -> Table:
         """The first entries of a parent's table."""
         parent_id = int(self._changes.parents[self._num_forks])
         at = f"{AT_CHANGES}.parent_sequence_ids[{self._num_forks}]"
         self._num_forks += 1
         if parent_id == sequence_id:
             raise InvalidRequestError("a sequence cannot be forked from itself", field=at)
-        parent = self._tables.get(self._session_id, parent_id, at)
+        parent = self._tables.get(self._session_id, parent_id, at, group)
         return self._prefix(parent, num_blocks, i)
 
     def _prefix(self, table: Table, num_blocks: int, i: int) -> Table:
@@ -211,7 +215,7 @@ class _Changer:
         made = self._prefixes.get((table, num_blocks))
         if made is None:
             made = self._prefixes[table, num_blocks] = Table(
-                table.tier,
+                table.place,
                 table.blocks[:num_blocks],
                 table.generations[:num_blocks],
                 min(table.num_trimmed, num_blocks),
@@ -234,7 +238,7 @@ class _Changer:
         self._counts.add(old.part(0, num_blocks), -1)
         blocks, generations = old.blocks.copy(), old.generations.copy()
         blocks[:num_blocks] = generations[:num_blocks] = 0
-        return Table(old.tier, blocks, generations, num_blocks)
+        return Table(old.place, blocks, generations, num_blocks)
 
 
 def _check_at_most(length: int, num_blocks: int, i: int) -> None:
@@ -251,23 +255,23 @@ def _check_own_tables(
     """Refuse the plan if a table of its session still refers to a former generation of a block that
     it allocates. Another session's tables may: the control plane has taken the block from it.
     """
-    for tier, of_tier in allocated.items():
-        left = of_tier.blocks[tables.stale_counts[tier][of_tier.blocks] > 0]
+    for place, of_place in allocated.items():
+        left = of_place.blocks[tables.stale_counts[place][of_place.blocks] > 0]
         if not len(left):
             continue
-        is_left = np.zeros(tables.num_blocks[tier], np.bool_)
+        is_left = np.zeros(tables.num_blocks[place], np.bool_)
         is_left[left] = True
-        for sequence_id, table in tables.of_session(session_id).items():
-            if table.tier != tier:
+        for sequence_id, table in tables.of_session(session_id, group_of(place)).items():
+            if table.place != place:
                 continue
             held = table.held
             stale = is_left[held.blocks] & (
-                held.generations != tables.generations[tier][held.blocks]
+                held.generations != tables.generations[place][held.blocks]
             )
             if stale.any():
                 block = held.blocks[stale.argmax()]
                 raise StaleGenerationError(
                     f"block {block} is allocated while the table of sequence {sequence_id} refers "
                     "to it: the plan has to remove that entry",
-                    field=new.field_of(tier, int(block)),
+                    field=new.field_of(place, int(block)),
                 )

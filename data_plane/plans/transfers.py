@@ -8,28 +8,36 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from data_plane.places import TIERS, Place
 from data_plane.plans.allocations import AllocatedBlocks
 from data_plane.plans.block_tables import BlockTables
-from data_plane.plans.plan_columns import Mask, check_groups, ints, limits_of_tiers, refuse
+from data_plane.plans.plan_columns import (
+    Mask,
+    ints,
+    limits_of_places,
+    places,
+    read_groups,
+    refuse,
+)
 from kvplane import columns
 from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.v1 import types_pb2 as pb
 
 _AT = "plan.transfers"
+_MAX_PLACES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Consecutive transfers of one direction."""
 
-    source_tier: pb.Tier
-    destination_tier: pb.Tier
+    source: Place
+    destination: Place
     pairs: torch.Tensor
     """[num_blocks, 2] int64, CPU: source index, destination index."""
 
@@ -38,14 +46,19 @@ class Batch:
 class TransferEnds:
     """The blocks that transfers read, or those that they write; one element for each transfer."""
 
-    tiers: NDArray[np.int64]
+    places: NDArray[np.int64]
     blocks: NDArray[np.int64]
     generations: NDArray[np.int64]
 
     @property
+    def tiers(self) -> NDArray[np.int64]:
+        """Of each place."""
+        return (self.places - 1) % len(TIERS) + 1
+
+    @property
     def keys(self) -> NDArray[np.int64]:
-        """A number for each block, unique over both tiers."""
-        return self.blocks * len(pb.Tier.values()) + self.tiers
+        """A number for each block, unique over all places."""
+        return self.blocks * _MAX_PLACES + self.places
 
 
 _NONE = TransferEnds(*(np.zeros(0, np.int64) for _ in range(3)))
@@ -59,13 +72,14 @@ class Transfers:
     destinations: TransferEnds
 
     @classmethod
-    def read(cls, num_blocks: dict[pb.Tier, int], message: pb.Transfers) -> Transfers:
-        """Raises InvalidRequestError. ``num_blocks``: of each tier."""
+    def read(cls, num_blocks: dict[Place, int], message: pb.Transfers) -> Transfers:
+        """Raises InvalidRequestError. ``num_blocks``: of each place."""
         if not message.ByteSize():
             return cls(_NONE, _NONE)
         sources = _read_ends(
             num_blocks,
             "source",
+            message.groups,
             message.source_tiers,
             message.source_indices,
             message.source_generations,
@@ -75,12 +89,12 @@ class Transfers:
         destinations = _read_ends(
             num_blocks,
             "destination",
+            message.groups,
             message.destination_tiers,
             message.destination_indices,
             message.destination_generations,
             num,
         )
-        check_groups(message.groups, num, f"{_AT}.groups")
         same_tier = sources.tiers == destinations.tiers
         refuse(
             same_tier & (sources.tiers == pb.TIER_HOST),
@@ -138,11 +152,11 @@ class Transfers:
         is_former = np.zeros(len(self), np.bool_)
         if not len(self):
             return is_former
-        for tier, new in allocated.items():
-            of_tier = np.flatnonzero(self.sources.tiers == tier)
-            generations = self.sources.generations[of_tier]
-            before = new.before(self.sources.blocks[of_tier])
-            is_former[of_tier] = (generations == before) & (generations >= 1)
+        for place, new in allocated.items():
+            of_place = np.flatnonzero(self.sources.places == place)
+            generations = self.sources.generations[of_place]
+            before = new.before(self.sources.blocks[of_place])
+            is_former[of_place] = (generations == before) & (generations >= 1)
         return is_former
 
     def _check_turns(self, is_former: Mask) -> None:
@@ -171,12 +185,12 @@ class Transfers:
             return []
         sources, destinations = self.sources, self.destinations
         pairs = np.stack((sources.blocks, destinations.blocks), axis=1)
-        turns = np.flatnonzero((np.diff(sources.tiers) != 0) | (np.diff(destinations.tiers) != 0))
+        turns = np.flatnonzero((np.diff(sources.places) != 0) | (np.diff(destinations.places) != 0))
         bounds = [0, *(turns + 1).tolist(), len(self)]
         return [
             Batch(
-                cast(pb.Tier, int(sources.tiers[begin])),
-                cast(pb.Tier, int(destinations.tiers[begin])),
+                int(sources.places[begin]),
+                int(destinations.places[begin]),
                 torch.from_numpy(pairs[begin:end]),
             )
             for begin, end in itertools.pairwise(bounds)
@@ -191,39 +205,41 @@ def _look_up(
     """
     present = np.zeros(len(ends.blocks), np.int64)
     of_plan = np.zeros(len(ends.blocks), np.bool_)
-    for tier, generations in tables.generations.items():
-        of_tier = np.flatnonzero(ends.tiers == tier)
-        blocks = ends.blocks[of_tier]
-        present[of_tier] = generations[blocks]
-        if tier in allocated:
-            of_plan[of_tier] = allocated[tier].begins(blocks, ends.generations[of_tier])
+    for place, generations in tables.generations.items():
+        of_place = np.flatnonzero(ends.places == place)
+        blocks = ends.blocks[of_place]
+        present[of_place] = generations[blocks]
+        if place in allocated:
+            of_plan[of_place] = allocated[place].begins(blocks, ends.generations[of_place])
     return present, of_plan
 
 
 def _read_ends(
-    num_blocks: dict[pb.Tier, int],
+    num_blocks: dict[Place, int],
     name: str,
+    groups_column: bytes,
     tiers_column: bytes,
     indices_column: bytes,
     generations_column: bytes,
     length: int | None,
 ) -> TransferEnds:
     tiers = ints(columns.UINT8, tiers_column, f"{_AT}.{name}_tiers", length)
-    limits = limits_of_tiers(num_blocks)
+    groups = read_groups(groups_column, len(tiers), num_blocks, f"{_AT}.groups")
+    limits, in_places = limits_of_places(num_blocks), places(tiers, groups)
     refuse(
-        limits[tiers] < 0,
+        limits[in_places] < 0,
         InvalidRequestError,
         lambda i: f"{tiers[i]} is not a tier",
         f"{_AT}.{name}_tiers",
     )
     blocks = ints(columns.INT32, indices_column, f"{_AT}.{name}_indices", len(tiers))
     refuse(
-        (blocks < 0) | (blocks >= limits[tiers]),
+        (blocks < 0) | (blocks >= limits[in_places]),
         InvalidRequestError,
         lambda i: (
-            f"there is no block {blocks[i]} in this tier, which has {limits[tiers[i]]} blocks"
+            f"there is no block {blocks[i]} in this tier, which has {limits[in_places[i]]} blocks"
         ),
         f"{_AT}.{name}_indices",
     )
     generations = ints(columns.INT64, generations_column, f"{_AT}.{name}_generations", len(tiers))
-    return TransferEnds(tiers, blocks, generations)
+    return TransferEnds(in_places, blocks, generations)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from data_plane.executor import Executor, Observer
 from data_plane.kernels.backend import Kernels, kernels_of
 from data_plane.kernels.devices import choose_device, this_machine
-from data_plane.memory.sizing import GPU_SCRATCH_BYTES, free_bytes, measure_num_blocks
+from data_plane.memory.shares import fit_blocks, share_blocks
+from data_plane.memory.sizing import free_bytes, measure_num_blocks
 from data_plane.server.config import DataPlaneConfig
 from kvplane.errors import InvalidRequestError
 from kvplane.hf import layout_from_hf
@@ -33,24 +35,26 @@ def build_executor(
     _LOGGER.info("kernels backend=%s %s", kernels.backend, kernels.detail)
     layout = load_layout(config)
     num_device_blocks = config.num_device_blocks
+    expected_tokens = config.expected_context_tokens
+    host_blocks = share_blocks(layout, config.num_host_blocks, expected_tokens)
     if num_device_blocks == 0:
-        block_bytes = Shard.whole(layout).block_bytes(layout)
+        block_bytes = partial(Shard.whole(layout).block_bytes, layout)
         free = free_bytes(device)
         on_cpu = device.type == "cpu"
-        host_tier_bytes = config.num_host_blocks * block_bytes if on_cpu else 0
+        host_tier_bytes = sum(n * block_bytes(i) for i, n in enumerate(host_blocks)) * on_cpu
         num_device_blocks = measure_num_blocks(
             free,
-            block_bytes,
+            lambda usable: fit_blocks(layout, usable, expected_tokens, block_bytes),
             utilization=config.memory_utilization,
             reserve_bytes=config.reserve_bytes + host_tier_bytes,
-            scratch_bytes=0 if on_cpu else GPU_SCRATCH_BYTES,
+            scratch_bytes=kernels.scratch_bytes,
         )
         _LOGGER.info("measured free_bytes=%d num_device_blocks=%d", free, num_device_blocks)
     return Executor(
         layout,
         pool_id=config.pool_id,
-        num_device_blocks=num_device_blocks,
-        num_host_blocks=config.num_host_blocks,
+        num_device_blocks=share_blocks(layout, num_device_blocks, expected_tokens),
+        num_host_blocks=host_blocks,
         device=device,
         kernels=kernels,
         epoch=config.epoch,

@@ -41,10 +41,14 @@ class DataPlaneConfig(ServingConfig):
         minimum=0,
     )
     model: Path | None = setting(
-        None, help="Folder of the Hugging Face model whose KV the pool holds."
+        None,
+        help="Folder of the Hugging Face model whose KV the pool holds. Needs transformers, which"
+        " --layout does not.",
     )
     layout: Path | None = setting(
-        None, help="JSON file of the pool's layout, in place of --model; see kvplane/layout.py."
+        None,
+        help="JSON file of the pool's layout, in place of --model, as python -m engine layout"
+        " prints it.",
     )
     block_size_tokens: int = setting(
         16, help=f"Token slots in a block: one of {BLOCK_SIZES}. For --model.", unit="tokens"
@@ -60,15 +64,24 @@ class DataPlaneConfig(ServingConfig):
     )
     num_device_blocks: int = setting(
         0,
-        help="Blocks of the device tier; 0 for as many as the free memory allows.",
+        help="Blocks of the device tier of each layer group without an attention window, of which"
+        " the others get shares; 0 for as many as the free memory allows.",
         unit="blocks",
         minimum=0,
     )
     num_host_blocks: int = setting(
         0,
-        help="Blocks of the host tier, to which sequences are swapped out; 0 for none.",
+        help="Blocks of the host tier, to which sequences are swapped out, in the same way; 0 for"
+        " none.",
         unit="blocks",
         minimum=0,
+    )
+    expected_context_tokens: int = setting(
+        8192,
+        help="Length of a usual sequence, prompt and output: says what share of blocks a layer"
+        " group with an attention window gets beside one without.",
+        unit="tokens",
+        minimum=1,
     )
     device: str = setting(
         "auto",
@@ -97,6 +110,14 @@ class DataPlaneConfig(ServingConfig):
         help="PEM file of the authority that signs the control plane's certificate; none means"
         " the authorities that gRPC ships with.",
     )
+    control_plane_name: str = setting(
+        "",
+        help="Name that the control plane's certificate must have, where it is not the host of"
+        " --control-plane.",
+    )
+    control_plane_token_file: Path | None = setting(
+        None, help="File with the bearer token that names this process to the control plane."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,5 +143,9 @@ class DataPlaneConfig(ServingConfig):
         if not self.control_plane_tls:
             return None
         return TlsOptions(
-            ca_file=self.control_plane_ca, cert_file=self.tls_certificate, key_file=self.tls_key
+            ca_file=self.control_plane_ca,
+            cert_file=self.tls_certificate,
+            key_file=self.tls_key,
+            server_name=self.control_plane_name,
+            token_file=self.control_plane_token_file,
         )

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from data_plane.executor import Executor
 from data_plane.kernels.cpu import cpu_isa
 from data_plane.memory.pool import TIER_NAMES
+from data_plane.places import group_of, tier_of
 from kvplane.serving.metrics import LATENCY_BUCKETS_S, RpcMetrics
 
 _DIRECTIONS = ("copy", "swap_out", "swap_in")
@@ -82,11 +83,15 @@ class _ExecutorCollector(Collector):
             ("kvplane_epoch", "The epoch of this process.", executor.epoch),
         ):
             yield GaugeMetricFamily(name, help, value=value)
-        blocks = GaugeMetricFamily("kvplane_pool_blocks", "Blocks of a tier.", labels=("tier",))
-        size = GaugeMetricFamily("kvplane_pool_bytes", "Bytes of a tier.", labels=("tier",))
-        for tier, name in TIER_NAMES.items():
-            blocks.add_metric((name,), executor.pools.num_blocks[tier])
-            size.add_metric((name,), executor.pools.num_bytes[tier])
+        groups = executor.layout.groups
+        names = ("tier", "group")[: min(2, len(groups))]
+        blocks = GaugeMetricFamily("kvplane_pool_blocks", "Blocks of a tier.", labels=names)
+        size = GaugeMetricFamily("kvplane_pool_bytes", "Bytes of a tier.", labels=names)
+        num_bytes = executor.pools.num_bytes
+        for place, num_blocks in executor.pools.num_blocks.items():
+            labels = (TIER_NAMES[tier_of(place)], groups[group_of(place)].name)[: len(names)]
+            blocks.add_metric(labels, num_blocks)
+            size.add_metric(labels, num_bytes[place])
         yield blocks
         yield size
 

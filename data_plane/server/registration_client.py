@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -21,6 +22,7 @@ import grpc
 import grpc.aio
 
 from data_plane.executor import Executor
+from data_plane.places import place_of
 from data_plane.server.worker_thread import WorkerThread
 from kvplane import protocol
 from kvplane.error_codec import from_rpc_error
@@ -28,6 +30,7 @@ from kvplane.errors import KvplaneError, PlaneUnavailableError, StaleIncarnation
 from kvplane.tls import TlsOptions, open_channel
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
+from kvplane.v1 import types_pb2 as tpb
 
 _LOGGER: Final = logging.getLogger(__name__)
 
@@ -35,6 +38,8 @@ _FIRST_DELAY_S: Final = 0.1
 _LAST_DELAY_S: Final = 2.0
 _ANSWER_TIMEOUT_S: Final = 30.0
 _BLOCKS_PER_REPORT: Final = 2048
+# Incarnations are nanoseconds of a clock, unless they are chosen.
+_MOST_AHEAD_NS: Final = 24 * 3600 * 10**9
 _HEARTBEAT_RANGE_S: Final = (0.01, 3600.0)
 
 
@@ -109,6 +114,7 @@ class RegistrationClient:
             layout=executor.layout.to_proto(),
             num_device_blocks=executor.pools.device_tier.shape[0],
             num_host_blocks=executor.pools.host_tier.shape[0],
+            groups=_groups(executor),
             address=self._address,
             incarnation=executor.incarnation,
             key_id=executor.key_id,
@@ -127,6 +133,12 @@ class RegistrationClient:
                     field="welcome.resumed",
                 )
             return
+        if welcome.incarnation > time.time_ns() + _MOST_AHEAD_NS:
+            # It would never take orders again from a control plane whose clock is right.
+            raise StaleIncarnationError(
+                f"incarnation {welcome.incarnation} is more than a day ahead of this clock",
+                field="welcome.incarnation",
+            )
         await self._worker.run(lambda: executor.install(welcome.incarnation, welcome.key))
         await self._report(stream)
         await stream.expect("report_accepted")
@@ -223,3 +235,17 @@ async def _beating(stream: _Stream, interval_s: float) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def _groups(executor: Executor) -> list[pb.GroupBlocks]:
+    """The blocks of each layer group; none where there is one group."""
+    num_groups, num_blocks = len(executor.layout.groups), executor.pools.num_blocks
+    if num_groups == 1:
+        return []
+    return [
+        pb.GroupBlocks(
+            num_device_blocks=num_blocks[place_of(group, tpb.TIER_DEVICE)],
+            num_host_blocks=num_blocks[place_of(group, tpb.TIER_HOST)],
+        )
+        for group in range(num_groups)
+    ]

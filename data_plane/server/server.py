@@ -48,6 +48,7 @@ class DataPlaneServer(PlaneServer):
             self._worker,
             version=package_version(),
             max_message_bytes=config.max_message_bytes,
+            knows_callers=config.knows_callers,
         )
         super().__init__(
             config, SERVICE, service, add_DataPlaneServiceServicer_to_server, self.metrics

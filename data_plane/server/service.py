@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 import grpc.aio
 
 from data_plane.executor import Executor
+from data_plane.places import place_of
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from data_plane.server.worker_thread import WorkerThread
 from kvplane import protocol
@@ -26,9 +27,11 @@ from kvplane.errors import (
     LayoutMismatchError,
     PlaneUnavailableError,
 )
+from kvplane.serving.identity import caller
 from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
+from kvplane.v1 import types_pb2 as tpb
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["DataPlaneService"].full_name
 _LOGGER: Final = logging.getLogger(__name__)
@@ -44,12 +47,20 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     """Serves one executor."""
 
     def __init__(
-        self, executor: Executor, worker: WorkerThread, *, version: str, max_message_bytes: int
+        self,
+        executor: Executor,
+        worker: WorkerThread,
+        *,
+        version: str,
+        max_message_bytes: int,
+        knows_callers: bool = False,
     ) -> None:
+        """``knows_callers``: callers have to say who they are, so their grants must be theirs."""
         self._executor = executor
         self._worker = worker
         self._version = version
         self._max_message_bytes = max_message_bytes
+        self._knows_callers = knows_callers
         self._streams = RequestStreams("data plane")
 
     def stop(self) -> None:
@@ -76,7 +87,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     async def Execute(
         self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: _Context
     ) -> AsyncIterator[pb.ExecuteResponse]:
-        stream = _ExecuteStream(self._executor)
+        stream = _ExecuteStream(self._executor, self._tenant())
         while True:
             try:
                 request = await self._streams.next(request_iterator)
@@ -93,10 +104,12 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     async def ReshapeAndCache(
         self, request: pb.ReshapeAndCacheRequest, context: _Context
     ) -> pb.ReshapeAndCacheResponse:
+        tenant = self._tenant()
+
         def command() -> pb.ReshapeAndCacheResponse:
             key = self._tensor(request.key, "key")
             value = self._tensor(request.value, "value")
-            session_id, number = self._start(request)
+            session_id, number = self._start(request, tenant)
             receipt = self._executor.write_layer(
                 session_id, request.layer, key, value, plan_number=number
             )
@@ -107,10 +120,12 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     async def PagedAttention(
         self, request: pb.PagedAttentionRequest, context: _Context
     ) -> pb.PagedAttentionResponse:
+        tenant = self._tenant()
+
         def command() -> pb.PagedAttentionResponse:
             query = self._tensor(request.query, "query")
             options = _options(request.options, "options")
-            session_id, number = self._start(request)
+            session_id, number = self._start(request, tenant)
             output = self._executor.attend(
                 session_id, request.layer, query, options=options, plan_number=number
             )
@@ -121,32 +136,30 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     async def CopyBlocks(
         self, request: pb.CopyBlocksRequest, context: _Context
     ) -> pb.CopyBlocksResponse:
-        num_blocks, receipt = await self._run(
-            lambda: self._executor.start_transfers(request.grant, request.plan, swaps=False)
-        )
+        num_blocks, receipt = await self._transfers(request, swaps=False)
         return pb.CopyBlocksResponse(num_blocks=num_blocks, receipt=receipt)
 
     async def SwapBlocks(
         self, request: pb.SwapBlocksRequest, context: _Context
     ) -> pb.SwapBlocksResponse:
-        num_blocks, receipt = await self._run(
-            lambda: self._executor.start_transfers(request.grant, request.plan, swaps=True)
-        )
+        num_blocks, receipt = await self._transfers(request, swaps=True)
         return pb.SwapBlocksResponse(num_blocks=num_blocks, receipt=receipt)
 
     async def ReadBlocks(
         self, request: pb.ReadBlocksRequest, context: _Context
     ) -> pb.ReadBlocksResponse:
-        _check_group(request.group)
         self._check_answer_fits(request)
 
+        tenant = self._tenant()
+
         def command() -> pb.ReadBlocksResponse:
-            session_id = self._executor.open(request.grant)
+            session_id = self._executor.open(request.grant, tenant=tenant)
             blocks, table = self._executor.read_blocks(
                 session_id,
                 request.sequence_id,
                 request.first_block,
                 request.num_blocks,
+                group=request.group,
                 first_layer=request.first_layer,
                 num_layers=request.num_layers,
             )
@@ -159,7 +172,6 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     async def WriteBlocks(
         self, request: pb.WriteBlocksRequest, context: _Context
     ) -> pb.WriteBlocksResponse:
-        _check_group(request.group)
         source, layout = request.source, self._executor.layout
         if request.HasField("source") and source.layout_fingerprint != layout.fingerprint:
             raise LayoutMismatchError(
@@ -168,14 +180,17 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
                 field="source.layout_fingerprint",
             )
 
+        tenant = self._tenant()
+
         def command() -> pb.WriteBlocksResponse:
             blocks = self._tensor(request.blocks, "blocks")
-            session_id, number = self._start(request)
+            session_id, number = self._start(request, tenant)
             receipt = self._executor.write_blocks(
                 session_id,
                 request.sequence_id,
                 request.first_block,
                 blocks,
+                group=request.group,
                 first_layer=request.first_layer,
                 num_layers=request.num_layers,
                 plan_number=number,
@@ -194,20 +209,38 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
             await self._worker.run(self._executor.device_watch.check)
             raise
 
+    def _tenant(self) -> str | None:
+        """The caller's tenant; None where callers do not say who they are."""
+        return caller().tenant if self._knows_callers else None
+
+    async def _transfers(
+        self, request: pb.CopyBlocksRequest | pb.SwapBlocksRequest, *, swaps: bool
+    ) -> tuple[int, Any]:
+        tenant = self._tenant()
+
+        def command() -> tuple[int, Any]:
+            session_id = self._executor.open(request.grant, tenant=tenant)
+            return self._executor.start_transfers(session_id, request.plan, swaps=swaps)
+
+        return await self._run(command)
+
     def _start(
-        self, request: pb.ReshapeAndCacheRequest | pb.PagedAttentionRequest | pb.WriteBlocksRequest
+        self,
+        request: pb.ReshapeAndCacheRequest | pb.PagedAttentionRequest | pb.WriteBlocksRequest,
+        tenant: str | None,
     ) -> tuple[int, int]:
         """Open the request's session and start its plan. Returns the session's id and the plan's
         number.
         """
-        session_id = self._executor.open(request.grant)
+        session_id = self._executor.open(request.grant, tenant=tenant)
         return session_id, self._executor.start(session_id, request.plan).number
 
     def _tensor(self, message: Any, field: str) -> Any:
         return tensor_from_message(message, self._executor.device, field=field)
 
     def _check_answer_fits(self, request: pb.ReadBlocksRequest) -> None:
-        pool = self._executor.pools.device_tier
+        group = request.group if 0 < request.group < len(self._executor.layout.groups) else 0
+        pool = self._executor.pools.tier(place_of(group, tpb.TIER_DEVICE))
         num_layers = request.num_layers if 0 < request.num_layers < pool.shape[1] else pool.shape[1]
         block_bytes = pool[0, 0].nbytes * num_layers + _BLOCK_REF_BYTES
         most = (self._max_message_bytes - _OVERHEAD_BYTES) // block_bytes
@@ -222,8 +255,9 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
 class _ExecuteStream:
     """The session and plan of one execution stream. Used on the worker thread."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, tenant: str | None) -> None:
         self._executor = executor
+        self._tenant = tenant
         self._session_id: int | None = None
         self._plan_number: int | None = None
 
@@ -243,7 +277,7 @@ class _ExecuteStream:
 
     def _open(self, request: pb.OpenExecution) -> list[pb.ExecuteResponse]:
         version = protocol.negotiate(request.protocol, field="open.protocol")
-        session_id = self._executor.open(request.grant)
+        session_id = self._executor.open(request.grant, tenant=self._tenant)
         self._session_id, self._plan_number = session_id, None
         opened = pb.ExecutionOpened(protocol_version=version, layers=self._executor.layers)
         return [pb.ExecuteResponse(opened=opened)]
@@ -296,10 +330,3 @@ class _ExecuteStream:
 def _options(message: pb.AttentionOptions, field: str) -> AttentionOptions:
     protocol.refuse_unknown_fields(message, field=field)
     return AttentionOptions.from_proto(message, field=field)
-
-
-def _check_group(group: int) -> None:
-    if group != 0:
-        raise InvalidRequestError(
-            f"there is no layer group {group}: this pool has group 0 only", field="group"
-        )

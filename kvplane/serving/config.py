@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,14 @@ class ServingConfig:
         help="PEM file of the authority that signs clients' certificates. Clients must then present"
         " one; to the control plane its common name is their tenant.",
     )
+    access_file: Path | None = setting(
+        None,
+        help="TOML file of who may call what, read again when it changes; without one everybody may"
+        " do everything. See docs/security.md.",
+    )
+    insecure: bool = setting(
+        False, help="Serve in the clear on an address that other machines can reach."
+    )
     log_level: str = setting("info", help="Least severe log level written.", choices=LEVELS)
 
     def __post_init__(self) -> None:
@@ -67,6 +76,17 @@ class ServingConfig:
             raise InvalidRequestError("must be given with --tls-key", field="tls_certificate")
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise InvalidRequestError("needs --tls-certificate too", field="tls_client_ca")
+        if self.tls is None and not self.insecure and not is_loopback(self.bind):
+            raise InvalidRequestError(
+                f"{self.bind} can be reached from other machines: give --tls-certificate and "
+                "--tls-key, or --insecure",
+                field="bind",
+            )
+
+    @property
+    def knows_callers(self) -> bool:
+        """Whether callers have to say who they are."""
+        return self.access_file is not None or self.tls_client_ca is not None
 
     @property
     def tls(self) -> ServerTls | None:
@@ -74,6 +94,17 @@ class ServingConfig:
         if self.tls_certificate is None or self.tls_key is None:
             return None
         return ServerTls(self.tls_certificate, self.tls_key, self.tls_client_ca)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether "host:port" can be reached from this machine only."""
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, or a Unix socket
+        return False
 
 
 def check_address(address: str, field: str) -> None:

@@ -1,30 +1,85 @@
-"""Who a caller is. The server takes it from the connection, never from a request, since it
-decides which prefixes the caller shares.
+"""Who a caller is, and what it may call. The server takes both from the connection and from its
+access list, never from a request, since they decide which prefixes the caller shares.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import Any, Final
 
-import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
 
-from kvplane.errors import UnauthenticatedError
+from kvplane.errors import NotPermittedError, UnauthenticatedError
+from kvplane.serving.access import ROLES, AccessList, Caller
+from kvplane.v1 import types_pb2 as pb
 
-DEFAULT_TENANT: Final = "default"
+_CALLER: ContextVar[Caller] = ContextVar("kvplane_caller")
+_ROLE_NAMES: Final = {number: name for name, number in ROLES.items()}
+_BEARER: Final = "bearer "
 
 
-def tenant_of(context: grpc.aio.ServicerContext) -> str:  # type: ignore[type-arg]
-    """The common name of a peer that presented a client certificate, else ``DEFAULT_TENANT``.
+def caller() -> Caller:
+    """Who makes the call that is being served."""
+    return _CALLER.get()
 
-    Raises UnauthenticatedError when a certificate names nobody.
+
+class Gate:
+    """Lets calls through whose callers have one of the roles that the contract asks for.
+
+    Methods that the contract does not have, such as health checks and reflection, are open to all.
     """
+
+    def __init__(self, access: AccessList, services: Iterable[ServiceDescriptor]) -> None:
+        self._access = access
+        extension: Any = pb.callers
+        self._roles: dict[str, frozenset[int]] = {
+            f"/{service.full_name}/{method.name}": frozenset(
+                method.GetOptions().Extensions[extension].roles
+            )
+            for service in services
+            for method in service.methods
+        }
+
+    @property
+    def num_reloads(self) -> int:
+        """How often what the gate goes by has changed."""
+        return self._access.num_reloads
+
+    def admit(self, method: str, context: Any) -> None:
+        """Let a call through: ``caller`` then tells this task who makes it. ``method``:
+        "/SERVICE/METHOD".
+
+        Raises UnauthenticatedError and NotPermittedError.
+        """
+        roles = self._roles.get(method)
+        if roles is None:
+            return
+        who = self._access.caller(_certificate_name(context), _bearer_token(context))
+        if roles and not roles & who.roles:
+            raise NotPermittedError(
+                f"{method.rpartition('/')[2]} needs the role "
+                f"{' or '.join(_ROLE_NAMES[role] for role in sorted(roles))}"
+            )
+        _CALLER.set(who)
+
+
+def _certificate_name(context: Any) -> str | None:
+    """The common name of a client's certificate; None without one."""
     names = list(context.auth_context().get("x509_common_name", ()))
     if not names:
-        return DEFAULT_TENANT
+        return None
     try:
-        name = names[0].decode()
+        name: str = names[0].decode()
     except UnicodeDecodeError:
         name = ""
     if not name:
         raise UnauthenticatedError("the client certificate's common name is empty")
     return name
+
+
+def _bearer_token(context: Any) -> str | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization" and isinstance(value, str) and value[:7].lower() == _BEARER:
+            return value[7:]
+    return None

@@ -1,5 +1,5 @@
-"""One interceptor around every RPC: typed errors become gRPC statuses, calls are counted, and
-no other error's text reaches the caller.
+"""One interceptor around every RPC: callers are let through or refused, typed errors become gRPC
+statuses, calls are counted, and no other error's text reaches the caller.
 
 It also decodes the requests, so that bytes that are not the method's message are the caller's error
 (INVALID_ARGUMENT) and not the server's. On a stream the decoding error is raised by the request
@@ -24,6 +24,7 @@ from grpc_status import rpc_status
 
 from kvplane.error_codec import to_rich_status
 from kvplane.errors import InternalError, InvalidRequestError, KvplaneError
+from kvplane.serving.identity import Gate
 from kvplane.serving.logs import frames_of
 from kvplane.serving.metrics import RpcMetrics
 
@@ -36,8 +37,9 @@ _Decode = Callable[[bytes], Any]
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Maps what handlers raise and counts what they answer."""
 
-    def __init__(self, metrics: RpcMetrics) -> None:
+    def __init__(self, metrics: RpcMetrics, gate: Gate) -> None:
         self._metrics = metrics
+        self._gate = gate
 
     async def intercept_service(
         self,
@@ -47,13 +49,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:  # no such method: grpc answers UNIMPLEMENTED
             return None
-        call = _Call(self._metrics, handler_call_details.method, handler.request_deserializer)
+        method = handler_call_details.method
+        call = _Call(self._metrics, self._gate, method, handler.request_deserializer)
         encode = handler.response_serializer
         if handler.unary_unary:
             unary = call.wrap_unary(handler.unary_unary)
             return grpc.unary_unary_rpc_method_handler(unary, None, encode)
         if handler.unary_stream:
-            stream = call.wrap_stream(handler.unary_stream, call.decode)
+            stream = call.wrap_stream(handler.unary_stream, lambda data, _: call.decode(data))
             return grpc.unary_stream_rpc_method_handler(stream, None, encode)
         if handler.stream_unary:
             raise TypeError(f"{handler_call_details.method}: no service here streams to unary")
@@ -64,8 +67,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 class _Call:
     """One RPC."""
 
-    def __init__(self, metrics: RpcMetrics, method: str, decode: _Decode | None) -> None:
+    def __init__(
+        self, metrics: RpcMetrics, gate: Gate, method: str, decode: _Decode | None
+    ) -> None:
         self._metrics = metrics
+        self._gate = gate
         self._method = method
         self._decode = decode
 
@@ -79,15 +85,25 @@ class _Call:
             wanted = self._method.rpartition("/")[2]
             raise InvalidRequestError(f"the bytes are not a request of {wanted}") from error
 
-    def decode_all(self, requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        """The requests on a stream, decoded as they come."""
-        return _Decoded(requests, self.decode)
+    def decode_all(self, requests: AsyncIterator[bytes], context: _Context) -> AsyncIterator[Any]:
+        """The requests on a stream, decoded as they come, while the caller may make the call."""
+        admitted_at = self._gate.num_reloads
+
+        def decode(data: bytes) -> Any:
+            nonlocal admitted_at
+            if admitted_at != self._gate.num_reloads:
+                admitted_at = self._gate.num_reloads
+                self._gate.admit(self._method, context)
+            return self.decode(data)
+
+        return _Decoded(requests, decode)
 
     def wrap_unary(self, handler: Callable[[Any, _Context], Any]) -> Callable[..., Any]:
         async def handle(data: bytes, context: _Context) -> Any:
             begin = time.perf_counter()
             code = grpc.StatusCode.OK
             try:
+                self._gate.admit(self._method, context)
                 response = handler(self.decode(data), context)
                 return await response if inspect.isawaitable(response) else response
             except BaseException as error:
@@ -102,12 +118,13 @@ class _Call:
         return handle
 
     def wrap_stream(
-        self, handler: Callable[[Any, _Context], Any], decode: Callable[[Any], Any]
+        self, handler: Callable[[Any, _Context], Any], decode: Callable[[Any, _Context], Any]
     ) -> Callable[..., Any]:
         async def handle(incoming: Any, context: _Context) -> AsyncIterator[Any]:
             code = grpc.StatusCode.OK
             try:
-                answers = handler(decode(incoming), context)
+                self._gate.admit(self._method, context)
+                answers = handler(decode(incoming, context), context)
                 if hasattr(answers, "__aiter__"):
                     async with contextlib.aclosing(answers):  # it is cleaned up at once
                         async for answer in answers:

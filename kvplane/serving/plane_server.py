@@ -11,10 +11,13 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import grpc.aio
+from google.protobuf import descriptor_pool
 from prometheus_client import CollectorRegistry
 
 from kvplane.serving import server as serving
+from kvplane.serving.access import AccessList
 from kvplane.serving.config import ServingConfig
+from kvplane.serving.identity import Gate
 from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.metrics import RpcMetrics, serve_metrics
 
@@ -49,16 +52,19 @@ class PlaneServer:
         """Bind the addresses of ``config``, on the running event loop. ``service_name``: the full
         one. ``add_service``: the generated function that adds the servicer.
 
-        Raises OSError when an address cannot be bound or a TLS file cannot be read.
+        Raises OSError when an address cannot be bound or a TLS file cannot be read, and
+        InvalidRequestError when something is wrong in the access list.
         """
         self._config = config
         self._service_name = service_name
         self._service = service
+        service_descriptor = descriptor_pool.Default().FindServiceByName(service_name)
+        gate = Gate(AccessList(config.access_file), [service_descriptor])
         self._server = serving.build(
             config.bind,
             tls=config.tls,
             max_message_bytes=config.max_message_bytes,
-            interceptors=[ErrorInterceptor(metrics.rpc)],
+            interceptors=[ErrorInterceptor(metrics.rpc, gate)],
         )
         add_service(service, self._server.grpc_server)
         self._endpoint = None

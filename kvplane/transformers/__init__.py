@@ -1,3 +1,27 @@
 """kvplane for Hugging Face transformers (``pip install kvplane[transformers]``): the one way into
 its models, for the engine too.
+
+    model.set_attn_implementation("kvplane")
+    model.generate(ids, past_key_values=PlaneCache(model))
+
+Names are imported when they are first used, so that a part that needs no torch comes without it.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from kvplane.transformers.cache import PlaneCache
+    from kvplane.transformers.planes import PlaneSettings, close_planes
+
+__all__ = ["PlaneCache", "PlaneSettings", "close_planes"]
+
+_HOMES: Final = {"PlaneCache": "kvplane.transformers.cache"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'kvplane.transformers' has no attribute {name!r}")
+    return getattr(import_module(_HOMES.get(name, "kvplane.transformers.planes")), name)

@@ -11,14 +11,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import torch
-from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
+from kvplane.transformers.options import options_of
 
 NAME: Final = "kvplane"
 
@@ -35,30 +36,37 @@ class Step(Protocol):
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """Write ``key`` and ``value``, both [num_tokens, num_kv_heads, head_size], and attend from
-        ``query``, [num_tokens, num_heads, head_size]; returns the shape of ``query``.
+        """Write ``key`` and ``value``, both [num_tokens, num_kv_heads, size], and attend from
+        ``query``, [num_tokens, num_heads, head_size]; returns [num_tokens, num_heads, value's
+        size].
         """
         ...
 
 
-class _Running(NamedTuple):
+@dataclass(slots=True)
+class Running:
+    """A forward pass. ``num_layers``: whose attention was computed so far."""
+
     step: Step
     tokens: torch.Tensor | None
+    num_layers: int = 0
+    last_layer: int = -1
 
 
-_RUNNING: ContextVar[_Running] = ContextVar("kvplane_running_step")
+_RUNNING: ContextVar[Running] = ContextVar("kvplane_running_step")
 
 
 @contextlib.contextmanager
-def running(step: Step, tokens: torch.Tensor | None = None) -> Iterator[None]:
+def running(step: Step, tokens: torch.Tensor | None = None) -> Iterator[Running]:
     """Attention inside this block goes to ``step``.
 
     ``tokens``: which of a batch's tokens the plan computes, int64, indices into rows one after
     another, in the plan's order; None for all. The output of others is zero.
     """
-    token = _RUNNING.set(_Running(step, tokens))
+    forward = Running(step, tokens)
+    token = _RUNNING.set(forward)
     try:
-        yield
+        yield forward
     finally:
         _RUNNING.reset(token)
 
@@ -76,21 +84,20 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    **_: Any,
+    **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """Query [num_rows, num_heads, num_columns, head_size], key and value [num_rows, num_kv_heads,
     num_columns, size] after RoPE; returns [num_rows, num_columns, num_heads, size of value].
     """
-    for name, argument in (("attention_mask", attention_mask), ("position_bias", position_bias)):
-        if argument is not None:
-            raise InvalidRequestError(
-                "is not served: a token sees all positions up to its own, or a window of them",
-                field=name,
-            )
+    if attention_mask is not None:
+        raise InvalidRequestError(
+            "is not served: a token sees all positions up to its own, or a window of them",
+            field="attention_mask",
+        )
+    if torch.is_grad_enabled() and query.requires_grad:
+        raise InvalidRequestError(
+            "has no gradient: compute under torch.no_grad()", field="attention"
+        )
     running = _RUNNING.get(None)
     if running is None:
         raise InvalidRequestError(
@@ -100,15 +107,16 @@ def _attention(
     index = module.layer_idx
     if not isinstance(index, int):
         raise TypeError(f"layer_idx of {type(module).__name__} is {index!r}, not an int")
-    num_rows, num_columns, head_size = query.shape[0], *query.shape[2:]
-    value_size = value.shape[-1]
-    if value_size < head_size:  # as stored: K and V of one size
-        value = pad(value, (0, head_size - value_size))
+    if index == running.last_layer:
+        raise InvalidRequestError(f"layer {index} calls attention twice", field="model")
+    num_rows, num_columns = query.shape[0], query.shape[2]
     out = running.step.layer(
         index,
         *(_packed(tensor, running.tokens) for tensor in (query, key, value)),
-        options=_options(scaling, sliding_window, softcap, s_aux),
-    )[..., :value_size]
+        options=options_of(module, scaling, arguments),
+    )
+    running.last_layer = index
+    running.num_layers += 1
     if running.tokens is not None:
         every = out.new_zeros(num_rows * num_columns, *out.shape[1:])
         out = every.index_copy_(0, running.tokens, out)
@@ -119,18 +127,6 @@ def _packed(tensor: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
     """From [num_rows, num_heads, num_columns, size] to [num_tokens, num_heads, size]."""
     rows = tensor.transpose(1, 2).flatten(0, 1)
     return rows if tokens is None else rows[tokens]
-
-
-def _options(
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-) -> AttentionOptions:
-    for name, argument in (("softcap", softcap), ("s_aux", s_aux)):
-        if argument is not None:
-            raise InvalidRequestError("is not served by the kernels", field=name)
-    return AttentionOptions(scaling or 0.0, sliding_window or 0)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

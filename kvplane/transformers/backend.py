@@ -13,6 +13,7 @@ from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.execution import Execution
 from kvplane.session import Session
 from kvplane.tensor import Tensor
+from kvplane.tls import TlsOptions
 from kvplane.transformers.loop import LoopThread
 from kvplane.v1 import types_pb2 as pb
 
@@ -73,9 +74,10 @@ class DataBackend(Protocol):
 class RemoteBackend:
     """A data plane in another process: tensors travel as bytes over one Execute stream."""
 
-    def __init__(self, loop: LoopThread, timeout_s: float) -> None:
+    def __init__(self, loop: LoopThread, timeout_s: float, tls: TlsOptions | None = None) -> None:
         self._loop = loop
         self._timeout_s = timeout_s
+        self._tls = tls
         self._client: DataClient | None = None
         self._execution: Execution | None = None
 
@@ -90,7 +92,9 @@ class RemoteBackend:
             )
         self.close()
         address = session.shards[0].address
-        client = self._loop.call(lambda: DataClient(address, timeout_s=self._timeout_s))
+        client = self._loop.call(
+            lambda: DataClient(address, tls=self._tls, timeout_s=self._timeout_s)
+        )
         self._client = client
         self._execution = self._loop.run(client.open(session.grant))
 
@@ -118,7 +122,7 @@ class RemoteBackend:
                 options=options,
             )
         )
-        return from_wire(out)
+        return from_wire(out).to(query.device)
 
     def finish(self) -> pb.SignedPayload:
         """The receipt that came after the last layer. Raises InternalError when none did."""
@@ -147,8 +151,8 @@ class RemoteBackend:
 
 
 def to_wire(tensor: torch.Tensor) -> Tensor:
-    """A CPU tensor of any strides, as bytes in row-major order."""
-    dense = tensor.detach().contiguous()
+    """A tensor of any strides and device, as bytes in row-major order."""
+    dense = tensor.detach().cpu().contiguous()
     data = dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
     return Tensor(_NAMES[tensor.dtype], tuple(tensor.shape), data)
 

@@ -1,4 +1,4 @@
-"""A data plane in the model's own process: tensors are passed, not sent.
+"""Planes in the model's own process: tensors are passed, not sent.
 
 The pool registers with the control plane and serves gRPC to others like any other. This process
 holds its key, so it is for one tenant.
@@ -6,16 +6,65 @@ holds its key, so it is for one tenant.
 
 from __future__ import annotations
 
+import json
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
 import torch
 
+from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.server import ControlPlaneServer
 from data_plane.kernels.cuda_streams import device_errors
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.embedded import EmbeddedDataPlane
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError
+from kvplane.layout import Layout
 from kvplane.session import Session
 from kvplane.transformers.backend import Started
+from kvplane.transformers.loop import LoopThread
 from kvplane.v1 import types_pb2 as pb
+
+_GRACE_S = 1.0  # for calls of others, when the planes are stopped
+
+
+def start_planes(
+    closing: ExitStack,
+    layout: Layout,
+    *,
+    pool_id: str,
+    num_device_blocks: int,
+    num_threads: int,
+    start_timeout_s: float,
+) -> tuple[str, EmbeddedBackend]:
+    """Start both planes, which ``closing`` stops. Returns the control plane's address, on the
+    loopback interface, and the data plane's backend.
+    """
+    loop = LoopThread("kvplane-control-plane")
+    closing.callback(loop.close)
+    config = ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=_GRACE_S)
+    server = loop.run(ControlPlaneServer.start(config))
+    closing.callback(lambda: loop.run(server.stop()))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "layout.json")
+        path.write_text(json.dumps(asdict(layout)), encoding="utf-8")
+        backend = EmbeddedBackend(
+            DataPlaneConfig(
+                control_plane=server.address,
+                bind="127.0.0.1:0",
+                pool_id=pool_id,
+                layout=path,
+                num_device_blocks=num_device_blocks,
+                num_threads=num_threads,
+                metrics_port=-1,
+                grace_s=_GRACE_S,
+            ),
+            start_timeout_s,
+        )
+    closing.callback(backend.stop)
+    return server.address, backend
 
 
 class EmbeddedBackend:

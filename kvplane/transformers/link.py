@@ -15,6 +15,7 @@ from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
 from kvplane.results import SequenceState
 from kvplane.session import Session
+from kvplane.tls import TlsOptions
 from kvplane.transformers.loop import LoopThread
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
@@ -26,10 +27,17 @@ _CLOSE_TIMEOUT_S: Final = 2.0
 class ControlLink:
     """One control plane, one pool, one session."""
 
-    def __init__(self, loop: LoopThread, address: str, pool_id: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        loop: LoopThread,
+        address: str,
+        pool_id: str,
+        timeout_s: float,
+        tls: TlsOptions | None = None,
+    ) -> None:
         self._loop = loop
         self._pool_id = pool_id
-        self._client = loop.call(lambda: ControlClient(address, timeout_s=timeout_s))
+        self._client = loop.call(lambda: ControlClient(address, tls=tls, timeout_s=timeout_s))
         self._session: Session | None = None
         self._last_plan_number = 0
 
@@ -62,6 +70,12 @@ class ControlLink:
         if result.HasField("plan"):
             self._last_plan_number = self.session.last_number
         return result
+
+    def has_news(self, wait_s: float) -> bool:
+        """Whether a notice has come since the last step, or comes within ``wait_s`` seconds: the
+        next step's answer has the news.
+        """
+        return self._loop.run(self.session.wait_for_news(wait_s))
 
     def add_receipt(self, receipt: types.SignedPayload) -> None:
         """Submit this with the next step."""

@@ -14,6 +14,9 @@ class CutReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CUT_REASON_UNSPECIFIED: _ClassVar[CutReason]
     CUT_REASON_GROWTH: _ClassVar[CutReason]
     CUT_REASON_TURN: _ClassVar[CutReason]
+    CUT_REASON_QUOTA: _ClassVar[CutReason]
+    CUT_REASON_IDLE: _ClassVar[CutReason]
+    CUT_REASON_IMPOSSIBLE: _ClassVar[CutReason]
 
 class OperationStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -34,6 +37,9 @@ class ShortageReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 CUT_REASON_UNSPECIFIED: CutReason
 CUT_REASON_GROWTH: CutReason
 CUT_REASON_TURN: CutReason
+CUT_REASON_QUOTA: CutReason
+CUT_REASON_IDLE: CutReason
+CUT_REASON_IMPOSSIBLE: CutReason
 OPERATION_STATUS_UNSPECIFIED: OperationStatus
 OPERATION_STATUS_OK: OperationStatus
 OPERATION_STATUS_LATER: OperationStatus
@@ -113,20 +119,22 @@ class PoolUsage(_message.Message):
     def __init__(self, tiers: _Optional[_Iterable[_Union[TierUsage, _Mapping]]] = ...) -> None: ...
 
 class TierUsage(_message.Message):
-    __slots__ = ("tier", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_held_blocks", "num_retired_blocks")
+    __slots__ = ("tier", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_held_blocks", "num_retired_blocks", "group")
     TIER_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_RETIRED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     tier: _types_pb2.Tier
     num_blocks: int
     num_free_blocks: int
     num_cached_blocks: int
     num_held_blocks: int
     num_retired_blocks: int
-    def __init__(self, tier: _Optional[_Union[_types_pb2.Tier, str]] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_retired_blocks: _Optional[int] = ...) -> None: ...
+    group: int
+    def __init__(self, tier: _Optional[_Union[_types_pb2.Tier, str]] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_retired_blocks: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
 
 class PoolCounters(_message.Message):
     __slots__ = ("num_lookup_tokens", "num_hit_tokens", "num_copies_on_write", "num_swapped_out_blocks", "num_swapped_in_blocks", "num_evictions", "num_publications", "max_held_blocks", "num_host_hit_tokens", "num_demoted_blocks", "num_forgotten_blocks", "num_cut_sequences", "num_granted_admissions")
@@ -273,12 +281,14 @@ class Grant(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., fork_sequence_ids: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class Pressure(_message.Message):
-    __slots__ = ("num_blocks", "deadline")
+    __slots__ = ("num_blocks", "deadline", "sequence_ids")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     deadline: _duration_pb2.Duration
-    def __init__(self, num_blocks: _Optional[int] = ..., deadline: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    sequence_ids: bytes
+    def __init__(self, num_blocks: _Optional[int] = ..., deadline: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., sequence_ids: _Optional[bytes] = ...) -> None: ...
 
 class RunStepRequest(_message.Message):
     __slots__ = ("step",)
@@ -875,7 +885,7 @@ class RegisterResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., report_accepted: _Optional[_Union[ReportAccepted, _Mapping]] = ..., publish: _Optional[_Union[PublishBlocks, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ..., report_request: _Optional[_Union[ReportRequest, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawBlocks, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "pool_id", "shard", "epoch", "layout", "num_device_blocks", "num_host_blocks", "address", "incarnation", "key_id")
+    __slots__ = ("protocol", "pool_id", "shard", "epoch", "layout", "num_device_blocks", "num_host_blocks", "address", "incarnation", "key_id", "groups")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
@@ -886,6 +896,7 @@ class Hello(_message.Message):
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     protocol: _types_pb2.ProtocolRange
     pool_id: str
     shard: _types_pb2.Shard
@@ -896,7 +907,16 @@ class Hello(_message.Message):
     address: str
     incarnation: int
     key_id: bytes
-    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., key_id: _Optional[bytes] = ...) -> None: ...
+    groups: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
+    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., key_id: _Optional[bytes] = ..., groups: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ...) -> None: ...
+
+class GroupBlocks(_message.Message):
+    __slots__ = ("num_device_blocks", "num_host_blocks")
+    NUM_DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_device_blocks: int
+    num_host_blocks: int
+    def __init__(self, num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol_version", "incarnation", "resumed", "key", "heartbeat_interval")
@@ -941,12 +961,14 @@ class PublishBlocks(_message.Message):
     def __init__(self, publications: _Optional[_Union[_types_pb2.Publications, _Mapping]] = ...) -> None: ...
 
 class WithdrawBlocks(_message.Message):
-    __slots__ = ("indices", "generations")
+    __slots__ = ("indices", "generations", "group")
     INDICES_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     indices: bytes
     generations: bytes
-    def __init__(self, indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ...) -> None: ...
+    group: int
+    def __init__(self, indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., group: _Optional[int] = ...) -> None: ...
 
 class Fence(_message.Message):
     __slots__ = ("session", "ordinal")

@@ -1,3 +1,4 @@
+from google.protobuf import descriptor_pb2 as _descriptor_pb2
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -7,6 +8,14 @@ from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_ENGINE: _ClassVar[Role]
+    ROLE_ROUTER: _ClassVar[Role]
+    ROLE_OPERATOR: _ClassVar[Role]
+    ROLE_PLANE: _ClassVar[Role]
 
 class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -39,6 +48,11 @@ class TableChangeKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TABLE_CHANGE_KIND_DROP: _ClassVar[TableChangeKind]
     TABLE_CHANGE_KIND_TRUNCATE: _ClassVar[TableChangeKind]
     TABLE_CHANGE_KIND_TRIM: _ClassVar[TableChangeKind]
+ROLE_UNSPECIFIED: Role
+ROLE_ENGINE: Role
+ROLE_ROUTER: Role
+ROLE_OPERATOR: Role
+ROLE_PLANE: Role
 TIER_UNSPECIFIED: Tier
 TIER_DEVICE: Tier
 TIER_HOST: Tier
@@ -59,6 +73,14 @@ TABLE_CHANGE_KIND_FORK: TableChangeKind
 TABLE_CHANGE_KIND_DROP: TableChangeKind
 TABLE_CHANGE_KIND_TRUNCATE: TableChangeKind
 TABLE_CHANGE_KIND_TRIM: TableChangeKind
+CALLERS_FIELD_NUMBER: _ClassVar[int]
+callers: _descriptor.FieldDescriptor
+
+class Callers(_message.Message):
+    __slots__ = ("roles",)
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    roles: _containers.RepeatedScalarFieldContainer[Role]
+    def __init__(self, roles: _Optional[_Iterable[_Union[Role, str]]] = ...) -> None: ...
 
 class ProtocolRange(_message.Message):
     __slots__ = ("oldest", "newest")
@@ -267,14 +289,16 @@ class TableChanges(_message.Message):
     def __init__(self, kinds: _Optional[bytes] = ..., sequence_ids: _Optional[bytes] = ..., groups: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., first_blocks: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., parent_sequence_ids: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., allocated: _Optional[bytes] = ...) -> None: ...
 
 class Allocations(_message.Message):
-    __slots__ = ("tiers", "indices", "generations")
+    __slots__ = ("tiers", "indices", "generations", "groups")
     TIERS_FIELD_NUMBER: _ClassVar[int]
     INDICES_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     tiers: bytes
     indices: bytes
     generations: bytes
-    def __init__(self, tiers: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ...) -> None: ...
+    groups: bytes
+    def __init__(self, tiers: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., groups: _Optional[bytes] = ...) -> None: ...
 
 class Transfers(_message.Message):
     __slots__ = ("groups", "source_tiers", "source_indices", "source_generations", "destination_tiers", "destination_indices", "destination_generations")

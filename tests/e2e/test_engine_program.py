@@ -6,13 +6,19 @@ import dataclasses
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_planes import ROOT
 
+from data_plane.server.build import layout_from_json
 from demo.config import DemoConfig
-from engine.config import GenerateConfig
+from engine.config import GenerateConfig, LayoutConfig
+from engine.generate import _print_whole
+from engine.request import Delta
+from engine.serving.config import ServeConfig
+from kvplane.hf import layout_from_hf
 
 GENERATE = ["engine", "generate", "--model", "."]
 
@@ -30,7 +36,12 @@ def program(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize(
     ("name", "prefix", "config"),
-    [("engine", "ENGINE_GENERATE", GenerateConfig), ("demo", "DEMO", DemoConfig)],
+    [
+        ("engine", "ENGINE_GENERATE", GenerateConfig),
+        ("engine", "ENGINE_SERVE", ServeConfig),
+        ("engine", "ENGINE_LAYOUT", LayoutConfig),
+        ("demo", "DEMO", DemoConfig),
+    ],
 )
 def test_help_names_every_flag_with_unit_default_and_variable(
     name: str, prefix: str, config: type[Any]
@@ -80,3 +91,52 @@ def test_planes_that_are_away_are_a_clear_error() -> None:
     assert done.returncode == 1
     assert "PLANE_UNAVAILABLE" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("config", [GenerateConfig, ServeConfig])
+def test_every_heading_of_the_help_names_settings_that_exist(config: Any) -> None:
+    names = [name for group in config.HELP_GROUPS.values() for name in group]
+    left = {field.name for field in dataclasses.fields(config)} - set(names)
+    assert len(names) == len(set(names))
+    assert left == {"log_level"}
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_how_far_a_batch_is(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
+    deltas = [
+        Delta(f"request-{request}", 0, text, [7], reason)
+        for text, reason in (("a", ""), ("b", "stop"))
+        for request in (1, 2)
+    ]
+    assert _print_whole(iter(deltas), 2, 1) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "[1] ab\n[2] ab\n"
+    assert ("2 of 2" in printed.err and "4 tokens" in printed.err) is is_terminal
+
+
+def test_a_layout_is_printed_as_a_data_plane_takes_it(tmp_path: Path) -> None:
+    model = ROOT / "models" / "recall"
+    done = program("engine", "layout", "--model", str(model), "--dtype", "bfloat16")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "layout.json").write_text(done.stdout)
+    assert layout_from_json(tmp_path / "layout.json") == layout_from_hf(model, dtype="bfloat16")
+
+
+def test_a_data_plane_with_a_layout_needs_no_transformers(tmp_path: Path) -> None:
+    layout = tmp_path / "layout.json"
+    model = ROOT / "models" / "recall"
+    layout.write_text(program("engine", "layout", "--model", str(model)).stdout)
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from pathlib import Path\n"
+        "from data_plane.server.build import load_layout\n"
+        "from data_plane.server.config import DataPlaneConfig\n"
+        f"print(load_layout(DataPlaneConfig(layout=Path({str(layout)!r}))).num_layers)\n"
+        f"load_layout(DataPlaneConfig(model=Path({str(model)!r})))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "2\n"
+    assert "or give --layout a file" in done.stderr

@@ -9,11 +9,15 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from demo.processes import Planes
 from kvplane import LayerGroup, Layout
+from kvplane.transformers import close_planes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 README = (ROOT / "README.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 LAYOUT = Layout(
     model_id="readme",
@@ -27,7 +31,7 @@ LAYOUT = Layout(
 def test_the_client_of_the_readme_runs_a_step_and_prints_the_attention_outputs_shape(
     tmp_path: Path,
 ) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    program = PROGRAMS[1]
     layout = tmp_path / "layout.json"
     layout.write_text(json.dumps(asdict(LAYOUT)))
     flags = ["--layout", str(layout), "--num-device-blocks", "64", "--num-host-blocks", "4"]
@@ -39,6 +43,18 @@ def test_the_client_of_the_readme_runs_a_step_and_prints_the_attention_outputs_s
         )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "(5, 2, 16)\n"
+
+
+def test_the_three_lines_of_the_readme_generate_what_transformers_does() -> None:
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "models" / "recall")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "recall")
+    inputs = tokenizer("abc=xyz;def=uvw;?abc=", add_special_tokens=False, return_tensors="pt")
+    want = model.generate(**inputs, max_new_tokens=8)
+    names = {"model": model, "inputs": inputs}
+    exec(PROGRAMS[0], names)
+    assert names["ids"].tolist() == want.tolist()
+    assert tokenizer.decode(want[0]).startswith("abc=xyz;def=uvw;?abc=xyz")
+    close_planes(model)
 
 
 def test_every_make_target_that_the_readme_names_exists() -> None:

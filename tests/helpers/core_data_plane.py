@@ -7,6 +7,7 @@ prefix. A wrong plan is an AssertionError, never a refusal.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from core_messages import (
@@ -38,6 +39,9 @@ from kvplane.v1 import types_pb2 as tpb
 if TYPE_CHECKING:
     from core_model import World
 
+# In the table of a sequence that was cut: a block that was allocated again.
+_TAKEN: BlockId = (0, -1)
+
 
 class DataPlane:
     """One shard's blocks, tables and publications."""
@@ -68,8 +72,6 @@ class DataPlane:
         self.generation: dict[BlockId, int] = {}
         self.content: dict[BlockId, list[int | None]] = {}
         self.published: dict[int, Published] = {}
-        # Generation and content of the blocks that the plan which ran last allocated, before it.
-        self.former: dict[tuple[BlockId, int], list[int | None]] = {}
         self.quit_all()
 
     def quit_all(self) -> None:
@@ -77,6 +79,11 @@ class DataPlane:
         self.tables: dict[int, dict[int, list[BlockId]]] = {}
         self.finished: dict[int, int] = {}
         self.running: dict[int, tuple[int, dict[int, list[BlockId]]]] = {}
+        # By session: generation and content of the blocks that its latest plan allocated, before
+        # it. Transfers run once in a real data plane, so other sessions' plans change nothing here.
+        self.former: dict[int, dict[tuple[BlockId, int], list[int | None]]] = {}
+        # (session, sequence) that was cut -> the last plan before; the next one drops the table.
+        self.cut: dict[tuple[int, int], int] = {}
         self.quit: set[int] = set()
 
     # Registration
@@ -256,10 +263,10 @@ class DataPlane:
         self.running[session_id] = (plan.number, before)
         self.tables[session_id] = {} if plan.resync else {i: list(t) for i, t in before.items()}
         if again[0] != plan.number:
-            self.former = {}
+            self.former[session_id] = {}
         self._apply(plan, again=again[0] == plan.number)
         for source, destination in transfers_of(plan):
-            self._copy(source, destination)
+            self._copy(session_id, source, destination)
         spans = spans_of(plan)
         for span in spans[: len(spans) // 2] if halfway else spans:
             self._compute(plan, span, expected[span.sequence_id])
@@ -271,6 +278,9 @@ class DataPlane:
     def _apply(self, plan: tpb.Plan, *, again: bool) -> None:
         session_id = plan.session.session_id
         tables = self.tables[session_id]
+        for key, last_plan in list(self.cut.items()):
+            if key[0] == session_id and last_plan < plan.number:
+                del self.cut[key]
         for change in changes_of(plan):
             if change.kind == tpb.TABLE_CHANGE_KIND_FORK:
                 assert change.sequence_id not in tables, "a fork over a live table"
@@ -307,26 +317,29 @@ class DataPlane:
             return
         assert block.generation > known, f"{block_id} is of generation {known}, not new: {block}"
         for other, tables in self.tables.items():
-            if other != session_id:
-                assert all(block_id not in table for table in tables.values()), (
+            for i, table in tables.items() if other != session_id else ():
+                if block_id not in table:
+                    continue
+                assert self.cut.get((other, i), math.inf) <= self.finished.get(other, 0), (
                     f"{block_id} was allocated to session {session_id} while a table of session "
                     f"{other} refers to it"
                 )
+                table[table.index(block_id)] = _TAKEN
         if block_id in self.content:
-            self.former[block_id, known] = self.content[block_id]
+            self.former[session_id][block_id, known] = self.content[block_id]
         self.generation[block_id] = block.generation
         self.content[block_id] = [None] * BLOCK
         if block.tier == DEVICE:
             self.published.pop(block.index, None)
 
-    def _copy(self, source: Block, destination: Block) -> None:
+    def _copy(self, session_id: int, source: Block, destination: Block) -> None:
         known = self.generation.get(destination.block_id)
         assert known == destination.generation, f"a transfer to {destination}, which is {known}"
         known = self.generation.get(source.block_id)
         content = self.content[source.block_id]
         if known != source.generation:
             # What a block held that this plan allocates: nothing has written it yet.
-            former = self.former.get((source.block_id, source.generation))
+            former = self.former[session_id].get((source.block_id, source.generation))
             assert former is not None, f"a transfer of {source}, which is {known}"
             content = former
         if destination.tier == DEVICE:

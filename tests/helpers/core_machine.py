@@ -83,18 +83,26 @@ class CoreMachine(RuleBasedStateMachine):
         if not really:
             return
         gone = self.pick(data)
-        core, clock = self.world.core, self.world.clock
-        core.tick()
+        self.world.tick()
         for _ in range(3):  # never so far at once that the core concludes that it slept
-            clock.now += LEASE_S * 0.4
+            self.world.clock.now += LEASE_S * 0.4
+            self.keep_open_engines()
             for engine in self.engines:
                 if engine is not gone:
                     engine.renew()
-            core.tick()
+            self.world.tick()
         with pytest.raises(StaleError):
             gone.renew()
-        # Others may have been ended for the receipts that they keep.
-        self.engines = [engine for engine in self.engines if engine.id in core._sessions]
+        self.keep_open_engines()
+
+    @rule(seconds=st.sampled_from([0.5, 1.5, 12.0]))
+    def time_passes(self, seconds: float) -> None:
+        """Who waits makes others yield: sequences are cut."""
+        for engine in self.engines:
+            engine.renew()
+        self.world.clock.now += seconds
+        self.world.tick()
+        self.keep_open_engines()
 
     # Steps
 
@@ -300,6 +308,11 @@ class CoreMachine(RuleBasedStateMachine):
     def pick(self, data: st.DataObject) -> Engine:
         engine: Engine = data.draw(st.sampled_from(self.engines))
         return engine
+
+    def keep_open_engines(self) -> None:
+        """Some may have been ended for the receipts that they keep."""
+        sessions = self.world.core._sessions
+        self.engines = [engine for engine in self.engines if engine.id in sessions]
 
     def lose_engines(self) -> None:
         for engine in self.engines:

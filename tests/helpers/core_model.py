@@ -98,6 +98,15 @@ class World:
         for shard in self.shards:
             shard.pump()
 
+    def tick(self) -> None:
+        """Time has passed: sequences may be cut, and their blocks be others' at once."""
+        self.core.tick()
+        for session_id, news in self.core.take_notices():
+            last_plan = self.core._sessions[session_id].last_plan
+            for i in columns.read(INT64, news.cut_sequence_ids, "cut_sequence_ids"):
+                for shard in self.shards:
+                    shard.cut[session_id, i] = last_plan
+
     def engine(self, tenant: str = "tenant", namespace: str = "") -> Engine:
         """A new engine with an open session."""
         return Engine(self, tenant, namespace)

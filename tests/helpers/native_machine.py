@@ -6,6 +6,7 @@ grants, cuts, ends and fences. `Walk` takes single steps; the hypothesis machine
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from random import Random
 from typing import Any, ClassVar
@@ -15,29 +16,33 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from native_pool import DEVICE, HOST, Code
 from native_sessions import Engine, Known, World
 
-# (block size in tokens, device blocks, host blocks, window in tokens)
-SHAPES = [
-    (4, 8, 0, 0),
-    (4, 8, 5, 0),
-    (4, 12, 12, 0),
-    (4, 16, 3, 0),
-    (4, 10, 4, 6),
-    (4, 10, 4, 1),
-    (2, 14, 6, 3),
-    (1, 240, 60, 0),
-    (1, 200, 40, 70),
+Shape = tuple[int, int, int, int, int]
+"""Block size in tokens, device blocks, host blocks, window in tokens, device blocks of an owner."""
+
+SHAPES: list[Shape] = [
+    (4, 8, 0, 0, 0),
+    (4, 8, 5, 0, 0),
+    (4, 12, 12, 0, 0),
+    (4, 16, 3, 0, 0),
+    (4, 10, 4, 6, 0),
+    (4, 10, 4, 1, 0),
+    (2, 14, 6, 3, 0),
+    (1, 240, 60, 0, 0),
+    (1, 200, 40, 70, 0),
+    (4, 16, 5, 0, 7),
+    (2, 14, 6, 3, 6),
 ]
 ROOTS = [b"ann", b"ann", b"ann", b"bob"]
-WAITS = (Code.LATER, Code.LATER_HEADROOM)
+WAITS = (Code.LATER, Code.LATER_HEADROOM, Code.LATER_QUOTA)
 
 
 class Walk:
     """One world, and what may happen in it."""
 
-    def __init__(self, rng: Random, shape: tuple[int, int, int, int]) -> None:
+    def __init__(self, rng: Random, shape: Shape) -> None:
         self.rng = rng
-        block_size, num_device, num_host, window = shape
-        self.world = World(num_device, num_host, block_size, window)
+        block_size, num_device, num_host, window, quota = shape
+        self.world = World(num_device, num_host, block_size, window, quota)
         self.world.open()
         self.world.open()
 
@@ -100,7 +105,10 @@ class Walk:
         """Run an operation and believe its answer; what fails changes nothing."""
         call, believe = operation
         before = self.world.dump()
+        quota, pool, owner = self.world.quota, self.world.pool, engine.caller.owner
+        num_owned = pool.num_owned(owner)
         answer = call()
+        assert not quota or pool.num_owned(owner) <= max(quota, num_owned)
         if failed(answer):
             assert self.world.dump() == before, f"{answer} changed something"
         believe(answer)
@@ -146,9 +154,12 @@ class Walk:
 
         def believe(answer: Any) -> None:
             if len(answer) == 5:
-                most = self.world.sizes[DEVICE] * size
-                never = max(len(tokens), options["max_total"]) > most
+                longest = max(len(tokens), options["max_total"])
+                never = longest > self.world.sizes[DEVICE] * size
                 assert never or answer[1] != Code.NEVER
+                quota = self.world.quota * size
+                assert 0 < quota < longest or answer[1] != Code.NEVER_QUOTA
+                never = never or 0 < quota < longest
                 assert not never or self.world.window or answer[1] not in WAITS
                 return
             cached, _, scheduled = answer
@@ -397,7 +408,7 @@ class Walk:
             assert held == retired == 0
         engine = world.open(b"eve")
         engine.caller.begin()
-        num = world.sizes[DEVICE] * world.block_size
+        num = min(world.sizes[DEVICE], world.quota or math.inf) * world.block_size
         assert len(engine.caller.admit(1, [5] * num)) == 3, "a pool is too small for its size"
 
 
@@ -432,7 +443,7 @@ class NativeMachine(RuleBasedStateMachine):
     """Walks that hypothesis chooses, and shortens when one fails."""
 
     @initialize(seed=st.integers(0, 2**32), shape=st.sampled_from(SHAPES))
-    def begin(self, seed: int, shape: tuple[int, int, int, int]) -> None:
+    def begin(self, seed: int, shape: Shape) -> None:
         self.walk = Walk(Random(seed), shape)
 
     @rule(seed=st.integers(0, 2**32), name=st.sampled_from(sorted(Walk.ACTIONS)))

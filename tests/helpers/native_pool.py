@@ -28,6 +28,8 @@ class Code(enum.IntEnum):
     LATER = 2
     NEVER = 3
     LATER_HEADROOM = 4
+    LATER_QUOTA = 5
+    NEVER_QUOTA = 6
     NOT_FOUND = 10
     EXISTS = 11
     BAD_ID = 12
@@ -224,7 +226,7 @@ class Caller:
     """A session of a pool. Items that are refused are returned, never raised."""
 
     def __init__(self, pool: Pool, root: bytes = b"root", owner: int = 1) -> None:
-        self.pool, self.root = pool, root
+        self.pool, self.root, self.owner = pool, root, owner
         self.slot = pool.open_session(root, owner)
         self.number = 0
 

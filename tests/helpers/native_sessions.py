@@ -48,7 +48,7 @@ class Engine:
 
     def __init__(self, world: World, root: bytes) -> None:
         self.world = world
-        self.caller = Caller(world.pool, root)
+        self.caller = Caller(world.pool, root, owner=root[0])  # distinct for the roots in use
         self.id = world.num_sessions = world.num_sessions + 1
         self.start = hash(root)
         self.sequences: dict[int, Known] = {}
@@ -185,13 +185,18 @@ class World:
     """One pool, its data plane, and the engines on it."""
 
     def __init__(
-        self, num_device: int, num_host: int, block_size: int = 4, window: int = 0
+        self,
+        num_device: int,
+        num_host: int,
+        block_size: int = 4,
+        window: int = 0,
+        quota: int = 0,
     ) -> None:
         self.pool = Pool(
             block_size, num_device, num_host, b"", b"", "lru", window_tokens=window,
-            max_sequences=12, seed=7,
+            max_sequences=12, max_owner_blocks=quota, seed=7,
         )  # fmt: skip
-        self.block_size, self.window = block_size, window
+        self.block_size, self.window, self.quota = block_size, window, quota
         self.sizes = {DEVICE: num_device, HOST: num_host}
         self.plane = Plane(block_size, window)
         self.num_sessions = 0

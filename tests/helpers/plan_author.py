@@ -116,12 +116,14 @@ class Change:
     parent: int | None = None
     blocks: tuple[tuple[int, int], ...] = ()
     allocated: tuple[bool, ...] = ()
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
     source: pb.BlockRef
     destination: pb.BlockRef
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,7 @@ def pack_changes(changes: Sequence[Change]) -> pb.TableChanges:
     return pb.TableChanges(
         kinds=_uint8(c.kind for c in changes),
         sequence_ids=_int64(c.sequence_id for c in changes),
+        groups=_uint8(c.group for c in changes) if any(c.group for c in changes) else b"",
         tiers=_uint8(c.tier for c in changes),
         first_blocks=_int32(c.first_block for c in changes),
         num_blocks=_int32(c.num_blocks for c in changes),
@@ -201,6 +204,7 @@ def pack_allocations(blocks: Sequence[pb.BlockRef]) -> pb.Allocations:
 
 def pack_transfers(transfers: Sequence[Transfer]) -> pb.Transfers:
     return pb.Transfers(
+        groups=_uint8(t.group for t in transfers) if any(t.group for t in transfers) else b"",
         source_tiers=_uint8(t.source.tier for t in transfers),
         source_indices=_int32(t.source.index for t in transfers),
         source_generations=_int64(t.source.generation for t in transfers),

@@ -58,11 +58,12 @@ class PlanningRig:
         shards.add(hello(epoch=EPOCH))
         config = CoreConfig(**{"watermark": 0.0, **settings})
         self.pool = Pool("pool", shards, config)
-        self.sharing = Sharing(self.pool, AdmissionConfig(headroom=config.watermark))
-        self.pool.set_tiers({DEVICE: num_device_blocks, HOST: num_host_blocks})
-        self.pool.built = True
         self.sessions: dict[int, Session] = {}
         self.quotas = Quotas(config, self.sessions)
+        admission = AdmissionConfig(headroom=config.watermark)
+        self.sharing = Sharing(self.pool, admission, self.quotas)
+        self.pool.set_tiers({DEVICE: num_device_blocks, HOST: num_host_blocks})
+        self.pool.built = True
         self.session = self.open(1)
 
     def open(self, session_id: int, tenant: str = "default") -> Session:

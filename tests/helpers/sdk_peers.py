@@ -10,6 +10,8 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from kvplane.layout import LayerGroup, Layout
+from kvplane.serving.access import AccessList
+from kvplane.serving.identity import Gate
 from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.metrics import RpcMetrics
 from kvplane.v1 import control_pb2 as cpb
@@ -88,10 +90,19 @@ class ScriptedControlPlane(control_pb2_grpc.ControlPlaneServiceServicer):
         return await answered(self.script, request, context)
 
 
+def interceptor() -> ErrorInterceptor:
+    """That of a server without an access list."""
+    services = [
+        file.DESCRIPTOR.services_by_name[name]
+        for file, name in ((cpb, "ControlPlaneService"), (dpb, "DataPlaneService"))
+    ]
+    return ErrorInterceptor(RpcMetrics(CollectorRegistry()), Gate(AccessList(None), services))
+
+
 @asynccontextmanager
 async def serving(plane: ScriptedControlPlane) -> AsyncIterator[str]:
     """Serve ``plane`` on a loopback port; its address."""
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(RpcMetrics(CollectorRegistry()))])
+    server = grpc.aio.server(interceptors=[interceptor()])
     control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

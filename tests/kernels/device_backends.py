@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from importlib import import_module
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import kernel_cases
 import torch
@@ -21,6 +21,7 @@ from emulated_build import emulated_module
 
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
 from data_plane.kernels.cuda import CudaKernels
+from data_plane.kernels.pages import Pages
 
 Arguments = TypeVar("Arguments", AttentionArguments, WriteArguments)
 
@@ -103,17 +104,32 @@ class DeviceBackend:
         whole = tensor.as_strided((room,), (1,)).to(self.device)
         return whole.as_strided(tensor.shape, tensor.stride())
 
+    def _pages_there(self, pages: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Keys and values on the device, as far apart as they are here."""
+        if self.device.type == "cpu":
+            return pages
+        first = pages[0]
+        whole = first.new_empty(0).set_(first.untyped_storage()).to(self.device)
+        return tuple(whole.as_strided(p.shape, p.stride(), p.storage_offset()) for p in pages)
+
     def _all_there(self, arguments: Arguments) -> Arguments:
-        tensors = {
+        there: dict[str, Any] = {
             f.name: self._there(getattr(arguments, f.name))
             for f in fields(arguments)
             if f.init and isinstance(getattr(arguments, f.name), torch.Tensor)
         }
-        return replace(arguments, **tensors)
+        if isinstance(arguments.pages, tuple):
+            there["pages"] = self._pages_there(arguments.pages)
+        return replace(arguments, **there)
 
-    def _back(self, there: torch.Tensor, tensor: torch.Tensor) -> None:
-        if self.device.type != "cpu":
-            tensor.copy_(there)
+    def _back(self, there: Pages, here: Pages) -> None:
+        """Both are a tensor, or both are keys and values."""
+        if self.device.type == "cpu":
+            return
+        if isinstance(there, torch.Tensor) and isinstance(here, torch.Tensor):
+            there, here = (there, there), (here, here)
+        for of_device, of_host in zip(there, here, strict=True):
+            of_host.copy_(of_device)
 
 
 @contextmanager

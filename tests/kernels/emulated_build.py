@@ -16,6 +16,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib import machinery, util
 from pathlib import Path
 from types import ModuleType
@@ -125,6 +126,9 @@ def made(path: Path, command: Sequence[str]) -> Path:
 
 
 def forget_old_files() -> None:
-    newest_first = sorted(KEPT.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-    for old in newest_first[NUM_KEPT_FILES:]:
+    times = []
+    for path in KEPT.iterdir():
+        with suppress(FileNotFoundError):  # another process forgets, too
+            times.append((path.stat().st_mtime, path))
+    for _, old in sorted(times, reverse=True)[NUM_KEPT_FILES:]:
         old.unlink(missing_ok=True)

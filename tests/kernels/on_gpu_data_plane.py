@@ -199,7 +199,7 @@ def test_what_a_kernel_could_not_follow_takes_the_receipt(side: Side) -> None:
     side.layer(1, 0, *qkv(8))
     run = side.executor._sessions.get(1).latest
     assert run is not None
-    run.batch.slots.fill_(10**6)
+    run.attention[0].slots.fill_(10**6)
     side.layer(1, 1, *qkv(8))
     with pytest.raises(InternalError, match="slots"):
         side.executor.receipt(1)

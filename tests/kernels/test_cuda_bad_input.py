@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from device_backends import DeviceBackend, chosen_backend, in_place_of_the_cpu
 from kernel_cases import Batch, Case, build
 
-from data_plane.kernels.arguments import AttentionArguments
+from data_plane.kernels.arguments import AttentionArguments, HostLengths
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 
@@ -123,18 +124,33 @@ def test_attention_refuses(backend: DeviceBackend, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-def test_a_workspace_that_is_too_small_is_refused(backend: DeviceBackend) -> None:
-    batch = batch_of(backend, torch.float32)
+def test_a_workspace_that_is_too_small_is_refused_or_told(backend: DeviceBackend) -> None:
+    with in_place_of_the_cpu(backend):
+        batch = build(Case(lens=((1, 130), (40, 41)), head_size=16))
     there = backend._all_there(batch.to_attend())
-    needed = backend.kernels.attention_workspace_bytes(there)
-    for num_bytes, fits in ((needed - 1, False), (needed, True)):
+    before = backend.kernels.attention_workspace_bytes(there, 0)
+    needed = backend.kernels.attention_workspace_bytes(there, 3)  # the splits of the first
+    for num_bytes, field in ((before - 1, "workspace_bytes"), (before, "workspace"), (needed, "")):
         workspace = torch.empty(num_bytes, dtype=torch.uint8, device=backend.device)
-        if fits:
+        if not field:
             backend.kernels.paged_attention(there, workspace=workspace)
+            backend.check_faults()
             continue
         with pytest.raises(InvalidRequestError) as caught:
             backend.kernels.paged_attention(there, workspace=workspace)
-        assert caught.value.field == "workspace_bytes"
+            backend.check_faults()
+        assert caught.value.field == field
+
+
+def test_lengths_on_the_host_that_are_not_those_of_the_device_are_told(
+    backend: DeviceBackend,
+) -> None:
+    with in_place_of_the_cpu(backend):
+        batch = build(Case(lens=((1, 130), (1, 300)), head_size=16))
+    lengths = HostLengths(np.array([0, 1, 2]), np.array([130, 200]))
+    with pytest.raises(InvalidRequestError) as caught:
+        backend.paged_attention(replace(batch.to_attend(), lengths=lengths))
+    assert caught.value.field == "workspace"
 
 
 @pytest.mark.parametrize("split_tokens", (0, 63, 96, -64))

@@ -36,6 +36,8 @@ def backend() -> Iterator[DeviceBackend]:
         (BFLOAT, BFLOAT, 128, 2),
         (HALF, HALF, 128, 16),
         (BFLOAT, BFLOAT, 192, 2),
+        (BFLOAT, BFLOAT, 512, 2),
+        (torch.float32, torch.float32, 512, 2),
         (HALF, HALF, 256, 2),
         (BFLOAT, E4M3, 192, 16),
         (HALF, E5M2, 256, 2),

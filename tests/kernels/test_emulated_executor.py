@@ -64,7 +64,7 @@ def test_what_a_kernel_could_not_follow_takes_the_receipt() -> None:
     rig.layer(0, 1)
     run = rig.executor._sessions.get(1).latest
     assert run is not None
-    run.batch.slots.fill_(10**6)  # as a stray write on the device would
+    run.attention[0].slots.fill_(10**6)  # as a stray write on the device would
     rig.layer(1, 1)
     for _ in range(2):
         with pytest.raises(InternalError, match="bad argument: slots: must be slots"):

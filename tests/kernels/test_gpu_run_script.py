@@ -30,19 +30,27 @@ for name, module in list(sys.modules.items()):
     if name.split(".")[0] not in known and not is_ours:
         print(name.split(".")[0])
 """
-# In place of a machine with a GPU: an interpreter whose tests fail, a sanitizer that finds a race.
+# In place of a machine with a GPU: an interpreter whose tests fail, a sanitizer that finds a race,
+# a profiler that may not read counters.
 _PYTHON = """#!/bin/sh
 echo "python $*" >>"$CALLS"
-case "$*" in *"-m pytest"*) echo "3 failed"; exit 1 ;; *gpu.measure*) echo "measured" ;; esac
+case "$*" in
+  *"-m pytest"*) seq 200; echo "FAILED test_x - wrong"; echo "3 failed"; exit 1 ;;
+  *--survey*) seq 90 | sed "s/^/survey: /" ;;
+  *"profile metrics"*) echo "dram,issue" ;;
+  *"profile say"*) echo "profile: attend_short: dram % 80" ;;
+  *gpu.measure*) seq 400; seq 90 | sed "s/^/MISSED  /"; echo "met: copies (1 of 1 cases)" ;;
+esac
 """
 _SANITIZER = """#!/bin/sh
 echo "sanitizer $*" >>"$CALLS"
-case "$*" in
-  *racecheck*) echo "========= Error: Race reported in kvplane::cuda"; exit 86 ;;
-  *synccheck*) echo "========= Error: Barrier error in at::native"; exit 86 ;;
-  *initcheck*) echo "Device not supported"; exit 1 ;;
-esac
+case "$*" in *racecheck*) echo "========= Error: Race reported in kvplane::cuda"; exit 86 ;; esac
 """
+_NCU = """#!/bin/sh
+echo "ncu $*" >>"$CALLS"
+case "$*" in *speculative*) echo "no permission"; exit 1 ;; esac
+"""
+PARTS = ("steps", "profile", "conform", "measure")
 
 
 def run_script(tmp_path: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -79,34 +87,107 @@ def pretend(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_part_that_fails_does_not_stop_the_others_and_the_run_fails(tmp_path: Path) -> None:
+@pytest.fixture
+def pretended(tmp_path: Path) -> dict[str, str]:
+    """The environment of such a machine."""
     python = pretend(tmp_path / "bin" / "python", _PYTHON)
     pretend(tmp_path / "bin" / "compute-sanitizer", _SANITIZER)
+    pretend(tmp_path / "bin" / "ncu", _NCU)
     path = os.pathsep.join((str(python.parent), os.environ["PATH"]))
-    calls = tmp_path / "calls"
-    done = run_script(tmp_path, PYTHON=str(python), PATH=path, CALLS=str(calls))
+    return {"PYTHON": str(python), "PATH": path, "CALLS": str(tmp_path / "calls")}
+
+
+def part_of(call: str) -> str:
+    """The part of the run that makes a call, or none."""
+    if "test_cuda_steps" in call or "sanitizer" in call or "--tiny" in call:
+        return "steps"
+    if "--survey" in call or call.startswith("ncu") or "gpu.profile" in call:
+        return "profile"
+    if "-m pytest" in call:
+        return "conform"
+    return "measure" if "gpu.estimate" in call or "--seconds" in call else ""
+
+
+def test_a_part_that_fails_does_not_stop_the_others_and_the_run_fails(
+    tmp_path: Path, pretended: dict[str, str]
+) -> None:
+    done = run_script(tmp_path, **pretended)
     assert done.returncode == 1
-    assert done.stdout == "measured\n"
     said = done.stderr
-    assert "3 failed" in said
     assert "memcheck found nothing" in said and "racecheck found errors" in said
-    assert "synccheck reported nothing about our kernels" in said and "cannot use this GPU" in said
-    assert "FAILED: conformance cases; compute-sanitizer;" in said
-    called = calls.read_text()
-    assert "tests/kernels/test_cuda_attention.py" in called
-    assert "test_cuda_build.py" not in called and "tests/kernels/on_gpu.py" in called
-    assert "--seconds 280" in called and "CMAKE_CUDA_ARCHITECTURES=native" in called
-    for tool, is_limited in (("memcheck", True), ("initcheck", False)):
-        line = next(line for line in called.splitlines() if f"--tool {tool}" in line)
-        assert ("--kernel-name kns=kvplane" in line) == is_limited and line.endswith("--tiny")
+    assert "ncu could not profile speculative" in said and "dram % 80" in said
+    assert "FAILED: steps; conform; see" in said
+    called = (tmp_path / "calls").read_text().splitlines()
+    assert [*dict.fromkeys(filter(None, map(part_of, called)))] == [*PARTS]
+    cases = next(call for call in called if part_of(call) == "conform")
+    assert "tests/kernels/test_cuda_attention.py" in cases and "on_gpu_swaps.py" in cases
+    assert "test_cuda_build.py" not in cases and "-v --maxfail" in cases
+    assert any("--seconds 280" in call for call in called)
+    for tool in ("memcheck", "racecheck"):
+        call = next(call for call in called if f"--tool {tool}" in call)
+        assert "--kernel-name kns=kvplane" in call and call.endswith("--tiny")
 
 
-def test_a_quick_run_is_without_sanitizers(tmp_path: Path) -> None:
-    python = pretend(tmp_path / "bin" / "python", _PYTHON.replace("exit 1", "exit 0"))
-    done = run_script(tmp_path, "--quick", PYTHON=str(python), CALLS=str(tmp_path / "calls"))
+def test_what_is_printed_fits_on_a_screen_and_the_rest_is_kept(
+    tmp_path: Path, pretended: dict[str, str]
+) -> None:
+    done = run_script(tmp_path, **pretended)
+    lines = (done.stdout + done.stderr).splitlines()
+    assert len(lines) <= 70 and sum(not line.startswith("gpu: ") for line in lines) <= 60
+    assert "FAILED test_x - wrong" in lines and "3 failed" in lines
+    assert "survey: 90" in lines and "MISSED  1" in lines
+    assert "met: copies (1 of 1 cases)" in lines
+    for log in ("steps", "survey", "conformance", "measure"):
+        assert len((tmp_path / "out" / f"{log}.log").read_text().splitlines()) >= 90
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_one_part_runs_alone_and_without_building(
+    part: str, tmp_path: Path, pretended: dict[str, str]
+) -> None:
+    run_script(tmp_path, "--no-build", "--only", part, **pretended)
+    called = (tmp_path / "calls").read_text().splitlines()
+    assert {*filter(None, map(part_of, called))} == {part}
+    assert not any("pip install" in call for call in called)
+
+
+def test_a_part_is_interrupted_when_its_time_is_over(
+    tmp_path: Path, pretended: dict[str, str]
+) -> None:
+    waits = """#!/bin/sh
+case "$*" in *"-m pytest"*) exec "$REAL" -c "
+import time
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print('1 passed so far')
+" ;; esac
+"""
+    pretend(Path(pretended["PYTHON"]), waits)
+    script = SCRIPT.read_text().replace("CONFORM_S=200", "CONFORM_S=1")
+    copy = tmp_path / "copy" / "benchmarks" / "gpu" / "run.sh"
+    copy.parent.mkdir(parents=True)
+    pretend(copy, script)
+    env = os.environ | pretended | {"REAL": sys.executable, "OUT": str(tmp_path / "out")}
+    done = subprocess.run(
+        [str(copy), "--no-build", "--only", "conform"],
+        env=env | {"BUILD": str(tmp_path / "build")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and "1 passed so far" in done.stderr
+
+
+def test_a_quick_run_is_without_profile_and_sanitizers(
+    tmp_path: Path, pretended: dict[str, str]
+) -> None:
+    pretend(Path(pretended["PYTHON"]), _PYTHON.replace("exit 1", "exit 0"))
+    done = run_script(tmp_path, "--quick", **pretended)
     assert done.returncode == 0, done.stderr
-    assert "all passed" in done.stderr and "sanitizer" not in done.stderr
-    assert "--quick" in (tmp_path / "calls").read_text()
+    called = (tmp_path / "calls").read_text()
+    assert "all passed" in done.stderr and "sanitizer" not in called and "ncu" not in called
+    assert "--quick" in called
 
 
 def test_missing_programs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

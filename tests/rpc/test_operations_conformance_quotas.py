@@ -8,10 +8,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from operations_world import World, prompt
+from operations_world import BLOCK, Caller, World, prompt
 
 from kvplane import ops
 from kvplane.errors import QuotaExceededError
+from kvplane.results import news_of
 from kvplane.v1 import control_pb2 as pb
 
 StartWorld = Callable[..., Awaitable[World]]
@@ -55,6 +56,105 @@ async def test_a_tenant_has_only_so_many_sequences_in_all_its_sessions(
         ops.admit(2, prompt(1), fork_sequence_ids=[3]), QuotaExceededError, "sequence_id"
     )
     await one.do(ops.fork(1, 2))
+
+
+async def test_a_fork_column_over_the_quota_is_refused_whole(start_world: StartWorld) -> None:
+    caller = await (await start_world(max_tenant_sequences=3)).caller()
+    await caller.admit(1, prompt(1))
+    await caller.fail(ops.forks([1] * 3, [2, 3, 4]), QuotaExceededError, "sequence_ids[0]")
+    await caller.do(ops.forks([1] * 2, [2, 3]))
+
+
+async def over_block_quota(caller: Caller, operation: pb.Operation) -> pb.Shortage:
+    """Why the operation has to wait for the tenant's own blocks, as a check says too."""
+    ((failure,),) = [result.failures for result in await caller.session.check([operation])]
+    shortage = await caller.later(operation)
+    assert failure.shortage == shortage
+    assert shortage.reason == pb.SHORTAGE_REASON_QUOTA
+    assert shortage.HasField("retry_delay")
+    assert not shortage.place_in_line
+    return shortage
+
+
+async def test_a_tenant_holds_only_so_many_blocks_in_all_its_sessions(
+    start_world: StartWorld,
+) -> None:
+    world = await start_world(max_tenant_blocks=5)
+    one, other = [await world.caller() for _ in range(2)]
+    await one.admit(1, prompt(2, extra=0))
+    await other.admit(1, prompt(2))
+    await one.do(ops.fork(1, 2))  # shared blocks count once: 2 of the prompt and 1 more
+    assert (await world.usage())["held"] == 3
+    for operation, num_needed in (
+        (ops.admit(3, prompt(3, seed=1, extra=0)), 3),
+        (ops.admit(3, prompt(3, seed=1, extra=0), wait=True), 3),
+        (ops.append(1, [5] * 17, 17, first_position=2 * BLOCK), 3),
+    ):
+        shortage = await over_block_quota(other if operation.HasField("admit") else one, operation)
+        assert (shortage.num_blocks_needed, shortage.num_blocks_available) == (num_needed, 2)
+    await other.admit(3, prompt(2, seed=1, extra=0))
+    await over_block_quota(one, ops.append(1, [5], 1, first_position=2 * BLOCK))
+    await other.do(ops.free([3]))
+    await one.grow(1, 5)
+    assert (await world.usage())["held"] == 4
+
+
+async def test_what_alone_is_over_the_block_quota_can_never_be_done(
+    start_world: StartWorld,
+) -> None:
+    caller = await (await start_world(max_tenant_blocks=4)).caller()
+    await caller.admit(1, prompt(3))
+    for operation in (
+        ops.admit(2, prompt(4)),
+        ops.admit(2, prompt(1), max_total_tokens=4 * BLOCK + 1),
+        ops.append(1, [5] * BLOCK, BLOCK, first_position=3 * BLOCK + 1),
+    ):
+        ((failure,),) = [result.failures for result in await caller.session.check([operation])]
+        shortage = await caller.never(operation)
+        assert failure.shortage == shortage
+        assert shortage.reason == pb.SHORTAGE_REASON_QUOTA
+        assert not shortage.HasField("retry_delay")
+    await caller.grow(1, *[5] * (BLOCK - 1))
+
+
+async def test_a_swap_in_is_judged_by_the_block_quota(start_world: StartWorld) -> None:
+    caller = await (await start_world(max_tenant_blocks=4)).caller()
+    await caller.admit(1, prompt(2))
+    await caller.do(ops.swap_out([1]))
+    await caller.admit(2, prompt(1, seed=1))
+    shortage = await over_block_quota(caller, ops.swap_in([1]))
+    assert (shortage.num_blocks_needed, shortage.num_blocks_available) == (3, 2)
+    await caller.do(ops.free([2]))
+    await caller.do(ops.swap_in([1]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "takes"),
+    [
+        ({"max_tenant_blocks": 8}, ops.append(2, [5] * 4 * BLOCK, 4 * BLOCK, first_position=BLOCK)),
+        ({"max_tenant_sequences": 2}, ops.fork(2, 3)),
+    ],
+    ids=["blocks", "sequences"],
+)
+async def test_an_admission_in_line_is_judged_again_when_its_turn_comes(
+    start_world: StartWorld, settings: dict[str, int], takes: pb.Operation
+) -> None:
+    world = await start_world(num_device_blocks=10, **settings)
+    one, other = [await world.caller() for _ in range(2)]
+    await one.admit(1, prompt(6, extra=0))
+    await one.admit(2, prompt(1, seed=1, extra=0))
+    results = [await one.session.step([ops.free([1])])]  # the receipt is missing
+    waits = ops.admit(5, prompt(5, seed=2, extra=0), wait=True)
+    assert (await other.later(waits)).place_in_line == 1
+    results.append(await one.session.step([takes]))
+    for result in results:
+        one.session.add_receipt(world.shard.receipt(result.plan))
+    await one.session.submit_receipts()
+    news = news_of(await other.step())
+    assert not news.granted
+    assert dict(news.cut) == {5: pb.CUT_REASON_QUOTA}
+    await one.do(ops.free([2]))
+    await other.admit(5, prompt(5, seed=2, extra=0))
 
 
 async def test_a_tenant_makes_only_so_many_steps_a_second(start_world: StartWorld) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from prometheus_client import CollectorRegistry
-from sdk_peers import ScriptedControlPlane
+from sdk_peers import ScriptedControlPlane, interceptor
 
 from kvplane import ControlClient
 from kvplane.errors import (
@@ -17,8 +16,6 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.serving import server as serving
-from kvplane.serving.interceptor import ErrorInterceptor
-from kvplane.serving.metrics import RpcMetrics
 from kvplane.v1 import control_pb2_grpc
 
 
@@ -29,8 +26,8 @@ async def plane() -> ScriptedControlPlane:
 
 @pytest.fixture
 async def client(plane: ScriptedControlPlane) -> AsyncIterator[ControlClient]:
-    interceptor = ErrorInterceptor(RpcMetrics(CollectorRegistry()))
-    server = serving.build("127.0.0.1:0", max_message_bytes=1 << 20, interceptors=[interceptor])
+    interceptors = [interceptor()]
+    server = serving.build("127.0.0.1:0", max_message_bytes=1 << 20, interceptors=interceptors)
     control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(plane, server.grpc_server)
     await server.start([])
     async with ControlClient(server.address, timeout_s=5) as client:

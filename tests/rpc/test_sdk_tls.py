@@ -8,11 +8,12 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from sdk_peers import interceptor
 
 from kvplane import ControlClient, TlsOptions
 from kvplane.errors import DeadlineExceededError, PlaneUnavailableError
 from kvplane.serving import server as serving
-from kvplane.serving.identity import tenant_of
+from kvplane.serving.identity import caller
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 
@@ -30,11 +31,13 @@ class WhoAmI(control_pb2_grpc.ControlPlaneServiceServicer):
     """Answers with the tenant that it takes the caller for."""
 
     async def ListPools(self, request: Any, context: Any) -> pb.ListPoolsResponse:
-        return pb.ListPoolsResponse(pool_ids=[tenant_of(context)])
+        return pb.ListPoolsResponse(pool_ids=[caller().tenant])
 
 
 async def serve(tls: serving.ServerTls) -> serving.Server:
-    server = serving.build("127.0.0.1:0", tls=tls, max_message_bytes=1 << 20)
+    server = serving.build(
+        "127.0.0.1:0", tls=tls, max_message_bytes=1 << 20, interceptors=[interceptor()]
+    )
     control_pb2_grpc.add_ControlPlaneServiceServicer_to_server(WhoAmI(), server.grpc_server)
     await server.start([])
     return server

@@ -114,10 +114,10 @@ def test_a_sequence_on_the_host_is_refused() -> None:
 def test_only_the_blocks_that_are_written_must_be_writable() -> None:
     tables = tables_of({1: [0, 1], 2: [2, 3]})
     put(tables, 5, [2])
-    tables.publications.published[0] = True
+    tables.publications[0].published[0] = True
     spans = pack_spans([span(1, BLOCK_SIZE, 1), span(2, BLOCK_SIZE, 1)])
     batch = prepare_batch(tables, 1, spans)
-    tables.publications.published[3] = True
+    tables.publications[0].published[3] = True
     with pytest.raises(BlockNotWritableError, match="block 3 is published") as refused:
         check_unpublished(tables, batch)
     assert refused.value.field == "plan.spans.sequence_ids[1]"

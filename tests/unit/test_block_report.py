@@ -46,7 +46,7 @@ def test_publications_come_after_all_generations(blocks_per_part: int) -> None:
     """A control plane checks them against these."""
     tables = tables_of({DEVICE: {0: 1, 1: 4, 2: 2}, HOST: {3: 1}})
     chain = publications((2, 2), (0, 1), (1, 4))
-    assert tables.publications.keep(chain, tables.generations[DEVICE], "publications") == 3
+    assert tables.publications[0].keep(chain, tables.generations[DEVICE], "publications") == 3
     parts = block_report(tables, blocks_per_part)
     has_blocks = [bool(part.blocks) for part in parts]
     assert has_blocks == sorted(has_blocks, reverse=True)

@@ -26,7 +26,7 @@ def trimmed(*blocks: tuple[int, int], by: int) -> Table:
 
 def put(tables: BlockTables, session_id: int, sequence_id: int, made: Table) -> None:
     tables.put(session_id, sequence_id, made)
-    tables.add_references(made.tier, {made: 1})
+    tables.add_references(made.place, {made: 1})
 
 
 def sound_tables() -> BlockTables:
@@ -37,7 +37,7 @@ def sound_tables() -> BlockTables:
     put(made, 1, 2, table(DEVICE, (1, 2)))
     put(made, 2, 1, table(DEVICE, (3, 4)))
     present = made.generations[DEVICE]
-    assert made.publications.keep(publications((0, 1)), present, "publications") == 1
+    assert made.publications[0].keep(publications((0, 1)), present, "publications") == 1
     return made
 
 
@@ -45,9 +45,9 @@ def state_of(tables: BlockTables) -> list[object]:
     """All that is known, in a form that can be compared."""
     counts = [*tables.ref_counts.values(), *tables.stale_counts.values()]
     arrays = [*tables.generations.values(), *counts]
-    published = [p.SerializeToString() for p in tables.publications.report(arrays[0], 9)]
+    published = [p.SerializeToString() for p in tables.publications[0].report(arrays[0], 9)]
     kept = {
-        (session_id, sequence_id): (made.tier, made.blocks.tolist(), made.generations.tolist())
+        (session_id, sequence_id): (made.place, made.blocks.tolist(), made.generations.tolist())
         for session_id in tables.session_ids()
         for sequence_id, made in tables.of_session(session_id).items()
     }
@@ -64,7 +64,7 @@ def test_sound_tables_pass() -> None:
     made.drop_all()
     made.check_integrity()
     assert made.num_sequences == 0
-    assert len(made.publications) == 1
+    assert len(made.publications[0]) == 1
 
 
 SPOILERS: dict[str, Callable[[BlockTables], object]] = {
@@ -74,7 +74,7 @@ SPOILERS: dict[str, Callable[[BlockTables], object]] = {
     "another generation": lambda t: t.put(1, 1, table(DEVICE, (0, 7), (1, 2))),
     "another tier": lambda t: t.put(1, 2, table(HOST, (1, 2))),
     "a table less": lambda t: t.put(1, 2, None),
-    "a session without tables": lambda t: t._tables.update({3: {}}),
+    "a session without tables": lambda t: t._tables.update({(3, 0): {}}),
     "columns of unequal length": lambda t: t.put(
         1, 2, Table(DEVICE, np.ones(1, np.int32), np.full(2, 2))
     ),
@@ -118,7 +118,7 @@ def test_a_transaction_that_fails_is_undone_and_one_that_does_not_stays() -> Non
         made.allocate(DEVICE, np.array([0]), np.array([50]))
     made.check_integrity()
     assert made.generations[DEVICE][0] == 50
-    assert not len(made.publications)
+    assert not len(made.publications[0])
 
 
 def test_entries_of_a_block_allocated_again_are_stale_until_they_are_removed() -> None:
@@ -154,7 +154,7 @@ def test_scopes_of_which_nothing_is_published_are_forgotten() -> None:
     for tenant in range(1000):
         message = publications((1, 2))
         message.tenant = str(tenant)
-        made.publications.keep(message, present, "publications")
-    assert len(made.publications._scopes) <= 65
-    kept = {p.tenant for p in made.publications.report(present, 9)}
+        made.publications[0].keep(message, present, "publications")
+    assert len(made.publications[0]._scopes) <= 65
+    kept = {p.tenant for p in made.publications[0].report(present, 9)}
     assert kept == {"default", "999"}

@@ -156,7 +156,11 @@ def test_every_kernel_of_the_cpu_is_told_how_many_threads_to_run_on(
 def test_a_measured_pool_leaves_room_beside_it() -> None:
     def num_blocks(utilization: float, scratch_bytes: int) -> int:
         return memory.measure_num_blocks(
-            1000, 10, utilization=utilization, reserve_bytes=50, scratch_bytes=scratch_bytes
+            1000,
+            lambda usable: usable // 10,
+            utilization=utilization,
+            reserve_bytes=50,
+            scratch_bytes=scratch_bytes,
         )
 
     assert num_blocks(1.0, 0) == 95

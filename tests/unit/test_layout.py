@@ -280,12 +280,13 @@ def test_the_model_id_is_the_folder_and_a_hash_of_config_and_weights(tmp_path: P
 @pytest.mark.parametrize(
     ("field", "change"),
     [
-        ("model_type", {"model_type": "mamba"}),
-        ("num_hidden_layers", {"num_hidden_layers": None}),
-        ("num_hidden_layers", {"num_hidden_layers": "three"}),
-        ("num_attention_heads", {"num_attention_heads": 0}),
+        ("model_type", {"model_type": None}),
+        ("layer_types", {"model_type": "mamba"}),
+        ("layer_types", {"model_type": "qwen3_next", "full_attention_interval": 2}),
+        ("num_attention_heads", {"model_type": "rwkv", "num_attention_heads": None}),
+        ("num_hidden_layers", {"num_hidden_layers": 0}),
         ("num_key_value_heads", {"num_key_value_heads": 3}),
-        ("hidden_size", {"hidden_size": 100, "head_dim": None}),
+        ("hidden_size", {"model_type": "opt", "hidden_size": 100, "head_dim": None}),
     ],
 )
 def test_a_config_that_is_wrong_names_the_entry(

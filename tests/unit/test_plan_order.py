@@ -42,7 +42,7 @@ def run_of(number: int, num_spans: int = 1) -> Run:
     return Run(
         number=number,
         digest=b"%d" % number,
-        batch=batch,
+        attention=(batch,),
         allocated={},
         to_clear=({}, {}),
         transfers=transfers,

@@ -90,7 +90,7 @@ class Bench:
     def write(self, layer: int, num_tokens: int) -> None:
         session, run = self.runner.latest(1, None)
         key, value = tokens(num_tokens, seed=1), tokens(num_tokens, seed=2)
-        arguments = self.compute.write_arguments(run.batch, layer, key, value)
+        arguments = self.compute.write_arguments(run.attention[0], layer, key, value)
         self.runner.write(session, run, arguments)
         run.progress.finish_layer(layer)
 
@@ -207,7 +207,7 @@ def test_a_block_that_is_published_after_the_start_is_not_written(bench: Bench) 
     bench.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
     bench.write(0, 12)
     present = bench.tables.generations[DEVICE]
-    bench.tables.publications.keep(publications((1, 1)), present, "publications")
+    bench.tables.publications[0].keep(publications((1, 1)), present, "publications")
     with pytest.raises(BlockNotWritableError):
         bench.write(1, 12)
 

@@ -131,18 +131,11 @@ def of_a_later_release() -> tpb.Layout:
     return layout
 
 
-def two_groups() -> tpb.Layout:
-    layout = LAYOUT.to_proto()
-    layout.groups.add(name="window", layers=[2], num_kv_heads=2, head_size=8)
-    return layout
-
-
 @pytest.mark.parametrize(
     ("layout", "field"),
     [
         (unserved(cache_kind=tpb.CACHE_KIND_LATENT), "layout.groups[0].cache_kind"),
         (unserved(value_head_size=520), "layout.groups[0].value_head_size"),
-        (two_groups(), "layout.groups"),
         (of_a_later_release(), "layout"),
     ],
 )

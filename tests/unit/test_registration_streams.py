@@ -15,6 +15,7 @@ from control_plane.server.registration_server import Registrar
 from kvplane import columns, signing
 from kvplane.columns import INT32
 from kvplane.errors import CancelledError, InvalidRequestError, QuotaExceededError
+from kvplane.serving.access import everything
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 
@@ -24,7 +25,7 @@ class Stream:
 
     def __init__(self, registrar: Registrar) -> None:
         self.said: asyncio.Queue[pb.RegisterRequest] = asyncio.Queue()
-        self.answers = registrar.serve(self._requests())
+        self.answers = registrar.serve(self._requests(), everything("default"))
 
     async def _requests(self) -> AsyncIterator[pb.RegisterRequest]:
         while True:

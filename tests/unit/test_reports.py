@@ -11,16 +11,17 @@ from kvplane.columns import INT64
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import types_pb2 as tpb
 
-SIZES = {tpb.TIER_DEVICE: 4, tpb.TIER_HOST: 0}
+SIZES = [{tpb.TIER_DEVICE: 4, tpb.TIER_HOST: 0}]
 
 
 def built(reports: Reports) -> tuple[list[int], int]:
     """Generations of the device blocks, and how many hold a prefix."""
-    reports.rebuild.begin(b"", b"", "lru")
-    while not reports.rebuild.step(100):
+    (rebuild,) = reports.rebuilds
+    rebuild.begin(b"", b"", "lru")
+    while not rebuild.step(100):
         pass
-    num_restored = reports.rebuild.num_restored
-    pool = reports.rebuild.take()
+    num_restored = rebuild.num_restored
+    pool = rebuild.take()
     found = columns.read(INT64, pool.generations(tpb.TIER_DEVICE), "generations")
     return found.tolist(), num_restored
 

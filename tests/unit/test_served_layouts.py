@@ -20,9 +20,10 @@ def test_a_layout_is_known_whole_or_by_its_fingerprint() -> None:
     assert layout_fingerprint(alone, field="layout") == LAYOUT.fingerprint
 
 
-def two_groups() -> tpb.Layout:
+def too_many_groups() -> tpb.Layout:
     message = LAYOUT.to_proto()
-    message.groups.add(name="window", layers=[2], num_kv_heads=2, head_size=8)
+    for layer in range(2, 66):
+        message.groups.add(name=str(layer), layers=[layer], num_kv_heads=2, head_size=8)
     message.fingerprint = b""
     return message
 
@@ -42,7 +43,7 @@ def test_a_field_of_a_later_release_is_refused_also_beside_a_fingerprint() -> No
         (tpb.Layout(fingerprint=b"short"), "fingerprint"),
         (tpb.Layout(model_id="m"), "dtype"),
         (tpb.Layout(model_id="m", dtype=FLOAT32, kv_dtype=FLOAT32), "block_size_tokens"),
-        (two_groups(), "groups"),
+        (too_many_groups(), "groups"),
     ],
 )
 def test_a_layout_that_means_nothing_is_refused_by_its_field(

@@ -33,14 +33,6 @@ def test_it_says_what_is_missing_until_nothing_is() -> None:
     assert not shards.fence_done(5, 1)
 
 
-def test_a_tier_has_as_many_blocks_as_the_smallest_shard() -> None:
-    shards = PoolShards(2, LAYOUT, bytes(32))
-    joined(shards, 0, num_device_blocks=12, num_host_blocks=0)
-    joined(shards, 1, num_device_blocks=9, num_host_blocks=4)
-    assert shards.num_blocks(tpb.TIER_DEVICE) == 9
-    assert shards.num_blocks(tpb.TIER_HOST) == 0
-
-
 def test_sessions_are_counted_from_one_for_each_key() -> None:
     shards = PoolShards(1, LAYOUT, bytes(32))
     assert [shards.next_ordinal() for _ in range(3)] == [1, 2, 3]

@@ -245,14 +245,14 @@ def test_generations_that_begin_and_end_are_found_also_of_blocks_allocated_twice
 
 def test_an_allocation_forgets_what_was_published() -> None:
     tables = sound()
-    tables.publications.published[:3] = True
+    tables.publications[0].published[:3] = True
     apply(tables, drop(1), set_blocks(3, [(0, 2)]))
-    assert tables.publications.published[:3].tolist() == [False, True, True]
+    assert tables.publications[0].published[:3].tolist() == [False, True, True]
 
 
 def test_blocks_for_no_table_are_allocated_after_those_of_tables() -> None:
     tables = sound()
-    tables.publications.published[:4] = True
+    tables.publications[0].published[:4] = True
     allocated = apply(
         tables,
         set_blocks(3, [(5, 1)]),
@@ -264,7 +264,7 @@ def test_blocks_for_no_table_are_allocated_after_those_of_tables() -> None:
     assert tables.generations[DEVICE][:6].tolist() == [2, 1, 1, 1, 0, 2]
     assert tables.generations[HOST][3] == 1
     assert tables.ref_counts[DEVICE].tolist()[:6] == [0, 0, 1, 0, 0, 0]
-    assert tables.publications.published[:4].tolist() == [False, True, True, False]
+    assert tables.publications[0].published[:4].tolist() == [False, True, True, False]
     tables.check_integrity()
 
 

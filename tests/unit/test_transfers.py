@@ -33,12 +33,12 @@ def test_batches_are_of_one_direction_and_together_all_transfers_in_order(
     batches = read.batches()
     assert len(read) == len(pairs)
     run = [
-        ((batch.source_tier, source), (batch.destination_tier, destination))
+        ((batch.source, source), (batch.destination, destination))
         for batch in batches
         for source, destination in batch.pairs.tolist()
     ]
     assert run == pairs
-    directions = [(batch.source_tier, batch.destination_tier) for batch in batches]
+    directions = [(batch.source, batch.destination) for batch in batches]
     assert all(a != b for a, b in itertools.pairwise(directions)), "one call each"
 
 

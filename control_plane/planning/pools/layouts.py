@@ -10,14 +10,17 @@ from kvplane.protocol import refuse_unknown_fields
 from kvplane.v1 import types_pb2 as tpb
 
 FINGERPRINT_BYTES: Final = 32
+MAX_GROUPS: Final = 64
 
 
 def served_layout(message: tpb.Layout, *, field: str) -> Layout:
     """Read a layout that was sent whole. Raises InvalidRequestError naming a field under ``field``
     when it is malformed, or not served here.
     """
-    if len(message.groups) > 1:
-        raise InvalidRequestError("must be exactly one layer group", field=f"{field}.groups")
+    if len(message.groups) > MAX_GROUPS:
+        raise InvalidRequestError(
+            f"must be at most {MAX_GROUPS} layer groups", field=f"{field}.groups"
+        )
     try:
         return Layout.from_proto(message)
     except InvalidRequestError as error:

@@ -1,4 +1,5 @@
-"""One pool: its shards, and the native core that keeps the metadata of its blocks.
+"""One pool: its shards, and the native cores that keep the metadata of its blocks, one for each
+layer group.
 
     register ──► report ──► (all reported, old sessions fenced) ──► built ──► ready
        ▲                                                             │ while all are connected
@@ -10,9 +11,10 @@ generations, counters and the revision go on from the one before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, KeysView
+from collections.abc import Callable, Iterator, KeysView, Sequence
 from typing import Final, Protocol
 
+from kvplane_blocks import GroupedPool
 from kvplane_blocks import Pool as NativePool
 
 from control_plane.planning.config import CoreConfig
@@ -33,6 +35,7 @@ from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 
 _DEVICE: Final = tpb.TIER_DEVICE
+_HOST: Final = tpb.TIER_HOST
 _RETRY_DELAY_S: Final = 0.5
 _MAX_TENANTS: Final = 65_536
 _MAX_WITHDRAWN: Final = 65_536  # blocks in one message
@@ -53,6 +56,10 @@ _COUNTERS: Final = (
 )
 _FORGOTTEN: Final = _COUNTERS.index("num_forgotten_blocks")
 _MAXIMUM: Final = _COUNTERS.index("max_held_blocks")
+_OF_TOKENS: Final = [i for i, name in enumerate(_COUNTERS) if name.endswith("_tokens")]
+
+
+Native = NativePool | GroupedPool
 
 
 class Follower(Protocol):
@@ -65,7 +72,10 @@ class Follower(Protocol):
 class Pool:
     """State of one pool; registration, planning and publication are in other modules."""
 
-    native: NativePool
+    groups: list[NativePool]
+    """The core of each layer group."""
+    native: Native
+    """What operations call: the only group, or all of them, which it keeps in step."""
 
     def __init__(self, pool_id: str, shards: PoolShards, config: CoreConfig) -> None:
         self.id = pool_id
@@ -88,9 +98,10 @@ class Pool:
         self._has_forgotten = False  # blocks, which the shards are to withdraw
         self._earlier_counters = [0] * len(_COUNTERS)  # of the cores before this one
         self._earlier_revision = 0
-        self._usage = cpb.PoolUsage(tiers=[cpb.TierUsage(tier=tier) for tier in TIERS])
-        self._counted: dict[tpb.Tier, tuple[int, ...]] = {}
-        self.native = NativePool(shards.layout.block_size_tokens, 0, 0, b"", b"", "lru")
+        self._usage = cpb.PoolUsage()
+        self._counted: dict[int, tuple[int, ...]] = {}
+        self.groups = []
+        self._use(self._made([dict.fromkeys(TIERS, 0)] * len(shards.layout.groups)))
 
     @property
     def key(self) -> bytes:
@@ -113,6 +124,14 @@ class Pool:
         return self.layout.block_size_tokens
 
     @property
+    def lead(self) -> NativePool:
+        """The group that says of a prefix whether it is cached, to those who ask outside of a
+        session: the first without an attention window, in which a prefix is whole.
+        """
+        windows = [group.sliding_window_tokens for group in self.layout.groups]
+        return self.groups[windows.index(0) if 0 in windows else 0]
+
+    @property
     def session_ids(self) -> KeysView[int]:
         """Open sessions."""
         return self._slots.keys()
@@ -133,7 +152,7 @@ class Pool:
         return self.is_building or self.is_forgetting
 
     def num_blocks(self, tier: tpb.Tier) -> int:
-        """Blocks of a tier; 0 while the pool is not built."""
+        """Blocks of a tier, of the smallest group; 0 while the pool is not built."""
         return self.native.usage(tier)[0]
 
     # Builds
@@ -142,56 +161,91 @@ class Pool:
         """Forget all blocks until the pool is built again. Its sessions have ended."""
         self.built = self.is_building = False
         self._earlier_revision += 1
-        self.set_tiers(dict.fromkeys(TIERS, 0))
+        self.set_tiers(*(dict.fromkeys(TIERS, 0) for _ in self.layout.groups))
 
-    def set_tiers(self, num_blocks: dict[tpb.Tier, int]) -> None:
-        """Start over with so many blocks of each tier, all free, at the generations known."""
-        device, host = (num_blocks[tier] for tier in TIERS)
-        self._adopt(NativePool(self.block_size, device, host, *self._settings()))
+    def set_tiers(self, *num_blocks: dict[tpb.Tier, int]) -> None:
+        """Start over with so many blocks of each tier, for each layer group, all free, at the
+        generations known.
+        """
+        self._adopt(self._made(num_blocks))
 
     def begin_build(self) -> None:
         """Begin to build the pool from its shards' reports."""
         self.is_building = True
-        self.shards.reports.rebuild.begin(*self._settings(), now_s=self.now_s)
+        for group, rebuild in enumerate(self.shards.reports.rebuilds):
+            rebuild.begin(*self._settings(group), now_s=self.now_s)
 
     def end_build(self) -> None:
         """Use the pool that is built."""
-        self._adopt(self.shards.reports.rebuild.take())
+        self._adopt([rebuild.take() for rebuild in self.shards.reports.rebuilds])
         self.is_building, self.built = False, True
 
-    def _settings(self) -> tuple[bytes, bytes, str, int, int, int]:
+    def _made(self, num_blocks: Sequence[dict[tpb.Tier, int]]) -> list[NativePool]:
+        size = self.block_size
+        return [
+            NativePool(size, of_group[_DEVICE], of_group[_HOST], *self._settings(group))
+            for group, of_group in enumerate(num_blocks)
+        ]
+
+    def _settings(self, group: int) -> tuple[bytes, bytes, str, int, int, int, int]:
         """Of a core that goes on from the present one's generations: also those of blocks beyond
         the size of a smaller shard, as one that kept running must not see them again.
         """
-        config, (group,) = self._config, self.layout.groups
-        device, host = (self.native.generations(tier) for tier in TIERS)
+        config, present = self._config, self.groups[group : group + 1]
+        device, host = (b"".join(core.generations(tier) for core in present) for tier in TIERS)
         return (
             device,
             host,
             config.eviction_policy,
-            group.sliding_window_tokens,
+            self.layout.groups[group].sliding_window_tokens,
             config.max_sequences,
             config.max_table_entries,
+            config.max_tenant_blocks,
         )
 
-    def _adopt(self, native: NativePool) -> None:
-        for i, value in enumerate(self.native.counters()):
-            earlier = self._earlier_counters[i]
-            self._earlier_counters[i] = max(earlier, value) if i == _MAXIMUM else earlier + value
-        self._earlier_revision += self.native.revision
+    def _adopt(self, groups: list[NativePool]) -> None:
+        self._earlier_counters = self._count()
+        self._earlier_revision += self._revision
         self._ended_slots.clear()
         self.is_forgetting = False
-        self.native = native
+        self._use(groups)
         self._roots.clear()
-        for root in native.roots():
+        for root in self.roots():
             self._roots.setdefault(owner_of(root)[0], set()).add(root)
-        native.watch_enable(self._config.num_kept_changes)
-        native.set_time(self.now_s)
+        self.lead.watch_enable(self._config.num_kept_changes)
+        self.set_time(self.now_s)
+
+    def _use(self, groups: list[NativePool]) -> None:
+        self.groups = groups
+        self.native = groups[0] if len(groups) == 1 else GroupedPool(groups)
+        self._counted.clear()
+        del self._usage.tiers[:]
+        self._usage.tiers.extend(
+            cpb.TierUsage(tier=tier, group=group) for group in range(len(groups)) for tier in TIERS
+        )
+
+    def _count(self) -> list[int]:
+        """The counters of all cores so far. Tokens are counted in the first group alone."""
+        counted = list(self._earlier_counters)
+        for group, core in enumerate(self.groups):
+            for i, value in enumerate(core.counters()):
+                if i == _MAXIMUM:
+                    counted[i] = max(counted[i], value)
+                elif group == 0 or i not in _OF_TOKENS:
+                    counted[i] += value
+        return counted
+
+    def roots(self) -> list[bytes]:
+        """The roots of which something is cached or a session is open."""
+        if len(self.groups) == 1:
+            return self.groups[0].roots()
+        return list(dict.fromkeys(root for core in self.groups for root in core.roots()))
 
     def set_time(self, now_s: float) -> None:
         """``now_s``: monotonic seconds."""
         self.now_s = now_s
-        self.native.set_time(now_s)
+        for core in self.groups:
+            core.set_time(now_s)
 
     # Room
 
@@ -221,7 +275,7 @@ class Pool:
         most = self._config.max_tenant_namespaces
         roots = self._roots.setdefault(tenant, set())
         if root not in roots and len(roots) >= most:
-            roots.intersection_update(self.native.roots())
+            roots.intersection_update(self.roots())
         if root not in roots and len(roots) >= most:
             raise QuotaExceededError(
                 f"{most} namespaces are in use: end the sessions of one and forget its contents",
@@ -255,43 +309,48 @@ class Pool:
 
     def announce(self) -> None:
         """Send what was published and forgotten since the last call to the shards."""
-        published = self.native.take_publications(MAX_PUBLICATIONS)
-        if published:
-            self.shards.send([publish_message(run) for run in published])
+        for group, core in enumerate(self.groups):
+            published = core.take_publications(MAX_PUBLICATIONS)
+            if published:
+                self.shards.send([publish_message(run, group) for run in published])
         while self._has_forgotten:
-            indices, generations = self.native.take_forgotten(_MAX_WITHDRAWN)
-            if indices:
-                self.shards.send([withdraw_message(indices, generations)])
-            self._has_forgotten = bool(indices)
+            self._has_forgotten = False
+            for group, core in enumerate(self.groups):
+                indices, generations = core.take_forgotten(_MAX_WITHDRAWN)
+                if indices:
+                    self.shards.send([withdraw_message(indices, generations, group)])
+                    self._has_forgotten = True
 
     def forget_some(self) -> None:
         """Take entries apart that were forgotten, for a few milliseconds."""
         self._has_forgotten = True
-        self.is_forgetting = self.native.forget_some(_PIECE_ENTRIES)
+        self.is_forgetting = any(core.forget_some(_PIECE_ENTRIES) for core in self.groups)
 
     def missed(self, shard_index: int) -> list[cpb.RegisterResponse]:
         """What a shard that came back may not have been sent: fences, what was forgotten, and all
         publications.
         """
         self.announce()  # to the others: all of it is in what follows
-        published = self.native.all_publications(MAX_PUBLICATIONS)
-        return (
-            self.shards.fences_for(shard_index)
-            + [withdraw_message(*columns) for columns in self._withdrawn(published)]
-            + [publish_message(run) for run in published]
-        )
+        messages = self.shards.fences_for(shard_index)
+        for group, core in enumerate(self.groups):
+            published = core.all_publications(MAX_PUBLICATIONS)
+            messages += [
+                withdraw_message(*columns, group) for columns in self._withdrawn(core, published)
+            ]
+            messages += [publish_message(run, group) for run in published]
+        return messages
 
-    def _withdrawn(self, published: list[Run]) -> Iterator[tuple[bytes, bytes]]:
+    def _withdrawn(self, core: NativePool, published: list[Run]) -> Iterator[tuple[bytes, bytes]]:
         """Indices and generations of all blocks that were allocated and hold no published prefix,
         if any prefix was ever forgotten.
         """
-        if not self.native.counters()[_FORGOTTEN]:
+        if not core.counters()[_FORGOTTEN]:
             return
-        generations = columns.read(INT64, self.native.generations(_DEVICE), "generations")
+        generations = columns.read(INT64, core.generations(_DEVICE), "generations")
         for _, indices, *_ in published:
             for block in columns.read(INT32, indices, "indices"):
                 generations[block] = 0
-        blocks = [block for block in range(self.num_blocks(_DEVICE)) if generations[block]]
+        blocks = [block for block in range(core.usage(_DEVICE)[0]) if generations[block]]
         for begin in range(0, len(blocks), _MAX_WITHDRAWN):
             part = blocks[begin : begin + _MAX_WITHDRAWN]
             yield columns.pack(INT32, part), columns.pack(INT64, [generations[i] for i in part])
@@ -300,7 +359,11 @@ class Pool:
 
     def revision(self) -> int:
         """Counts the changes to the prefix index."""
-        return self._earlier_revision + self.native.revision
+        return self._earlier_revision + self._revision
+
+    @property
+    def _revision(self) -> int:
+        return self.lead.revision
 
     def revision_of(self, native_revision: int) -> int:
         """The pool's revision for one of the present core."""
@@ -319,11 +382,13 @@ class Pool:
                 follower.wake()
 
     def usage(self) -> cpb.PoolUsage:
-        """How the blocks of each tier are used. The message is changed by the next call."""
-        for tier, message in zip(TIERS, self._usage.tiers, strict=True):
-            counted = self.native.usage(tier)
-            if self._counted.get(tier) != counted:
-                self._counted[tier] = counted
+        """How the blocks of each tier of each layer group are used. The message is changed by the
+        next call.
+        """
+        for i, message in enumerate(self._usage.tiers):
+            counted = self.groups[message.group].usage(message.tier)
+            if self._counted.get(i) != counted:
+                self._counted[i] = counted
                 (
                     message.num_blocks,
                     message.num_free_blocks,
@@ -339,11 +404,8 @@ class Pool:
             num_cut_sequences=self.num_cut_sequences,
             num_granted_admissions=self.num_granted_admissions,
         )
-        for name, earlier, value in zip(
-            _COUNTERS, self._earlier_counters, self.native.counters(), strict=True
-        ):
-            is_maximum = name == _COUNTERS[_MAXIMUM]
-            setattr(counters, name, max(earlier, value) if is_maximum else earlier + value)
+        for name, value in zip(_COUNTERS, self._count(), strict=True):
+            setattr(counters, name, value)
         return counters
 
     def info(self, num_sequences: int) -> cpb.DescribePoolResponse:

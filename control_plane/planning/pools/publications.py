@@ -44,11 +44,12 @@ def owner_of(root: bytes) -> tuple[str, str]:
     return root[begin:end].decode(), root[end + _LENGTH.size :].decode()
 
 
-def publish_message(run: Run) -> cpb.RegisterResponse:
-    """Announces published blocks of one root, parents before children."""
+def publish_message(run: Run, group: int = 0) -> cpb.RegisterResponse:
+    """Announces published blocks of one root and layer group, parents before children."""
     root, indices, generations, parent_indices, parent_generations, hashes, token_ids = run
     tenant, namespace = owner_of(root)
     publications = tpb.Publications(
+        group=group,
         tenant=tenant,
         namespace=namespace,
         hash_algorithm=HASH_ALGORITHM,
@@ -62,10 +63,10 @@ def publish_message(run: Run) -> cpb.RegisterResponse:
     return cpb.RegisterResponse(publish=cpb.PublishBlocks(publications=publications))
 
 
-def withdraw_message(indices: bytes, generations: bytes) -> cpb.RegisterResponse:
-    """Takes back publications of device blocks of these generations."""
+def withdraw_message(indices: bytes, generations: bytes, group: int = 0) -> cpb.RegisterResponse:
+    """Takes back publications of a group's device blocks of these generations."""
     return cpb.RegisterResponse(
-        withdraw=cpb.WithdrawBlocks(indices=indices, generations=generations)
+        withdraw=cpb.WithdrawBlocks(indices=indices, generations=generations, group=group)
     )
 
 
@@ -73,7 +74,6 @@ def reported_root(message: tpb.Publications, *, fingerprint: bytes, num_blocks: 
     """The root of reported publications of a device tier of ``num_blocks``, whose columns have not
     been read yet. Raises InvalidRequestError naming a field of the message.
     """
-    _require(message.group == 0, "group", "must be 0: one layer group is served")
     algorithm = message.hash_algorithm
     _require(algorithm == HASH_ALGORITHM, "hash_algorithm", f"must be {HASH_ALGORITHM!r}")
     longest = MAX_NAMESPACE_CHARACTERS

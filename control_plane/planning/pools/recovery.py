@@ -34,13 +34,16 @@ def begin_if_complete(pool: Pool) -> None:
     if pool.built or pool.is_building or shards.is_fencing or not shards.are_complete:
         return
     pool.begin_build()
-    most = max(sum(num_blocks_of(state.hello).values()) for state in shards.states.values())
+    most = max(
+        sum(sum(of_group.values()) for of_group in num_blocks_of(state.hello))
+        for state in shards.states.values()
+    )
     while most <= _SMALL_BLOCKS and not build_some(pool):
         pass
 
 
 def build_some(pool: Pool) -> bool:
     """Go on with a build for a few milliseconds; returns whether the pool is built now."""
-    if pool.shards.reports.rebuild.step(_PIECE_BLOCKS):
+    if all(rebuild.step(_PIECE_BLOCKS) for rebuild in pool.shards.reports.rebuilds):
         pool.end_build()
     return pool.built

@@ -25,6 +25,7 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.layout import Layout
+from kvplane.shard import Shard
 from kvplane.v1 import control_pb2 as cpb
 
 MAX_POOL_ID_CHARACTERS: Final = 128
@@ -202,6 +203,7 @@ class Registration:
             and hello.layout == known.layout
             and hello.num_device_blocks == known.num_device_blocks
             and hello.num_host_blocks == known.num_host_blocks
+            and [*hello.groups] == [*known.groups]
         )
 
     def _restart(self, pool: Pool, hello: cpb.Hello, layout: Layout) -> None:
@@ -282,19 +284,40 @@ def _validate(hello: cpb.Hello) -> Layout:
     _require(1 <= shard.num_shards <= MAX_SHARDS, "shard.num_shards", f"from 1 to {MAX_SHARDS}")
     _require(0 <= shard.index < shard.num_shards, "shard.index", "from 0 to num_shards - 1")
     _require(hello.epoch > 0, "epoch", "above 0")
-    most = MAX_BLOCKS
-    _require(1 <= hello.num_device_blocks <= most, "num_device_blocks", f"from 1 to {most}")
-    _require(0 <= hello.num_host_blocks <= most, "num_host_blocks", f"from 0 to {most}")
+    _check_num_blocks(hello, "")
     _require(len(hello.key_id) in _KEY_ID_BYTES, "key_id", "16 bytes, or empty")
-    (group,) = layout.groups
+    num_groups = len(layout.groups)
+    if num_groups > 1:
+        _require(len(hello.groups) == num_groups, "groups", f"{num_groups}, one for each group")
+        whole = Shard.whole(layout)
+        _require(Shard.from_proto(shard) == whole, "shard", f"{whole}, as there are several groups")
+    else:
+        _require(not hello.groups, "groups", "empty where there is one layer group")
+    for i, group in enumerate(hello.groups):
+        _check_num_blocks(group, f"groups[{i}].")
     held = {
-        "layer": (shard.first_layer, shard.num_layers, group.layers[-1] + 1),
-        "kv_head": (shard.first_kv_head, shard.num_kv_heads, group.num_kv_heads),
+        "layer": (
+            shard.first_layer,
+            shard.num_layers,
+            max(group.layers[-1] for group in layout.groups) + 1,
+        ),
+        "kv_head": (
+            shard.first_kv_head,
+            shard.num_kv_heads,
+            max(group.num_kv_heads for group in layout.groups),
+        ),
     }
     for name, (first, num, end) in held.items():
         _require(0 <= first < end, f"shard.first_{name}", f"from 0 to {end - 1}")
         _require(1 <= num <= end - first, f"shard.num_{name}s", f"from 1 to {end - first}")
     return layout
+
+
+def _check_num_blocks(message: cpb.Hello | cpb.GroupBlocks, at: str) -> None:
+    most = MAX_BLOCKS
+    num_device, num_host = message.num_device_blocks, message.num_host_blocks
+    _require(1 <= num_device <= most, f"{at}num_device_blocks", f"from 1 to {most}")
+    _require(0 <= num_host <= most, f"{at}num_host_blocks", f"from 0 to {most}")
 
 
 def _require(ok: bool, field: str, wanted: str) -> None:

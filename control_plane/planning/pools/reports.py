@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from kvplane_blocks import ColumnError, Rebuild
@@ -20,17 +21,26 @@ TIERS: Final = (tpb.TIER_DEVICE, tpb.TIER_HOST)
 class Reports:
     """What all shards have reported so far, from which the pool is built."""
 
-    __slots__ = ("_fingerprint", "rebuild")
+    __slots__ = ("_fingerprint", "rebuilds")
 
     def __init__(self, layout: Layout, num_shards: int) -> None:
-        self.rebuild = Rebuild(layout.block_size_tokens, num_shards)
+        size = layout.block_size_tokens
+        self.rebuilds = [Rebuild(size, num_shards) for _ in layout.groups]  # by layer group
         self._fingerprint = layout.fingerprint
 
-    def start(self, shard_index: int, num_blocks: dict[tpb.Tier, int]) -> None:
-        """A shard begins to report; what it reported before is dropped."""
-        self.rebuild.start_shard(shard_index, *(num_blocks[tier] for tier in TIERS))
+    def start(self, shard_index: int, num_blocks: Sequence[dict[tpb.Tier, int]]) -> None:
+        """A shard begins to report; what it reported before is dropped. ``num_blocks``: of each
+        layer group.
+        """
+        for rebuild, of_group in zip(self.rebuilds, num_blocks, strict=True):
+            rebuild.start_shard(shard_index, *(of_group[tier] for tier in TIERS))
 
-    def add(self, shard_index: int, num_blocks: dict[tpb.Tier, int], part: cpb.BlockReport) -> None:
+    def add(
+        self,
+        shard_index: int,
+        num_blocks: Sequence[dict[tpb.Tier, int]],
+        part: cpb.BlockReport,
+    ) -> None:
         """Add a part of a shard's report. Raises InvalidRequestError naming a field of it; messages
         before the one at fault have been added then.
         """
@@ -38,18 +48,20 @@ class Reports:
         try:
             for i, blocks in enumerate(part.blocks):
                 at = f"report.blocks[{i}]"
-                _check_blocks(blocks, num_blocks)
-                self.rebuild.add_blocks(
+                _check_group(blocks.group, num_blocks)
+                _check_blocks(blocks, num_blocks[blocks.group])
+                self.rebuilds[blocks.group].add_blocks(
                     shard_index, blocks.tier, blocks.indices, blocks.generations
                 )
             for i, message in enumerate(part.publications):
                 at = f"report.publications[{i}]"
+                _check_group(message.group, num_blocks)
                 root = reported_root(
                     message,
                     fingerprint=self._fingerprint,
-                    num_blocks=num_blocks[tpb.TIER_DEVICE],
+                    num_blocks=num_blocks[message.group][tpb.TIER_DEVICE],
                 )
-                self.rebuild.add_publications(
+                self.rebuilds[message.group].add_publications(
                     shard_index,
                     root,
                     message.indices,
@@ -67,10 +79,14 @@ class Reports:
             raise InvalidRequestError(error.message, field=f"{at}.{error.field}") from None
 
 
+def _check_group(group: int, num_blocks: Sequence[dict[tpb.Tier, int]]) -> None:
+    last = len(num_blocks) - 1
+    if not 0 <= group <= last:
+        raise InvalidRequestError(f"must be from 0 to {last}, the layer groups", field="group")
+
+
 def _check_blocks(message: tpb.Blocks, num_blocks: dict[tpb.Tier, int]) -> None:
     """What can be checked before the columns are read."""
-    if message.group != 0:
-        raise InvalidRequestError("must be 0: one layer group is served", field="group")
     if message.tier not in TIERS:
         raise InvalidRequestError(
             f"must be TIER_DEVICE or TIER_HOST, not {message.tier}", field="tier"

@@ -174,10 +174,6 @@ class PoolShards:
         """Identifies the key."""
         return signing.key_id(self.key)
 
-    def num_blocks(self, tier: tpb.Tier) -> int:
-        """Blocks of a tier: as many as the smallest shard has."""
-        return min(num_blocks_of(state.hello)[tier] for state in self.states.values())
-
     def infos(self) -> list[cpb.ShardInfo]:
         """Each shard's description, by shard index."""
         return [self.states[i].info() for i in sorted(self.states)]
@@ -264,24 +260,27 @@ class PoolShards:
         """Shards that do not overlap hold everything when their parts add up to it."""
         if len(self.states) < self.num_shards:
             return False
-        (group,) = self.layout.groups
         num_held = 0
         for state in self.states.values():
             layers, heads = self._parts(state.hello.shard)
             num_held += len(layers) * len(heads)
-        return num_held == len(group.layers) * group.num_kv_heads
+        if len(self.layout.groups) > 1:
+            return True  # its one shard holds all
+        return num_held == len(self.layout.groups[0].layers) * self.layout.groups[0].num_kv_heads
 
     def _parts(self, shard: tpb.Shard) -> tuple[set[int], range]:
         """The model layers and the KV heads that a shard holds."""
-        (group,) = self.layout.groups
         layers = range(shard.first_layer, shard.first_layer + shard.num_layers)
         heads = range(shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads)
-        return {layer for layer in group.layers if layer in layers}, heads
+        return {x for group in self.layout.groups for x in group.layers if x in layers}, heads
 
 
-def num_blocks_of(hello: cpb.Hello) -> dict[tpb.Tier, int]:
-    """Blocks of each tier of a shard."""
-    return {tpb.TIER_DEVICE: hello.num_device_blocks, tpb.TIER_HOST: hello.num_host_blocks}
+def num_blocks_of(hello: cpb.Hello) -> list[dict[tpb.Tier, int]]:
+    """Blocks of each tier of a shard, by layer group."""
+    return [
+        {tpb.TIER_DEVICE: group.num_device_blocks, tpb.TIER_HOST: group.num_host_blocks}
+        for group in (hello.groups or [hello])
+    ]
 
 
 def _overlap(a: tuple[set[int], range], b: tuple[set[int], range]) -> bool:

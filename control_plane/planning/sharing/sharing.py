@@ -17,6 +17,7 @@ from typing import Final
 
 from kvplane_blocks import _native
 
+from control_plane.planning import traffic
 from control_plane.planning.admission.decisions import (
     Admission,
     AdmissionConfig,
@@ -29,11 +30,13 @@ from control_plane.planning.admission.decisions import (
 )
 from control_plane.planning.admission.line import Line
 from control_plane.planning.pools.pool import Pool
+from control_plane.planning.quotas import Quotas
 from control_plane.planning.session import Session
 from control_plane.planning.sharing.blocks import DeviceBlocks
 from control_plane.planning.sharing.groups import Group
 from control_plane.planning.sharing.member import Member, Waiting
 from control_plane.planning.steps import checks
+from control_plane.planning.traffic import TrafficObserver
 from kvplane import columns
 from kvplane.columns import INT32, INT64, UINT8
 from kvplane.errors import SequenceExistsError
@@ -45,6 +48,7 @@ Done = tuple[int, int, int]
 
 _DEVICE: Final = tpb.TIER_DEVICE
 _LATER: Final = (_native.LATER, _native.LATER_HEADROOM)
+_QUOTA: Final = (_native.LATER_QUOTA, _native.NEVER_QUOTA)
 # No pool has so many blocks: the core refuses, and says how many are needed.
 _PROBE: Final = 2**40
 _ALL: Final = -1
@@ -52,17 +56,26 @@ _ONES: Final = columns.pack(INT32, [1] * 4096)
 _REASONS: Final = {
     Reason.GROWTH: cpb.CUT_REASON_GROWTH,
     Reason.TURN: cpb.CUT_REASON_TURN,
+    Reason.IDLE: cpb.CUT_REASON_IDLE,
 }
 
 
 class Sharing:
     """The sessions of one pool, and their line."""
 
-    def __init__(self, pool: Pool, config: AdmissionConfig) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        config: AdmissionConfig,
+        quotas: Quotas,
+        observer: TrafficObserver | None = None,
+    ) -> None:
         self.members: dict[int, Member] = {}
         self.with_news: set[int] = set()  # sessions that were not told yet
         self._pool = pool
         self._config = config
+        self._quotas = quotas
+        self._observer = observer
         self._line = Line(DeviceBlocks(pool, self.members), config)
 
     # Sessions
@@ -244,7 +257,8 @@ class Sharing:
         for decision in self._line.tick(now_s):
             member = self.members[decision.session]
             if isinstance(decision, Pressure):
-                member.tell_pressure(decision.num_blocks, decision.deadline_s - now_s)
+                group = member.groups.by_key(decision.sequence)
+                member.tell_pressure(group, decision.num_blocks, decision.deadline_s - now_s)
             elif isinstance(decision, Cut):
                 self._cut(member, decision)
             elif isinstance(decision, EndSession):
@@ -356,6 +370,9 @@ class Sharing:
             if waiting.lapses_s is None:
                 waiting.lapses_s = self._pool.now_s + self._config.grace_s
             return False
+        num_new = 1 + columns.count(INT64, message.fork_sequence_ids)
+        if not self._quotas.allows_sequences(session, num_new):
+            return self._refuse(member, waiting, message, cpb.CUT_REASON_QUOTA)
         done = session.native.grant(
             session.slot,
             waiting.number,
@@ -372,12 +389,21 @@ class Sharing:
             member.tell_granted(message, done[0], done[1])
             member.is_drafted = True
             self._pool.num_granted_admissions += 1
+            traffic.begins(self._observer, session, message)
             return True
         if done[1] in _LATER:
             return self._ask(member, waiting.key, done[2], wait=True) is not None
-        self._line.withdraw(session.id, waiting.key)
+        by_quota = done[1] in _QUOTA
+        reason = cpb.CUT_REASON_QUOTA if by_quota else cpb.CUT_REASON_IMPOSSIBLE
+        return self._refuse(member, waiting, message, reason)
+
+    def _refuse(
+        self, member: Member, waiting: Waiting, message: cpb.Admit, reason: cpb.CutReason
+    ) -> bool:
+        """The head of the line cannot be admitted as things are: it leaves the line."""
+        self._line.withdraw(member.session.id, waiting.key)
         member.waiting = None
-        member.tell_cut(message.sequence_id, cpb.CUT_REASON_GROWTH)
+        member.tell_cut(message.sequence_id, reason)
         return True
 
     def _cut(self, member: Member, cut: Cut) -> None:
@@ -385,6 +411,7 @@ class Sharing:
         group.in_line = False
         member.wanted.pop(group.key, None)
         for sequence_id in sorted(group.members - group.swapped):
+            traffic.ends(self._observer, session, sequence_id)
             session.native.cut(session.slot, sequence_id)
             member.groups.remove(sequence_id)
             member.tell_cut(sequence_id, _REASONS[cut.reason])

@@ -34,7 +34,10 @@ _TIER_NAMES: Final = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
 _REASONS: Final = {
     _native.LATER: cpb.SHORTAGE_REASON_BLOCKS,
     _native.LATER_HEADROOM: cpb.SHORTAGE_REASON_HEADROOM,
+    _native.LATER_QUOTA: cpb.SHORTAGE_REASON_QUOTA,
+    _native.NEVER_QUOTA: cpb.SHORTAGE_REASON_QUOTA,
 }
+_NEVER: Final = (_native.NEVER, _native.NEVER_QUOTA)
 _PLACE_REASONS: Final = {
     Reason.LINE: cpb.SHORTAGE_REASON_LINE,
     Reason.GROWTH: cpb.SHORTAGE_REASON_GROWTH,
@@ -86,7 +89,7 @@ def error_of_columns(error: ColumnError, *, at: str = "") -> InvalidRequestError
 
 def shortage_status(failure: Failure) -> cpb.OperationStatus | None:
     """LATER or NEVER; None when the item is wrong."""
-    if failure[1] == _native.NEVER:
+    if failure[1] in _NEVER:
         return cpb.OPERATION_STATUS_NEVER
     return cpb.OPERATION_STATUS_LATER if failure[1] in _REASONS else None
 
@@ -100,8 +103,9 @@ def shortage_of(session: Session, failure: Failure, place: Place | None = None) 
         num_blocks_available=num_available,
         reason=_REASONS.get(code, cpb.SHORTAGE_REASON_BLOCKS),
     )
-    if code != _native.NEVER:
-        shortage.num_blocks_pending = session.native.num_pending(session.slot, tier)
+    if code not in _NEVER:
+        if code != _native.LATER_QUOTA:
+            shortage.num_blocks_pending = session.native.num_pending(session.slot, tier)
         shortage.retry_delay.CopyFrom(RETRY_DELAY)
     if place is not None:
         # The core was asked with more headroom than there is, to learn what is needed.
@@ -198,7 +202,7 @@ def _position_error(kind: str, failure: Failure) -> KvplaneError:
             )
         case _native.OTHER_TOKENS:
             return InvalidRequestError(
-                f"differ from those known of sequence {a}", field="token_ids"
+                f"differ from those known of sequence {a}, or given here before", field="token_ids"
             )
     raise AssertionError(f"the native core refuses an item of {kind} with code {code}")
 

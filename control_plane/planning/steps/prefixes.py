@@ -83,7 +83,7 @@ def forget(
     elif what == "namespace_contents":
         num_forgotten, num_in_use = native.forget_roots([session.root], force)
     else:
-        roots = [root for root in native.roots() if owner_of(root)[0] == session.tenant]
+        roots = [root for root in session.pool.roots() if owner_of(root)[0] == session.tenant]
         num_forgotten, num_in_use = native.forget_roots(roots, force)
     if num_in_use and not force:
         raise BlockInUseError(

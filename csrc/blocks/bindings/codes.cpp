@@ -12,6 +12,8 @@ void bind_codes(pybind11::module_& module) {
       {"LATER", Code::kLater},
       {"NEVER", Code::kNever},
       {"LATER_HEADROOM", Code::kLaterHeadroom},
+      {"LATER_QUOTA", Code::kLaterQuota},
+      {"NEVER_QUOTA", Code::kNeverQuota},
       {"NOT_FOUND", Code::kNotFound},
       {"EXISTS", Code::kExists},
       {"BAD_ID", Code::kBadId},

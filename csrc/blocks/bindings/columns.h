@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/pool.h"
+#include "core/grouped_pool.h"
 
 namespace kvplane::blocks {
 
@@ -42,8 +42,24 @@ Span<T> read(const py::bytes& column, const char* name, int64_t length = -1) {
   return {reinterpret_cast<const T*>(bytes.data()), num};
 }
 
-inline Slot checked(const Pool& pool, Slot slot) {
-  if (!pool.has_slot(slot)) throw py::index_error("no session is in this slot");
+// What concerns sequences is the same in all groups of a pool, so the first says it.
+inline const Pool& first_of(const Pool& pool) { return pool; }
+inline const Pool& first_of(const GroupedPool& pool) { return pool.first(); }
+
+// Calls f with the groups of the pool.
+template <typename F>
+auto in_groups(Pool& pool, F f) {
+  Pool* one = &pool;
+  return f(Groups{&one, 1});
+}
+template <typename F>
+auto in_groups(GroupedPool& pool, F f) {
+  return f(pool.groups());
+}
+
+template <typename P>
+Slot checked(const P& pool, Slot slot) {
+  if (!first_of(pool).has_slot(slot)) throw py::index_error("no session is in this slot");
   return slot;
 }
 
@@ -52,8 +68,9 @@ inline Tier tier_of(int tier) {
   return static_cast<Tier>(tier);
 }
 
-inline const Sequence& sequence_of(const Pool& pool, Slot slot, int64_t id) {
-  const Sequence* sequence = pool.find(checked(pool, slot), id);
+template <typename P>
+const Sequence& sequence_of(const P& pool, Slot slot, int64_t id) {
+  const Sequence* sequence = first_of(pool).find(checked(pool, slot), id);
   if (!sequence) throw py::key_error(std::to_string(id));
   return *sequence;
 }
@@ -72,10 +89,11 @@ inline void check_num_blocks(uint32_t num_device_blocks, uint32_t num_host_block
 inline PoolConfig make_config(uint32_t block_size_tokens, const py::bytes& device_generations,
                               const py::bytes& host_generations, const std::string& eviction_policy,
                               int64_t window_tokens, int64_t max_sequences,
-                              int64_t max_table_entries, uint64_t seed) {
+                              int64_t max_table_entries, int64_t max_owner_blocks, uint64_t seed) {
   if (block_size_tokens < 1 || block_size_tokens > 256 || 256 % block_size_tokens)
     throw py::value_error("block_size_tokens must be a power of two up to 256");
   if (window_tokens < 0) throw py::value_error("window_tokens must not be negative");
+  if (max_owner_blocks < 0) throw py::value_error("max_owner_blocks must not be negative");
   PoolConfig config;
   config.block_size_tokens = block_size_tokens;
   config.generations[0] = read_generations(device_generations);
@@ -84,6 +102,7 @@ inline PoolConfig make_config(uint32_t block_size_tokens, const py::bytes& devic
   config.window_tokens = window_tokens;
   config.max_sequences = max_sequences;
   config.max_table_entries = max_table_entries;
+  config.max_owner_blocks = max_owner_blocks;
   config.seed = seed;
   return config;
 }

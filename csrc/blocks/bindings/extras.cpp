@@ -16,14 +16,19 @@ std::pair<int64_t, int64_t> as_pair(const Forgotten& forgotten) {
   return {forgotten.num_blocks, forgotten.num_in_use};
 }
 
-void bind_retention(PoolClass& pool) {
+template <typename P>
+void bind_prefixes(py::class_<P>& pool) {
   pool.def(
       "retain",
-      [](Pool& self, Slot slot, const py::bytes& token_ids, int priority, double expires_at_s,
+      [](P& self, Slot slot, const py::bytes& token_ids, int priority, double expires_at_s,
          int64_t most_blocks) -> py::tuple {
         if (priority < 1 || priority > 100) throw py::value_error("priority must be from 1 to 100");
-        const auto result = self.retain(checked(self, slot), read<int32_t>(token_ids, "token_ids"),
-                                        static_cast<uint8_t>(priority), expires_at_s, most_blocks);
+        const auto tokens = read<int32_t>(token_ids, "token_ids");
+        checked(self, slot);
+        const auto result = in_groups(self, [&](Groups groups) {
+          return Pool::retain(groups, slot, tokens, static_cast<uint8_t>(priority), expires_at_s,
+                              most_blocks);
+        });
         if (const auto* failure = std::get_if<Failure>(&result))
           return py::make_tuple(failure->item, static_cast<int>(failure->code), failure->a,
                                 failure->b, failure->c);
@@ -34,29 +39,36 @@ void bind_retention(PoolClass& pool) {
       py::arg("most_blocks"));
   pool.def(
       "release_retained",
-      [](Pool& self, Slot slot, const py::bytes& token_ids) {
+      [](P& self, Slot slot, const py::bytes& token_ids) {
         return self.release_retained(checked(self, slot), read<int32_t>(token_ids, "token_ids"));
       },
       py::arg("slot"), py::arg("token_ids"));
-  pool.def("num_retained", &Pool::num_retained, py::arg("owner"));
-}
-
-void bind_forgetting(PoolClass& pool) {
   pool.def(
       "forget",
-      [](Pool& self, Slot slot, const py::bytes& token_ids, bool force) {
-        return as_pair(
-            self.forget(checked(self, slot), read<int32_t>(token_ids, "token_ids"), force));
+      [](P& self, Slot slot, const py::bytes& token_ids, bool force) {
+        const auto tokens = read<int32_t>(token_ids, "token_ids");
+        checked(self, slot);
+        return in_groups(self, [&](Groups groups) {
+          return as_pair(Pool::forget(groups, slot, tokens, force));
+        });
       },
       py::arg("slot"), py::arg("token_ids"), py::arg("force"));
   pool.def(
       "forget_roots",
-      [](Pool& self, const py::list& roots, bool force) {
+      [](P& self, const py::list& roots, bool force) {
         std::vector<std::string_view> names;
         for (const auto& root : roots) names.push_back(py::cast<std::string_view>(root));
-        return as_pair(self.forget_roots(names, force));
+        return in_groups(
+            self, [&](Groups groups) { return as_pair(Pool::forget_roots(groups, names, force)); });
       },
       py::arg("roots"), py::arg("force"));
+}
+
+void bind_retention(PoolClass& pool) {
+  pool.def("num_retained", &Pool::num_retained, py::arg("owner"));
+}
+
+void bind_forgetting(PoolClass& pool) {
   pool.def("roots", [](const Pool& self) {
     py::list names;
     for (const EntryId root : self.index().roots())
@@ -172,17 +184,18 @@ void bind_rebuild(py::module_& module) {
       "begin",
       [](Rebuild& self, const py::bytes& device_generations, const py::bytes& host_generations,
          const std::string& eviction_policy, int64_t window_tokens, int64_t max_sequences,
-         int64_t max_table_entries, uint64_t seed, double now_s) {
+         int64_t max_table_entries, int64_t max_owner_blocks, uint64_t seed, double now_s) {
         if (self.has_begun() || !self.has_all_shards())
           throw py::value_error("each shard must be started, and the pool not begun");
         self.begin(
             make_config(self.block_size(), device_generations, host_generations, eviction_policy,
-                        window_tokens, max_sequences, max_table_entries, seed),
+                        window_tokens, max_sequences, max_table_entries, max_owner_blocks, seed),
             now_s);
       },
       py::arg("device_generations"), py::arg("host_generations"), py::arg("eviction_policy"),
       py::arg("window_tokens") = 0, py::arg("max_sequences") = 65536,
-      py::arg("max_table_entries") = 4194304, py::arg("seed") = 0, py::arg("now_s") = 0.0);
+      py::arg("max_table_entries") = 4194304, py::arg("max_owner_blocks") = 0, py::arg("seed") = 0,
+      py::arg("now_s") = 0.0);
   rebuild.def("step", &Rebuild::step, py::arg("max_blocks"));
   rebuild.def("take", [](Rebuild& self) {
     if (!self.is_done()) throw py::value_error("the pool is not complete");
@@ -195,10 +208,13 @@ void bind_rebuild(py::module_& module) {
 
 void bind_extras(py::module_& module) {
   auto pool = py::reinterpret_borrow<PoolClass>(module.attr("Pool"));
+  bind_prefixes(pool);
   bind_retention(pool);
   bind_forgetting(pool);
   bind_watching(pool);
   bind_rebuild(module);
+  auto grouped = py::reinterpret_borrow<py::class_<GroupedPool>>(module.attr("GroupedPool"));
+  bind_prefixes(grouped);
 }
 
 }  // namespace kvplane::blocks

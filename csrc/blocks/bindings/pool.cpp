@@ -18,14 +18,25 @@ std::unique_ptr<Pool> make_pool(uint32_t block_size_tokens, uint32_t num_device_
                                 uint32_t num_host_blocks, const py::bytes& device_generations,
                                 const py::bytes& host_generations,
                                 const std::string& eviction_policy, int64_t window_tokens,
-                                int64_t max_sequences, int64_t max_table_entries, uint64_t seed) {
+                                int64_t max_sequences, int64_t max_table_entries,
+                                int64_t max_owner_blocks, uint64_t seed) {
   check_num_blocks(num_device_blocks, num_host_blocks);
   PoolConfig config =
       make_config(block_size_tokens, device_generations, host_generations, eviction_policy,
-                  window_tokens, max_sequences, max_table_entries, seed);
+                  window_tokens, max_sequences, max_table_entries, max_owner_blocks, seed);
   config.num_blocks[0] = num_device_blocks;
   config.num_blocks[1] = num_host_blocks;
   return std::make_unique<Pool>(std::move(config));
+}
+
+std::unique_ptr<GroupedPool> make_grouped_pool(const py::list& groups) {
+  std::vector<Pool*> pools;
+  for (const py::handle group : groups) pools.push_back(group.cast<Pool*>());
+  if (pools.empty() || pools.size() > 255) throw py::value_error("there must be 1 to 255 groups");
+  for (const Pool* pool : pools)
+    if (pool->index().block_size() != pools[0]->index().block_size())
+      throw py::value_error("all groups must have one block size");
+  return std::make_unique<GroupedPool>(std::move(pools));
 }
 
 py::tuple states(const Pool& pool, Slot slot, const py::object& sequence_ids) {
@@ -160,76 +171,132 @@ py::list take_publications(Pool& pool, size_t max_blocks) {
   return runs;
 }
 
-void bind_sessions(PoolClass& pool) {
+template <typename P>
+void bind_sessions(py::class_<P>& pool) {
   pool.def(
       "open_session",
-      [](Pool& self, const py::bytes& root, uint32_t owner) {
+      [](P& self, const py::bytes& root, uint32_t owner) {
         return self.open_session(std::string_view(root), owner);
       },
       py::arg("root"), py::arg("owner"));
   pool.def(
-      "end_session", [](Pool& self, Slot slot) { self.end_session(checked(self, slot)); },
+      "end_session", [](P& self, Slot slot) { self.end_session(checked(self, slot)); },
       py::arg("slot"));
   pool.def(
       "session_fenced",
-      [](Pool& self, Slot slot) {
-        if (!self.is_unfenced(slot)) throw py::index_error("no ended session is in this slot");
+      [](P& self, Slot slot) {
+        if (!first_of(self).is_unfenced(slot))
+          throw py::index_error("no ended session is in this slot");
         self.session_fenced(slot);
       },
       py::arg("slot"));
   pool.def(
       "begin",
-      [](Pool& self, Slot slot, int64_t number, bool dry_run) {
+      [](P& self, Slot slot, int64_t number, bool dry_run) {
         self.begin(checked(self, slot), number, dry_run);
       },
       py::arg("slot"), py::arg("number"), py::arg("dry_run") = false);
-  pool.def("end_dry_run", &Pool::end_dry_run);
+  pool.def("end_dry_run", &P::end_dry_run);
   pool.def(
       "receipted",
-      [](Pool& self, Slot slot, int64_t plan) { self.receipted(checked(self, slot), plan); },
+      [](P& self, Slot slot, int64_t plan) { self.receipted(checked(self, slot), plan); },
       py::arg("slot"), py::arg("plan"));
   pool.def(
       "abort",
-      [](Pool& self, Slot slot, int64_t next_plan) { self.abort(checked(self, slot), next_plan); },
+      [](P& self, Slot slot, int64_t next_plan) {
+        checked(self, slot);
+        in_groups(self, [&](Groups groups) {
+          Pool::abort(groups, slot, next_plan);
+          return 0;
+        });
+      },
       py::arg("slot"), py::arg("next_plan"));
   pool.def(
       "resync_due",
-      [](const Pool& self, Slot slot) { return self.session(checked(self, slot)).resync_due; },
-      py::arg("slot"));
-  pool.def(
-      "plans_in_flight",
-      [](const Pool& self, Slot slot) { return self.session(checked(self, slot)).plans.size(); },
-      py::arg("slot"));
-  pool.def(
-      "last_plan",
-      [](const Pool& self, Slot slot) { return self.session(checked(self, slot)).last_plan; },
-      py::arg("slot"));
-  pool.def(
-      "num_sequences",
-      [](const Pool& self, Slot slot) {
-        return self.session(checked(self, slot)).sequences.size();
+      [](const P& self, Slot slot) {
+        return first_of(self).session(checked(self, slot)).resync_due;
       },
       py::arg("slot"));
   pool.def(
-      "num_blocks_held",
-      [](const Pool& self, Slot slot) { return self.session(checked(self, slot)).num_held; },
+      "plans_in_flight",
+      [](const P& self, Slot slot) {
+        return first_of(self).session(checked(self, slot)).plans.size();
+      },
+      py::arg("slot"));
+  pool.def(
+      "last_plan",
+      [](const P& self, Slot slot) {
+        return first_of(self).session(checked(self, slot)).last_plan;
+      },
+      py::arg("slot"));
+  pool.def(
+      "num_sequences",
+      [](const P& self, Slot slot) {
+        return first_of(self).session(checked(self, slot)).sequences.size();
+      },
       py::arg("slot"));
   pool.def(
       "has_sequence",
-      [](const Pool& self, Slot slot, int64_t id) {
-        return self.find(checked(self, slot), id) != nullptr;
+      [](const P& self, Slot slot, int64_t id) {
+        return first_of(self).find(checked(self, slot), id) != nullptr;
       },
       py::arg("slot"), py::arg("sequence_id"));
   pool.def(
       "num_held",
-      [](const Pool& self, Slot slot, int64_t id) {
-        return self.held_by(sequence_of(self, slot, id));
+      [](const P& self, Slot slot, int64_t id) {
+        sequence_of(self, slot, id);
+        return self.num_held(slot, id);
       },
       py::arg("slot"), py::arg("sequence_id"));
+  pool.def(
+      "last_progress",
+      [](const P& self, Slot slot, int64_t id) {
+        const Sequence& sequence = sequence_of(self, slot, id);
+        return std::make_pair(sequence.progress_s, !sequence.pending.empty());
+      },
+      py::arg("slot"), py::arg("sequence_id"));
+  pool.def(
+      "num_blocks_held",
+      [](const P& self, Slot slot) { return self.num_blocks_held(checked(self, slot)); },
+      py::arg("slot"));
+  pool.def(
+      "states",
+      [](const P& self, Slot slot, const py::object& sequence_ids) {
+        return states(first_of(self), slot, sequence_ids);
+      },
+      py::arg("slot"), py::arg("sequence_ids"));
+  pool.def(
+      "match",
+      [](const P& self, const py::bytes& root, const py::bytes& token_ids) {
+        return match(first_of(self),
+                     self.match(std::string_view(root), read<int32_t>(token_ids, "token_ids")));
+      },
+      py::arg("root"), py::arg("token_ids"));
+  pool.def(
+      "num_obtainable",
+      [](const P& self, Slot slot, int tier) {
+        return self.num_obtainable(checked(self, slot), tier_of(tier));
+      },
+      py::arg("slot"), py::arg("tier"));
+  pool.def(
+      "num_pending",
+      [](const P& self, Slot slot, int tier) {
+        return self.num_coming(checked(self, slot), tier_of(tier));
+      },
+      py::arg("slot"), py::arg("tier"));
+  pool.def(
+      "usage",
+      [](const P& self, int tier_number) {
+        const Tier tier = tier_of(tier_number);
+        const auto num_in = [&](State state) { return self.num_in(tier, state); };
+        return py::make_tuple(self.num_blocks(tier), num_in(State::kFree), num_in(State::kCached),
+                              num_in(State::kHeld) + num_in(State::kPinned),
+                              num_in(State::kRetired));
+      },
+      py::arg("tier"));
 }
 
 void bind_queries(PoolClass& pool) {
-  pool.def("states", &states, py::arg("slot"), py::arg("sequence_ids"));
   pool.def("table", &table, py::arg("slot"), py::arg("sequence_id"));
   pool.def(
       "common_prefix",
@@ -241,13 +308,6 @@ void bind_queries(PoolClass& pool) {
       },
       py::arg("slot"), py::arg("sequence_ids"));
   pool.def(
-      "match",
-      [](const Pool& self, const py::bytes& root, const py::bytes& token_ids) {
-        return match(self,
-                     self.match(std::string_view(root), read<int32_t>(token_ids, "token_ids")));
-      },
-      py::arg("root"), py::arg("token_ids"));
-  pool.def(
       "match_hashes",
       [](const Pool& self, const py::bytes& root, const py::bytes& hashes) {
         return match(self,
@@ -255,28 +315,7 @@ void bind_queries(PoolClass& pool) {
       },
       py::arg("root"), py::arg("hashes"));
   pool.def("explain", &explain, py::arg("root"), py::arg("token_ids"));
-  pool.def(
-      "usage",
-      [](const Pool& self, int tier) {
-        const BlockStore& blocks = self.store(tier_of(tier));
-        return py::make_tuple(blocks.num_blocks, blocks.num_in(State::kFree),
-                              blocks.num_in(State::kCached),
-                              blocks.num_in(State::kHeld) + blocks.num_in(State::kPinned),
-                              blocks.num_in(State::kRetired));
-      },
-      py::arg("tier"));
-  pool.def(
-      "num_obtainable",
-      [](const Pool& self, Slot slot, int tier) {
-        return self.store(tier_of(tier)).num_obtainable(checked(self, slot));
-      },
-      py::arg("slot"), py::arg("tier"));
-  pool.def(
-      "num_pending",
-      [](const Pool& self, Slot slot, int tier) {
-        return self.store(tier_of(tier)).num_coming(checked(self, slot));
-      },
-      py::arg("slot"), py::arg("tier"));
+  pool.def("num_owned", &Pool::num_owned, py::arg("owner"));
   pool.def("counters", [](const Pool& self) {
     const Counters& c = self.counters();
     return py::make_tuple(
@@ -323,7 +362,7 @@ void bind_pool(py::module_& module) {
            py::arg("num_host_blocks"), py::arg("device_generations"), py::arg("host_generations"),
            py::arg("eviction_policy"), py::arg("window_tokens") = 0,
            py::arg("max_sequences") = 65536, py::arg("max_table_entries") = 4194304,
-           py::arg("seed") = 0);
+           py::arg("max_owner_blocks") = 0, py::arg("seed") = 0);
   pool.def(
       "set_time",
       [](Pool& self, double now_s) {
@@ -333,6 +372,9 @@ void bind_pool(py::module_& module) {
       py::arg("now_s"));
   bind_sessions(pool);
   bind_queries(pool);
+  py::class_<GroupedPool> grouped(module, "GroupedPool");
+  grouped.def(py::init(&make_grouped_pool), py::arg("groups"), py::keep_alive<1, 2>());
+  bind_sessions(grouped);
 }
 
 }  // namespace kvplane::blocks

@@ -77,37 +77,40 @@ AppendColumns read_growth(const py::bytes& sequence_ids, const py::bytes& first_
   return columns;
 }
 
-}  // namespace
-
-void bind_steps(py::module_& module) {
-  auto pool = py::reinterpret_borrow<py::class_<Pool>>(module.attr("Pool"));
+template <typename P>
+void bind_steps_of(py::class_<P>& pool) {
   pool.def(
       "admit",
-      [](Pool& self, Slot slot, int64_t sequence_id, const py::bytes& token_ids,
+      [](P& self, Slot slot, int64_t sequence_id, const py::bytes& token_ids,
          const py::bytes& fork_ids, int64_t num_compute, int64_t max_total_tokens, bool skip_lookup,
          int64_t headroom) {
-        return as_tuple(self.admit(checked(self, slot),
-                                   read_admission(sequence_id, token_ids, fork_ids, num_compute,
-                                                  max_total_tokens, skip_lookup, headroom)));
+        const Admission admission = read_admission(sequence_id, token_ids, fork_ids, num_compute,
+                                                   max_total_tokens, skip_lookup, headroom);
+        checked(self, slot);
+        return in_groups(
+            self, [&](Groups groups) { return as_tuple(Pool::admit(groups, slot, admission)); });
       },
       py::arg("slot"), py::arg("sequence_id"), py::arg("token_ids"), py::arg("fork_ids"),
       py::arg("num_compute"), py::arg("max_total_tokens"), py::arg("skip_lookup"),
       py::arg("headroom"));
   pool.def(
       "grant",
-      [](Pool& self, Slot slot, int64_t admitted_by, int64_t sequence_id,
-         const py::bytes& token_ids, const py::bytes& fork_ids, int64_t num_compute,
-         int64_t max_total_tokens, bool skip_lookup, int64_t headroom) {
-        return as_tuple(self.grant(checked(self, slot), admitted_by,
-                                   read_admission(sequence_id, token_ids, fork_ids, num_compute,
-                                                  max_total_tokens, skip_lookup, headroom)));
+      [](P& self, Slot slot, int64_t admitted_by, int64_t sequence_id, const py::bytes& token_ids,
+         const py::bytes& fork_ids, int64_t num_compute, int64_t max_total_tokens, bool skip_lookup,
+         int64_t headroom) {
+        const Admission admission = read_admission(sequence_id, token_ids, fork_ids, num_compute,
+                                                   max_total_tokens, skip_lookup, headroom);
+        checked(self, slot);
+        return in_groups(self, [&](Groups groups) {
+          return as_tuple(Pool::grant(groups, slot, admitted_by, admission));
+        });
       },
       py::arg("slot"), py::arg("admitted_by"), py::arg("sequence_id"), py::arg("token_ids"),
       py::arg("fork_ids"), py::arg("num_compute"), py::arg("max_total_tokens"),
       py::arg("skip_lookup"), py::arg("headroom"));
   pool.def(
       "append",
-      [](Pool& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& first_positions,
+      [](P& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& first_positions,
          const py::bytes& num_slots, const py::bytes& num_tokens, const py::bytes& token_ids,
          const py::bytes& num_lookahead) {
         AppendColumns columns =
@@ -115,15 +118,16 @@ void bind_steps(py::module_& module) {
         columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", columns.sequence_ids.size);
         columns.token_ids = read<int32_t>(token_ids, "token_ids");
         check_tokens(columns.num_tokens, columns.token_ids, 0);
-        return as_tuple(self.append(checked(self, slot), columns));
+        checked(self, slot);
+        return in_groups(
+            self, [&](Groups groups) { return as_tuple(Pool::append(groups, slot, columns)); });
       },
       py::arg("slot"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
       py::arg("num_tokens"), py::arg("token_ids"), py::arg("num_lookahead"));
   pool.def(
       "growth",
-      [](const Pool& self, Slot slot, const py::bytes& sequence_ids,
-         const py::bytes& first_positions, const py::bytes& num_slots,
-         const py::bytes& num_lookahead) {
+      [](const P& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& first_positions,
+         const py::bytes& num_slots, const py::bytes& num_lookahead) {
         return pack(self.growth(checked(self, slot), read_growth(sequence_ids, first_positions,
                                                                  num_slots, num_lookahead)));
       },
@@ -131,34 +135,43 @@ void bind_steps(py::module_& module) {
       py::arg("num_lookahead"));
   pool.def(
       "truncate",
-      [](Pool& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& num_tokens) {
+      [](P& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& num_tokens) {
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        return as_tuple(self.truncate(checked(self, slot), ids,
-                                      read<int64_t>(num_tokens, "num_tokens", ids.size)));
+        const auto kept = read<int64_t>(num_tokens, "num_tokens", ids.size);
+        checked(self, slot);
+        return in_groups(
+            self, [&](Groups groups) { return as_tuple(Pool::truncate(groups, slot, ids, kept)); });
       },
       py::arg("slot"), py::arg("sequence_ids"), py::arg("num_tokens"));
   pool.def(
       "fork",
-      [](Pool& self, Slot slot, const py::bytes& parent_ids, const py::bytes& sequence_ids) {
+      [](P& self, Slot slot, const py::bytes& parent_ids, const py::bytes& sequence_ids) {
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
         const auto parents = read<int64_t>(parent_ids, "parent_sequence_ids", ids.size);
-        return as_tuple(self.fork(checked(self, slot), parents, ids));
+        checked(self, slot);
+        return in_groups(
+            self, [&](Groups groups) { return as_tuple(Pool::fork(groups, slot, parents, ids)); });
       },
       py::arg("slot"), py::arg("parent_ids"), py::arg("sequence_ids"));
   pool.def(
       "free",
-      [](Pool& self, Slot slot, const py::bytes& sequence_ids) {
-        return as_tuple(
-            self.free(checked(self, slot), read<int64_t>(sequence_ids, "sequence_ids")));
+      [](P& self, Slot slot, const py::bytes& sequence_ids) {
+        const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
+        checked(self, slot);
+        return in_groups(self,
+                         [&](Groups groups) { return as_tuple(Pool::free(groups, slot, ids)); });
       },
       py::arg("slot"), py::arg("sequence_ids"));
   pool.def(
       "swap",
-      [](Pool& self, Slot slot, const py::bytes& sequence_ids, int destination,
+      [](P& self, Slot slot, const py::bytes& sequence_ids, int destination,
          int64_t headroom) -> py::object {
         if (headroom < 0) throw py::value_error("headroom must not be negative");
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        const auto result = self.swap(checked(self, slot), ids, tier_of(destination), headroom);
+        const Tier tier = tier_of(destination);
+        checked(self, slot);
+        const auto result = in_groups(
+            self, [&](Groups groups) { return Pool::swap(groups, slot, ids, tier, headroom); });
         if (const auto* failure = std::get_if<Failure>(&result)) return as_tuple(*failure);
         return py::int_(std::get<int64_t>(result));
       },
@@ -166,30 +179,35 @@ void bind_steps(py::module_& module) {
       py::arg("headroom") = 0);
   pool.def(
       "cut",
-      [](Pool& self, Slot slot, int64_t sequence_id) {
+      [](P& self, Slot slot, int64_t sequence_id) {
         sequence_of(self, slot, sequence_id);
         return self.cut(slot, sequence_id);
       },
       py::arg("slot"), py::arg("sequence_id"));
   pool.def(
       "reserve",
-      [](Pool& self, Slot slot, int64_t sequence_id, int64_t num_blocks) {
+      [](P& self, Slot slot, int64_t sequence_id, int64_t num_blocks) {
         sequence_of(self, slot, sequence_id);
         if (num_blocks < 0) throw py::value_error("num_blocks must not be negative");
-        return self.reserve(slot, sequence_id, num_blocks);
+        return in_groups(self, [&](Groups groups) {
+          return Pool::reserve(groups, slot, sequence_id, num_blocks);
+        });
       },
       py::arg("slot"), py::arg("sequence_id"), py::arg("num_blocks"));
   pool.def(
       "finish",
-      [](Pool& self, Slot slot, const py::bytes& prefix) -> py::object {
-        const std::string plan = self.finish(checked(self, slot), std::string_view(prefix));
+      [](P& self, Slot slot, const py::bytes& prefix) -> py::object {
+        checked(self, slot);
+        const std::string plan = in_groups(self, [&](Groups groups) {
+          return Pool::finish(groups, slot, std::string_view(prefix));
+        });
         if (plan.empty()) return py::none();
         return py::bytes(plan);
       },
       py::arg("slot"), py::arg("prefix"));
   pool.def(
       "deferred_tokens",
-      [](Pool& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& admitted_by,
+      [](P& self, Slot slot, const py::bytes& sequence_ids, const py::bytes& admitted_by,
          const py::bytes& first_positions, const py::bytes& num_tokens,
          const py::bytes& token_ids) -> py::object {
         DeferredColumns columns;
@@ -208,6 +226,15 @@ void bind_steps(py::module_& module) {
       },
       py::arg("slot"), py::arg("sequence_ids"), py::arg("admitted_by"), py::arg("first_positions"),
       py::arg("num_tokens"), py::arg("token_ids"));
+}
+
+}  // namespace
+
+void bind_steps(py::module_& module) {
+  auto pool = py::reinterpret_borrow<py::class_<Pool>>(module.attr("Pool"));
+  bind_steps_of(pool);
+  auto grouped = py::reinterpret_borrow<py::class_<GroupedPool>>(module.attr("GroupedPool"));
+  bind_steps_of(grouped);
 }
 
 }  // namespace kvplane::blocks

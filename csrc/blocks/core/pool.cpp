@@ -53,6 +53,7 @@ Slot Pool::open_session(std::string_view root, uint32_t owner) {
   session.open = true;
   session.sequences = IdMap(config_.seed);
   session.owner = owner;
+  if (held_.size() <= owner) held_.resize(owner + 1);
   session.root = index_.open_root(root);
   for (auto& blocks : stores_) blocks->open(slot);
   return slot;
@@ -73,6 +74,7 @@ void Pool::end_session(Slot slot) {
     sequence.pending.clear();
   }
   session.sequences.clear();
+  session.num_tokens = 0;
   end_plans(session, kEnded);  // freed sequences that receipts were to publish are forgotten too
   for (const auto& [index, uid] : found)
     if (sequences_[index].uid == uid) forget_sequence(index);
@@ -125,11 +127,11 @@ int64_t Pool::common_prefix(Slot slot, Span<int64_t> ids) const {
   return num;
 }
 
-std::vector<EntryId> Pool::match(std::string_view root, Span<int32_t> tokens) const {
+std::vector<EntryId> Pool::match(std::string_view root, Span<int32_t> tokens, int64_t most) const {
   std::vector<EntryId> found;
   std::vector<uint8_t> present;
   EntryId e = index_.find_root(root);
-  const int64_t num_full = tokens.size / block_size_;
+  const int64_t num_full = std::min(most, tokens.size / block_size_);
   for (int64_t i = 0; e != kNoEntry && i < num_full; ++i) {
     e = index_.find(e, tokens.data + i * block_size_);
     if (e == kNoEntry) break;
@@ -167,6 +169,10 @@ std::vector<EntryId> Pool::match_hashes(std::string_view root, Span<uint8_t> has
   return found;
 }
 
+int64_t Pool::num_entries(const Session& session) const {
+  return std::max(session.num_entries, div_ceil(session.num_tokens, block_size_));
+}
+
 int64_t Pool::held_by(const Sequence& sequence) const {
   return sequence.tier == kDevice ? sequence.table.size - sequence.num_trimmed : 0;
 }
@@ -201,6 +207,8 @@ void Pool::check() const {
     pending[t].resize(stores_[t]->num_blocks);
   }
   std::unordered_map<uint32_t, uint32_t> table_owners, token_owners;
+  std::vector<int64_t> held(held_.size());
+  std::vector<uint8_t> is_counted(stores_[0]->num_blocks);
   size_t num_ghosts = 0;
   for (const Session& session : sessions_) {
     for (const Release& release : session.releases) {
@@ -209,6 +217,9 @@ void Pool::check() const {
     }
     if (!session.open) continue;
     check_session(session, table_owners, token_owners, refs);
+    for (const Sequence* sequence : sequences_of(session.slot))
+      for (const Block b : sequence->tier == kDevice ? table_of(*sequence) : std::vector<Block>{})
+        if (b != kNoBlock && !std::exchange(is_counted[b], 1)) ++held[session.owner];
     auto check_record = [&](const PlanRecord& record) {
       for (const Transfer& transfer : record.transfers)
         if (transfer.pins) ++pins[transfer.source.tier - 1][transfer.source.block];
@@ -231,6 +242,7 @@ void Pool::check() const {
       require(stores_[t]->num_pins(b) == pins[t][b], name + ": pins differ");
       require(stores_[t]->num_pending(b) == pending[t][b], name + ": pending releases differ");
     }
+  require(held == held_, "blocks that owners hold are miscounted");
   for (const auto& [piece, num] : table_owners)
     require(table_store_[piece].num_owners == num, "owners of a piece of a table differ");
   require(table_store_.num_used() == table_owners.size(), "pieces of tables are lost");
@@ -240,7 +252,7 @@ void Pool::check_session(const Session& session,
                          std::unordered_map<uint32_t, uint32_t>& table_owners,
                          std::unordered_map<uint32_t, uint32_t>& token_owners,
                          std::vector<uint32_t>* refs) const {
-  int64_t num_held = 0, num_entries = 0;
+  int64_t num_held = 0, num_entries = 0, num_tokens = 0;
   for (const Sequence* sequence : sequences_of(session.slot)) {
     const std::string name = "sequence " + std::to_string(sequence->id);
     auto require = [&](bool ok, const char* what) {
@@ -256,6 +268,7 @@ void Pool::check_session(const Session& session,
                 !sequence->pending.empty(),
             "more is published than is written");
     num_entries += sequence->table.size;
+    num_tokens += sequence->tokens.size;
     for (const uint32_t piece : sequence->tokens.pieces) ++token_owners[piece];
     std::vector<Block> table = table_of(*sequence);
     for (size_t p = 0; p < sequence->table.pieces.size(); ++p) {
@@ -287,6 +300,7 @@ void Pool::check_session(const Session& session,
   }
   if (num_held != session.num_held) throw std::logic_error("blocks held are miscounted");
   if (num_entries != session.num_entries) throw std::logic_error("table entries are miscounted");
+  if (num_tokens != session.num_tokens) throw std::logic_error("tokens are miscounted");
 }
 
 }  // namespace kvplane::blocks

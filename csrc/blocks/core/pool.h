@@ -1,8 +1,9 @@
-// All block metadata of one pool: both tiers, the prefix index, sessions with their sequences, and
-// the drafts of their plans. Ints and bytes only.
+// All block metadata of one layer group of a pool: both tiers, the prefix index, sessions with
+// their sequences, and the drafts of their plans. Ints and bytes only.
 //
 // An operation checks, counts the blocks it needs, then changes: what is refused has changed
-// nothing. Single-threaded.
+// nothing. Those that concern sequences are on several groups, which they keep in step: an item is
+// done in all of them or in none (grouped_pool.h). Single-threaded.
 #pragma once
 
 #include <deque>
@@ -31,6 +32,8 @@ enum class Code : int32_t {
   kLater = 2,
   kNever = 3,
   kLaterHeadroom = 4,
+  kLaterQuota = 5,
+  kNeverQuota = 6,
   kNotFound = 10,
   kExists = 11,
   kBadId = 12,
@@ -141,8 +144,13 @@ struct PoolConfig {
   int64_t window_tokens = 0;
   int64_t max_sequences = 65536;
   int64_t max_table_entries = 4194304;
+  // Device blocks that tables of an owner's sessions may refer to; 0: any number.
+  int64_t max_owner_blocks = 0;
   uint64_t seed = 0;
 };
+
+class Pool;
+using Groups = Span<Pool*>;
 
 class Pool final : private Listener {
  public:
@@ -159,25 +167,28 @@ class Pool final : private Listener {
   // A step
   void begin(Slot slot, int64_t number, bool dry_run);
   void end_dry_run();
-  std::variant<Admitted, Failure> admit(Slot slot, const Admission& admission);
-  std::variant<Admitted, Failure> grant(Slot slot, int64_t admitted_by, const Admission& admission);
-  ItemResults append(Slot slot, const AppendColumns& columns);
-  ItemResults truncate(Slot slot, Span<int64_t> ids, Span<int64_t> num_tokens);
-  ItemResults fork(Slot slot, Span<int64_t> parents, Span<int64_t> ids);
-  ItemResults free(Slot slot, Span<int64_t> ids);
+  static std::variant<Admitted, Failure> admit(Groups groups, Slot slot,
+                                               const Admission& admission);
+  static std::variant<Admitted, Failure> grant(Groups groups, Slot slot, int64_t admitted_by,
+                                               const Admission& admission);
+  static ItemResults append(Groups groups, Slot slot, const AppendColumns& columns);
+  static ItemResults truncate(Groups groups, Slot slot, Span<int64_t> ids,
+                              Span<int64_t> num_tokens);
+  static ItemResults fork(Groups groups, Slot slot, Span<int64_t> parents, Span<int64_t> ids);
+  static ItemResults free(Groups groups, Slot slot, Span<int64_t> ids);
   // Blocks that each item would take now; 0 for one that would be refused for another reason.
   std::vector<int32_t> growth(Slot slot, const AppendColumns& columns) const;
-  std::variant<int64_t, Failure> swap(Slot slot, Span<int64_t> ids, Tier destination,
-                                      int64_t headroom = 0);
+  static std::variant<int64_t, Failure> swap(Groups groups, Slot slot, Span<int64_t> ids,
+                                             Tier destination, int64_t headroom);
   int64_t cut(Slot slot, int64_t sequence_id);
-  bool reserve(Slot slot, int64_t sequence_id, int64_t num_blocks);
+  static bool reserve(Groups groups, Slot slot, int64_t sequence_id, int64_t num_blocks);
   // Empty when there is nothing to carry out.
-  std::string finish(Slot slot, std::string_view prefix);
+  static std::string finish(Groups groups, Slot slot, std::string_view prefix);
 
   // What follows
   std::vector<Failure> deferred_tokens(Slot slot, const DeferredColumns& columns);
   void receipted(Slot slot, int64_t plan);
-  void abort(Slot slot, int64_t next_plan);
+  static void abort(Groups groups, Slot slot, int64_t next_plan);
 
   // Queries
   Session& session(Slot slot) { return sessions_[slot]; }
@@ -192,7 +203,8 @@ class Pool final : private Listener {
   std::vector<Block> table_of(const Sequence& sequence) const;
   int64_t common_prefix(Slot slot, Span<int64_t> ids) const;
   // Leading full blocks that are cached: their entries.
-  std::vector<EntryId> match(std::string_view root, Span<int32_t> tokens) const;
+  std::vector<EntryId> match(std::string_view root, Span<int32_t> tokens,
+                             int64_t most = std::numeric_limits<int64_t>::max()) const;
   std::vector<EntryId> match_hashes(std::string_view root, Span<uint8_t> hashes) const;
   double now_s() const { return now_s_; }
 
@@ -209,15 +221,19 @@ class Pool final : private Listener {
   std::vector<Announcement> findable() const;
 
   // Retention: see retention.h and _native.pyi.
-  std::variant<Retained, Failure> retain(Slot slot, Span<int32_t> tokens, uint8_t priority,
-                                         double expires_at_s, int64_t most_blocks);
+  static std::variant<Retained, Failure> retain(Groups groups, Slot slot, Span<int32_t> tokens,
+                                                uint8_t priority, double expires_at_s,
+                                                int64_t most_blocks);
   int64_t release_retained(Slot slot, Span<int32_t> tokens);
+  // Device blocks that tables of the owner's sessions refer to.
+  int64_t num_owned(uint32_t owner) const { return owner < held_.size() ? held_[owner] : 0; }
   int64_t num_retained(uint32_t owner) const { return retention_.num_entries(owner); }
 
   // Forgetting (forget.cpp): nothing of it can be found at once; `forget_some` takes the entries
   // apart, and says whether some are left. Without `force` nothing is changed if tables have some.
-  Forgotten forget(Slot slot, Span<int32_t> tokens, bool force);
-  Forgotten forget_roots(const std::vector<std::string_view>& roots, bool force);
+  static Forgotten forget(Groups groups, Slot slot, Span<int32_t> tokens, bool force);
+  static Forgotten forget_roots(Groups groups, const std::vector<std::string_view>& roots,
+                                bool force);
   bool forget_some(int64_t max_entries);
   std::deque<std::pair<Block, int64_t>>& forgotten() { return forgotten_; }
 
@@ -234,8 +250,19 @@ class Pool final : private Listener {
   void check() const;
   int64_t held_by(const Sequence& sequence) const;
 
+  // As GroupedPool says it of several groups.
+  int64_t num_blocks(Tier tier) const { return store(tier).num_blocks; }
+  int64_t num_in(Tier tier, State state) const { return store(tier).num_in(state); }
+  int64_t num_obtainable(Slot slot, Tier tier) const { return store(tier).num_obtainable(slot); }
+  int64_t num_coming(Slot slot, Tier tier) const { return store(tier).num_coming(slot); }
+  int64_t num_held(Slot slot, int64_t id) const { return held_by(*find(slot, id)); }
+  int64_t num_blocks_held(Slot slot) const { return sessions_[slot].num_held; }
+
  private:
   struct Hit;
+  struct AdmitPlan;
+  struct AppendPlan;
+  struct SwapPlan;
 
   void changed(Change change, EntryId entry, Tier tier) override;
   std::vector<EntryId> match(EntryId root, Span<int32_t> tokens) const;
@@ -244,6 +271,7 @@ class Pool final : private Listener {
   uint64_t prefix_key(EntryId e, int64_t num, Span<int32_t> tokens) const;
   EntryId find_path(EntryId root, Span<int32_t> tokens, int64_t num) const;
   Forgotten count_below(EntryId top) const;
+  void forget_prefix(Slot slot, Span<int32_t> tokens, const Forgotten& result);
   Forgotten count_below_roots(const std::vector<EntryId>& roots) const;
   std::vector<uint32_t> keep_private(EntryId root, Span<int32_t> tokens, int64_t num_blocks);
   void forget_root(EntryId root);
@@ -252,8 +280,17 @@ class Pool final : private Listener {
   // Sequences (sequences.cpp)
   uint32_t new_sequence(Session& session, int64_t id, int64_t admitted_by);
   void forget_sequence(uint32_t index);
+  // What `max_table_entries` bounds: entries of tables, also those that known tokens will need.
+  int64_t num_entries(const Session& session) const;
   uint32_t add_fork(Session& session, uint32_t parent, int64_t id, int64_t admitted_by);
   Failure check_new_id(const Session& session, int64_t id, int64_t num_more, int64_t item) const;
+  Failure check_fork(const Session& session, int64_t parent, int64_t id, int64_t item) const;
+  Failure check_free(const Session& session, int64_t id, int64_t item) const;
+  Failure check_truncate(const Session& session, int64_t id, int64_t num, int64_t item) const;
+  Failure plan_swap(const Session& session, Span<int64_t> ids, Tier destination, int64_t headroom,
+                    SwapPlan& plan) const;
+  void do_swap(Session& session, Tier destination, SwapPlan& plan);
+  bool is_lost(const Sequence& sequence) const;
   void set_leaders(uint32_t index, const int32_t* tokens, EntryId e, int64_t first, int64_t end);
   void clear_leaders(Sequence& sequence, uint32_t index, int64_t from);
   int64_t fewest_tokens(const Sequence& sequence) const;
@@ -269,6 +306,7 @@ class Pool final : private Listener {
   void put_block(Session& session, Sequence& sequence, int64_t i, Block b);
   int64_t cut_table(Session& session, Sequence& sequence, int64_t num, int64_t plan);
   void trim_table(Session& session, Sequence& sequence, int64_t num, int64_t plan);
+  void share(Session& session, Tier tier, Block b);
   bool release(Session& session, Tier tier, Block b, int64_t plan);
   bool remember(Session& session, Tier tier, Block b, int64_t plan);
   void set_entries(Session& session, Sequence& sequence, ChangeKind kind, int64_t first,
@@ -277,10 +315,14 @@ class Pool final : private Listener {
 
   // Growth (append.cpp)
   Sketch look(const Session& session, int64_t id) const;
+  static Failure in_proportion(Groups groups, const Pool& pool, Failure failure);
+  bool fits_in_place(Slot slot, const AppendColumns& columns, int64_t item, AppendPlan& plan) const;
   bool is_in_place(const Session& session, const Sequence& sequence, int64_t first,
                    int64_t num_slots) const;
-  Failure append_one(Session& session, const AppendColumns& columns, int64_t item,
-                     const int32_t* tokens);
+  Failure check_append(const Session& session, const AppendColumns& columns, int64_t item,
+                       const int32_t* tokens, AppendPlan& plan) const;
+  int64_t append_one(Session& session, const AppendColumns& columns, int64_t item,
+                     const int32_t* tokens, AppendPlan& plan);
   int64_t num_needed(const Session& session, const Sequence& sequence, const Sketch& now,
                      int64_t first, int64_t end, int64_t cover) const;
   void pretend(const Session& session, const Sequence& sequence, Sketch now, int64_t first,
@@ -296,14 +338,28 @@ class Pool final : private Listener {
   void schedule(Session& session, uint32_t index, int64_t num_slots);
   int64_t num_to_trim(const Sequence& sequence, int64_t num_tokens) const;
   void trim(Session& session, Sequence& sequence);
+  int64_t num_replaced(const Sequence& sequence, const Sketch& now, int64_t first,
+                       int64_t end) const;
+  int64_t num_allowed(const Session& session) const;
   Failure no_room(const Session& session, Tier tier, int64_t item, int64_t needed,
                   int64_t available, int64_t headroom) const;
   int64_t obtainable(const Session& session, Tier tier) const;
 
   // Admission (admit.cpp)
-  std::variant<Admitted, Failure> admit_with(Session& session, const Admission& admission,
-                                             int64_t admitted_by, bool computes);
-  void find_hits(const Session& session, const Admission& admission, std::vector<Hit>& hits) const;
+  static std::variant<Admitted, Failure> admit_with(Groups groups, Slot slot,
+                                                    const Admission& admission, int64_t admitted_by,
+                                                    bool computes);
+  Failure check_admission(const Session& session, const Admission& admission) const;
+  static void find_agreed_hits(Groups groups, Slot slot, const Admission& admission, int64_t most,
+                               std::vector<AdmitPlan>& plans);
+  void count_needed(const Session& session, const Admission& admission, bool computes,
+                    AdmitPlan& plan) const;
+  uint32_t admit_one(Session& session, const Admission& admission, int64_t admitted_by,
+                     bool computes, const AdmitPlan& plan);
+  static void agree(Groups groups, Slot slot, int64_t id);
+  Failure over_quota(const Session& session, const AdmitPlan& plan) const;
+  void find_hits(const Session& session, const Admission& admission, int64_t most,
+                 std::vector<Hit>& hits) const;
   bool find_led(const Session& session, EntryId e, int64_t i, std::vector<Hit>& hits) const;
   std::pair<int64_t, int64_t> window_hits(const std::vector<uint8_t>& present,
                                           int64_t num_tokens) const;
@@ -316,6 +372,10 @@ class Pool final : private Listener {
   void save(Session& session, Block b);
   void end_demotions(Session& session, const PlanRecord& record, bool has_run, int64_t next_plan);
   void end_plans(Session& session, int64_t next_plan);
+  bool has_plan(const Session& session) const;
+  void complete_draft(Session& session);
+  void end_step(Session& session);
+  void abort_one(Slot slot, int64_t next_plan);
 
   // Publication (publish.cpp)
   void publish(Session& session, uint32_t index);
@@ -323,8 +383,9 @@ class Pool final : private Listener {
   bool set_chain(Session& session, Sequence& sequence);
   void enter(Session& session, Sequence& sequence, uint32_t index, const int32_t* tokens, Block b);
   EntryId entry_for(const Sequence& sequence, uint32_t index, const int32_t* tokens);
+  struct Given;
   Failure check_deferred(Session& session, const DeferredColumns& columns, int64_t item,
-                         const int32_t* tokens);
+                         const int32_t* tokens, std::vector<Given>& given);
   void announce(EntryId root, EntryId entry);
   void announce_promoted();
   void cut_to_written(Session& session, uint32_t index, const Origins& origins, int64_t next_plan);
@@ -341,6 +402,7 @@ class Pool final : private Listener {
   TokenStore token_store_;
   std::deque<Session> sessions_;
   std::vector<Slot> free_slots_;
+  std::vector<int64_t> held_;  // by owner: device blocks that its tables refer to
   Slab<Sequence> sequences_;
   std::vector<uint32_t> free_sequences_;
   Counters counters_;

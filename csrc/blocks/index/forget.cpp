@@ -10,17 +10,31 @@
 
 namespace kvplane::blocks {
 
-Forgotten Pool::forget(Slot slot, Span<int32_t> tokens, bool force) {
+Forgotten Pool::forget(Groups groups, Slot slot, Span<int32_t> tokens, bool force) {
+  const int64_t num = tokens.size / groups[0]->block_size_;
+  if (num == 0) return {};
+  Forgotten all;
+  std::vector<Forgotten> results;
+  for (int64_t g = 0; g < groups.size; ++g) {
+    const Pool& pool = *groups[g];
+    const EntryId top = pool.find_path(pool.sessions_[slot].root, tokens, num);
+    results.push_back(top == kNoEntry ? Forgotten{} : pool.count_below(top));
+    all.num_blocks += results.back().num_blocks;
+    all.num_in_use += results.back().num_in_use;
+  }
+  if (all.num_in_use && !force) return {0, all.num_in_use};
+  if (groups[0]->dry_.on) return all;
+  for (int64_t g = 0; g < groups.size; ++g)
+    groups[g]->forget_prefix(slot, tokens, results[static_cast<size_t>(g)]);
+  return all;
+}
+
+void Pool::forget_prefix(Slot slot, Span<int32_t> tokens, const Forgotten& result) {
   const EntryId root = sessions_[slot].root;
   const int64_t num = tokens.size / block_size_;
-  if (num == 0) return {};
-  Forgotten result;
-  if (const EntryId top = find_path(root, tokens, num); top != kNoEntry) result = count_below(top);
-  if (result.num_in_use && !force) return {0, result.num_in_use};
-  if (dry_.on) return result;
   const std::vector<uint32_t> kept = keep_private(root, tokens, num);
   const EntryId top = find_path(root, tokens, num);  // it is gone if only leaders needed it
-  if (top == kNoEntry) return result;
+  if (top == kNoEntry) return;
   const EntryId above = index_[top].parent;
   for (const uint32_t i : kept) {
     Sequence& sequence = sequences_[i];
@@ -39,21 +53,30 @@ Forgotten Pool::forget(Slot slot, Span<int32_t> tokens, bool force) {
   const EntryId detached = index_.detach(top);
   forgetting_.emplace_back(detached, index_[detached].uid);
   counters_.num_forgotten += result.num_blocks;
-  return result;
 }
 
-Forgotten Pool::forget_roots(const std::vector<std::string_view>& names, bool force) {
-  std::vector<EntryId> roots;
-  for (const std::string_view name : names)
-    if (const EntryId root = index_.find_root(name);
-        root != kNoEntry && std::find(roots.begin(), roots.end(), root) == roots.end())
-      roots.push_back(root);
-  const Forgotten result = count_below_roots(roots);
-  if (result.num_in_use && !force) return {0, result.num_in_use};
-  if (dry_.on) return result;
-  for (const EntryId root : roots) forget_root(root);
-  counters_.num_forgotten += result.num_blocks;
-  return result;
+Forgotten Pool::forget_roots(Groups groups, const std::vector<std::string_view>& names,
+                             bool force) {
+  std::vector<std::vector<EntryId>> roots(static_cast<size_t>(groups.size));
+  std::vector<Forgotten> results;
+  Forgotten all;
+  for (int64_t g = 0; g < groups.size; ++g) {
+    std::vector<EntryId>& found = roots[static_cast<size_t>(g)];
+    for (const std::string_view name : names)
+      if (const EntryId root = groups[g]->index_.find_root(name);
+          root != kNoEntry && std::find(found.begin(), found.end(), root) == found.end())
+        found.push_back(root);
+    results.push_back(groups[g]->count_below_roots(found));
+    all.num_blocks += results.back().num_blocks;
+    all.num_in_use += results.back().num_in_use;
+  }
+  if (all.num_in_use && !force) return {0, all.num_in_use};
+  if (groups[0]->dry_.on) return all;
+  for (int64_t g = 0; g < groups.size; ++g) {
+    for (const EntryId root : roots[static_cast<size_t>(g)]) groups[g]->forget_root(root);
+    groups[g]->counters_.num_forgotten += results[static_cast<size_t>(g)].num_blocks;
+  }
+  return all;
 }
 
 void Pool::forget_root(EntryId root) {

@@ -235,18 +235,31 @@ void Retention::check() const {
 
 // The pool's operations
 
-std::variant<Retained, Failure> Pool::retain(Slot slot, Span<int32_t> tokens, uint8_t priority,
-                                             double expires_at_s, int64_t most_blocks) {
-  const Session& session = sessions_[slot];
-  const std::vector<EntryId> path = match(session.root, tokens);
-  if (path.empty() || expires_at_s <= now_s_) return Retained{};
-  const int64_t now = retention_.num_entries(session.owner);
-  const Retained result{static_cast<int64_t>(path.size()), retention_.num_new(session.owner, path)};
-  if (result.num_new && now + result.num_new > most_blocks)
-    return Failure{0, Code::kTooManyEntries, most_blocks, now, result.num_new};
-  if (!dry_.on)
-    retention_.retain(session.owner, path, priority, expires_at_s,
-                      prefix_key(path.back(), static_cast<int64_t>(path.size()), tokens));
+// In each group as far as it has the prefix; the owner's blocks are counted in each.
+std::variant<Retained, Failure> Pool::retain(Groups groups, Slot slot, Span<int32_t> tokens,
+                                             uint8_t priority, double expires_at_s,
+                                             int64_t most_blocks) {
+  std::vector<std::vector<EntryId>> paths;
+  Retained result;
+  for (int64_t g = 0; g < groups.size; ++g) {
+    const Pool& pool = *groups[g];
+    const Session& session = pool.sessions_[slot];
+    paths.push_back(pool.match(session.root, tokens));
+    if (paths.back().empty() || expires_at_s <= pool.now_s_) continue;
+    const int64_t now = pool.retention_.num_entries(session.owner);
+    const int64_t num_new = pool.retention_.num_new(session.owner, paths.back());
+    if (num_new && now + num_new > most_blocks)
+      return Failure{0, Code::kTooManyEntries, most_blocks, now, num_new};
+    result.num_blocks = std::max(result.num_blocks, static_cast<int64_t>(paths.back().size()));
+    result.num_new = std::max(result.num_new, num_new);
+  }
+  for (int64_t g = 0; g < groups.size && !groups[0]->dry_.on; ++g) {
+    Pool& pool = *groups[g];
+    const std::vector<EntryId>& path = paths[static_cast<size_t>(g)];
+    if (path.empty() || expires_at_s <= pool.now_s_) continue;
+    pool.retention_.retain(pool.sessions_[slot].owner, path, priority, expires_at_s,
+                           pool.prefix_key(path.back(), static_cast<int64_t>(path.size()), tokens));
+  }
   return result;
 }
 

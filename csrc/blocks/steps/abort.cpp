@@ -11,7 +11,32 @@
 
 namespace kvplane::blocks {
 
-void Pool::abort(Slot slot, int64_t next_plan) {
+void Pool::abort(Groups groups, Slot slot, int64_t next_plan) {
+  for (int64_t g = 0; g < groups.size; ++g) {
+    const Pool& pool = *groups[g];
+    for (const Sequence* sequence : pool.sequences_of(slot)) {
+      if (!pool.is_lost(*sequence)) continue;
+      // Nothing is left to go on from in one group: it begins again in all.
+      for (int64_t other = 0; other < groups.size; ++other) {
+        Pool& there = *groups[other];
+        Session& session = there.sessions_[slot];
+        Sequence& same = there.sequences_[*session.sequences.find(sequence->id)];
+        same.num_written = same.num_published = 0;
+        same.chain = session.root;
+        same.chain_uid = there.index_[session.root].uid;
+      }
+    }
+  }
+  for (int64_t g = 0; g < groups.size; ++g) groups[g]->abort_one(slot, next_plan);
+}
+
+// Whether what receipts say was written ends where the next position would see what was trimmed.
+bool Pool::is_lost(const Sequence& sequence) const {
+  return sequence.num_trimmed &&
+         std::min(sequence.num_written, sequence.tokens.size) < fewest_tokens(sequence);
+}
+
+void Pool::abort_one(Slot slot, int64_t next_plan) {
   Session& session = sessions_[slot];
   session.plans.push_back(std::move(session.record));  // what was drafted since the last plan
   session.record = PlanRecord{};
@@ -50,15 +75,10 @@ void Pool::end_plans(Session& session, int64_t next_plan) {
 void Pool::cut_to_written(Session& session, uint32_t index, const Origins& origins,
                           int64_t next_plan) {
   Sequence& sequence = sequences_[index];
-  if (sequence.num_trimmed &&
-      std::min(sequence.num_written, sequence.tokens.size) < fewest_tokens(sequence)) {
-    // The next position would see what was trimmed: nothing is left to go on from.
-    sequence.num_written = sequence.num_published = 0;
-    sequence.chain = session.root;
-    sequence.chain_uid = index_[session.root].uid;
-  }
   clear_leaders(sequence, index, sequence.num_written / block_size_);
+  const int64_t num_tokens = sequence.tokens.size;
   sequence.tokens.cut(token_store_, sequence.num_written);
+  if (sequence.live) session.num_tokens -= num_tokens - sequence.tokens.size;
   sequence.num_written = std::min(sequence.num_written, sequence.tokens.size);
   sequence.num_scheduled = sequence.num_written;
   sequence.num_cached = std::min(sequence.num_cached, sequence.num_written);
@@ -86,7 +106,7 @@ void Pool::cut_to_written(Session& session, uint32_t index, const Origins& origi
   }
   const Tier tier = kept.empty() ? kDevice : kept.back().tier;
   for (const BlockRef& ref : kept)
-    if (ref.block != kNoBlock) store(tier).share(ref.block);
+    if (ref.block != kNoBlock) share(session, tier, ref.block);
   cut_table(session, sequence, 0, next_plan);
   sequence.tier = tier;
   for (const BlockRef& ref : kept) push_block(session, sequence, ref.block);

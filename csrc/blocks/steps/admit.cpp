@@ -1,9 +1,10 @@
 // Admission: the longest cached prefix, also in the host tier or being computed by a sequence of
 // the same session, then blocks for the tokens that are computed now.
 #include <algorithm>
+#include <limits>
 #include <unordered_set>
 
-#include "core/pool.h"
+#include "core/grouped_pool.h"
 
 namespace kvplane::blocks {
 
@@ -21,24 +22,102 @@ struct Pool::Hit {
   int64_t plan;
 };
 
-std::variant<Admitted, Failure> Pool::admit(Slot slot, const Admission& admission) {
-  Session& session = sessions_[slot];
-  dry_.clear();
-  return admit_with(session, admission, session.number, true);
+// What an admission would do in one group.
+struct Pool::AdmitPlan {
+  std::vector<Hit> hits;
+  int64_t cached = 0;     // tokens
+  int64_t end = 0;        // of the tokens that get slots now
+  int64_t needed = 0;     // device blocks
+  int64_t available = 0;  // of them
+  bool copies_last = false;
+};
+
+std::variant<Admitted, Failure> Pool::admit(Groups groups, Slot slot, const Admission& admission) {
+  for (int64_t g = 0; g < groups.size; ++g) groups[g]->dry_.clear();
+  return admit_with(groups, slot, admission, groups[0]->sessions_[slot].number, true);
 }
 
-std::variant<Admitted, Failure> Pool::grant(Slot slot, int64_t admitted_by,
+std::variant<Admitted, Failure> Pool::grant(Groups groups, Slot slot, int64_t admitted_by,
                                             const Admission& admission) {
-  Session& session = sessions_[slot];
-  const int64_t number = session.number;
-  session.number = number + 1;  // what it needs is done by the next plan, at the earliest this one
-  auto result = admit_with(session, admission, admitted_by, false);
-  session.number = number;
+  // What it needs is done by the next plan, at the earliest this one.
+  for (int64_t g = 0; g < groups.size; ++g) ++groups[g]->sessions_[slot].number;
+  auto result = admit_with(groups, slot, admission, admitted_by, false);
+  for (int64_t g = 0; g < groups.size; ++g) --groups[g]->sessions_[slot].number;
   return result;
 }
 
-std::variant<Admitted, Failure> Pool::admit_with(Session& session, const Admission& admission,
-                                                 int64_t admitted_by, bool computes) {
+std::variant<Admitted, Failure> Pool::admit_with(Groups groups, Slot slot,
+                                                 const Admission& admission, int64_t admitted_by,
+                                                 bool computes) {
+  const Pool& first = *groups[0];
+  const Proportion proportion(groups, kDevice);
+  bool has_window = false;
+  for (int64_t g = 0; g < groups.size; ++g) {
+    const Pool& pool = *groups[g];
+    has_window = has_window || pool.config_.window_tokens;
+    const Failure failure = pool.check_admission(pool.sessions_[slot], admission);
+    if (failure.code != Code::kOk) return failure;
+  }
+  int64_t most_hits = admission.tokens.size / first.block_size_;
+  std::vector<AdmitPlan> plans(static_cast<size_t>(groups.size));
+  while (true) {
+    find_agreed_hits(groups, slot, admission, most_hits, plans);
+    Failure failure{0, Code::kOk, 0, std::numeric_limits<int64_t>::max(), kDevice};
+    bool copies_last = false;
+    for (int64_t g = 0; g < groups.size; ++g) {
+      const Pool& pool = *groups[g];
+      const Session& session = pool.sessions_[slot];
+      AdmitPlan& plan = plans[static_cast<size_t>(g)];
+      const int64_t headroom = proportion.of_group(pool, admission.headroom);
+      plan.available = pool.obtainable(session, kDevice) - headroom;
+      pool.count_needed(session, admission, computes, plan);
+      if (pool.config_.max_owner_blocks)
+        if (const Failure over = pool.over_quota(session, plan); over.code != Code::kOk)
+          return over.code == Code::kLaterQuota ? in_proportion(groups, pool, over) : over;
+      const int64_t num_device = pool.store(kDevice).num_blocks;
+      if (plan.needed > plan.available) {
+        if (plan.needed > num_device && !plan.copies_last)
+          return Failure{0, Code::kNever, plan.needed, num_device, kDevice};
+        const Failure here =
+            pool.no_room(session, kDevice, 0, plan.needed, plan.available, headroom);
+        if (failure.code != Code::kLater) failure.code = here.code;
+        copies_last = copies_last || plan.copies_last;
+      }
+      failure.a = std::max(failure.a, proportion.up(pool, plan.needed));
+      failure.b = std::min(failure.b, proportion.down(pool, std::max<int64_t>(0, plan.available)));
+    }
+    if (failure.code == Code::kOk) break;
+    // Where there is no room for the last block and its copy, it is computed again instead.
+    if (!copies_last || has_window) return failure;
+    most_hits = static_cast<int64_t>(plans[0].hits.size()) - 1;
+  }
+  const AdmitPlan& plan = plans[0];
+  if (first.dry_.on)
+    return Admitted{
+        plan.cached,
+        std::max(static_cast<int64_t>(plan.hits.size()), div_ceil(plan.end, first.block_size_)),
+        plan.end - plan.cached};
+  Admitted admitted;
+  for (int64_t g = 0; g < groups.size; ++g) {
+    Pool& pool = *groups[g];
+    const uint32_t index = pool.admit_one(pool.sessions_[slot], admission, admitted_by, computes,
+                                          plans[static_cast<size_t>(g)]);
+    const Sequence& sequence = pool.sequences_[index];
+    admitted = {plan.cached, sequence.table.size, sequence.num_scheduled - plan.cached};
+  }
+  agree(groups, slot, admission.sequence_id);
+  for (int64_t g = 0; g < groups.size; ++g) {
+    Pool& pool = *groups[g];
+    Session& session = pool.sessions_[slot];
+    const uint32_t index = *session.sequences.find(admission.sequence_id);
+    for (int64_t i = 0; i < admission.fork_ids.size; ++i)
+      pool.add_fork(session, index, admission.fork_ids[i], admitted_by);
+  }
+  return admitted;
+}
+
+// Whether its fields can be done at all.
+Failure Pool::check_admission(const Session& session, const Admission& admission) const {
   const int64_t num_forks = admission.fork_ids.size;
   if (Failure failure = check_new_id(session, admission.sequence_id, 1 + num_forks, 0);
       failure.code != Code::kOk)
@@ -54,46 +133,63 @@ std::variant<Admitted, Failure> Pool::admit_with(Session& session, const Admissi
   for (int64_t i = 0; i < num_tokens; ++i)
     if (admission.tokens[i] < 0) return Failure{0, Code::kNegative, 1, i};
   const int64_t num_device = store(kDevice).num_blocks;
+  const int64_t quota = config_.max_owner_blocks;
   const int64_t most = div_ceil(std::max(num_tokens, admission.max_total_tokens), block_size_);
   if (most > num_device && !config_.window_tokens)
     return Failure{0, Code::kNever, most, num_device, kDevice};
-  const int64_t num_entries = (1 + num_forks) * div_ceil(num_tokens, block_size_);
-  if (session.num_entries + num_entries > config_.max_table_entries)
-    return Failure{0, Code::kTooManyEntries, config_.max_table_entries, session.num_entries,
-                   num_entries};
+  if (quota && most > quota && !config_.window_tokens)
+    return Failure{0, Code::kNeverQuota, most, quota, kDevice};
+  const int64_t num_more = (1 + num_forks) * div_ceil(num_tokens, block_size_);
+  const int64_t num_now = num_entries(session);
+  if (num_now + num_more > config_.max_table_entries)
+    return Failure{0, Code::kTooManyEntries, config_.max_table_entries, num_now, num_more};
+  return Failure{0, Code::kOk};
+}
 
-  std::vector<Hit> hits;
-  if (!admission.skip_lookup) find_hits(session, admission, hits);
-  const int64_t available = obtainable(session, kDevice) - admission.headroom;
-  int64_t num_hits, cached, end, needed;
-  while (true) {
-    num_hits = static_cast<int64_t>(hits.size());
-    cached = std::min(num_hits * block_size_, num_tokens - 1);
-    const int64_t num_compute = admission.num_compute < 0
-                                    ? num_tokens - cached
-                                    : std::min(num_tokens - cached, admission.num_compute);
-    end = cached + num_compute;
-    needed = std::max<int64_t>(0, div_ceil(end, block_size_) - num_hits);
-    const bool copies_last = computes && num_compute && num_hits * block_size_ == num_tokens &&
-                             hits.back().kind != Hit::kHosted;
-    needed += copies_last;
-    for (const Hit& hit : hits)
-      needed += hit.kind == Hit::kHosted ||
-                (hit.kind == Hit::kShared && store(kDevice).is_obtainable(hit.block, session.slot));
-    if (needed <= available) break;
-    if (needed > num_device && !copies_last)
-      return Failure{0, Code::kNever, needed, num_device, kDevice};
-    // Where there is no room for the last block and its copy, it is computed again instead.
-    if (!copies_last || config_.window_tokens)
-      return no_room(session, kDevice, 0, needed, available, admission.headroom);
-    hits.pop_back();
+// The longest prefix of at most `most` blocks of which every group has what it needs.
+void Pool::find_agreed_hits(Groups groups, Slot slot, const Admission& admission, int64_t most,
+                            std::vector<AdmitPlan>& plans) {
+  if (admission.skip_lookup) return;
+  for (int64_t num_agreed = 0; num_agreed < groups.size;) {
+    num_agreed = 0;
+    for (int64_t g = 0; g < groups.size; ++g) {
+      std::vector<Hit>& hits = plans[static_cast<size_t>(g)].hits;
+      hits.clear();
+      groups[g]->find_hits(groups[g]->sessions_[slot], admission, most, hits);
+      const auto num = static_cast<int64_t>(hits.size());
+      num_agreed += num == most || groups.size == 1;
+      most = num;
+    }
   }
-  if (dry_.on)
-    return Admitted{cached, std::max(num_hits, div_ceil(end, block_size_)), end - cached};
+}
 
+// Counts the blocks that an admission with these hits needs.
+void Pool::count_needed(const Session& session, const Admission& admission, bool computes,
+                        AdmitPlan& plan) const {
+  const int64_t num_tokens = admission.tokens.size;
+  const auto num_hits = static_cast<int64_t>(plan.hits.size());
+  plan.cached = std::min(num_hits * block_size_, num_tokens - 1);
+  const int64_t num_compute = admission.num_compute < 0
+                                  ? num_tokens - plan.cached
+                                  : std::min(num_tokens - plan.cached, admission.num_compute);
+  plan.end = plan.cached + num_compute;
+  plan.copies_last = computes && num_compute && num_hits * block_size_ == num_tokens &&
+                     plan.hits.back().kind != Hit::kHosted;
+  plan.needed = std::max<int64_t>(0, div_ceil(plan.end, block_size_) - num_hits) + plan.copies_last;
+  for (const Hit& hit : plan.hits)
+    plan.needed +=
+        hit.kind == Hit::kHosted ||
+        (hit.kind == Hit::kShared && store(kDevice).is_obtainable(hit.block, session.slot));
+}
+
+uint32_t Pool::admit_one(Session& session, const Admission& admission, int64_t admitted_by,
+                         bool computes, const AdmitPlan& plan) {
+  const std::vector<Hit>& hits = plan.hits;
+  const int64_t num_tokens = admission.tokens.size, cached = plan.cached, end = plan.end;
   const uint32_t index = new_sequence(session, admission.sequence_id, admitted_by);
   Sequence& sequence = sequences_[index];
   sequence.tokens.append(token_store_, admission.tokens.data, num_tokens);
+  session.num_tokens += num_tokens;
   use_hits(session, sequence, hits);
   sequence.num_cached = sequence.num_scheduled = cached;
   sequence.num_written = std::min(sequence.num_written, cached);
@@ -102,11 +198,11 @@ std::variant<Admitted, Failure> Pool::admit_with(Session& session, const Admissi
     sequence.chain = index_[sequence.chain].parent;
     sequence.chain_uid = index_[sequence.chain].uid;
   }
-  for (auto& [plan, stop] : sequence.pending) stop = std::min(stop, cached);
-  for (const auto& [plan, stop] : sequence.pending) touch_plan(session, plan, index);
+  for (auto& [plan_number, stop] : sequence.pending) stop = std::min(stop, cached);
+  for (const auto& [plan_number, stop] : sequence.pending) touch_plan(session, plan_number, index);
   if (!admission.skip_lookup)  // before anything is evicted: the last hit may be of no block
     set_leaders(index, admission.tokens.data, hits.empty() ? session.root : hits.back().entry,
-                num_hits, num_tokens / block_size_);
+                static_cast<int64_t>(hits.size()), num_tokens / block_size_);
   if (computes) {
     grow(session, index, cached, end, end);
     if (end > cached) schedule(session, index, end - cached);
@@ -117,15 +213,71 @@ std::variant<Admitted, Failure> Pool::admit_with(Session& session, const Admissi
     counters_.num_lookup_tokens += num_tokens;
     counters_.num_hit_tokens += cached;
   }
-  for (int64_t i = 0; i < num_forks; ++i)
-    add_fork(session, index, admission.fork_ids[i], admitted_by);
-  return Admitted{cached, sequence.table.size, sequence.num_scheduled - cached};
+  return index;
 }
 
-void Pool::find_hits(const Session& session, const Admission& admission,
+// The groups of a new sequence wait for the same receipts: a position counts as written when it is
+// in all of them, as groups may have found its block in different states.
+void Pool::agree(Groups groups, Slot slot, int64_t id) {
+  if (groups.size == 1) return;
+  std::vector<Sequence*> found;
+  std::vector<int64_t> plans;
+  int64_t written = std::numeric_limits<int64_t>::max();
+  for (int64_t g = 0; g < groups.size; ++g) {
+    Pool& pool = *groups[g];
+    found.push_back(&pool.sequences_[*pool.sessions_[slot].sequences.find(id)]);
+    for (const auto& [plan, end] : found.back()->pending) plans.push_back(plan);
+    written = std::min(written, found.back()->num_written);
+  }
+  std::sort(plans.begin(), plans.end());
+  plans.erase(std::unique(plans.begin(), plans.end()), plans.end());
+  std::vector<std::pair<int64_t, int64_t>> pending;
+  int64_t last = written;
+  for (const int64_t plan : plans) {
+    int64_t end = std::numeric_limits<int64_t>::max();
+    for (const Sequence* sequence : found) {
+      int64_t here = sequence->num_written;
+      for (const auto& [number, stop] : sequence->pending)
+        if (number <= plan) here = std::max(here, stop);
+      end = std::min(end, here);
+    }
+    if (end > last) pending.emplace_back(plan, last = end);
+  }
+  for (int64_t g = 0; g < groups.size; ++g) {
+    Pool& pool = *groups[g];
+    Session& session = pool.sessions_[slot];
+    found[static_cast<size_t>(g)]->num_written = written;
+    found[static_cast<size_t>(g)]->pending = pending;
+    for (const auto& [plan, end] : pending)
+      pool.touch_plan(session, plan, *session.sequences.find(id));
+  }
+}
+
+// Whether the owner would hold too many blocks with those of the admission.
+Failure Pool::over_quota(const Session& session, const AdmitPlan& plan) const {
+  const BlockStore& device = store(kDevice);
+  const auto num_hits = static_cast<int64_t>(plan.hits.size());
+  int64_t size = std::max(num_hits, div_ceil(plan.end, block_size_));  // of its table
+  int64_t more = size - num_hits;
+  for (const Hit& hit : plan.hits) {
+    size -= hit.kind == Hit::kNone;
+    more +=
+        hit.kind == Hit::kHosted || (hit.kind == Hit::kShared && device.ref_count(hit.block) == 0);
+  }
+  if (size > config_.max_owner_blocks)
+    return {0, Code::kNeverQuota, size, config_.max_owner_blocks, kDevice};
+  // The copy takes the place of the last hit.
+  more += plan.copies_last && device.ref_count(plan.hits.back().block) > 0;
+  const int64_t allowed = num_allowed(session);
+  return more <= allowed
+             ? Failure{0, Code::kOk}
+             : Failure{0, Code::kLaterQuota, more, std::max<int64_t>(0, allowed), kDevice};
+}
+
+void Pool::find_hits(const Session& session, const Admission& admission, int64_t most,
                      std::vector<Hit>& hits) const {
   EntryId e = session.root;
-  const int64_t num_full = admission.tokens.size / block_size_;
+  const int64_t num_full = std::min(most, admission.tokens.size / block_size_);
   for (int64_t i = 0; i < num_full; ++i) {
     e = index_.find(e, admission.tokens.data + i * block_size_);
     if (e == kNoEntry) break;
@@ -207,7 +359,7 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
   if (host.num_blocks) host.policy().use(used[1].data(), used[1].size());
   if (hits.empty()) return;
   for (const Hit& hit : hits)  // before anything is allocated, which could evict them
-    if (hit.kind == Hit::kShared || hit.kind == Hit::kLed) device.share(hit.block);
+    if (hit.kind == Hit::kShared || hit.kind == Hit::kLed) share(session, kDevice, hit.block);
   const auto num_hosted = static_cast<int64_t>(used[1].size());
   for (const Block b : used[1]) host.pin(b, session.slot, 0);
   scratch_.clear();

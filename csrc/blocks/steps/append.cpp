@@ -3,7 +3,7 @@
 // costs more.
 #include <algorithm>
 
-#include "core/pool.h"
+#include "core/grouped_pool.h"
 
 namespace kvplane::blocks {
 
@@ -24,37 +24,83 @@ typename Map::mapped_type value_of(const Map& map, typename Map::key_type key) {
 
 }  // namespace
 
-ItemResults Pool::append(Slot slot, const AppendColumns& columns) {
-  Session& session = sessions_[slot];
-  dry_.clear();
+// What an item needs in one group.
+struct Pool::AppendPlan {
+  uint32_t index = 0;  // of the sequence
+  Sketch now;
+  int64_t needed = 0;  // blocks
+  int64_t available = 0;
+};
+
+ItemResults Pool::append(Groups groups, Slot slot, const AppendColumns& columns) {
   const int64_t num = columns.sequence_ids.size;
   ItemResults results;
   results.values.resize(static_cast<size_t>(num));
+  for (int64_t g = 0; g < groups.size; ++g) groups[g]->dry_.clear();
   const bool has_negatives = any_negative(columns.token_ids.data, columns.token_ids.size);
-  const bool is_plain = !dry_.on && !has_negatives && columns.num_lookahead.size == 0;
-  const int64_t max_tokens = int64_t{store(kDevice).num_blocks} * block_size_;
+  const bool is_plain = !groups[0]->dry_.on && !has_negatives && columns.num_lookahead.size == 0;
+  std::vector<AppendPlan> plans(static_cast<size_t>(groups.size));
   const int32_t* tokens = columns.token_ids.data;
   for (int64_t item = 0; item < num; tokens += columns.num_tokens[item], ++item) {
     const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
-    const uint32_t* index = session.sequences.find(columns.sequence_ids[item]);
-    if (is_plain && index && num_slots > 0) {
-      Sequence& sequence = sequences_[*index];
-      if (sequence.tokens.size + num_given <= max_tokens &&
-          is_in_place(session, sequence, columns.first_positions[item], num_slots)) {
-        sequence.tokens.append(token_store_, tokens, num_given);
-        schedule(session, *index, num_slots);
+    int64_t num_in_place = 0;
+    while (is_plain && num_slots > 0 && num_in_place < groups.size &&
+           groups[num_in_place]->fits_in_place(slot, columns, item,
+                                               plans[static_cast<size_t>(num_in_place)]))
+      ++num_in_place;
+    if (num_in_place == groups.size) {
+      for (int64_t g = 0; g < groups.size; ++g) {
+        Pool& pool = *groups[g];
+        Session& session = pool.sessions_[slot];
+        const uint32_t index = plans[static_cast<size_t>(g)].index;
+        Sequence& sequence = pool.sequences_[index];
+        sequence.tokens.append(pool.token_store_, tokens, num_given);
+        session.num_tokens += num_given;
+        pool.schedule(session, index, num_slots);
         results.values[static_cast<size_t>(item)] = static_cast<int32_t>(sequence.table.size);
-        continue;
       }
+      continue;
     }
-    const Failure failure = append_one(session, columns, item, tokens);
+    Failure failure{item, Code::kOk};
+    for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g) {
+      const Pool& pool = *groups[g];
+      failure = pool.check_append(pool.sessions_[slot], columns, item, tokens,
+                                  plans[static_cast<size_t>(g)]);
+      if (failure.code == Code::kLater || failure.code == Code::kLaterQuota)
+        failure = in_proportion(groups, pool, failure);
+    }
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
-    } else {
-      results.values[static_cast<size_t>(item)] = static_cast<int32_t>(failure.a);
+      continue;
     }
+    for (int64_t g = 0; g < groups.size; ++g)
+      results.values[static_cast<size_t>(item)] = static_cast<int32_t>(groups[g]->append_one(
+          groups[g]->sessions_[slot], columns, item, tokens, plans[static_cast<size_t>(g)]));
   }
   return results;
+}
+
+// A failure of one group, its blocks counted as for all groups.
+Failure Pool::in_proportion(Groups groups, const Pool& pool, Failure failure) {
+  const Proportion proportion(groups, static_cast<Tier>(failure.c));
+  failure.a = proportion.up(pool, failure.a);
+  failure.b = proportion.down(pool, failure.b);
+  return failure;
+}
+
+// Whether an item only writes slots of one block that the sequence may write as it is.
+bool Pool::fits_in_place(Slot slot, const AppendColumns& columns, int64_t item,
+                         AppendPlan& plan) const {
+  const Session& session = sessions_[slot];
+  const uint32_t* index = session.sequences.find(columns.sequence_ids[item]);
+  if (!index) return false;
+  plan.index = *index;
+  const Sequence& sequence = sequences_[*index];
+  int64_t max_tokens = int64_t{store(kDevice).num_blocks} * block_size_;
+  if (const int64_t quota = config_.max_owner_blocks)
+    max_tokens = std::min(max_tokens, quota * block_size_);
+  return sequence.tokens.size + columns.num_tokens[item] <= max_tokens &&
+         is_in_place(session, sequence, columns.first_positions[item], columns.num_slots[item]);
 }
 
 // Whether the slots lie in one block that the sequence may write as it is.
@@ -71,19 +117,20 @@ bool Pool::is_in_place(const Session& session, const Sequence& sequence, int64_t
          store(kDevice).is_writable(b, session.slot, static_cast<uint32_t>(first % block_size_));
 }
 
-// Extends a sequence, whatever that takes. Code kOk: a is how many blocks its table has.
-Failure Pool::append_one(Session& session, const AppendColumns& columns, int64_t item,
-                         const int32_t* tokens) {
+// Whether a sequence can be extended, and what that takes.
+Failure Pool::check_append(const Session& session, const AppendColumns& columns, int64_t item,
+                           const int32_t* tokens, AppendPlan& plan) const {
   const int64_t id = columns.sequence_ids[item], first = columns.first_positions[item];
   const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
   const int64_t num_ahead = columns.num_lookahead.size ? columns.num_lookahead[item] : 0;
-  Sketch now = look(session, id);
+  Sketch& now = plan.now;
+  now = look(session, id);
   if (!now.live) return {item, Code::kNotFound, id};
-  const uint32_t index = *session.sequences.find(id);
   if (num_slots < 0) return {item, Code::kNegative, 0};
   if (num_ahead < 0) return {item, Code::kNegative, 2};
   if (any_negative(tokens, num_given)) return {item, Code::kNegative, 1};
-  Sequence& sequence = sequences_[index];
+  plan.index = *session.sequences.find(id);
+  const Sequence& sequence = sequences_[plan.index];
   if (sequence.tier != kDevice) return {item, Code::kSwapped, id, sequence.tier};
   // A block that this plan computes is written after this plan's transfers.
   const bool copies_unwritten = sequence.filled_by == session.number && first % block_size_;
@@ -94,18 +141,40 @@ Failure Pool::append_one(Session& session, const AppendColumns& columns, int64_t
   const int64_t num_fitting = store(kDevice).num_blocks;
   if (div_ceil(longest, block_size_) - now.num_trimmed > num_fitting)
     return {item, Code::kNever, div_ceil(longest, block_size_), num_fitting, kDevice};
-  const int64_t needed = num_needed(session, sequence, now, first, end, cover);
-  const int64_t available = obtainable(session, kDevice);
+  const int64_t quota = config_.max_owner_blocks;
+  if (quota && div_ceil(longest, block_size_) - now.num_trimmed > quota)
+    return {item, Code::kNeverQuota, div_ceil(longest, block_size_), quota, kDevice};
+  const int64_t needed = plan.needed = num_needed(session, sequence, now, first, end, cover);
+  const int64_t allowed =
+      quota && needed ? num_allowed(session) + num_replaced(sequence, now, first, end) : needed;
+  const int64_t available = plan.available = std::min(obtainable(session, kDevice), allowed);
   // Blocks that it has ahead serve for the copy of a shared one.
   const int64_t num_spare =
       needed > available ? num_ahead_of(sequence, now, std::max(end, cover)) : 0;
+  if (needed > allowed + num_spare)
+    return {item, Code::kLaterQuota, needed, std::max<int64_t>(0, allowed), kDevice};
   if (needed > available + num_spare) return no_room(session, kDevice, item, needed, available, 0);
+  return {item, Code::kOk};
+}
+
+// Extends a sequence as `check_append` found; returns how many blocks its table has.
+int64_t Pool::append_one(Session& session, const AppendColumns& columns, int64_t item,
+                         const int32_t* tokens, AppendPlan& plan) {
+  const int64_t id = columns.sequence_ids[item], first = columns.first_positions[item];
+  const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
+  const int64_t end = first + num_slots;
+  const int64_t cover = end + (columns.num_lookahead.size ? columns.num_lookahead[item] : 0);
+  const int64_t needed = plan.needed, available = plan.available;
+  const uint32_t index = plan.index;
+  Sequence& sequence = sequences_[index];
   if (dry_.on) {
+    Sketch& now = plan.now;
     dry_.num_taken += std::min(needed, available);
+    dry_.num_held += std::min(needed, available);
     now.table_size -= std::max<int64_t>(0, needed - available);
     now.num_tokens += num_given;
     pretend(session, sequence, now, first, end, cover);
-    return {item, Code::kOk, dry_.sequences[id].table_size};
+    return dry_.sequences[id].table_size;
   }
   if (needed > available) {
     cut_table(session, sequence, sequence.table.size - (needed - available), session.number);
@@ -113,21 +182,33 @@ Failure Pool::append_one(Session& session, const AppendColumns& columns, int64_t
       session.draft.changes.cut(ChangeKind::kTruncate, id, sequence.table.size);
   }
   sequence.tokens.append(token_store_, tokens, num_given);
+  session.num_tokens += num_given;
   grow(session, index, first, end, cover);
   if (num_slots) schedule(session, index, num_slots);
-  return {item, Code::kOk, sequence.table.size};
+  return sequence.table.size;
 }
 
 // Gives a sequence blocks ahead, outside of a step; its table goes with the session's next plan.
-bool Pool::reserve(Slot slot, int64_t sequence_id, int64_t num_blocks) {
-  Session& session = sessions_[slot];
-  const uint32_t index = *session.sequences.find(sequence_id);
-  Sequence& sequence = sequences_[index];
-  if (sequence.tier != kDevice || num_blocks > obtainable(session, kDevice)) return false;
-  const int64_t number = session.number++;  // the next plan, at the earliest
-  const int64_t first = sequence.num_scheduled;
-  grow(session, index, first, first, (sequence.table.size + num_blocks) * block_size_);
-  session.number = number;
+// All groups of it grow by as many: a table has an entry for each block of tokens in each of them.
+bool Pool::reserve(Groups groups, Slot slot, int64_t sequence_id, int64_t num_blocks) {
+  for (int64_t g = 0; g < groups.size; ++g) {
+    const Pool& pool = *groups[g];
+    if (pool.find(slot, sequence_id)->tier != kDevice ||
+        num_blocks > pool.obtainable(pool.sessions_[slot], kDevice) ||
+        num_blocks > pool.num_allowed(pool.sessions_[slot]))
+      return false;
+  }
+  for (int64_t g = 0; g < groups.size; ++g) {
+    Pool& pool = *groups[g];
+    Session& session = pool.sessions_[slot];
+    const uint32_t index = *session.sequences.find(sequence_id);
+    Sequence& sequence = pool.sequences_[index];
+    sequence.progress_s = pool.now_s_;
+    const int64_t number = session.number++;  // the next plan, at the earliest
+    const int64_t first = sequence.num_scheduled;
+    pool.grow(session, index, first, first, (sequence.table.size + num_blocks) * pool.block_size_);
+    session.number = number;
+  }
   return true;
 }
 
@@ -177,8 +258,15 @@ std::vector<int32_t> Pool::growth(Slot slot, const AppendColumns& columns) const
                       num_slots >= 0 && num_ahead >= 0 &&
                       !(num_slots && sequence->computed_by == session.number) &&
                       div_ceil(cover, block_size_) - sequence->num_trimmed <= num_fitting;
-    const int64_t num =
-        fits ? num_needed(session, *sequence, look(session, sequence->id), first, end, cover) : 0;
+    int64_t num = 0;
+    if (fits) {
+      const Sketch now = look(session, sequence->id);
+      num = num_needed(session, *sequence, now, first, end, cover);
+      if (config_.max_owner_blocks && num &&
+          num > num_allowed(session) + num_replaced(*sequence, now, first, end) +
+                    num_ahead_of(*sequence, now, std::max(end, cover)))
+        num = 0;
+    }
     needed.push_back(static_cast<int32_t>(num));
   }
   return needed;
@@ -193,6 +281,32 @@ int64_t Pool::num_needed(const Session& session, const Sequence& sequence, const
   for (int64_t i = first / block_size_; i < stop; ++i)
     num += !may_write(session, sequence, i, first, &now);
   return num;
+}
+
+// Of the blocks that the sequence would replace by copies, those to which nothing else refers.
+int64_t Pool::num_replaced(const Sequence& sequence, const Sketch& now, int64_t first,
+                           int64_t end) const {
+  if (end == first) return 0;
+  const Session& session = sessions_[sequence.slot];
+  int64_t num = 0;
+  const int64_t stop = std::min({div_ceil(end, block_size_), now.table_size, sequence.table.size});
+  for (int64_t i = first / block_size_; i < stop; ++i) {
+    if (may_write(session, sequence, i, first, &now)) continue;
+    const auto piece = static_cast<size_t>(i / Table::kItems);
+    const uint32_t id = sequence.table.pieces[piece];
+    const Block b = sequence.table.at(table_store_, i);
+    num +=
+        (now.owns(piece) || table_store_[id].num_owners - value_of(dry_.pieces_copied, id) == 1) &&
+        store(kDevice).ref_count(b) + value_of(dry_.more_refs, b) == 1;
+  }
+  return num;
+}
+
+// Blocks that tables of the owner's sessions may refer to beside those that they do.
+int64_t Pool::num_allowed(const Session& session) const {
+  const int64_t quota = config_.max_owner_blocks;
+  if (!quota) return std::numeric_limits<int64_t>::max();
+  return quota - held_[session.owner] - (dry_.on ? dry_.num_held : 0);
 }
 
 // Whether the sequence may write its i-th block from position `first` on, without copying it.
@@ -214,10 +328,14 @@ bool Pool::may_write(const Session& session, const Sequence& sequence, int64_t i
 // Remembers what the append would change.
 void Pool::pretend(const Session& session, const Sequence& sequence, Sketch now, int64_t first,
                    int64_t end, int64_t cover) {
+  const auto unrefer = [&](Block b) {
+    const bool is_last = store(kDevice).ref_count(b) + --dry_.more_refs[b] == 0;
+    dry_.num_held -= is_last;
+    return is_last;
+  };
   const auto release = [&](Block b) {
-    const int64_t num_refs = store(kDevice).ref_count(b) + --dry_.more_refs[b];
     dry_.num_taken -=
-        num_refs == 0 && !dry_.pinned_tokens.count(b) && store(kDevice).returns(b, session.slot);
+        unrefer(b) && !dry_.pinned_tokens.count(b) && store(kDevice).returns(b, session.slot);
   };
   const int64_t stop = std::min({div_ceil(end, block_size_), now.table_size, sequence.table.size});
   for (int64_t i = first / block_size_; end > first && i < stop; ++i) {
@@ -228,7 +346,7 @@ void Pool::pretend(const Session& session, const Sequence& sequence, Sketch now,
       release(old);
       continue;
     }
-    --dry_.more_refs[old];
+    unrefer(old);
     uint32_t& pinned = dry_.pinned_tokens[old];
     pinned = std::max(pinned, static_cast<uint32_t>(first - i * block_size_));
   }
@@ -304,6 +422,7 @@ void Pool::schedule(Session& session, uint32_t index, int64_t num_slots) {
   spans.num_tokens.push_back(static_cast<int32_t>(num_slots));
   sequence.num_scheduled += num_slots;
   sequence.computed_by = session.number;
+  sequence.progress_s = now_s_;
   sequence.pending.emplace_back(session.number, sequence.num_scheduled);
   touch(session, index);
   if (config_.window_tokens) trim(session, sequence);

@@ -16,6 +16,7 @@ void TableChanges::add(ChangeKind kind, int64_t sequence_id, Tier tier, int64_t 
 void TableChanges::clear() {
   kinds.clear();
   sequence_ids.clear();
+  groups.clear();
   tiers.clear();
   first_blocks.clear();
   num_blocks.clear();
@@ -31,6 +32,7 @@ std::string TableChanges::encoded() const {
   ProtoWriter writer(out);
   writer.column(1, kinds.data(), kinds.size());
   writer.column(2, sequence_ids.data(), sequence_ids.size());
+  writer.column(3, groups.data(), groups.size());
   writer.column(4, tiers.data(), tiers.size());
   writer.column(5, first_blocks.data(), first_blocks.size());
   writer.column(6, num_blocks.data(), num_blocks.size());
@@ -42,6 +44,7 @@ std::string TableChanges::encoded() const {
 }
 
 void TransferColumns::clear() {
+  groups.clear();
   source_tiers.clear();
   source_indices.clear();
   source_generations.clear();
@@ -53,6 +56,7 @@ void TransferColumns::clear() {
 std::string TransferColumns::encoded() const {
   std::string out;
   ProtoWriter writer(out);
+  writer.column(1, groups.data(), groups.size());
   writer.column(2, source_tiers.data(), source_tiers.size());
   writer.column(3, source_indices.data(), source_indices.size());
   writer.column(4, source_generations.data(), source_generations.size());
@@ -79,6 +83,7 @@ std::string Spans::encoded() const {
 }
 
 void Allocations::clear() {
+  groups.clear();
   tiers.clear();
   indices.clear();
   generations.clear();
@@ -90,7 +95,36 @@ std::string Allocations::encoded() const {
   writer.column(1, tiers.data(), tiers.size());
   writer.column(2, indices.data(), indices.size());
   writer.column(3, generations.data(), generations.size());
+  writer.column(4, groups.data(), groups.size());
   return out;
+}
+
+void Draft::add(const Draft& other, uint8_t group) {
+  const auto join = [](auto& column, const auto& more) {
+    column.insert(column.end(), more.begin(), more.end());
+  };
+  join(changes.kinds, other.changes.kinds);
+  join(changes.sequence_ids, other.changes.sequence_ids);
+  join(changes.tiers, other.changes.tiers);
+  join(changes.first_blocks, other.changes.first_blocks);
+  join(changes.num_blocks, other.changes.num_blocks);
+  join(changes.parents, other.changes.parents);
+  join(changes.indices, other.changes.indices);
+  join(changes.generations, other.changes.generations);
+  join(changes.allocated, other.changes.allocated);
+  changes.groups.resize(changes.kinds.size(), group);
+  join(transfers.source_tiers, other.transfers.source_tiers);
+  join(transfers.source_indices, other.transfers.source_indices);
+  join(transfers.source_generations, other.transfers.source_generations);
+  join(transfers.destination_tiers, other.transfers.destination_tiers);
+  join(transfers.destination_indices, other.transfers.destination_indices);
+  join(transfers.destination_generations, other.transfers.destination_generations);
+  transfers.groups.resize(transfers.source_tiers.size(), group);
+  join(allocations.tiers, other.allocations.tiers);
+  join(allocations.indices, other.allocations.indices);
+  join(allocations.generations, other.allocations.generations);
+  allocations.groups.resize(allocations.tiers.size(), group);
+  if (group == 0) spans = other.spans;
 }
 
 void Draft::clear() {

@@ -21,6 +21,7 @@ enum class ChangeKind : uint8_t {
 struct TableChanges {
   std::vector<uint8_t> kinds;
   std::vector<int64_t> sequence_ids;
+  std::vector<uint8_t> groups;  // empty: all are 0
   std::vector<uint8_t> tiers;
   std::vector<int32_t> first_blocks;
   std::vector<int32_t> num_blocks;
@@ -56,6 +57,7 @@ struct TableChanges {
 };
 
 struct TransferColumns {
+  std::vector<uint8_t> groups;  // empty: all are 0
   std::vector<uint8_t> source_tiers;
   std::vector<int32_t> source_indices;
   std::vector<int64_t> source_generations;
@@ -89,6 +91,7 @@ struct Spans {
 
 // Blocks allocated for no table.
 struct Allocations {
+  std::vector<uint8_t> groups;  // empty: all are 0
   std::vector<uint8_t> tiers;
   std::vector<int32_t> indices;
   std::vector<int64_t> generations;
@@ -107,6 +110,8 @@ struct Draft {
   bool empty() const {
     return changes.empty() && transfers.empty() && spans.empty() && allocations.empty();
   }
+  // Adds what a layer group drafted. All groups have the same spans.
+  void add(const Draft& other, uint8_t group);
   void clear();
   // Fields 5 to 11 of Plan, after `prefix`, which holds the fields before them, encoded.
   std::string encode(std::string_view prefix, int64_t number, int64_t previous, bool resync) const;

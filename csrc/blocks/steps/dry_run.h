@@ -34,6 +34,7 @@ struct DryRun {
   std::unordered_map<Block, int64_t> more_refs;
   std::unordered_map<Block, uint32_t> pinned_tokens;
   int64_t num_taken = 0;  // device blocks
+  int64_t num_held = 0;   // more of these, by the session's tables
   int64_t num_new = 0;    // sequences
   int64_t num_entries = 0;
 
@@ -44,7 +45,7 @@ struct DryRun {
     pieces_copied.clear();
     more_refs.clear();
     pinned_tokens.clear();
-    num_taken = num_new = num_entries = 0;
+    num_taken = num_held = num_new = num_entries = 0;
   }
 };
 

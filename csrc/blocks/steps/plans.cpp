@@ -56,29 +56,53 @@ void Pool::end_draft(Session& session) {
   session.draft.clear();
 }
 
-std::string Pool::finish(Slot slot, std::string_view prefix) {
-  Session& session = sessions_[slot];
-  counters_.max_held =
-      std::max<int64_t>(counters_.max_held, int64_t{store(kDevice).num_in(State::kHeld)} +
-                                                store(kDevice).num_in(State::kPinned));
+std::string Pool::finish(Groups groups, Slot slot, std::string_view prefix) {
+  bool has_any = false;
+  for (int64_t g = 0; g < groups.size; ++g) {
+    Pool& pool = *groups[g];
+    const BlockStore& device = pool.store(kDevice);
+    pool.counters_.max_held =
+        std::max<int64_t>(pool.counters_.max_held,
+                          int64_t{device.num_in(State::kHeld)} + device.num_in(State::kPinned));
+    has_any = has_any || pool.has_plan(pool.sessions_[slot]);
+  }
+  if (!has_any) return {};
+  Draft merged;
+  const Session& first = groups[0]->sessions_[slot];
+  for (int64_t g = 0; g < groups.size; ++g) {
+    Session& session = groups[g]->sessions_[slot];
+    groups[g]->complete_draft(session);
+    if (groups.size > 1) merged.add(session.draft, static_cast<uint8_t>(g));
+  }
+  std::string plan = (groups.size > 1 ? merged : first.draft)
+                         .encode(prefix, first.number, first.last_plan, first.resync_due);
+  for (int64_t g = 0; g < groups.size; ++g) groups[g]->end_step(groups[g]->sessions_[slot]);
+  return plan;
+}
+
+bool Pool::has_plan(const Session& session) const {
+  return session.resync_due || !session.draft.empty() || !session.record.transfers.empty();
+}
+
+void Pool::complete_draft(Session& session) {
   Draft& draft = session.draft;
-  const bool resync = session.resync_due;
-  if (!resync && draft.empty() && session.record.transfers.empty()) return {};
-  if (resync) {
+  if (session.resync_due) {
     draft.changes.clear();
     write_whole_tables(session, draft);
-  } else {
-    for (const Transfer& transfer : session.record.transfers)
-      draft.transfers.add(transfer.source, transfer.destination);
+    return;
   }
-  std::string plan = draft.encode(prefix, session.number, session.last_plan, resync);
+  for (const Transfer& transfer : session.record.transfers)
+    draft.transfers.add(transfer.source, transfer.destination);
+}
+
+// The draft has become a plan.
+void Pool::end_step(Session& session) {
   end_draft(session);
   session.record.number = session.number;
   session.plans.push_back(std::move(session.record));
   session.record = PlanRecord{};
   session.last_plan = session.number;
   session.resync_due = false;
-  return plan;
 }
 
 // All tables as they are now, and the transfers that fill blocks of theirs. A table that shares its

@@ -3,7 +3,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "core/pool.h"
+#include "core/grouped_pool.h"
 
 namespace kvplane::blocks {
 
@@ -22,6 +22,7 @@ uint32_t Pool::new_sequence(Session& session, int64_t id, int64_t admitted_by) {
   sequence.id = id;
   sequence.slot = session.slot;
   sequence.admitted_by = admitted_by;
+  sequence.progress_s = now_s_;
   sequence.live = true;
   session.sequences.insert(id, index);
   return index;
@@ -49,38 +50,47 @@ Failure Pool::check_new_id(const Session& session, int64_t id, int64_t num_more,
 
 // Fork
 
-ItemResults Pool::fork(Slot slot, Span<int64_t> parents, Span<int64_t> ids) {
-  Session& session = sessions_[slot];
-  dry_.clear();
+ItemResults Pool::fork(Groups groups, Slot slot, Span<int64_t> parents, Span<int64_t> ids) {
   ItemResults results;
   results.values.resize(static_cast<size_t>(ids.size));
+  for (int64_t g = 0; g < groups.size; ++g) groups[g]->dry_.clear();
   for (int64_t item = 0; item < ids.size; ++item) {
-    const Sketch parent = look(session, parents[item]);
-    Failure failure = check_new_id(session, ids[item], 1, item);
-    if (!parent.live) {
-      failure = {item, Code::kNotFound, parents[item]};
-    } else if (failure.code == Code::kOk && parent.computed) {
-      failure = {item, Code::kBusy, parents[item]};
-    } else if (failure.code == Code::kOk) {
-      const int64_t num = session.num_entries + dry_.num_entries;
-      const int64_t more = std::max(parent.table_size, div_ceil(parent.num_tokens, block_size_));
-      if (num + more > config_.max_table_entries)
-        failure = {item, Code::kTooManyEntries, config_.max_table_entries, num, more};
-    }
+    Failure failure{item, Code::kOk};
+    for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
+      failure = groups[g]->check_fork(groups[g]->sessions_[slot], parents[item], ids[item], item);
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
       continue;
     }
-    results.values[static_cast<size_t>(item)] = static_cast<int32_t>(parent.table_size);
-    if (dry_.on) {
-      dry_.sequences[ids[item]] = parent;
-      dry_.num_entries += parent.table_size;
-      ++dry_.num_new;
-    } else {
-      add_fork(session, *session.sequences.find(parents[item]), ids[item], session.number);
+    for (int64_t g = 0; g < groups.size; ++g) {
+      Pool& pool = *groups[g];
+      Session& session = pool.sessions_[slot];
+      const Sketch parent = pool.look(session, parents[item]);
+      results.values[static_cast<size_t>(item)] = static_cast<int32_t>(parent.table_size);
+      if (pool.dry_.on) {
+        pool.dry_.sequences[ids[item]] = parent;
+        pool.dry_.num_entries += parent.table_size;
+        ++pool.dry_.num_new;
+      } else {
+        pool.add_fork(session, *session.sequences.find(parents[item]), ids[item], session.number);
+      }
     }
   }
   return results;
+}
+
+Failure Pool::check_fork(const Session& session, int64_t parent_id, int64_t id,
+                         int64_t item) const {
+  const Sketch parent = look(session, parent_id);
+  if (!parent.live) return {item, Code::kNotFound, parent_id};
+  const Failure failure = check_new_id(session, id, 1, item);
+  if (failure.code != Code::kOk) return failure;
+  if (parent.computed) return {item, Code::kBusy, parent_id};
+  const int64_t num = num_entries(session) + dry_.num_entries;
+  const int64_t more = std::max(parent.table_size, div_ceil(parent.num_tokens, block_size_));
+  if (num + more > config_.max_table_entries)
+    return {item, Code::kTooManyEntries, config_.max_table_entries, num, more};
+  return {item, Code::kOk};
 }
 
 uint32_t Pool::add_fork(Session& session, uint32_t parent_index, int64_t id, int64_t admitted_by) {
@@ -93,6 +103,7 @@ uint32_t Pool::add_fork(Session& session, uint32_t parent_index, int64_t id, int
   session.num_entries += child.table.size;
   child.num_trimmed = parent.num_trimmed;
   child.tokens.share(token_store_, parent.tokens);
+  session.num_tokens += child.tokens.size;
   child.num_cached = parent.num_cached;
   child.num_written = parent.num_written;
   child.num_scheduled = parent.num_scheduled;
@@ -115,25 +126,37 @@ uint32_t Pool::add_fork(Session& session, uint32_t parent_index, int64_t id, int
 
 // Free and cut
 
-ItemResults Pool::free(Slot slot, Span<int64_t> ids) {
-  Session& session = sessions_[slot];
-  dry_.clear();
+ItemResults Pool::free(Groups groups, Slot slot, Span<int64_t> ids) {
   ItemResults results;
   results.values.resize(static_cast<size_t>(ids.size));
+  for (int64_t g = 0; g < groups.size; ++g) groups[g]->dry_.clear();
   for (int64_t item = 0; item < ids.size; ++item) {
-    const Sketch now = look(session, ids[item]);
-    if (!now.live) {
-      results.failures.push_back({item, Code::kNotFound, ids[item]});
-    } else if (now.computed) {
-      results.failures.push_back({item, Code::kBusy, ids[item]});
-    } else if (dry_.on) {
-      dry_.sequences[ids[item]] = Sketch{};
-    } else {
-      results.values[static_cast<size_t>(item)] =
-          static_cast<int32_t>(drop(session, *session.sequences.find(ids[item]), session.number));
+    Failure failure{item, Code::kOk};
+    for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
+      failure = groups[g]->check_free(groups[g]->sessions_[slot], ids[item], item);
+    if (failure.code != Code::kOk) {
+      results.failures.push_back(failure);
+      continue;
+    }
+    for (int64_t g = 0; g < groups.size; ++g) {
+      Pool& pool = *groups[g];
+      Session& session = pool.sessions_[slot];
+      if (pool.dry_.on) {
+        pool.dry_.sequences[ids[item]] = Sketch{};
+      } else {
+        results.values[static_cast<size_t>(item)] += static_cast<int32_t>(
+            pool.drop(session, *session.sequences.find(ids[item]), session.number));
+      }
     }
   }
   return results;
+}
+
+Failure Pool::check_free(const Session& session, int64_t id, int64_t item) const {
+  const Sketch now = look(session, id);
+  if (!now.live) return {item, Code::kNotFound, id};
+  if (now.computed) return {item, Code::kBusy, id};
+  return {item, Code::kOk};
 }
 
 int64_t Pool::cut(Slot slot, int64_t sequence_id) {
@@ -168,6 +191,7 @@ int64_t Pool::drop(Session& session, uint32_t index, int64_t plan) {
   for (auto ghost = sequence.ghosts.rbegin(); ghost != sequence.ghosts.rend(); ++ghost)
     if (ghost->first != kNoBlock) blocks.keep(ghost->first);
   session.sequences.erase(sequence.id);
+  session.num_tokens -= sequence.tokens.size;
   sequence.live = false;
   if (sequence.table_sent && !session.resync_due) session.draft.changes.drop(sequence.id);
   if (!expects) forget_sequence(index);
@@ -190,40 +214,47 @@ int64_t Pool::fewest_tokens(const Sequence& sequence) const {
   return sequence.num_trimmed * block_size_ + config_.window_tokens - 1;
 }
 
-ItemResults Pool::truncate(Slot slot, Span<int64_t> ids, Span<int64_t> num_tokens) {
-  Session& session = sessions_[slot];
-  dry_.clear();
+ItemResults Pool::truncate(Groups groups, Slot slot, Span<int64_t> ids, Span<int64_t> num_tokens) {
   ItemResults results;
   results.values.resize(static_cast<size_t>(ids.size));
+  for (int64_t g = 0; g < groups.size; ++g) groups[g]->dry_.clear();
   for (int64_t item = 0; item < ids.size; ++item) {
     const int64_t id = ids[item], num = num_tokens[item];
-    Sketch now = look(session, id);
     Failure failure{item, Code::kOk};
-    if (!now.live) {
-      failure = {item, Code::kNotFound, id};
-    } else {
-      const Sequence& sequence = sequences_[*session.sequences.find(id)];
-      if (num < 1)
-        failure = {item, Code::kNegative, 3};
-      else if (now.computed)
-        failure = {item, Code::kBusy, id};
-      else if (num > std::max(now.num_scheduled, now.num_tokens))
-        failure = {item, Code::kTooLong, id, now.num_scheduled, num};
-      else if (sequence.num_trimmed && num < fewest_tokens(sequence))
-        failure = {item, Code::kTrimmed, id, fewest_tokens(sequence), num};
-    }
+    for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g)
+      failure = groups[g]->check_truncate(groups[g]->sessions_[slot], id, num, item);
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
-    } else if (dry_.on) {
-      now.num_tokens = std::min(now.num_tokens, num);
-      now.num_scheduled = std::min(now.num_scheduled, num);
-      dry_.sequences[id] = now;
-    } else {
-      results.values[static_cast<size_t>(item)] =
-          static_cast<int32_t>(truncate_one(session, *session.sequences.find(id), num));
+      continue;
+    }
+    for (int64_t g = 0; g < groups.size; ++g) {
+      Pool& pool = *groups[g];
+      Session& session = pool.sessions_[slot];
+      if (pool.dry_.on) {
+        Sketch now = pool.look(session, id);
+        now.num_tokens = std::min(now.num_tokens, num);
+        now.num_scheduled = std::min(now.num_scheduled, num);
+        pool.dry_.sequences[id] = now;
+      } else {
+        results.values[static_cast<size_t>(item)] +=
+            static_cast<int32_t>(pool.truncate_one(session, *session.sequences.find(id), num));
+      }
     }
   }
   return results;
+}
+
+Failure Pool::check_truncate(const Session& session, int64_t id, int64_t num, int64_t item) const {
+  const Sketch now = look(session, id);
+  if (!now.live) return {item, Code::kNotFound, id};
+  const Sequence& sequence = sequences_[*session.sequences.find(id)];
+  if (num < 1) return {item, Code::kNegative, 3};
+  if (now.computed) return {item, Code::kBusy, id};
+  if (num > std::max(now.num_scheduled, now.num_tokens))
+    return {item, Code::kTooLong, id, now.num_scheduled, num};
+  if (sequence.num_trimmed && num < fewest_tokens(sequence))
+    return {item, Code::kTrimmed, id, fewest_tokens(sequence), num};
+  return {item, Code::kOk};
 }
 
 int64_t Pool::truncate_one(Session& session, uint32_t index, int64_t num) {
@@ -231,7 +262,9 @@ int64_t Pool::truncate_one(Session& session, uint32_t index, int64_t num) {
   const int64_t num_full = num / block_size_;
   publish(session, index);  // what is kept and complete
   clear_leaders(sequence, index, num_full);
+  const int64_t num_tokens = sequence.tokens.size;
   sequence.tokens.cut(token_store_, num);
+  session.num_tokens -= num_tokens - sequence.tokens.size;
   sequence.num_scheduled = std::min(sequence.num_scheduled, num);
   sequence.num_written = std::min(sequence.num_written, num);
   sequence.num_cached = std::min(sequence.num_cached, num);
@@ -256,11 +289,40 @@ int64_t Pool::truncate_one(Session& session, uint32_t index, int64_t num) {
 
 // Swap
 
-std::variant<int64_t, Failure> Pool::swap(Slot slot, Span<int64_t> ids, Tier destination,
-                                          int64_t headroom) {
-  Session& session = sessions_[slot];
+// What a swap moves in one group.
+struct Pool::SwapPlan {
+  std::vector<uint32_t> indices;            // of the sequences
+  std::unordered_map<Block, Block> copies;  // old block -> new one
+  std::vector<Block> blocks;                // old ones, each once
+  std::vector<uint8_t> is_ahead;            // whether they hold nothing yet
+};
+
+std::variant<int64_t, Failure> Pool::swap(Groups groups, Slot slot, Span<int64_t> ids,
+                                          Tier destination, int64_t headroom) {
+  const Proportion proportion(groups, destination);
+  std::vector<SwapPlan> plans(static_cast<size_t>(groups.size));
+  int64_t num = 0;
+  for (int64_t g = 0; g < groups.size; ++g) {
+    Pool& pool = *groups[g];
+    SwapPlan& plan = plans[static_cast<size_t>(g)];
+    pool.dry_.clear();
+    const Failure failure = pool.plan_swap(pool.sessions_[slot], ids, destination,
+                                           proportion.of_group(pool, headroom), plan);
+    if (failure.code == Code::kLater || failure.code == Code::kLaterHeadroom ||
+        failure.code == Code::kLaterQuota)
+      return in_proportion(groups, pool, failure);
+    if (failure.code != Code::kOk) return failure;
+    num += static_cast<int64_t>(plan.blocks.size());
+  }
+  if (groups[0]->dry_.on) return num;
+  for (int64_t g = 0; g < groups.size; ++g)
+    groups[g]->do_swap(groups[g]->sessions_[slot], destination, plans[static_cast<size_t>(g)]);
+  return num;
+}
+
+Failure Pool::plan_swap(const Session& session, Span<int64_t> ids, Tier destination,
+                        int64_t headroom, SwapPlan& plan) const {
   const Tier source = destination == kHost ? kDevice : kHost;
-  std::vector<uint32_t> indices;
   std::unordered_set<int64_t> distinct;
   for (int64_t item = 0; item < ids.size; ++item) {
     const uint32_t* index = session.sequences.find(ids[item]);
@@ -272,31 +334,48 @@ std::variant<int64_t, Failure> Pool::swap(Slot slot, Span<int64_t> ids, Tier des
     if (std::max(sequence.computed_by, sequence.filled_by) == session.number)
       return Failure{item, Code::kBusy, ids[item]};
     if (sequence.tier != source) return Failure{item, Code::kSwapped, ids[item], sequence.tier};
-    indices.push_back(*index);
+    plan.indices.push_back(*index);
   }
-  std::unordered_map<Block, Block> copies;  // old block -> new one
-  std::vector<Block> blocks;
-  for (const uint32_t index : indices)
-    for (const Block b : table_of(sequences_[index]))
-      if (b != kNoBlock && copies.emplace(b, kNoBlock).second) blocks.push_back(b);
-  const auto needed = static_cast<int64_t>(blocks.size());
+  for (const uint32_t index : plan.indices) {
+    const Sequence& sequence = sequences_[index];
+    int64_t i = 0;
+    for (const Block b : table_of(sequence)) {
+      if (b != kNoBlock && plan.copies.emplace(b, kNoBlock).second) {
+        plan.blocks.push_back(b);
+        plan.is_ahead.push_back(i * block_size_ >= sequence.num_scheduled);
+      }
+      ++i;
+    }
+  }
+  const auto needed = static_cast<int64_t>(plan.blocks.size());
   if (needed > store(destination).num_blocks)
     return Failure{0, Code::kNever, needed, store(destination).num_blocks, destination};
-  dry_.clear();
+  if (const int64_t quota = config_.max_owner_blocks; quota && destination == kDevice) {
+    if (needed > quota) return Failure{0, Code::kNeverQuota, needed, quota, destination};
+    if (const int64_t allowed = num_allowed(session); needed > allowed)
+      return Failure{0, Code::kLaterQuota, needed, std::max<int64_t>(0, allowed), destination};
+  }
   const int64_t available = obtainable(session, destination) - headroom;
   if (needed > available) return no_room(session, destination, 0, needed, available, headroom);
-  if (dry_.on) return needed;
+  return Failure{0, Code::kOk};
+}
+
+void Pool::do_swap(Session& session, Tier destination, SwapPlan& plan) {
+  const Tier source = destination == kHost ? kDevice : kHost;
+  const auto needed = static_cast<int64_t>(plan.blocks.size());
   std::vector<Block> fresh;
   allocate(session, destination, needed, fresh);
-  for (size_t i = 0; i < blocks.size(); ++i) {
-    copies[blocks[i]] = fresh[i];
-    transfer(session, {source, blocks[i], store(source).generation(blocks[i])}, destination,
-             fresh[i], static_cast<uint32_t>(block_size_));
+  for (size_t i = 0; i < plan.blocks.size(); ++i) {
+    const Block old = plan.blocks[i];
+    plan.copies[old] = fresh[i];
+    // This plan may allocate it, and copy to the host tier what it held before.
+    if (plan.is_ahead[i]) continue;
+    transfer(session, {source, old, store(source).generation(old)}, destination, fresh[i],
+             static_cast<uint32_t>(block_size_));
   }
   std::unordered_map<Block, bool> used;
-  for (const uint32_t index : indices) move(session, index, destination, copies, used);
+  for (const uint32_t index : plan.indices) move(session, index, destination, plan.copies, used);
   (destination == kHost ? counters_.num_swapped_out : counters_.num_swapped_in) += needed;
-  return needed;
 }
 
 // Lets the sequence's table refer to the copies of its blocks.
@@ -322,6 +401,7 @@ void Pool::move(Session& session, uint32_t index, Tier destination,
   }
   sequence.num_trimmed = num_trimmed;
   sequence.moved_by = session.number;
+  sequence.progress_s = now_s_;
   sequence.num_published = 0;
   sequence.chain = session.root;
   sequence.chain_uid = index_[session.root].uid;

@@ -87,6 +87,13 @@ void Pool::trim_table(Session& session, Sequence& sequence, int64_t num, int64_t
   sequence.num_trimmed = num;
 }
 
+// Adds a reference to a block that may have none.
+void Pool::share(Session& session, Tier tier, Block b) {
+  BlockStore& blocks = store(tier);
+  if (tier == kDevice) held_[session.owner] += blocks.ref_count(b) == 0;
+  blocks.share(b);
+}
+
 // Removes a reference to a block that the session may touch until `plan` has run.
 bool Pool::release(Session& session, Tier tier, Block b, int64_t plan) {
   BlockStore& blocks = store(tier);
@@ -97,7 +104,9 @@ bool Pool::release(Session& session, Tier tier, Block b, int64_t plan) {
     blocks.pin(b, session.slot, 0);
     session.kept.emplace_back(tier, b);
   }
-  return blocks.release(b, session.slot, remember(session, tier, b, plan));
+  const bool is_last = blocks.release(b, session.slot, remember(session, tier, b, plan));
+  if (tier == kDevice) held_[session.owner] -= is_last;
+  return is_last;
 }
 
 // Remembers that the session may touch the block until `plan` has run; false if it has.
@@ -118,6 +127,7 @@ void Pool::allocate(Session& session, Tier tier, int64_t num, std::vector<Block>
   const size_t before = out.size();
   allocating_ = &session;
   store(tier).allocate(session.slot, num, out);
+  if (tier == kDevice) held_[session.owner] += num;
   if (session.resync_due)
     for (size_t i = before; i < out.size(); ++i) session.allocated.insert(key_of(tier, out[i]));
   announce_promoted();

@@ -92,6 +92,11 @@ MORE = {
         "std::min(sequence.num_written, num_tokens);",
         "std::max(sequence.num_written, 0 * num_tokens);",
     ),
+    "a_cut_frees_what_plans_in_flight_touch": Mutant(
+        "steps/sequences.cpp",
+        "is_open ? session.number + 1 : session.last_plan",
+        "is_open ? session.number + 1 : session.done",
+    ),
     "a_cut_frees_what_a_draft_allocates": Mutant(
         "steps/sequences.cpp",
         "is_open ? session.number + 1 : session.last_plan",
@@ -103,12 +108,37 @@ MORE = {
     "a_dry_run_takes_nothing": Mutant(
         "steps/append.cpp", "dry_.num_taken += std::min(needed, available);", ""
     ),
-    "a_dry_run_counts_every_sharer": Mutant("append.cpp", "++dry_.pieces_copied[id];", ""),
+    "a_dry_run_counts_every_sharer": Mutant("steps/append.cpp", "++dry_.pieces_copied[id];", ""),
     "a_refused_admission_takes_its_id": Mutant(
         "steps/admit.cpp",
         "if (!copies_last || config_.window_tokens)",
         "if (!copies_last) new_sequence(session, admission.sequence_id, admitted_by);\n"
         "    if (!copies_last || config_.window_tokens)",
+    ),
+    "the_first_of_contradictory_tokens_wins": Mutant(
+        "index/publish.cpp", "sequence.last_given = static_cast<int64_t>(given.size()) - 1;", ""
+    ),
+    "tokens_that_nothing_computes_count_for_nothing": Mutant(
+        "core/pool.cpp", "div_ceil(session.num_tokens, block_size_)", "int64_t{0}"
+    ),
+    "a_receipt_is_no_progress": Mutant(
+        "index/publish.cpp", "    sequence.progress_s = now_s_;\n", ""
+    ),
+    "blocks_that_are_given_are_no_progress": Mutant(
+        "steps/append.cpp",
+        "  sequence.progress_s = now_s_;\n  const int64_t number",
+        "  const int64_t number",
+    ),
+    "what_is_scheduled_is_no_progress": Mutant(
+        "steps/append.cpp",
+        "  sequence.progress_s = now_s_;\n  sequence.pending",
+        "  sequence.pending",
+    ),
+    "an_admission_ignores_the_quota": Mutant(
+        "steps/admit.cpp", "return more <= allowed", "return more <= allowed + 1"
+    ),
+    "a_dry_run_holds_nothing": Mutant(
+        "steps/append.cpp", "dry_.num_held += std::min(needed, available);", ""
     ),
     "receipts_free_the_next_plans_blocks": Mutant(
         "index/publish.cpp",

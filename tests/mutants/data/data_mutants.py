@@ -219,7 +219,7 @@ def transfers_by_direction() -> None:
     batches = transfers.Transfers.batches
 
     def sorted_batches(self: Any) -> Any:
-        return sorted(batches(self), key=lambda b: (b.source_tier, b.destination_tier))
+        return sorted(batches(self), key=lambda b: (b.source, b.destination))
 
     transfers.Transfers.batches = sorted_batches  # type: ignore[method-assign]
 

@@ -75,12 +75,12 @@ def allocations_keep_their_generation() -> None:
 
     def allocate(self: Any, tables: Any) -> Any:
         generations = {tier: g.copy() for tier, g in tables.generations.items()}
-        published = tables.publications.published.copy()
+        published = tables.publications[0].published.copy()
         allocated = _allocate_new(self, tables)
         others = (column[len(self._entries) :] for column in (self._tiers, self._blocks))
         for tier, block in zip(*(column.tolist() for column in others), strict=True):
             tables.generations[tier][block] = generations[tier][block]
-            tables.publications.published[block] = published[block]
+            tables.publications[0].published[block] = published[block]
         return allocated
 
     allocations.NewBlocks.allocate = allocate  # type: ignore[method-assign]
@@ -150,7 +150,7 @@ def blocks_read_before_they_are_filled() -> None:
         before, after = to_clear(self, tenant, allocated, moved)
         ends = moved.destinations
         unfilled = {
-            tier: blocks[~np.isin(blocks, ends.blocks[ends.tiers == tier])]
+            tier: blocks[~np.isin(blocks, ends.blocks[ends.places == tier])]
             for tier, blocks in before.items()
         }
         return unfilled, after

@@ -11,7 +11,9 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <random>
+#include <stdexcept>
 #include <vector>
 
 #include "cuda/operations.h"
@@ -30,6 +32,7 @@ struct Sizes {
   int64_t shift = 0;  // elements by which tensors miss the start of what was allocated
   // One key takes nearly all of the weight: 2^-26 is left for each of the others.
   bool has_small_weights = false;
+  bool has_options = false;  // a soft cap and sinks
 };
 
 // Memory as a device gives it: aligned to 256 bytes, and of the size asked for behind `shift`
@@ -77,6 +80,7 @@ class Check {
       key_scales_.push_back(0.01f * static_cast<float>(h + 1));
       value_scales_.push_back(0.05f / static_cast<float>(h + 1));
     }
+    for (int64_t h = 0; h < s_.num_heads; ++h) sinks_.push_back(static_cast<float>(h % 3) - 1.5f);
     query_ = numbers(num_tokens_ * s_.num_heads * s_.head_size);
     key_ = numbers(context * s_.num_kv_heads * s_.head_size);
     value_ = numbers(context * s_.num_kv_heads * s_.head_size);
@@ -100,6 +104,7 @@ class Check {
 
  private:
   static constexpr int64_t kSplit = 64;
+  static constexpr float kCap = 0.7f;
 
   void lay_out() {
     std::vector<int64_t> blocks_of;
@@ -177,10 +182,11 @@ class Check {
     p.num_kv_heads = s_.num_kv_heads;
     p.block_size = s_.block_size;
     p.head_size = s_.head_size;
+    p.value_head_size = s_.head_size;
     p.block_stride = 2 * kv;
     p.kv_stride = kv;
-    p.head_stride = head;
-    p.token_stride = token;
+    p.head_stride = p.value_head_stride = head;
+    p.token_stride = p.value_token_stride = token;
     if (is_8_bit(s_.pages_dtype)) {
       p.key_scales = key_scales_.data();
       p.value_scales = value_scales_.data();
@@ -220,9 +226,26 @@ class Check {
     p.query_head_stride = s_.head_size;
     p.scale = 1.0f / std::sqrt(static_cast<float>(s_.head_size));
     p.sliding_window_tokens = s_.window;
-    const int64_t bytes = attention_workspace_bytes(p, kSplit);
+    if (s_.has_options) {
+      p.logit_soft_cap = kCap;
+      p.sinks = sinks_.data();
+    }
+    // Exactly as large as the lengths need.
+    std::vector<int64_t> counts(s_.context_lens.size());
+    count_partials(p, kSplit, query_starts_.data(), s_.context_lens.data(), counts.data());
+    const int64_t needed = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+    const int64_t bytes = attention_workspace_bytes(p, needed);
     const DeviceMemory workspace(static_cast<size_t>(bytes));
+    if (needed > 0) refuse_less(p, attention_workspace_bytes(p, 0));
     paged_attention(p, {0, kSplit, workspace.data(), bytes}, {0, faults});
+  }
+
+  // Without room for its partial results a batch is reported, and nothing is written past the end.
+  void refuse_less(const PagedAttentionParams& p, int64_t bytes) {
+    int32_t faults = 0;
+    const DeviceMemory workspace(static_cast<size_t>(bytes));
+    paged_attention(p, {0, kSplit, workspace.data(), bytes}, {0, &faults});
+    if (faults != kBadWorkspace) throw std::runtime_error("a workspace too small is not reported");
   }
 
   bool compare(const void* out, const std::vector<float>& lse) const {
@@ -277,7 +300,8 @@ class Check {
         score += number_at(s_.dtype, query_->data(), row * s_.head_size + d) *
                  cached(*key_, key_row(k) + d, key_scales_[static_cast<size_t>(kv_head)]);
       }
-      scores.push_back(score / std::sqrt(static_cast<double>(s_.head_size)));
+      score /= std::sqrt(static_cast<double>(s_.head_size));
+      scores.push_back(s_.has_options ? kCap * std::tanh(score / kCap) : score);
       largest = std::max(largest, scores.back());
     }
     out->assign(static_cast<size_t>(s_.head_size), 0.0);
@@ -289,6 +313,7 @@ class Check {
         (*out)[static_cast<size_t>(d)] += weight * cached(*value_, key_row(k) + d, scale);
       }
     }
+    if (s_.has_options) sum += std::exp(sinks_[static_cast<size_t>(head)] - largest);
     for (double& number : *out) number /= sum;
     return largest + std::log(sum);
   }
@@ -297,7 +322,7 @@ class Check {
   std::mt19937 rng_;
   int64_t num_tokens_ = 0, num_blocks_ = 0, max_blocks_ = 0;
   std::vector<int32_t> tables_;
-  std::vector<float> key_scales_, value_scales_;
+  std::vector<float> key_scales_, value_scales_, sinks_;
   std::vector<int64_t> slots_, query_starts_ = {0};
   std::unique_ptr<DeviceMemory> query_, key_, value_, pages_;
 };
@@ -315,6 +340,13 @@ const Sizes kSizes[] = {
     {kFp16, kFp16, 2, 1, 16, 8, 0, {1, 3}, {70, 9}, 4},
     {kFp32, kE5m2, 2, 1, 16, 8, 0, {1, 3}, {70, 9}, 2},
     {kFp16, kFp16, 2, 2, 64, 16, 0, {1, 33}, {200, 200}, 0, true},
+    // Long sequences in splits; tiles of 32 rows with their queries in shared memory.
+    {kBf16, kBf16, 2, 1, 16, 16, 0, {40, 1, 70}, {600, 300, 530}},
+    {kFp16, kE4m3, 2, 1, 16, 16, 270, {35}, {700}},
+    {kBf16, kBf16, 20, 1, 128, 16, 0, {1, 1}, {70, 20}},
+    {kBf16, kE5m2, 20, 1, 128, 16, 0, {1}, {70}},
+    {kBf16, kBf16, 2, 1, 16, 8, 0, {1, 20, 1}, {100, 30, 9}, 0, false, true},
+    {kFp32, kFp32, 2, 1, 16, 8, 0, {1, 1}, {100, 9}, 0, false, true},
 };
 
 }  // namespace

@@ -23,6 +23,7 @@ class Mutant:
 
 
 SHORT, LONG, FMA = "attention_short.cuh", "attention_long.cuh", "attention_fma.cu"
+ROWS, CUTTING, COMBINE = "short_rows.cuh", "cutting.h", "combine.cu"
 BATCH, TILES, PLAN = "batch.cuh", "tiles.cuh", "plan.cu"
 CACHE, EIGHT_BITS = "reshape_and_cache.cu", "eight_bits.cuh"
 
@@ -44,20 +45,19 @@ MUTANTS = {
         SHORT, "wait_for_copies<Ring::kStages - 2>();", "wait_for_copies<Ring::kStages - 1>();"
     ),
     "mask_off_by_one": Mutant(SHORT, "position < own.end;", "position <= own.end;"),
-    "window_off_by_one": Mutant(BATCH, "position + 1 - window", "position - window"),
+    "window_off_by_one": Mutant(CUTTING, "position + 1 - window", "position - window"),
     "wrong_lane": Mutant(
-        SHORT, "const int32_t row = 8 * c + lane / 4;", "const int32_t row = 8 * c + lane % 8;"
+        ROWS, "const int32_t row = 8 * c + lane / 4;", "const int32_t row = 8 * c + lane % 8;"
     ),
     "divergent_shuffle": Mutant(
         TILES,
-        "const int64_t key = __shfl_sync(kWholeWarp, key_of_lane, row);",
-        "if (chunk * kElements >= pages.head_size) continue;\n"
-        "    const int64_t key = __shfl_sync(kWholeWarp, key_of_lane, row);",
+        "const int64_t offset = __shfl_sync(",
+        "if (chunk * kElements >= num_columns) continue;\n    const int64_t offset = __shfl_sync(",
     ),
     "shuffle_as_barrier": Mutant(
         FMA,
-        "  __syncwarp();\n  for (int32_t token",
-        "  __shfl_sync(kWholeWarp, 0, 0);\n  for (int32_t token",
+        "  __syncwarp();\n}",
+        "  __shfl_sync(kWholeWarp, 0, 0);\n}",
         found_by=TSAN,
     ),
     "table_read_out_of_bounds": Mutant(
@@ -100,9 +100,7 @@ MUTANTS = {
     "output_dims_in_the_order_of_16_bit_pages": Mutant(
         SHORT, "kDimsApart = kIs8Bits<Kv> ? 2 : 1", "kDimsApart = 1"
     ),
-    "key_scale_forgotten": Mutant(
-        SHORT, "kLog2E * key_scale(work.p.pages, item.kv_head)", "kLog2E"
-    ),
+    "key_scale_forgotten": Mutant(ROWS, "kLog2E * key_scale(work.p.pages, item.kv_head)", "kLog2E"),
     "key_scale_of_the_first_head": Mutant(
         LONG, "key_scale(work.p.pages, item.kv_head)", "key_scale(work.p.pages, 0)"
     ),
@@ -112,13 +110,13 @@ MUTANTS = {
         "value_scale(work.p.pages, item.kv_head == 0 ? 1 : 0)",
     ),
     "value_scale_lost_between_splits": Mutant(
-        PLAN, "value_scale(work.p.pages, head / group_of(work.p))", "1.0f"
+        COMBINE, "value_scale(work.p.pages, head / work.cutting.group)", "1.0f"
     ),
     "value_stored_by_the_scale_of_keys": Mutant(
         CACHE, "value_scale(p.pages, head)", "key_scale(p.pages, head)"
     ),
     "a_chunk_too_many": Mutant(
-        CACHE, "i < 2 * num_chunks; i +=", "i <= 2 * num_chunks; i +=", found_by=ASAN
+        CACHE, "i < num_chunks + chunks_of", "i <= num_chunks + chunks_of", found_by=ASAN
     ),
     "four_numbers_at_once_wherever_a_row_starts": Mutant(
         CACHE, "? Pace::kFours : Pace::kOnes", "? Pace::kFours : Pace::kFours", found_by=UBSAN
@@ -128,12 +126,40 @@ MUTANTS = {
     ),
     "lift_not_divided_out": Mutant(SHORT, "1.0f / kLift<FactorOf<Kv>>", "1.0f"),
     "long_lift_not_divided_out": Mutant(LONG, "sum * kLift<FactorOf<Kv>>", "sum"),
-    "row_scale_of_another_row": Mutant(
-        SHORT, "back, (2 * (lane % 4) + j) * 4)", "back, 2 * (lane % 4) * 4)"
-    ),
+    "row_scale_of_another_row": Mutant(ROWS, "back, (2 * t + j) * 4)", "back, 2 * t * 4)"),
     "long_row_scale_of_another_row": Mutant(
         LONG,
         "(i == lane / 4 + 8 ? back : 1.0f)",
         "(i == lane / 4 ? back : 1.0f)",
     ),
+    "splits_of_a_long_sequence_overlap": Mutant(
+        BATCH, "sequence.cut.first + item.split", "sequence.cut.first + item.split / 2"
+    ),
+    "partial_results_without_room": Mutant(
+        PLAN, "partial_end_of_lane <= work.max_partials", "true", found_by=ASAN
+    ),
+    "a_split_too_few": Mutant(
+        CUTTING, "div_ceil(all.end, tokens) - first", "all.end / tokens - first"
+    ),
+    "splits_combined_before_they_are_added": Mutant(
+        COMBINE, "  __syncthreads();\n  sum = 0.0f;", "  sum = 0.0f;"
+    ),
+    "a_warp_adds_its_neighbours_splits": Mutant(COMBINE, "i += kCombineWarps", "i += 1"),
+    "sums_overwritten_while_they_are_read": Mutant(
+        COMBINE, "__syncthreads();  // Until the sums have been read.", "", found_by=TSAN
+    ),
+    "next_item_overwritten_while_it_is_read": Mutant(
+        LONG, "turn = 1 - turn", "turn = 0", found_by=TSAN
+    ),
+    "queries_read_before_the_warps_have_loaded_them": Mutant(
+        ROWS, "__syncthreads();\n    parts", "parts"
+    ),
+    "long_partial_results_not_lowered": Mutant(LONG, "1.0f / kLift<FactorOf<Kv>>", "1.0f"),
+    "sink_of_another_head": Mutant(BATCH, "work.p.sinks[head]", "work.p.sinks[0]"),
+    "sink_forgotten_between_splits": Mutant(COMBINE, "value / total.sum", "value / sum"),
+    "sink_forgotten_in_prefills": Mutant(LONG, "total.sum * kLift", "sum * kLift"),
+    "cap_in_another_base_than_scores": Mutant(
+        BATCH, "finite(work.p.logit_soft_cap * kLog2E)", "work.p.logit_soft_cap"
+    ),
+    "values_looked_up_as_keys": Mutant(TILES, "lane >= kTileRows);", "false);"),
 }

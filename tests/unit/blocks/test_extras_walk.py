@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 from index_writer import i32, ints
-from native_machine import ROOTS, SHAPES, Operation, Walk
+from native_machine import ROOTS, SHAPES, Operation, Shape, Walk
 from native_pool import DEVICE, HOST, dump
 from native_sessions import Engine
 
@@ -23,7 +23,7 @@ class ForgettingWalk(Walk):
         "tick": 3,
     }
 
-    def __init__(self, rng: Random, shape: tuple[int, int, int, int], *, truncates: bool) -> None:
+    def __init__(self, rng: Random, shape: Shape, *, truncates: bool) -> None:
         super().__init__(rng, shape)
         self.truncates = truncates
         self.now_s = 0.0
@@ -109,7 +109,7 @@ class ForgettingWalk(Walk):
 @pytest.mark.parametrize("truncates", [False, True], ids=["never-truncates", "truncates"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_nothing_forgotten_comes_back_and_the_core_stays_sound(
-    shape: tuple[int, int, int, int], truncates: bool
+    shape: Shape, truncates: bool
 ) -> None:
     for seed in range(4):
         walk = ForgettingWalk(Random(seed), shape, truncates=truncates)

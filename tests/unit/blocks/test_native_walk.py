@@ -7,14 +7,14 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from native_machine import SHAPES, NativeMachine, Walk
+from native_machine import SHAPES, NativeMachine, Shape, Walk
 
 SETTINGS = settings(
     deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False
 )
 
 
-def walk(seed: int, shape: tuple[int, int, int, int], num_steps: int) -> None:
+def walk(seed: int, shape: Shape, num_steps: int) -> None:
     walk = Walk(Random(seed), shape)
     for _ in range(num_steps):
         walk.act()
@@ -23,7 +23,7 @@ def walk(seed: int, shape: tuple[int, int, int, int], num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_walks(shape: tuple[int, int, int, int]) -> None:
+def test_walks(shape: Shape) -> None:
     for seed in range(10):
         walk(seed, shape, num_steps=120)
 
@@ -31,7 +31,7 @@ def test_walks(shape: tuple[int, int, int, int]) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_long_walks(shape: tuple[int, int, int, int]) -> None:
+def test_long_walks(shape: Shape) -> None:
     for seed in range(100, 150):
         walk(seed, shape, num_steps=1000)
 

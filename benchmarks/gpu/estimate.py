@@ -1,0 +1,104 @@
+"""What the kernels should reach, by a model of their time, before any GPU has run them.
+
+    python -m benchmarks.gpu.estimate [--copy-gb-s 4400] [--multiprocessors 132]
+
+A call reads each key and value once at the copy bandwidth. Beside that it takes 10 to 22 µs, more
+over 8-bit pages and for heads of 64 and 256: for the plan, the launches and the combination of
+splits, and for the rings of tiles, which drain at the end of each item. A block alone reads 80
+GB/s, with 64 KiB in flight for 0.8 µs, so a batch of few items takes longer. Products take their
+time at 200 to 280 TFLOP/s. Prints the estimate of each case that has a target, beside its goal. If
+hardware shows other times, the model is wrong, and with it what docs/cuda.md says about speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from benchmarks.gpu import shapes
+from benchmarks.gpu.shapes import Shape
+from benchmarks.gpu.verdict import OF_COPY, OVER_BF16, case_of
+
+OVERHEAD_S: Final = (10e-6, 22e-6)
+OVERHEAD_OF_8_BITS_S: Final = (14e-6, 28e-6)  # more instructions for a byte
+OVERHEAD_OF_WIDE_HEADS_S: Final = (24e-6, 50e-6)  # 256: few stages, one block at once
+OVERHEAD_OF_NARROW_ROWS_S: Final = (18e-6, 30e-6)  # 64: as many instructions for half the bytes
+BLOCK_BYTES_PER_S: Final = 80e9
+FLOPS_PER_S: Final = (280e12, 200e12)
+SHORT_ROWS: Final = 32
+BLOCKS_OF_MULTIPROCESSOR: Final = 2
+H200_COPY_GB_S: Final = 4400.0
+H200_MULTIPROCESSORS: Final = 132
+
+Range = tuple[float, float]
+
+
+def seconds(
+    shape: Shape, copy_bytes_per_s: float, num_multiprocessors: int, split_tokens: int
+) -> Range:
+    """The least and the most time that the model gives a call."""
+    reads = shape.kv_bytes / copy_bytes_per_s
+    rows = shape.new * (shape.heads // shape.kv_heads)
+    if rows > SHORT_ROWS and shape.new > 1:
+        least, most = (max(reads, shape.flops / rate) for rate in FLOPS_PER_S)
+        return least + OVERHEAD_S[0], most + OVERHEAD_S[1]
+    num_items = shape.batch * shape.kv_heads * math.ceil(shape.context / split_tokens)
+    at_once = BLOCKS_OF_MULTIPROCESSOR * num_multiprocessors
+    waves = math.ceil(num_items / at_once)
+    alone = waves * shape.kv_bytes / num_items / BLOCK_BYTES_PER_S
+    overhead = OVERHEAD_S
+    if shape.head > 192:
+        overhead = OVERHEAD_OF_WIDE_HEADS_S
+    elif shape.head <= 64:
+        overhead = OVERHEAD_OF_NARROW_ROWS_S
+    elif shape.kv_dtype != "bfloat16":
+        overhead = OVERHEAD_OF_8_BITS_S
+    return max(reads, alone) + overhead[0], max(reads, alone) + overhead[1]
+
+
+def share_of_copy(
+    shape: Shape,
+    copy_gb_s: float,
+    num_multiprocessors: int = H200_MULTIPROCESSORS,
+    split_tokens: int = 512,
+) -> Range:
+    """The least and the most share of the copy bandwidth at which keys and values are read."""
+    least, most = seconds(shape, copy_gb_s * 1e9, num_multiprocessors, split_tokens)
+    reads = shape.kv_bytes / (copy_gb_s * 1e9)
+    return reads / most, reads / least
+
+
+def say(shape: Shape, copy_gb_s: float, num_multiprocessors: int) -> str:
+    """A line for a case: the estimate, and the goal."""
+    least, most = share_of_copy(shape, copy_gb_s, num_multiprocessors)
+    if shape.kv_dtype == "bfloat16":
+        goal, reached = f"{OF_COPY:.0%} of copy", f"{least:.0%} to {most:.0%} of copy"
+    else:
+        low, high = times_bf16(shape, copy_gb_s, num_multiprocessors)
+        goal, reached = f"{OVER_BF16} × bf16", f"{low:.2f} to {high:.2f} × bf16"
+    return f"{case_of(shape.named())}: {reached}; goal {goal}"
+
+
+def times_bf16(shape: Shape, copy_gb_s: float, num_multiprocessors: int) -> Range:
+    """How many times faster fp8 is than bf16, where both have the least overhead, or the most."""
+    bytes_per_s = copy_gb_s * 1e9
+    of_fp8 = seconds(shape, bytes_per_s, num_multiprocessors, 512)
+    of_bf16 = seconds(shapes.in_bf16(shape), bytes_per_s, num_multiprocessors, 512)
+    low, high = sorted(b / f for b, f in zip(of_bf16, of_fp8, strict=True))
+    return low, high
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.estimate")
+    parser.add_argument("--copy-gb-s", type=float, default=H200_COPY_GB_S)
+    parser.add_argument("--multiprocessors", type=int, default=H200_MULTIPROCESSORS)
+    arguments = parser.parse_args(words)
+    held, _ = shapes.by_target(shapes.DECODES)
+    for shape in held:
+        print(say(shape, arguments.copy_gb_s, arguments.multiprocessors))
+
+
+if __name__ == "__main__":
+    main()

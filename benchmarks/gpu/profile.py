@@ -1,0 +1,78 @@
+"""Runs one kernel under Nsight Compute, and prints what it says in a few lines.
+
+    python -m benchmarks.gpu.profile run NAME      the program to profile; needs a GPU
+    python -m benchmarks.gpu.profile say NCU.csv   the figures, from `ncu --csv --page raw`
+
+NAME: decode, speculative or prefill.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from benchmarks.gpu.machine import Machine, this_gpu
+from benchmarks.gpu.problem import Problem
+from benchmarks.gpu.shapes import Shape
+from benchmarks.gpu.timing import Once
+
+SHAPES: Final = {
+    "decode": Shape(16, 4096),
+    "speculative": Shape(16, 4 + 4096, new=4),
+    "prefill": Shape(1, 4096, new=4096),
+}
+METRICS: Final = {
+    "gpu__time_duration.sum": "time",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed": "dram %",
+    "sm__inst_issued.avg.pct_of_peak_sustained_active": "issue %",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "warps %",
+    "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio": "stall memory",
+    "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio": "stall barrier",
+    "smsp__average_warps_issue_stalled_short_scoreboard_per_issue_active.ratio": "stall shared",
+    "l1tex__data_bank_conflicts_pipe_lsu.sum": "bank conflicts",
+}
+
+
+def run(name: str, machine: Machine) -> None:
+    """Call the kernels twice: the first call warms up."""
+    call = Problem(SHAPES[name], machine.device).attention(machine.kernels())
+    for _ in range(2):
+        call()
+    machine.wait()
+
+
+def lines(rows: Sequence[dict[str, str]]) -> Iterator[str]:
+    """A line for each kernel that was profiled; the first row of ncu's table holds the units."""
+    for row in rows:
+        kernel = row.get("Kernel Name", "").partition("(")[0].rpartition("::")[2]
+        figures = [f"{said} {row[name]}" for name, said in METRICS.items() if row.get(name)]
+        if kernel and figures:
+            yield f"profile: {kernel[:60]}: {', '.join(figures)}"
+
+
+def say(path: Path) -> list[str]:
+    """The lines of a file. What ncu and the program print before the table is left out."""
+    text = path.read_text().splitlines()
+    first = next((i for i, line in enumerate(text) if line.startswith('"ID"')), len(text))
+    return list(lines(list(csv.DictReader(text[first:]))))
+
+
+def main(words: Sequence[str]) -> int:
+    """0, or 2 for words that it does not know."""
+    if len(words) == 2 and words[0] == "run" and words[1] in SHAPES:
+        run(words[1], this_gpu(Once()))
+    elif len(words) == 2 and words[0] == "say":
+        print("\n".join(say(Path(words[1]))))
+    elif words == ["metrics"]:
+        print(",".join(METRICS))
+    else:
+        print(__doc__)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,65 @@
+// The layer groups of one pool, kept in step: they have the same sessions, sequences, tokens and
+// plans; each has its own blocks, tables, prefix index and eviction. An item of an operation is
+// done in all groups or in none, and a prompt is found cached as far as all groups have what it
+// needs.
+//
+// Where a number of blocks stands for all groups, it counts blocks of the smallest group, and those
+// of others in proportion: what is needed, in the group that is scarcest for it; what there is, in
+// the group that has least. So what fits by these numbers fits in each group.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/pool.h"
+
+namespace kvplane::blocks {
+
+// Of a tier of a pool of groups.
+class Proportion {
+ public:
+  Proportion(Groups groups, Tier tier);
+  // Blocks of a group as blocks of the smallest one, rounded up or down.
+  int64_t up(const Pool& group, int64_t num) const;
+  int64_t down(const Pool& group, int64_t num) const;
+  // Blocks of the smallest group as blocks of a group, rounded up.
+  int64_t of_group(const Pool& group, int64_t num) const;
+  int64_t smallest() const { return smallest_; }
+
+ private:
+  Tier tier_;
+  int64_t smallest_;
+};
+
+class GroupedPool {
+ public:
+  // Of at least one group. They are of the same block size, and have no sessions.
+  explicit GroupedPool(std::vector<Pool*> groups) : pools_(std::move(groups)) {}
+
+  Groups groups() const { return {pools_.data(), static_cast<int64_t>(pools_.size())}; }
+  const Pool& first() const { return *pools_[0]; }
+
+  Slot open_session(std::string_view root, uint32_t owner);
+  void end_session(Slot slot);
+  void session_fenced(Slot slot);
+  void begin(Slot slot, int64_t number, bool dry_run);
+  void end_dry_run();
+  std::vector<int32_t> growth(Slot slot, const AppendColumns& columns) const;
+  int64_t cut(Slot slot, int64_t sequence_id);
+  std::vector<Failure> deferred_tokens(Slot slot, const DeferredColumns& columns);
+  void receipted(Slot slot, int64_t plan);
+  int64_t release_retained(Slot slot, Span<int32_t> tokens);
+  // Leading full blocks that an admission would find: their entries in the first group.
+  std::vector<EntryId> match(std::string_view root, Span<int32_t> tokens) const;
+  int64_t num_blocks(Tier tier) const { return Proportion(groups(), tier).smallest(); }
+  int64_t num_obtainable(Slot slot, Tier tier) const;
+  int64_t num_coming(Slot slot, Tier tier) const;
+  int64_t num_in(Tier tier, State state) const;
+  int64_t num_held(Slot slot, int64_t sequence_id) const;
+  int64_t num_blocks_held(Slot slot) const;
+
+ private:
+  std::vector<Pool*> pools_;
+};
+
+}  // namespace kvplane::blocks

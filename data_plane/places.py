@@ -1,0 +1,42 @@
+"""Where blocks are. A place is one tier of one layer group: it has blocks of its own.
+
+place = 2 * group + tier        so that a pool of one group has its tiers as places
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+from kvplane.layout import Layout
+from kvplane.v1 import types_pb2 as pb
+
+Place: TypeAlias = int
+TIERS: Final = (pb.TIER_DEVICE, pb.TIER_HOST)
+
+
+def place_of(group: int, tier: int) -> Place:
+    """The place of a layer group's tier."""
+    return len(TIERS) * group + tier
+
+
+def group_of(place: Place) -> int:
+    """Index of the place's layer group."""
+    return (place - 1) // len(TIERS)
+
+
+def tier_of(place: Place) -> pb.Tier:
+    """The place's tier."""
+    return TIERS[(place - 1) % len(TIERS)]
+
+
+def places_of(layout: Layout) -> list[Place]:
+    """All places, group after group."""
+    return [place_of(group, tier) for group in range(len(layout.groups)) for tier in TIERS]
+
+
+def in_groups(num_blocks: int | Sequence[int], layout: Layout) -> tuple[int, ...]:
+    """Blocks of each layer group; a single number is of each."""
+    if isinstance(num_blocks, int):
+        return (num_blocks,) * len(layout.groups)
+    return tuple(num_blocks)

@@ -1,0 +1,144 @@
+"""What comes of a request, as OpenAI's objects: whole, or in pieces for a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from engine.request import Delta, RequestOutput, TokenLogprob
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One continuation as far as it is known."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+class Answer:
+    """The answer to one HTTP request: its choices are those of its prompts, one after another.
+
+    ``is_chat``: in the form of a chat.
+    """
+
+    def __init__(self, model: str, num_prompts: int, n: int, *, is_chat: bool) -> None:
+        self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._model = model
+        self._n = n
+        self._is_chat = is_chat
+        self._created = int(time.time())
+        self._choices = [_Choice() for _ in range(num_prompts * n)]
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_generated_tokens = 0
+
+    def add(self, prompt: int, event: Delta | RequestOutput) -> list[dict[str, Any]]:
+        """Take what came for a prompt. Returns what a stream sends of it."""
+        if isinstance(event, RequestOutput):
+            self.num_prompt_tokens += len(event.prompt_token_ids)
+            self.num_cached_tokens += event.num_cached_tokens
+            return []
+        self.num_generated_tokens += len(event.token_ids)
+        index = prompt * self._n + event.index
+        choice = self._choices[index]
+        choice.text += event.text
+        choice.finish_reason = event.finish_reason or None
+        if event.logprob is not None:
+            choice.logprobs.append(event.logprob)
+        if not (event.text or event.finish_reason or event.logprob):
+            return []
+        piece = _Choice(event.text, choice.finish_reason)
+        if event.logprob is not None:
+            piece.logprobs.append(event.logprob)
+        offset = len(choice.text) - len(event.text)
+        return [self._object([self._chunk(index, piece, offset)], is_chunk=True)]
+
+    def opening(self) -> list[dict[str, Any]]:
+        """What a stream begins with."""
+        if not self._is_chat:
+            return []
+        delta = {"role": "assistant", "content": ""}
+        return [
+            self._object(
+                [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}],
+                is_chunk=True,
+            )
+            for i in range(len(self._choices))
+        ]
+
+    def whole(self) -> dict[str, Any]:
+        """The answer, once all has come."""
+        choices = [self._full(index, choice) for index, choice in enumerate(self._choices)]
+        return self._object(choices, is_chunk=False) | {"usage": self.usage()}
+
+    def closing(self) -> dict[str, Any]:
+        """The last object of a stream that was asked for its usage."""
+        return self._object([], is_chunk=True) | {"usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of prompts and continuations."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_generated_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_generated_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+    def _object(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
+        kind = "text_completion"
+        if self._is_chat:
+            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _chunk(self, index: int, piece: _Choice, offset: int) -> dict[str, Any]:
+        common = {
+            "index": index,
+            "finish_reason": piece.finish_reason,
+            "logprobs": self._logprobs(piece, offset),
+        }
+        if self._is_chat:
+            return common | {"delta": {"content": piece.text} if piece.text else {}}
+        return common | {"text": piece.text}
+
+    def _full(self, index: int, choice: _Choice) -> dict[str, Any]:
+        common = {
+            "index": index,
+            "finish_reason": choice.finish_reason,
+            "logprobs": self._logprobs(choice, 0),
+        }
+        if self._is_chat:
+            return common | {"message": {"role": "assistant", "content": choice.text}}
+        return common | {"text": choice.text}
+
+    def _logprobs(self, choice: _Choice, offset: int) -> dict[str, Any] | None:
+        if not choice.logprobs:
+            return None
+        if self._is_chat:
+            return {"content": [_chat_logprob(each) for each in choice.logprobs]}
+        tokens = [each.text for each in choice.logprobs]
+        offsets = [offset + num for num in accumulate(map(len, tokens[:-1]), initial=0)]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [each.logprob for each in choice.logprobs],
+            "top_logprobs": [
+                {other.text: other.logprob for other in each.likeliest} for each in choice.logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _chat_logprob(each: TokenLogprob) -> dict[str, Any]:
+    return _of_token(each) | {"top_logprobs": [_of_token(other) for other in each.likeliest]}
+
+
+def _of_token(each: TokenLogprob) -> dict[str, Any]:
+    return {"token": each.text, "logprob": each.logprob, "bytes": list(each.text.encode())}

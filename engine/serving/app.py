@@ -1,0 +1,296 @@
+"""The HTTP application: OpenAI's paths, health and metrics.
+
+POST /v1/completions, /v1/chat/completions     GET /v1/models, /health, /metrics
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from engine.loader import Message
+from engine.request import Delta, RequestOutput
+from engine.serving.answers import Answer
+from engine.serving.metrics import ServingMetrics
+from engine.serving.requests import Chat, CompletionRequest, read_chat, read_completion
+from engine.serving.worker import EngineWorker, Prompt
+from kvplane.errors import (
+    CapacityError,
+    InvalidRequestError,
+    KvplaneError,
+    NeverFitsError,
+    NotFoundError,
+    QuotaExceededError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+
+_CLIENT_GONE: Final = 499
+_STATUS: Final[tuple[tuple[type[KvplaneError], int], ...]] = (
+    (InvalidRequestError, 400),
+    (UnauthenticatedError, 401),
+    (NeverFitsError, 400),
+    (NotFoundError, 404),
+    (QuotaExceededError, 429),
+    (CapacityError, 503),
+    (UnavailableError, 503),
+)
+_TYPES: Final = {
+    400: "invalid_request_error",
+    404: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+EncodeChat = Callable[[Sequence[Message]], Prompt]
+
+
+class ServingApp:
+    """The application of one model, as ``asgi``. ``encode_chat`` runs in the worker's thread.
+    ``api_keys``: one of them is asked of every client of ``/v1``, unless there are none.
+    """
+
+    def __init__(
+        self,
+        worker: EngineWorker,
+        model: str,
+        *,
+        encode_chat: EncodeChat,
+        max_body_bytes: int,
+        api_keys: Sequence[str] = (),
+    ) -> None:
+        self._worker = worker
+        self._model = model
+        self._encode_chat = encode_chat
+        self._max_body_bytes = max_body_bytes
+        self._api_keys = [key.encode() for key in api_keys]
+        self._created = int(time.time())
+        self.metrics = ServingMetrics(lambda: worker.num_open)
+        self.asgi = Starlette(
+            routes=[
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._models),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+            ]
+        )
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._counted(request, read_completion, is_chat=False)
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._counted(request, read_chat, is_chat=True)
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            self._authenticate(request)
+        except UnauthenticatedError as error:
+            return _refusal(error)
+        name = request.path_params.get("name")
+        entry = {
+            "id": self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvplane",
+        }
+        if name is None:
+            return JSONResponse({"object": "list", "data": [entry]})
+        return JSONResponse(entry) if name == self._model else _refusal(self._unknown(name))
+
+    async def _health(self, _: Request) -> Response:
+        return Response(status_code=200 if self._worker.is_alive else 503)
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _counted(
+        self, request: Request, read: Callable[[Any], CompletionRequest], *, is_chat: bool
+    ) -> Response:
+        """The response, or that to an error. Streams are counted when they end."""
+        began_s = time.monotonic()
+        count = partial(self._count, request.url.path, began_s)
+        try:
+            self._authenticate(request)
+            asked = read(await self._body(request))
+            if asked.model != self._model:
+                raise self._unknown(asked.model)
+            answer = Answer(
+                self._model,
+                len(asked.prompts),
+                asked.params.n,
+                is_chat=is_chat,
+            )
+            events = self._events(asked, began_s)
+            if asked.stream:
+                first = await _until_gone(request, anext(events))
+                pieces = self._pieces(asked, answer, first, events, count)
+                return StreamingResponse(pieces, media_type="text/event-stream")
+            await _until_gone(request, self._collect(answer, events))
+        except KvplaneError as error:
+            response = _refusal(error)
+            count(None, response.status_code)
+            return response
+        except ClientDisconnect:
+            count(None, _CLIENT_GONE)
+            return Response(status_code=_CLIENT_GONE)
+        count(answer, 200)
+        return JSONResponse(answer.whole())
+
+    def _count(self, path: str, began_s: float, answer: Answer | None, status: int) -> None:
+        self.metrics.requests.labels(path, str(status)).inc()
+        self.metrics.duration.observe(time.monotonic() - began_s)
+        if answer is not None:
+            self.metrics.prompt_tokens.inc(answer.num_prompt_tokens)
+            self.metrics.cached_tokens.inc(answer.num_cached_tokens)
+            self.metrics.generated_tokens.inc(answer.num_generated_tokens)
+
+    async def _collect(self, answer: Answer, events: _Events) -> None:
+        async with aclosing(events):
+            async for prompt, event in events:
+                answer.add(prompt, event)
+
+    async def _pieces(
+        self,
+        asked: CompletionRequest,
+        answer: Answer,
+        first: tuple[int, Delta | RequestOutput],
+        events: _Events,
+        count: Callable[[Answer | None, int], None],
+    ) -> AsyncIterator[str]:
+        """Server-sent events. An error after the first is sent as one."""
+        status = _CLIENT_GONE
+        try:
+            async with aclosing(events):
+                for piece in [*answer.opening(), *answer.add(*first)]:
+                    yield _event(piece)
+                async for prompt, event in events:
+                    for piece in answer.add(prompt, event):
+                        yield _event(piece)
+            if asked.include_usage:
+                yield _event(answer.closing())
+            yield "data: [DONE]\n\n"
+            status = 200
+        except KvplaneError as error:
+            refusal = _refusal(error)
+            status = refusal.status_code
+            yield f"data: {bytes(refusal.body).decode()}\n\n"
+        finally:
+            count(answer, status)
+
+    async def _events(
+        self, asked: CompletionRequest, began_s: float
+    ) -> AsyncGenerator[tuple[int, Delta | RequestOutput], None]:
+        """What comes for each prompt, with its number, until all are answered. Closing ends all."""
+        queue: asyncio.Queue[tuple[int, Delta | RequestOutput] | KvplaneError] = asyncio.Queue()
+
+        async def follow(number: int, prompt: Prompt | Chat) -> None:
+            try:
+                stream = self._worker.stream(partial(self._read, prompt), asked.params)
+                async with aclosing(stream):
+                    async for event in stream:
+                        queue.put_nowait((number, event))
+            except KvplaneError as error:
+                queue.put_nowait(error)
+
+        tasks = [asyncio.create_task(follow(*each)) for each in enumerate(asked.prompts)]
+        num_left, is_first = len(tasks), True
+        try:
+            while num_left:
+                item = await queue.get()
+                if isinstance(item, KvplaneError):
+                    raise item
+                if is_first:
+                    self.metrics.first_token.observe(time.monotonic() - began_s)
+                    is_first = False
+                num_left -= isinstance(item[1], RequestOutput)
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _read(self, prompt: Prompt | Chat) -> Prompt:
+        return self._encode_chat(prompt.messages) if isinstance(prompt, Chat) else prompt
+
+    def _authenticate(self, request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        # All are compared, in a time that does not tell how much of one was right.
+        is_right = [hmac.compare_digest(given, key) for key in self._api_keys]
+        if is_right and not any(is_right):
+            raise UnauthenticatedError("an API key of this server is needed")
+
+    async def _body(self, request: Request) -> Any:
+        """The body as JSON, read no further than it may be long."""
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self._max_body_bytes:
+                raise InvalidRequestError(
+                    f"must have at most {self._max_body_bytes} bytes", field="body"
+                )
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError("is not JSON", field="body") from error
+
+    def _unknown(self, name: str) -> NotFoundError:
+        return NotFoundError(f"{name[:64]!r} is not served, {self._model!r} is", field="model")
+
+
+_Events = AsyncGenerator[tuple[int, Delta | RequestOutput], None]
+
+
+async def _until_gone(request: Request, work: Awaitable[Any]) -> Any:
+    """What ``work`` returns, unless the client goes away before: then it is cancelled and
+    ClientDisconnect raised.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    async def run() -> Any:
+        return await work
+
+    working, leaving = asyncio.create_task(run()), asyncio.create_task(gone())
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def _event(piece: dict[str, Any]) -> str:
+    return f"data: {json.dumps(piece, ensure_ascii=False)}\n\n"
+
+
+def _refusal(error: KvplaneError) -> JSONResponse:
+    status = next((code for cls, code in _STATUS if isinstance(error, cls)), 500)
+    headers = {}
+    if error.retry_delay_s is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_delay_s)))
+    content = {
+        "error": {
+            "message": str(error),
+            "type": _TYPES.get(status, "server_error"),
+            "param": error.field or None,
+            "code": error.reason.lower(),
+        }
+    }
+    return JSONResponse(content, status_code=status, headers=headers)

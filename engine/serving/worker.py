@@ -1,0 +1,204 @@
+"""Runs an engine's steps in a thread of its own, for requests that come from an event loop.
+
+    event loop   stream() ──submission──►  thread   submit, step, step, ...
+                 ◄──deltas, output, error──┘
+
+A request whose stream is closed before its end is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from engine.request import Delta, RequestOutput, SamplingParams
+from kvplane.errors import (
+    InternalError,
+    KvplaneError,
+    PlaneUnavailableError,
+    QuotaExceededError,
+)
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+Event = Delta | RequestOutput | KvplaneError
+Prompt = str | Sequence[int]
+
+
+class Engine(Protocol):
+    """What is needed of ``engine.LLM``."""
+
+    def submit(self, prompt: Prompt, params: SamplingParams) -> str: ...
+
+    def step(self) -> list[Delta]: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def take_output(self, request_id: str) -> RequestOutput | None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Submission:
+    """A request on its way. ``read`` makes the prompt, in the thread that uses the tokenizer."""
+
+    read: Callable[[], Prompt]
+    params: SamplingParams
+    loop: asyncio.AbstractEventLoop
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    request_id: str = ""
+    is_closed: bool = False
+
+    def deliver(self, *events: Event) -> None:
+        def put() -> None:
+            for event in events:
+                self.events.put_nowait(event)
+
+        self.loop.call_soon_threadsafe(put)
+
+
+class EngineWorker:
+    """Started by ``start``. At most ``max_requests`` are open at one time."""
+
+    def __init__(self, engine: Engine, max_requests: int) -> None:
+        self._engine = engine
+        self._max_requests = max_requests
+        self._wakes = threading.Condition()
+        self._incoming: list[_Submission] = []
+        self._open: dict[str, _Submission] = {}
+        self._num_open = 0
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are not answered yet."""
+        return self._num_open
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are served."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let the step that runs end, and fail what is open."""
+        with self._wakes:
+            self._is_stopping = True
+            self._wakes.notify()
+        self._thread.join()
+
+    async def stream(
+        self, read: Callable[[], Prompt], params: SamplingParams
+    ) -> AsyncGenerator[Delta | RequestOutput, None]:
+        """What each step adds to a request, and its answer at last. Closing aborts it.
+
+        Raises the error of a prompt that cannot be served, QuotaExceededError when too many are
+        open, PlaneUnavailableError when the engine stops.
+        """
+        if self._num_open >= self._max_requests:
+            raise QuotaExceededError(
+                f"{self._max_requests} requests are open, which is the most", retry_delay_s=1.0
+            )
+        submission = _Submission(read, params, asyncio.get_running_loop())
+        is_done = False
+        self._num_open += 1
+        try:
+            with self._wakes:
+                if self._is_stopping or not self._thread.is_alive():
+                    raise PlaneUnavailableError("the engine is stopping")
+                self._incoming.append(submission)
+                self._wakes.notify()
+            while True:
+                event = await submission.events.get()
+                is_done = not isinstance(event, Delta)
+                if isinstance(event, KvplaneError):
+                    raise event
+                yield event
+                if is_done:
+                    return
+        finally:
+            self._num_open -= 1
+            submission.is_closed = True
+            if submission.request_id and not is_done:
+                self._engine.abort(submission.request_id)
+                with self._wakes:
+                    self._wakes.notify()
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while self._take():
+                self._step()
+        except Exception:
+            _LOGGER.exception("the engine failed")
+        finally:
+            with self._wakes:
+                self._is_stopping = True
+                left = [*self._incoming, *self._open.values()]
+            for submission in left:
+                submission.deliver(PlaneUnavailableError("the engine is stopping"))
+
+    def _take(self) -> bool:
+        """Submit what came, waiting for something to do. False when told to stop."""
+        with self._wakes:
+            while not (self._is_stopping or self._incoming or self._engine.has_work):
+                self._wakes.wait()
+            if self._is_stopping:
+                return False
+            incoming, self._incoming = self._incoming, []
+        for submission in incoming:
+            self._submit(submission)
+        return True
+
+    def _submit(self, submission: _Submission) -> None:
+        try:
+            request_id = self._engine.submit(submission.read(), submission.params)
+        except KvplaneError as error:
+            submission.deliver(error)
+            return
+        except Exception as error:  # a tokenizer or a chat template raises what it likes
+            _LOGGER.exception("a prompt was not read")
+            submission.deliver(InternalError(f"the prompt was not read: {type(error).__name__}"))
+            return
+        self._open[request_id] = submission
+        submission.request_id = request_id
+        if submission.is_closed:  # before this: whoever comes second aborts it
+            self._engine.abort(request_id)
+
+    def _step(self) -> None:
+        try:
+            deltas = self._engine.step()
+        except KvplaneError as error:
+            self._fail_all(error)
+            return
+        of_requests: dict[str, list[Event]] = {}
+        for delta in deltas:
+            of_requests.setdefault(delta.request_id, []).append(delta)
+        for request_id, events in of_requests.items():
+            output = self._engine.take_output(request_id)
+            if output is not None:
+                events.append(output if output.error is None else output.error)
+            submission = self._open.get(request_id)  # None: it was failed, and is aborted now
+            if submission is not None:
+                submission.deliver(*events)
+                if output is not None:
+                    del self._open[request_id]
+
+    def _fail_all(self, error: KvplaneError) -> None:
+        """The engine could not recover: its requests end, and new ones are tried again."""
+        _LOGGER.error("step failed reason=%s: %s", error.reason, error.message)
+        failed, self._open = self._open, {}
+        for request_id, submission in failed.items():
+            self._engine.abort(request_id)
+            submission.deliver(error)

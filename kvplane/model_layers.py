@@ -1,0 +1,128 @@
+"""The layer groups of a transformers model, from its config.
+
+There is no list of model names here. A layer is described by entries that configs of many models
+share; where a model's own code does otherwise than its config says, the engine's probe finds it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvplane.errors import InvalidRequestError
+from kvplane.layout import LayerGroup
+
+_SLIDING: Final = "sliding_attention"
+_ATTENTION: Final = ("full_attention", _SLIDING)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LayerShape:
+    """What layers of one group have in common. ``window_tokens`` 0: attention sees everything."""
+
+    num_kv_heads: int
+    head_size: int
+    value_head_size: int
+    window_tokens: int
+
+
+def layer_groups(config: Any) -> tuple[LayerGroup, ...]:
+    """The groups of a transformers config: layers with equal KV heads, head sizes and window, in
+    the order of their first layers.
+
+    Raises InvalidRequestError naming the entry that is missing, wrong, or means attention of
+    another kind.
+    """
+    groups: dict[LayerShape, list[int]] = defaultdict(list)
+    for index, shape in enumerate(layer_shapes(config)):
+        groups[shape].append(index)
+    return tuple(
+        LayerGroup(
+            name=_name(shape, list(groups)),
+            layers=tuple(layers),
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            sliding_window_tokens=shape.window_tokens,
+            value_head_size=shape.value_head_size,
+        )
+        for shape, layers in groups.items()
+    )
+
+
+def layer_shapes(config: Any) -> list[LayerShape]:
+    """The shape of each layer. Raises as ``layer_groups``."""
+    text = config.get_text_config(decoder=True)
+    num_layers = _positive(text, "num_hidden_layers")
+    types = getattr(text, "layer_types", None) or [None] * num_layers
+    for index, kind in enumerate(types):
+        if kind is not None and kind not in _ATTENTION:
+            raise InvalidRequestError(
+                f"layer {index} is of type {kind!r}: only full and sliding attention keep nothing "
+                "but keys and values",
+                field="config.layer_types",
+            )
+    return [_shape(layer, kind) for layer, kind in zip(text.per_layer_config, types, strict=True)]
+
+
+def _shape(layer: Any, kind: str | None) -> LayerShape:
+    """``kind``: None where the config has no types; then a window is that of every layer."""
+    num_heads = _positive(layer, "num_attention_heads")
+    num_kv_heads = _num_kv_heads(layer, num_heads)
+    if num_heads % num_kv_heads:
+        raise InvalidRequestError(
+            f"must divide num_attention_heads, which is {num_heads}",
+            field="config.num_key_value_heads",
+        )
+    head_size = _head_size(layer, num_heads)
+    window = None
+    if kind in (None, _SLIDING):
+        window = getattr(layer, "sliding_window", None)
+    return LayerShape(
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        value_head_size=_positive(layer, "v_head_dim", default=head_size),
+        window_tokens=window or 0,
+    )
+
+
+def _num_kv_heads(layer: Any, num_heads: int) -> int:
+    """Falcon has a flag for one KV head, which another flag overrides, and a name of its own."""
+    is_multi_query = getattr(layer, "multi_query", False)
+    if is_multi_query and not getattr(layer, "new_decoder_architecture", False):
+        return 1
+    default = getattr(layer, "num_kv_heads", None) or num_heads
+    return _positive(layer, "num_key_value_heads", default=default)
+
+
+def _head_size(layer: Any, num_heads: int) -> int:
+    """Of keys. Latent attention (MLA) has a part with rotary positions and one without."""
+    if getattr(layer, "qk_nope_head_dim", None):
+        return _positive(layer, "qk_nope_head_dim") + _positive(layer, "qk_rope_head_dim")
+    if getattr(layer, "head_dim", None) is not None:
+        return _positive(layer, "head_dim")
+    hidden_size = _positive(layer, "hidden_size")
+    if hidden_size % num_heads:
+        raise InvalidRequestError(
+            f"must be a multiple of num_attention_heads, which is {num_heads}",
+            field="config.hidden_size",
+        )
+    return hidden_size // num_heads
+
+
+def _positive(config: Any, name: str, *, default: int | None = None) -> int:
+    value = getattr(config, name, None)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidRequestError(f"must be a positive integer, is {value}", field=f"config.{name}")
+    return value
+
+
+def _name(shape: LayerShape, shapes: list[LayerShape]) -> str:
+    """Says the window, and the other sizes where groups differ in them."""
+    name = f"window-{shape.window_tokens}" if shape.window_tokens else "full"
+    same = [other for other in shapes if other.window_tokens == shape.window_tokens]
+    if len(same) == 1:
+        return name
+    return f"{name}-{shape.num_kv_heads}x{shape.head_size}"

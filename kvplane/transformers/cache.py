@@ -1,0 +1,424 @@
+"""``model.generate(ids, past_key_values=PlaneCache(model))``: keys and values in a kvplane pool.
+
+A hook of the model sees the token ids of each forward pass before it begins. It admits or extends
+the sequences of the batch, has the model leave out the columns whose keys and values were found
+cached, and starts the plan; attention of every layer then goes to the planes, and a second hook
+takes the receipt.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvplane import ops
+from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.session import Session
+from kvplane.transformers import attention
+from kvplane.transformers.planes import Planes, PlaneSettings, planes_of
+from kvplane.transformers.rows import Row, computed_tokens, padding_of, positions_of
+from kvplane.v1 import control_pb2 as pb
+
+attention.register()
+
+# Arguments of a forward pass, beside positions, that have a column for each token.
+_OF_COLUMNS: Final = ("input_ids", "token_type_ids")
+_FIELD: Final = "past_key_values"
+
+
+class PlaneCache(Cache):
+    """The keys and values of one batch, as ``generate`` takes them.
+
+    ``settings``: the fields of ``PlaneSettings``. Caches of one model with equal settings share
+    planes and a session, so that a prompt finds what earlier ones left. ``num_cached_tokens``: how
+    many tokens of each row were found when the batch began.
+
+    ``close``, ``reset`` or garbage collection frees its sequences; what they wrote stays cached.
+    A forward pass raises InvalidRequestError for a model whose attention is another, other rows
+    than before, or padding elsewhere than on the left; PoolFullError and NeverFitsError when the
+    pool is too small; StaleError, SessionNotFoundError and UnavailableError when planes went away.
+    After an error the cache is empty.
+    """
+
+    def __init__(self, model: PreTrainedModel, **settings: Any) -> None:
+        self._model = weakref.ref(model)
+        self._settings = settings
+        self._planes = planes_of(model, PlaneSettings(**settings))
+        self._extent = _Extent()
+        super().__init__(layers=[_Layer(self._extent)] * self._planes.num_layers)
+        self._rows: list[Row] = []
+        self._pending: list[pb.Operation] = []  # for the next step
+        self._held = _Held(self._planes)
+        self._finalizer = weakref.finalize(self, self._held.free_later)
+        self._finalizer.atexit = False
+        self._forward: ExitStack | None = None
+        self._running: attention.Running | None = None
+        self._num_columns_after = 0
+        self.num_cached_tokens: list[int] = []
+        if _before_forward not in model._forward_pre_hooks.values():
+            model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+            model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True)
+
+    def close(self) -> None:
+        """Free the sequences. Nothing may follow; harmless when called again."""
+        if self._finalizer.detach() is not None:
+            self.reset()
+
+    def describe_pool(self) -> pb.DescribePoolResponse:
+        """What the control plane says of the pool: usage and counters."""
+        return self._planes.describe_pool()
+
+    def __enter__(self) -> PlaneCache:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlaneCache:
+        """A cache that goes on from the same tokens: its sequences are forked."""
+        model = self._model()
+        if model is None:
+            raise InvalidRequestError("its model is gone", field=_FIELD)
+        copy = PlaneCache(model, **self._settings)
+        copy.num_cached_tokens = list(self.num_cached_tokens)
+        if self._rows:
+            ids = list(self._planes.new_ids(len(self._rows)))
+            copy._held.ids.update(ids)
+            fork = ops.forks([row.sequence_id for row in self._rows], ids)
+            copy._held.session = self._begin([*self._pending, fork])[0]
+            self._planes.finish()
+            self._was_changed()
+            copy._rows = [
+                replace(row, sequence_id=i) for row, i in zip(self._rows, ids, strict=True)
+            ]
+            copy._extent.num_columns = self._extent.num_columns
+        return copy
+
+    # What transformers calls.
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new keys and values as they are: attention writes them."""
+        if self._forward is None:
+            raise InvalidRequestError("was made for another model", field=_FIELD)
+        return key_states, value_states
+
+    def reset(self) -> None:
+        """Free the sequences; another batch may follow."""
+        self._end_forward()
+        self._rows, self._pending, self._extent.num_columns = [], [], 0
+        self._held.free()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` columns: those of tokens that were rejected."""
+        num = -tokens_to_remove
+        if num < 0 or any(row.num_tokens <= num for row in self._rows):
+            raise InvalidRequestError(
+                "must be negative, the number of columns to drop, and leave a token in each row",
+                field="tokens_to_remove",
+            )
+        if num == 0 or not self._rows:
+            return
+        self._rows = [replace(row, num_tokens=row.num_tokens - num) for row in self._rows]
+        self._extent.num_columns -= num
+        ids = [row.sequence_id for row in self._rows]
+        self._pending.append(ops.truncates(ids, [row.num_tokens for row in self._rows]))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row ``i`` goes on from what was row ``beam_idx[i]``: where several do, blocks are shared
+        until they are written.
+        """
+        self._select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows, in this order."""
+        self._select(torch.arange(len(self._rows))[indices.cpu()].tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row ``repeats`` times, one after another."""
+        self._select([row for row in range(len(self._rows)) for _ in range(repeats)])
+
+    @property
+    def batch_size(self) -> int:
+        """Rows; -1 before the first forward pass."""
+        return len(self._rows) or -1
+
+    # A forward pass.
+
+    def _before(self, module: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Start the plan. Returns the arguments that the model is to compute with."""
+        ids = self._check(module, kwargs)
+        first, stop = self._extent.num_columns, self._extent.num_columns + ids.shape[1]
+        mask = kwargs.get("attention_mask")
+        padding = [row.num_padding for row in self._rows]
+        if mask is not None or not padding:
+            found = padding_of(mask, len(ids), stop)
+            if padding and found != padding:
+                raise InvalidRequestError("has other padding than before", field="attention_mask")
+            padding = found
+        positions = positions_of(kwargs.get("position_ids"), padding, first, stop, ids.device)
+        try:
+            if self._rows:
+                self._append(ids.tolist())
+                computed = [first] * len(ids)
+            else:
+                computed = self._admit(ids, padding, kwargs.get("logits_to_keep"))
+        except KvplaneError:
+            self.reset()
+            raise
+        start = min(computed)
+        tokens = computed_tokens(computed, start, stop, ids.device)
+        self._forward = ExitStack()
+        self._running = self._forward.enter_context(attention.running(self._planes.backend, tokens))
+        self._extent.num_columns, self._num_columns_after = start, stop
+        for name in _OF_COLUMNS:
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name][:, start - first :]
+        kwargs["position_ids"] = positions[:, start - first :]
+        return kwargs
+
+    def _after(self, *, failed: bool) -> None:
+        if self._forward is None:  # it did not begin
+            return
+        if failed:
+            self.reset()
+            return
+        num_layers = 0 if self._running is None else self._running.num_layers
+        if num_layers != self._planes.num_layers:
+            self.reset()
+            raise InvalidRequestError(
+                f'computes attention by "kvplane" in {num_layers} of its {self._planes.num_layers} '
+                "layers: the others keep their own code",
+                field="model",
+            )
+        self._end_forward(failed=False)
+        self._extent.num_columns = self._num_columns_after
+
+    def _check(self, module: PreTrainedModel, kwargs: dict[str, Any]) -> torch.Tensor:
+        """The token ids, [num_rows, num_columns]."""
+        if self._forward is not None:
+            raise InvalidRequestError(
+                "a forward pass was interrupted: call reset first", field=_FIELD
+            )
+        if not self._finalizer.alive:
+            raise InvalidRequestError("was closed", field=_FIELD)
+        if self._model() is not module:
+            raise InvalidRequestError("was made for another model", field=_FIELD)
+        name = module.config.get_text_config()._attn_implementation
+        if name != attention.NAME:
+            raise InvalidRequestError(
+                f'computes attention by {name!r}: call model.set_attn_implementation("kvplane")',
+                field="model",
+            )
+        if kwargs.get("use_cache") is False:
+            raise InvalidRequestError("must be true with a cache", field="use_cache")
+        ids: torch.Tensor | None = kwargs.get("input_ids")
+        if ids is None or ids.dim() != 2:
+            raise InvalidRequestError(
+                "must be given, [num_rows, num_columns]: what is cached is found by token ids",
+                field="input_ids",
+            )
+        if self._rows and len(ids) != len(self._rows):
+            raise InvalidRequestError(
+                f"has {len(ids)} rows, but the cache has {len(self._rows)}: reset it, or make a "
+                "new one for another batch",
+                field="input_ids",
+            )
+        return ids
+
+    def _admit(self, ids: torch.Tensor, padding: Sequence[int], logits_to_keep: Any) -> list[int]:
+        """Begin sequences; the first column that each row has to compute."""
+        rows = [row[skip:] for row, skip in zip(ids.tolist(), padding, strict=True)]
+        sequence_ids = self._planes.new_ids(len(rows))
+        self._held.ids.update(sequence_ids)
+        # Where the logits of earlier columns are wanted, those have to be computed.
+        last = logits_to_keep if isinstance(logits_to_keep, int) else 0
+        if len(rows) == 1 and 1 < last <= len(rows[0]):
+            cached = [self._admit_behind(sequence_ids[0], rows[0], len(rows[0]) - last + 1)]
+        else:
+            operations = [
+                ops.admit(sequence_id, tokens, skip_prefix_lookup=last != 1)
+                for sequence_id, tokens in zip(sequence_ids, rows, strict=True)
+            ]
+            results = self._begin(operations)[1]
+            cached = [result.admit.num_cached_tokens for result in results]
+        self.num_cached_tokens = cached
+        self._rows = [
+            Row(sequence_id, skip, len(tokens))
+            for sequence_id, skip, tokens in zip(sequence_ids, padding, rows, strict=True)
+        ]
+        return [skip + num for skip, num in zip(padding, cached, strict=True)]
+
+    def _admit_behind(self, sequence_id: int, tokens: list[int], num_found: int) -> int:
+        """Begin a sequence of which at most the first ``num_found - 1`` tokens are taken as cached;
+        how many are.
+        """
+        admit = ops.admit(sequence_id, tokens[:num_found], num_compute_tokens=0)
+        (result,) = self._begin([admit])[1]
+        self._planes.finish()
+        cached: int = result.admit.num_cached_tokens
+        num_slots = len(tokens) - cached
+        new = tokens[num_found:]
+        self._begin([ops.append(sequence_id, new, num_slots, first_position=cached)])
+        return cached
+
+    def _append(self, ids: list[list[int]]) -> None:
+        sequence_ids = [row.sequence_id for row in self._rows]
+        append = ops.appends(
+            sequence_ids,
+            [row.num_tokens for row in self._rows],
+            [len(tokens) for tokens in ids],
+            [len(tokens) for tokens in ids],
+            [token for tokens in ids for token in tokens],
+        )
+        self._begin([*self._pending, append])
+        self._was_changed()
+        self._rows = [
+            replace(row, num_tokens=row.num_tokens + len(tokens))
+            for row, tokens in zip(self._rows, ids, strict=True)
+        ]
+
+    def _begin(self, operations: list[pb.Operation]) -> tuple[Session, list[pb.OperationResult]]:
+        self._held.session, results = self._planes.begin(operations, self._held.session)
+        return self._held.session, results
+
+    def _was_changed(self) -> None:
+        """The pending operations were done."""
+        self._pending = []
+        self._held.ids = {row.sequence_id for row in self._rows}
+
+    def _end_forward(self, *, failed: bool = True) -> None:
+        forward, self._forward = self._forward, None
+        if forward is not None:
+            forward.close()
+            if failed:
+                self._planes.abandon()
+            else:
+                self._planes.finish()
+
+    def _select(self, indices: list[int]) -> None:
+        """Row ``i`` becomes what row ``indices[i]`` is: the first to ask for one takes its
+        sequence, others take forks of it.
+        """
+        if not self._rows:
+            return
+        rows, parents, children = [], [], []
+        taken: set[int] = set()
+        for index in indices:
+            row = self._rows[index]
+            if index in taken:
+                (child,) = self._planes.new_ids(1)
+                parents.append(row.sequence_id)
+                children.append(child)
+                row = replace(row, sequence_id=child)
+            taken.add(index)
+            rows.append(row)
+        unused = [row.sequence_id for i, row in enumerate(self._rows) if i not in taken]
+        if parents:
+            self._pending.append(ops.forks(parents, children))
+        if unused:
+            self._pending.append(ops.free(unused))
+        self._held.ids.update(children)
+        self._rows = rows
+
+
+class _Held:
+    """Sequences that the control plane may have for a cache; apart from the cache, for its
+    finalizer.
+    """
+
+    def __init__(self, planes: Planes) -> None:
+        self.ids: set[int] = set()
+        self.session: Session | None = None
+        self._planes = planes
+
+    def free(self) -> None:
+        session, ids = self._take()
+        if session is not None and ids:
+            self._planes.free(session, ids)
+
+    def free_later(self) -> None:
+        session, ids = self._take()
+        if session is not None and ids:
+            self._planes.free_later(session, ids)
+
+    def _take(self) -> tuple[Session | None, list[int]]:
+        session, self.session = self.session, None
+        ids, self.ids = sorted(self.ids), set()
+        return session, ids
+
+
+class _Extent:
+    """How many columns the model has seen."""
+
+    num_columns = 0
+
+
+class _Layer(CacheLayerMixin):
+    """A layer as transformers sees it: a number of columns. One stands for all layers."""
+
+    is_croppable = True
+
+    def __init__(self, extent: _Extent) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._extent = extent
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """There is nothing to allocate."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``PlaneCache.update``."""
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """All columns, from the first on."""
+        return self._extent.num_columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns so far."""
+        return self._extent.num_columns
+
+    def get_max_length(self) -> int:
+        """No limit of its own."""
+        return -1
+
+
+def _before_forward(
+    module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if args:
+        kwargs = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
+    cache = kwargs.get(_FIELD)
+    return ((), cache._before(module, kwargs)) if isinstance(cache, PlaneCache) else None
+
+
+def _after_forward(
+    module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Called after an error too, with no output."""
+    cache = kwargs.get(_FIELD)
+    if isinstance(cache, PlaneCache):
+        cache._after(failed=output is None)

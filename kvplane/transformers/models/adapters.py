@@ -1,0 +1,147 @@
+"""Models whose code in transformers computes attention itself: BLOOM, MPT and Falcon.
+
+An adapter replaces the forward of their attention modules. It computes the same projections and
+gives q, k and v to the attention that is registered as "kvplane"; with any other implementation the
+module's own code runs. ALiBi becomes a slope for each head, ``module.alibi_slopes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.models.bloom.modeling_bloom import BloomAttention
+from transformers.models.falcon import modeling_falcon
+from transformers.models.falcon.modeling_falcon import FalconAttention
+from transformers.models.mpt import modeling_mpt
+from transformers.models.mpt.modeling_mpt import MptAttention
+
+from kvplane.transformers import attention
+
+Forward = Callable[..., Any]
+_ADAPTED: Final = "_kvplane_adapted"
+
+
+def adapt(model: PreTrainedModel) -> None:
+    """Let the attention modules of ``model`` that this file knows use "kvplane"."""
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if type(module) in _KINDS and not getattr(module, _ADAPTED, False):
+            slopes, forward = _KINDS[type(module)]
+            module.alibi_slopes = slopes(module, model)
+            module.forward = _either(module, forward, module.forward, model)
+            setattr(module, _ADAPTED, True)
+
+
+def is_adapted(model: PreTrainedModel) -> bool:
+    """Whether ``adapt`` changed a module of ``model``."""
+    return any(getattr(module, _ADAPTED, False) for module in model.modules())
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Choose the attention implementation, also where transformers sees no choice."""
+    if is_adapted(model):
+        model.config._attn_implementation = name
+    else:
+        model.set_attn_implementation(name)
+
+
+def _either(module: Any, ours: Forward, own: Forward, model: PreTrainedModel) -> Forward:
+    def forward(*arguments: Any, **named: Any) -> Any:
+        if model.config._attn_implementation != attention.NAME:
+            return own(*arguments, **named)
+        return ours(module, *arguments, **named)
+
+    return forward
+
+
+def _attend(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """[1, num_heads, T, D] and [1, num_kv_heads, T, D]; returns [1, T, num_heads * D]."""
+    out: torch.Tensor
+    out, _ = AttentionInterface()[attention.NAME](module, query, key, value, None, scaling=scale)
+    return out.flatten(2)
+
+
+def _bloom_slopes(module: Any, model: Any) -> torch.Tensor:
+    mask = torch.ones(1, 2, device=module.dense.weight.device)
+    return _step(model.base_model.build_alibi_tensor(mask, module.num_heads, torch.float32))
+
+
+def _bloom(
+    module: Any, hidden: torch.Tensor, residual: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
+    query, key, value = module._reshape(module.query_key_value(hidden))
+    out = _attend(module, query, key, value, module.inv_norm_factor)
+    return residual + module.dense(out), None
+
+
+def _mpt_slopes(module: Any, model: Any) -> torch.Tensor:
+    return _step(model.base_model.build_mpt_alibi_tensor(module.n_heads, 2))
+
+
+def _mpt(module: Any, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    mixed = module.Wqkv(hidden)
+    if module.clip_qkv:
+        mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    query, key, value = (
+        part.unflatten(-1, (module.n_heads, module.head_dim)).transpose(1, 2)
+        for part in mixed.chunk(3, dim=2)
+    )
+    return module.out_proj(_attend(module, query, key, value, module.softmax_scale)), None
+
+
+def _falcon_slopes(module: Any, model: Any) -> torch.Tensor | None:
+    """Falcon adds ALiBi before it scales the scores."""
+    if not module.config.alibi:
+        return None
+    mask = torch.ones(1, 2, dtype=torch.long)
+    alibi = modeling_falcon.build_alibi_tensor(mask, module.num_heads, torch.float32)
+    scale: float = module.inv_norm_factor
+    return _step(alibi) * scale
+
+
+def _falcon(
+    module: Any,
+    hidden: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    query, key, value = (
+        part.transpose(1, 2) for part in module._split_heads(module.query_key_value(hidden))
+    )
+    if module.alibi_slopes is None and position_embeddings is not None:
+        query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
+    repeats = key.shape[1] // module.num_kv_heads  # the split gives each query head a copy
+    key, value = key[:, ::repeats], value[:, ::repeats]
+    return module.dense(_attend(module, query, key, value, module.inv_norm_factor)), None
+
+
+def _step(alibi: torch.Tensor) -> torch.Tensor:
+    """The slopes of a bias [num_heads, 1, 2] of two positions."""
+    return alibi[:, 0, 1] - alibi[:, 0, 0]
+
+
+_KINDS: Final[dict[type, tuple[Callable[[Any, Any], torch.Tensor | None], Forward]]] = {
+    BloomAttention: (_bloom_slopes, _bloom),
+    MptAttention: (_mpt_slopes, _mpt),
+    FalconAttention: (_falcon_slopes, _falcon),
+}
+
+
+def _accept_no_mask() -> None:
+    """MPT converts its mask, and "kvplane" has none."""
+    mpt: Any = modeling_mpt
+    make_mask = mpt.create_causal_mask
+
+    def make(*arguments: Any, **named: Any) -> Any:
+        mask = make_mask(*arguments, **named)
+        return torch.zeros((), dtype=torch.bool) if mask is None else mask
+
+    mpt.create_causal_mask = make
+
+
+_accept_no_mask()

@@ -1,0 +1,34 @@
+"""The forward pass of a row that several sequences share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from kvplane.transformers import attention
+
+
+@torch.inference_mode()
+def packed_logits(
+    model: PreTrainedModel,
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    last: Sequence[int],
+    step: attention.Step,
+) -> torch.Tensor:
+    """One forward pass of a row that several sequences share, attention by ``step``. Returns
+    float32 logits [len(last), vocabulary], after the tokens that ``last`` counts from 0.
+    """
+    with attention.running(step):
+        output = model(
+            input_ids=torch.tensor([tokens]),
+            position_ids=torch.tensor([positions]),
+            use_cache=False,
+            logits_to_keep=torch.tensor(last, dtype=torch.long),
+        )
+    logits: torch.Tensor = output.logits[0]
+    if len(logits) != len(last):  # of a model that computes them for every token
+        logits = logits[list(last)]
+    return logits.float()

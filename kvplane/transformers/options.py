@@ -1,0 +1,78 @@
+"""What a transformers model says of a layer's attention, as AttentionOptions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import InvalidRequestError
+
+_KEPT: Final = "_kvplane_options"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Options with what they were made of. Sinks and slopes are a layer's parameters: compared by
+    identity and count of changes, because comparing values would cost more than making options.
+    """
+
+    scale: float
+    window_tokens: int
+    soft_cap: float
+    sinks: torch.Tensor | None
+    slopes: torch.Tensor | None
+    num_changes: int
+    options: AttentionOptions
+
+
+def options_of(
+    module: torch.nn.Module, scaling: float | None, arguments: Mapping[str, Any]
+) -> AttentionOptions:
+    """The options of an attention call of ``module``, made at its first call and kept there.
+
+    ``scaling`` and ``arguments``, the call's other keyword arguments, are named by transformers.
+    ALiBi slopes, float32 [num_heads], are an attribute of the module, "alibi_slopes", because
+    transformers has no argument for them. Raises InvalidRequestError for a position bias, which no
+    option expresses.
+    """
+    scale = float(scaling or 0.0)
+    window = arguments.get("sliding_window") or 0
+    soft_cap = float(arguments.get("softcap") or 0.0)
+    sinks, slopes = arguments.get("s_aux"), getattr(module, "alibi_slopes", None)
+    kept: _Kept | None = getattr(module, _KEPT, None)
+    if (
+        kept is not None
+        and kept.scale == scale
+        and kept.window_tokens == window
+        and kept.soft_cap == soft_cap
+        and kept.sinks is sinks
+        and kept.slopes is slopes
+        and kept.num_changes == _num_changes(sinks) + _num_changes(slopes)
+        and arguments.get("position_bias") is None
+    ):
+        return kept.options
+    if arguments.get("position_bias") is not None:
+        raise InvalidRequestError("attention has a position bias", field="model")
+    num_changes = _num_changes(sinks) + _num_changes(slopes)
+    options = AttentionOptions(
+        scale=scale,
+        sliding_window_tokens=window,
+        alibi_slopes=_floats(slopes),
+        sinks=_floats(sinks),
+        logit_soft_cap=soft_cap,
+    )
+    setattr(module, _KEPT, _Kept(scale, window, soft_cap, sinks, slopes, num_changes, options))
+    return options
+
+
+def _num_changes(tensor: torch.Tensor | None) -> int:
+    """In place, since the tensor was made. Torch does not count those of inference tensors."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _floats(tensor: torch.Tensor | None) -> tuple[float, ...]:
+    return () if tensor is None else tuple(tensor.detach().float().flatten().tolist())

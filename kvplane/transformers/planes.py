@@ -1,0 +1,343 @@
+"""The planes behind the caches of one model: a session of a pool, and what carries out its plans.
+
+    begin(operations)  ──►  attention of every layer  ──►  finish()
+                                                      └──►  abandon(), when something failed
+
+One plan runs at a time, from ``begin`` to its end, whichever cache and thread it is for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import PreTrainedModel
+
+from kvplane import ops
+from kvplane.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    KvplaneError,
+    SessionNotFoundError,
+    StaleError,
+    UnavailableError,
+)
+from kvplane.hf import layout_from_hf
+from kvplane.layout import Layout
+from kvplane.model_layers import layer_groups
+from kvplane.results import require_done
+from kvplane.session import Session
+from kvplane.tls import TlsOptions
+from kvplane.transformers import attention
+from kvplane.transformers.backend import DataBackend, RemoteBackend
+from kvplane.transformers.link import ControlLink
+from kvplane.transformers.loop import LoopThread
+from kvplane.transformers.models import adapters
+from kvplane.transformers.models.probe import probe
+from kvplane.v1 import control_pb2 as pb
+
+_LOGGER: Final = logging.getLogger(__name__)
+_MODEL_ID: Final = "embedded"
+_SESSION_LOST: Final = (
+    StaleError,
+    SessionNotFoundError,
+    UnavailableError,
+    DeadlineExceededError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSettings:
+    """Where keys and values of a model are kept.
+
+    control_plane: address of the control plane, "host:port"; empty means that both planes run in
+        this process, with a pool for this model alone.
+    pool_id: the pool, where the planes are elsewhere.
+    model_id: the model's id in the layout of such a pool; empty computes it from the folder that
+        the model was loaded from, as the data plane did.
+    block_size_tokens, num_device_blocks, kv_dtype, num_threads: of an embedded pool, as the flags
+        of ``python -m data_plane``.
+    tls: how to reach planes that are elsewhere; None is in the clear.
+    probe: whether to compare the model's logits with those of transformers' own attention first.
+        Without it a model that keeps other state, or attends in another way, gives wrong text.
+    timeout_s: deadline of one call to a plane. start_timeout_s: how long planes may take to start.
+    """
+
+    control_plane: str = ""
+    pool_id: str = "default"
+    model_id: str = ""
+    block_size_tokens: int = 16
+    num_device_blocks: int = 1024
+    kv_dtype: str = ""
+    num_threads: int = 0
+    tls: TlsOptions | None = None
+    probe: bool = True
+    timeout_s: float = 10.0
+    start_timeout_s: float = 60.0
+
+
+class Planes:
+    """One session of one pool. Between ``begin`` and ``finish`` other threads wait.
+
+    Raises UnavailableError when planes do not answer in time, and LayoutMismatchError or
+    InvalidRequestError for a pool or settings that are not the model's.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: PlaneSettings) -> None:
+        self._lock = threading.Lock()
+        self._owner = 0  # the thread that holds the lock
+        self._next_id = 1
+        self._unused: list[tuple[Session, Sequence[int]]] = []  # to be freed with the next step
+        self._is_lost = False
+        self._has_plan = False
+        closing = ExitStack()
+        with closing:
+            loop = LoopThread("kvplane-transformers")
+            closing.callback(loop.close)
+            address, self.backend = _connect(model, settings, loop, closing)
+            self._link = ControlLink(
+                loop, address, settings.pool_id, settings.timeout_s, settings.tls
+            )
+            closing.callback(self._link.close)
+            pool = self._link.pool_layout(settings.start_timeout_s)
+            self._layout = _layout_in(pool, model, settings) if settings.control_plane else pool
+            self.backend.open(self._link.open(self._layout))
+            self._close = closing.pop_all().close
+        atexit.register(self._close)
+        # In a thread of its own: a finalizer may run in one that closing waits for.
+        self._finalizer = weakref.finalize(self, _in_background, self._close)
+        self._finalizer.atexit = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``close`` was not called yet."""
+        return self._finalizer.alive
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model that have keys and values."""
+        return self._layout.num_layers
+
+    def describe_pool(self) -> pb.DescribePoolResponse:
+        """What the control plane says of the pool."""
+        return self._link.describe_pool()
+
+    def close(self) -> None:
+        """Close the session, and stop planes that are embedded. Harmless when called again."""
+        self._finalizer.detach()
+        atexit.unregister(self._close)
+        self._close()
+
+    def new_ids(self, num: int) -> range:
+        """Ids for sequences, never used before."""
+        first, self._next_id = self._next_id, self._next_id + num
+        return range(first, first + num)
+
+    def begin(
+        self, operations: Sequence[pb.Operation], session: Session | None = None
+    ) -> tuple[Session, list[pb.OperationResult]]:
+        """A step of ``operations``, whose plan is then started; all are done, or this raises.
+
+        ``session``: the one whose sequences they change, None when they only admit. Raises
+        SessionNotFoundError when that one has ended, and the error of what was not done, such as
+        PoolFullError; the plan is then aborted.
+        """
+        self._acquire()
+        unused: list[tuple[Session, Sequence[int]]] = []
+        try:
+            present = self._session_for(session)
+            unused, self._unused = self._unused, []
+            frees = [ops.free(ids) for owner, ids in unused if owner is present]
+            result = self._link.step([*frees, *operations])
+            self._has_plan = result.HasField("plan")
+            del result.results[: len(frees)]  # such a sequence may have ended with another plan
+            require_done(result)
+            if self._has_plan:
+                receipt = self.backend.start(result.plan).receipt
+                if receipt is not None:
+                    self._link.add_receipt(receipt)
+                    self._has_plan = False
+        except BaseException as error:
+            self._unused += unused
+            self._fail(error)
+            raise
+        return present, list(result.results)
+
+    def finish(self) -> None:
+        """After the last layer: take the receipt."""
+        try:
+            if self._has_plan:
+                self._link.add_receipt(self.backend.finish())
+                self._has_plan = False
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._release()
+
+    def abandon(self) -> None:
+        """Abort the plan that runs in this thread, if one does."""
+        if self._owner == threading.get_ident():
+            self._fail(None)
+
+    def free(self, session: Session, sequence_ids: Sequence[int]) -> None:
+        """Free sequences, with those to be freed before. Failures are logged: a lease that runs out
+        frees them too.
+        """
+        if not self.is_open:
+            return
+        self._unused.append((session, sequence_ids))
+        try:
+            self.begin([])
+            self.finish()
+        except KvplaneError as error:
+            _LOGGER.warning("sequences not freed yet: %s", error)
+
+    def free_later(self, session: Session, sequence_ids: Sequence[int]) -> None:
+        """``free`` from a finalizer."""
+        _in_background(lambda: self.free(session, sequence_ids))
+
+    def _acquire(self) -> None:
+        self.abandon()  # a forward pass of this thread was interrupted
+        if not self.is_open:
+            raise InvalidRequestError("its planes were closed", field="past_key_values")
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def _release(self) -> None:
+        self._owner = 0
+        self._lock.release()
+
+    def _session_for(self, wanted: Session | None) -> Session:
+        if wanted is None and self._is_lost:
+            self.backend.close()
+            self.backend.open(self._link.open(self._layout))
+            self._is_lost = False
+        present = self._link.session
+        if wanted is not None and (self._is_lost or wanted is not present):
+            raise SessionNotFoundError("the cache's session has ended: reset the cache")
+        return present
+
+    def _fail(self, error: BaseException | None) -> None:
+        """Abort the plan. Where that cannot be done, and where it is not known what the control
+        plane did, the session is lost.
+        """
+        is_known = isinstance(error, KvplaneError) and not isinstance(error, _SESSION_LOST)
+        self._is_lost = self._is_lost or not (is_known or self._has_plan)
+        try:
+            if self._has_plan:
+                self._link.abort_last_plan()
+        except KvplaneError as failure:
+            _LOGGER.warning("plan not aborted: %s", failure)
+            self._is_lost = True
+        finally:
+            self._has_plan = False
+            self._release()
+
+
+_OPEN: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[PlaneSettings, Planes]]] = (
+    weakref.WeakKeyDictionary()
+)
+_OPEN_LOCK: Final = threading.Lock()
+_PROBED: Final[weakref.WeakSet[PreTrainedModel]] = weakref.WeakSet()
+
+
+def planes_of(model: PreTrainedModel, settings: PlaneSettings) -> Planes:
+    """The planes of a model's caches, opened when they are first asked for; they end with the
+    model, with ``close_planes`` or with the process.
+    """
+    with _OPEN_LOCK:
+        of_model = _OPEN.setdefault(model, {})
+        planes = of_model.get(settings)
+        if planes is None or not planes.is_open:
+            _prepare(model, settings.probe)
+            planes = of_model[settings] = Planes(model, settings)
+        return planes
+
+
+def _prepare(model: PreTrainedModel, wants_probe: bool) -> None:
+    """Adapt and probe the model. Its attention is then what it was, but for models whose code asks
+    for none by name: of these it is "kvplane".
+    """
+    adapters.adapt(model)
+    before = model.config.get_text_config()._attn_implementation
+    try:
+        if wants_probe and model not in _PROBED:
+            probe(model)
+            _PROBED.add(model)
+    finally:
+        is_adapted = adapters.is_adapted(model)
+        adapters.set_attention(model, attention.NAME if is_adapted else before)
+
+
+def close_planes(model: PreTrainedModel) -> None:
+    """End the sessions of a model's caches, and the planes that are embedded for them."""
+    with _OPEN_LOCK:
+        for planes in _OPEN.pop(model, {}).values():
+            planes.close()
+
+
+def _connect(
+    model: PreTrainedModel, settings: PlaneSettings, loop: LoopThread, closing: ExitStack
+) -> tuple[str, DataBackend]:
+    """The control plane's address, and what carries plans out."""
+    if settings.control_plane:
+        remote = RemoteBackend(loop, settings.timeout_s, settings.tls)
+        closing.callback(remote.stop)
+        return settings.control_plane, remote
+    try:
+        from kvplane.transformers.embedded import start_planes
+    except ImportError as error:
+        raise InvalidRequestError(
+            "must be given: planes in this process need kvplane[control-plane,data-plane]; "
+            f"{error.name} is missing",
+            field="control_plane",
+        ) from error
+    dtype = _dtype_of(model)
+    layout = Layout(
+        model_id=_MODEL_ID,
+        block_size_tokens=settings.block_size_tokens,
+        dtype=dtype,
+        kv_dtype=settings.kv_dtype or dtype,
+        groups=layer_groups(model.config),
+    )
+    return start_planes(
+        closing,
+        layout,
+        pool_id=settings.pool_id,
+        num_device_blocks=settings.num_device_blocks,
+        num_threads=settings.num_threads,
+        start_timeout_s=settings.start_timeout_s,
+    )
+
+
+def _layout_in(pool: Layout, model: PreTrainedModel, settings: PlaneSettings) -> Layout:
+    """The model's layout in a pool of other processes, which the control plane compares with the
+    pool's.
+    """
+    model_id = settings.model_id
+    if not model_id:
+        folder = Path(model.name_or_path or "")
+        if not (folder / "config.json").is_file():
+            raise InvalidRequestError(
+                "must be given: the model was not loaded from a folder", field="model_id"
+            )
+        model_id = layout_from_hf(folder).model_id
+    own = replace(
+        pool, model_id=model_id, dtype=_dtype_of(model), groups=layer_groups(model.config)
+    )
+    return own.with_scales_of(pool)
+
+
+def _dtype_of(model: PreTrainedModel) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _in_background(call: Callable[[], Any]) -> None:
+    threading.Thread(target=call, name="kvplane-release", daemon=True).start()

@@ -1,0 +1,296 @@
+"""``python -m engine serve``, as OpenAI's own client sees it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from engine_planes import ROOT, Process, save_byte_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+MAX_REQUESTS = 6
+HEADERS = {"Authorization": "Bearer first-key"}
+LONG = "a prompt of more than two blocks of sixteen tokens"
+
+
+class Server:
+    def __init__(self, folder: Path) -> None:
+        self.model = save_byte_model(folder / "byte-model")
+        tokenizer = AutoTokenizer.from_pretrained(self.model)
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(self.model)
+        self.control = Process("control_plane", folder / "control.log").start()
+        port_file, keys = folder / "port", folder / "keys"
+        keys.write_text("first-key\nsecond-key\n")
+        command = [
+            *(sys.executable, "-m", "engine", "serve", "--model", str(self.model)),
+            *("--control-plane", self.control.address, "--data-plane", "embedded"),
+            *("--num-device-blocks", "32", "--num-host-blocks", "0", "--num-threads", "1"),
+            *("--bind", "127.0.0.1:0", "--port-file", str(port_file)),
+            *("--max-requests", str(MAX_REQUESTS), "--max-body-bytes", "65536"),
+            *("--api-keys-file", str(keys)),
+        ]
+        self.log = folder / "engine.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        wait_until(port_file.exists, 60)
+        self.port = int(port_file.read_text())
+        self.client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="second-key", max_retries=0
+        )
+
+    def complete(self, prompt: Any, **how: Any) -> Any:
+        how = {"max_tokens": 8, "temperature": 0} | how
+        return self.client.completions.create(model="byte-model", prompt=prompt, **how)
+
+    def chat(self, content: str, **how: Any) -> Any:
+        messages: Any = [{"role": "user", "content": content}]
+        how = {"max_tokens": 8, "temperature": 0} | how
+        return self.client.chat.completions.create(model="byte-model", messages=messages, **how)
+
+    def request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.request(method, path, body, HEADERS)
+        response = connection.getresponse()
+        answer = response.status, response.read()
+        connection.close()
+        return answer
+
+    def metric(self, name: str) -> float:
+        lines = self.request("GET", "/metrics")[1].decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    def stop(self) -> None:
+        """It ends when it is told to, also while it answers."""
+        stream = self.complete("go on", max_tokens=400, stream=True)
+        try:
+            next(iter(stream))
+            self.process.terminate()
+            assert self.process.wait(20) == 128 + signal.SIGTERM
+            assert "Traceback" not in self.log.read_text()
+        finally:
+            stream.close()
+            self.client.close()
+            self.process.kill()
+            self.process.wait()
+            self.control.stop()
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float = 20) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    running = Server(tmp_path_factory.mktemp("serve"))
+    yield running
+    running.stop()
+
+
+def reference(server: Server, text: str, num_tokens: int) -> tuple[str, torch.Tensor]:
+    """What transformers continues ``text`` with, and the logits of each token."""
+    model = AutoModelForCausalLM.from_pretrained(server.model)
+    tokenizer = AutoTokenizer.from_pretrained(server.model)
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    new = output.sequences[0, ids.shape[1] :]
+    return tokenizer.decode(new, skip_special_tokens=True), torch.cat(output.logits)
+
+
+def test_a_completion_is_what_transformers_generates(server: Server) -> None:
+    want, logits = reference(server, LONG, 8)
+    for num_cached in (0, 48):
+        answer = server.complete(LONG, logprobs=3)
+        (choice,) = answer.choices
+        assert (choice.text, choice.finish_reason) == (want, "length")
+        assert answer.usage.prompt_tokens == len(LONG)
+        assert answer.usage.completion_tokens == 8
+        assert answer.usage.prompt_tokens_details.cached_tokens == num_cached
+        logprobs = torch.log_softmax(logits, -1)
+        likeliest = torch.tensor(choice.logprobs.token_logprobs)
+        torch.testing.assert_close(likeliest, logprobs.amax(-1), atol=1e-4, rtol=0)
+        # Tokens that are no whole character have the same text.
+        assert {1, 3} <= {len(top) for top in choice.logprobs.top_logprobs} | {1} <= {1, 2, 3}
+
+
+def test_a_stream_gives_the_same_in_pieces(server: Server) -> None:
+    prompts, how = ["the first", "the second"], {"n": 2, "temperature": 0.9, "seed": 5}
+    whole = server.complete(prompts, **how)
+    texts = {choice.index: choice.text for choice in whole.choices}
+    assert sorted(texts) == [0, 1, 2, 3]
+    assert len(set(texts.values())) == 4
+    pieces = dict.fromkeys(texts, "")
+    reasons: dict[int, str] = {}
+    for chunk in server.complete(
+        prompts, stream=True, stream_options={"include_usage": True}, **how
+    ):
+        for choice in chunk.choices:
+            pieces[choice.index] += choice.text
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+        usage = chunk.usage
+    assert pieces == texts
+    assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_token_ids_are_a_prompt_too(server: Server) -> None:
+    text = server.complete("abc").choices[0].text
+    ids = [byte + 3 for byte in b"abc"]
+    assert server.complete(ids).choices[0].text == text
+    assert [choice.text for choice in server.complete([ids, ids]).choices] == [text, text]
+
+
+def test_a_chat_is_a_completion_of_its_template(server: Server) -> None:
+    want = server.complete("user: hello\nassistant:").choices[0].text
+    answer = server.chat("hello", logprobs=True, top_logprobs=2)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", want)
+    assert [len(token.top_logprobs) for token in choice.logprobs.content] == [2] * 8
+    streamed = [c.choices[0].delta for c in server.chat("hello", stream=True)]
+    assert streamed[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in streamed) == want
+    parts: Any = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    assert server.chat(parts).choices[0].message.content == want
+    long = server.chat("hello", max_tokens=None, extra_body={"ignore_eos": True})
+    assert long.usage.completion_tokens > 400  # as many as the model or the pool has room for
+
+
+def test_stops_and_penalties_reach_the_engine(server: Server) -> None:
+    text = server.complete("stop somewhere", max_tokens=24).choices[0].text
+    at = next(i for i in range(3, len(text)) if text.find(text[i : i + 2]) == i)
+    cut = server.complete("stop somewhere", max_tokens=24, stop=[text[at : at + 2]]).choices[0]
+    assert (cut.text, cut.finish_reason) == (text[:at], "stop")
+    tokens = server.complete(
+        "again and again", max_tokens=24, logprobs=0, frequency_penalty=2, presence_penalty=2
+    )
+    repeated = server.complete("again and again", max_tokens=24, logprobs=0)
+    kinds = [len(set(a.choices[0].logprobs.tokens)) for a in (tokens, repeated)]
+    assert kinds[0] > kinds[1]
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_request_whose_client_goes_away_is_aborted(server: Server, is_streamed: bool) -> None:
+    body = {"model": "byte-model", "prompt": "go on", "max_tokens": 500, "ignore_eos": True}
+    gone = server.metric('kvplane_engine_requests_total{path="/v1/completions",status="499"}')
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body | {"stream": is_streamed}), HEADERS
+    )
+    if is_streamed:
+        connection.getresponse().read(10)
+    else:
+        wait_until(lambda: server.metric("kvplane_engine_open_requests") == 1)
+    connection.close()
+    wait_until(lambda: server.metric("kvplane_engine_open_requests") == 0)
+    name = 'kvplane_engine_requests_total{path="/v1/completions",status="499"}'
+    wait_until(lambda: server.metric(name) == gone + 1)
+    assert server.complete("go on").usage.completion_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("how", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 1000}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"prompt": "x" * 600}, "prompt"),
+        ({"prompt": [999]}, "prompt[0]"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a"] * 65}, "prompt"),
+        ({"stop": 5}, "stop"),
+        ({"echo": True}, "echo"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"extra_body": {"temprature": 1}}, "temprature"),
+        ({"extra_body": {"min_p": 2}}, "min_p"),
+        ({"extra_body": {"stream": "yes"}}, "stream"),
+        ({"extra_body": {"seed": 1.5}}, "seed"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    server: Server, how: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.complete(**{"prompt": "a", "temperature": 1} | how)
+    assert caught.value.param == param
+    assert caught.value.code == "invalid_request"
+
+
+def test_other_refusals_have_their_status(server: Server) -> None:
+    with pytest.raises(openai.NotFoundError, match="'other' is not served"):
+        server.client.completions.create(model="other", prompt="a")
+    with pytest.raises(openai.RateLimitError) as caught:
+        server.complete(["a"] * (MAX_REQUESTS + 1))
+    assert caught.value.response.headers["Retry-After"] == "1"
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.chat([{"type": "image_url", "image_url": {"url": "x"}}])
+    assert refused.value.param == "messages[0].content"
+    assert server.request("POST", "/v1/completions", b"{")[0] == 400
+    half = b'{"model": "byte-model", "prompt": "\\ud800"}'  # of a surrogate pair
+    assert server.request("POST", "/v1/completions", half)[0] == 400
+    assert server.request("POST", "/v1/completions", b"[" * 60_000)[0] == 400
+    status, answer = server.request("POST", "/v1/completions", b" " * 70_000)
+    assert (status, json.loads(answer)["error"]["param"]) == (400, "body")
+    assert server.request("GET", "/v1/completions")[0] == 405
+    wait_until(lambda: server.metric("kvplane_engine_open_requests") == 0)
+
+
+def test_models_health_and_metrics(server: Server) -> None:
+    assert [model.id for model in server.client.models.list()] == ["byte-model"]
+    assert server.client.models.retrieve("byte-model").id == "byte-model"
+    with pytest.raises(openai.NotFoundError):
+        server.client.models.retrieve("other")
+    assert server.request("GET", "/health")[0] == 200
+    before = server.metric("kvplane_engine_generated_tokens_total ")
+    server.complete("count", max_tokens=5)
+    assert server.metric("kvplane_engine_generated_tokens_total ") == before + 5
+    assert server.metric("kvplane_engine_first_token_seconds_count") > 0
+
+
+@pytest.mark.parametrize("key", ["third-key", "first-ke", "first-key\tsecond-key"])
+def test_another_key_is_refused(server: Server, key: str) -> None:
+    stranger = server.client.with_options(api_key=key)  # on the same connections
+    with pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    with pytest.raises(openai.AuthenticationError):
+        stranger.completions.create(model="byte-model", prompt="a")
+    assert server.request("GET", "/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--bind", "0.0.0.0:0"], "bind: 0.0.0.0:0 can be reached from other machines"),
+        (["--tls-key", "k.pem"], "tls_certificate: must be given with --tls-key"),
+        (["--api-keys-file", "/dev/null"], "api_keys_file: has no keys"),
+    ],
+)
+def test_settings_that_are_wrong_end_it_at_once(flags: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "engine", "serve", "--model", str(ROOT / "models/recall")]
+    done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert message in done.stderr

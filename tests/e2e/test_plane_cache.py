@@ -1,0 +1,368 @@
+"""A PlaneCache's life: what it refuses, what it frees, and what it survives; and remote planes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_planes import Process
+from plane_cache_checks import (
+    CHECKS,
+    Check,
+    answer,
+    assert_same,
+    greedy_with_padding,
+    one_prompt,
+    prompts,
+    tiny_llama,
+)
+from transformers import PreTrainedModel
+
+from kvplane import LayerGroup, Layout
+from kvplane.errors import (
+    InvalidRequestError,
+    LayoutMismatchError,
+    NeverFitsError,
+    PoolFullError,
+    SessionNotFoundError,
+)
+from kvplane.transformers import PlaneCache, close_planes
+
+POOL = {"num_device_blocks": 64}
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[PreTrainedModel]:
+    model = tiny_llama()
+    yield model
+    close_planes(model)
+
+
+def num_held(cache: PlaneCache) -> int:
+    return sum(tier.num_held_blocks for tier in cache.describe_pool().usage.tiers)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+# What is freed.
+
+
+def test_close_and_reset_free_every_block(model: PreTrainedModel) -> None:
+    with PlaneCache(model, **POOL) as cache:
+        answer(model, cache, num_beams=3, **prompts())
+        assert num_held(cache) > 3
+        cache.reset()
+        assert num_held(cache) == 0
+        answer(model, cache, **prompts())
+    assert num_held(cache) == 0
+    cache.close()
+
+
+def test_garbage_collection_frees_every_block(model: PreTrainedModel) -> None:
+    other = PlaneCache(model, **POOL)
+    answer(model, PlaneCache(model, **POOL), num_beams=3, **prompts())
+    gc.collect()
+    wait_until(lambda: num_held(other) == 0)
+
+
+def test_planes_end_with_their_model() -> None:
+    before = set(threading.enumerate())
+    model = tiny_llama()
+    planes = weakref.ref(PlaneCache(model, **POOL)._planes)
+    answer(model, PlaneCache(model, **POOL), **prompts())
+    assert set(threading.enumerate()) - before
+    del model
+    gc.collect()
+    wait_until(lambda: planes() is None)
+    wait_until(lambda: not any(t.is_alive() for t in set(threading.enumerate()) - before))
+
+
+def test_nothing_can_be_used_that_was_closed(model: PreTrainedModel) -> None:
+    other = tiny_llama()
+    cache, closed = PlaneCache(other, **POOL), PlaneCache(other, **POOL)
+    closed.close()
+    with pytest.raises(InvalidRequestError, match="past_key_values: was closed"):
+        answer(other, closed, **prompts())
+    close_planes(other)
+    with pytest.raises(InvalidRequestError, match="its planes were closed"):
+        answer(other, cache, **prompts())
+    assert_same(
+        answer(other, PlaneCache(other, **POOL), **prompts()), answer(other, None, **prompts())
+    )
+    close_planes(other)
+
+
+# What is refused.
+
+
+def test_a_model_that_computes_attention_otherwise_is_refused(model: PreTrainedModel) -> None:
+    model.set_attn_implementation("sdpa")
+    with PlaneCache(model, **POOL) as cache:
+        with pytest.raises(InvalidRequestError, match=r"'sdpa': call model\.set_attn") as caught:
+            model.generate(**prompts(), past_key_values=cache, max_new_tokens=4)
+        assert caught.value.field == "model"
+
+
+def test_a_cache_of_another_model_is_refused(model: PreTrainedModel) -> None:
+    other = tiny_llama()
+    with PlaneCache(model, **POOL) as cache:
+        for attention in ("eager", "kvplane"):
+            other.set_attn_implementation(attention)
+            with pytest.raises(InvalidRequestError, match="was made for another model"):
+                other.generate(**prompts(), past_key_values=cache, max_new_tokens=4)
+            PlaneCache(other, **POOL)  # now that model has hooks too
+    close_planes(other)
+
+
+def test_attention_without_a_cache_of_ours_is_refused(model: PreTrainedModel) -> None:
+    model.set_attn_implementation("kvplane")
+    with pytest.raises(InvalidRequestError, match=r"past_key_values=PlaneCache\(model\)"):
+        model.generate(**prompts(), max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("attention_mask", lambda b: b | {"attention_mask": b["attention_mask"].flip(1)}),
+        ("attention_mask", lambda b: b | {"attention_mask": torch.zeros_like(b["input_ids"])}),
+        ("attention_mask", lambda b: b | {"attention_mask": b["attention_mask"][:, 1:]}),
+        ("position_ids", lambda b: b | {"position_ids": torch.arange(40).expand(3, 40)}),
+        ("input_ids", lambda b: {"inputs_embeds": torch.zeros(3, 40, 64)}),
+        ("use_cache", lambda b: b | {"use_cache": False}),
+    ],
+)
+def test_a_batch_that_cannot_be_cached_is_refused(
+    model: PreTrainedModel, field: str, change: Callable[[Any], Any]
+) -> None:
+    model.set_attn_implementation("kvplane")
+    with PlaneCache(model, **POOL) as cache, torch.no_grad():
+        with pytest.raises(InvalidRequestError) as caught:
+            model(**change(prompts()), past_key_values=cache)
+        assert caught.value.field == field
+        assert num_held(cache) == 0
+
+
+def test_another_number_of_rows_is_refused_and_the_cache_goes_on(model: PreTrainedModel) -> None:
+    batch = prompts()
+    with PlaneCache(model, **POOL) as cache, torch.no_grad():
+        model.set_attn_implementation("kvplane")
+        model(**batch, past_key_values=cache)
+        two = torch.tensor([[7], [8]])
+        with pytest.raises(InvalidRequestError, match="has 2 rows, but the cache has 3"):
+            model(two, past_key_values=cache)
+        other_mask = torch.ones(3, 41, dtype=torch.long)
+        with pytest.raises(InvalidRequestError, match="other padding than before"):
+            model(torch.tensor([[7]] * 3), attention_mask=other_mask, past_key_values=cache)
+        model(torch.tensor([[7]] * 3), past_key_values=cache)
+        assert cache.get_seq_length() == 41
+
+
+def test_a_pool_that_is_too_small_says_so_and_goes_on(model: PreTrainedModel) -> None:
+    small = {"num_device_blocks": 8}
+    holder, cache = PlaneCache(model, **small), PlaneCache(model, **small)
+    with pytest.raises(NeverFitsError, match="blocks of the device tier are needed"):
+        answer(model, cache, input_ids=torch.full((1, 150), 5))
+    answer(model, holder, **{name: t[:2] for name, t in prompts().items()})
+    with pytest.raises(PoolFullError):
+        answer(model, cache, **prompts(seed=8))
+    assert cache.get_seq_length() == 0
+    with pytest.raises(PoolFullError):  # in the middle of a generation
+        answer(model, holder, max_new_tokens=60, min_new_tokens=60, **one_prompt_of(holder))
+    assert_same(answer(model, cache, **one_prompt()), answer(model, None, **one_prompt()))
+    cache.close()
+    holder.close()
+
+
+def one_prompt_of(cache: PlaneCache) -> dict[str, torch.Tensor]:
+    cache.reset()
+    return prompts(seed=9, num_columns=20)
+
+
+@pytest.mark.parametrize(
+    ("is_twice", "layer", "message"),
+    [
+        (True, 1, "layer 1 calls attention twice"),
+        (False, 1, "layer 1 of the plan comes before layer 2"),
+        (False, 2, '"kvplane" in 2 of its 3 layers'),
+    ],
+)
+def test_a_model_that_attends_in_other_ways_is_refused(
+    is_twice: bool, layer: int, message: str
+) -> None:
+    model = tiny_llama()
+    attend = model.model.layers[layer].self_attn
+    original = attend.forward
+
+    def twice(*arguments: Any, **named: Any) -> Any:
+        original(*arguments, **named)
+        return original(*arguments, **named)
+
+    def never(hidden_states: torch.Tensor, **_: Any) -> Any:
+        return hidden_states, None
+
+    attend.forward = twice if is_twice else never
+    with PlaneCache(model, **POOL, probe=False) as cache:
+        with pytest.raises(InvalidRequestError, match=message):
+            answer(model, cache, **prompts())
+        assert num_held(cache) == 0
+    close_planes(model)
+
+
+def test_gradients_are_refused(model: PreTrainedModel) -> None:
+    model.set_attn_implementation("kvplane")
+    with PlaneCache(model, **POOL) as cache:
+        with pytest.raises(InvalidRequestError, match=r"torch.no_grad\(\)"):
+            model(**prompts(), past_key_values=cache)
+        assert num_held(cache) == 0
+
+
+# What is survived.
+
+
+def test_all_logits_are_given_where_all_are_wanted(model: PreTrainedModel) -> None:
+    batch = one_prompt()
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        want = model(**batch).logits
+        model.set_attn_implementation("kvplane")
+        for how in ({}, {"logits_to_keep": 1}, {"logits_to_keep": 20}, {}):
+            with PlaneCache(model, **POOL) as cache:
+                got = model(**batch, past_key_values=cache, **how).logits
+                kept = how.get("logits_to_keep", want.shape[1])
+                torch.testing.assert_close(got, want[:, -kept:], atol=5e-5, rtol=0)
+
+
+def test_arguments_may_be_positional(model: PreTrainedModel) -> None:
+    batch = prompts()
+    model.set_attn_implementation("kvplane")
+    with PlaneCache(model, **POOL) as cache, torch.no_grad():
+        positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        got = model(batch["input_ids"], batch["attention_mask"], positions, cache).logits[:, -1]
+        model.set_attn_implementation("eager")
+        want = model(batch["input_ids"], batch["attention_mask"], positions).logits[:, -1]
+    torch.testing.assert_close(got, want, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_forward_pass_that_fails_leaves_nothing_behind(
+    model: PreTrainedModel, error: type[BaseException]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error("planted")
+
+    cache, other = PlaneCache(model, **POOL), PlaneCache(model, **POOL)
+    batch = prompts(seed=10)
+    for layer in (0, 2):
+        handle = model.model.layers[layer].mlp.register_forward_hook(fail)
+        with pytest.raises(error):
+            answer(model, cache, **batch)
+        handle.remove()
+        if error is KeyboardInterrupt:  # hooks of torch are not called for it
+            with pytest.raises(InvalidRequestError, match="was interrupted: call reset"):
+                answer(model, cache, **batch)
+            cache.reset()
+        assert num_held(cache) == 0
+        assert_same(answer(model, other, **batch), answer(model, None, **batch))
+        other.reset()
+    cache.close()
+    other.close()
+
+
+def test_a_session_that_ended_is_replaced(model: PreTrainedModel) -> None:
+    cache, other = PlaneCache(model, **POOL), PlaneCache(model, **POOL)
+    answer(model, cache, **prompts())
+    answer(model, other, **prompts())
+    link = cache._planes._link
+    link._loop.run(link.session.close())
+    for each in (cache, other):
+        model.set_attn_implementation("kvplane")
+        with pytest.raises(SessionNotFoundError), torch.no_grad():
+            model(torch.tensor([[7]] * 3), past_key_values=each)
+        assert_same(answer(model, each, **prompts()), answer(model, None, **prompts()))
+        each.close()
+
+
+def test_threads_take_turns(model: PreTrainedModel) -> None:
+    wants = [answer(model, None, **prompts(seed)) for seed in range(3)]
+    model.set_attn_implementation("kvplane")
+    answers: dict[int, Any] = {}
+
+    def run(seed: int) -> None:
+        with PlaneCache(model, **POOL) as cache:
+            answers[seed] = answer(model, cache, **prompts(seed))
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed, want in enumerate(wants):
+        assert_same(answers[seed], want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_of_16_bits(dtype: torch.dtype) -> None:
+    model = tiny_llama().to(dtype)
+    want = answer(model, None, **prompts())
+    got = answer(model, PlaneCache(model, **POOL), **prompts())
+    torch.testing.assert_close(got.logits[0], want.logits[0], atol=0.15, rtol=0.05)
+    close_planes(model)
+
+
+# Planes elsewhere.
+
+
+@pytest.fixture(scope="module")
+def remote_model() -> PreTrainedModel:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def remote(
+    remote_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("planes")
+    layout = Layout("tiny", 16, "float32", "float32", (LayerGroup("full", (0, 1, 2), 2, 16),))
+    (folder / "layout.json").write_text(json.dumps(asdict(layout)))
+    control = Process("control_plane", folder / "control.log").start()
+    flags = ["--layout", str(folder / "layout.json"), "--num-device-blocks", "128"]
+    to_control = ["--control-plane", control.address]
+    data = Process("data_plane", folder / "data.log", *to_control, *flags).start()
+    yield {"control_plane": control.address, "model_id": "tiny", "timeout_s": 30.0}
+    close_planes(remote_model)
+    data.stop()
+    control.stop()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_planes_of_other_processes_give_the_same(
+    remote_model: PreTrainedModel, remote: dict[str, Any], check: Check
+) -> None:
+    check(remote_model, **remote)
+
+
+def test_another_layout_than_the_pools_is_refused(
+    remote_model: PreTrainedModel, remote: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(LayoutMismatchError):
+        PlaneCache(remote_model, **remote | {"model_id": "another"})
+    with pytest.raises(InvalidRequestError, match="model_id: must be given"):
+        PlaneCache(remote_model, **remote | {"model_id": ""})
+    half = tiny_llama().to(torch.bfloat16)
+    with pytest.raises(LayoutMismatchError):
+        PlaneCache(half, **remote)
+    greedy_with_padding(remote_model, **remote)

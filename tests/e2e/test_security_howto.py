@@ -1,0 +1,113 @@
+"""docs/security.md is run as it is written: its certificates, its access list, its commands."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from engine_planes import save_byte_model
+
+from kvplane import ControlClient, DataClient, TlsOptions, layout_from_hf
+from kvplane.errors import KvplaneError, NotPermittedError
+
+DOC = Path(__file__).resolve().parents[2] / "docs" / "security.md"
+ROOT = DOC.parents[1]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", DOC.read_text(), re.DOTALL)
+
+
+def start(stack: ExitStack, folder: Path, command: str) -> str:
+    """Run a plane of the page on a free port; its address."""
+    words = shlex.split(command)
+    assert words[:2] == ["python", "-m"]
+    bind = words.index("--bind") + 1
+    words[bind] = "127.0.0.1:0"
+    port_file = folder / f"{words[2]}.port"
+    process = subprocess.Popen(
+        [sys.executable, *words[1:], "--metrics-port", "-1", "--port-file", str(port_file)],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )
+    stack.callback(process.wait, 30)
+    stack.callback(process.terminate)
+    deadline_s = time.monotonic() + 60
+    while not port_file.exists():
+        assert process.poll() is None and time.monotonic() < deadline_s
+        time.sleep(0.05)
+    return f"127.0.0.1:{port_file.read_text().strip()}"
+
+
+def run(folder: Path, command: str) -> str:
+    """What a command of the page prints."""
+    words = shlex.split(command)
+    assert words[0] == "python"
+    done = subprocess.run(
+        [sys.executable, *words[1:]],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_page_works_as_written(tmp_path: Path) -> None:
+    certificates, planes, engine, tokens = blocks("sh")
+    subprocess.run(["sh", "-euc", certificates], cwd=tmp_path, check=True, capture_output=True)
+    save_byte_model(tmp_path / "MODEL")
+    control_command, data_command = planes.replace("\\\n", " ").splitlines()
+    with ExitStack() as stack:
+        control = start(stack, tmp_path, control_command)
+        data_command = data_command.replace("127.0.0.1:50051", control)
+        data = start(stack, tmp_path, f"{data_command} --num-device-blocks 8")
+        asyncio.run(others(tmp_path, control, data))
+        asked = run(tmp_path, engine.replace("127.0.0.1:50051", control).replace("\\\n", " "))
+        assert asked.strip()
+        [python] = blocks("python")
+        script = tmp_path / "client.py"
+        script.write_text(
+            "import asyncio\n\n\nasync def main():\n"
+            + textwrap.indent(python.replace("127.0.0.1:50051", control), "    ")
+            + "\n\nasyncio.run(main())\n"
+        )
+        ast.parse(script.read_text())
+        assert run(tmp_path, f"python {script}") == "['default']\n"
+    digest = subprocess.run(
+        ["sh", "-euc", tokens], cwd=tmp_path, check=True, capture_output=True, text=True
+    ).stdout.split()[0]
+    assert re.fullmatch("[0-9a-f]{64}", digest)
+
+
+async def others(folder: Path, control: str, data: str) -> None:
+    """A data plane's certificate opens no session, and nobody is served without one."""
+
+    def tls(name: str) -> TlsOptions:
+        return TlsOptions(folder / "ca.pem", folder / f"{name}.pem", folder / f"{name}.key")
+
+    layout = layout_from_hf(folder / "MODEL")
+    async with ControlClient(control, tls=tls("engine-1")) as client:
+        await client.wait_ready("default", 60)
+        session = await client.open_session("default", layout)
+        async with DataClient(data, tls=tls("data-plane")) as plane:
+            with pytest.raises(NotPermittedError):
+                await plane.open(session.grant)
+        await session.close()
+    async with ControlClient(control, tls=tls("data-plane")) as client:
+        with pytest.raises(NotPermittedError):
+            await client.open_session("default", layout)
+    async with ControlClient(control, timeout_s=1) as client:
+        with pytest.raises(KvplaneError):
+            await client.list_pools()

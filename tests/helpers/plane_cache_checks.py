@@ -1,0 +1,163 @@
+"""What ``generate`` on a PlaneCache must give: what it gives with eager attention and transformers'
+own cache. Each check takes a model, and the settings of its caches.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, set_seed
+from transformers.cache_utils import Cache
+
+from kvplane.transformers import PlaneCache
+from kvplane.transformers.models import adapters
+
+NUM_NEW = 12
+BLOCK_SIZE = 16
+PADDING = (0, 5, 17)
+NUM_COLUMNS = 40
+ATOL = 5e-5
+
+Check = Callable[..., None]
+
+
+def tiny_llama() -> PreTrainedModel:
+    """A random Llama in which attention matters."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+            tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    return model.train(False)
+
+
+def prompts(seed: int = 1, num_columns: int = NUM_COLUMNS) -> dict[str, torch.Tensor]:
+    """A batch with padding on the left."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 64, (len(PADDING), num_columns), generator=generator)
+    mask = (torch.arange(num_columns) >= torch.tensor(PADDING)[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def one_prompt() -> dict[str, torch.Tensor]:
+    """A single row that repeats itself, so that some of what is looked up in it is right."""
+    ids = prompts()["input_ids"][:1, :9].repeat(1, 5)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def answer(model: PreTrainedModel, cache: Cache | None, **how: Any) -> Any:
+    """What ``generate`` returns; with eager attention when there is no cache of ours."""
+    adapters.set_attention(model, "eager" if cache is None else "kvplane")
+    defaults = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False}
+    how = {**defaults, "use_cache": True, **how}
+    if cache is not None:
+        how["past_key_values"] = cache
+    return model.generate(**how, output_logits=True, return_dict_in_generate=True)
+
+
+def assert_same(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got.sequences, want.sequences)
+    if want.logits is not None:
+        torch.testing.assert_close(
+            torch.stack(got.logits), torch.stack(want.logits), atol=ATOL, rtol=0
+        )
+
+
+def greedy_with_padding(model: PreTrainedModel, **settings: Any) -> None:
+    """Tokens and logits of rows of several lengths."""
+    want = answer(model, None, **prompts())
+    with PlaneCache(model, **settings) as cache:
+        assert_same(answer(model, cache, **prompts()), want)
+
+
+def second_call(model: PreTrainedModel, **settings: Any) -> None:
+    """What a cache left is found by the next, with more padding before it, is not computed again,
+    and is right.
+    """
+    first = prompts(seed=2)
+    again = {name: pad(tensor, (3, 0)) for name, tensor in first.items()}
+    whole_blocks = [(NUM_COLUMNS - 1 - n) // BLOCK_SIZE * BLOCK_SIZE for n in PADDING]
+    num_computed: list[int] = []
+    embeddings = model.get_input_embeddings()
+    handle = embeddings.register_forward_pre_hook(
+        lambda _, arguments: num_computed.append(arguments[0].shape[1])
+    )
+    for batch, cached in ((first, [0, 0, 0]), (again, whole_blocks)):
+        want = answer(model, None, **batch)
+        with PlaneCache(model, **settings) as cache:
+            num_computed.clear()
+            assert_same(answer(model, cache, **batch), want)
+            assert cache.num_cached_tokens == cached
+        left_out = min(n + skip for n, skip in zip(cached, PADDING, strict=True))
+        assert num_computed[0] == NUM_COLUMNS - left_out
+    handle.remove()
+
+
+def beams(model: PreTrainedModel, **settings: Any) -> None:
+    """Beam search, whose beams begin with equal prompts, fork, and end."""
+    how = {"num_beams": 3, "num_return_sequences": 2, "output_scores": True, **prompts(seed=3)}
+    want = answer(model, None, **how)
+    with PlaneCache(model, **settings) as cache:
+        got = answer(model, cache, **how)
+    assert_same(got, want)
+    torch.testing.assert_close(got.sequences_scores, want.sequences_scores, atol=ATOL, rtol=0)
+
+
+def sampling(model: PreTrainedModel, **settings: Any) -> None:
+    """Sampling with a seed, several continuations of each prompt."""
+    how = {"do_sample": True, "num_return_sequences": 2, "top_k": 20, **prompts(seed=4)}
+    set_seed(0)
+    want = answer(model, None, **how)
+    with PlaneCache(model, **settings) as cache:
+        set_seed(0)
+        assert_same(answer(model, cache, **how), want)
+
+
+def assisted(model: PreTrainedModel, **settings: Any) -> None:
+    """Tokens proposed by a look-up in the prompt; rejected ones are rolled back. Twice: what is
+    found cached must leave the logits of all proposed tokens.
+    """
+    how = {"prompt_lookup_num_tokens": 4, "max_new_tokens": 24, **one_prompt()}
+    want = answer(model, None, **how)
+    for _ in range(2):
+        with PlaneCache(model, **settings) as cache:
+            got = answer(model, cache, **how)
+            torch.testing.assert_close(got.sequences, want.sequences)
+            assert cache.get_seq_length() <= got.sequences.shape[1]
+
+
+def conversation(model: PreTrainedModel, **settings: Any) -> None:
+    """A second turn on the same cache, in chunks, and another one on a copy of it."""
+    first = one_prompt()
+    with PlaneCache(model, **settings) as cache:
+        turn = answer(model, cache, **first).sequences
+        for seed, prefill_chunk_size in ((5, None), (6, 7)):
+            branch = copy.deepcopy(cache)
+            new = prompts(seed)["input_ids"][:1]
+            ids = torch.cat([turn, new], dim=1)
+            both = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            want = answer(model, None, **both)
+            got = answer(model, branch, **both, prefill_chunk_size=prefill_chunk_size)
+            assert_same(got, want)
+            branch.close()
+
+
+CHECKS: tuple[Check, ...] = (
+    greedy_with_padding,
+    second_call,
+    beams,
+    sampling,
+    assisted,
+    conversation,
+)

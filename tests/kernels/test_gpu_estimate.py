@@ -1,0 +1,42 @@
+"""The model of the kernels' time, which stands beside each goal before a GPU has run them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import estimate, shapes
+from benchmarks.gpu.shapes import Shape
+from benchmarks.gpu.verdict import BANDWIDTH_TARGET, verdicts
+
+
+def test_an_estimate_stands_beside_each_goal(capsys: pytest.CaptureFixture[str]) -> None:
+    estimate.main([])
+    lines = capsys.readouterr().out.splitlines()
+    held, _ = shapes.by_target(shapes.DECODES)
+    assert len(lines) == len(held)
+    assert lines[0].startswith("batch 16 × 4096, heads 32/8 of 128, blocks of 16: ")
+    assert lines[0].endswith("of copy; goal 90% of copy") and lines[1].endswith("goal 1.7 × bf16")
+    least, most = estimate.share_of_copy(Shape(16, 4096), 4400)
+    assert 0.7 < least < most < 0.9 < estimate.share_of_copy(Shape(256, 32768), 4400)[0] < 1
+
+
+def test_an_estimate_knows_what_few_items_and_products_cost() -> None:
+    one_head = Shape(1, 4096, 8, 1)
+    fine, alone, coarse = (
+        estimate.seconds(one_head, 4.4e12, 132, split)[0] for split in (64, 512, 2048)
+    )
+    assert fine < alone < coarse
+    prefill, _ = estimate.seconds(Shape(1, 4096, new=4096), 4.4e12, 132, 512)
+    assert prefill > 10 * alone
+
+
+def test_a_verdict_names_the_estimate() -> None:
+    shape = Shape(64, 8192)
+    row = {"name": "decode", "split": 512, "p50": 3900.0, "us": 100.0, **shape.named()}
+    copy = {"name": "copy_bandwidth", "p50": 4000.0}
+    result: dict[str, Any] = {"machine": {"split_tokens": 512}, "not_timed": []}
+    result["rows"] = [copy, row | {"estimated_us": [90.0, 125.0]}]
+    said = [v.figures for v in verdicts(result) if v.target == BANDWIDTH_TARGET]
+    assert said == ["97.5% (estimated 78% to 108%)"]

@@ -1,0 +1,217 @@
+"""What kvplane makes of each causal type that transformers has, on tiny random models.
+
+``python -m tests.models.census`` examines all of them, each in a process of its own because some
+fail hard, and writes the table of ``docs/models.md``. With names it prints their rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import re
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import KvplaneError
+from kvplane.model_layers import layer_groups
+from kvplane.transformers import attention
+from kvplane.transformers.models import adapters
+from kvplane.transformers.models.packed import packed_logits
+from kvplane.transformers.models.probe import probe
+from kvplane.transformers.models.probe_planes import ProbePlanes
+from tests.models.tiny_models import NOT_BUILT, TYPES, VOCABULARY, tiny_model
+
+DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+EXACT, REFUSED, NOT_RUN = "exact", "refused", "not run"
+_LENGTHS: Final = (37, 21, 30)
+_PASSES: Final = (
+    ((0, 0, 20), (1, 0, 5), (2, 0, 1)),
+    ((2, 1, 8), (1, 5, 16), (0, 20, 1)),
+    ((0, 21, 16), (2, 9, 21)),
+)
+_TOLERANCE: Final = 1e-3
+"""Of a logit, in standard deviations of the logits. Float32 leaves about 1e-5."""
+_MATTERS: Final = 0.05
+"""The least change of some logit, in the same unit, when attention gives zeros."""
+_DIFFERS: Final = "other logits"
+_TIME_LIMIT_S: Final = 120
+_MEMORY_BYTES: Final = 12 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A type's line in the table. ``note``: what it needs, or why it is refused."""
+
+    model_type: str
+    verdict: str
+    note: str
+
+    def __str__(self) -> str:
+        return f"| {self.model_type} | {self.verdict} | {self.note} |"
+
+
+@dataclass
+class Observer:
+    """Passes attention on to ``planes``, or gives zeros, and remembers what it was asked for."""
+
+    planes: ProbePlanes
+    is_zero: bool = False
+    needs: dict[str, None] = field(default_factory=dict)
+
+    def layer(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        for name, is_needed in {
+            "sliding window": options.sliding_window_tokens,
+            "soft cap": options.logit_soft_cap,
+            "sinks": options.sinks,
+            "ALiBi": options.alibi_slopes,
+            "V narrower than K": value.shape[-1] < key.shape[-1],
+        }.items():
+            if is_needed:
+                self.needs[name] = None
+        out = self.planes.layer(index, query, key, value, options=options)
+        return torch.zeros_like(out) if self.is_zero else out
+
+
+def examine(model_type: str) -> Row:
+    """Build, probe and check a type. Raises AssertionError where the probe and the check of this
+    file disagree, and where attention does not matter.
+    """
+    if model_type in NOT_BUILT:
+        return Row(model_type, NOT_RUN, NOT_BUILT[model_type])
+    try:
+        model = tiny_model(model_type)
+    except Exception as error:  # a config that does not shrink to these sizes
+        return Row(model_type, NOT_RUN, f"no tiny model: {type(error).__name__}")
+    try:
+        adapters.adapt(model)
+        probe(model)
+    except KvplaneError as error:
+        return Row(model_type, REFUSED, _plain(error.message, model_type))
+    needs = check_exact(model)
+    if len(layer_groups(model.config)) > 1:
+        needs.append("several layer groups")
+    if adapters.is_adapted(model):
+        needs.append("an adapter of ours")
+    return Row(model_type, EXACT, ", ".join(needs))
+
+
+def check_exact(model: PreTrainedModel) -> list[str]:
+    """Three sequences in three passes, against eager attention of each alone; returns what was
+    needed of attention.
+    """
+    generator = torch.Generator().manual_seed(7)
+    tokens = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in _LENGTHS]
+    wanted = _eager(model, tokens)
+    observer = Observer(_planes(model))
+    off = float((_through(model, tokens, observer) - wanted).abs().max() / wanted.std())
+    assert off <= _TOLERANCE, f"{model.config.model_type}: logits are {off:.2g} deviations off"
+    zero = Observer(_planes(model), is_zero=True)
+    moved = float((_through(model, tokens, zero) - wanted).abs().max() / wanted.std())
+    assert moved >= _MATTERS, f"{model.config.model_type}: attention moves logits by {moved:.2g}"
+    return list(observer.needs)
+
+
+def _planes(model: PreTrainedModel) -> ProbePlanes:
+    return ProbePlanes(layer_groups(model.config), "float32", _LENGTHS)
+
+
+def _eager(model: PreTrainedModel, tokens: Sequence[list[int]]) -> torch.Tensor:
+    adapters.set_attention(model, "eager")
+    with torch.inference_mode():
+        logits = [model(torch.tensor([ids]), use_cache=False).logits[0] for ids in tokens]
+    return torch.cat(
+        [logits[i][first : first + n] for spans in _PASSES for i, first, n in spans]
+    ).float()
+
+
+def _through(
+    model: PreTrainedModel, tokens: Sequence[list[int]], observer: Observer
+) -> torch.Tensor:
+    adapters.set_attention(model, attention.NAME)
+    rows = []
+    for spans in _PASSES:
+        observer.planes.begin(spans)
+        ids = [token for i, first, n in spans for token in tokens[i][first : first + n]]
+        positions = [p for _, first, n in spans for p in range(first, first + n)]
+        rows.append(packed_logits(model, ids, positions, range(len(ids)), observer))
+    return torch.cat(rows)
+
+
+def _plain(reason: str, model_type: str) -> str:
+    """Without figures of the comparison, which differ by machine."""
+    reason = reason.removeprefix(f"a model of type {model_type!r}").lstrip(": ")
+    reason = re.sub(r" \([^()]* off, [^()]* allowed\)", "", reason).strip().replace("\n", " ")
+    return reason.replace("gives other logits through kvplane than through transformers", _DIFFERS)
+
+
+def examine_apart(model_type: str) -> Row:
+    """In a process of its own: some types fail hard, or take very long."""
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe(duplex=False)
+    child = fork.Process(target=_send_row, args=(model_type, theirs))
+    child.start()
+    theirs.close()
+    row = Row(model_type, NOT_RUN, f"takes more than {_TIME_LIMIT_S} s or too much memory")
+    if ours.poll(_TIME_LIMIT_S):
+        with contextlib.suppress(EOFError):
+            row = ours.recv()
+    child.kill()
+    child.join()
+    return row
+
+
+def _send_row(model_type: str, pipe: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    try:
+        row = examine(model_type)
+    except Exception as error:
+        row = Row(model_type, "FAILS", f"{type(error).__name__}: {error}".replace("\n", " "))
+    pipe.send(row)
+
+
+def document(rows: Sequence[Row]) -> str:
+    """The text of ``docs/models.md``."""
+    head = DOCUMENT.read_text(encoding="utf-8").partition("## The census")[0]
+    counts = {v: sum(row.verdict == v for row in rows) for v in (EXACT, REFUSED, NOT_RUN)}
+    return (
+        f"{head}## The census\n\n"
+        f"Of the {len(rows)} causal types of transformers {transformers.__version__}, "
+        f"{counts[EXACT]} are exact, {counts[REFUSED]} are refused, and {counts[NOT_RUN]} were "
+        "not run.\n`python -m tests.models.census` writes this table, and `tests/models/` holds it "
+        "true.\n\n| type | result | with what, or why not |\n|---|---|---|\n"
+        + "".join(f"{row}\n" for row in rows)
+    )
+
+
+def main(model_types: Sequence[str]) -> None:
+    """Print the rows of some types, or of all and write the document."""
+    torch.set_num_threads(1)
+    attention.register()
+    rows = []
+    for model_type in model_types or TYPES:
+        rows.append(examine_apart(model_type))
+        sys.stdout.write(f"{rows[-1]}\n")
+    if not model_types:
+        DOCUMENT.write_text(document(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

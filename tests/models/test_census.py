@@ -1,0 +1,70 @@
+"""docs/models.md says what is so: each type's row is what examining it gives now.
+
+``examine`` checks more than its row: an exact type's logits in packed, chunked rows are those of
+eager attention, they are not when attention gives zeros, and the probe agrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvplane.transformers import attention
+from tests.models import census
+from tests.models.tiny_models import TYPES, tiny_model
+
+FAMILIES = (
+    "arcee", "bert", "bloom", "cohere2", "deepseek_v3", "diffllama", "doge", "exaone4", "falcon",
+    "gemma2", "gemma3_text", "gemma4_text", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox",
+    "gpt_oss", "gptj", "granite", "llama", "llama4_text", "mamba", "mbart", "mimo_v2_flash",
+    "minicpm3", "mistral", "mixtral", "mpt", "olmo3", "opt", "phi3", "qwen2", "qwen3_moe",
+    "qwen3_next", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+"""Examined on each push; at night all are."""
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    attention.register()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def documented() -> dict[str, str]:
+    rows = census.DOCUMENT.read_text(encoding="utf-8").splitlines()
+    return {row.split(" | ")[0].removeprefix("| "): row for row in rows if row.startswith("| ")}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_family_is_what_the_document_says(model_type: str) -> None:
+    assert str(census.examine(model_type)) == documented()[model_type]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model_type", [name for name in TYPES if name not in FAMILIES])
+def test_every_other_type_is_what_the_document_says(model_type: str) -> None:
+    assert str(census.examine_apart(model_type)) == documented()[model_type]
+
+
+def test_the_document_counts_its_rows() -> None:
+    rows = documented()
+    assert set(TYPES) <= set(rows)
+    text = census.DOCUMENT.read_text(encoding="utf-8")
+    for verdict in (census.EXACT, census.REFUSED, census.NOT_RUN):
+        count = sum(row.split(" | ")[1] == verdict for row in rows.values())
+        assert f"{count} are {verdict}" in text or f"{count} were {verdict}" in text
+    assert sum(row.split(" | ")[1] == census.EXACT for row in rows.values()) >= 90
+
+
+def test_a_model_that_hardly_attends_is_no_evidence() -> None:
+    """Zeroed attention must move the logits, or their equality says nothing."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(1e-7)
+    with pytest.raises(AssertionError, match="attention moves logits"):
+        census.check_exact(model)

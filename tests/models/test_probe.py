@@ -1,0 +1,177 @@
+"""The probe lets through what is exact, and refuses by its reason what is not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvplane.errors import InvalidRequestError
+from kvplane.transformers import attention
+from kvplane.transformers.models import probe as probe_module
+from kvplane.transformers.models.probe import probe
+from tests.models.tiny_models import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    attention.register()
+    yield
+
+
+def bias(model: PreTrainedModel) -> None:
+    """A part of attention that no option expresses: scores grow with the key's position."""
+    for layer in model.model.layers:
+        own = layer.self_attn.forward
+
+        def forward(*arguments: Any, own: Any = own, **named: Any) -> Any:
+            mask = named.get("attention_mask")
+            if mask is not None:
+                named["attention_mask"] = mask + torch.arange(mask.shape[-1]) * 0.3
+            return own(*arguments, **named)
+
+        layer.self_attn.forward = forward
+
+
+def state(model: PreTrainedModel) -> None:
+    """A layer that mixes each token with the one before it in the row."""
+    mlp = model.model.layers[1].mlp
+    own = mlp.forward
+    mlp.forward = lambda hidden: own(hidden + hidden.roll(1, 1) * (hidden.shape[1] > 1))
+
+
+def twice(model: PreTrainedModel) -> None:
+    layer = model.model.layers[2].self_attn
+    own = layer.forward
+    layer.forward = lambda *a, **k: (own(*a, **k), own(*a, **k))[1]
+
+
+def window(model: PreTrainedModel) -> None:
+    """Asks for a window in the mask and not in the call."""
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+
+
+def skipped(model: PreTrainedModel) -> None:
+    model.model.layers[3].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+
+
+def heads(model: PreTrainedModel) -> None:
+    model.config.num_key_value_heads = 4
+
+
+def fails(model: PreTrainedModel) -> None:
+    """Reads the mask, which is none with "kvplane"."""
+    layer = model.model.layers[0].self_attn
+    own = layer.forward
+    layer.forward = lambda *a, **k: (k["attention_mask"].shape, own(*a, **k))[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "reason"),
+    [
+        ("llama", bias, "a part that kvplane's options do not express"),
+        ("llama", state, "state besides keys and values"),
+        ("llama", twice, "layer 2 calls attention twice"),
+        ("llama", skipped, "layer 3 calls no attention"),
+        ("llama", heads, "layer 0 has 2 KV heads"),
+        ("llama", fails, "fails on two sequences in one row: AttributeError"),
+        ("gemma3_text", window, "a part that kvplane's options do not express"),
+    ],
+)
+def test_a_model_that_differs_is_refused_by_its_reason(
+    family: str, change: Callable[[PreTrainedModel], None], reason: str
+) -> None:
+    model = tiny_model(family)
+    if family == "llama":
+        model = small_llama()
+    probe(model)
+    change(model)
+    with pytest.raises(InvalidRequestError, match=reason) as caught:
+        probe(model)
+    assert caught.value.field == "model"
+    assert repr(family) in caught.value.message
+
+
+def small_llama(num_layers: int = 4, hidden_size: int = 64, dtype: Any = None) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=hidden_size, intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[1] ** -0.5)
+    return model if dtype is None else model.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_probed_in_single(dtype: torch.dtype) -> None:
+    model = small_llama(dtype=dtype)
+    probe(model)
+    assert model.dtype is dtype
+    bias(model)
+    with pytest.raises(InvalidRequestError):
+        probe(model)
+
+
+def test_a_large_model_is_probed_by_its_first_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_module, "_SMALL", 1000)
+    model = small_llama(num_layers=6)
+    calls: list[int] = []
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda *_, index=index: calls.append(index))
+    probe(model)
+    assert set(calls) == {0, 1}
+    assert len(model.model.layers) == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_large_model_is_probed_in_its_own_precision(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(probe_module, "_SMALL", 1000)
+    model = small_llama(dtype=dtype)
+    probe(model)
+    bias(model)
+    with pytest.raises(InvalidRequestError):
+        probe(model)
+
+
+def test_layers_of_each_kind_are_among_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_module, "_SMALL", 1000)
+    model = tiny_model("gemma3_text")
+    calls: list[int] = []
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda *_, index=index: calls.append(index))
+    probe(model)
+    assert {model.config.layer_types[i] for i in calls} == set(model.config.layer_types)
+
+
+def test_windows_are_as_before_whatever_happens() -> None:
+    model = tiny_model("gemma3_text")
+    model.config.sliding_window = 4096
+    for layer in model.model.layers[::2]:
+        layer.self_attn.sliding_window = 4096
+    probe(model)
+    window(model)
+    with pytest.raises(InvalidRequestError):
+        probe(model)
+    assert model.config.sliding_window == 4096
+    assert model.config._attn_implementation == attention.NAME
+
+
+def test_a_small_model_is_probed_within_a_second() -> None:
+    model = small_llama(num_layers=8, hidden_size=512)
+    probe(model)  # first calls load what is loaded once
+    durations_s = []
+    for _ in range(3):
+        started_s = time.perf_counter()
+        probe(model)
+        durations_s.append(time.perf_counter() - started_s)
+    assert min(durations_s) < 1.0

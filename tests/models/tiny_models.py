@@ -1,0 +1,163 @@
+"""Tiny models of every causal type that transformers has, with fixed random weights.
+
+Weights are drawn large enough that attention matters: queries meet keys with scores of several
+units, so that a wrong mask, window or scale moves the logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+TYPES: Final = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+VOCABULARY: Final = 64
+NUM_LAYERS: Final = 4
+WINDOW_TOKENS: Final = 8
+
+_SIZES: Final = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "ffn_dim": 96,
+    "decoder_layers": NUM_LAYERS,
+    "encoder_layers": NUM_LAYERS,
+    "num_encoder_layers": NUM_LAYERS,
+    "num_decoder_layers": NUM_LAYERS,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "is_decoder": True,
+    "decoder_ffn_dim": 96,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "word_embed_proj_dim": 64,
+    "embedding_size": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "top_k_experts": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_start_index": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 24,
+    "v_head_dim": 16,
+    "dim_model_base": 32,
+    "global_head_dim": 32,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 2,
+    "laurel_rank": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "n_positions": 128,
+    "rotary_dim": 8,
+    "attention_chunk_size": 8,
+    "num_nextn_predict_layers": 0,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 8,
+}
+"""Entries that a config gets where its class has them, by the names most classes use."""
+
+
+NOT_BUILT: Final = {
+    "blt": "its parts do not shrink together",
+}
+"""Types whose tiny model could not be made, and why."""
+
+_OF_TYPE: Final[dict[str, dict[str, Any]]] = {
+    "cohere_compass_text": {"rope_parameters": None},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "gemma4": {"global_head_dim": 32},
+    "gemma4_text": {"global_head_dim": 32},
+    "gemma4_unified": {"global_head_dim": 32},
+    "gemma4_unified_assistant": {"global_head_dim": 32},
+    "gemma4_unified_text": {"global_head_dim": 32},
+    "gemma2": {"attn_logit_softcapping": 2.0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "jetmoe": {"kv_channels": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mpt": {"max_seq_len": 128},
+    "vaultgemma": {"attn_logit_softcapping": 2.0},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What a type needs to be built, or else would not be exercised: caps and windows that bite."""
+
+
+def tiny_config(model_type: str) -> PreTrainedConfig:
+    """A small config of a type; layer types and what is mixed by layer stay mixed."""
+    default = CONFIG_MAPPING[model_type]()
+    text = default.get_text_config(decoder=not default.is_encoder_decoder)
+    layer = next(iter(text.per_layer_config), text)
+    values = {
+        name: value for name, value in _SIZES.items() if getattr(layer, name, None) is not None
+    }
+    if hasattr(layer, "num_key_value_heads"):
+        is_grouped = layer.num_key_value_heads not in (None, layer.num_attention_heads)
+        values["num_key_value_heads"] = 2 if is_grouped else 4
+    if hasattr(layer, "head_dim") and not isinstance(
+        getattr(type(text), "head_dim", None), property
+    ):
+        values["head_dim"] = 8 if "qk_rope_head_dim" in values else 16
+    if getattr(layer, "sliding_window", None) is not None:
+        values["sliding_window"] = WINDOW_TOKENS
+    values |= _layer_lists(text)
+    values |= _OF_TYPE.get(model_type, {})
+    names = text.attribute_map
+    return type(text)(**{names.get(name, name): value for name, value in values.items()})
+
+
+def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
+    """A float32 model of ``tiny_config``."""
+    config = tiny_config(model_type)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.train(mode=False)
+    draw_weights(model, seed)
+    return model
+
+
+def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
+    """Replace all weights by random ones; those of queries and keys are twice as large."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() < 2:
+                is_norm = "norm" in name.lower() and name.endswith("weight")
+                parameter.copy_(parameter + 0.1 * noise if is_norm else 0.3 * noise)
+            else:
+                is_score = any(part in name for part in ("q_", "k_", "query", "key", "qkv", "attn"))
+                gain = 2.0 if is_score else 1.0
+                parameter.copy_(noise * gain / parameter.shape[-1] ** 0.5)
+
+
+def _layer_lists(text: PreTrainedConfig) -> dict[str, Any]:
+    """Lists with an entry for each layer, cut to ``NUM_LAYERS`` so that every kind is kept."""
+    lists = {}
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = getattr(text, name, None)
+        if kinds and not isinstance(getattr(type(text), name, None), property):
+            distinct = list(dict.fromkeys(kinds))
+            lists[name] = (distinct * NUM_LAYERS)[:NUM_LAYERS]
+    return lists

@@ -1,0 +1,105 @@
+"""The tests of who may do what fail when a check is taken out of a copy of the planes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
+SOCKETS = "tests/rpc/test_access.py"
+LIST = "tests/unit/test_access_list.py"
+
+
+class Fault(NamedTuple):
+    """``old`` is in ``file`` once; ``tests`` must notice that ``new`` takes its place."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+BASIC = {
+    "roles_are_not_asked_for": Fault(
+        "kvplane/serving/identity.py", "if roles and not roles & who.roles:", "if False:", SOCKETS
+    ),
+    "any_plane_registers_for_any_pool": Fault(
+        "control_plane/server/registration_server.py",
+        "if not caller.may_register(hello.pool_id):",
+        "if False:",
+        SOCKETS,
+    ),
+    "grants_open_for_other_tenants": Fault(
+        "data_plane/executor.py",
+        "if tenant is not None and verified.tenant != tenant:",
+        "if False:",
+        SOCKETS,
+    ),
+}
+MORE = {
+    "streams_outlive_their_roles": Fault(
+        "kvplane/serving/interceptor.py",
+        "if admitted_at != self._gate.num_reloads:",
+        "if False:",
+        SOCKETS,
+    ),
+    "elementary_calls_are_anybodys": Fault(
+        "data_plane/server/service.py",
+        "return caller().tenant if self._knows_callers else None",
+        "return None",
+        SOCKETS,
+    ),
+    "a_digest_is_a_token": Fault(
+        "kvplane/serving/access.py",
+        "hashlib.sha256(token.encode()).hexdigest()",
+        "token if len(token) == 64 else hashlib.sha256(token.encode()).hexdigest()",
+        LIST,
+    ),
+    "the_list_is_read_once": Fault(
+        "kvplane/serving/access.py", "if stamp == self._stamp:", "if True:", LIST
+    ),
+    "everybody_is_somebody": Fault(
+        "kvplane/serving/access.py",
+        "if caller is None:",
+        "if caller is None and name is None and token is None:",
+        LIST,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BASIC)
+def test_the_tests_notice(name: str, tmp_path: Path) -> None:
+    assert_noticed(BASIC[name], tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MORE)
+def test_the_tests_notice_at_night(name: str, tmp_path: Path) -> None:
+    assert_noticed(MORE[name], tmp_path)
+
+
+def assert_noticed(fault: Fault, folder: Path) -> None:
+    for part in ("kvplane", "control_plane", "data_plane", "tests", "pyproject.toml"):
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        copy(ROOT / part, folder / part)
+    path = folder / fault.file
+    sound = path.read_text()
+    assert sound.count(fault.old) == 1
+    path.write_text(sound.replace(fault.old, fault.new))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", fault.tests],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == TESTS_FAILED, done.stdout + done.stderr

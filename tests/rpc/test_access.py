@@ -1,0 +1,222 @@
+"""Who may do what, over TLS: roles from an access list, a data plane's pools, and grants of others.
+
+Callers name themselves by bearer tokens, one for each, so one server certificate serves them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from checked_engine import Engine
+from control_wire import RawShard, Stub
+from data_server import config_of
+from plan_author import LAYOUT, POOL_ID
+
+from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.server import ControlPlaneServer
+from data_plane.server.server import DataPlaneServer
+from kvplane import ControlClient, DataClient, TlsOptions, ops
+from kvplane.connection import typed_errors
+from kvplane.errors import (
+    KvplaneError,
+    NotPermittedError,
+    PlaneUnavailableError,
+    UnauthenticatedError,
+)
+from kvplane.serving import access
+from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
+from kvplane.v1 import data_pb2 as pb
+
+TLS = Path(__file__).parent / "tls"
+ROLES = {
+    "engine-a": ("a", "engine"),
+    "engine-b": ("b", "engine"),
+    "router": ("a", "router"),
+    "operator": ("a", "operator"),
+    "plane": ("plane", "plane"),
+}
+
+
+def listed(*names: str) -> str:
+    callers = []
+    for name in names:
+        tenant, role = ROLES[name]
+        pools = f'pools = ["{POOL_ID}"]' if role == "plane" else ""
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        callers.append(
+            f'[[callers]]\ntoken_sha256 = "{digest}"\ntenant = "{tenant}"\n'
+            f'roles = ["{role}"]\n{pools}\n'
+        )
+    return "\n".join(callers)
+
+
+class Peers:
+    """Both planes, and the callers' credentials."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.access_file = folder / "access.toml"
+        self.access_file.write_text(listed(*ROLES))
+        self.control: ControlPlaneServer
+        self.data: DataPlaneServer
+
+    def serving(self) -> dict[str, Path]:
+        return {
+            "tls_certificate": TLS / "server.pem",
+            "tls_key": TLS / "server.key",
+            "access_file": self.access_file,
+        }
+
+    def tls(self, name: str) -> TlsOptions:
+        path = self.folder / f"{name}.token"
+        path.write_text(f"{name}\n")
+        return TlsOptions(
+            ca_file=TLS / "ca.pem", server_name="kvplane.test", token_file=path if name else None
+        )
+
+    def client(self, name: str) -> ControlClient:
+        return ControlClient(self.control.address, tls=self.tls(name), timeout_s=5)
+
+    def data_client(self, name: str) -> DataClient:
+        return DataClient(self.data.address, tls=self.tls(name), timeout_s=5)
+
+
+@pytest.fixture
+async def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Peers]:
+    monkeypatch.setattr(access, "_RELOAD_INTERVAL_S", 0.0)
+    peers = Peers(tmp_path)
+    peers.control = await ControlPlaneServer.start(
+        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0, **peers.serving())
+    )
+    plane = peers.tls("plane")
+    peers.data = await DataPlaneServer.start(
+        config_of(
+            tmp_path,
+            peers.control.address,
+            control_plane_tls=True,
+            control_plane_ca=plane.ca_file,
+            control_plane_name=plane.server_name,
+            control_plane_token_file=plane.token_file,
+            **peers.serving(),
+        )
+    )
+    async with asyncio.timeout(20):
+        await peers.data.registered.wait()
+    yield peers
+    await peers.data.stop()
+    await peers.control.stop()
+    peers.data.executor.check_integrity()
+    peers.control.core.check_integrity()
+
+
+async def test_an_engine_computes_on_both_planes(peers: Peers) -> None:
+    async with (
+        peers.client("engine-a") as control,
+        peers.data_client("engine-a") as data,
+        await control.open_session(POOL_ID, LAYOUT) as session,
+        await data.open(session.grant) as execution,
+    ):
+        await Engine(session, execution).step(ops.admit(1, range(20)), spans=[(0, 20)])
+
+
+@pytest.mark.parametrize("name", ["", "nobody"])
+async def test_a_caller_that_is_not_listed_is_told_so(peers: Peers, name: str) -> None:
+    async with peers.client(name) as control:
+        with pytest.raises(UnauthenticatedError):
+            await control.list_pools()
+
+
+OPEN = "open a session"
+LOOK = "look a prefix up"
+MAY = {
+    "engine-a": {OPEN, LOOK},
+    "router": {LOOK},
+    "operator": {OPEN, LOOK},
+    "plane": set(),
+}
+
+
+@pytest.mark.parametrize("name", MAY)
+async def test_a_role_may_what_the_contract_says(peers: Peers, name: str) -> None:
+    async with peers.client(name) as control:
+        assert await control.list_pools() == [POOL_ID]
+        calls = {
+            OPEN: lambda: control.open_session(POOL_ID, LAYOUT),
+            LOOK: lambda: control.find_prefix(list(range(8))),
+        }
+        for what, call in calls.items():
+            if what in MAY[name]:
+                answer = await call()
+                if what == OPEN:
+                    await answer.close()
+            else:
+                with pytest.raises(NotPermittedError, match="needs the role"):
+                    await call()
+
+
+def raw(peers: Peers, name: str) -> grpc.aio.Channel:
+    options = [("grpc.ssl_target_name_override", "kvplane.test")]
+    return grpc.aio.secure_channel(
+        peers.control.address, peers.tls(name).credentials(), options=options
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "pool_id"), [("engine-a", POOL_ID), ("operator", POOL_ID), ("plane", "another")]
+)
+async def test_a_pools_key_goes_only_to_the_planes_that_are_listed_for_it(
+    peers: Peers, name: str, pool_id: str
+) -> None:
+    async with raw(peers, name) as channel:
+        stub: Stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+        rogue = RawShard(stub, pool_id=pool_id, epoch=2**62, layout=LAYOUT.to_proto())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rogue.register()
+        assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
+    assert peers.control.core.list_pools() == [POOL_ID]
+    assert peers.data.registered.is_set()
+
+
+async def test_another_tenants_grant_opens_nothing(peers: Peers) -> None:
+    async with (
+        peers.client("engine-a") as control,
+        peers.data_client("engine-b") as thief,
+        await control.open_session(POOL_ID, LAYOUT) as session,
+    ):
+        grant, plan = session.grant, (await session.step([ops.admit(1, range(20))])).plan
+        with pytest.raises(NotPermittedError) as caught:
+            await thief.open(grant)
+        assert caught.value.field == "grant.tenant"
+        stub = data_pb2_grpc.DataPlaneServiceStub(thief._connection.channel)
+        for call in (
+            stub.ReadBlocks(pb.ReadBlocksRequest(grant=grant, sequence_id=1, num_blocks=1)),
+            stub.CopyBlocks(pb.CopyBlocksRequest(grant=grant, plan=plan)),
+            stub.SwapBlocks(pb.SwapBlocksRequest(grant=grant, plan=plan)),
+        ):
+            with pytest.raises(NotPermittedError), typed_errors():
+                await call
+
+
+async def test_a_role_that_is_taken_away_ends_at_once(peers: Peers) -> None:
+    async with peers.client("engine-a") as control:
+        session = await control.open_session(POOL_ID, LAYOUT)
+        await session.step([ops.admit(1, range(8))])
+        peers.access_file.write_text(listed("plane", "engine-b"))
+        with pytest.raises(KvplaneError) as caught:
+            await session.step([ops.free([1])], timeout_s=2)
+        assert isinstance(caught.value, UnauthenticatedError | PlaneUnavailableError)
+        with pytest.raises(UnauthenticatedError):
+            await control.list_pools()
+    async with peers.client("engine-b") as other:
+        assert await other.list_pools() == [POOL_ID]
+
+
+async def test_a_token_file_that_changes_counts_from_the_next_call(peers: Peers) -> None:
+    async with peers.client("nobody") as control:
+        (peers.folder / "nobody.token").write_text("router")
+        assert await control.list_pools() == [POOL_ID]
