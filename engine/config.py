@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import FP8_BYTES
@@ -25,6 +25,16 @@ KV_DTYPES: Final = (*DTYPES, *FP8_BYTES)
 class EngineConfig:
     """How an engine computes, and the planes that it uses."""
 
+    HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "The model": ("model", "probe", "dtype", "kv_dtype", "num_threads"),
+        "Batches": ("max_batch_tokens", "max_sequences"),
+        "The planes": (
+            *("control_plane", "data_plane", "pool_id", "timeout_s", "recovery_timeout_s"),
+            *("planes_tls", "planes_ca", "planes_certificate", "planes_key", "planes_name"),
+            "planes_token_file",
+        ),
+        "An embedded pool": ("block_size_tokens", "num_device_blocks", "num_host_blocks"),
+    }
     model: Path = setting(help="Folder of a Hugging Face model.")
     control_plane: str = setting("127.0.0.1:50051", help="Address of the control plane.")
     data_plane: str = setting(
@@ -147,6 +157,13 @@ class LayoutConfig:
 class GenerateConfig(EngineConfig):
     """Answer prompts with a model whose KV cache is behind a control plane and a data plane."""
 
+    HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "The text": (
+            *("prompt", "prompts_file", "max_tokens", "temperature", "top_k", "top_p", "seed"),
+            *("n", "stop", "ignore_eos"),
+        ),
+        **EngineConfig.HELP_GROUPS,
+    }
     prompt: str = setting("", help="Text to continue.")
     prompts_file: Path | None = setting(None, help="File of prompts, one on each line.")
     max_tokens: int = setting(64, unit="tokens", minimum=1, help="Most tokens generated.")

@@ -43,6 +43,7 @@ from kvplane.v1 import types_pb2 as types
 MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine raises
 RETRY_DELAY_S: Final = 0.1
 IDLE_DELAY_S: Final = 0.005
+NEWS_DELAY_S: Final = 1.0  # without a notice, after which an answer's news are asked for
 
 _log = logging.getLogger("engine")
 
@@ -86,6 +87,7 @@ class EngineCore:
         self._num_failures = 0
         self._has_plan = False  # the present step has a plan, which an error would have to abort
         self._stalled_since_s: float | None = None
+        self._stepped_s = 0.0
         self.stats = EngineStats()
 
     # Requests.
@@ -179,9 +181,10 @@ class EngineCore:
     def _step(self) -> None:
         started_s = time.monotonic()
         intents = self._scheduler.schedule()
-        if not intents:
+        if not intents and not self._expects_news():
             self._pause()
             return
+        self._stepped_s = started_s
         result = self._link.step([intent.operation for intent in intents])
         self._has_plan = result.HasField("plan")
         outcome = self._scheduler.apply(intents, result)
@@ -213,6 +216,11 @@ class EngineCore:
             receipt = self._backend.finish()
         self._link.add_receipt(receipt)
         return logits
+
+    def _expects_news(self) -> bool:
+        """Whether an admission that waits may have been granted. A notice says so, if it comes."""
+        is_late = time.monotonic() - self._stepped_s > NEWS_DELAY_S
+        return self._scheduler.is_in_line and (self._link.has_news(IDLE_DELAY_S) or is_late)
 
     def _pause(self) -> None:
         """Nothing could be done, because others hold the blocks. Fails the first request when that

@@ -7,6 +7,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
 from engine.config import GenerateConfig
 from engine.llm import LLM
 from engine.request import Delta, SamplingParams
@@ -34,7 +37,9 @@ def run(config: GenerateConfig) -> int:
     with LLM.from_config(config) as llm:
         deltas = llm.stream(prompts, params)
         is_single = len(prompts) * config.n == 1
-        return _print_pieces(deltas) if is_single else _print_whole(deltas, config.n)
+        if is_single:
+            return _print_pieces(deltas)
+        return _print_whole(deltas, len(prompts), config.n)
 
 
 def _print_pieces(deltas: Iterator[Delta]) -> int:
@@ -47,19 +52,35 @@ def _print_pieces(deltas: Iterator[Delta]) -> int:
     return int(failed)
 
 
-def _print_whole(deltas: Iterator[Delta], n: int) -> int:
-    """Several texts, each when it is done, after its prompt's number and continuation."""
+def _print_whole(deltas: Iterator[Delta], num_prompts: int, n: int) -> int:
+    """Several texts, each when it is done, after its prompt's number and continuation. On a
+    terminal, a bar says how far all are.
+    """
     texts: dict[tuple[str, int], str] = {}
     numbers: dict[str, int] = {}
     failed = False
-    for delta in deltas:
-        name = (delta.request_id, delta.index)
-        number = numbers.setdefault(delta.request_id, int(delta.request_id.rpartition("-")[2]))
-        texts[name] = texts.get(name, "") + delta.text
-        failed |= _report(delta)
-        if delta.finish_reason:
-            label = f"{number}.{delta.index + 1}" if n > 1 else f"{number}"
-            print(f"[{label}] {texts.pop(name)}", flush=True)
+    console = Console(stderr=True)
+    columns = TextColumn("{task.completed} of {task.total}"), BarColumn(), TimeRemainingColumn()
+    with Progress(
+        *columns,
+        TextColumn("{task.fields[num_tokens]} tokens"),
+        console=console,
+        disable=not console.is_terminal,
+        redirect_stdout=sys.stdout.isatty(),  # else texts would go where the bar is
+        transient=True,
+    ) as progress:
+        task = progress.add_task("", total=num_prompts * n, num_tokens=0)
+        num_tokens = 0
+        for delta in deltas:
+            name = (delta.request_id, delta.index)
+            number = numbers.setdefault(delta.request_id, int(delta.request_id.rpartition("-")[2]))
+            texts[name] = texts.get(name, "") + delta.text
+            failed |= _report(delta)
+            num_tokens += len(delta.token_ids)
+            progress.update(task, advance=bool(delta.finish_reason), num_tokens=num_tokens)
+            if delta.finish_reason:
+                label = f"{number}.{delta.index + 1}" if n > 1 else f"{number}"
+                print(f"[{label}] {texts.pop(name)}", flush=True)
     return int(failed)
 
 

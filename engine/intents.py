@@ -44,3 +44,14 @@ class Outcome:
 
     spans: list[Span] = field(default_factory=list)
     failed: list[tuple[EngineSequence, KvplaneError]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the scheduler has done. They never fall."""
+
+    num_swap_preemptions: int = 0
+    num_recompute_preemptions: int = 0
+    num_swap_ins: int = 0
+    num_admissions: int = 0
+    num_forks: int = 0

@@ -19,9 +19,9 @@ class Policy(Protocol):
         ...
 
 
-class FirstComeFirstServed:
-    """Requests in the order in which they came."""
+class PriorityThenArrival:
+    """Requests of a lower priority, and of equal ones those that came first."""
 
     def key(self, sequence: EngineSequence) -> tuple[int, ...]:
-        """Arrival, then the continuation's index."""
-        return sequence.priority
+        """Priority, arrival, then the continuation's index."""
+        return sequence.place

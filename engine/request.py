@@ -21,19 +21,27 @@ MAX_LOGPROBS = 20
 class SamplingParams:
     """How to continue a prompt. Raises InvalidRequestError naming the field.
 
-    ``max_tokens``: the most tokens to generate. ``repetition_penalty``: logits of tokens that are
-    in the prompt or the text are divided by it where they are positive and multiplied where they
-    are not (arXiv:1909.05858); None takes what the model's generation config says, 1 means none.
-    ``frequency_penalty`` is taken off the logit of a token for each time that it is in the text,
-    ``presence_penalty`` once if it is. ``temperature`` 0 means greedy. ``top_k`` 0, ``top_p`` 1 and
-    ``min_p`` 0 mean no limit; ``min_p`` leaves out tokens less likely than this share of the most
-    likely one. ``logprobs``: record the log probability of every generated token, before penalties
-    and temperature, and those of this many most likely ones. ``seed``: sample ``i`` of ``n`` draws
-    from its own stream, seeded ``seed + i``, whatever else is in the batch; None takes a fresh
-    seed. ``stop``: strings that end a text and are left out of it. ``stop_token_ids``: tokens that
-    end it, beside the model's own end of sequence; they stay in ``token_ids``. ``ignore_eos``: go
-    on over the model's end of sequence. ``record_logits``: keep the raw logits of every generated
-    token.
+    max_tokens: the most tokens to generate.
+    temperature: 0 means greedy.
+    top_k, top_p, min_p: sample from this many likeliest tokens, from the likeliest that together
+        reach this probability, from those with at least this share of the likeliest one's; 0, 1 and
+        0 mean no limit.
+    repetition_penalty: logits of tokens that are in the prompt or the text are divided by it where
+        they are positive and multiplied where they are not (arXiv:1909.05858); None takes what the
+        model's generation config says, 1 means none.
+    frequency_penalty, presence_penalty: taken off the logit of a token for each time that it is in
+        the text, and once if it is.
+    seed: sample ``i`` of ``n`` draws from its own stream, seeded ``seed + i``, whatever else is in
+        the batch; None takes a fresh seed.
+    n: continuations of the prompt.
+    stop: strings that end a text and are left out of it.
+    stop_token_ids: tokens that end it, beside the model's own end of sequence; they stay in
+        ``token_ids``.
+    ignore_eos: go on over the model's end of sequence.
+    record_logits: keep the raw logits of every generated token.
+    logprobs: record the log probability of every generated token, before penalties and temperature,
+        and those of this many most likely ones.
+    priority: requests of a lower one go first, and are preempted last; then those that came first.
     """
 
     max_tokens: int = 64
@@ -51,6 +59,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     min_p: float = 0.0
     logprobs: int | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", "at least 1")
@@ -68,6 +77,7 @@ class SamplingParams:
         )
         for name in ("frequency_penalty", "presence_penalty"):
             _require(-2 <= getattr(self, name) <= 2, name, "-2 to 2")
+        _require(abs(self.priority) < 2**31, "priority", "an int32")
         _require(
             self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
             "logprobs",

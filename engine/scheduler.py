@@ -5,10 +5,12 @@
        |---- recompute --|  |----- swap in -----|
 
 The scheduler owns no block. It asks the control plane by operations and learns from the status of
-each of their items: LATER means that blocks run short. Then it waits first for blocks that come
-back by themselves (pending ones), and only after that preempts the sequence that came last: by
-swapping it out while the host tier has room, else by freeing it to be computed again. The sequence
-that goes first is never preempted by another, so there is always progress.
+each of their items: LATER means that blocks run short. An admission then stands in the control
+plane's line, and is not asked for again: the news of a later answer say that it was granted. For
+growth the scheduler waits first for blocks that come back by themselves (pending ones), and only
+after that preempts the sequence that came last: by swapping it out while the host tier has room,
+else by freeing it to be computed again. So does what the control plane would cut otherwise. The
+sequence that goes first is never preempted by another of this engine, so there is always progress.
 
 One step is scheduled, carried out and applied before the next one is scheduled.
 """
@@ -17,34 +19,22 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Final
 
-from engine.intents import Failures, Intent, Kind, Outcome
-from engine.policy import FirstComeFirstServed, Policy
+from engine.intents import Counts, Failures, Intent, Kind, Outcome
+from engine.policy import Policy, PriorityThenArrival
+from engine.room import Room
 from engine.runner import Span
 from engine.sequence import EngineSequence, SequenceStatus
 from kvplane import columns, ops
 from kvplane.errors import InternalError, PositionMismatchError, SequenceNotFoundError
-from kvplane.results import SequenceState, error_of
+from kvplane.results import Granted, SequenceState, SessionNews, error_of, news_of
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 
-PATIENCE_STEPS: Final = (
-    32  # steps to wait for pending blocks, or without any progress, before more is preempted
-)
-
-
-@dataclass(slots=True)
-class Counts:
-    """What the scheduler has done. They never fall."""
-
-    num_swap_preemptions: int = 0
-    num_recompute_preemptions: int = 0
-    num_swap_ins: int = 0
-    num_admissions: int = 0
-    num_forks: int = 0
+# Steps to wait for pending blocks, or without any progress, before more is preempted.
+PATIENCE_STEPS: Final = 32
 
 
 class Scheduler:
@@ -63,7 +53,7 @@ class Scheduler:
         self._block_size_tokens = block_size_tokens
         self._max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
-        self._key = (policy or FirstComeFirstServed()).key
+        self._key = (policy or PriorityThenArrival()).key
         self._next_kv_id = 1
         self.waiting: list[EngineSequence] = []
         self.running: list[EngineSequence] = []
@@ -72,12 +62,13 @@ class Scheduler:
         self._frees: list[int] = []
         self._blocked: list[EngineSequence] = []
         self._must_preempt = False
+        self._asked: set[int] = set()  # kv ids of sequences that the control plane will cut
+        self._in_line: EngineSequence | None = None  # of those waiting, the one it has in its line
         self._tight = False  # a sequence was preempted and none has finished since
         self._no_swap: set[int] = set()  # kv ids that the host tier had no room for
         self._num_waits = 0
         self._num_idle = 0
-        self._num_device_available: int | None = None
-        self._num_host_free = 0
+        self._room = Room()
         self.counts = Counts()
 
     # What comes in and goes out.
@@ -118,6 +109,8 @@ class Scheduler:
             self._queue_of(sequence).remove(sequence)
             if sequence.kv_id:
                 self._frees.append(sequence.kv_id)
+        if sequence is self._in_line:
+            self._in_line = None
         sequence.status, sequence.kv_id = SequenceStatus.FINISHED, 0
         self._blocked = [s for s in self._blocked if s is not sequence]
         self._tight = False
@@ -132,6 +125,11 @@ class Scheduler:
         """Steps, one after another, without a plan."""
         return self._num_idle
 
+    @property
+    def is_in_line(self) -> bool:
+        """Whether an admission waits for the control plane to grant it."""
+        return self._in_line is not None
+
     def head(self) -> EngineSequence | None:
         """The live sequence that goes first."""
         return min((*self.waiting, *self.running, *self.swapped), key=self._key, default=None)
@@ -143,7 +141,7 @@ class Scheduler:
         them.
         """
         intents = self._fork_intents()
-        preempted = self._preempt() if self._must_preempt else []
+        preempted = self._preempt() if self._must_preempt or self._asked else []
         if self._frees:
             intents.append(Intent(Kind.FREE, ops.free(self._frees)))
             self._frees = []
@@ -157,6 +155,7 @@ class Scheduler:
             if not self.swapped:
                 intents += self._admit_intents(budget)
         self._must_preempt = False
+        self._asked.clear()
         return intents
 
     def apply(self, intents: Sequence[Intent], result: pb.StepResult) -> Outcome:
@@ -164,14 +163,18 @@ class Scheduler:
         if len(result.results) != len(intents):
             raise InternalError(f"{len(result.results)} results for {len(intents)} operations")
         outcome = Outcome()
+        news = news_of(result)
         self._blocked = []
+        self._note_cuts(news)
         num_pending = 0
         for intent, done in zip(intents, result.results, strict=True):
             failures = {failure.item: failure for failure in done.failures}
             for failure in done.failures:
                 num_pending = max(num_pending, failure.shortage.num_blocks_pending)
             _APPLY[intent.kind](self, intent, done, failures, outcome)
-        self._note_usage(result.usage)
+        for grant in news.granted:
+            self._granted(grant)
+        self._room.note(result.usage)
         if not self._blocked:
             self._num_waits = 0
         elif num_pending > 0 and self._num_waits < PATIENCE_STEPS:
@@ -190,8 +193,10 @@ class Scheduler:
         live = [*self.running, *self.swapped, *(s for _, s in self._forks)]
         self.running, self.swapped, self._forks, self._frees = [], [], [], []
         self._blocked, self._must_preempt, self._num_waits, self._num_idle = [], False, 0, 0
+        self._in_line = None
+        self._asked.clear()
         self._no_swap.clear()
-        self._num_device_available = None
+        self._room = Room()
         for sequence in self.waiting:
             sequence.forget_blocks()
         for sequence in live:
@@ -203,6 +208,10 @@ class Scheduler:
         """
         known = {state.sequence_id: state for state in states}
         live = [*self.running, *self.swapped]
+        if self._in_line is not None and self._in_line.kv_id in known:
+            live.append(self._in_line)  # granted, which the next answer would have said
+            self.waiting.remove(self._in_line)
+            self._in_line = None
         self.running, self.swapped, self._blocked = [], [], []
         self._must_preempt = False
         for sequence in live:
@@ -263,7 +272,7 @@ class Scheduler:
         self._tight = True
         num_blocks = sum(s.num_blocks for s in victims)
         refused = any(s.kv_id in self._no_swap for s in victims)
-        if num_blocks <= self._num_host_free and not refused:
+        if num_blocks <= self._room.num_host_blocks and not refused:
             swap = ops.swap_out([s.kv_id for s in victims])
             return [Intent(Kind.SWAP_OUT, swap, tuple(victims))]
         self.counts.num_recompute_preemptions += len(victims)
@@ -273,10 +282,13 @@ class Scheduler:
         return []
 
     def _victims(self) -> list[EngineSequence]:
-        """All running continuations of the last request, so that blocks they share move once and
-        are really released; only the last continuation when no other request runs. The only running
-        sequence is not preempted for its own sake.
+        """Sequences that would be cut; else all running continuations of the last request, so that
+        blocks that they share move once and are really released; only the last continuation when no
+        other request runs. The only running sequence is not preempted for its own sake.
         """
+        asked = [s for s in self.running if s.kv_id in self._asked]
+        if asked:
+            return asked
         order = sorted(self.running, key=self._key)
         if len(order) < 2:
             return []
@@ -303,7 +315,7 @@ class Scheduler:
             num_blocks += sum(s.num_blocks for s in group)
             is_alone = not self.running and not intents
             if not is_alone and (
-                num_running > self.max_sequences or not self._has_room(num_blocks + num_running)
+                num_running > self.max_sequences or not self._room.fits(num_blocks + num_running)
             ):
                 break
             swap = ops.swap_in([s.kv_id for s in group])
@@ -312,6 +324,8 @@ class Scheduler:
 
     def _admit_intents(self, budget: int) -> list[Intent]:
         intents: list[Intent] = []
+        if self._in_line is not None:
+            return intents
         num_running, num_blocks = self._num_on_device(), 0
         for sequence in self.waiting:
             num_running += sequence.num_continuations
@@ -319,7 +333,7 @@ class Scheduler:
             is_head = not intents and (not self._tight or not self.running)
             if budget <= 0 or num_running > self.max_sequences:
                 break
-            if not is_head and not self._has_room(num_blocks + num_running):
+            if not is_head and not self._room.fits(num_blocks + num_running):
                 break
             sequence.kv_id = self._new_kv_id()
             num_compute = min(budget, len(sequence.tokens))
@@ -329,16 +343,14 @@ class Scheduler:
                 sequence.tokens,
                 num_compute_tokens=num_compute,
                 max_total_tokens=sequence.max_total_tokens,
+                wait=is_head,
             )
             intents.append(Intent(Kind.ADMIT, admit, (sequence,)))
         return intents
 
-    def _has_room(self, num_blocks: int) -> bool:
-        available = self._num_device_available
-        return available is None or num_blocks <= available
-
     def _num_on_device(self) -> int:
-        return sum(s.num_continuations for s in self.running)
+        in_line = self._in_line.num_continuations if self._in_line is not None else 0
+        return in_line + sum(s.num_continuations for s in self.running)
 
     # Applying.
 
@@ -408,22 +420,38 @@ class Scheduler:
         self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
     ) -> None:
         (sequence,) = intent.sequences
-        if failures:
+        if failures and failures[0].shortage.place_in_line:
+            self._in_line = sequence
+        elif failures:
             sequence.kv_id = 0
             if failures[0].status != pb.OPERATION_STATUS_LATER:
                 outcome.failed.append((sequence, error_of(failures[0])))
-            return
+        else:
+            cached, scheduled = done.admit.num_cached_tokens, done.admit.num_scheduled_tokens
+            self._start(sequence, done.admit.num_blocks, cached)
+            self._compute(sequence, cached, scheduled, outcome)
+
+    def _granted(self, grant: Granted) -> None:
+        sequence = self._in_line
+        if sequence is not None and sequence.kv_id == grant.sequence_id:
+            self._in_line = None
+            self._start(sequence, grant.num_blocks, grant.num_cached_tokens)
+
+    def _start(self, sequence: EngineSequence, num_blocks: int, num_cached_tokens: int) -> None:
         self.waiting.remove(sequence)
-        sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)
-        sequence.num_sent = len(sequence.tokens)
-        sequence.num_blocks = done.admit.num_blocks
-        if sequence.num_admissions == 0:
-            sequence.num_cached_tokens = done.admit.num_cached_tokens
-        sequence.num_admissions += 1
+        sequence.start(num_blocks, num_cached_tokens)
         self.counts.num_admissions += 1
-        cached, scheduled = done.admit.num_cached_tokens, done.admit.num_scheduled_tokens
-        self._compute(sequence, cached, scheduled, outcome)
+
+    def _note_cuts(self, news: SessionNews) -> None:
+        """What lost its blocks is admitted and computed again."""
+        self._asked = set(news.sequences_asked)
+        if self._in_line is not None and self._in_line.kv_id in news.cut:
+            self._in_line.kv_id, self._in_line = 0, None
+        for sequence in [s for s in self.running if s.kv_id in news.cut]:
+            self.running.remove(sequence)
+            self._recompute(sequence)
+            self.counts.num_recompute_preemptions += 1
 
     def _compute(
         self, sequence: EngineSequence, first: int, num_tokens: int, outcome: Outcome
@@ -432,15 +460,6 @@ class Scheduler:
         if num_tokens > 0:
             is_last = sequence.num_uncomputed == 0
             outcome.spans.append(Span(sequence, first, num_tokens, is_last))
-
-    def _note_usage(self, usage: pb.PoolUsage) -> None:
-        for tier in usage.tiers:
-            if tier.tier == types.TIER_DEVICE:
-                self._num_device_available = (
-                    tier.num_free_blocks + tier.num_cached_blocks + tier.num_retired_blocks
-                )
-            elif tier.tier == types.TIER_HOST:
-                self._num_host_free = tier.num_free_blocks
 
     # Helpers.
 

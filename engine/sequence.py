@@ -53,9 +53,9 @@ class EngineSequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
-    def priority(self) -> tuple[int, int]:
-        """Arrival order: requests by arrival, then continuations by index."""
-        return (self.request.arrival, self.index)
+    def place(self) -> tuple[int, int, int]:
+        """Requests by priority, then by arrival, then continuations by index."""
+        return (self.request.params.priority, self.request.arrival, self.index)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -88,6 +88,15 @@ class EngineSequence:
         then itself.
         """
         return self.request.params.n if self.num_output_tokens == 0 else 1
+
+    def start(self, num_blocks: int, num_cached_tokens: int) -> None:
+        """It was admitted: what is not cached is to be computed."""
+        self.status = SequenceStatus.RUNNING
+        self.num_sent, self.num_computed = len(self.tokens), num_cached_tokens
+        self.num_blocks = num_blocks
+        if self.num_admissions == 0:
+            self.num_cached_tokens = num_cached_tokens
+        self.num_admissions += 1
 
     def forget_blocks(self) -> None:
         """Back to waiting: everything is to be admitted and computed again. Tokens and sampler

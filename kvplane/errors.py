@@ -31,7 +31,7 @@
     │   ├── SequenceRevokedError    FAILED_PRECONDITION   it was cut for others: admit it again
     │   ├── RevisionTooOldError     FAILED_PRECONDITION   start again from a snapshot
     │   ├── BlockNotWritableError   FAILED_PRECONDITION   a write to a published or shared block
-    │   └── BlockInUseError         FAILED_PRECONDITION   a block table refers to it
+    │   └── BlockInUseError         FAILED_PRECONDITION   a block table has what was to be forgotten
     ├── UnauthenticatedError        UNAUTHENTICATED
     ├── NotPermittedError           PERMISSION_DENIED
     ├── UnavailableError
@@ -136,7 +136,7 @@ class StaleIncarnationError(StaleError):
 
 
 class StaleGenerationError(StaleError):
-    """The block has been allocated again since."""
+    """The block has been allocated again since, or taken for another session."""
 
 
 class ConflictError(KvplaneError):
@@ -196,7 +196,7 @@ class BlockNotWritableError(ConflictError):
 
 
 class BlockInUseError(ConflictError):
-    """A block that was to be allocated or forgotten is one that a block table refers to."""
+    """A prefix was to be forgotten, and a block table refers to a block of it."""
 
 
 class UnauthenticatedError(KvplaneError):

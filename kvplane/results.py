@@ -110,13 +110,14 @@ class SessionNews:
 
     ``cut``: the ``control_pb2.CutReason`` of each sequence that lost its blocks, which must be
     admitted again. ``num_blocks_asked``: blocks that the session is asked to release, 0 for none,
-    within ``deadline_s`` seconds.
+    within ``deadline_s`` seconds; else ``sequences_asked`` are cut.
     """
 
     granted: tuple[Granted, ...]
     cut: Mapping[int, int]
     num_blocks_asked: int
     deadline_s: float
+    sequences_asked: tuple[int, ...]
 
 
 def news_of(message: pb.StepResult | pb.Notice) -> SessionNews:
@@ -138,6 +139,7 @@ def news_of(message: pb.StepResult | pb.Notice) -> SessionNews:
         cut=dict(zip(cut, reasons, strict=True)),
         num_blocks_asked=news.pressure.num_blocks,
         deadline_s=seconds_of(news.pressure.deadline),
+        sequences_asked=tuple(columns.read(INT64, news.pressure.sequence_ids, "sequence_ids")),
     )
 
 

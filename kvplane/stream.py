@@ -28,6 +28,7 @@ class Stream(Generic[Request, Response]):
     def __init__(self, open_call: Callable[[], Any]) -> None:
         self._open_call = open_call
         self._call: Any = None
+        self._reading: asyncio.Future[Any] | None = None  # begun by `arrives`
 
     @property
     def is_open(self) -> bool:
@@ -48,14 +49,28 @@ class Stream(Generic[Request, Response]):
 
     async def receive(self) -> Response:
         """The next answer. Raises as ``send`` does, also when the peer ended the stream."""
-        response = await self._or_drop(self._call.read())
+        response = await self._or_drop(self._read())
         if response is grpc.aio.EOF:
             self.drop()
             raise PlaneUnavailableError("the peer ended the stream")
         return response  # type: ignore[no-any-return]
 
+    async def arrives(self, timeout_s: float) -> bool:
+        """Whether a message comes within the time, or the stream's end. ``receive`` takes it."""
+        if not self.is_open:
+            await asyncio.sleep(timeout_s)
+            return False
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._call.read())
+            self._reading.add_done_callback(lambda read: read.cancelled() or read.exception())
+        done, _ = await asyncio.wait({self._reading}, timeout=timeout_s)
+        return bool(done)
+
     def drop(self) -> None:
         """Forgets the call; answers still under way are lost."""
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
         if self._call is not None:
             self._call.cancel()
             self._call = None
@@ -68,12 +83,16 @@ class Stream(Generic[Request, Response]):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 with typed_errors():
                     await self._call.done_writing()
-                    while await self._call.read() is not grpc.aio.EOF:
+                    while await self._read() is not grpc.aio.EOF:
                         pass
         except (KvplaneError, TimeoutError):
             pass
         finally:
             self.drop()
+
+    async def _read(self) -> Any:
+        reading, self._reading = self._reading, None
+        return await (self._call.read() if reading is None else reading)
 
     async def _or_drop(self, operation: Awaitable[T]) -> T:
         try:

@@ -453,7 +453,7 @@ class ControlPlane:
         sharing = self._sharing.get(pool.id)
         if sharing is None:
             config = AdmissionConfig(headroom=self._config.watermark)
-            sharing = self._sharing[pool.id] = Sharing(pool, config, self._quotas)
+            sharing = self._sharing[pool.id] = Sharing(pool, config, self._quotas, self._observer)
         return sharing
 
     def _sessions_of(self, pool: Pool) -> list[Session]:

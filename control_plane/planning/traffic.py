@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvplane_blocks import prompt_hashes
 
 from control_plane.planning.session import Session
-from control_plane.planning.steps.planner import Named
 from kvplane import columns
 from kvplane.columns import INT64
 from kvplane.v1 import control_pb2 as cpb
 
-_Run = Callable[[int, Named, cpb.OperationResult], None]
+_Named = tuple[str, Any]
+_Run = Callable[[int, _Named, cpb.OperationResult], None]
 _ID_BYTES = 8
 
 
@@ -36,20 +36,32 @@ def observed(observer: TrafficObserver | None, session: Session, run: _Run) -> _
     if observer is None:
         return run
 
-    def run_observed(index: int, named: Named, result: cpb.OperationResult) -> None:
+    def run_observed(index: int, named: _Named, result: cpb.OperationResult) -> None:
         kind, message = named
         live = list(_lengths(session, message.sequence_ids)) if kind == "free" else []
         run(index, named, result)
         if kind == "admit" and result.WhichOneof("done") == "admit":
-            token_ids = message.token_ids
-            hashes = prompt_hashes(session.root, token_ids, session.pool.block_size)
-            num_tokens = columns.count(columns.INT32, token_ids)
-            observer.admitted(session.id, message.sequence_id, num_tokens, hashes)
+            begins(observer, session, message)
         for sequence_id, num_tokens in live:
             if not session.native.has_sequence(session.slot, sequence_id):
                 observer.freed(session.id, sequence_id, num_tokens)
 
     return run_observed
+
+
+def begins(observer: TrafficObserver | None, session: Session, message: cpb.Admit) -> None:
+    """A sequence was admitted."""
+    if observer is not None:
+        hashes = prompt_hashes(session.root, message.token_ids, session.pool.block_size)
+        num_tokens = columns.count(columns.INT32, message.token_ids)
+        observer.admitted(session.id, message.sequence_id, num_tokens, hashes)
+
+
+def ends(observer: TrafficObserver | None, session: Session, sequence_id: int) -> None:
+    """A live sequence is about to be cut."""
+    if observer is not None:
+        for _, num_tokens in _lengths(session, columns.pack(INT64, [sequence_id])):
+            observer.freed(session.id, sequence_id, num_tokens)
 
 
 def session_ends(observer: TrafficObserver, session: Session) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from engine.config import EngineConfig
 from kvplane.errors import InvalidRequestError
@@ -16,6 +17,13 @@ from kvplane.serving.settings import setting
 class ServeConfig(EngineConfig):
     """Serve a model over HTTP, as OpenAI's clients expect it."""
 
+    HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "The server": (
+            *("bind", "port_file", "model_name", "api_keys_file", "tls_certificate", "tls_key"),
+            *("insecure", "max_requests", "max_body_bytes"),
+        ),
+        **EngineConfig.HELP_GROUPS,
+    }
     bind: str = setting(
         "127.0.0.1:8000", help="Address to serve HTTP on, host:port; port 0 picks a free one."
     )
@@ -25,8 +33,10 @@ class ServeConfig(EngineConfig):
         None,
         help="File of the keys that clients may have, one on each line; none: no key is asked.",
     )
-    tls_certificate: Path | None = setting(None, help="PEM file of the server's certificate.")
-    tls_key: Path | None = setting(None, help="PEM file of the certificate's key.")
+    tls_certificate: Path | None = setting(
+        None, help="PEM file of the certificate to serve HTTPS with."
+    )
+    tls_key: Path | None = setting(None, help="PEM file of that certificate's key.")
     insecure: bool = setting(
         False, help="Serve in the clear on an address that other machines can reach."
     )
@@ -34,7 +44,7 @@ class ServeConfig(EngineConfig):
         256, unit="requests", minimum=1, help="Most requests open at one time."
     )
     max_body_bytes: int = setting(
-        4 << 20, unit="bytes", minimum=1024, maximum=1 << 30, help="Largest request accepted."
+        1 << 20, unit="bytes", minimum=1024, maximum=1 << 30, help="Largest request accepted."
     )
     log_level: str = setting("info", choices=LEVELS, help="Least severe log level written.")
 

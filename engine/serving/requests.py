@@ -19,7 +19,7 @@ _NO_MAX_TOKENS: Final = 2**31 - 1  # as many as the model has positions for
 
 # What both kinds of request have: name in the request, and in SamplingParams.
 _NUMBERS: Final = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty")
-_INTEGERS: Final = ("top_k", "seed", "n")
+_INTEGERS: Final = ("top_k", "seed", "n", "priority")
 _SHARED: Final = {
     *_NUMBERS,
     *_INTEGERS,
@@ -154,14 +154,14 @@ def _fields(body: Any, known: set[str]) -> dict[str, Any]:
 def _prompts(value: Any) -> tuple[Prompt, ...]:
     """One text, one list of token ids, or a list of either."""
     if isinstance(value, str):
-        return (value,)
+        return (_string(value, "prompt"),)
     if isinstance(value, list) and value:
         if all(type(item) is int for item in value):
             return (value,)
         if len(value) > MAX_PROMPTS:
             raise InvalidRequestError(f"must have at most {MAX_PROMPTS} prompts", field="prompt")
         if all(isinstance(item, str) for item in value):
-            return tuple(value)
+            return tuple(_string(item, f"prompt[{i}]") for i, item in enumerate(value))
         if all(isinstance(item, list) for item in value):
             return tuple(_integers(item, f"prompt[{i}]") for i, item in enumerate(value))
     raise InvalidRequestError("must be a string, token ids, or a list of either", field="prompt")
@@ -189,13 +189,15 @@ def _message(value: Any, field: str) -> Message:
 
 
 def _stops(value: Any) -> tuple[str, ...]:
-    stops = (value,) if isinstance(value, str) else tuple(value or ())
-    if len(stops) > MAX_STOPS or not all(
-        isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops
+    stops = (value,) if isinstance(value, str) else value
+    if (
+        not isinstance(stops, list | tuple)
+        or len(stops) > MAX_STOPS
+        or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS for s in stops)
     ):
         wanted = f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARACTERS} characters"
         raise InvalidRequestError(f"must be {wanted}", field="stop")
-    return stops
+    return tuple(stops)
 
 
 def _number(value: Any, field: str) -> float:
@@ -226,6 +228,11 @@ def _boolean(value: Any, field: str) -> bool:
 
 
 def _string(value: Any, field: str) -> str:
+    """A string that is Unicode: JSON can also say half of a surrogate pair."""
     if not isinstance(value, str):
         raise InvalidRequestError("must be a string", field=field)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError("is not Unicode", field=field) from error
     return value

@@ -16,7 +16,12 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from engine.request import Delta, RequestOutput, SamplingParams
-from kvplane.errors import KvplaneError, PlaneUnavailableError, QuotaExceededError
+from kvplane.errors import (
+    InternalError,
+    KvplaneError,
+    PlaneUnavailableError,
+    QuotaExceededError,
+)
 
 _LOGGER: Final = logging.getLogger(__name__)
 
@@ -161,6 +166,10 @@ class EngineWorker:
             request_id = self._engine.submit(submission.read(), submission.params)
         except KvplaneError as error:
             submission.deliver(error)
+            return
+        except Exception as error:  # a tokenizer or a chat template raises what it likes
+            _LOGGER.exception("a prompt was not read")
+            submission.deliver(InternalError(f"the prompt was not read: {type(error).__name__}"))
             return
         self._open[request_id] = submission
         submission.request_id = request_id

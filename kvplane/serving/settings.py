@@ -59,6 +59,9 @@ def parse(
 ) -> ConfigT:
     """The settings that ``argv`` (without the program's name) and ``environ`` ask for.
 
+    ``--help`` lists them under the headings of the class's ``HELP_GROUPS``, if it has them: heading
+    to names of fields.
+
     Exits with code 0 after ``--help`` and with code 2 for a setting that is wrong. A dataclass may
     check in ``__post_init__`` what no single field shows, and raise InvalidRequestError or
     ValueError.
@@ -112,6 +115,20 @@ class _Option(click.Option):
         return self.environ.get(str(self.envvar)) or None
 
 
+class _Command(click.Command):
+    """A command that lists its options under headings."""
+
+    groups: Mapping[str, Sequence[str]] = {}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        left = {str(param.name): param for param in self.get_params(ctx)}
+        for heading, names in (*self.groups.items(), ("Options", tuple(left))):
+            params = [left.pop(name) for name in names if name in left]
+            if rows := [row for param in params if (row := param.get_help_record(ctx))]:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
+
+
 def _command(
     config_class: type[ConfigT], program: str, environ: Mapping[str, str]
 ) -> click.Command:
@@ -124,9 +141,11 @@ def _command(
     summary = (config_class.__doc__ or "").strip()
     settings = {"terminal_width": 100}  # wide enough for each variable
     params.append(_version_option(program))
-    return click.Command(
+    command = _Command(
         program, params=params, callback=config_class, help=summary, context_settings=settings
     )
+    command.groups = getattr(config_class, "HELP_GROUPS", {})
+    return command
 
 
 def _version_option(program: str) -> click.Option:

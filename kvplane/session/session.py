@@ -154,6 +154,12 @@ class Session(SessionOperations, SessionQueries):
         self._notices.clear()
         return taken
 
+    async def wait_for_news(self, timeout_s: float) -> bool:
+        """Wait for a notice between steps; whether one may have come. The next step's answer has
+        the news, and ``take_notices`` the notice.
+        """
+        return bool(self._notices) or await self._stream.arrives(timeout_s)
+
     async def step(
         self,
         operations: Iterable[pb.Operation],

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -42,24 +43,30 @@ class Step(Protocol):
         ...
 
 
-class _Running(NamedTuple):
+@dataclass(slots=True)
+class Running:
+    """A forward pass. ``num_layers``: whose attention was computed so far."""
+
     step: Step
     tokens: torch.Tensor | None
+    num_layers: int = 0
+    last_layer: int = -1
 
 
-_RUNNING: ContextVar[_Running] = ContextVar("kvplane_running_step")
+_RUNNING: ContextVar[Running] = ContextVar("kvplane_running_step")
 
 
 @contextlib.contextmanager
-def running(step: Step, tokens: torch.Tensor | None = None) -> Iterator[None]:
+def running(step: Step, tokens: torch.Tensor | None = None) -> Iterator[Running]:
     """Attention inside this block goes to ``step``.
 
     ``tokens``: which of a batch's tokens the plan computes, int64, indices into rows one after
     another, in the plan's order; None for all. The output of others is zero.
     """
-    token = _RUNNING.set(_Running(step, tokens))
+    forward = Running(step, tokens)
+    token = _RUNNING.set(forward)
     try:
-        yield
+        yield forward
     finally:
         _RUNNING.reset(token)
 
@@ -100,12 +107,16 @@ def _attention(
     index = module.layer_idx
     if not isinstance(index, int):
         raise TypeError(f"layer_idx of {type(module).__name__} is {index!r}, not an int")
+    if index == running.last_layer:
+        raise InvalidRequestError(f"layer {index} calls attention twice", field="model")
     num_rows, num_columns = query.shape[0], query.shape[2]
     out = running.step.layer(
         index,
         *(_packed(tensor, running.tokens) for tensor in (query, key, value)),
         options=options_of(module, scaling, arguments),
     )
+    running.last_layer = index
+    running.num_layers += 1
     if running.tokens is not None:
         every = out.new_zeros(num_rows * num_columns, *out.shape[1:])
         out = every.index_copy_(0, running.tokens, out)

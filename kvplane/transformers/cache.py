@@ -61,6 +61,7 @@ class PlaneCache(Cache):
         self._finalizer = weakref.finalize(self, self._held.free_later)
         self._finalizer.atexit = False
         self._forward: ExitStack | None = None
+        self._running: attention.Running | None = None
         self._num_columns_after = 0
         self.num_cached_tokens: list[int] = []
         if _before_forward not in model._forward_pre_hooks.values():
@@ -188,7 +189,7 @@ class PlaneCache(Cache):
         start = min(computed)
         tokens = computed_tokens(computed, start, stop, ids.device)
         self._forward = ExitStack()
-        self._forward.enter_context(attention.running(self._planes.backend, tokens))
+        self._running = self._forward.enter_context(attention.running(self._planes.backend, tokens))
         self._extent.num_columns, self._num_columns_after = start, stop
         for name in _OF_COLUMNS:
             if kwargs.get(name) is not None:
@@ -202,6 +203,14 @@ class PlaneCache(Cache):
         if failed:
             self.reset()
             return
+        num_layers = 0 if self._running is None else self._running.num_layers
+        if num_layers != self._planes.num_layers:
+            self.reset()
+            raise InvalidRequestError(
+                f'computes attention by "kvplane" in {num_layers} of its {self._planes.num_layers} '
+                "layers: the others keep their own code",
+                field="model",
+            )
         self._end_forward(failed=False)
         self._extent.num_columns = self._num_columns_after
 
@@ -221,6 +230,8 @@ class PlaneCache(Cache):
                 f'computes attention by {name!r}: call model.set_attn_implementation("kvplane")',
                 field="model",
             )
+        if kwargs.get("use_cache") is False:
+            raise InvalidRequestError("must be true with a cache", field="use_cache")
         ids: torch.Tensor | None = kwargs.get("input_ids")
         if ids is None or ids.dim() != 2:
             raise InvalidRequestError(

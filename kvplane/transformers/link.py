@@ -71,6 +71,12 @@ class ControlLink:
             self._last_plan_number = self.session.last_number
         return result
 
+    def has_news(self, wait_s: float) -> bool:
+        """Whether a notice has come since the last step, or comes within ``wait_s`` seconds: the
+        next step's answer has the news.
+        """
+        return self._loop.run(self.session.wait_for_news(wait_s))
+
     def add_receipt(self, receipt: types.SignedPayload) -> None:
         """Submit this with the next step."""
         session = self.session

@@ -17,7 +17,7 @@ _KEPT: Final = "_kvplane_options"
 @dataclass(frozen=True, slots=True)
 class _Kept:
     """Options with what they were made of. Sinks and slopes are a layer's parameters: compared by
-    identity, because comparing their values would cost more than making options again.
+    identity and count of changes, because comparing values would cost more than making options.
     """
 
     scale: float
@@ -25,6 +25,7 @@ class _Kept:
     soft_cap: float
     sinks: torch.Tensor | None
     slopes: torch.Tensor | None
+    num_changes: int
     options: AttentionOptions
 
 
@@ -50,11 +51,13 @@ def options_of(
         and kept.soft_cap == soft_cap
         and kept.sinks is sinks
         and kept.slopes is slopes
+        and kept.num_changes == _num_changes(sinks) + _num_changes(slopes)
         and arguments.get("position_bias") is None
     ):
         return kept.options
     if arguments.get("position_bias") is not None:
         raise InvalidRequestError("attention has a position bias", field="model")
+    num_changes = _num_changes(sinks) + _num_changes(slopes)
     options = AttentionOptions(
         scale=scale,
         sliding_window_tokens=window,
@@ -62,8 +65,13 @@ def options_of(
         sinks=_floats(sinks),
         logit_soft_cap=soft_cap,
     )
-    setattr(module, _KEPT, _Kept(scale, window, soft_cap, sinks, slopes, options))
+    setattr(module, _KEPT, _Kept(scale, window, soft_cap, sinks, slopes, num_changes, options))
     return options
+
+
+def _num_changes(tensor: torch.Tensor | None) -> int:
+    """In place, since the tensor was made. Torch does not count those of inference tensors."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _floats(tensor: torch.Tensor | None) -> tuple[float, ...]:

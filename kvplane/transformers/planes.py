@@ -35,9 +35,12 @@ from kvplane.model_layers import layer_groups
 from kvplane.results import require_done
 from kvplane.session import Session
 from kvplane.tls import TlsOptions
+from kvplane.transformers import attention
 from kvplane.transformers.backend import DataBackend, RemoteBackend
 from kvplane.transformers.link import ControlLink
 from kvplane.transformers.loop import LoopThread
+from kvplane.transformers.models import adapters
+from kvplane.transformers.models.probe import probe
 from kvplane.v1 import control_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -62,6 +65,8 @@ class PlaneSettings:
     block_size_tokens, num_device_blocks, kv_dtype, num_threads: of an embedded pool, as the flags
         of ``python -m data_plane``.
     tls: how to reach planes that are elsewhere; None is in the clear.
+    probe: whether to compare the model's logits with those of transformers' own attention first.
+        Without it a model that keeps other state, or attends in another way, gives wrong text.
     timeout_s: deadline of one call to a plane. start_timeout_s: how long planes may take to start.
     """
 
@@ -73,6 +78,7 @@ class PlaneSettings:
     kv_dtype: str = ""
     num_threads: int = 0
     tls: TlsOptions | None = None
+    probe: bool = True
     timeout_s: float = 10.0
     start_timeout_s: float = 60.0
 
@@ -239,6 +245,7 @@ _OPEN: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[PlaneSettings, Plan
     weakref.WeakKeyDictionary()
 )
 _OPEN_LOCK: Final = threading.Lock()
+_PROBED: Final[weakref.WeakSet[PreTrainedModel]] = weakref.WeakSet()
 
 
 def planes_of(model: PreTrainedModel, settings: PlaneSettings) -> Planes:
@@ -249,8 +256,24 @@ def planes_of(model: PreTrainedModel, settings: PlaneSettings) -> Planes:
         of_model = _OPEN.setdefault(model, {})
         planes = of_model.get(settings)
         if planes is None or not planes.is_open:
+            _prepare(model, settings.probe)
             planes = of_model[settings] = Planes(model, settings)
         return planes
+
+
+def _prepare(model: PreTrainedModel, wants_probe: bool) -> None:
+    """Adapt and probe the model. Its attention is then what it was, but for models whose code asks
+    for none by name: of these it is "kvplane".
+    """
+    adapters.adapt(model)
+    before = model.config.get_text_config()._attn_implementation
+    try:
+        if wants_probe and model not in _PROBED:
+            probe(model)
+            _PROBED.add(model)
+    finally:
+        is_adapted = adapters.is_adapted(model)
+        adapters.set_attention(model, attention.NAME if is_adapted else before)
 
 
 def close_planes(model: PreTrainedModel) -> None:

@@ -15,6 +15,8 @@ class CutReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CUT_REASON_GROWTH: _ClassVar[CutReason]
     CUT_REASON_TURN: _ClassVar[CutReason]
     CUT_REASON_QUOTA: _ClassVar[CutReason]
+    CUT_REASON_IDLE: _ClassVar[CutReason]
+    CUT_REASON_IMPOSSIBLE: _ClassVar[CutReason]
 
 class OperationStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -36,6 +38,8 @@ CUT_REASON_UNSPECIFIED: CutReason
 CUT_REASON_GROWTH: CutReason
 CUT_REASON_TURN: CutReason
 CUT_REASON_QUOTA: CutReason
+CUT_REASON_IDLE: CutReason
+CUT_REASON_IMPOSSIBLE: CutReason
 OPERATION_STATUS_UNSPECIFIED: OperationStatus
 OPERATION_STATUS_OK: OperationStatus
 OPERATION_STATUS_LATER: OperationStatus
@@ -277,12 +281,14 @@ class Grant(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., fork_sequence_ids: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class Pressure(_message.Message):
-    __slots__ = ("num_blocks", "deadline")
+    __slots__ = ("num_blocks", "deadline", "sequence_ids")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     deadline: _duration_pb2.Duration
-    def __init__(self, num_blocks: _Optional[int] = ..., deadline: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    sequence_ids: bytes
+    def __init__(self, num_blocks: _Optional[int] = ..., deadline: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., sequence_ids: _Optional[bytes] = ...) -> None: ...
 
 class RunStepRequest(_message.Message):
     __slots__ = ("step",)

@@ -15,6 +15,9 @@ from engine_planes import ROOT
 from data_plane.server.build import layout_from_json
 from demo.config import DemoConfig
 from engine.config import GenerateConfig, LayoutConfig
+from engine.generate import _print_whole
+from engine.request import Delta
+from engine.serving.config import ServeConfig
 from kvplane.hf import layout_from_hf
 
 GENERATE = ["engine", "generate", "--model", "."]
@@ -35,6 +38,7 @@ def program(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
     ("name", "prefix", "config"),
     [
         ("engine", "ENGINE_GENERATE", GenerateConfig),
+        ("engine", "ENGINE_SERVE", ServeConfig),
         ("engine", "ENGINE_LAYOUT", LayoutConfig),
         ("demo", "DEMO", DemoConfig),
     ],
@@ -87,6 +91,30 @@ def test_planes_that_are_away_are_a_clear_error() -> None:
     assert done.returncode == 1
     assert "PLANE_UNAVAILABLE" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("config", [GenerateConfig, ServeConfig])
+def test_every_heading_of_the_help_names_settings_that_exist(config: Any) -> None:
+    names = [name for group in config.HELP_GROUPS.values() for name in group]
+    left = {field.name for field in dataclasses.fields(config)} - set(names)
+    assert len(names) == len(set(names))
+    assert left == {"log_level"}
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_how_far_a_batch_is(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
+    deltas = [
+        Delta(f"request-{request}", 0, text, [7], reason)
+        for text, reason in (("a", ""), ("b", "stop"))
+        for request in (1, 2)
+    ]
+    assert _print_whole(iter(deltas), 2, 1) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "[1] ab\n[2] ab\n"
+    assert ("2 of 2" in printed.err and "4 tokens" in printed.err) is is_terminal
 
 
 def test_a_layout_is_printed_as_a_data_plane_takes_it(tmp_path: Path) -> None:

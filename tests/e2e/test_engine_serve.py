@@ -74,13 +74,16 @@ class Server:
     def stop(self) -> None:
         """It ends when it is told to, also while it answers."""
         stream = self.complete("go on", max_tokens=400, stream=True)
-        next(iter(stream))
-        self.process.terminate()
         try:
+            next(iter(stream))
+            self.process.terminate()
             assert self.process.wait(20) == 128 + signal.SIGTERM
             assert "Traceback" not in self.log.read_text()
         finally:
+            stream.close()
+            self.client.close()
             self.process.kill()
+            self.process.wait()
             self.control.stop()
 
 
@@ -219,6 +222,7 @@ def test_a_request_whose_client_goes_away_is_aborted(server: Server, is_streamed
         ({"prompt": [999]}, "prompt[0]"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ["a"] * 65}, "prompt"),
+        ({"stop": 5}, "stop"),
         ({"echo": True}, "echo"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"extra_body": {"temprature": 1}}, "temprature"),
@@ -246,6 +250,8 @@ def test_other_refusals_have_their_status(server: Server) -> None:
         server.chat([{"type": "image_url", "image_url": {"url": "x"}}])
     assert refused.value.param == "messages[0].content"
     assert server.request("POST", "/v1/completions", b"{")[0] == 400
+    half = b'{"model": "byte-model", "prompt": "\\ud800"}'  # of a surrogate pair
+    assert server.request("POST", "/v1/completions", half)[0] == 400
     assert server.request("POST", "/v1/completions", b"[" * 60_000)[0] == 400
     status, answer = server.request("POST", "/v1/completions", b" " * 70_000)
     assert (status, json.loads(answer)["error"]["param"]) == (400, "body")
@@ -267,7 +273,7 @@ def test_models_health_and_metrics(server: Server) -> None:
 
 @pytest.mark.parametrize("key", ["third-key", "first-ke", "first-key\tsecond-key"])
 def test_another_key_is_refused(server: Server, key: str) -> None:
-    stranger = server.client.with_options(api_key=key)
+    stranger = server.client.with_options(api_key=key)  # on the same connections
     with pytest.raises(openai.AuthenticationError):
         stranger.models.list()
     with pytest.raises(openai.AuthenticationError):

@@ -142,6 +142,7 @@ def test_attention_without_a_cache_of_ours_is_refused(model: PreTrainedModel) ->
         ("attention_mask", lambda b: b | {"attention_mask": b["attention_mask"][:, 1:]}),
         ("position_ids", lambda b: b | {"position_ids": torch.arange(40).expand(3, 40)}),
         ("input_ids", lambda b: {"inputs_embeds": torch.zeros(3, 40, 64)}),
+        ("use_cache", lambda b: b | {"use_cache": False}),
     ],
 )
 def test_a_batch_that_cannot_be_cached_is_refused(
@@ -189,6 +190,36 @@ def test_a_pool_that_is_too_small_says_so_and_goes_on(model: PreTrainedModel) ->
 def one_prompt_of(cache: PlaneCache) -> dict[str, torch.Tensor]:
     cache.reset()
     return prompts(seed=9, num_columns=20)
+
+
+@pytest.mark.parametrize(
+    ("is_twice", "layer", "message"),
+    [
+        (True, 1, "layer 1 calls attention twice"),
+        (False, 1, "layer 1 of the plan comes before layer 2"),
+        (False, 2, '"kvplane" in 2 of its 3 layers'),
+    ],
+)
+def test_a_model_that_attends_in_other_ways_is_refused(
+    is_twice: bool, layer: int, message: str
+) -> None:
+    model = tiny_llama()
+    attend = model.model.layers[layer].self_attn
+    original = attend.forward
+
+    def twice(*arguments: Any, **named: Any) -> Any:
+        original(*arguments, **named)
+        return original(*arguments, **named)
+
+    def never(hidden_states: torch.Tensor, **_: Any) -> Any:
+        return hidden_states, None
+
+    attend.forward = twice if is_twice else never
+    with PlaneCache(model, **POOL, probe=False) as cache:
+        with pytest.raises(InvalidRequestError, match=message):
+            answer(model, cache, **prompts())
+        assert num_held(cache) == 0
+    close_planes(model)
 
 
 def test_gradients_are_refused(model: PreTrainedModel) -> None:

@@ -42,7 +42,7 @@ SLOW = {
     "three long ones": 2,
     "honest and hostile with two": 1,
     "two honest and hostile": 1,
-    "honest and two hostile": 1,
+    "honest and two hostile": 0,
     "larger pool": 2,
 }
 QUICK = tuple(name for name in CASES if name not in SLOW)

@@ -17,13 +17,17 @@ from control_plane.planning.admission.line import Line
 class Rig:
     """A pool that counts blocks, with sessions 0, 1, ... that are open from the beginning.
 
-    ``held``: for each session the blocks of each live sequence. ``retired``: blocks that wait for
-    the session's receipts, since ``retired_s``. The clock, ``now_s``, is the test's to move.
+    ``held``: for each session the blocks of each live sequence, and ``progress_s``: when it last
+    went on. ``retired``: blocks that wait for the session's receipts, since ``retired_s``.
+    ``computed``: sequences that a plan in flight computes. The clock, ``now_s``, is the test's to
+    move.
     """
 
     def __init__(self, num_blocks: int, num_sessions: int, config: AdmissionConfig) -> None:
         self.num_blocks = num_blocks
         self.held: list[dict[int, int]] = [{} for _ in range(num_sessions)]
+        self.progress_s: list[dict[int, float]] = [{} for _ in range(num_sessions)]
+        self.computed: set[tuple[int, int]] = set()
         self.retired = [0] * num_sessions
         self.retired_s = [0.0] * num_sessions
         self.now_s = 0.0
@@ -45,6 +49,12 @@ class Rig:
     def num_held(self, session: int, sequence: int) -> int:
         return self.held[session][sequence]
 
+    def num_held_by(self, session: int) -> int:
+        return sum(self.held[session].values())
+
+    def last_progress(self, session: int, sequence: int) -> tuple[float, bool]:
+        return self.progress_s[session][sequence], (session, sequence) in self.computed
+
     def retired_since(self, session: int) -> float | None:
         return self.retired_s[session] if self.retired[session] else None
 
@@ -62,9 +72,12 @@ class Rig:
     def grow(self, session: int, sequence: int, num_blocks: int = 1) -> bool:
         may = self.line.may_grow(session, sequence, num_blocks, self.now_s)
         if may:
-            self._take(session, num_blocks)
-            self.held[session][sequence] += num_blocks
+            self._give(session, sequence, num_blocks)
         return may
+
+    def go_on(self, session: int, sequence: int) -> None:
+        """It computes something, without more blocks."""
+        self.progress_s[session][sequence] = self.now_s
 
     def end(self, session: int, sequence: int) -> None:
         """Its blocks are retired: call ``receipt`` to get them back."""
@@ -80,8 +93,7 @@ class Rig:
         grants = []
         while (grant := self.line.next_grant(self.now_s)) is not None:
             if isinstance(grant, Growth):
-                self._take(grant.session, grant.num_blocks)
-                self.held[grant.session][grant.sequence] += grant.num_blocks
+                self._give(grant.session, grant.sequence, grant.num_blocks)
             else:
                 self._admit(grant.session, grant.sequence, grant.num_blocks)
             grants.append(grant)
@@ -96,21 +108,25 @@ class Rig:
             elif isinstance(decision, EndSession):
                 self.line.close(session)
                 self.held[session].clear()
+                self.progress_s[session].clear()
                 self.retired[session] = 0
                 self.line.open(session)
         return decisions
 
     def _admit(self, session: int, sequence: int, num_blocks: int) -> None:
-        self._take(session, num_blocks)
-        self.held[session][sequence] = num_blocks
+        self.held[session][sequence] = 0
+        self._give(session, sequence, num_blocks)
         self.line.started(session, sequence, self.now_s)
 
     def _retire(self, session: int, sequence: int) -> None:
         if not self.retired[session]:
             self.retired_s[session] = self.now_s
         self.retired[session] += self.held[session].pop(sequence)
+        del self.progress_s[session][sequence]
 
-    def _take(self, session: int, num_blocks: int) -> None:
+    def _give(self, session: int, sequence: int, num_blocks: int) -> None:
         """Free blocks first, then the session's own retired ones."""
         self.retired[session] -= max(0, num_blocks - self.num_free())
         assert self.retired[session] >= 0, "the line granted blocks that are not there"
+        self.held[session][sequence] += num_blocks
+        self.go_on(session, sequence)

@@ -3,8 +3,8 @@
 Time runs in ticks of one grace period. Honest sessions step once between two ticks, in any order:
 receipts come, each sequence grows by a block or ends at its length, and one admission is asked for.
 One kind of them frees a sequence when asked to yield it, the other waits to be cut. A hostile one
-does anything, at any time, or nothing: it keeps receipts back, frees, grows, asks with and without
-waiting, and withdraws.
+does anything, at any time, or nothing: it keeps receipts back, frees, grows, goes on without
+growth, asks with and without waiting, and withdraws.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from control_plane.planning.admission.yielding import Waiting
 HONEST, YIELDING, HOSTILE = "h", "y", "x"
 ASKED = 99  # the id of a sequence that is to be admitted; live ones are numbered from 0
 CONFIG = AdmissionConfig(
-    turn_s=2.0, max_doublings=2, grace_s=1.0, receipt_deadline_s=1.0, headroom=0.0
+    turn_s=2.0, max_doublings=2, idle_s=1.0, grace_s=1.0, receipt_deadline_s=1.0, headroom=0.0
 )
 
 
@@ -43,7 +43,7 @@ class State(NamedTuple):
     """Everything that matters, in a form that is equal whenever what follows is."""
 
     sessions: tuple[Any, ...]
-    line: tuple[tuple[int, int, float], ...]
+    line: tuple[tuple[int, int, float, bool], ...]
     stepped: int  # a bit for each honest session that has stepped since the last tick
 
 
@@ -69,7 +69,7 @@ class World(Rig):
     def hostile_moves(self, session: int) -> list[str]:
         held = self.held[session]
         moves = ["receipt"] if self.retired[session] else []
-        moves += ["free", "grow"] if held else []
+        moves += ["free", "grow", "go on"] if held else []
         if len(held) < self.case.many[session]:
             moves += ["ask", "poll"]
         elif held:
@@ -83,6 +83,9 @@ class World(Rig):
             self.end(session, max(self.held[session]))
         elif move == "grow":
             self._grow_all(session)
+        elif move == "go on":
+            for sequence in self.held[session]:
+                self.go_on(session, sequence)
         elif move == "withdraw":
             self.line.withdraw(session, ASKED)
         else:
@@ -114,6 +117,7 @@ class World(Rig):
         sequences, held = self.line._turns.sessions[session].sequences, self.held[session]
         number = max((i for i in held if i != ASKED), default=-1) + 1
         held[number] = held.pop(ASKED)
+        self.progress_s[session][number] = self.progress_s[session].pop(ASKED)
         sequences[number] = sequences.pop(ASKED)
         sequences[number].id = number  # type: ignore[misc]
 
@@ -139,7 +143,7 @@ class World(Rig):
             (
                 seniority[session.seniority],
                 session.num_doublings,
-                session.num_owed,
+                max(session.passes_until_s - now_s, 0.0),
                 self.retired[session.id],
                 min(now_s - self.retired_s[session.id], 2.0) if self.retired[session.id] else 0.0,
                 tuple(
@@ -150,7 +154,12 @@ class World(Rig):
             for session in everyone
         )
         line = tuple(
-            (waiting.session.id, waiting.num_needed, min(now_s - waiting.since_s, 1.0))
+            (
+                waiting.session.id,
+                waiting.num_needed,
+                min(now_s - waiting.since_s, 1.0),
+                waiting.is_let_in,
+            )
             for waiting in self.line._waiting.values()
         )
         return State(sessions, line, self.stepped)
@@ -168,6 +177,8 @@ class World(Rig):
             min(now_s - sequence.blocked_s, 1.0) if sequence.num_blocked else 0.0,
             None if due_s is None else max(due_s - now_s, -2.0),
             sequence.reason,
+            sequence.owed_s if sequence.reason else 0.0,
+            min(now_s - self.progress_s[session.id][sequence.id], self.config.idle_s + 1.0),
         )
 
     @classmethod
@@ -179,7 +190,7 @@ class World(Rig):
         blocked = []
         for id_, stored in enumerate(state.sessions):
             session = turns.sessions[id_]
-            session.seniority, session.num_doublings, session.num_owed = stored[:3]
+            session.seniority, session.num_doublings, session.passes_until_s = stored[:3]
             world.retired[id_], retired_s, sequences = stored[3:]
             world.retired_s[id_] = -retired_s
             for number, (
@@ -191,8 +202,11 @@ class World(Rig):
                 blocked_s,
                 due_s,
                 reason,
+                owed_s,
+                idle_s,
             ) in enumerate(sequences):
-                sequence = Sequence(session, number, rank, left_s - blocked_s)
+                sequence = Sequence(session, number, rank)
+                sequence.ends_s, sequence.owed_s = left_s - blocked_s, owed_s
                 sequence.num_doublings = doublings
                 sequence.num_blocked, sequence.blocked_s = num, -blocked_s
                 sequence.deadline_s, sequence.reason = due_s, reason
@@ -203,12 +217,14 @@ class World(Rig):
                     blocked.append((rank, sequence))
                 session.sequences[number] = sequence
                 world.held[id_][number] = held
+                world.progress_s[id_][number] = -idle_s
                 turns.num_live += 1
                 turns.num_blocked += num
         turns._queue = sorted(blocked)
         turns._next_rank = turns.num_live
-        for ticket, (id_, num_needed, since_s) in enumerate(state.line):
+        for ticket, (id_, num_needed, since_s, is_let_in) in enumerate(state.line):
             waiting = Waiting(turns.sessions[id_], ASKED, num_needed, -since_s, ticket)
+            waiting.is_let_in = is_let_in
             world.line._waiting[id_] = waiting
         world.line._next_ticket = len(state.line)
         return world

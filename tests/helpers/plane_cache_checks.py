@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, set_see
 from transformers.cache_utils import Cache
 
 from kvplane.transformers import PlaneCache
+from kvplane.transformers.models import adapters
 
 NUM_NEW = 12
 BLOCK_SIZE = 16
@@ -57,8 +58,9 @@ def one_prompt() -> dict[str, torch.Tensor]:
 
 def answer(model: PreTrainedModel, cache: Cache | None, **how: Any) -> Any:
     """What ``generate`` returns; with eager attention when there is no cache of ours."""
-    model.set_attn_implementation("eager" if cache is None else "kvplane")
-    how = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False} | how
+    adapters.set_attention(model, "eager" if cache is None else "kvplane")
+    defaults = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False}
+    how = {**defaults, "use_cache": True, **how}
     if cache is not None:
         how["past_key_values"] = cache
     return model.generate(**how, output_logits=True, return_dict_in_generate=True)
@@ -93,8 +95,8 @@ def second_call(model: PreTrainedModel, **settings: Any) -> None:
     )
     for batch, cached in ((first, [0, 0, 0]), (again, whole_blocks)):
         want = answer(model, None, **batch)
-        num_computed.clear()
         with PlaneCache(model, **settings) as cache:
+            num_computed.clear()
             assert_same(answer(model, cache, **batch), want)
             assert cache.num_cached_tokens == cached
         left_out = min(n + skip for n, skip in zip(cached, PADDING, strict=True))

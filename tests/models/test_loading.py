@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
@@ -15,6 +16,7 @@ from engine import loader
 from engine.request import SamplingParams
 from kvplane.errors import InvalidRequestError
 from kvplane.hf import layout_from_hf
+from tests.models import census
 from tests.models.tiny_models import VOCABULARY, tiny_model
 
 
@@ -39,6 +41,26 @@ def test_shards_of_weights_are_put_together(tmp_path: Path) -> None:
     wanted = tiny_model("llama").state_dict()
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, wanted[name]), name
+
+
+def test_experts_in_mxfp4_are_unpacked(tmp_path: Path) -> None:
+    """As gpt-oss is published, loaded where there is no kernel for it."""
+    folder = save(tmp_path / "m", "gpt_oss", torch.bfloat16)
+    packed = {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inner, outer = value.shape
+            shape = (experts, outer, inner // 32)
+            packed[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+            packed[f"{name}_scales"] = torch.full(shape, 124, dtype=torch.uint8)
+        else:
+            packed[name] = value
+    save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "dequantize": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = loader.load(folder, "float32").model
+    assert census.check_exact(model) == ["sliding window", "sinks"]
 
 
 def test_tied_embeddings_stay_one_tensor(tmp_path: Path) -> None:
@@ -131,8 +153,6 @@ def test_a_repetition_penalty_must_be_a_factor() -> None:
 
 
 def test_scales_go_to_the_layers_of_their_group(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     folder = save(tmp_path / "m", "gemma4_text")
     scales = {
         f"model.layers.{i}.self_attn.{kind}_scale": torch.tensor(float(10 * (kind == "v") + i + 1))

@@ -1,4 +1,6 @@
-"""``model.generate()`` on a PlaneCache gives what it gives with eager attention: 13 families."""
+"""``model.generate()`` on a PlaneCache gives what it gives with eager attention: 13 families, and
+three whose own attention is adapted.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from plane_cache_checks import CHECKS, Check
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
-from kvplane.transformers import close_planes
+from kvplane.errors import InvalidRequestError
+from kvplane.transformers import PlaneCache, close_planes
+from kvplane.transformers.models import adapters
 
 FAMILIES = (
     "deepseek_v3",
@@ -26,11 +30,13 @@ FAMILIES = (
     "phi3",
     "qwen3",
 )
+ADAPTED = ("bloom", "falcon", "mpt")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=(*FAMILIES, *ADAPTED))
 def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     model = tiny_model(request.param)
+    adapters.adapt(model)
     yield model
     close_planes(model)
 
@@ -40,3 +46,20 @@ def test_an_embedded_pool_gives_what_eager_attention_gives(
     model: PreTrainedModel, check: Check
 ) -> None:
     check(model, num_device_blocks=256)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("diffllama", "attention twice|gives other logits"),
+        ("gptj", "in its own code"),
+        ("mamba", "only full and sliding attention"),
+    ],
+)
+def test_a_family_that_is_not_served_is_refused_when_the_cache_is_made(
+    family: str, message: str
+) -> None:
+    model = tiny_model(family)
+    with pytest.raises(InvalidRequestError, match=message):
+        PlaneCache(model, num_device_blocks=8)
+    assert model.config._attn_implementation == "eager"

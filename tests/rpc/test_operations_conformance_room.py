@@ -241,6 +241,33 @@ async def test_an_admission_that_waits_is_granted_when_there_is_room(world, call
     assert (await world.counters()).num_granted_admissions == 1
 
 
+async def test_a_grant_is_pushed_between_steps(world, caller) -> None:
+    other = await world.caller()
+    await other.admit(1, prompt(12))
+    await caller.step(ops.admit(1, prompt(6, seed=1), wait=True))
+    assert not await caller.session.wait_for_news(0.05)
+    await other.do(ops.free([1]))
+    assert await caller.session.wait_for_news(10)
+    assert await caller.session.wait_for_news(10), "it is there until the next step"
+    answered = news_of(await caller.step())
+    assert [grant.sequence_id for grant in answered.granted] == [1]
+    assert [news_of(notice) for notice in caller.session.take_notices()] == [answered]
+    assert not await caller.session.wait_for_news(0.05)
+    await caller.do(ops.append(1, (), 49, first_position=0))
+
+
+async def test_a_wait_for_news_does_not_take_a_steps_answer(world, caller) -> None:
+    await caller.admit(1, prompt(1))
+    waits = asyncio.create_task(caller.session.wait_for_news(10))
+    await asyncio.sleep(0.01)
+    await caller.do(ops.append(1, [5], 1, first_position=9))
+    assert await waits, "something came"
+    waits = asyncio.create_task(caller.session.wait_for_news(10))
+    await asyncio.sleep(0.01)
+    waits.cancel()
+    await caller.do(ops.append(1, [5], 1, first_position=10))
+
+
 async def test_a_grant_comes_once_and_again_where_its_number_is_repeated(world, caller) -> None:
     other = await world.caller()
     await other.admit(1, prompt(12))

@@ -62,6 +62,7 @@ class Planes:
 
     def __init__(self, layout: Layout, num_device_blocks: int, num_host_blocks: int) -> None:
         self.now_s = 0.0
+        self.noticed: set[int] = set()  # sessions that have news
         self.layout = layout
         self.executor = Executor(
             layout,
@@ -165,6 +166,12 @@ class Link:
             self.last_plan_number = self.number
         return result
 
+    def has_news(self, wait_s: float) -> bool:
+        self.planes.noticed.update(session_id for session_id, _ in self.planes.core.take_notices())
+        has_news = self.session.id in self.planes.noticed
+        self.planes.noticed.discard(self.session.id)
+        return has_news
+
     def add_receipt(self, receipt: types.SignedPayload) -> None:
         self.receipts.append(receipt)
 
@@ -245,12 +252,19 @@ class Engine:
     max_batch_tokens: int = 64
     max_sequences: int = 16
     block_size_tokens: int = 8
+    recovery_timeout_s: float = 1.0
+    shared_with: Engine | None = None
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
     deltas: list[Delta] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         layout = layout_from_hf(self.folder, block_size_tokens=self.block_size_tokens)
-        self.planes = Planes(layout, self.num_device_blocks, self.num_host_blocks)
+        other = self.shared_with
+        self.planes = (
+            other.planes
+            if other is not None
+            else Planes(layout, self.num_device_blocks, self.num_host_blocks)
+        )
         self.link = Link(self.planes)
         self.backend = Backend(self.planes)
         self.scheduler = Scheduler(
@@ -265,7 +279,7 @@ class Engine:
             self.link,  # type: ignore[arg-type]
             self.backend,  # type: ignore[arg-type]
             self.scheduler,
-            recovery_timeout_s=1.0,
+            recovery_timeout_s=self.recovery_timeout_s,
         )
 
     def add(self, prompt: list[int], **params: Any) -> str:

@@ -49,10 +49,12 @@ def test_the_states_have_all_that_the_line_remembers() -> None:
     }
     assert {type(world.line), type(world.line._turns)} == {Line, Turns}
     assert set(Session.__slots__) == {
-        *("id", "num_doublings", "num_owed", "seniority", "sequences"),
+        *("id", "num_doublings", "passes_until_s", "seniority", "sequences"),
     }
     assert set(Sequence.__slots__) == {
         *("id", "session", "rank", "ends_s", "num_doublings", "num_blocked", "blocked_s"),
-        *("queued", "deadline_s", "reason"),
+        *("queued", "deadline_s", "reason", "owed_s", "idles_s"),
     }
-    assert set(Waiting.__slots__) == {"session", "sequence", "num_needed", "since_s", "ticket"}
+    assert set(Waiting.__slots__) == {
+        *("session", "sequence", "num_needed", "since_s", "ticket", "is_let_in"),
+    }

@@ -182,23 +182,53 @@ def test_admissions_leave_headroom_unless_the_pool_is_empty() -> None:
     assert rig.grow(1, 1, 2), "headroom is for growth"
 
 
-def test_a_session_that_owes_rounds_lets_others_pass() -> None:
+def test_a_session_that_has_to_lets_others_pass_for_a_time() -> None:
     rig = full_pool()
     for session in (1, 2, 3):
         rig.ask(session, 1, 10)
-    rig.line._turns.sessions[1].num_owed = 2
+    rig.line._turns.sessions[1].passes_until_s = 2.0
     rig.end(0, 1)
     rig.receipt(0)
     assert rig.serve() == [Admission(2, 1, 10)]
     rig.ask(2, 2, 10)
+    rig.now_s = 2.0
     rig.end(2, 1)
     rig.receipt(2)
-    assert rig.serve() == [Admission(3, 1, 10)]
+    assert rig.serve() == [Admission(3, 1, 10)], "it stands behind the third"
     rig.end(3, 1)
     rig.receipt(3)
-    rig.line.withdraw(2, 2)
-    assert rig.serve() == [Admission(1, 1, 10)], "it is alone, and lets nobody wait"
-    assert rig.line._turns.sessions[1].num_owed == 0
+    assert rig.serve() == [Admission(1, 1, 10)]
+
+
+def test_if_all_have_to_let_others_pass_the_first_is_admitted() -> None:
+    rig = full_pool()
+    for session in (1, 2):
+        rig.ask(session, 1, 10)
+        rig.line._turns.sessions[session].passes_until_s = 100.0
+    assert rig.serve() == []
+    rig.ask(3, 1, 10)
+    rig.end(0, 1)
+    rig.receipt(0)
+    assert rig.serve() == [Admission(1, 1, 10)], "it was its turn before the third came"
+    rig.end(1, 1)
+    rig.receipt(1)
+    assert rig.serve() == [Admission(3, 1, 10)]
+
+
+def test_with_a_doubled_turn_a_session_has_one_sequence_while_others_wait() -> None:
+    rig = Rig(10, 4, CONFIG)
+    rig.ask(1, 1, 4)
+    rig.line._turns.sessions[1].num_doublings = 1
+    rig.ask(0, 1, 6)
+    for session, sequence, num_blocks in ((2, 1, 6), (1, 2, 4), (3, 1, 6)):
+        rig.ask(session, sequence, num_blocks)
+    for before, session in ((0, 2), (2, 3)):
+        rig.end(before, 1)
+        rig.receipt(before)
+        assert rig.serve() == [Admission(session, 1, 6)]
+    rig.end(1, 1)
+    rig.receipt(1)
+    assert rig.serve() == [Admission(1, 2, 4)]
 
 
 def test_a_swapped_out_sequence_comes_back_by_the_line() -> None:

@@ -18,6 +18,12 @@ def started(turns: Turns, session: int, sequence: int, now_s: float) -> Sequence
     return turns.sessions[session].sequences[sequence]
 
 
+def past_its_turn(turns: Turns, sequence: Sequence, owed_s: float = 0.0) -> None:
+    """It goes at second 10, because its turn is over."""
+    sequence.deadline_s, sequence.owed_s = 10.0, owed_s
+    turns.end(sequence, reason=Reason.TURN, done=False)
+
+
 def order(turns: Turns) -> list[int]:
     """Sessions, the most senior first."""
     return sorted(turns.sessions, key=lambda session: turns.sessions[session].seniority)
@@ -44,25 +50,36 @@ def test_a_sequence_that_left_is_not_blocked_any_more() -> None:
 def test_a_cut_turn_doubles_the_next_and_not_those_that_run() -> None:
     turns = opened()
     first, second = started(turns, 0, 1, 0.0), started(turns, 0, 2, 0.0)
-    turns.end(first, reason=Reason.TURN, done=False)
+    past_its_turn(turns, first)
     assert 10.0 - second.ends_s == 0.0
-    turns.end(second, reason=Reason.TURN, done=False)
+    past_its_turn(turns, second)
     third = started(turns, 0, 3, 10.0)
     assert 30.0 - third.ends_s == 0.0, "two that ran together double it once"
     for doubled_s in (40.0, 80.0, 80.0):
-        turns.end(third, reason=Reason.TURN, done=False)
+        past_its_turn(turns, third)
         third = started(turns, 0, 3, 0.0)
         assert doubled_s - third.ends_s == 0.0
 
 
-def test_a_doubled_turn_is_paid_for_with_rounds() -> None:
+def test_what_is_owed_for_two_sequences_adds_up() -> None:
     turns = opened()
-    owed = []
-    for _ in range(5):
-        sequence = started(turns, 0, 1, 0.0)
-        turns.end(sequence, reason=Reason.TURN, done=False)
-        owed.append(turns.sessions[0].num_owed)
-    assert owed == [0, 1, 3, 7, 7]
+    first, second = started(turns, 0, 1, 0.0), started(turns, 0, 2, 0.0)
+    past_its_turn(turns, first, owed_s=5.0)
+    past_its_turn(turns, second, owed_s=7.0)
+    assert turns.sessions[0].passes_until_s == 22.0
+    started(turns, 0, 3, 15.0)
+    assert not turns.sessions[1].passes(15.0)
+    assert turns.sessions[0].passes_until_s == 0.0, "nobody was there to be let pass"
+
+
+def test_an_idle_sequence_doubles_no_turn() -> None:
+    turns = opened()
+    sequence = started(turns, 0, 1, 0.0)
+    sequence.deadline_s, sequence.owed_s = 10.0, 5.0
+    turns.end(sequence, reason=Reason.IDLE, done=False)
+    session = turns.sessions[0]
+    assert (session.num_doublings, session.passes_until_s) == (0, 15.0)
+    assert order(turns) == [1, 0]
 
 
 def test_turns_are_short_again_when_a_sequence_ends_that_was_not_made_to_go() -> None:
@@ -73,8 +90,10 @@ def test_turns_are_short_again_when_a_sequence_ends_that_was_not_made_to_go() ->
         (Reason.TURN, True, 2),
     ):
         turns = opened()
-        turns.end(started(turns, 0, 1, 0.0), reason=Reason.TURN, done=False)
-        turns.end(started(turns, 0, 2, 0.0), reason=reason, done=done)
+        past_its_turn(turns, started(turns, 0, 1, 0.0))
+        second = started(turns, 0, 2, 0.0)
+        second.deadline_s = 10.0
+        turns.end(second, reason=reason, done=done)
         assert turns.sessions[0].num_doublings == num_doublings, (reason, done)
 
 
@@ -85,7 +104,9 @@ def test_whatever_leaves_costs_seniority_except_for_growth() -> None:
         (Reason.GROWTH, [0, 1, 2]),
     ):
         turns = opened(3)
-        turns.end(started(turns, 0, 1, 0.0), reason=reason, done=False)
+        sequence = started(turns, 0, 1, 0.0)
+        sequence.deadline_s = 10.0
+        turns.end(sequence, reason=reason, done=False)
         assert order(turns) == expected, reason
 
 

@@ -16,7 +16,9 @@ from control_plane.planning.admission.decisions import (
 )
 from control_plane.planning.admission.yielding import decide
 
-CONFIG = AdmissionConfig(headroom=0.0)
+# Sequences here go on only where a test says so: in the tests of idleness.
+CONFIG = AdmissionConfig(headroom=0.0, idle_s=1000.0)
+WITH_IDLENESS = AdmissionConfig(headroom=0.0, idle_s=10.0)
 
 
 def at(rig: Rig, now_s: float) -> list[Decision]:
@@ -158,8 +160,7 @@ def test_a_deadline_is_not_put_off() -> None:
     assert ticks[4] == [Cut(1, 1, Reason.GROWTH)]
 
 
-def test_a_grant_that_is_not_taken_up_has_a_turn_like_any_other() -> None:
-    """A session that holds blocks and does nothing keeps them for its turn."""
+def test_a_turn_ends_when_others_wait() -> None:
     rig = Rig(4, 2, CONFIG)
     rig.ask(0, 1, 4)
     assert at(rig, 100.0) == [], "nobody waits"
@@ -221,6 +222,121 @@ def test_a_sequence_that_leaves_when_asked_counts_as_cut() -> None:
     rig.receipt(0)
     assert rig.serve() == [Admission(1, 1, 4)], "its session went to the back"
     assert rig.line._turns.sessions[0].num_doublings == 1
+
+
+def test_an_idle_sequence_yields_long_before_its_turn_is_over() -> None:
+    rig = Rig(4, 3, WITH_IDLENESS)
+    rig.ask(0, 1, 2)
+    rig.ask(1, 1, 2)
+    rig.ask(2, 1, 1)
+    rig.now_s = 6.0
+    rig.go_on(0, 1)
+    assert at(rig, 10.0) == []
+    assert at(rig, 10.5) == [Pressure(1, 1, 2, 11.5, Reason.IDLE)]
+    assert at(rig, 11.5) == [Cut(1, 1, Reason.IDLE)]
+    assert rig.serve() == [Admission(2, 1, 1)]
+    rig.ask(1, 2, 2)
+    assert at(rig, 16.0) == []
+    assert at(rig, 16.5) == [Pressure(0, 1, 2, 17.5, Reason.IDLE)]
+
+
+def test_nobody_is_idle_while_nobody_waits_or_a_plan_computes_it() -> None:
+    rig = Rig(4, 2, WITH_IDLENESS)
+    rig.ask(0, 1, 4)
+    assert at(rig, 20.0) == []
+    rig.computed.add((0, 1))
+    rig.ask(1, 1, 2)
+    assert at(rig, 29.0) == []
+    assert at(rig, 31.0) == [Pressure(0, 1, 4, 32.0, Reason.TURN)]
+
+
+def test_a_grant_that_is_not_taken_up_is_idle() -> None:
+    rig = Rig(4, 3, WITH_IDLENESS)
+    rig.ask(0, 1, 4)
+    rig.ask(1, 1, 4)
+    rig.end(0, 1)
+    rig.receipt(0)
+    assert rig.serve() == [Admission(1, 1, 4)]
+    rig.ask(2, 1, 4)
+    assert at(rig, 10.5) == [Pressure(1, 1, 4, 11.5, Reason.IDLE)]
+
+
+def test_an_idle_sequence_that_goes_on_when_asked_stays() -> None:
+    rig = Rig(4, 2, WITH_IDLENESS)
+    rig.ask(0, 1, 4)
+    rig.ask(1, 1, 2)
+    assert at(rig, 10.5) == [Pressure(0, 1, 4, 11.5, Reason.IDLE)]
+    rig.go_on(0, 1)
+    assert [at(rig, second) for second in (11.5, 12.0, 20.0)] == [[], [], []]
+    assert at(rig, 22.0) == [Pressure(0, 1, 4, 23.0, Reason.IDLE)]
+
+
+def test_a_blocked_sequence_is_not_idle() -> None:
+    rig = Rig(4, 3, WITH_IDLENESS)
+    rig.ask(0, 1, 2)
+    rig.ask(1, 1, 2)
+    rig.computed.add((0, 1))
+    assert not rig.grow(1, 1)
+    rig.ask(2, 1, 1)
+    assert at(rig, 25.0) == []
+
+
+def owed(rig: Rig, session: int) -> float:
+    """For how long the session lets others pass from now on."""
+    return max(0.0, rig.line._turns.sessions[session].passes_until_s - rig.now_s)
+
+
+def test_an_idle_sequence_is_paid_for_by_what_it_held() -> None:
+    for num_blocks, owed_s in ((8, 30.0 * 3), (4, 30.0 * 3 / 2)):
+        rig = Rig(8, 4, WITH_IDLENESS)
+        rig.ask(0, 1, num_blocks)
+        rig.ask(1, 1, 8)
+        rig.ask(2, 1, 8)
+        at(rig, 10.5)
+        assert at(rig, 11.5) == [Cut(0, 1, Reason.IDLE)]
+        assert owed(rig, 0) == owed_s, "a turn for each share of a third of the pool"
+
+
+def test_only_the_first_turn_that_is_too_short_costs_nothing() -> None:
+    rig = Rig(4, 2, CONFIG)
+    rig.ask(0, 1, 2)
+    rig.ask(0, 2, 2)
+    rig.ask(1, 1, 4)
+    at(rig, 30.5)
+    assert at(rig, 31.5) == [Cut(0, 1, Reason.TURN), Cut(0, 2, Reason.TURN)]
+    assert owed(rig, 0) == 0.0
+    assert rig.serve() == [Admission(1, 1, 4)]
+    rig.end(1, 1)
+    rig.receipt(1)
+    rig.ask(0, 3, 4)
+    rig.ask(1, 2, 4)
+    at(rig, 92.0)
+    assert at(rig, 93.0) == [Cut(0, 3, Reason.TURN)]
+    assert owed(rig, 0) == 60.0 * 2, "it had the whole pool, and two share it"
+
+
+def test_who_holds_much_has_a_shorter_turn_and_pays_for_the_first() -> None:
+    """So a jump in growth takes most of the pool for some seconds, and only once."""
+    rig = Rig(16, 9, CONFIG)
+    rig.ask(0, 1, 1)
+    rig.grow(0, 1, 7)
+    for session in range(1, 9):
+        rig.ask(session, 1, 9)
+    assert at(rig, 15.0) == [], "nine share the pool, and a quarter of it is much"
+    assert at(rig, 15.5) == [Pressure(0, 1, 8, 16.5, Reason.TURN)]
+    assert at(rig, 16.5) == [Cut(0, 1, Reason.TURN)]
+    assert owed(rig, 0) == 30.0 * 8 * 9 / 16
+
+
+def test_a_turn_without_progress_is_paid_for_at_once() -> None:
+    """A plan in flight that never runs does not keep blocks for nothing."""
+    rig = Rig(4, 2, WITH_IDLENESS)
+    rig.ask(0, 1, 4)
+    rig.computed.add((0, 1))
+    rig.ask(1, 1, 4)
+    at(rig, 30.5)
+    assert at(rig, 31.5) == [Cut(0, 1, Reason.TURN)]
+    assert owed(rig, 0) == 30.0 * 2
 
 
 def test_a_session_without_receipts_is_ended_when_others_wait() -> None:

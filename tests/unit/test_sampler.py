@@ -135,3 +135,14 @@ def test_a_parameter_out_of_its_range_is_refused(name: str, value: float) -> Non
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(**{name: value})
     assert caught.value.field == f"sampling_params.{name}"
+
+
+def test_a_repetition_penalty_lowers_what_was_seen() -> None:
+    generator = new_generator(0, 0)
+    logits = torch.tensor([0.0, 3.0, 1.0, 2.9, -1.0])
+    params = SamplingParams(repetition_penalty=1.5)
+    assert sample(logits, params, generator, [1, 1]) == 3
+    assert sample(logits, params, generator, [0, 4]) == 1
+    both = torch.tensor([-1.0, -1.1])  # what is below 0 is lowered too
+    assert sample(both, params, generator, [0]) == 1
+    assert logits.tolist() == pytest.approx([0.0, 3.0, 1.0, 2.9, -1.0])

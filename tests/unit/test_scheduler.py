@@ -115,6 +115,30 @@ def test_first_come_is_first_served(folder: Path) -> None:
     assert order == ids
 
 
+def test_a_lower_priority_goes_first_and_is_preempted_last(
+    folder: Path, reference: Reference
+) -> None:
+    engine = Engine(folder, max_sequences=1)
+    ids = [
+        engine.add(prompt_of(6, seed), max_tokens=3, priority=p) for seed, p in enumerate((5, 5))
+    ]
+    engine.core.step()
+    ids += [engine.add(prompt_of(6, seed), max_tokens=3, priority=-1) for seed in (2, 3)]
+    engine.run()
+    ends = [delta.request_id for delta in engine.deltas if delta.finish_reason]
+    assert ends == [ids[0], ids[2], ids[3], ids[1]]
+
+    tight = Engine(folder, num_device_blocks=8)
+    late = tight.add(prompt_of(16, 0), max_tokens=30, priority=1)
+    first = tight.add(prompt_of(16, 1), max_tokens=30)
+    tight.run()
+    ends = [delta.request_id for delta in tight.deltas if delta.finish_reason]
+    assert ends == [first, late]
+    assert tight.scheduler.counts.num_swap_preemptions > 0
+    assert tight.tokens(late) == [reference.greedy(prompt_of(16, 0), 30)]
+    tight.check_quiet()
+
+
 def test_a_shared_prefix_is_computed_once(folder: Path, reference: Reference) -> None:
     engine = Engine(folder)
     shared = prompt_of(40, 1)

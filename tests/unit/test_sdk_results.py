@@ -145,11 +145,13 @@ def test_news_say_what_was_granted_cut_and_asked_for() -> None:
     result.news.cut_reasons = columns.pack(UINT8, [pb.CUT_REASON_GROWTH, pb.CUT_REASON_TURN])
     result.news.pressure.num_blocks = 12
     result.news.pressure.deadline.FromMilliseconds(1500)
+    result.news.pressure.sequence_ids = columns.pack(INT64, [7])
     assert news_of(result) == SessionNews(
         granted=(Granted(4, (5, 6), 16, 3),),
         cut={9: pb.CUT_REASON_GROWTH, 8: pb.CUT_REASON_TURN},
         num_blocks_asked=12,
         deadline_s=1.5,
+        sequences_asked=(7,),
     )
     assert news_of(pb.Notice(news=result.news)) == news_of(result)
     result.news.cut_reasons = b""
@@ -159,4 +161,4 @@ def test_news_say_what_was_granted_cut_and_asked_for() -> None:
 
 
 def test_an_answer_without_news_says_that_nothing_happened() -> None:
-    assert news_of(pb.StepResult()) == SessionNews((), {}, 0, 0.0)
+    assert news_of(pb.StepResult()) == SessionNews((), {}, 0, 0.0, ())

@@ -140,6 +140,19 @@ def test_help_names_every_flag_with_unit_default_and_variable(
     assert "default: 30.0" in text
 
 
+def test_help_has_a_class_headings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Demanding, "HELP_GROUPS", {"The rows": ("num_rows",)}, raising=False)
+    with pytest.raises(SystemExit):
+        parse(Demanding, "program", ["--help"], {})
+    text = capsys.readouterr().out
+    places = [text.index(part) for part in ("The rows:", "--num-rows", "Options:", "--model")]
+    assert places == sorted(places)
+    assert text.count("--num-rows") == 1
+    assert "--help" in text[places[2] :]
+
+
 @pytest.mark.parametrize(
     "argv",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from core_messages import BLOCK
 from core_model import FAILED, LATER, OK, Engine, World, error_in, status_of
 
+from control_plane.planning.config import CoreConfig
 from kvplane import columns, ops
 from kvplane.columns import INT64
 from kvplane.errors import SequenceRevokedError
@@ -140,17 +141,36 @@ def test_growth_comes_before_admissions() -> None:
 def test_a_sequence_that_outstays_its_turn_is_asked_and_then_cut() -> None:
     world, one, other = crowded()
     other.step(ops.admit(5, prompt(3, 1), wait=True))
-    for _ in range(9):
-        pass_time(world, 3.5)
-        one.renew()
+    for position in range(56, 61):
+        pass_time(world, 6)
         other.renew()
+        assert not only(one.send(ops.append(1, [], 1, first_position=position))).failures
+    pass_time(world, 0.5)
     news = news_of(one.step())
-    assert dict(news.cut) == {1: cpb.CUT_REASON_TURN} or news.num_blocks_asked > 0
+    assert (news.num_blocks_asked, news.sequences_asked) == (8, (1,))
+    assert 0.5 <= news.deadline_s <= 1.0
+    pass_time(world, 1)
+    assert dict(news_of(one.step()).cut) == {1: cpb.CUT_REASON_TURN}
+
+
+def test_a_sequence_that_does_nothing_is_asked_for_with_its_forks_and_then_cut() -> None:
+    """Nothing that it wrote is lost but what others need."""
+    world, one, other = crowded()
+    one.send(ops.fork(1, 2))
+    one.settle()
+    other.step(ops.admit(5, prompt(3, 1), wait=True))
+    pass_time(world, 10.25)
+    one.renew()
+    other.renew()
+    assert news_of(one.step()).sequences_asked == (1, 2)
     pass_time(world, 2)
+    news = news_of(one.step())
+    assert dict(news.cut) == dict.fromkeys((1, 2), cpb.CUT_REASON_IDLE)
+    one.send(ops.free([2]))
     result = one.step(ops.append(1, [], 1, first_position=56))
     assert type(error_in(only(result))) is SequenceRevokedError
     assert status_of(only(result)) == FAILED
-    assert world.pool().counters.num_cut_sequences == 1
+    assert world.pool().counters.num_cut_sequences == 2
     one.run_all()
     one.settle()
     assert one.lookup(prompt(7)) == 40, "what it wrote is found, but for what the other needed"
@@ -159,6 +179,49 @@ def test_a_sequence_that_outstays_its_turn_is_asked_and_then_cut() -> None:
     one.settle()
     assert [grant.sequence_id for grant in news_of(other.step()).granted] == [5]
     world.core.check_integrity()
+
+
+def test_a_sequence_is_not_idle_while_a_plan_computes_it() -> None:
+    world, one, other = crowded()
+    one.step(ops.append(1, [], 1, first_position=56))
+    other.step(ops.admit(5, prompt(3, 1), wait=True))
+    for _ in range(2):
+        pass_time(world, 12)
+        one.renew()
+        other.renew()
+    assert not news_of(one.step()).cut
+    one.run_all()
+    one.settle()
+    pass_time(world, 5)
+    assert not news_of(one.step()).cut, "it went on with its receipt"
+
+
+def test_a_sequence_that_was_just_given_blocks_is_not_idle() -> None:
+    world, one, other = crowded()
+    other.admit(1, prompt(1, 1))
+    third = world.engine()
+    assert only(one.step(ops.append(1, [], 1, first_position=56))).failures
+    third.step(ops.admit(1, [5], wait=True))
+    pass_time(world, 2.5)
+    assert dict(news_of(other.step()).cut) == {1: cpb.CUT_REASON_GROWTH}
+    other.run_all()
+    other.settle()
+    pass_time(world, 9)
+    assert len(one.table(1)) == 8
+    assert not news_of(one.step()).num_blocks_asked
+    pass_time(world, 3)
+    assert news_of(one.step()).sequences_asked == (1,)
+
+
+def test_an_admission_that_is_impossible_by_now_is_given_up() -> None:
+    world = World(num_device=8, num_host=0, config=CoreConfig(watermark=0.0, max_sequences=2))
+    one, other = world.engine(), world.engine()
+    one.admit(1, prompt(6))
+    other.admit(1, prompt(1, 1))
+    other.step(ops.admit(5, prompt(3, 2), wait=True))
+    assert not only(other.send(ops.fork(1, 2))).failures
+    free(one, 1)
+    assert dict(news_of(other.step()).cut) == {5: cpb.CUT_REASON_IMPOSSIBLE}
 
 
 def test_tokens_of_a_sequence_that_was_cut_do_not_fail_its_sessions_step() -> None:
@@ -194,9 +257,9 @@ def test_blocks_of_a_sequence_that_was_cut_are_others_before_its_data_plane_know
 def test_blocks_of_a_sequence_that_was_cut_wait_for_plans_in_flight() -> None:
     world, one, other = crowded()
     other.step(ops.admit(5, prompt(3, 1), wait=True))
-    outstay(world, one, other, seconds=25)
+    outstay(world, one, other, seconds=5)
     one.step(ops.append(1, [], 1, first_position=56))
-    outstay(world, one, other, seconds=10)
+    outstay(world, one, other, seconds=27.5)
     one.learn()
     assert not one.sequences
     assert world.usage() == {"free": 0, "cached": 0, "held": 0, "retired": 8}

@@ -70,3 +70,24 @@ def test_the_end_of_a_session_frees_its_sequences() -> None:
     observer.told = []
     session_ends(observer, rig.session)
     assert sorted(observer.told) == [(1, 1, len(PROMPT)), (1, 2, 1)]
+
+
+def test_an_admission_that_is_granted_later_is_told_and_a_sequence_that_is_cut() -> None:
+    rig, observer = PlanningRig(num_device_blocks=4), Observer()
+    rig.sharing._observer = observer
+    other = rig.open(2)
+    rig.admit(1, PROMPT)
+    tokens = [7] * (2 * BLOCK_SIZE)
+    (later,), _ = rig.step(ops.admit(5, tokens, wait=True), session=other)
+    assert later.failures
+    assert not observer.told
+    rig.step(ops.free([1]))
+    rig.run()
+    rig.sharing.serve()
+    hashes = prompt_hashes(other.root, ops.pack_tokens(tokens), BLOCK_SIZE)
+    assert observer.told == [(2, 5, len(tokens), hashes)]
+    rig.step(ops.admit(2, PROMPT, wait=True))
+    for second in range(13):
+        rig.pool.set_time(float(second))
+        rig.sharing.tick()
+    assert observer.told[1] == (2, 5, len(tokens)), "it did nothing while the other waited"

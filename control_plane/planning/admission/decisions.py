@@ -28,6 +28,14 @@ class PoolView(Protocol):
     def num_held(self, session: int, sequence: int) -> int:
         """Blocks that the sequence and its forks refer to. It may be too high, never too low."""
 
+    def num_held_by(self, session: int) -> int:
+        """Blocks that all its live sequences refer to. It may be too high, never too low."""
+
+    def last_progress(self, session: int, sequence: int) -> tuple[float, bool]:
+        """When the sequence, or a fork of it, last went on: when something of it was scheduled or
+        receipted, or it was given blocks; and whether a plan in flight computes it.
+        """
+
     def retired_since(self, session: int) -> float | None:
         """When the oldest of the blocks that wait for the session's receipts was retired."""
 
@@ -35,14 +43,17 @@ class PoolView(Protocol):
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
     """``turn_s``: how long a sequence may stay while others wait; it must be long enough for the
-    longest prefill. ``max_doublings``: how often a session's turn can double. ``grace_s``: how long
-    somebody waits before another is asked to yield, and how long that one has to do so.
+    longest prefill. ``max_doublings``: how often a session's turn can double. ``idle_s``: how long
+    a sequence that no plan in flight computes may stay without going on while others wait.
+    ``grace_s``: how long somebody waits before another is asked to yield, and how long that one has
+    to do so.
     ``receipt_deadline_s``: how long blocks that others wait for may lack a receipt. ``headroom``:
     the share of the pool that admissions leave free for growth while any sequence is live.
     """
 
     turn_s: float = 30.0
     max_doublings: int = 5
+    idle_s: float = 10.0
     grace_s: float = 1.0
     receipt_deadline_s: float = 30.0
     headroom: float = 0.01
@@ -55,6 +66,7 @@ class Reason(enum.Enum):
     GROWTH = enum.auto()  # sequences that are live already need the blocks
     BLOCKS = enum.auto()  # it is its turn, and there are not enough blocks yet
     TURN = enum.auto()  # the sequence is past its turn, and others wait
+    IDLE = enum.auto()  # the sequence does not go on, and others wait
 
 
 @dataclass(frozen=True, slots=True)

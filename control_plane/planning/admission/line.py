@@ -14,11 +14,15 @@ of them ``tests/mutants/admission/faults.py`` says which test fails when it is l
 4. **Growth blocked for a grace period makes the most junior session yield**, its newest sequence
    first. Otherwise sequences that wait for each other's blocks wait for ever. Nobody senior to all
    that are blocked yields, and of the most senior of these only what is newer.
-5. **Who outstays its turn yields while others wait**, who is furthest past it first, and its
-   session goes to the back of the line. This alone ends sequences that hold blocks and do nothing.
+5. **Who outstays its turn yields while others wait**, and so does a sequence that does not go on
+   for some time; who is furthest past it first. Its session goes to the back of the line.
+   Otherwise sequences that hold blocks and never end keep them. Turns are the shorter the more a
+   session holds beyond a quarter of the pool and twice its fair share.
 6. **A turn that was cut doubles the session's next one**, until a sequence of it ends. Otherwise
-   a sequence that needs longer than its turn is cut for ever. For a doubled turn the session lets
-   rounds of the line pass, so that it gets no more than others do.
+   a sequence that needs longer than its turn is cut for ever. Idleness doubles nothing. Until then
+   the session is not admitted beside a live sequence of its own, and for every such turn after the
+   first, and for an idle one or one with much of the pool at once, it lets others pass: for a turn
+   for each fair share that it held. Otherwise who holds most and longest gets most of the pool.
 7. **The clock of a turn stands while its sequence is blocked.** Otherwise sequences that block each
    other are cut in turn, and none ever ends.
 8. **Who is asked to yield is told which sequence, and until when**; then it is cut. A sequence that
@@ -105,7 +109,7 @@ class Line:
             return Place(Reason.LINE, self._place(waiting), waiting.sequence)
         if waiting is not None:
             waiting.num_needed = num_needed
-        blocked, is_first = turns.num_blocked > 0, self._is_first(session)
+        blocked, is_first = turns.num_blocked > 0, self._is_first(session, now_s)
         if not blocked and is_first and self._has_room(session, num_needed):
             return None
         if waiting is None and wait:
@@ -171,7 +175,7 @@ class Line:
                 return None
             self._turns.unblock(oldest, now_s)
             return Growth(session, oldest.id, num_blocks)
-        head = self._head()
+        head = self._head(now_s)
         if head is None or not self._has_room(head.session.id, head.num_needed):
             return None
         return Admission(head.session.id, head.sequence, head.num_needed)
@@ -184,7 +188,7 @@ class Line:
         decisions = decide(
             self._turns,
             self._waiting,
-            self._head(),
+            self._head(now_s),
             self._pool,
             self._config,
             self.num_headroom(),
@@ -200,21 +204,25 @@ class Line:
         reason = leaving.reason
         self._turns.end(leaving, reason=reason, done=done)
         waiting = self._waiting.get(session)
-        if reason is Reason.TURN and waiting is not None:
+        if reason in (Reason.TURN, Reason.IDLE) and waiting is not None:
+            waiting.is_let_in = False
             self._to_the_back(waiting)
 
-    def _head(self) -> Waiting | None:
-        """The first that owes no round; one that is alone in the line need not let others pass."""
-        while self._waiting:
+    def _head(self, now_s: float) -> Waiting | None:
+        """The first that need not let others pass, or if all do, simply the first."""
+        for _ in range(len(self._waiting)):
             head = next(iter(self._waiting.values()))
-            if not head.session.num_owed or len(self._waiting) == 1:
+            if head.is_let_in or not head.session.passes(now_s):
                 return head
-            head.session.num_owed -= 1
             self._to_the_back(head)
-        return None
+        if not self._waiting:
+            return None
+        head = next(iter(self._waiting.values()))
+        head.is_let_in = True
+        return head
 
-    def _is_first(self, session: int) -> bool:
-        head = self._head()
+    def _is_first(self, session: int, now_s: float) -> bool:
+        head = self._head(now_s)
         return head is None or head.session.id == session
 
     def _has_room(self, session: int, num_needed: int) -> bool:
@@ -227,9 +235,7 @@ class Line:
         return int(self._config.headroom * self._pool.num_blocks) if self._turns.num_live else 0
 
     def _place(self, waiting: Waiting) -> int:
-        head = self._head()
-        assert head is not None
-        return waiting.ticket - head.ticket + 1
+        return waiting.ticket - next(iter(self._waiting.values())).ticket + 1
 
     def _to_the_back(self, waiting: Waiting) -> None:
         self._next_ticket += 1

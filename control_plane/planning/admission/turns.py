@@ -1,8 +1,8 @@
 """Sessions, their live sequences, the clocks of their turns, and who is senior to whom.
 
 Seniority orders sessions: it is lost, to the most junior place, when a sequence of the session
-ends, is freed or swapped out, or is cut because its turn is over. It is kept when a sequence yields
-to growth; else the same session could be cut for ever.
+ends, is freed or swapped out, or is cut because its turn is over or it is idle. It is kept when a
+sequence yields to growth; else the same session could be cut for ever.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from control_plane.planning.admission.decisions import Reason
 class Session:
     """A session: ``num_doublings`` of its turn, and its live sequences, oldest first."""
 
-    __slots__ = ("id", "num_doublings", "num_owed", "seniority", "sequences")
+    __slots__ = ("id", "num_doublings", "passes_until_s", "seniority", "sequences")
 
     def __init__(self, id_: int, seniority: int) -> None:
         self.id: Final = id_
         self.seniority = seniority  # the lower, the more senior
         self.num_doublings = 0
-        self.num_owed = 0  # rounds of the line that it lets pass, for turns that were doubled
+        self.passes_until_s = 0.0  # until then it lets others pass in the line
         self.sequences: dict[int, Sequence] = {}
+
+    def passes(self, now_s: float) -> bool:
+        """Whether others are admitted before it, though it stands in front of them."""
+        return self.passes_until_s > now_s or (self.num_doublings > 0 and len(self.sequences) > 0)
 
 
 class Sequence:
@@ -34,25 +38,29 @@ class Sequence:
         "deadline_s",
         "ends_s",
         "id",
+        "idles_s",
         "num_blocked",
         "num_doublings",
+        "owed_s",
         "queued",
         "rank",
         "reason",
         "session",
     )
 
-    def __init__(self, session: Session, id_: int, rank: int, ends_s: float) -> None:
+    def __init__(self, session: Session, id_: int, rank: int) -> None:
         self.session: Final = session
         self.id: Final = id_
         self.rank = rank  # the lower, the older
-        self.ends_s = ends_s  # of its turn; put off while it is blocked
+        self.ends_s = 0.0  # of its turn; put off while it is blocked
+        self.idles_s = 0.0  # before then it is not idle; to be asked for again when it has come
         self.num_doublings = session.num_doublings
         self.num_blocked = 0
         self.blocked_s = 0.0
         self.queued = False
         self.deadline_s: float | None = None  # when it is cut, if it was asked to yield
         self.reason: Reason | None = None  # why it is asked to, as long as it is
+        self.owed_s = 0.0  # for how long its session lets others pass if it goes for that reason
 
 
 class Turns:
@@ -84,9 +92,9 @@ class Turns:
         """A sequence holds device blocks from now on."""
         owner = self.sessions[session]
         assert sequence not in owner.sequences
-        ends_s = now_s + self._turn_s * (1 << owner.num_doublings)
-        owner.sequences[sequence] = Sequence(owner, sequence, self._next_rank, ends_s)
-        owner.num_owed = 0  # nobody else was there to be let pass
+        started = owner.sequences[sequence] = Sequence(owner, sequence, self._next_rank)
+        started.ends_s = now_s + self.length_s(started)
+        owner.passes_until_s = 0.0  # that time is over, or nobody was there to be let pass
         self._next_rank += 1
         self.num_live += 1
 
@@ -97,14 +105,20 @@ class Turns:
         """
         session = sequence.session
         self._remove(sequence)
+        if reason in (Reason.TURN, Reason.IDLE) and sequence.owed_s:
+            since_s = max(session.passes_until_s, sequence.deadline_s or 0.0)
+            session.passes_until_s = since_s + sequence.owed_s
         if reason is Reason.TURN:
-            session.num_owed += (1 << sequence.num_doublings) - 1
             num_doublings = min(sequence.num_doublings + 1, self._max_doublings)
             session.num_doublings = max(session.num_doublings, num_doublings)
         elif done and reason is None:
             session.num_doublings = 0
         if reason is not Reason.GROWTH:
             self._make_junior(session)
+
+    def length_s(self, sequence: Sequence) -> float:
+        """How long the sequence's turn is."""
+        return self._turn_s * (1 << sequence.num_doublings)
 
     # Blocked growth
 

@@ -21,7 +21,7 @@ from control_plane.planning.admission.turns import Sequence, Session, Turns
 class Waiting:
     """An admission in the line, since ``since_s``."""
 
-    __slots__ = ("num_needed", "sequence", "session", "since_s", "ticket")
+    __slots__ = ("is_let_in", "num_needed", "sequence", "session", "since_s", "ticket")
 
     def __init__(
         self, session: Session, sequence: int, num_needed: int, since_s: float, ticket: int
@@ -31,6 +31,7 @@ class Waiting:
         self.num_needed = num_needed
         self.since_s = since_s
         self.ticket = ticket  # the order of the line; the head has the lowest
+        self.is_let_in = False  # all that waited should have let others pass, and it was the first
 
 
 def decide(
@@ -53,7 +54,7 @@ def decide(
     num_found = 0
     for num_lacking, candidates in (
         (num_for_growth, _juniors(turns, blocked)),
-        (num_for_all, _past_turn(turns, waiting, now_s)),
+        (num_for_all, _past_turn(turns, line, waiting, pool, config.idle_s, now_s)),
     ):
         for sequence, reason in candidates:
             if num_found >= num_lacking:
@@ -70,6 +71,8 @@ def decide(
             turns.asked.remove(sequence)
     turns.asked.update(chosen)
     decisions = [_ask(pool, s, reason, config.grace_s, now_s) for s, reason in chosen.items()]
+    for sequence, reason in chosen.items():
+        sequence.owed_s = _owed_s(turns, sequence, reason, line, pool, config.idle_s, now_s)
     overdue = _without_receipts(turns, waiting, pool, now_s - config.receipt_deadline_s)
     return [d for d in decisions if d is not None] + list(overdue)
 
@@ -108,22 +111,73 @@ def _juniors(turns: Turns, blocked: list[Sequence]) -> Iterator[tuple[Sequence, 
 
 
 def _past_turn(
-    turns: Turns, waiting: set[Session], now_s: float
+    turns: Turns,
+    line: Mapping[int, Waiting],
+    waiting: set[Session],
+    pool: PoolView,
+    idle_s: float,
+    now_s: float,
 ) -> Iterator[tuple[Sequence, Reason]]:
-    """Who is past its turn while another session waits, furthest first."""
+    """Who is past its turn or idle while another session waits, furthest first."""
     if not waiting:
         return
-    past = [
-        (sequence.ends_s, sequence.rank, sequence)
-        for session in turns.sessions.values()
-        for sequence in session.sequences.values()
-        if sequence.ends_s < now_s and not sequence.num_blocked
-    ]
+    past = []
+    for session in turns.sessions.values():
+        much = max(1.0, _times_much(session, line, pool))
+        for sequence in session.sequences.values():
+            ends_s = sequence.ends_s - turns.length_s(sequence) * (1 - 1 / much)
+            is_past = ends_s < now_s
+            if sequence.num_blocked or not (is_past or _is_idle(pool, sequence, idle_s, now_s)):
+                continue
+            reason = Reason.TURN if is_past else Reason.IDLE
+            past.append((min(ends_s, sequence.idles_s), sequence.rank, sequence, reason))
     heapq.heapify(past)  # a few of them are enough
     while past:
-        sequence = heapq.heappop(past)[2]
+        _, _, sequence, reason = heapq.heappop(past)
         if _other_waits(waiting, sequence.session):
-            yield sequence, Reason.TURN
+            yield sequence, reason
+
+
+def _times_much(session: Session, line: Mapping[int, Waiting], pool: PoolView) -> float:
+    """What the session holds by what is much: a quarter of the pool, and twice its fair share."""
+    most = max(0.25, 2 / _num_sharing(session, line))
+    return pool.num_held_by(session.id) / (most * pool.num_blocks)
+
+
+def _num_sharing(session: Session, line: Mapping[int, Waiting]) -> int:
+    """Sessions that share the pool: this one, and those that wait."""
+    return len(line) + (session.id not in line)
+
+
+def _is_idle(pool: PoolView, sequence: Sequence, idle_s: float, now_s: float) -> bool:
+    """The pool is asked once in ``idle_s`` about a sequence that goes on."""
+    if sequence.idles_s < now_s:
+        progress_s, is_computed = pool.last_progress(sequence.session.id, sequence.id)
+        sequence.idles_s = (now_s if is_computed else progress_s) + idle_s
+    return sequence.idles_s < now_s
+
+
+def _owed_s(
+    turns: Turns,
+    sequence: Sequence,
+    reason: Reason,
+    line: Mapping[int, Waiting],
+    pool: PoolView,
+    idle_s: float,
+    now_s: float,
+) -> float:
+    """As many turns as it held fair shares of the pool. A first turn that is too short for a
+    sequence that goes on costs nothing, unless its session holds much.
+    """
+    if reason is Reason.GROWTH:
+        return 0.0
+    session = sequence.session
+    if not session.num_doublings and _times_much(session, line, pool) <= 1:
+        progress_s, _ = pool.last_progress(session.id, sequence.id)
+        if progress_s + idle_s >= now_s:
+            return 0.0
+    num_shares = _num_held(pool, sequence) * _num_sharing(session, line) / pool.num_blocks
+    return turns.length_s(sequence) * num_shares
 
 
 def _without_receipts(

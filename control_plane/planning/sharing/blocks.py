@@ -34,6 +34,21 @@ class DeviceBlocks:
         slot = member.session.slot
         return sum(native.num_held(slot, i) for i in group.members - group.swapped)
 
+    def num_held_by(self, session: int) -> int:
+        member, native = self._members[session], self._pool.native
+        held = native.num_blocks_held(member.session.slot)  # of both tiers
+        groups = member.groups.all() if held > self.num_blocks // 8 else []
+        if any(group.swapped for group in groups):
+            return sum(self.num_held(session, group.key) for group in groups)
+        return held
+
+    def last_progress(self, session: int, sequence: int) -> tuple[float, bool]:
+        member, native = self._members[session], self._pool.native
+        group = member.groups.by_key(sequence)
+        slot = member.session.slot
+        each = [native.last_progress(slot, i) for i in group.members - group.swapped]
+        return max(at_s for at_s, _ in each), any(is_computed for _, is_computed in each)
+
     def retired_since(self, session: int) -> float | None:
         """When the session's oldest plan in flight was made, if blocks wait for its receipt."""
         _, num_free, num_cached, _, num_retired = self._pool.native.usage(_DEVICE)

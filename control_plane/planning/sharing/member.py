@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from control_plane.planning.session import Session
-from control_plane.planning.sharing.groups import Groups
+from control_plane.planning.sharing.groups import Group, Groups
 from kvplane import columns
 from kvplane.columns import INT64, UINT8
 from kvplane.v1 import control_pb2 as cpb
@@ -97,11 +97,13 @@ class Member:
         while len(self.revoked) > _MAX_REVOKED:
             self.revoked.popitem(last=False)
 
-    def tell_pressure(self, num_blocks: int, time_left_s: float) -> None:
-        """The session is asked to release blocks."""
+    def tell_pressure(self, group: Group, num_blocks: int, time_left_s: float) -> None:
+        """The session is asked to release what a group holds."""
         pressure = self._news().pressure
         pressure.num_blocks += num_blocks
-        pressure.deadline.FromNanoseconds(int(time_left_s * 1e9))
+        pressure.sequence_ids += columns.pack(INT64, sorted(group.members - group.swapped))
+        if not pressure.HasField("deadline"):
+            pressure.deadline.FromNanoseconds(int(time_left_s * 1e9))
 
     def _news(self) -> cpb.News:
         if self.news is None:

@@ -17,6 +17,7 @@ from typing import Final
 
 from kvplane_blocks import _native
 
+from control_plane.planning import traffic
 from control_plane.planning.admission.decisions import (
     Admission,
     AdmissionConfig,
@@ -35,6 +36,7 @@ from control_plane.planning.sharing.blocks import DeviceBlocks
 from control_plane.planning.sharing.groups import Group
 from control_plane.planning.sharing.member import Member, Waiting
 from control_plane.planning.steps import checks
+from control_plane.planning.traffic import TrafficObserver
 from kvplane import columns
 from kvplane.columns import INT32, INT64, UINT8
 from kvplane.errors import SequenceExistsError
@@ -54,18 +56,26 @@ _ONES: Final = columns.pack(INT32, [1] * 4096)
 _REASONS: Final = {
     Reason.GROWTH: cpb.CUT_REASON_GROWTH,
     Reason.TURN: cpb.CUT_REASON_TURN,
+    Reason.IDLE: cpb.CUT_REASON_IDLE,
 }
 
 
 class Sharing:
     """The sessions of one pool, and their line."""
 
-    def __init__(self, pool: Pool, config: AdmissionConfig, quotas: Quotas) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        config: AdmissionConfig,
+        quotas: Quotas,
+        observer: TrafficObserver | None = None,
+    ) -> None:
         self.members: dict[int, Member] = {}
         self.with_news: set[int] = set()  # sessions that were not told yet
         self._pool = pool
         self._config = config
         self._quotas = quotas
+        self._observer = observer
         self._line = Line(DeviceBlocks(pool, self.members), config)
 
     # Sessions
@@ -248,7 +258,8 @@ class Sharing:
         for decision in self._line.tick(now_s):
             member = self.members[decision.session]
             if isinstance(decision, Pressure):
-                member.tell_pressure(decision.num_blocks, decision.deadline_s - now_s)
+                group = member.groups.by_key(decision.sequence)
+                member.tell_pressure(group, decision.num_blocks, decision.deadline_s - now_s)
             elif isinstance(decision, Cut):
                 self._cut(member, decision)
             elif isinstance(decision, EndSession):
@@ -385,11 +396,12 @@ class Sharing:
             member.is_drafted = True
             self._pool.num_granted_admissions += 1
             self._pool.statistics.wait_s.add(self._pool.now_s - waiting.since_s)
+            traffic.begins(self._observer, session, message)
             return True
         if done[1] in _LATER:
             return self._ask(member, waiting.key, done[2], wait=True) is not None
         by_quota = done[1] in _QUOTA
-        reason = cpb.CUT_REASON_QUOTA if by_quota else cpb.CUT_REASON_GROWTH
+        reason = cpb.CUT_REASON_QUOTA if by_quota else cpb.CUT_REASON_IMPOSSIBLE
         return self._refuse(member, waiting, message, reason)
 
     def _refuse(
@@ -406,6 +418,7 @@ class Sharing:
         group.in_line = False
         member.wanted.pop(group.key, None)
         for sequence_id in sorted(group.members - group.swapped):
+            traffic.ends(self._observer, session, sequence_id)
             session.native.cut(session.slot, sequence_id)
             member.groups.remove(sequence_id)
             member.tell_cut(sequence_id, _REASONS[cut.reason])

@@ -202,7 +202,7 @@ def _position_error(kind: str, failure: Failure) -> KvplaneError:
             )
         case _native.OTHER_TOKENS:
             return InvalidRequestError(
-                f"differ from those known of sequence {a}", field="token_ids"
+                f"differ from those known of sequence {a}, or given here before", field="token_ids"
             )
     raise AssertionError(f"the native core refuses an item of {kind} with code {code}")
 

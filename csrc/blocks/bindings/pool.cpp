@@ -249,6 +249,17 @@ void bind_sessions(py::class_<P>& pool) {
       },
       py::arg("slot"), py::arg("sequence_id"));
   pool.def(
+      "last_progress",
+      [](const P& self, Slot slot, int64_t id) {
+        const Sequence& sequence = sequence_of(self, slot, id);
+        return std::make_pair(sequence.progress_s, !sequence.pending.empty());
+      },
+      py::arg("slot"), py::arg("sequence_id"));
+  pool.def(
+      "num_blocks_held",
+      [](const P& self, Slot slot) { return self.num_blocks_held(checked(self, slot)); },
+      py::arg("slot"));
+  pool.def(
       "states",
       [](const P& self, Slot slot, const py::object& sequence_ids) {
         return states(first_of(self), slot, sequence_ids);
@@ -286,10 +297,6 @@ void bind_sessions(py::class_<P>& pool) {
 }
 
 void bind_queries(PoolClass& pool) {
-  pool.def(
-      "num_blocks_held",
-      [](const Pool& self, Slot slot) { return self.session(checked(self, slot)).num_held; },
-      py::arg("slot"));
   pool.def("table", &table, py::arg("slot"), py::arg("sequence_id"));
   pool.def(
       "common_prefix",

@@ -141,4 +141,12 @@ int64_t GroupedPool::num_held(Slot slot, int64_t sequence_id) const {
   return num;
 }
 
+int64_t GroupedPool::num_blocks_held(Slot slot) const {
+  const Proportion proportion(groups(), kDevice);
+  int64_t num = 0;
+  for (const Pool* pool : pools_)
+    num = std::max(num, proportion.up(*pool, pool->num_blocks_held(slot)));
+  return num;
+}
+
 }  // namespace kvplane::blocks

@@ -84,6 +84,7 @@ void Pool::end_session(Slot slot) {
     sequence.pending.clear();
   }
   session.sequences.clear();
+  session.num_tokens = 0;
   end_plans(session, kEnded);  // freed sequences that receipts were to publish are forgotten too
   for (const auto& [index, uid] : found)
     if (sequences_[index].uid == uid) forget_sequence(index);
@@ -176,6 +177,10 @@ std::vector<EntryId> Pool::match_hashes(std::string_view root, Span<uint8_t> has
     found.push_back(e);
   }
   return found;
+}
+
+int64_t Pool::num_entries(const Session& session) const {
+  return std::max(session.num_entries, div_ceil(session.num_tokens, block_size_));
 }
 
 int64_t Pool::held_by(const Sequence& sequence) const {
@@ -273,7 +278,7 @@ void Pool::check_session(const Session& session,
                          std::unordered_map<uint32_t, uint32_t>& table_owners,
                          std::unordered_map<uint32_t, uint32_t>& token_owners,
                          std::vector<uint32_t>* refs) const {
-  int64_t num_held = 0, num_entries = 0;
+  int64_t num_held = 0, num_entries = 0, num_tokens = 0;
   for (const Sequence* sequence : sequences_of(session.slot)) {
     const std::string name = "sequence " + std::to_string(sequence->id);
     auto require = [&](bool ok, const char* what) {
@@ -289,6 +294,7 @@ void Pool::check_session(const Session& session,
                 !sequence->pending.empty(),
             "more is published than is written");
     num_entries += sequence->table.size;
+    num_tokens += sequence->tokens.size;
     for (const uint32_t piece : sequence->tokens.pieces) ++token_owners[piece];
     std::vector<Block> table = table_of(*sequence);
     for (size_t p = 0; p < sequence->table.pieces.size(); ++p) {
@@ -320,6 +326,7 @@ void Pool::check_session(const Session& session,
   }
   if (num_held != session.num_held) throw std::logic_error("blocks held are miscounted");
   if (num_entries != session.num_entries) throw std::logic_error("table entries are miscounted");
+  if (num_tokens != session.num_tokens) throw std::logic_error("tokens are miscounted");
 }
 
 }  // namespace kvplane::blocks

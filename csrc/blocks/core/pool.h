@@ -262,6 +262,7 @@ class Pool final : private Listener {
   int64_t num_obtainable(Slot slot, Tier tier) const { return store(tier).num_obtainable(slot); }
   int64_t num_coming(Slot slot, Tier tier) const { return store(tier).num_coming(slot); }
   int64_t num_held(Slot slot, int64_t id) const { return held_by(*find(slot, id)); }
+  int64_t num_blocks_held(Slot slot) const { return sessions_[slot].num_held; }
 
  private:
   struct Hit;
@@ -286,6 +287,8 @@ class Pool final : private Listener {
   // Sequences (sequences.cpp)
   uint32_t new_sequence(Session& session, int64_t id, int64_t admitted_by);
   void forget_sequence(uint32_t index);
+  // What `max_table_entries` bounds: entries of tables, also those that known tokens will need.
+  int64_t num_entries(const Session& session) const;
   uint32_t add_fork(Session& session, uint32_t parent, int64_t id, int64_t admitted_by);
   Failure check_new_id(const Session& session, int64_t id, int64_t num_more, int64_t item) const;
   Failure check_fork(const Session& session, int64_t parent, int64_t id, int64_t item) const;
@@ -387,8 +390,9 @@ class Pool final : private Listener {
   bool set_chain(Session& session, Sequence& sequence);
   void enter(Session& session, Sequence& sequence, uint32_t index, const int32_t* tokens, Block b);
   EntryId entry_for(const Sequence& sequence, uint32_t index, const int32_t* tokens);
+  struct Given;
   Failure check_deferred(Session& session, const DeferredColumns& columns, int64_t item,
-                         const int32_t* tokens);
+                         const int32_t* tokens, std::vector<Given>& given);
   void announce(EntryId root, EntryId entry);
   void announce_promoted();
   void cut_to_written(Session& session, uint32_t index, const Origins& origins, int64_t next_plan);

@@ -53,12 +53,14 @@ struct Sequence {
   int64_t first_led = 0;
   int64_t moved_by = 0;     // the plan whose transfers fill the table
   int64_t computed_by = 0;  // the last plan that computes tokens of it
+  double progress_s = 0;    // when it was last scheduled, receipted, moved or given blocks
   int64_t filled_by = 0;    // the last plan in which another sequence computes blocks of its table
   std::vector<std::pair<int64_t, int64_t>> pending;  // (plan, end of what it writes)
   // Of a freed one: blocks from num_published on that receipts may still publish.
   std::vector<std::pair<Block, int64_t>> ghosts;  // (block, generation)
   int64_t first_ghost = 0;                        // place in the table of the first
-  int64_t num_checked = 0;                        // scratch of deferred_tokens
+  int64_t num_checked = 0;                        // scratch of deferred_tokens, as is the next
+  int64_t last_given = -1;
 };
 
 // A block as it was when it was allocated.
@@ -125,6 +127,7 @@ struct Session {
   int64_t number = 0;       // of the step that runs, or ran last
   int64_t num_held = 0;     // blocks of pieces of its tables, both tiers
   int64_t num_entries = 0;  // of its tables, shared or not
+  int64_t num_tokens = 0;   // known ones of its live sequences, shared or not
   Draft draft;
   PlanRecord record;  // of the draft
   // Of the draft: blocks that its transfers write, which are not allocated twice in one plan; those

@@ -36,9 +36,11 @@ void Pool::advance(Session& session, uint32_t index, int64_t done) {
   size_t num = 0;
   for (; num < sequence.pending.size() && sequence.pending[num].first <= done; ++num)
     sequence.num_written = std::max(sequence.num_written, sequence.pending[num].second);
-  if (num)
+  if (num) {
     sequence.pending.erase(sequence.pending.begin(),
                            sequence.pending.begin() + static_cast<int64_t>(num));
+    sequence.progress_s = now_s_;
+  }
   if (sequence.num_written / block_size_ > sequence.num_published) publish(session, index);
   if (!sequence.live && sequence.pending.empty()) forget_sequence(index);
 }
@@ -164,15 +166,26 @@ std::vector<Pool::Announcement> Pool::findable() const {
 
 // Deferred tokens
 
+// Tokens of [begin, end) that an item of a call gives a sequence, which had none there; `before`:
+// what an earlier item gives the same sequence, or -1.
+struct Pool::Given {
+  int64_t begin, end;
+  const int32_t* tokens;
+  int64_t before;
+};
+
 std::vector<Failure> Pool::deferred_tokens(Slot slot, const DeferredColumns& columns) {
   Session& session = sessions_[slot];
   const int64_t num = columns.sequence_ids.size;
   for (int64_t item = 0; item < num; ++item)
-    if (const uint32_t* index = session.sequences.find(columns.sequence_ids[item]))
+    if (const uint32_t* index = session.sequences.find(columns.sequence_ids[item])) {
       sequences_[*index].num_checked = sequences_[*index].tokens.size;
+      sequences_[*index].last_given = -1;
+    }
+  std::vector<Given> given;
   const int32_t* tokens = columns.token_ids.data;
   for (int64_t item = 0; item < num; tokens += columns.num_tokens[item], ++item) {
-    const Failure failure = check_deferred(session, columns, item, tokens);
+    const Failure failure = check_deferred(session, columns, item, tokens, given);
     if (failure.code != Code::kOk) return {failure};
   }
   tokens = columns.token_ids.data;
@@ -183,13 +196,14 @@ std::vector<Failure> Pool::deferred_tokens(Slot slot, const DeferredColumns& col
     const int64_t num_new = columns.num_tokens[item] - num_repeated;
     if (num_new <= 0) continue;
     sequence.tokens.append(token_store_, tokens + num_repeated, num_new);
+    session.num_tokens += num_new;
     publish(session, index);
   }
   return {};
 }
 
 Failure Pool::check_deferred(Session& session, const DeferredColumns& columns, int64_t item,
-                             const int32_t* tokens) {
+                             const int32_t* tokens, std::vector<Given>& given) {
   const int64_t id = columns.sequence_ids[item], first = columns.first_positions[item];
   const uint32_t* index = session.sequences.find(id);
   if (!index) return {item, Code::kNotFound, id};
@@ -204,7 +218,21 @@ Failure Pool::check_deferred(Session& session, const DeferredColumns& columns, i
   const int64_t num_known = std::min(sequence.tokens.size, end) - first;
   if (num_known > 0 && !sequence.tokens.equals(token_store_, first, tokens, num_known))
     return {item, Code::kOtherTokens, id, first};
-  sequence.num_checked = std::max(sequence.num_checked, end);
+  for (int64_t g = sequence.last_given; g >= 0 && given[static_cast<size_t>(g)].end > first;
+       g = given[static_cast<size_t>(g)].before) {
+    const int64_t begin = std::max(first, given[static_cast<size_t>(g)].begin),
+                  stop = std::min(end, given[static_cast<size_t>(g)].end);
+    if (begin < stop && !std::equal(tokens + (begin - first), tokens + (stop - first),
+                                    given[static_cast<size_t>(g)].tokens +
+                                        (begin - given[static_cast<size_t>(g)].begin)))
+      return {item, Code::kOtherTokens, id, first};
+  }
+  if (end > sequence.num_checked) {
+    const int64_t begin = sequence.num_checked;
+    given.push_back({begin, end, tokens + (begin - first), sequence.last_given});
+    sequence.last_given = static_cast<int64_t>(given.size()) - 1;
+    sequence.num_checked = end;
+  }
   return {item, Code::kOk};
 }
 

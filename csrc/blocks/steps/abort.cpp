@@ -76,7 +76,9 @@ void Pool::cut_to_written(Session& session, uint32_t index, const Origins& origi
                           int64_t next_plan) {
   Sequence& sequence = sequences_[index];
   clear_leaders(sequence, index, sequence.num_written / block_size_);
+  const int64_t num_tokens = sequence.tokens.size;
   sequence.tokens.cut(token_store_, sequence.num_written);
+  if (sequence.live) session.num_tokens -= num_tokens - sequence.tokens.size;
   sequence.num_written = std::min(sequence.num_written, sequence.tokens.size);
   sequence.num_scheduled = sequence.num_written;
   sequence.num_cached = std::min(sequence.num_cached, sequence.num_written);

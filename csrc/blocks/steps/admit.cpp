@@ -139,10 +139,10 @@ Failure Pool::check_admission(const Session& session, const Admission& admission
     return Failure{0, Code::kNever, most, num_device, kDevice};
   if (quota && most > quota && !config_.window_tokens)
     return Failure{0, Code::kNeverQuota, most, quota, kDevice};
-  const int64_t num_entries = (1 + num_forks) * div_ceil(num_tokens, block_size_);
-  if (session.num_entries + num_entries > config_.max_table_entries)
-    return Failure{0, Code::kTooManyEntries, config_.max_table_entries, session.num_entries,
-                   num_entries};
+  const int64_t num_more = (1 + num_forks) * div_ceil(num_tokens, block_size_);
+  const int64_t num_now = num_entries(session);
+  if (num_now + num_more > config_.max_table_entries)
+    return Failure{0, Code::kTooManyEntries, config_.max_table_entries, num_now, num_more};
   return Failure{0, Code::kOk};
 }
 
@@ -189,6 +189,7 @@ uint32_t Pool::admit_one(Session& session, const Admission& admission, int64_t a
   const uint32_t index = new_sequence(session, admission.sequence_id, admitted_by);
   Sequence& sequence = sequences_[index];
   sequence.tokens.append(token_store_, admission.tokens.data, num_tokens);
+  session.num_tokens += num_tokens;
   use_hits(session, sequence, hits);
   sequence.num_cached = sequence.num_scheduled = cached;
   sequence.num_written = std::min(sequence.num_written, cached);

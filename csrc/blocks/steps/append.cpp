@@ -55,6 +55,7 @@ ItemResults Pool::append(Groups groups, Slot slot, const AppendColumns& columns)
         const uint32_t index = plans[static_cast<size_t>(g)].index;
         Sequence& sequence = pool.sequences_[index];
         sequence.tokens.append(pool.token_store_, tokens, num_given);
+        session.num_tokens += num_given;
         pool.schedule(session, index, num_slots);
         results.values[static_cast<size_t>(item)] = static_cast<int32_t>(sequence.table.size);
       }
@@ -181,6 +182,7 @@ int64_t Pool::append_one(Session& session, const AppendColumns& columns, int64_t
       session.draft.changes.cut(ChangeKind::kTruncate, id, sequence.table.size);
   }
   sequence.tokens.append(token_store_, tokens, num_given);
+  session.num_tokens += num_given;
   grow(session, index, first, end, cover);
   if (num_slots) schedule(session, index, num_slots);
   return sequence.table.size;
@@ -200,7 +202,8 @@ bool Pool::reserve(Groups groups, Slot slot, int64_t sequence_id, int64_t num_bl
     Pool& pool = *groups[g];
     Session& session = pool.sessions_[slot];
     const uint32_t index = *session.sequences.find(sequence_id);
-    const Sequence& sequence = pool.sequences_[index];
+    Sequence& sequence = pool.sequences_[index];
+    sequence.progress_s = pool.now_s_;
     const int64_t number = session.number++;  // the next plan, at the earliest
     const int64_t first = sequence.num_scheduled;
     pool.grow(session, index, first, first, (sequence.table.size + num_blocks) * pool.block_size_);
@@ -419,6 +422,7 @@ void Pool::schedule(Session& session, uint32_t index, int64_t num_slots) {
   spans.num_tokens.push_back(static_cast<int32_t>(num_slots));
   sequence.num_scheduled += num_slots;
   sequence.computed_by = session.number;
+  sequence.progress_s = now_s_;
   sequence.pending.emplace_back(session.number, sequence.num_scheduled);
   touch(session, index);
   if (config_.window_tokens) trim(session, sequence);

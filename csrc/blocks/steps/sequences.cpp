@@ -22,6 +22,7 @@ uint32_t Pool::new_sequence(Session& session, int64_t id, int64_t admitted_by) {
   sequence.id = id;
   sequence.slot = session.slot;
   sequence.admitted_by = admitted_by;
+  sequence.progress_s = now_s_;
   sequence.live = true;
   session.sequences.insert(id, index);
   return index;
@@ -85,7 +86,7 @@ Failure Pool::check_fork(const Session& session, int64_t parent_id, int64_t id,
   const Failure failure = check_new_id(session, id, 1, item);
   if (failure.code != Code::kOk) return failure;
   if (parent.computed) return {item, Code::kBusy, parent_id};
-  const int64_t num = session.num_entries + dry_.num_entries;
+  const int64_t num = num_entries(session) + dry_.num_entries;
   const int64_t more = std::max(parent.table_size, div_ceil(parent.num_tokens, block_size_));
   if (num + more > config_.max_table_entries)
     return {item, Code::kTooManyEntries, config_.max_table_entries, num, more};
@@ -102,6 +103,7 @@ uint32_t Pool::add_fork(Session& session, uint32_t parent_index, int64_t id, int
   session.num_entries += child.table.size;
   child.num_trimmed = parent.num_trimmed;
   child.tokens.share(token_store_, parent.tokens);
+  session.num_tokens += child.tokens.size;
   child.num_cached = parent.num_cached;
   child.num_written = parent.num_written;
   child.num_scheduled = parent.num_scheduled;
@@ -189,6 +191,7 @@ int64_t Pool::drop(Session& session, uint32_t index, int64_t plan) {
   for (auto ghost = sequence.ghosts.rbegin(); ghost != sequence.ghosts.rend(); ++ghost)
     if (ghost->first != kNoBlock) blocks.keep(ghost->first);
   session.sequences.erase(sequence.id);
+  session.num_tokens -= sequence.tokens.size;
   sequence.live = false;
   if (sequence.table_sent && !session.resync_due) session.draft.changes.drop(sequence.id);
   if (!expects) forget_sequence(index);
@@ -259,7 +262,9 @@ int64_t Pool::truncate_one(Session& session, uint32_t index, int64_t num) {
   const int64_t num_full = num / block_size_;
   publish(session, index);  // what is kept and complete
   clear_leaders(sequence, index, num_full);
+  const int64_t num_tokens = sequence.tokens.size;
   sequence.tokens.cut(token_store_, num);
+  session.num_tokens -= num_tokens - sequence.tokens.size;
   sequence.num_scheduled = std::min(sequence.num_scheduled, num);
   sequence.num_written = std::min(sequence.num_written, num);
   sequence.num_cached = std::min(sequence.num_cached, num);
@@ -396,6 +401,7 @@ void Pool::move(Session& session, uint32_t index, Tier destination,
   }
   sequence.num_trimmed = num_trimmed;
   sequence.moved_by = session.number;
+  sequence.progress_s = now_s_;
   sequence.num_published = 0;
   sequence.chain = session.root;
   sequence.chain_uid = index_[session.root].uid;

@@ -20,7 +20,7 @@ from control_plane.planning.admission.turns import Sequence, Session, Turns
 
 def the_head_is_passed(patch: pytest.MonkeyPatch) -> None:
     """1: whoever finds room is admitted, also when others stand in front."""
-    patch.setattr(Line, "_is_first", lambda self, session: True)
+    patch.setattr(Line, "_is_first", lambda self, session, now_s: True)
 
 
 def polling_keeps_a_place(patch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def admissions_come_before_growth(patch: pytest.MonkeyPatch) -> None:
         self: Line, session: int, sequence: int, num: int, now_s: float, *, wait: bool
     ) -> Place | None:
         place = original(self, session, sequence, num, now_s, wait=wait)
-        return None if self._is_first(session) and self._has_room(session, num) else place
+        return None if self._is_first(session, now_s) and self._has_room(session, num) else place
 
     original = Line.admit
     patch.setattr(Line, "admit", admit)
@@ -190,7 +190,7 @@ def _seniority(patch: pytest.MonkeyPatch, *, lost: Any) -> None:
 
 def turns_never_end(patch: pytest.MonkeyPatch) -> None:
     """5: nobody yields to the line."""
-    patch.setattr(yielding, "_past_turn", lambda turns, waiting, now_s: iter(()))
+    patch.setattr(yielding, "_past_turn", lambda *args: iter(()))
 
 
 def the_newest_turn_ends_first(patch: pytest.MonkeyPatch) -> None:
@@ -216,6 +216,34 @@ def who_is_cut_keeps_its_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Line, "_leave", leave)
 
 
+def idle_ones_keep_their_turn(patch: pytest.MonkeyPatch) -> None:
+    """5: who does nothing yields no sooner than others."""
+    patch.setattr(yielding, "_is_idle", lambda *args: False)
+
+
+def what_is_computed_is_idle(patch: pytest.MonkeyPatch) -> None:
+    """5: a plan in flight counts for nothing."""
+
+    def is_idle(pool: Any, sequence: Sequence, idle_s: float, now_s: float) -> bool:
+        progress_s, _ = pool.last_progress(sequence.session.id, sequence.id)
+        return bool(progress_s + idle_s < now_s)
+
+    patch.setattr(yielding, "_is_idle", is_idle)
+
+
+def the_blocked_are_idle(patch: pytest.MonkeyPatch) -> None:
+    """5, 7: who waits for blocks is cut because it does not go on."""
+
+    def past_turn(turns: Turns, *args: Any) -> Iterator[tuple[Sequence, Reason]]:
+        yield from original(turns, *args)
+        for sequence in turns.blocked():
+            if yielding._is_idle(args[2], sequence, *args[3:]):
+                yield sequence, Reason.IDLE
+
+    original = yielding._past_turn
+    patch.setattr(yielding, "_past_turn", past_turn)
+
+
 def turns_are_not_doubled(patch: pytest.MonkeyPatch) -> None:
     """6: each turn is as long as the first."""
 
@@ -226,9 +254,74 @@ def turns_are_not_doubled(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Turns, "__init__", init)
 
 
-def doubled_turns_are_free(patch: pytest.MonkeyPatch) -> None:
-    """6: no round is owed for them."""
-    patch.setattr(Session, "num_owed", property(lambda self: 0, lambda self, num: None))
+def long_turns_are_free(patch: pytest.MonkeyPatch) -> None:
+    """6: nothing is owed for them."""
+    patch.setattr(yielding, "_owed_s", lambda *args: 0.0)
+
+
+def blocks_cost_nothing(patch: pytest.MonkeyPatch) -> None:
+    """6: what is owed does not depend on what was held."""
+
+    def owed_s(turns: Turns, sequence: Sequence, *args: Any) -> float:
+        return turns.length_s(sequence) if original(turns, sequence, *args) else 0.0
+
+    original = yielding._owed_s
+    patch.setattr(yielding, "_owed_s", owed_s)
+
+
+def the_first_long_turn_costs_too(patch: pytest.MonkeyPatch) -> None:
+    """6: a sequence that is longer than a turn makes its session pay."""
+
+    def owed_s(
+        turns: Turns, sequence: Sequence, reason: Reason, line: Any, pool: Any, idle_s: float,
+        now_s: float,
+    ) -> float:  # fmt: skip
+        return original(turns, sequence, reason, line, pool, -1e9, now_s)
+
+    original = yielding._owed_s
+    patch.setattr(yielding, "_owed_s", owed_s)
+
+
+def nothing_is_too_much(patch: pytest.MonkeyPatch) -> None:
+    """5: who holds most of the pool has as long a turn as others."""
+    patch.setattr(yielding, "_times_much", lambda *args: 0.0)
+
+
+def what_is_owed_does_not_add_up(patch: pytest.MonkeyPatch) -> None:
+    """6: a session pays for one of its sequences."""
+
+    def end(self: Turns, sequence: Sequence, *, reason: Any, done: bool) -> None:
+        sequence.session.passes_until_s = 0.0
+        original(self, sequence, reason=reason, done=done)
+
+    original = Turns.end
+    patch.setattr(Turns, "end", end)
+
+
+def a_long_turn_is_one_of_many(patch: pytest.MonkeyPatch) -> None:
+    """6: a session has several sequences with doubled turns."""
+    patch.setattr(Session, "passes", lambda self, now_s: self.passes_until_s > now_s)
+
+
+def nobody_is_let_in(patch: pytest.MonkeyPatch) -> None:
+    """6: if all have to let others pass, nobody is the first."""
+
+    def head(self: Line, now_s: float) -> Any:
+        waiting = self._waiting.values()
+        return next((w for w in waiting if not w.session.passes(now_s)), None)
+
+    patch.setattr(Line, "_head", head)
+
+
+def idleness_doubles(patch: pytest.MonkeyPatch) -> None:
+    """6: who does nothing gets longer turns by it."""
+
+    def end(self: Turns, sequence: Sequence, *, reason: Any, done: bool) -> None:
+        reason = Reason.TURN if reason is Reason.IDLE else reason
+        original(self, sequence, reason=reason, done=done)
+
+    original = Turns.end
+    patch.setattr(Turns, "end", end)
 
 
 def turns_stay_long(patch: pytest.MonkeyPatch) -> None:
@@ -367,7 +460,17 @@ OTHERS = (
     who_was_asked_once_leaves_for_free,
     the_newest_turn_ends_first,
     who_is_cut_keeps_its_place,
-    doubled_turns_are_free,
+    idle_ones_keep_their_turn,
+    what_is_computed_is_idle,
+    the_blocked_are_idle,
+    long_turns_are_free,
+    blocks_cost_nothing,
+    the_first_long_turn_costs_too,
+    nothing_is_too_much,
+    what_is_owed_does_not_add_up,
+    a_long_turn_is_one_of_many,
+    nobody_is_let_in,
+    idleness_doubles,
     turns_stay_long,
     cuts_are_not_announced,
     more_yield_than_needed,

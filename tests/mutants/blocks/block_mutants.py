@@ -115,6 +115,25 @@ MORE = {
         "if (!copies_last) new_sequence(session, admission.sequence_id, admitted_by);\n"
         "    if (!copies_last || config_.window_tokens)",
     ),
+    "the_first_of_contradictory_tokens_wins": Mutant(
+        "index/publish.cpp", "sequence.last_given = static_cast<int64_t>(given.size()) - 1;", ""
+    ),
+    "tokens_that_nothing_computes_count_for_nothing": Mutant(
+        "core/pool.cpp", "div_ceil(session.num_tokens, block_size_)", "int64_t{0}"
+    ),
+    "a_receipt_is_no_progress": Mutant(
+        "index/publish.cpp", "    sequence.progress_s = now_s_;\n", ""
+    ),
+    "blocks_that_are_given_are_no_progress": Mutant(
+        "steps/append.cpp",
+        "  sequence.progress_s = now_s_;\n  const int64_t number",
+        "  const int64_t number",
+    ),
+    "what_is_scheduled_is_no_progress": Mutant(
+        "steps/append.cpp",
+        "  sequence.progress_s = now_s_;\n  sequence.pending",
+        "  sequence.pending",
+    ),
     "an_admission_ignores_the_quota": Mutant(
         "steps/admit.cpp", "return more <= allowed", "return more <= allowed + 1"
     ),

@@ -202,6 +202,21 @@ def test_an_admission_counts_table_entries() -> None:
     assert caller.admit(1, ABC, forks=[2]) == (0, 3, 12)
 
 
+def test_tokens_count_as_the_table_entries_that_they_will_need() -> None:
+    """Also of what computes nothing yet, and with no look-up."""
+    for options in ({"num_compute": 0}, {"num_compute": 0, "skip": True}):
+        caller = Caller(new_pool(8, max_table_entries=7))
+        caller.begin()
+        assert caller.admit(1, ABC, forks=[2], **options)[1:] == (0, 0)
+        assert caller.admit(3, [5] * 5, **options) == (0, Code.TOO_MANY_ENTRIES, 7, 6, 2)
+        assert caller.fork((1, 3)) == ([0], [(0, Code.TOO_MANY_ENTRIES, 7, 6, 3)])
+        caller.truncate((2, 4))
+        assert caller.admit(3, [5] * 5, **options)[1:] == (0, 0)
+        caller.free(1)
+        assert caller.admit(4, [5] * 5, **options)[1:] == (0, 0)
+        caller.pool.check_integrity()
+
+
 def test_too_many_sequences_are_refused() -> None:
     caller = Caller(new_pool(8, max_sequences=2))
     caller.begin()

@@ -302,10 +302,13 @@ def test_tokens_that_are_deferred_publish_what_is_written() -> None:
         (((1, 1, 2**63 - 1, [7]),), (0, Code.NOT_KNOWN, 1, 6, 2**63 - 1)),
         (((1, 1, 6, [6] * 7),), (0, Code.BEYOND_SLOTS, 1, 12, 0)),
         (((1, 1, 5, [6, 6]),), (0, Code.OTHER_TOKENS, 1, 5, 0)),
+        (((1, 1, 6, [6, 7]), (1, 1, 6, [6, 8, 8])), (1, Code.OTHER_TOKENS, 1, 6, 0)),
+        (((1, 1, 6, [6]), (1, 1, 7, [7]), (1, 1, 6, [9, 7])), (2, Code.OTHER_TOKENS, 1, 6, 0)),
+        (((1, 1, 6, [6]), (1, 1, 6, [6, 7]), (1, 1, 7, [9])), (2, Code.OTHER_TOKENS, 1, 7, 0)),
     ]:
         assert caller.deferred(*rows) == failure
         assert dump(caller.pool, [caller]) == before
-    assert caller.deferred((1, 1, 5, [5, 6, 7, 8]), (1, 1, 9, [9, 10, 11])) is None
+    assert caller.deferred((1, 1, 5, [5, 6, 7, 8]), (1, 1, 7, [7, 8, 9, 10, 11])) is None
     assert caller.pool.match(b"root", i32(range(12)))[0] == 3
 
 
@@ -325,3 +328,29 @@ def test_unpublished_blocks_are_reused_before_published_ones_and_tails_before_he
 
 def _ids(*ids: int) -> list[bytes]:
     return [i.to_bytes(8, "little") for i in ids]
+
+
+def test_a_sequence_goes_on_when_it_is_scheduled_receipted_moved_or_given_blocks() -> None:
+    caller = with_prompt()
+    pool = caller.pool
+
+    def at(now_s: float) -> None:
+        pool.set_time(now_s)
+        caller.begin()
+
+    at(1.0)
+    caller.append((1, 6, 1, [7], 0))
+    assert pool.last_progress(caller.slot, 1) == (1.0, True)
+    caller.finish()
+    pool.set_time(2.0)
+    caller.receipted()
+    assert pool.last_progress(caller.slot, 1) == (2.0, False)
+    at(3.0)
+    ran(caller)
+    assert pool.last_progress(caller.slot, 1) == (2.0, False), "a step without it"
+    assert pool.reserve(caller.slot, 1, 1)
+    assert pool.last_progress(caller.slot, 1) == (3.0, False)
+    at(4.0)
+    caller.swap([1], HOST)
+    ran(caller)
+    assert pool.last_progress(caller.slot, 1) == (4.0, False)

@@ -1,0 +1,1 @@
+"""Engines that share one pool under the real line, simulated."""

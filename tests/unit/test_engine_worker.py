@@ -1,0 +1,161 @@
+"""The engine's thread behind the HTTP server, over both planes' cores."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_harness import LLAMA, Engine, prompt_of, save_model
+
+from engine.request import Delta, RequestOutput, SamplingParams
+from engine.serving.worker import EngineWorker
+from kvplane.errors import (
+    InternalError,
+    InvalidRequestError,
+    PlaneUnavailableError,
+    QuotaExceededError,
+)
+
+PROMPT = prompt_of(9, 1)
+
+
+class Served:
+    """As ``engine.LLM``, over an engine without processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engine = Engine(folder)
+        self.core = self.engine.core
+        self.take_output, self.abort = self.core.take_output, self.core.abort
+
+    def submit(self, prompt: Any, params: SamplingParams) -> str:
+        self.core.check_prompt(list(prompt), params, field="prompt")
+        return self.core.add_request("", list(prompt), params)
+
+    def step(self) -> list[Delta]:
+        return self.core.step()
+
+    @property
+    def has_work(self) -> bool:
+        return self.core.has_work
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(LLAMA, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def served(folder: Path) -> Iterator[Served]:
+    served = Served(folder)
+    yield served
+    for request_id in list(served.core._live):  # a worker that stopped leaves them to the session
+        served.core.abort(request_id)
+    served.engine.run()
+    served.engine.check_quiet()
+
+
+@asynccontextmanager
+async def worker_of(served: Served, max_requests: int = 8) -> AsyncIterator[EngineWorker]:
+    worker = EngineWorker(served, max_requests)
+    worker.start()
+    yield worker
+    await asyncio.to_thread(worker.stop)
+
+
+async def ask(worker: EngineWorker, prompt: Any = PROMPT, **params: Any) -> RequestOutput:
+    """The answer, of which the deltas were the parts."""
+    tokens: list[int] = []
+    async with aclosing(worker.stream(lambda: prompt, SamplingParams(**params))) as events:
+        async for event in events:
+            if isinstance(event, Delta):
+                tokens += event.token_ids
+    assert isinstance(event, RequestOutput)
+    assert tokens == event.outputs[0].token_ids
+    return event
+
+
+async def test_requests_come_and_go_while_others_run(served: Served) -> None:
+    async with worker_of(served) as worker:
+        alone = await ask(worker, max_tokens=20)
+        together = await asyncio.gather(
+            *(ask(worker, max_tokens=20 - i) for i in range(3)), ask(worker, prompt_of(5, 2))
+        )
+        assert worker.num_open == 0
+    wanted = alone.outputs[0].token_ids
+    for i, output in enumerate(together[:3]):
+        assert output.outputs[0].token_ids == wanted[: 20 - i]
+
+
+async def test_a_stream_that_is_closed_aborts_its_request(served: Served) -> None:
+    async with worker_of(served) as worker:
+        async with aclosing(worker.stream(lambda: PROMPT, SamplingParams(max_tokens=200))) as it:
+            assert isinstance(await anext(it), Delta)
+        waiting = asyncio.create_task(ask(worker, max_tokens=200))
+        await asyncio.sleep(0)  # it has begun, and is not submitted yet or only just
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert worker.num_open == 0
+        await ask(worker, max_tokens=4)
+    assert served.core.stats.num_generated_tokens < 100
+
+
+async def test_a_prompt_that_is_refused_leaves_the_others_alone(served: Served) -> None:
+    def unreadable() -> Any:
+        raise RuntimeError("planted")
+
+    async with worker_of(served) as worker:
+        other = asyncio.create_task(ask(worker, max_tokens=30))
+        with pytest.raises(InvalidRequestError) as caught:
+            await ask(worker, [])
+        assert caught.value.field == "prompt"
+        with pytest.raises(InternalError, match="the prompt was not read: RuntimeError"):
+            await anext(worker.stream(unreadable, SamplingParams()))
+        assert len((await other).outputs[0].token_ids) == 30
+
+
+async def test_too_many_requests_are_refused(served: Served) -> None:
+    async with worker_of(served, max_requests=2) as worker:
+        two = [asyncio.create_task(ask(worker, max_tokens=50)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(QuotaExceededError):
+            await ask(worker)
+        await asyncio.gather(*two)
+        await ask(worker)
+
+
+async def test_a_failure_that_does_not_pass_fails_what_is_open_alone(served: Served) -> None:
+    async with worker_of(served) as worker:
+        faults = [PlaneUnavailableError("planted") for _ in range(6)]
+        served.engine.link.faults = list(faults)
+        with pytest.raises(PlaneUnavailableError, match="planted"):
+            await ask(worker)
+        assert worker.is_alive
+        assert (await ask(worker, max_tokens=5)).outputs[0].finish_reason == "length"
+
+
+async def test_stopping_fails_what_is_open_and_what_comes(served: Served) -> None:
+    async with worker_of(served) as worker:
+        open_request = worker.stream(lambda: PROMPT, SamplingParams(max_tokens=200))
+        await anext(open_request)
+    with pytest.raises(PlaneUnavailableError, match="the engine is stopping"):
+        async for _ in open_request:
+            pass
+    assert not worker.is_alive
+    with pytest.raises(PlaneUnavailableError, match="the engine is stopping"):
+        await ask(worker)
+
+
+async def test_a_bug_ends_the_worker_and_says_so(served: Served, monkeypatch: Any) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    async with worker_of(served) as worker:
+        monkeypatch.setattr(served, "step", broken)
+        with pytest.raises(PlaneUnavailableError):
+            await ask(worker)
+        assert not worker.is_alive
+    monkeypatch.undo()
