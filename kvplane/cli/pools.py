@@ -16,7 +16,7 @@ from kvplane.results import sequence_states
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 
-_TIERS: Final = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
+_TIERS: Final[dict[int, str]] = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
 Pools = dict[str, pb.DescribePoolResponse]
 
 
@@ -114,7 +114,7 @@ async def sequences(context: Context, session_id: int, pool: str) -> int:
     rows = [
         {
             "sequence": state.sequence_id,
-            "tier": _TIERS[tpb.Tier.ValueType(state.tier)],
+            "tier": _TIERS[state.tier],
             "tokens": state.num_tokens,
             "scheduled": state.num_scheduled_tokens,
             "written": state.num_written_tokens,

@@ -395,8 +395,8 @@ class Sharing:
             member.tell_granted(message, done[0], done[1])
             member.is_drafted = True
             self._pool.num_granted_admissions += 1
-            self._pool.statistics.wait_s.add(self._pool.now_s - waiting.since_s)
             traffic.begins(self._observer, session, message)
+            self._pool.statistics.wait_s.add(self._pool.now_s - waiting.since_s)
             return True
         if done[1] in _LATER:
             return self._ask(member, waiting.key, done[2], wait=True) is not None
