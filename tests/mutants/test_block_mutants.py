@@ -18,6 +18,7 @@ TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
 TESTS = [f"tests/unit/blocks/test_native_{name}.py" for name in (
     "admit", "growth", "tiers", "aborts", "input", "walk",
 )]  # fmt: skip
+TESTS[:0] = ["tests/unit/blocks/test_announcing.py", "tests/unit/blocks/test_rebuilding.py"]
 GROUP_TESTS = ["tests/unit/test_groups_walk.py"]
 
 

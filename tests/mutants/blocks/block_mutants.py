@@ -142,6 +142,37 @@ MORE = {
     "a_dry_run_holds_nothing": Mutant(
         "steps/append.cpp", "dry_.num_held += std::min(needed, available);", ""
     ),
+    "nothing_waits_for_receipts": Mutant(
+        "steps/tables.cpp",
+        "if (plan <= session.done) return",
+        "if (plan != kEnded) return",
+    ),
+    "a_block_keeps_its_generation": Mutant("memory/block_store.cpp", "++infos_[b].generation;", ""),
+    "a_pool_forgets_generations_that_its_smallest_shard_lacks": Mutant(
+        "recovery/rebuild.cpp",
+        "config_.generations[t].resize(most);",
+        "config_.generations[t].resize(std::min<size_t>(most, config_.num_blocks[t]));",
+    ),
+    "a_pool_takes_one_shards_generations": Mutant(
+        "recovery/rebuild.cpp",
+        "std::max(config_.generations[t][b], shard.generations[t][b]);",
+        "shard.generations[t][b];",
+    ),
+    "a_publication_of_another_generation_is_restored": Mutant(
+        "recovery/rebuild.cpp",
+        "row.generation != device.generation(row.block) ||",
+        "",
+    ),
+    "all_below_a_spare_is_announced_at_once": Mutant(
+        "index/publish.cpp",
+        "while (taken.size() < max_entries &&",
+        "while (taken.size() < 1000 * max_entries &&",
+    ),
+    "a_sibling_has_no_key": Mutant(
+        "index/prefix_index.cpp",
+        "for (const EntryId sibling : {above.child, e}) {",
+        "for (const EntryId sibling : {e}) {",
+    ),
     "receipts_free_the_next_plans_blocks": Mutant(
         "index/publish.cpp",
         "session.releases.front().plan <= plan)",
