@@ -50,10 +50,13 @@ ItemResults Pool::append(Groups groups, Slot slot, const AppendColumns& columns)
     const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
     if (is_plain && num_slots > 0 && fit_in_place(plans, columns, item)) {
       for (const AppendPlan& plan : plans) {
-        Sequence& sequence = plan.pool->sequences_[plan.index];
-        sequence.tokens.append(plan.pool->token_store_, tokens, num_given);
-        plan.session->num_tokens += num_given;
-        plan.pool->schedule(*plan.session, plan.index, num_slots);
+        Pool& pool = *plan.pool;
+        Session& session = *plan.session;
+        const uint32_t index = plan.index;
+        Sequence& sequence = pool.sequences_[index];
+        sequence.tokens.append(pool.token_store_, tokens, num_given);
+        session.num_tokens += num_given;
+        pool.schedule(session, index, num_slots);
         results.values[static_cast<size_t>(item)] = static_cast<int32_t>(sequence.table.size);
       }
       continue;
@@ -89,13 +92,15 @@ Failure Pool::in_proportion(Groups groups, const Pool& pool, Failure failure) {
 bool Pool::fit_in_place(std::vector<AppendPlan>& plans, const AppendColumns& columns,
                         int64_t item) {
   for (AppendPlan& plan : plans) {
-    const uint32_t* index = plan.session->sequences.find(columns.sequence_ids[item]);
+    const Pool& pool = *plan.pool;
+    const Session& session = *plan.session;
+    const uint32_t* index = session.sequences.find(columns.sequence_ids[item]);
     if (!index) return false;
     plan.index = *index;
-    const Sequence& sequence = plan.pool->sequences_[*index];
+    const Sequence& sequence = pool.sequences_[*index];
     if (sequence.tokens.size + columns.num_tokens[item] > plan.max_tokens ||
-        !plan.pool->is_in_place(*plan.session, sequence, columns.first_positions[item],
-                                columns.num_slots[item]))
+        !pool.is_in_place(session, sequence, columns.first_positions[item],
+                          columns.num_slots[item]))
       return false;
   }
   return true;
