@@ -128,8 +128,8 @@ MORE = {
     ),
     "blocks_that_are_given_are_no_progress": Mutant(
         "steps/append.cpp",
-        "  sequence.progress_s = now_s_;\n  const int64_t number",
-        "  const int64_t number",
+        "    sequence.progress_s = pool.now_s_;\n    const int64_t number",
+        "    const int64_t number",
     ),
     "what_is_scheduled_is_no_progress": Mutant(
         "steps/append.cpp",
