@@ -9,7 +9,7 @@ call runs to its end. Invariant: ``check_integrity`` holds after every call, one
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
                    applying its receipts first
     queries        check_operations, block_table, common_prefix, find_prefix, lookup_prefix,
-                   explain_prefix, describe_*, check_integrity
+                   explain_prefix, describe_*, observe_pools, check_integrity
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, Final, TypeVar, cast
 from control_plane.planning import integrity, queries
 from control_plane.planning.admission.decisions import AdmissionConfig
 from control_plane.planning.config import CoreConfig
+from control_plane.planning.observing import PoolObservation, observe
 from control_plane.planning.pools.layouts import layout_fingerprint
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import MAX_NAMESPACE_CHARACTERS, root_of
@@ -65,6 +66,12 @@ from kvplane.v1 import types_pb2 as tpb
 _LOGGER: Final = logging.getLogger(__name__)
 _RETRY_DELAY_S: Final = 0.5
 _MAX_CLIENT_NAME: Final = 128
+# Why sessions end, for metrics.
+_ENDS: Final[dict[type[KvplaneError], str]] = {
+    SessionNotFoundError: "closed",
+    SessionExpiredError: "expired",
+    StaleEpochError: "epoch",
+}
 _MAX_SESSION_ID: Final = 2**53 - 1
 
 _Answer = TypeVar("_Answer")
@@ -117,6 +124,8 @@ class ControlPlane:
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
         """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
+        if pool_id in self._pools:
+            self._pools[pool_id].set_time(self._clock())
         self._registration.fence_done(pool_id, shard_index, epoch, done)
         self._sharing_of(self._pools[pool_id]).serve()
 
@@ -249,6 +258,7 @@ class ControlPlane:
             session = member.session
             take_receipts(session, self._bounded(request.receipts))
             abort_from(session, request.plan_number)
+            session.pool.statistics.num_aborts += 1
             self._sharing_of(session.pool).aborted(member)
             return cpb.AbortPlanResponse(sequences=states(session))
 
@@ -261,6 +271,7 @@ class ControlPlane:
             session = member.session
             take_receipts(session, self._bounded(request.receipts))
             abort_plans(session, next_plan=request.number)
+            session.pool.statistics.num_resyncs += 1
             self._sharing_of(session.pool).aborted(member)
             response = cpb.ResyncResponse(sequences=states(session))
             session.native.begin(session.slot, request.number)
@@ -393,6 +404,14 @@ class ControlPlane:
         pool = self._pool(pool_id)
         return pool.info(sum(pool.native.num_sequences(s.slot) for s in self._sessions_of(pool)))
 
+    def observe_pools(self) -> list[PoolObservation]:
+        """What each pool is doing, for metrics."""
+        now_s = self._clock()
+        return [
+            observe(pool, self._sessions_of(pool), self._sharing_of(pool).members.values(), now_s)
+            for pool in self._pools.values()
+        ]
+
     def list_pools(self) -> list[str]:
         """Ids of the pools that have registered, in order."""
         return sorted(self._pools)
@@ -462,6 +481,9 @@ class ControlPlane:
         sharing.close(session.id)
         if self._observer is not None:
             session_ends(self._observer, session)
+        statistics = session.pool.statistics
+        statistics.num_expired_sessions += reason is SessionExpiredError
+        statistics.reclaimed_blocks[_ENDS[reason]] += session.num_held()
         session.end()
         self._touch(session.pool)
         del self._sessions[session.id]

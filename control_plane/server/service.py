@@ -184,7 +184,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
             response = self._core.resync(request, caller().tenant)
         finally:
             self.flush()
-        self._metrics.plans.inc()
+        self._metrics.num_plans += 1
         return response
 
     async def GetBlockTable(
@@ -239,7 +239,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         return pb.StepResponse(number=number, result=result)
 
     def _refuse(self, number: int, error: KvplaneError) -> pb.StepResponse:
-        self._metrics.rpc.rejected.labels(error.reason).inc()
+        self._metrics.rpc.rejected.inc(error.reason)
         return pb.StepResponse(number=number, error=to_wire(error))
 
     def _step(self, request: pb.StepRequest, tenant: str) -> pb.StepResult:

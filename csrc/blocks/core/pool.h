@@ -229,6 +229,12 @@ class Pool final : private Listener {
   int64_t num_owned(uint32_t owner) const { return owner < held_.size() ? held_[owner] : 0; }
   int64_t num_retained(uint32_t owner) const { return retention_.num_entries(owner); }
 
+  // For metrics.
+  const BlockTimes& block_times(Tier tier) const { return block_times_[tier - 1]; }
+  int64_t num_sequences_in(Tier tier) const;
+  // How long the blocks have waited that wait longest for a receipt or a fence; 0: none waits.
+  double oldest_release_s() const;
+
   // Forgetting (forget.cpp): nothing of it can be found at once; `forget_some` takes the entries
   // apart, and says whether some are left. Without `force` nothing is changed if tables have some.
   static Forgotten forget(Groups groups, Slot slot, Span<int32_t> tokens, bool force);
@@ -265,6 +271,7 @@ class Pool final : private Listener {
   struct SwapPlan;
 
   void changed(Change change, EntryId entry, Tier tier) override;
+  void evicted(Tier tier, Block b, Eviction why);
   std::vector<EntryId> match(EntryId root, Span<int32_t> tokens) const;
 
   // Forgetting (forget.cpp)
@@ -406,6 +413,7 @@ class Pool final : private Listener {
   Slab<Sequence> sequences_;
   std::vector<uint32_t> free_sequences_;
   Counters counters_;
+  BlockTimes block_times_[2];  // by tier
   int64_t revision_ = 0;
   double now_s_ = 0;
   std::deque<Announcement> announcements_;
