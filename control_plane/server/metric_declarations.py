@@ -135,7 +135,7 @@ GRANTED: Final = _counter(
 )
 CUT: Final = _counter(
     "cut_sequences",
-    "Sequences cut: for sequences that grow, at the end of a turn, or as idle.",
+    "Sequences cut: for those that grow, at the end of a turn, or because they did nothing.",
     "reason",
 )
 EXPIRED: Final = _counter("sessions_expired", "Sessions whose lease ran out.")
