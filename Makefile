@@ -1,6 +1,6 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-nightly serve bench lint fix protos clean
+.PHONY: help setup run test test-nightly serve bench lint fix protos board boards metrics-page clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh benchmarks/gpu/*.sh)
@@ -48,6 +48,19 @@ fix: setup  ## Format the code and mend what ruff can mend
 
 protos:  ## Generate the stubs in kvplane/v1 again
 	@scripts/protos.sh
+
+boards: setup  ## Write the Grafana boards from scripts/boards.py
+	@$(BIN)/python -m scripts.boards
+
+board: setup build/board  ## Draw the overview board under load, into docs/board.png; needs prometheus
+	@PYTHONPATH=build/board $(BIN)/python -m scripts.board_picture
+
+build/board: requirements/board.txt
+	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<
+	@touch $@
+
+metrics-page: setup  ## Write docs/metrics.md from the declarations
+	@$(BIN)/python -m scripts.metrics_page
 
 node_modules: package.json
 	@command -v npm >/dev/null || { echo "make lint needs npm (on Debian: apt install npm)" >&2; exit 1; }

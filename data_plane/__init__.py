@@ -9,10 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from data_plane.executor import Executor
-from data_plane.plan_runner import StartedPlan
-
 if TYPE_CHECKING:
+    from data_plane.executor import Executor
+    from data_plane.plan_runner import StartedPlan
     from data_plane.server.config import DataPlaneConfig
     from data_plane.server.embedded import EmbeddedDataPlane
 
@@ -23,8 +22,11 @@ __all__ = [
     "StartedPlan",
 ]
 
-# Imported when first used, so that the executor alone does not import gRPC.
+# Imported when first used, so that the executor alone does not import gRPC, and that the program
+# can say what is not installed.
 _HOMES = {
+    "Executor": "data_plane.executor",
+    "StartedPlan": "data_plane.plan_runner",
     "DataPlaneConfig": "data_plane.server.config",
     "EmbeddedDataPlane": "data_plane.server.embedded",
 }

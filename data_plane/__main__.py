@@ -8,15 +8,20 @@ from __future__ import annotations
 import os
 import sys
 
+from kvplane.cli.extras import run_or_explain
 from kvplane.serving.event_loop import tune_grpc
 
 
 def main() -> int:
     """Run the program; the exit code."""
     tune_grpc()
-    from data_plane.server.program import run
 
-    return run(sys.argv[1:], os.environ)
+    def run_program() -> int:
+        from data_plane.server.program import run
+
+        return run(sys.argv[1:], os.environ)
+
+    return run_or_explain("data_plane", "data-plane", run_program)
 
 
 if __name__ == "__main__":

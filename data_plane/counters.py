@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from typing import Final
+
+from kvplane.serving.histogram import Histogram
+
+BATCH_BOUNDS: Final = tuple(float(2**i) for i in range(18))
 
 
 @dataclass(slots=True)
@@ -24,3 +29,11 @@ class ExecutorCounters:
     """Blocks zeroed because another tenant's data may have been in them."""
     num_rejections: Counter[str] = field(default_factory=Counter)
     """Commands refused, by the error's reason."""
+    kernel_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Time that the device spent in kernels, by kernel; of the calls that were timed."""
+    kernel_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes of keys and values that those calls had to read and write, by kernel."""
+    batch_tokens: Histogram = field(default_factory=lambda: Histogram(BATCH_BOUNDS))
+    """Query tokens of each plan that has some."""
+    batch_spans: Histogram = field(default_factory=lambda: Histogram(BATCH_BOUNDS))
+    """Sequences of each plan that has some."""

@@ -80,6 +80,9 @@ class PlanRunner:
         if run is None:
             run = session.latest = self._prepare(session, plan, digest)
             self._counters.num_plans_started += 1
+            if run.num_tokens:
+                self._counters.batch_tokens.add(run.num_tokens)
+                self._counters.batch_spans.add(run.num_spans)
         if not run.transferred:
             self._transfer(session, run)
         receipt = self.receipt(session, run)
@@ -138,7 +141,9 @@ class PlanRunner:
         """
         self.check_still_current(session, run)
         run.used_after_receipt |= run.receipt is not None
-        return self._compute.attend(arguments)
+        window = arguments.options.sliding_window_tokens
+        num_context = run.attention[0].num_context_tokens(window)
+        return self._compute.attend(arguments, num_context)
 
     def receipt(self, session: Session, run: Run) -> pb.SignedPayload | None:
         """The run's receipt, signed once the device has done all of it; None while something is

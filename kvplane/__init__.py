@@ -10,8 +10,11 @@ do not import gRPC.
 
 from __future__ import annotations
 
+import importlib.metadata
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
+
+__version__: str
 
 if TYPE_CHECKING:
     from kvplane import ops
@@ -71,8 +74,21 @@ _HOMES: Final = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name == "ops":
         return import_module("kvplane.ops")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvplane' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("kvplane")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "0+unknown"

@@ -1,4 +1,4 @@
-"""Asks a server for its health, by gRPC's health protocol. Needs the extra ``serving``.
+"""Asks a server for its health, by gRPC's health protocol.
 
     python -m kvplane.health 127.0.0.1:50051
 
@@ -8,20 +8,22 @@ container's health check expects.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import click
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from google.protobuf import wrappers_pb2
 
 from kvplane.connection import Connection
-from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.errors import InternalError, InvalidRequestError, KvplaneError
 from kvplane.tls import TlsOptions
 
 EXIT_NOT_SERVING: Final = 1
 EXIT_BAD_ARGUMENTS: Final = 2
+_STATES: Final = {0: "UNKNOWN", 1: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKNOWN"}
 
 
 async def check(
@@ -35,44 +37,50 @@ async def check(
     """
     connection = Connection(target, tls=tls, timeout_s=timeout_s)
     try:
-        stub: Any = health_pb2_grpc.HealthStub(connection.channel)  # untyped in its stubs
-        request = health_pb2.HealthCheckRequest(service=service)
-        answer: health_pb2.HealthCheckResponse = await connection.call(stub.Check, request)
-        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        # The protocol's messages have one field each, of the types of these: no other package is
+        # needed.
+        method: Any = connection.channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=wrappers_pb2.StringValue.SerializeToString,
+            response_deserializer=wrappers_pb2.Int32Value.FromString,
+        )
+        answer = await connection.call(method, wrappers_pb2.StringValue(value=service))
+        if answer.value not in _STATES:
+            raise InternalError(f"health state {answer.value} is not known")
+        return _STATES[answer.value]
     finally:
         await connection.close()
 
 
-@click.command(context_settings={"show_default": True})
-@click.argument("address")
-@click.option("--service", default="", help="Full name of a service; empty means the server.")
-@click.option("--timeout-s", default=5.0, type=click.FloatRange(min=0.1), help="Deadline, in s.")
-@click.option("--tls-ca", type=Path, help="Authority that signs the server's certificate.")
-@click.option("--tls-cert", type=Path, help="This client's own certificate.")
-@click.option("--tls-key", type=Path, help="The key of that certificate.")
-def main(
-    address: str,
-    service: str,
-    timeout_s: float,
-    tls_ca: Path | None,
-    tls_cert: Path | None,
-    tls_key: Path | None,
-) -> None:
-    """Ask the server at ADDRESS, "host:port", for its health. Any --tls option turns TLS on."""
+def main(argv: Sequence[str]) -> int:
+    """The program; its exit code."""
+    options = _parser().parse_args(argv)
     tls = None
-    if tls_ca or tls_cert or tls_key:
-        tls = TlsOptions(ca_file=tls_ca, cert_file=tls_cert, key_file=tls_key)
+    if options.tls_ca or options.tls_cert or options.tls_key:
+        tls = TlsOptions(options.tls_ca, options.tls_cert, options.tls_key)
+    asking = check(options.address, service=options.service, tls=tls, timeout_s=options.timeout_s)
     try:
-        state = asyncio.run(check(address, service=service, tls=tls, timeout_s=timeout_s))
+        state = asyncio.run(asking)
     except InvalidRequestError as error:
-        click.echo(str(error), err=True)
-        sys.exit(EXIT_BAD_ARGUMENTS)
+        sys.stderr.write(f"{error}\n")
+        return EXIT_BAD_ARGUMENTS
     except KvplaneError as error:
-        click.echo(f"{address}: {error}", err=True)
-        sys.exit(EXIT_NOT_SERVING)
-    click.echo(state)
-    sys.exit(0 if state == "SERVING" else EXIT_NOT_SERVING)
+        sys.stderr.write(f"{options.address}: {error}\n")
+        return EXIT_NOT_SERVING
+    sys.stdout.write(f"{state}\n")
+    return 0 if state == "SERVING" else EXIT_NOT_SERVING
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m kvplane.health", description=__doc__)
+    parser.add_argument("address", help="the server, host:port")
+    parser.add_argument("--service", default="", help="full name; empty means the server")
+    parser.add_argument("--timeout-s", default=5.0, type=float, help="deadline, in s")
+    parser.add_argument("--tls-ca", type=Path, help="authority of the server's certificate")
+    parser.add_argument("--tls-cert", type=Path, help="this client's own certificate")
+    parser.add_argument("--tls-key", type=Path, help="the key of that certificate")
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -27,10 +27,10 @@ class CorePool:
 
     def __init__(self, num_device_blocks: int, num_host_blocks: int = 0) -> None:
         """The pool is ready when its report was given by ``report``."""
-        self._core = ControlPlane(
+        self.core = ControlPlane(
             incarnation=time.time_ns(), config=CoreConfig(lease_s=3600.0), clock=time.monotonic
         )
-        self._key = self._core.register(messages.hello(num_device_blocks, num_host_blocks)).key
+        self._key = self.core.register(messages.hello(num_device_blocks, num_host_blocks)).key
         self._num_engines = 0
         self.on_outgoing: Callable[[list[cpb.RegisterResponse]], None] = lambda outgoing: None
         """Gets the messages for the data plane, outside of what is timed."""
@@ -38,20 +38,20 @@ class CorePool:
     def report(self, part: bytes) -> float:
         """Seconds to take a part of the data plane's report, a serialised RegisterRequest."""
         began = time.perf_counter()
-        self._core.report(POOL, 0, EPOCH, cpb.RegisterRequest.FromString(part).report)
+        self.core.report(POOL, 0, EPOCH, cpb.RegisterRequest.FromString(part).report)
         return time.perf_counter() - began
 
     def work(self) -> float | None:
         """Seconds that a piece of the core's long work takes; None when nothing is left."""
         began = time.perf_counter()
-        self._core.take_told()
-        if not self._core.has_work():
+        self.core.take_told()
+        if not self.core.has_work():
             return None
-        self._core.work()
+        self.core.work()
         return time.perf_counter() - began
 
     async def engine(self) -> Engine:
-        session = self._core.open_session(messages.open_session(), TENANT).session
+        session = self.core.open_session(messages.open_session(), TENANT).session
         first_id = 1 + 1_000_000 * self._num_engines
         self._num_engines += 1
         return Engine(self, session, self._key, first_id=first_id)
@@ -59,8 +59,8 @@ class CorePool:
     async def step(self, request: cpb.StepRequest) -> tuple[cpb.StepResponse, float]:
         data = request.SerializeToString()
         began = time.perf_counter()
-        result = self._core.step(cpb.StepRequest.FromString(data), TENANT)
-        outgoing = self._core.take_outgoing(POOL, 0)
+        result = self.core.step(cpb.StepRequest.FromString(data), TENANT)
+        outgoing = self.core.take_outgoing(POOL, 0)
         answer = cpb.StepResponse(number=request.number, result=result).SerializeToString()
         seconds = time.perf_counter() - began
         self.on_outgoing(outgoing)
@@ -69,14 +69,14 @@ class CorePool:
     async def abort(self, request: cpb.AbortPlanRequest) -> float:
         data = request.SerializeToString()
         began = time.perf_counter()
-        answer = self._core.abort_plan(cpb.AbortPlanRequest.FromString(data), TENANT)
-        self._core.take_outgoing(POOL, 0)
+        answer = self.core.abort_plan(cpb.AbortPlanRequest.FromString(data), TENANT)
+        self.core.take_outgoing(POOL, 0)
         answer.SerializeToString()
         return time.perf_counter() - began
 
     def description(self) -> cpb.DescribePoolResponse:
         """The pool as it is now."""
-        return self._core.describe_pool(POOL)
+        return self.core.describe_pool(POOL)
 
 
 class InProcess:

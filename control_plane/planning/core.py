@@ -9,7 +9,7 @@ call runs to its end. Invariant: ``check_integrity`` holds after every call, one
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
                    applying its receipts first
     queries        check_operations, block_table, common_prefix, find_prefix, lookup_prefix,
-                   explain_prefix, describe_*, check_integrity
+                   explain_prefix, describe_*, observe_pools, check_integrity
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, Final, TypeVar, cast
 from control_plane.planning import integrity, queries
 from control_plane.planning.admission.decisions import AdmissionConfig
 from control_plane.planning.config import CoreConfig
+from control_plane.planning.observing import PoolObservation, observe
 from control_plane.planning.pools.layouts import layout_fingerprint
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import MAX_NAMESPACE_CHARACTERS, root_of
@@ -32,6 +33,7 @@ from control_plane.planning.quotas import Quotas
 from control_plane.planning.session import EndedSessions, Session
 from control_plane.planning.sharing.member import Member
 from control_plane.planning.sharing.sharing import Sharing
+from control_plane.planning.steps import checks
 from control_plane.planning.steps.abort import abort_from, abort_plans
 from control_plane.planning.steps.deferred_tokens import take_deferred_tokens
 from control_plane.planning.steps.numbering import content_of
@@ -65,6 +67,12 @@ from kvplane.v1 import types_pb2 as tpb
 _LOGGER: Final = logging.getLogger(__name__)
 _RETRY_DELAY_S: Final = 0.5
 _MAX_CLIENT_NAME: Final = 128
+# Why sessions end, for metrics.
+_ENDS: Final[dict[type[KvplaneError], str]] = {
+    SessionNotFoundError: "closed",
+    SessionExpiredError: "expired",
+    StaleEpochError: "epoch",
+}
 _MAX_SESSION_ID: Final = 2**53 - 1
 
 _Answer = TypeVar("_Answer")
@@ -117,6 +125,8 @@ class ControlPlane:
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
         """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
+        if pool_id in self._pools:
+            self._pools[pool_id].set_time(self._clock())
         self._registration.fence_done(pool_id, shard_index, epoch, done)
         self._sharing_of(self._pools[pool_id]).serve()
 
@@ -133,8 +143,8 @@ class ControlPlane:
         InvalidRequestError.
         """
         pool = self._pool(request.pool_id)
-        _require_short(request.client_name, _MAX_CLIENT_NAME, "client_name")
-        _require_short(request.namespace, MAX_NAMESPACE_CHARACTERS, "namespace")
+        checks.short(request.client_name, _MAX_CLIENT_NAME, "client_name")
+        checks.short(request.namespace, MAX_NAMESPACE_CHARACTERS, "namespace")
         fingerprint = layout_fingerprint(request.layout, field="layout")
         if not pool.ready:
             raise PoolNotReadyError(
@@ -249,6 +259,7 @@ class ControlPlane:
             session = member.session
             take_receipts(session, self._bounded(request.receipts))
             abort_from(session, request.plan_number)
+            session.pool.statistics.num_aborts += 1
             self._sharing_of(session.pool).aborted(member)
             return cpb.AbortPlanResponse(sequences=states(session))
 
@@ -261,6 +272,7 @@ class ControlPlane:
             session = member.session
             take_receipts(session, self._bounded(request.receipts))
             abort_plans(session, next_plan=request.number)
+            session.pool.statistics.num_resyncs += 1
             self._sharing_of(session.pool).aborted(member)
             response = cpb.ResyncResponse(sequences=states(session))
             session.native.begin(session.slot, request.number)
@@ -393,6 +405,22 @@ class ControlPlane:
         pool = self._pool(pool_id)
         return pool.info(sum(pool.native.num_sequences(s.slot) for s in self._sessions_of(pool)))
 
+    def list_sessions(
+        self, request: cpb.ListSessionsRequest, tenant: str
+    ) -> cpb.ListSessionsResponse:
+        """The tenant's open sessions. Raises PoolNotFoundError."""
+        sessions = self._sessions_of(self._pool(request.pool_id))
+        mine = [session for session in sessions if session.tenant == tenant]
+        return queries.list_sessions(mine, request, self._clock())
+
+    def observe_pools(self) -> list[PoolObservation]:
+        """What each pool is doing, for metrics."""
+        now_s = self._clock()
+        return [
+            observe(pool, self._sessions_of(pool), self._sharing_of(pool).members.values(), now_s)
+            for pool in self._pools.values()
+        ]
+
     def list_pools(self) -> list[str]:
         """Ids of the pools that have registered, in order."""
         return sorted(self._pools)
@@ -462,13 +490,11 @@ class ControlPlane:
         sharing.close(session.id)
         if self._observer is not None:
             session_ends(self._observer, session)
+        statistics = session.pool.statistics
+        statistics.num_expired_sessions += reason is SessionExpiredError
+        statistics.reclaimed_blocks[_ENDS[reason]] += session.num_held()
         session.end()
         self._touch(session.pool)
         del self._sessions[session.id]
         self._ended.add(session, reason)
         sharing.serve()
-
-
-def _require_short(value: str, most: int, field: str) -> None:
-    if len(value) > most:
-        raise InvalidRequestError(f"must have at most {most} characters", field=field)

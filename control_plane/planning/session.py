@@ -89,6 +89,10 @@ class Session:
         """Whether the next plan carries whole tables."""
         return self.native.resync_due(self.slot)
 
+    def num_held(self) -> int:
+        """Blocks in its tables, of all layer groups and both tiers."""
+        return sum(group.num_blocks_held(self.slot) for group in self.pool.groups)
+
     def end(self) -> None:
         """Release all blocks. They are retired until every shard has fenced the session."""
         self.plans.clear()

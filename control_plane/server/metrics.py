@@ -6,17 +6,17 @@ What the core keeps is read from it at each scrape; events are counted as they h
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
+from control_plane.planning.observing import PoolObservation
+from control_plane.planning.pools.statistics import EVICTION_REASONS
+from control_plane.server import metric_declarations as declared
 from kvplane import columns
 from kvplane.columns import INT64
-from kvplane.serving.metrics import LATENCY_BUCKETS_S, RpcMetrics
+from kvplane.serving.histogram import Histogram
+from kvplane.serving.metrics import LATENCY_BUCKETS_S, Counts, PlaneMetrics, Samples
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 
@@ -29,57 +29,93 @@ _STATUS_NAMES: Final = {
 _TIER_NAMES: Final = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
 # Operations of several items; the others are one item.
 _COLUMN_OPERATIONS: Final = ("append", "fork", "free", "truncate")
+_CUT_REASONS: Final = ("growth", "turn", "idle")
+_END_CAUSES: Final = ("closed", "expired", "epoch")
+_COUNTERS: Final = (
+    (declared.LOOKUP_TOKENS, "num_lookup_tokens"),
+    (declared.DEMOTED, "num_demoted_blocks"),
+    (declared.PUBLICATIONS, "num_publications"),
+    (declared.FORGOTTEN, "num_forgotten_blocks"),
+    (declared.COPIES, "num_copies_on_write"),
+    (declared.GRANTED, "num_granted_admissions"),
+)
+_STATISTICS: Final = (
+    (declared.REREAD_LOOKUP, "reread_lookup_tokens"),
+    (declared.REREAD_HIT, "reread_hit_tokens"),
+    (declared.EXPIRED, "num_expired_sessions"),
+    (declared.ABORTS, "num_aborts"),
+    (declared.RESYNCS, "num_resyncs"),
+    (declared.EPOCH_CHANGES, "num_epoch_changes"),
+)
 
-# Pools by their ids.
-Pools = Mapping[str, pb.DescribePoolResponse]
+Observed = tuple[list[PoolObservation], Mapping[tuple[str, int], float]]
+"""The pools, and the age in seconds of each shard's last message, by pool and shard index."""
 
 
-class ControlPlaneMetrics:
+class ControlPlaneMetrics(PlaneMetrics):
     """Counters and histograms that the servicer updates, in a registry of their own."""
 
     def __init__(self, incarnation: int) -> None:
-        self.registry = CollectorRegistry()
-        self.rpc = RpcMetrics(self.registry)
-        self.operations = Counter(
-            "kvplane_operations_total",
-            "Items of operations answered: an append, fork or free has one for each sequence.",
-            ["operation", "status"],
-            registry=self.registry,
-        )
-        self.plans = Counter("kvplane_plans_total", "Plans sent.", registry=self.registry)
-        self.step_duration = Histogram(
-            "kvplane_step_duration_seconds",
-            "Time that a step takes inside the control plane.",
-            registry=self.registry,
-            buckets=LATENCY_BUCKETS_S,
-        )
-        self.sessions_expired = Counter(
-            "kvplane_sessions_expired_total",
-            "Sessions whose lease ran out.",
-            registry=self.registry,
-        )
-        Gauge("kvplane_incarnation", "This run of the control plane.", registry=self.registry).set(
-            incarnation
-        )
+        super().__init__("control", declared.DECLARATIONS)
+        self.operations = Counts()
+        self.refused_items = Counts()
+        self.num_plans = 0
+        self._incarnation = incarnation
+        self._step_duration = Histogram(LATENCY_BUCKETS_S)
+        self._observe: Callable[[], Observed] = lambda: ([], {})
 
     def count_step(
         self, operations: Iterable[pb.Operation], result: pb.StepResult, duration_s: float
     ) -> None:
         """Count a step that was answered, its operations and its plan."""
-        self.step_duration.observe(duration_s)
-        if result.HasField("plan"):
-            self.plans.inc()
+        self._step_duration.add(duration_s)
+        self.num_plans += result.HasField("plan")
         for operation, done in zip(operations, result.results, strict=True):
             kind = operation.WhichOneof("operation") or "none"
             for failure in done.failures:
-                self.operations.labels(kind, _STATUS_NAMES[failure.status]).inc()
+                status = _STATUS_NAMES[failure.status]
+                self.operations.inc(kind, status)
+                self.refused_items.inc(kind, status, _reason_of(failure))
             if done.WhichOneof("done") is not None:
                 num_done = _num_items(operation, kind) - len(done.failures)
-                self.operations.labels(kind, "ok").inc(num_done)
+                self.operations.inc(kind, "ok", by=num_done)
 
-    def watch_pools(self, loop: asyncio.AbstractEventLoop, describe: Callable[[], Pools]) -> None:
-        """Export what ``describe``, which must run on ``loop``, says of the pools."""
-        self.registry.register(_PoolCollector(loop, describe))
+    def read_pools(self, observe: Callable[[], Observed]) -> None:
+        """Export what ``observe`` says of the pools at each scrape."""
+        self._observe = observe
+
+    def read_pools_on(
+        self, loop: asyncio.AbstractEventLoop, observe: Callable[[], Observed]
+    ) -> None:
+        """The same, of an ``observe`` that must run on ``loop``: scrapes come on a thread."""
+
+        async def read() -> Observed:
+            return observe()
+
+        self.read_pools(
+            lambda: asyncio.run_coroutine_threadsafe(read(), loop).result(_SCRAPE_TIMEOUT_S)
+        )
+
+    def read(self, samples: Samples) -> None:
+        pools, heartbeat_ages = self._observe()
+        samples.add(declared.RUN, 1, str(self._incarnation))
+        samples.add_counts(declared.OPERATIONS, self.operations)
+        samples.add_counts(declared.REFUSED_ITEMS, self.refused_items)
+        samples.add(declared.PLANS, self.num_plans)
+        samples.add_histogram(declared.STEP_DURATION, self._step_duration)
+        for (pool_id, shard), age_s in heartbeat_ages.items():
+            samples.add(declared.HEARTBEAT_AGE, age_s, pool_id, str(shard))
+        for pool in pools:
+            _add_gauges(samples, pool)
+            _add_counters(samples, pool)
+            _add_times(samples, pool)
+
+
+def _reason_of(failure: pb.ItemFailure) -> str:
+    if failure.status == pb.OPERATION_STATUS_FAILED:
+        return failure.error.reason
+    name = pb.ShortageReason.Name(failure.shortage.reason)
+    return name.removeprefix("SHORTAGE_REASON_").lower()
 
 
 def _num_items(operation: pb.Operation, kind: str) -> int:
@@ -88,102 +124,62 @@ def _num_items(operation: pb.Operation, kind: str) -> int:
     return 1
 
 
-class _PoolCollector(Collector):
-    """Reads the pools at each scrape. Scrapes come on a thread; the core is read on its own
-    loop.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, describe: Callable[[], Pools]) -> None:
-        self._loop = loop
-        self._describe = describe
-
-    def collect(self) -> Iterator[Metric]:
-        async def read() -> Pools:
-            return self._describe()
-
-        pools = asyncio.run_coroutine_threadsafe(read(), self._loop).result(_SCRAPE_TIMEOUT_S)
-        yield _blocks(pools)
-        yield _gauge(pools, "kvplane_sessions", "Open sessions.", lambda p: p.num_sessions)
-        yield _gauge(pools, "kvplane_sequences", "Live sequences.", lambda p: p.num_sequences)
-        yield _gauge(
-            pools, "kvplane_pool_ready", "1 when sessions can be opened.", lambda p: p.ready
-        )
-        yield _gauge(
-            pools,
-            "kvplane_registered_shards",
-            "Data planes whose registration stream is open.",
-            lambda p: sum(shard.connected for shard in p.shards),
-        )
-        yield _gauge(
-            pools,
-            "kvplane_max_held_blocks",
-            "The most device blocks ever held at one time.",
-            lambda p: p.counters.max_held_blocks,
-        )
-        yield from _counters(pools)
-
-
-def _blocks(pools: Pools) -> Metric:
-    family = GaugeMetricFamily(
-        "kvplane_blocks",
-        "Blocks by what they are used for; the states of a tier add up to all its blocks.",
-        labels=("pool", "tier", "state"),
-    )
-    for pool_id, pool in pools.items():
-        states: defaultdict[tuple[str, str], int] = defaultdict(int)  # of all layer groups
-        for tier in pool.usage.tiers:
-            name = _TIER_NAMES[tier.tier]
-            states[name, "free"] += tier.num_free_blocks
-            states[name, "cached"] += tier.num_cached_blocks
-            states[name, "held"] += tier.num_held_blocks
-            states[name, "retired"] += tier.num_retired_blocks
-        for (name, state), num_blocks in states.items():
-            family.add_metric((pool_id, name, state), num_blocks)
-    return family
-
-
-def _gauge(
-    pools: Pools, name: str, help: str, value: Callable[[pb.DescribePoolResponse], int]
-) -> Metric:
-    family = GaugeMetricFamily(name, help, labels=("pool",))
-    for pool_id, pool in pools.items():
-        family.add_metric((pool_id,), value(pool))
-    return family
-
-
-def _counters(pools: Pools) -> Iterator[Metric]:
-    for name, help, attribute in (
-        ("kvplane_lookup_tokens", "Prompt tokens looked up at admission.", "num_lookup_tokens"),
-        ("kvplane_hit_tokens", "Prompt tokens found cached at admission.", "num_hit_tokens"),
-        ("kvplane_copies_on_write", "Blocks copied for their writer.", "num_copies_on_write"),
-        ("kvplane_evictions", "Published blocks allocated for another use.", "num_evictions"),
-        ("kvplane_publications", "Blocks published.", "num_publications"),
-        (
-            "kvplane_host_hit_tokens",
-            "Of the tokens found cached, those in the host tier.",
-            "num_host_hit_tokens",
-        ),
-        (
-            "kvplane_demoted_blocks",
-            "Published blocks moved to the host tier where they would have been evicted.",
-            "num_demoted_blocks",
-        ),
-        ("kvplane_forgotten_blocks", "Published blocks forgotten.", "num_forgotten_blocks"),
-        ("kvplane_cut_sequences", "Sequences cut for others.", "num_cut_sequences"),
-        (
-            "kvplane_granted_admissions",
-            "Admissions that waited in line and were granted.",
-            "num_granted_admissions",
-        ),
+def _add_gauges(samples: Samples, pool: PoolObservation) -> None:
+    pool_id, told = pool.pool_id, pool.description
+    blocks = Counter[tuple[str, str]]()  # of all layer groups
+    for tier in told.usage.tiers:
+        name = _TIER_NAMES[tier.tier]
+        blocks[name, "free"] += tier.num_free_blocks
+        blocks[name, "cached"] += tier.num_cached_blocks
+        blocks[name, "held"] += tier.num_held_blocks
+        blocks[name, "retired"] += tier.num_retired_blocks
+    for (name, state), num_blocks in blocks.items():
+        samples.add(declared.BLOCKS, num_blocks, pool_id, name, state)
+    for declaration, value in (
+        (declared.PEAK_HELD, told.counters.max_held_blocks),
+        (declared.SESSIONS, told.num_sessions),
+        (declared.POOL_READY, told.ready),
+        (declared.SHARDS, pool.num_shards),
+        (declared.REGISTERED, sum(shard.connected for shard in told.shards)),
+        (declared.PLANS_IN_FLIGHT, pool.num_plans_in_flight),
+        (declared.OLDEST_PLAN, pool.oldest_plan_s),
+        (declared.OLDEST_RETIRED, pool.oldest_release_s),
+        (declared.FOLLOWERS, pool.num_followers),
     ):
-        family = CounterMetricFamily(name, help, labels=("pool",))
-        for pool_id, pool in pools.items():
-            family.add_metric((pool_id,), getattr(pool.counters, attribute))
-        yield family
-    swapped = CounterMetricFamily(
-        "kvplane_swapped_blocks", "Blocks swapped between the tiers.", labels=("pool", "direction")
-    )
-    for pool_id, pool in pools.items():
-        swapped.add_metric((pool_id, "out"), pool.counters.num_swapped_out_blocks)
-        swapped.add_metric((pool_id, "in"), pool.counters.num_swapped_in_blocks)
-    yield swapped
+        samples.add(declaration, value, pool_id)
+    for live_on, num_sequences in pool.num_sequences.items():
+        samples.add(declared.SEQUENCES, num_sequences, pool_id, _TIER_NAMES[live_on])
+    samples.add(declared.SEQUENCES, pool.num_waiting, pool_id, "waiting")
+
+
+def _add_counters(samples: Samples, pool: PoolObservation) -> None:
+    pool_id, counters, statistics = pool.pool_id, pool.description.counters, pool.statistics
+    for declaration, name in _COUNTERS:
+        samples.add(declaration, getattr(counters, name), pool_id)
+    for declaration, name in _STATISTICS:
+        samples.add(declaration, getattr(statistics, name), pool_id)
+    num_on_device = counters.num_hit_tokens - counters.num_host_hit_tokens
+    samples.add(declared.HIT_TOKENS, num_on_device, pool_id, "device")
+    samples.add(declared.HIT_TOKENS, counters.num_host_hit_tokens, pool_id, "host")
+    samples.add(declared.INDEX_CHANGES, pool.revision, pool_id)
+    samples.add(declared.SWAPPED, counters.num_swapped_out_blocks, pool_id, "out")
+    samples.add(declared.SWAPPED, counters.num_swapped_in_blocks, pool_id, "in")
+    for reason in _CUT_REASONS:
+        samples.add(declared.CUT, statistics.cut_sequences[reason], pool_id, reason)
+    for cause in _END_CAUSES:
+        samples.add(declared.RECLAIMED, statistics.reclaimed_blocks[cause], pool_id, cause)
+
+
+def _add_times(samples: Samples, pool: PoolObservation) -> None:
+    pool_id, statistics = pool.pool_id, pool.statistics
+    for operation, histogram in statistics.allocation_s.items():
+        samples.add_histogram(declared.ALLOCATION_DURATION, histogram, pool_id, operation or "none")
+    samples.add_histogram(declared.ADMISSION_WAIT, statistics.wait_s, pool_id)
+    samples.add_histogram(declared.FENCE_DURATION, statistics.fence_s, pool_id)
+    for tier, times in pool.block_times.items():
+        name = _TIER_NAMES[tier]
+        for reason in EVICTION_REASONS:
+            samples.add(declared.EVICTIONS, times.num_evictions[reason], pool_id, name, reason)
+        samples.add_histogram(declared.BLOCK_LIFETIME, times.lifetime, pool_id, name)
+        samples.add_histogram(declared.BLOCK_IDLE, times.idle, pool_id, name)
+        samples.add_histogram(declared.REUSE_GAP, times.reuse_gap, pool_id, name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Final
@@ -89,6 +90,13 @@ class Registrar:
                 stream.cut.cancel()
             self._close(stream)
 
+    def heartbeat_ages(self) -> dict[tuple[str, int], float]:
+        """Seconds since the last message of each data plane that is registered, by pool and shard
+        index.
+        """
+        now_s = time.monotonic()
+        return {key: now_s - stream.heard_s for key, stream in self._streams.items()}
+
     def flush(self) -> None:
         """Move the messages that the core has queued to their streams."""
         for key in self._core.take_told():
@@ -153,6 +161,7 @@ class Registrar:
 
     async def _read(self, stream: _Stream, requests: AsyncIterator[pb.RegisterRequest]) -> None:
         while (request := await self._next(requests)) is not None and stream.failure is None:
+            stream.heard_s = time.monotonic()
             kind = request.WhichOneof("message")
             if kind == "report":
                 self._report(stream, request.report)
@@ -199,6 +208,7 @@ class _Stream:
         self.changed = asyncio.Event()
         self.most_waiting: int | None = None  # set once the first messages are in the outbox
         self.failure: KvplaneError | None = None
+        self.heard_s = time.monotonic()
         self.cut: asyncio.TimerHandle | None = None
         self._task = asyncio.current_task()  # which carries the stream
 

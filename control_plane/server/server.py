@@ -13,8 +13,9 @@ from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.registration_server import Registrar
 from control_plane.server.service import SERVICE, ControlPlaneService
 from control_plane.server.trace_writer import TraceWriter
+from kvplane import __version__
 from kvplane.serving.logs import frames_of
-from kvplane.serving.plane_server import PlaneServer, package_version
+from kvplane.serving.plane_server import PlaneServer
 from kvplane.v1.control_pb2_grpc import add_ControlPlaneServiceServicer_to_server
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -40,16 +41,16 @@ class ControlPlaneServer(PlaneServer):
             observer=self._trace,
         )
         self.metrics = ControlPlaneMetrics(incarnation)
-        self.metrics.watch_pools(
-            asyncio.get_running_loop(),
-            lambda: {pool_id: core.describe_pool(pool_id) for pool_id in core.list_pools()},
-        )
         registrar = Registrar(
             core,
             heartbeat_s=config.heartbeat_s,
             max_waiting_messages=config.max_waiting_messages,
         )
-        self._servicer = ControlPlaneService(core, registrar, self.metrics, package_version())
+        self.metrics.read_pools_on(
+            asyncio.get_running_loop(),
+            lambda: (core.observe_pools(), registrar.heartbeat_ages()),
+        )
+        self._servicer = ControlPlaneService(core, registrar, self.metrics, __version__)
         add_service = add_ControlPlaneServiceServicer_to_server
         super().__init__(config, SERVICE, self._servicer, add_service, self.metrics)
 
@@ -60,7 +61,7 @@ class ControlPlaneServer(PlaneServer):
         """
         self = cls(config)
         await self._serve()
-        self.ticks = asyncio.create_task(_tick(self.core, self._servicer, self.metrics))
+        self.ticks = asyncio.create_task(_tick(self.core, self._servicer))
         self.work = asyncio.create_task(self._servicer.work())
         _LOGGER.info("metrics port=%s incarnation=%d", self.metrics_port, self.core.incarnation)
         await self._announce()
@@ -73,21 +74,13 @@ class ControlPlaneServer(PlaneServer):
             await asyncio.to_thread(self._trace.close)
 
 
-async def _tick(
-    core: ControlPlane, service: ControlPlaneService, metrics: ControlPlaneMetrics
-) -> None:
+async def _tick(core: ControlPlane, service: ControlPlaneService) -> None:
     """End leases as they run out, and sequences whose blocks others wait for."""
     while True:
         delay_s = _LONGEST_TICK_S
         try:
-            num_open = _num_sessions(core)
             delay_s = min(core.tick(), delay_s)
-            metrics.sessions_expired.inc(num_open - _num_sessions(core))
             service.flush()
         except Exception as error:  # a bug; it must not stop this loop
             _LOGGER.error("tick failed error=%s", frames_of(error))
         await asyncio.sleep(max(delay_s, 0.001))
-
-
-def _num_sessions(core: ControlPlane) -> int:
-    return sum(core.describe_pool(pool_id).num_sessions for pool_id in core.list_pools())

@@ -184,7 +184,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
             response = self._core.resync(request, caller().tenant)
         finally:
             self.flush()
-        self._metrics.plans.inc()
+        self._metrics.num_plans += 1
         return response
 
     async def GetBlockTable(
@@ -222,6 +222,11 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     ) -> pb.CommonPrefixResponse:
         return self._core.common_prefix(request, caller().tenant)
 
+    async def ListSessions(
+        self, request: pb.ListSessionsRequest, context: _Context
+    ) -> pb.ListSessionsResponse:
+        return self._core.list_sessions(request, caller().tenant)
+
     def Watch(self, request: pb.WatchRequest, context: _Context) -> AsyncIterator[pb.WatchResponse]:
         return self._watches.serve(request, caller().tenant)
 
@@ -239,7 +244,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         return pb.StepResponse(number=number, result=result)
 
     def _refuse(self, number: int, error: KvplaneError) -> pb.StepResponse:
-        self._metrics.rpc.rejected.labels(error.reason).inc()
+        self._metrics.rpc.rejected.inc(error.reason)
         return pb.StepResponse(number=number, error=to_wire(error))
 
     def _step(self, request: pb.StepRequest, tenant: str) -> pb.StepResult:

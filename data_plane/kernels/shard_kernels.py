@@ -19,6 +19,7 @@ from data_plane.kernels.arguments import (
 from data_plane.kernels.backend import Kernels
 from data_plane.kernels.cpu import CpuKernels
 from data_plane.kernels.cuda_streams import device_errors
+from data_plane.kernels.kernel_times import kernel_times
 from data_plane.kernels.scales import layer_scales
 from data_plane.memory.pool import TORCH_DTYPES, Pools
 from data_plane.places import Place, place_of, tier_of
@@ -64,6 +65,7 @@ class ShardKernels:
         self._host_kernels = CpuKernels(1)
         self._streams = kernels.streams
         self._scales = layer_scales(layout, shard, device)
+        self._times = kernel_times(device, counters)
 
     def write_arguments(
         self,
@@ -135,16 +137,17 @@ class ShardKernels:
         """Start copies or swaps, to run after all work queued before."""
         direction = _DIRECTIONS[tier_of(batch.source), tier_of(batch.destination)]
         source = self._pools.tier(batch.source)
+        num_bytes = len(batch.pairs) * source[0].nbytes
+        timing = self._times.timing(direction, 2 * num_bytes)
         if direction == "copy":
-            with self._streams.computing():
+            with self._streams.computing(), timing:
                 self._kernels.copy_blocks(source, batch.pairs)
         else:
             destination = self._pools.tier(batch.destination)
-            with self._streams.swapping():
+            with self._streams.swapping(), timing:
                 self._kernels.swap_blocks(source, destination, batch.pairs)
-        num_blocks = len(batch.pairs)
-        self._counters.num_transferred_blocks[direction] += num_blocks
-        self._counters.transfer_bytes[direction] += num_blocks * source[0].nbytes
+        self._counters.num_transferred_blocks[direction] += len(batch.pairs)
+        self._counters.transfer_bytes[direction] += num_bytes
 
     def prepare(self, batch: AttentionBatch) -> AttentionBatch:
         """The batch with its tensors on the kernels' device."""
@@ -153,13 +156,17 @@ class ShardKernels:
 
     def write(self, arguments: WriteArguments) -> None:
         """Write all spans' keys and values of one layer."""
-        with self._streams.computing():
+        num_bytes = len(arguments.slots) * _token_bytes(arguments)
+        with self._streams.computing(), self._times.timing("write", num_bytes):
             self._kernels.reshape_and_cache(arguments)
         self._counters.num_written_tokens += len(arguments.slots)
 
-    def attend(self, arguments: AttentionArguments) -> torch.Tensor:
-        """Attention of all spans in one layer: [num_tokens, num_heads, value_head_size]."""
-        with self._streams.computing():
+    def attend(self, arguments: AttentionArguments, num_context_tokens: int) -> torch.Tensor:
+        """Attention of all spans in one layer: [num_tokens, num_heads, value_head_size].
+        ``num_context_tokens``: positions that it reads, for metrics.
+        """
+        num_bytes = num_context_tokens * _token_bytes(arguments)
+        with self._streams.computing(), self._times.timing("attention", num_bytes):
             output = self._kernels.paged_attention(arguments)
         self._counters.num_attention_tokens += len(arguments.query)
         return output
@@ -181,6 +188,7 @@ class ShardKernels:
         kernel reported a bad argument.
         """
         self._streams.finish()
+        self._times.collect()
         try:
             with self._streams.computing():
                 self._kernels.check_faults()
@@ -251,6 +259,12 @@ class ShardKernels:
         """Stricter than the kernels, which would accept other dtypes and round."""
         wanted, has = (str(dtype).removeprefix("torch.") for dtype in (self._dtype, tensor.dtype))
         require(has == wanted, f"must have the layout's dtype {wanted}, has {has}", name)
+
+
+def _token_bytes(arguments: WriteArguments | AttentionArguments) -> int:
+    """Of one position: its keys and values in one layer."""
+    keys = arguments.keys
+    return (keys[0].nbytes + arguments.values[0].nbytes) // keys.shape[2]
 
 
 def _check_window(window_tokens: int, most: int | None) -> None:

@@ -76,6 +76,15 @@ class AttentionBatch:
         """S."""
         return len(self.sequence_ids)
 
+    def num_context_tokens(self, window_tokens: int) -> int:
+        """Positions whose keys and values attention reads, summed over the spans; with a window, 0
+        for none, those that some query of the span sees.
+        """
+        seen = self.first_positions
+        if window_tokens:
+            seen = np.minimum(seen, window_tokens - 1)
+        return int(seen.sum()) + self.num_tokens
+
     def span_of(self, sequence_id: int) -> int:
         """A sequence's span. Raises InvalidRequestError when the plan has none for it."""
         spans = np.flatnonzero(self.sequence_ids == sequence_id)

@@ -2,135 +2,167 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Final
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+import torch
 
+from data_plane.counters import BATCH_BOUNDS
 from data_plane.executor import Executor
 from data_plane.kernels.cpu import cpu_isa
 from data_plane.memory.pool import TIER_NAMES
 from data_plane.places import group_of, tier_of
-from kvplane.serving.metrics import LATENCY_BUCKETS_S, RpcMetrics
+from kvplane.serving.metrics import (
+    LATENCY_BUCKETS_S,
+    Declaration,
+    Histograms,
+    PlaneMetrics,
+    Samples,
+)
 
-_DIRECTIONS = ("copy", "swap_out", "swap_in")
+
+def _gauge(name: str, help: str, *labels: str) -> Declaration:
+    return Declaration("gauge", f"kvplane_{name}", help, labels)
 
 
-class DataPlaneMetrics:
-    """The metrics of one server, in a registry of its own."""
+def _counter(name: str, help: str, *labels: str) -> Declaration:
+    return Declaration("counter", f"kvplane_{name}_total", help, labels)
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.rpc = RpcMetrics(self.registry)
-        self.registered = Gauge(
-            "kvplane_registered",
-            "1 while registered with a control plane.",
-            registry=self.registry,
-        )
-        Gauge(
-            "kvplane_kernel_isa",
-            "1 for the instruction set of the CPU kernels, which a pool on a GPU uses only to read "
-            "its host tier.",
-            ["isa"],
-            registry=self.registry,
-        ).labels(cpu_isa()).set(1)
-        self._command_duration = Histogram(
-            "kvplane_command_duration_seconds",
-            "Time that the executor takes for a command, waiting for the device included.",
-            ["command"],
-            registry=self.registry,
-            buckets=LATENCY_BUCKETS_S,
-        )
+
+_RUN: Final = _gauge(
+    "data_plane_info",
+    "1, with this run's epoch, its shard, and the control plane that it last registered with.",
+    "epoch",
+    "shard",
+    "incarnation",
+)
+_BACKEND: Final = _gauge(
+    "kernel_backend", "1 for the kernels that plans run on, and their device.", "backend", "device"
+)
+_ISA: Final = _gauge(
+    "kernel_isa",
+    "1 for the instruction set of the CPU kernels, which a pool on a GPU uses only to read its "
+    "host tier.",
+    "isa",
+)
+_REGISTERED: Final = _gauge("registered", "1 while registered with a control plane.")
+_OPEN_SESSIONS: Final = _gauge("open_sessions", "Open sessions.")
+_TABLES: Final = _gauge("block_tables", "Block tables of all sessions.")
+_PUBLISHED: Final = _gauge("published_blocks", "Device blocks that hold a published prefix.")
+_QUEUE: Final = _gauge("command_queue_depth", "Commands of gRPC calls that run or wait to run.")
+_POOL_BLOCKS: Final = _gauge("pool_blocks", "Blocks of a tier, by layer group.", "tier", "group")
+_POOL_BYTES: Final = _gauge("pool_bytes", "Bytes of a tier, by layer group.", "tier", "group")
+_DEVICE_BYTES: Final = _gauge(
+    "device_memory_bytes", "Memory of the GPU, of all processes; absent on the CPU.", "state"
+)
+_COMMAND_DURATION: Final = Declaration(
+    "histogram",
+    "kvplane_command_duration_seconds",
+    "Time that the executor takes for a command, waiting for the device included.",
+    ("command",),
+    LATENCY_BUCKETS_S,
+)
+_COMMAND_REJECTIONS: Final = _counter(
+    "command_rejections",
+    "Commands that the executor refused, of gRPC calls and of this process, by the error's reason.",
+    "reason",
+)
+_BATCH_TOKENS: Final = Declaration(
+    "histogram", "kvplane_batch_tokens", "Query tokens of a plan that has some.", (), BATCH_BOUNDS
+)
+_BATCH_SEQUENCES: Final = Declaration(
+    "histogram", "kvplane_batch_sequences", "Sequences of such a plan.", (), BATCH_BOUNDS
+)
+_KERNEL_TIME: Final = _counter(
+    "kernel_seconds",
+    "Time that the device spent in kernels; of every call on the CPU, of one in 16 on a GPU.",
+    "kernel",
+)
+_KERNEL_BYTES: Final = _counter(
+    "kernel_bytes",
+    "Bytes of keys and values that the same calls had to read and write; divided by their time, "
+    "the achieved bandwidth.",
+    "kernel",
+)
+_STARTED: Final = _counter("plans_started", "Plans started.")
+_RUN_PLANS: Final = _counter("plans_run", "Plans run to their end.")
+_WRITTEN: Final = _counter("written_tokens", "Tokens written, counted once per layer.")
+_ATTENDED: Final = _counter(
+    "attention_tokens", "Query tokens whose attention was computed, counted once per layer."
+)
+_CLEARED: Final = _counter("cleared_blocks", "Blocks zeroed before another tenant got them.")
+_MOVED_BYTES: Final = _counter("transferred_bytes", "Bytes copied and swapped.", "direction")
+_MOVED_BLOCKS: Final = _counter("transferred_blocks", "Blocks copied and swapped.", "direction")
+
+DECLARATIONS: Final = tuple(value for value in vars().values() if type(value) is Declaration)
+_DIRECTIONS: Final = ("copy", "swap_out", "swap_in")
+
+
+class DataPlaneMetrics(PlaneMetrics):
+    """The metrics of one server, in a registry of their own. All have the pool's id as a label."""
+
+    def __init__(self, pool_id: str) -> None:
+        super().__init__("data", DECLARATIONS, {"pool": pool_id})
+        self.registered = False
+        self._command_duration = Histograms(LATENCY_BUCKETS_S)
+        self._executor: Executor | None = None
+        self._num_waiting: Callable[[], int] = lambda: 0
 
     def observe_command(self, name: str, duration_s: float) -> None:
         """Count one command of the executor."""
-        self._command_duration.labels(name).observe(duration_s)
+        self._command_duration.add(duration_s, name)
 
-    def watch(self, executor: Executor) -> None:
-        """Export the executor's state and counters."""
-        self.registry.register(_ExecutorCollector(executor))
+    def watch(self, executor: Executor, num_waiting: Callable[[], int]) -> None:
+        """Export the executor's state and counters, and how many commands wait for it."""
+        self._executor, self._num_waiting = executor, num_waiting
 
-
-class _ExecutorCollector(Collector):
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-
-    def collect(self) -> Iterator[Metric]:
-        yield self._backend()
-        yield from self._gauges()
-        yield from self._counters()
-
-    def _backend(self) -> Metric:
-        backend = GaugeMetricFamily(
-            "kvplane_kernel_backend",
-            "1 for the kernels that plans run on, and their device.",
-            labels=("backend", "device"),
-        )
-        backend.add_metric((self._executor.kernels.backend, str(self._executor.device)), 1)
-        return backend
-
-    def _gauges(self) -> Iterator[Metric]:
+    def read(self, samples: Samples) -> None:
+        samples.add(_ISA, 1, cpu_isa())
+        samples.add(_REGISTERED, self.registered)
+        samples.add(_QUEUE, self._num_waiting())
+        samples.add_histograms(_COMMAND_DURATION, self._command_duration)
         executor = self._executor
-        for name, help, value in (
-            ("kvplane_open_sessions", "Open sessions.", executor.num_sessions),
-            ("kvplane_block_tables", "Block tables of all sessions.", executor.num_sequences),
-            (
-                "kvplane_published_blocks",
-                "Device blocks that hold a published prefix.",
-                executor.num_published_blocks,
-            ),
-            ("kvplane_epoch", "The epoch of this process.", executor.epoch),
-        ):
-            yield GaugeMetricFamily(name, help, value=value)
-        groups = executor.layout.groups
-        names = ("tier", "group")[: min(2, len(groups))]
-        blocks = GaugeMetricFamily("kvplane_pool_blocks", "Blocks of a tier.", labels=names)
-        size = GaugeMetricFamily("kvplane_pool_bytes", "Bytes of a tier.", labels=names)
-        num_bytes = executor.pools.num_bytes
-        for place, num_blocks in executor.pools.num_blocks.items():
-            labels = (TIER_NAMES[tier_of(place)], groups[group_of(place)].name)[: len(names)]
-            blocks.add_metric(labels, num_blocks)
-            size.add_metric(labels, num_bytes[place])
-        yield blocks
-        yield size
+        if executor is None:
+            return
+        _add_state(samples, executor)
+        _add_counters(samples, executor)
 
-    def _counters(self) -> Iterator[Metric]:
-        counters = self._executor.counters
-        for name, help, value in (
-            ("kvplane_plans_started", "Plans started.", counters.num_plans_started),
-            ("kvplane_plans_run", "Plans run to their end.", counters.num_plans_run),
-            (
-                "kvplane_written_tokens",
-                "Tokens written, counted once per layer.",
-                counters.num_written_tokens,
-            ),
-            (
-                "kvplane_attention_tokens",
-                "Query tokens whose attention was computed, counted once per layer.",
-                counters.num_attention_tokens,
-            ),
-            (
-                "kvplane_cleared_blocks",
-                "Blocks zeroed before another tenant got them.",
-                counters.num_cleared_blocks,
-            ),
-        ):
-            yield CounterMetricFamily(name, help, value=value)
-        size = CounterMetricFamily(
-            "kvplane_transferred_bytes", "Bytes copied and swapped.", labels=("direction",)
-        )
-        blocks = CounterMetricFamily(
-            "kvplane_transferred_blocks", "Blocks copied and swapped.", labels=("direction",)
-        )
-        for direction in _DIRECTIONS:
-            size.add_metric((direction,), counters.transfer_bytes[direction])
-            blocks.add_metric((direction,), counters.num_transferred_blocks[direction])
-        yield size
-        yield blocks
-        rejections = CounterMetricFamily(
-            "kvplane_rejections", "Commands refused.", labels=("reason",)
-        )
-        for reason, count in dict(counters.num_rejections).items():
-            rejections.add_metric((reason,), count)
-        yield rejections
+
+def _add_state(samples: Samples, executor: Executor) -> None:
+    samples.add(
+        _RUN, 1, str(executor.epoch), str(executor.shard.index), str(executor.incarnation or "")
+    )
+    samples.add(_BACKEND, 1, executor.kernels.backend, str(executor.device))
+    samples.add(_OPEN_SESSIONS, executor.num_sessions)
+    samples.add(_TABLES, executor.num_sequences)
+    samples.add(_PUBLISHED, executor.num_published_blocks)
+    for place, num_blocks in executor.pools.num_blocks.items():
+        labels = TIER_NAMES[tier_of(place)], executor.layout.groups[group_of(place)].name
+        samples.add(_POOL_BLOCKS, num_blocks, *labels)
+        samples.add(_POOL_BYTES, executor.pools.num_bytes[place], *labels)
+    if executor.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(executor.device)
+        samples.add(_DEVICE_BYTES, free, "free")
+        samples.add(_DEVICE_BYTES, total - free, "used")
+
+
+def _add_counters(samples: Samples, executor: Executor) -> None:
+    counters = executor.counters
+    samples.add_histogram(_BATCH_TOKENS, counters.batch_tokens)
+    samples.add_histogram(_BATCH_SEQUENCES, counters.batch_spans)
+    for reason, count in [*counters.num_rejections.items()]:
+        samples.add(_COMMAND_REJECTIONS, count, reason)
+    for kernel, spent_s in [*counters.kernel_s.items()]:
+        samples.add(_KERNEL_TIME, spent_s, kernel)
+        samples.add(_KERNEL_BYTES, counters.kernel_bytes[kernel], kernel)
+    for declaration, value in (
+        (_STARTED, counters.num_plans_started),
+        (_RUN_PLANS, counters.num_plans_run),
+        (_WRITTEN, counters.num_written_tokens),
+        (_ATTENDED, counters.num_attention_tokens),
+        (_CLEARED, counters.num_cleared_blocks),
+    ):
+        samples.add(declaration, value)
+    for direction in _DIRECTIONS:
+        samples.add(_MOVED_BYTES, counters.transfer_bytes[direction], direction)
+        samples.add(_MOVED_BLOCKS, counters.num_transferred_blocks[direction], direction)

@@ -15,9 +15,10 @@ from data_plane.server.metrics import DataPlaneMetrics
 from data_plane.server.registration_client import RegistrationClient
 from data_plane.server.service import SERVICE, DataPlaneService
 from data_plane.server.worker_thread import WorkerThread
+from kvplane import __version__
 from kvplane.errors import InternalError
 from kvplane.serving.logs import frames_of
-from kvplane.serving.plane_server import PlaneServer, package_version
+from kvplane.serving.plane_server import PlaneServer
 from kvplane.serving.server import wait_for_signal
 from kvplane.v1.data_pb2_grpc import add_DataPlaneServiceServicer_to_server
 
@@ -36,17 +37,18 @@ class DataPlaneServer(PlaneServer):
 
     def __init__(self, config: DataPlaneConfig, kernels: Kernels | None = None) -> None:
         """Allocate the pools and bind the address; ``start`` then serves."""
-        self.metrics = DataPlaneMetrics()
+        self.metrics = DataPlaneMetrics(config.pool_id)
         self.executor = build_executor(config, self.metrics.observe_command, kernels)
-        self.metrics.watch(self.executor)
         self.registered = asyncio.Event()
         self.lost = asyncio.Event()
         """The device has failed for good: only a new process can use it again."""
-        self._worker = WorkerThread(self.executor.use_own_stream)
+        self._worker = worker = WorkerThread(self.executor.use_own_stream)
+        self.metrics.watch(self.executor, lambda: worker.num_waiting)
         service = DataPlaneService(
             self.executor,
             self._worker,
-            version=package_version(),
+            version=__version__,
+            rejected=self.metrics.rpc.rejected,
             max_message_bytes=config.max_message_bytes,
             knows_callers=config.knows_callers,
         )
@@ -119,7 +121,7 @@ class DataPlaneServer(PlaneServer):
         await asyncio.to_thread(self.executor.finish)
 
     async def _on_registration(self, registered: bool) -> None:
-        self.metrics.registered.set(registered)
+        self.metrics.registered = registered
         if registered and not self.registered.is_set():
             self.registered.set()
             await self._set_serving(not self.lost.is_set())

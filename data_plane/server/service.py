@@ -28,6 +28,7 @@ from kvplane.errors import (
     PlaneUnavailableError,
 )
 from kvplane.serving.identity import caller
+from kvplane.serving.metrics import Counts
 from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
@@ -53,13 +54,17 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         *,
         version: str,
         max_message_bytes: int,
+        rejected: Counts,
         knows_callers: bool = False,
     ) -> None:
-        """``knows_callers``: callers have to say who they are, so their grants must be theirs."""
+        """``rejected`` counts the requests of streams that are refused, by the error's reason.
+        ``knows_callers``: callers have to say who they are, so their grants must be theirs.
+        """
         self._executor = executor
         self._worker = worker
         self._version = version
         self._max_message_bytes = max_message_bytes
+        self._rejected = rejected
         self._knows_callers = knows_callers
         self._streams = RequestStreams("data plane")
 
@@ -97,6 +102,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
             except PlaneUnavailableError:
                 raise
             except KvplaneError as error:
+                self._rejected.inc(error.reason)
                 answers = [pb.ExecuteResponse(error=to_wire(error))]
             for answer in answers:
                 yield answer

@@ -6,8 +6,6 @@ import os
 from collections.abc import Coroutine
 from typing import Any
 
-import uvloop
-
 
 def tune_grpc() -> None:
     """Have gRPC wake half as many threads for a message, unless the user chose its experiments.
@@ -19,4 +17,6 @@ def tune_grpc() -> None:
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     """``asyncio.run`` on uvloop, whose sockets and callbacks cost less of the loop's thread."""
+    import uvloop  # here, so that a program can say that it is not installed
+
     uvloop.run(main)

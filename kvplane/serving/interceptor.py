@@ -112,8 +112,8 @@ class _Call:
                     raise
                 await _abort(context, status)
             finally:
-                self._metrics.duration.labels(self._method).observe(time.perf_counter() - begin)
-                self._metrics.handled.labels(self._method, code.name).inc()
+                self._metrics.duration.add(time.perf_counter() - begin, self._method)
+                self._metrics.handled.inc(self._method, code.name)
 
         return handle
 
@@ -137,7 +137,7 @@ class _Call:
                     raise
                 await _abort(context, status)
             finally:
-                self._metrics.handled.labels(self._method, code.name).inc()
+                self._metrics.handled.inc(self._method, code.name)
 
         return handle
 
@@ -146,7 +146,7 @@ class _Call:
     ) -> tuple[grpc.StatusCode, grpc.Status | None]:
         """The code to count ``error`` under, and the status to answer with; None lets it pass."""
         if isinstance(error, KvplaneError):
-            self._metrics.rejected.labels(error.reason).inc()
+            self._metrics.rejected.inc(error.reason)
             status = rpc_status.to_status(to_rich_status(error))
             return status.code, status
         if isinstance(error, asyncio.CancelledError | GeneratorExit):

@@ -5,30 +5,23 @@ to answering the last call.
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import grpc.aio
 from google.protobuf import descriptor_pool
-from prometheus_client import CollectorRegistry
 
 from kvplane.serving import server as serving
 from kvplane.serving.access import AccessList
 from kvplane.serving.config import ServingConfig
 from kvplane.serving.identity import Gate
 from kvplane.serving.interceptor import ErrorInterceptor
-from kvplane.serving.metrics import RpcMetrics, serve_metrics
+from kvplane.serving.metrics import PlaneMetrics, serve_metrics
 
 _LOGGER: Final = logging.getLogger(__name__)
-
-
-class ServerMetrics(Protocol):
-    """A plane's metrics."""
-
-    registry: CollectorRegistry
-    rpc: RpcMetrics
+_LAG_INTERVAL_S: Final = 0.1
 
 
 class Service(Protocol):
@@ -41,13 +34,15 @@ class Service(Protocol):
 class PlaneServer:
     """The base of a plane's server. The plane calls ``_serve``, then ``_announce``."""
 
+    _lag: asyncio.Task[None]
+
     def __init__(
         self,
         config: ServingConfig,
         service_name: str,
         service: Service,
         add_service: Callable[[Any, grpc.aio.Server], None],
-        metrics: ServerMetrics,
+        metrics: PlaneMetrics,
     ) -> None:
         """Bind the addresses of ``config``, on the running event loop. ``service_name``: the full
         one. ``add_service``: the generated function that adds the servicer.
@@ -67,10 +62,12 @@ class PlaneServer:
             interceptors=[ErrorInterceptor(metrics.rpc, gate)],
         )
         add_service(service, self._server.grpc_server)
+        self._metrics = metrics
+        self._serving = False
         self._endpoint = None
         if config.metrics_port >= 0:
             host, port = self._server.host, config.metrics_port
-            self._endpoint = serve_metrics(metrics.registry, host, port)
+            self._endpoint = serve_metrics(metrics.registry, self._is_serving, host, port)
 
     @property
     def address(self) -> str:
@@ -92,8 +89,10 @@ class PlaneServer:
         quiet.
         """
         _LOGGER.info("stopping grace_s=%g", self._config.grace_s)
+        self._serving = False
         self._service.stop()
         await self._server.stop(self._config.grace_s)
+        self._lag.cancel()
         await self._finish()
         if self._endpoint is not None:
             await asyncio.to_thread(self._endpoint.close)
@@ -102,11 +101,17 @@ class PlaneServer:
     async def _serve(self, *, serving: bool = True) -> None:
         """Take calls. ``serving``: what health says."""
         await self._server.start([self._service_name], serving=serving)
+        self._serving = serving
+        self._lag = asyncio.create_task(_measure_lag(self._metrics))
 
     async def _set_serving(self, serving: bool) -> None:
         """Set what health says."""
+        self._serving = serving
         for service in ("", self._service_name):
             await self._server.set_serving(service, serving)
+
+    def _is_serving(self) -> bool:
+        return self._serving
 
     async def _announce(self) -> None:
         """Announce the address. Stops, and raises OSError, when the port file cannot be written."""
@@ -120,9 +125,9 @@ class PlaneServer:
         """Called by ``stop`` once no call is left: ends what else the plane runs."""
 
 
-def package_version() -> str:
-    """The version of kvplane, as servers report it."""
-    try:
-        return importlib.metadata.version("kvplane")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return "0+unknown"
+async def _measure_lag(metrics: PlaneMetrics) -> None:
+    """Count how late the event loop wakes this task up."""
+    while True:
+        due_s = time.monotonic() + _LAG_INTERVAL_S
+        await asyncio.sleep(_LAG_INTERVAL_S)
+        metrics.loop_lag.add(max(0.0, time.monotonic() - due_s))

@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from kvplane import __version__
 from kvplane.errors import InvalidRequestError
 
 EXIT_BAD_SETTINGS: Final = 2
@@ -139,11 +140,28 @@ def _command(
         params.append(option)
     summary = (config_class.__doc__ or "").strip()
     settings = {"terminal_width": 100}  # wide enough for each variable
+    params.append(_version_option(program))
     command = _Command(
         program, params=params, callback=config_class, help=summary, context_settings=settings
     )
     command.groups = getattr(config_class, "HELP_GROUPS", {})
     return command
+
+
+def _version_option(program: str) -> click.Option:
+    def show(context: click.Context, _: click.Parameter, asked: bool) -> None:
+        if asked and not context.resilient_parsing:
+            click.echo(f"{program} {__version__}")
+            context.exit()
+
+    return click.Option(
+        ["--version"],
+        is_flag=True,
+        expose_value=False,
+        is_eager=True,
+        callback=show,
+        help="Show the version and exit.",
+    )
 
 
 def _option(f: dataclasses.Field[Any], hint: Any, variable: str) -> _Option:

@@ -61,12 +61,18 @@ def test_the_wheel_holds_every_module_and_its_types(wheel: Path) -> None:
     assert wanted <= names
 
 
-def test_the_base_needs_grpc_and_protobuf_alone(wheel: Path) -> None:
+def test_the_base_needs_grpc_protobuf_and_what_the_command_prints_with(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         metadata = Parser().parsestr(archive.read("kvplane-0.1.0.dist-info/METADATA").decode())
     needs = [n for n in metadata.get_all("Requires-Dist", []) if "extra ==" not in n]
-    assert sorted(n.split(">")[0] for n in needs) == ["grpcio", "grpcio-status", "protobuf<8,"]
-    assert {"control-plane", "data-plane", "engine", "serving", "dev"} == set(
+    assert sorted(n.split(">")[0] for n in needs) == [
+        "click",
+        "grpcio",
+        "grpcio-status",
+        "protobuf<8,",
+        "rich",
+    ]
+    assert {"control-plane", "data-plane", "engine", "serving", "dev", "transformers"} == set(
         metadata.get_all("Provides-Extra", [])
     )
 
@@ -90,6 +96,9 @@ assert kvplane.__file__.startswith(sys.argv[1])
         [sys.executable, "-c", program, str(tmp_path)], cwd=tmp_path, check=True, timeout=60
     )
 
+
+# What needs more than the base says so on one line.
+PROGRAMS = {"control_plane": "control-plane", "data_plane": "data-plane", "engine": "engine"}
 
 ROUND_TRIP = """
 import asyncio, sys
@@ -131,9 +140,25 @@ async def test_the_client_reaches_a_control_plane_beside_what_an_engine_pins(
             stdout=asyncio.subprocess.PIPE,
         )
         said, _ = await asyncio.wait_for(client.communicate(), 60)
+        asked = await asyncio.create_subprocess_exec(
+            *(python, "-m", "kvplane", "--control-plane", server.address, "version"),
+            cwd=tmp_path,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        version, _ = await asyncio.wait_for(asked.communicate(), 60)
     finally:
         await server.stop()
     assert said.decode().split() == [protobuf, grpcio, "7"]
+    assert (asked.returncode, b"2 to 2" in version) == (0, True)
+    assert (tmp_path / "venv" / "bin" / "kvplane").exists()
+    for program, extra in PROGRAMS.items():
+        done = await asyncio.create_subprocess_exec(
+            *(python, "-m", program, "--help"), cwd=tmp_path, stderr=asyncio.subprocess.PIPE
+        )
+        _, error = await asyncio.wait_for(done.communicate(), 60)
+        assert done.returncode == 1
+        assert error.decode().startswith(f"{program}: error: ")
+        assert error.decode().endswith(f"is not installed: pip install 'kvplane[{extra}]'\n")
 
 
 def source_distribution(folder: Path, out: Path) -> Path:

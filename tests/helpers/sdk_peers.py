@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
-from prometheus_client import CollectorRegistry
 
 from kvplane.layout import LayerGroup, Layout
 from kvplane.serving.access import AccessList
@@ -96,7 +95,7 @@ def interceptor() -> ErrorInterceptor:
         file.DESCRIPTOR.services_by_name[name]
         for file, name in ((cpb, "ControlPlaneService"), (dpb, "DataPlaneService"))
     ]
-    return ErrorInterceptor(RpcMetrics(CollectorRegistry()), Gate(AccessList(None), services))
+    return ErrorInterceptor(RpcMetrics(), Gate(AccessList(None), services))
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ stopping.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -163,12 +164,12 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
     host = [told[f'kvplane_blocks{{pool="pool",state="{s}",tier="host"}}'] for s in states]
     assert host == [8, 0, 0, 0]
     assert told['kvplane_sessions{pool="pool"}'] == 1
-    assert told['kvplane_sequences{pool="pool"}'] == 2
+    assert told['kvplane_sequences{pool="pool",state="device"}'] == 2
     assert told['kvplane_registered_shards{pool="pool"}'] == 1
     assert told['kvplane_lookup_tokens_total{pool="pool"}'] == 40
-    assert told['kvplane_hit_tokens_total{pool="pool"}'] == 16
+    assert told['kvplane_hit_tokens_total{pool="pool",tier="device"}'] == 16
     assert told['kvplane_publications_total{pool="pool"}'] == 2
-    for name in ("copies_on_write", "evictions"):
+    for name in ("copies_on_write", "aborts"):
         assert told[f'kvplane_{name}_total{{pool="pool"}}'] == 0
     for direction in ("in", "out"):
         assert told[f'kvplane_swapped_blocks_total{{direction="{direction}",pool="pool"}}'] == 0
@@ -186,14 +187,32 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
     assert list(counted.values()) == [2, 1, 1, 2, 2, 1]
     assert told["kvplane_plans_total"] == 3
     assert told["kvplane_step_duration_seconds_count"] == 4
-    assert told["kvplane_sessions_expired_total"] == 0
-    assert told["kvplane_incarnation"] == float(control_server.core.incarnation)
+    assert told['kvplane_sessions_expired_total{pool="pool"}'] == 0
+    incarnation = control_server.core.incarnation
+    assert told[f'kvplane_control_plane_info{{incarnation="{incarnation}"}}'] == 1
     assert told['kvplane_rejections_total{reason="BAD_SIGNATURE"}'] == 1
     assert told['kvplane_rejections_total{reason="STEP_OUT_OF_ORDER"}'] == 1
     handled = "kvplane_rpc_handled_total{code="
     assert told[f'{handled}"OK",method="/{SERVICE}/RunStep"}}'] == 4
     assert told[f'{handled}"DATA_LOSS",method="/{SERVICE}/SubmitReceipts"}}'] == 1
     assert told[f'kvplane_rpc_duration_seconds_count{{method="/{SERVICE}/RunStep"}}'] == 4
+
+
+async def test_the_containers_probe_asks_for_health_without_an_interpreter(
+    start_control_plane: Any,
+) -> None:
+    server = await start_control_plane(metrics_port=0)
+    probe = [str(ROOT / "deploy" / "healthy.sh"), str(server.metrics_port)]
+
+    async def asked() -> int:
+        return (await asyncio.to_thread(subprocess.run, probe, timeout=10)).returncode
+
+    assert await asked() == 0
+    await server._set_serving(False)
+    assert await asked() == 1
+    await server._set_serving(True)
+    probe[1] = "1"  # nobody listens there
+    assert await asked() == 1
 
 
 async def test_metrics_can_be_off(start_control_plane: Any) -> None:
@@ -209,7 +228,7 @@ async def test_an_expired_session_is_counted(
     await shard.report()
     await RawSession.open(connect(server), shard)
     async with asyncio.timeout(PATIENCE_S):
-        while (await scrape(server))["kvplane_sessions_expired_total"] != 1:
+        while (await scrape(server))['kvplane_sessions_expired_total{pool="pool"}'] != 1:
             await asyncio.sleep(0.05)
     shard.hang_up()
 
@@ -337,6 +356,17 @@ async def test_the_program_says_in_one_line_that_an_address_is_taken_with_exit_c
     assert run.returncode == 1
     [line] = [line for line in run.stderr.splitlines() if line.startswith("control_plane: ")]
     assert control_server.address in line
+
+
+def test_the_program_logs_json_when_asked_to() -> None:
+    run = run_program(
+        *("--bind", "no-such-host.invalid:1", "--metrics-port=-1", "--insecure"),
+        *("--log-format", "json"),
+    )
+    told = json.loads(run.stderr.splitlines()[0])
+    assert (told["level"], told["logger"]) == ("info", "control_plane")
+    assert told["message"].startswith("settings bind='no-such-host.invalid:1'")
+    assert told["time"].endswith("Z")
 
 
 def test_the_program_logs_its_settings_serves_and_stops_when_told(tmp_path: Path) -> None:

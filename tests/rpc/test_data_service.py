@@ -383,15 +383,15 @@ async def test_metrics_tell_what_the_executor_did(peer: Peer) -> None:
     url = f"http://127.0.0.1:{peer.server.metrics_port}/metrics"
     text = urllib.request.urlopen(url, timeout=10).read().decode()
     for line in (
-        "kvplane_written_tokens_total 4.0",
-        "kvplane_attention_tokens_total 4.0",
-        "kvplane_plans_run_total 1.0",
-        "kvplane_cleared_blocks_total 0.0",
-        "kvplane_block_tables 1.0",
-        "kvplane_registered 1.0",
-        'kvplane_pool_blocks{tier="host"} 4.0',
-        'kvplane_rejections_total{reason="PLAN_OUT_OF_ORDER"} 1.0',
-        'kvplane_command_duration_seconds_count{command="layer"} 2.0',
+        'kvplane_written_tokens_total{pool="pool"} 4.0',
+        'kvplane_attention_tokens_total{pool="pool"} 4.0',
+        'kvplane_plans_run_total{pool="pool"} 1.0',
+        'kvplane_cleared_blocks_total{pool="pool"} 0.0',
+        'kvplane_block_tables{pool="pool"} 1.0',
+        'kvplane_registered{pool="pool"} 1.0',
+        'kvplane_pool_blocks{group="full",pool="pool",tier="host"} 4.0',
+        'kvplane_rejections_total{pool="pool",reason="PLAN_OUT_OF_ORDER"} 1.0',
+        'kvplane_command_duration_seconds_count{command="layer",pool="pool"} 2.0',
     ):
         assert f"\n{line}\n" in text, text
 

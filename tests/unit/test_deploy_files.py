@@ -13,6 +13,7 @@ import yaml
 from control_plane.server.config import ControlPlaneConfig
 from data_plane.server.config import DataPlaneConfig
 from engine.config import GenerateConfig
+from kvplane.cli.program import cli
 from kvplane.serving.settings import parse
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -23,9 +24,46 @@ OURS = [name for name, service in SERVICES.items() if "build" in service]
 DOCKERFILES = sorted((ROOT / "deploy").glob("Dockerfile.*"))
 
 
-def test_the_compose_file_runs_both_planes_an_engine_job_and_prometheus() -> None:
-    assert set(SERVICES) == {"control-plane", "data-plane", "engine", "prometheus"}
-    assert SERVICES["engine"]["profiles"] == ["job"]
+def test_the_compose_file_runs_both_planes_what_watches_them_and_two_jobs() -> None:
+    watchers = {"prometheus", "alertmanager", "grafana"}
+    assert set(SERVICES) == {"control-plane", "data-plane", "engine", "load", *watchers}
+    assert all(SERVICES[name]["profiles"] == ["job"] for name in ("engine", "load"))
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_ports_are_published_on_loopback_alone(name: str) -> None:
+    assert all(port.startswith("127.0.0.1:") for port in SERVICES[name].get("ports", []))
+
+
+def test_the_load_job_is_a_command_that_kvplane_takes() -> None:
+    load = SERVICES["load"]
+    assert load["entrypoint"] == ["kvplane"]
+    at = load["command"].index("bench")
+    cli.make_context("kvplane", [*load["command"][:at], "bench"]).close()
+    cli.commands["bench"].make_context("bench", load["command"][at + 1 :]).close()
+
+
+def test_what_the_watchers_are_given_is_there() -> None:
+    for name in ("prometheus", "alertmanager", "grafana"):
+        for volume in SERVICES[name]["volumes"]:
+            source = volume.partition(":")[0]
+            assert source in COMPOSE["volumes"] or (ROOT / source).exists(), volume
+    grafana = SERVICES["grafana"]
+    provider = yaml.safe_load(
+        (ROOT / "deploy/grafana/provisioning/dashboards/kvplane.yml").read_text()
+    )
+    folder = provider["providers"][0]["options"]["path"]
+    assert f"./deploy/grafana/boards:{folder}:ro" in grafana["volumes"]
+    home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert (ROOT / "deploy/grafana/boards" / Path(home).name).is_file()
+
+
+def test_clients_on_the_host_and_jobs_reach_the_data_plane_by_one_address() -> None:
+    (advertised,) = [w for w in SERVICES["data-plane"]["command"] if "--advertise" in w]
+    assert advertised == "--advertise=127.0.0.1:50052"
+    assert "127.0.0.1:50052:50052" in SERVICES["data-plane"]["ports"]
+    for job in ("engine", "load"):
+        assert SERVICES[job]["network_mode"] == "service:data-plane"
 
 
 def test_every_variable_of_the_compose_file_has_a_value_in_the_env_file() -> None:
@@ -41,14 +79,16 @@ def test_every_image_of_ours_is_built_from_a_dockerfile_that_is_there(name: str)
 
 
 @pytest.mark.parametrize("plane", ["control-plane", "data-plane"])
-def test_a_plane_is_healthy_when_grpc_health_says_so(plane: str) -> None:
-    test = SERVICES[plane]["healthcheck"]["test"]
-    assert test[:4] == ["CMD", "python", "-m", "kvplane.health"]
-    port = test[4].rpartition(":")[2]
-    assert f"127.0.0.1:{port}:{port}" in SERVICES[plane]["ports"]
+def test_a_planes_health_is_asked_where_it_serves_metrics(plane: str) -> None:
+    config = ControlPlaneConfig if plane == "control-plane" else DataPlaneConfig
+    port = str(config.metrics_port)
+    assert SERVICES[plane]["healthcheck"]["test"] == ["CMD", "healthy", port]
+    dockerfile = (ROOT / SERVICES[plane]["build"]["dockerfile"]).read_text()
+    assert f'CMD ["healthy", "{port}"]' in dockerfile
+    assert "COPY deploy/healthy.sh /usr/local/bin/healthy" in dockerfile
 
 
-@pytest.mark.parametrize("name", ["data-plane", "engine"])
+@pytest.mark.parametrize("name", ["data-plane", "engine", "load"])
 def test_what_needs_a_plane_waits_until_it_is_healthy(name: str) -> None:
     waits = SERVICES[name]["depends_on"]
     assert waits["control-plane"] == {"condition": "service_healthy"}
@@ -96,7 +136,6 @@ def test_the_commands_of_the_compose_file_are_settings_that_the_programs_take(
     engine = parse(GenerateConfig, f"engine {program}", arguments, {})
     assert control.bind == "0.0.0.0:50051"
     assert data.control_plane == engine.control_plane == "control-plane:50051"
-    assert data.advertise == "data-plane:50052"
     assert len(engine.prompts()) == 1
 
 
@@ -117,7 +156,7 @@ def test_on_a_gpu_the_data_plane_is_built_with_cuda_given_a_gpu_and_told_to_use_
 
 
 def test_prometheus_scrapes_both_planes_where_they_serve_metrics() -> None:
-    settings = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
+    settings = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
     targets = {
         target
         for job in settings["scrape_configs"]

@@ -102,16 +102,16 @@ def layout_file(tmp_path: Path) -> Path:
 def test_by_default_the_log_and_a_metric_say_what_this_machine_has(
     layout_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    metrics = DataPlaneMetrics()
+    metrics = DataPlaneMetrics("p")
     with caplog.at_level(logging.INFO, logger="data_plane"):
         executor = build_executor(DataPlaneConfig(layout=layout_file, num_device_blocks=1))
-    metrics.watch(executor)
+    metrics.watch(executor, lambda: 0)
     text = generate_latest(metrics.registry).decode()
     device = str(choose_device("auto", this_machine))
     on_gpu = device != "cpu"
     backend = "cuda" if on_gpu else "cpu"
     assert str(executor.device) == device
-    assert f'kvplane_kernel_backend{{backend="{backend}",device="{device}"}} 1.0' in text
+    assert f'kvplane_kernel_backend{{backend="{backend}",device="{device}",pool="p"}} 1.0' in text
     said = "kernels backend=cuda" if on_gpu else f"kernels backend=cpu isa={cpu_isa()}"
     assert any(message.startswith(said) for message in caplog.messages)
 

@@ -37,8 +37,8 @@ def test_the_memory_lives_as_long_as_a_view_of_it() -> None:
 
 
 def test_a_metric_names_the_instruction_set_of_the_kernels() -> None:
-    text = generate_latest(DataPlaneMetrics().registry).decode()
-    assert f'kvplane_kernel_isa{{isa="{cpu.cpu_isa()}"}} 1.0' in text
+    text = generate_latest(DataPlaneMetrics("p").registry).decode()
+    assert f'kvplane_kernel_isa{{isa="{cpu.cpu_isa()}",pool="p"}} 1.0' in text
 
 
 def test_a_set_that_is_not_there_is_refused_with_the_variables_name(

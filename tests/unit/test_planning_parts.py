@@ -60,10 +60,10 @@ def test_a_session_that_ends_leaves_those_that_share(rig: PlanningRig) -> None:
 
 def test_an_admission_that_waits_has_the_ids_of_its_forks() -> None:
     forks = columns.pack(INT64, [5, 6])
-    waiting = Waiting(1, cpb.Admit(sequence_id=4, fork_sequence_ids=forks), 3)
+    waiting = Waiting(1, cpb.Admit(sequence_id=4, fork_sequence_ids=forks), 3, 0.0)
     assert [waiting.names(i) for i in (4, 5, 6, 7)] == [True, True, True, False]
     assert [waiting.is_of(i) for i in (4, 5)] == [True, False]
-    assert not Waiting(2, None, 3).names(4), "a swap-in has none"
+    assert not Waiting(2, None, 3, 0.0).names(4), "a swap-in has none"
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_what_is_written_is_read_and_attended() -> None:
     key, value, query = tokens(20, seed=1), tokens(20, seed=2), tokens(20, 4, seed=3)
     bench.compute.write(bench.compute.write_arguments(batch, 1, key, value))
     arguments = bench.compute.attention_arguments(batch, 1, query, AttentionOptions())
-    output = bench.compute.attend(arguments)
+    output = bench.compute.attend(arguments, 20)
     torch.testing.assert_close(output, dense_attention(query, key, value), atol=1e-5, rtol=1e-5)
     bench.compute.finish()
     blocks = bench.compute.read(DEVICE, np.array([3, 0], np.int32), range(1, 2))

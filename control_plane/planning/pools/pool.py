@@ -27,6 +27,11 @@ from control_plane.planning.pools.publications import (
 )
 from control_plane.planning.pools.reports import TIERS
 from control_plane.planning.pools.shards import PoolShards
+from control_plane.planning.pools.statistics import (
+    BlockTimes,
+    PoolStatistics,
+    read_block_times,
+)
 from kvplane import columns
 from kvplane.columns import INT32, INT64
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
@@ -86,17 +91,18 @@ class Pool:
         self.is_forgetting = False
         self.abandoned_s: float | None = None  # since when
         self.now_s = 0.0
-        self.num_cut_sequences = 0
+        self.statistics = PoolStatistics()
         self.num_granted_admissions = 0
         self._config = config
         self._owners: dict[str, int] = {}
         self._roots: dict[str, set[bytes]] = {}  # by tenant; some may not be in use any more
-        # Slots of ended sessions that are being fenced.
-        self._ended_slots: dict[int, int] = {}
+        # Slots of ended sessions that are being fenced, and since when.
+        self._ended_slots: dict[int, tuple[int, float]] = {}
         self.followers: set[Follower] = set()
         self._followed_revision = 0
         self._has_forgotten = False  # blocks, which the shards are to withdraw
         self._earlier_counters = [0] * len(_COUNTERS)  # of the cores before this one
+        self._earlier_times: list[float] = []
         self._earlier_revision = 0
         self._usage = cpb.PoolUsage()
         self._counted: dict[int, tuple[int, ...]] = {}
@@ -148,8 +154,14 @@ class Pool:
 
     @property
     def has_work(self) -> bool:
-        """Whether it is being built, or entries that were forgotten are still to be taken apart."""
-        return self.is_building or self.is_forgetting
+        """Whether it is being built, entries that were forgotten are still to be taken apart, or
+        more is to be announced than was at once.
+        """
+        return self.is_building or self.is_forgetting or self._has_publications
+
+    @property
+    def _has_publications(self) -> bool:
+        return any(core.has_publications for core in self.groups)
 
     def num_blocks(self, tier: tpb.Tier) -> int:
         """Blocks of a tier, of the smallest group; 0 while the pool is not built."""
@@ -205,6 +217,7 @@ class Pool:
 
     def _adopt(self, groups: list[NativePool]) -> None:
         self._earlier_counters = self._count()
+        self._earlier_times = self._block_times()
         self._earlier_revision += self._revision
         self._ended_slots.clear()
         self.is_forgetting = False
@@ -294,21 +307,24 @@ class Pool:
 
     def end(self, session: tpb.SessionRef, ordinal: int) -> None:
         """Remove a session and release all it held; every shard must fence it."""
-        slot = self._ended_slots[session.session_id] = self._slots.pop(session.session_id)
+        slot = self._slots.pop(session.session_id)
+        self._ended_slots[session.session_id] = slot, self.now_s
         self.native.end_session(slot)
         self.shards.fence(session, ordinal)
 
     def fence_done(self, session_id: int, shard_index: int) -> None:
         """The shard will never again run a plan of the session, if that has ended."""
         if self.shards.fence_done(session_id, shard_index):
-            slot = self._ended_slots.pop(session_id, None)
-            if slot is not None:  # else it was of an earlier build
+            ended = self._ended_slots.pop(session_id, None)
+            if ended is not None:  # else it was of an earlier build
+                slot, since_s = ended
                 self.native.session_fenced(slot)
+                self.statistics.fence_s.add(self.now_s - since_s)
 
     # Publications
 
     def announce(self) -> None:
-        """Send what was published and forgotten since the last call to the shards."""
+        """Send what was published and forgotten to the shards, as much as takes milliseconds."""
         for group, core in enumerate(self.groups):
             published = core.take_publications(MAX_PUBLICATIONS)
             if published:
@@ -331,6 +347,8 @@ class Pool:
         publications.
         """
         self.announce()  # to the others: all of it is in what follows
+        while self._has_publications:
+            self.announce()
         messages = self.shards.fences_for(shard_index)
         for group, core in enumerate(self.groups):
             published = core.all_publications(MAX_PUBLICATIONS)
@@ -401,12 +419,22 @@ class Pool:
     def counters(self) -> cpb.PoolCounters:
         """What the pool has done since it registered."""
         counters = cpb.PoolCounters(
-            num_cut_sequences=self.num_cut_sequences,
+            num_cut_sequences=self.statistics.cut_sequences.total(),
             num_granted_admissions=self.num_granted_admissions,
         )
         for name, value in zip(_COUNTERS, self._count(), strict=True):
             setattr(counters, name, value)
         return counters
+
+    def block_times(self) -> dict[tpb.Tier, BlockTimes]:
+        """How long blocks lived and waited, since the pool registered."""
+        return read_block_times(self._block_times())
+
+    def _block_times(self) -> list[float]:
+        times = [group.block_times() for group in self.groups]
+        if self._earlier_times:
+            times.append(self._earlier_times)
+        return [sum(values) for values in zip(*times, strict=True)]
 
     def info(self, num_sequences: int) -> cpb.DescribePoolResponse:
         """The pool's description; the caller counts its live sequences."""

@@ -161,7 +161,7 @@ class Registration:
             self.touched.add(pool)
             if pool.is_building:
                 build_some(pool)
-            else:
+            elif pool.is_forgetting:
                 pool.forget_some()
             if not pool.has_work:
                 self._working.remove(pool)
@@ -218,7 +218,8 @@ class Registration:
         rivals = shards.states.values() if reshapes else [earlier] if earlier is not None else []
         for state in rivals:
             _check_epoch(hello, state.hello)
-        if pool.shards.states.get(index) is not None or reshapes:
+        if earlier is not None or reshapes:
+            pool.statistics.num_epoch_changes += 1
             self._end_sessions(pool)
         if reshapes or shards.num_shards == 1:
             shards.start_over(hello.shard.num_shards, layout, self._new_key())

@@ -19,12 +19,14 @@ _MAX_REVOKED: Final = 4096
 @dataclass(slots=True)
 class Waiting:
     """What a session has its place in the line for: an admission, which step ``number`` asked for,
-    or with no message a swap-in. ``lapses_s``: when a swap-in that has come to its turn loses it.
+    or with no message a swap-in. ``since_s``: when it came to the line. ``lapses_s``: when a
+    swap-in that has come to its turn loses it.
     """
 
     key: int
     message: cpb.Admit | None
     number: int
+    since_s: float
     lapses_s: float | None = None
 
     def names(self, sequence_id: int) -> bool:

@@ -119,9 +119,10 @@ class Sharing:
             if place is None:
                 done = admit(self._headroom())
         if len(done) == 3:
-            self._started(member, key, message)
+            self._started(member, key, message, done[0])
         elif place is not None and place.sequence == key:
-            member.waiting = Waiting(key, message, member.session.numbers.last)
+            since_s = waiting.since_s if waiting is not None else self._pool.now_s
+            member.waiting = Waiting(key, message, member.session.numbers.last, since_s)
         return done, place
 
     def append(self, member: Member, message: cpb.Append) -> tuple[bytes, list[Failure] | None]:
@@ -212,7 +213,7 @@ class Sharing:
             if place is None:
                 done = native.swap(slot, sequence_ids, _DEVICE, headroom)
             elif place.sequence == group.key and member.waiting is None:
-                member.waiting = Waiting(group.key, None, 0)
+                member.waiting = Waiting(group.key, None, 0, self._pool.now_s)
         if isinstance(done, int):
             for sequence_id in ids:
                 group = member.groups.of(sequence_id)
@@ -283,15 +284,20 @@ class Sharing:
             return Place(place.reason)  # the session's place is for another sequence
         return place
 
-    def _started(self, member: Member, key: int, message: cpb.Admit) -> None:
+    def _started(self, member: Member, key: int, message: cpb.Admit, num_cached: int) -> None:
         ids = [message.sequence_id]
         if message.fork_sequence_ids:
             ids += columns.read(INT64, message.fork_sequence_ids, "fork_sequence_ids")
         member.groups.add(key, ids)
         if member.waiting is not None and member.waiting.key == key:
             member.waiting = None
+        was_cut = message.sequence_id in member.revoked
         for sequence_id in ids if member.revoked else ():
             member.revoked.pop(sequence_id, None)
+        if was_cut and not message.skip_prefix_lookup:
+            statistics = self._pool.statistics
+            statistics.reread_lookup_tokens += len(message.token_ids) // 4
+            statistics.reread_hit_tokens += num_cached
         self._line.started(member.session.id, key, self._pool.now_s)
 
     def _most_growth(self, message: cpb.Append) -> int:
@@ -385,11 +391,12 @@ class Sharing:
             self._headroom(),
         )
         if len(done) == 3:
-            self._started(member, waiting.key, message)
+            self._started(member, waiting.key, message, done[0])
             member.tell_granted(message, done[0], done[1])
             member.is_drafted = True
             self._pool.num_granted_admissions += 1
             traffic.begins(self._observer, session, message)
+            self._pool.statistics.wait_s.add(self._pool.now_s - waiting.since_s)
             return True
         if done[1] in _LATER:
             return self._ask(member, waiting.key, done[2], wait=True) is not None
@@ -415,7 +422,7 @@ class Sharing:
             session.native.cut(session.slot, sequence_id)
             member.groups.remove(sequence_id)
             member.tell_cut(sequence_id, _REASONS[cut.reason])
-            self._pool.num_cut_sequences += 1
+            self._pool.statistics.cut_sequences[cut.reason.name.lower()] += 1
         member.is_drafted = True
 
     def _gone(self, member: Member, group: Group) -> None:

@@ -9,6 +9,7 @@ answered by itself.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -95,6 +96,7 @@ class Planner:
     def run(self, index: int, named: Named, result: cpb.OperationResult) -> None:
         """Do the items of an operation that can be done. ``index`` is its place in the step."""
         kind, message = named
+        begin_s = time.perf_counter()
         try:
             failures = _RUN[kind](self, message, result)
             if failures is None:
@@ -105,6 +107,10 @@ class Planner:
             add_error(result, _at(index, kind), error)
         else:
             add_failures(result, self._member, _at(index, kind), kind, failures)
+        finally:
+            if not self._is_check:
+                spent_s = time.perf_counter() - begin_s
+                self._session.pool.statistics.allocation_s[kind].add(spent_s)
 
     # Each does an operation, and returns the items that were refused.
 

@@ -1,4 +1,4 @@
-// What a pool does besides its steps: retention, forgetting, watching, rebuilding, memory.
+// What a pool does besides its steps: metrics, retention, forgetting, watching, rebuilding, memory.
 #include <pybind11/typing.h>
 
 #include <memory>
@@ -89,6 +89,29 @@ void bind_forgetting(PoolClass& pool) {
         return py::make_tuple(pack(indices), pack(generations));
       },
       py::arg("max_blocks"));
+}
+
+// For each tier: evictions by reason, then three histograms, each its counts and its sum.
+py::typing::List<double> block_times(const Pool& pool) {
+  py::typing::List<double> values;
+  for (const Tier tier : {kDevice, kHost}) {
+    const BlockTimes& times = pool.block_times(tier);
+    for (const int64_t num : times.num_evictions) values.append(static_cast<double>(num));
+    for (const Durations* durations : {&times.lifetime, &times.idle, &times.reuse_gap}) {
+      for (const int64_t num : durations->counts) values.append(static_cast<double>(num));
+      values.append(durations->sum_s);
+    }
+  }
+  return values;
+}
+
+void bind_metrics(PoolClass& pool) {
+  pool.def("block_times", &block_times);
+  pool.def(
+      "num_sequences_in",
+      [](const Pool& self, int tier) { return self.num_sequences_in(tier_of(tier)); },
+      py::arg("tier"));
+  pool.def("oldest_release_s", &Pool::oldest_release_s);
 }
 
 void bind_watching(PoolClass& pool) {
@@ -211,8 +234,14 @@ void bind_extras(py::module_& module) {
   bind_prefixes(pool);
   bind_retention(pool);
   bind_forgetting(pool);
+  bind_metrics(pool);
   bind_watching(pool);
   bind_rebuild(module);
+  module.def("duration_bounds_s", [] {
+    py::typing::List<double> bounds;
+    for (const double bound : Durations::kBounds) bounds.append(bound);
+    return bounds;
+  });
   auto grouped = py::reinterpret_borrow<py::class_<GroupedPool>>(module.attr("GroupedPool"));
   bind_prefixes(grouped);
 }

@@ -17,7 +17,8 @@ Pool::Pool(PoolConfig config)
         tier, config_.num_blocks[tier - 1], std::move(config_.generations[tier - 1]), index_,
         make_policy(config_.eviction_policy, config_.num_blocks[tier - 1]));
   index_.set_listener(this);
-  if (store(kHost).num_blocks) store(kDevice).on_evict = [this](Block b) { save(*allocating_, b); };
+  for (const Tier tier : {kDevice, kHost})
+    store(tier).on_evict = [this, tier](Block b, Eviction why) { evicted(tier, b, why); };
 }
 
 void Pool::set_time(double now_s) {
@@ -34,6 +35,15 @@ void Pool::changed(Change change, EntryId e, Tier tier) {
   if (log_.is_on() && !index_.is_named(entry.root)) return;  // it was said to be gone
   ++revision_;
   if (log_.is_on()) log_.add(revision_, change, index_, e, tier);
+}
+
+void Pool::evicted(Tier tier, Block b, Eviction why) {
+  const Entry& entry = index_[index_.entry_of(tier, b)];
+  BlockTimes& times = block_times_[tier - 1];
+  ++times.num_evictions[static_cast<size_t>(why)];
+  times.lifetime.add(now_s_ - entry.published_s);
+  times.idle.add(now_s_ - entry.used_s);
+  if (tier == kDevice && why != Eviction::kOwn && store(kHost).num_blocks) save(*allocating_, b);
 }
 
 // Sessions
@@ -175,6 +185,22 @@ int64_t Pool::num_entries(const Session& session) const {
 
 int64_t Pool::held_by(const Sequence& sequence) const {
   return sequence.tier == kDevice ? sequence.table.size - sequence.num_trimmed : 0;
+}
+
+int64_t Pool::num_sequences_in(Tier tier) const {
+  int64_t num = 0;
+  for (const Session& session : sessions_)
+    if (session.open)
+      session.sequences.for_each(
+          [&](int64_t, uint32_t index) { num += sequences_[index].tier == tier; });
+  return num;
+}
+
+double Pool::oldest_release_s() const {
+  double since_s = now_s_;
+  for (const Session& session : sessions_)
+    if (!session.releases.empty()) since_s = std::min(since_s, session.releases.front().since_s);
+  return now_s_ - since_s;
 }
 
 // Rebuilding

@@ -211,13 +211,16 @@ class Pool final : private Listener {
   bool is_unfenced(Slot slot) const { return slot < sessions_.size() && sessions_[slot].ended; }
   bool has_slot(Slot slot) const { return slot < sessions_.size() && sessions_[slot].open; }
 
-  // Publications. An item is (entry, uid).
+  // Publications of which the data planes are to be told, about as many as asked for; the rest
+  // waits for the next call.
   struct Announcement {
     EntryId root;
     EntryId entry;
     uint32_t uid;
+    bool below;  // those below the entry too
   };
-  std::deque<Announcement>& announcements() { return announcements_; }
+  std::vector<Announcement> take_announcements(size_t max_entries);
+  bool has_announcements() const { return !announcements_.empty(); }
   std::vector<Announcement> findable() const;
 
   // Retention: see retention.h and _native.pyi.
@@ -228,6 +231,12 @@ class Pool final : private Listener {
   // Device blocks that tables of the owner's sessions refer to.
   int64_t num_owned(uint32_t owner) const { return owner < held_.size() ? held_[owner] : 0; }
   int64_t num_retained(uint32_t owner) const { return retention_.num_entries(owner); }
+
+  // For metrics.
+  const BlockTimes& block_times(Tier tier) const { return block_times_[tier - 1]; }
+  int64_t num_sequences_in(Tier tier) const;
+  // How long the blocks have waited that wait longest for a receipt or a fence; 0: none waits.
+  double oldest_release_s() const;
 
   // Forgetting (forget.cpp): nothing of it can be found at once; `forget_some` takes the entries
   // apart, and says whether some are left. Without `force` nothing is changed if tables have some.
@@ -265,6 +274,7 @@ class Pool final : private Listener {
   struct SwapPlan;
 
   void changed(Change change, EntryId entry, Tier tier) override;
+  void evicted(Tier tier, Block b, Eviction why);
   std::vector<EntryId> match(EntryId root, Span<int32_t> tokens) const;
 
   // Forgetting (forget.cpp)
@@ -406,9 +416,12 @@ class Pool final : private Listener {
   Slab<Sequence> sequences_;
   std::vector<uint32_t> free_sequences_;
   Counters counters_;
+  BlockTimes block_times_[2];  // by tier
   int64_t revision_ = 0;
   double now_s_ = 0;
-  std::deque<Announcement> announcements_;
+  std::vector<Announcement> announcements_;
+  size_t num_announced_ = 0;                // of these
+  std::vector<Announcement> re_announced_;  // whose turn is before the rest of these
   Retention retention_;
   ChangeLog log_;
   std::vector<std::pair<EntryId, uint32_t>> forgetting_;  // a path down: (entry, uid)

@@ -26,6 +26,7 @@ from kvplane_blocks._native import (
     Pool,
     Rebuild,
     chained_hash,
+    duration_bounds_s,
     prompt_hashes,
     root_hash,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "Pool",
     "Rebuild",
     "chained_hash",
+    "duration_bounds_s",
     "prompt_hashes",
     "root_hash",
 ]

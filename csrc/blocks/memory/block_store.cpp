@@ -69,6 +69,7 @@ Block BlockStore::take(Slot slot) {
   }
   if (index_.is_published(tier, b)) {
     ++num_evictions_;
+    if (on_evict) on_evict(b, Eviction::kOwn);
     policy_->unpublish(b);
   }
   forget(b);
@@ -79,7 +80,7 @@ Block BlockStore::evict() {
   const Block b = pop_cached();
   --num_in_[static_cast<int>(State::kCached)];
   ++num_evictions_;
-  if (on_evict) on_evict(b);
+  if (on_evict) on_evict(b, infos_[b].priority ? Eviction::kRetained : Eviction::kPolicy);
   forget(b);
   return b;
 }

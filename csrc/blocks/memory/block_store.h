@@ -31,6 +31,7 @@
 #include "core/types.h"
 #include "eviction/policy.h"
 #include "index/prefix_index.h"
+#include "memory/block_times.h"
 
 namespace kvplane::blocks {
 
@@ -45,8 +46,8 @@ class BlockStore {
   const Tier tier;
   const uint32_t num_blocks;
 
-  // Called with a cached block that is about to be evicted, still published.
-  std::function<void(Block)> on_evict;
+  // Called with a block that is about to be evicted, still published.
+  std::function<void(Block, Eviction)> on_evict;
 
   // Queries
   int64_t generation(Block b) const { return infos_[b].generation; }

@@ -367,9 +367,18 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
   std::vector<uint8_t> allocated;  // of the entries that are not trimmed
   int64_t plan = 0, position = 0, num_taken = 0;
   bool all_published = true;
+  float used_s = 0;  // of the hit before: those of one prompt were mostly used together
+  size_t range = Durations::range_of(now_s_);
   for (size_t i = 0; i < hits.size(); ++i) {
     const Hit& hit = hits[i];
     Entry& entry = index_[hit.entry];
+    if (hit.kind == Hit::kShared || hit.kind == Hit::kHosted) {
+      if (entry.used_s != used_s) {
+        used_s = entry.used_s;
+        range = Durations::range_of(now_s_ - used_s);
+      }
+      block_times_[hit.kind == Hit::kHosted].reuse_gap.add(now_s_ - used_s, range);
+    }
     ++entry.num_uses;
     entry.used_s = static_cast<float>(now_s_);
     Block b = hit.block;

@@ -116,7 +116,7 @@ bool Pool::remember(Session& session, Tier tier, Block b, int64_t plan) {
   auto it = releases.end();
   while (it != releases.begin() && std::prev(it)->plan > plan) --it;
   if (it == releases.begin() || std::prev(it)->plan != plan)
-    it = releases.insert(it, Release{plan, {}});
+    it = releases.insert(it, Release{plan, now_s_, {}});
   else
     --it;
   it->blocks.emplace_back(tier, b);

@@ -1,0 +1,280 @@
+"""Traffic for both planes, as an engine makes it: prompts that share prefixes, decode steps, forks,
+swaps. Attention is computed of zeros, since only the traffic matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvplane import ops
+from kvplane.control_client import ControlClient
+from kvplane.data_client import DataClient
+from kvplane.errors import KvplaneError
+from kvplane.execution import Execution
+from kvplane.layout import Layout
+from kvplane.results import news_of
+from kvplane.session import Session
+from kvplane.tensor import Tensor
+from kvplane.tls import TlsOptions
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1.types_pb2 import SignedPayload
+
+# A fork and a swap to the host tier and back come once in so many steps.
+_FORK_EVERY: Final = 16
+_SWAP_EVERY: Final = 24
+_LONGEST_TENSOR_TOKENS: Final = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What is sent. ``num_sequences`` live at one time; prompts begin with one of ``num_prefixes``
+    prefixes of ``prefix_tokens`` tokens, and have ``prompt_tokens`` in all. ``pause_s``: between
+    steps.
+    """
+
+    duration_s: float = 10.0
+    max_steps: int = 2**62
+    num_sequences: int = 8
+    num_prefixes: int = 8
+    prefix_tokens: int = 64
+    prompt_tokens: int = 96
+    output_tokens: int = 32
+    pause_s: float = 0.0
+    seed: int = 1
+
+
+@dataclass
+class Measured:
+    """What came of it: seconds that the steps took on the control plane's side of the wire and on
+    the data plane's, and counts.
+    """
+
+    step_s: list[float] = field(default_factory=list)
+    execute_s: list[float] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_refused: int = 0
+
+    def summary(self) -> dict[str, float]:
+        """The figures that are printed."""
+        return {
+            "steps": len(self.step_s),
+            "step_p50_ms": _percentile(self.step_s, 0.5) * 1000,
+            "step_p99_ms": _percentile(self.step_s, 0.99) * 1000,
+            "execute_p50_ms": _percentile(self.execute_s, 0.5) * 1000,
+            "execute_p99_ms": _percentile(self.execute_s, 0.99) * 1000,
+            "computed_tokens": self.num_computed_tokens,
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": self.num_cached_tokens,
+            "refused_items": self.num_refused,
+        }
+
+
+async def bench(
+    control: ControlClient, pool_id: str, traffic: Traffic, tls: TlsOptions | None = None
+) -> Measured:
+    """Run ``traffic`` on a pool of one shard. Raises KvplaneError."""
+    layout = Layout.from_proto((await control.wait_ready(pool_id)).layout)
+    session = await control.open_session(pool_id, layout, "kvplane bench")
+    data = DataClient(session.shards[0].address, tls=tls)
+    async with session, data, await data.open(session.grant) as execution:
+        load = _Load(session, execution, traffic)
+        deadline_s = time.monotonic() + traffic.duration_s
+        while time.monotonic() < deadline_s and load.num_steps < traffic.max_steps:
+            await load.step()
+            await asyncio.sleep(traffic.pause_s)
+        await load.end()
+    return load.measured
+
+
+@dataclass
+class _Sequence:
+    """``position``: the next to be computed; -1 while the admission waits in the line."""
+
+    tokens: list[int]
+    num_outputs: int
+    position: int = -1
+
+
+class _Load:
+    """The live sequences, and what the next step does to them."""
+
+    def __init__(self, session: Session, execution: Execution, traffic: Traffic) -> None:
+        self.measured = Measured()
+        self._session, self._execution, self._traffic = session, execution, traffic
+        self._random = random.Random(traffic.seed)
+        shared = random.Random(0)  # by all engines
+        self._prefixes = [
+            shared.choices(range(256), k=traffic.prefix_tokens) for _ in range(traffic.num_prefixes)
+        ]
+        self._live: dict[int, _Sequence] = {}
+        self._swapped = 0  # the sequence on the host tier
+        self._last_id = 0
+        self.num_steps = 0
+
+    async def step(self) -> None:
+        """One step, and its plan."""
+        self.num_steps += 1
+        ended = [i for i, s in self._live.items() if s.num_outputs <= 0 and i != self._swapped]
+        for sequence_id in ended:
+            del self._live[sequence_id]
+        operations = [ops.free(ended)] if ended else []
+        self._add_swap(operations)
+        grown = self._add_growth(operations)
+        admitted = self._add_admission(operations)
+        forked = self._add_fork(operations)
+        begin_s = time.perf_counter()
+        result = await self._session.step(operations)
+        self.measured.step_s.append(time.perf_counter() - begin_s)
+        for operation, outcome in zip(operations, result.results, strict=True):
+            self.measured.num_refused += len(outcome.failures)
+            kind = operation.WhichOneof("operation")
+            failed = {failure.item for failure in outcome.failures}
+            if kind == "append":
+                self._grew([i for n, i in enumerate(grown) if n not in failed])
+                if failed:
+                    self._live[grown[-1]].num_outputs = 0  # ends, to make room for the others
+            elif kind == "admit":
+                self._admitted(admitted, outcome)
+            elif kind == "fork" and failed:
+                del self._live[forked]
+            elif (kind == "swap_out" and failed) or (kind == "swap_in" and not failed):
+                self._swapped = 0
+        self._hear(result)
+        if result.HasField("plan"):
+            await self._execute(result.plan)
+
+    async def end(self) -> None:
+        """Free all sequences."""
+        if self._live:
+            await self._session.step([ops.free(sorted(self._live))])
+
+    def _tokens(self, num: int) -> list[int]:
+        return self._random.choices(range(256), k=num)
+
+    def _add_growth(self, operations: list[pb.Operation]) -> list[int]:
+        """Append to every live sequence: the rest of its prompt, or one token."""
+        grown = [i for i, s in self._live.items() if s.position >= 0 and i != self._swapped]
+        if not grown:
+            return grown
+        sequences = [self._live[i] for i in grown]
+        new = [[] if s.position < len(s.tokens) else self._tokens(1) for s in sequences]
+        for sequence, tokens in zip(sequences, new, strict=True):
+            sequence.tokens += tokens
+        operations.append(
+            ops.appends(
+                grown,
+                [s.position for s in sequences],
+                [len(s.tokens) - s.position for s in sequences],
+                [len(tokens) for tokens in new],
+                [token for tokens in new for token in tokens],
+            )
+        )
+        for sequence, tokens in zip(sequences, new, strict=True):
+            del sequence.tokens[len(sequence.tokens) - len(tokens) :]
+        self._appended = dict(zip(grown, new, strict=True))
+        return grown
+
+    def _grew(self, grown: Iterable[int]) -> None:
+        for sequence_id in grown:
+            sequence = self._live[sequence_id]
+            sequence.tokens += self._appended[sequence_id]
+            sequence.position = len(sequence.tokens)
+            sequence.num_outputs -= 1
+
+    def _add_admission(self, operations: list[pb.Operation]) -> int:
+        """Admit one more sequence, unless one waits or there are enough. Returns its id, or 0."""
+        traffic = self._traffic
+        waits = any(sequence.position < 0 for sequence in self._live.values())
+        if waits or len(self._live) >= traffic.num_sequences:
+            return 0
+        self._last_id += 1
+        own = self._tokens(max(1, traffic.prompt_tokens - traffic.prefix_tokens))
+        tokens = self._random.choice(self._prefixes) + own
+        self._live[self._last_id] = _Sequence(tokens, traffic.output_tokens)
+        operations.append(ops.admit(self._last_id, tokens, wait=True))
+        return self._last_id
+
+    def _admitted(self, sequence_id: int, outcome: pb.OperationResult) -> None:
+        if not outcome.failures:
+            sequence = self._live[sequence_id]
+            sequence.position = len(sequence.tokens)
+            self._count_cached(sequence, outcome.admit.num_cached_tokens)
+        elif not outcome.failures[0].shortage.place_in_line:
+            del self._live[sequence_id]
+
+    def _count_cached(self, sequence: _Sequence, num_cached: int) -> None:
+        self.measured.num_prompt_tokens += len(sequence.tokens)
+        self.measured.num_cached_tokens += num_cached
+
+    def _add_fork(self, operations: list[pb.Operation]) -> int:
+        """Now and then, fork a sequence that is not the newest. Returns the new one's id, or 0."""
+        if self.num_steps % _FORK_EVERY or len(self._live) >= self._traffic.num_sequences:
+            return 0
+        parents = [
+            i
+            for i, s in self._live.items()
+            if 0 <= s.position == len(s.tokens) and i != self._swapped and i != self._last_id
+        ]
+        if not parents:
+            return 0
+        # It is forked after this step's appends: refused ones would leave it behind its parent.
+        operations.insert(0, ops.fork(parents[0], self._last_id + 1))
+        parent = self._live[parents[0]]
+        self._last_id += 1
+        self._live[self._last_id] = _Sequence([*parent.tokens], parent.num_outputs, parent.position)
+        return self._last_id
+
+    def _add_swap(self, operations: list[pb.Operation]) -> None:
+        """Now and then, move a sequence to the host tier, and back a few steps later."""
+        phase = self.num_steps % _SWAP_EVERY
+        if self._swapped and phase >= _SWAP_EVERY // 4:
+            operations.append(ops.swap_in([self._swapped]))
+        elif not self._swapped and phase == 0 and self._session.num_host_blocks:
+            idle = [i for i, s in self._live.items() if s.position >= 0]
+            if idle:
+                self._swapped = idle[0]
+                operations.append(ops.swap_out([self._swapped]))
+
+    def _hear(self, result: pb.StepResult) -> None:
+        """What happened without the session's asking."""
+        news = news_of(result)
+        for granted in news.granted:
+            sequence = self._live[granted.sequence_id]
+            sequence.position = granted.num_cached_tokens
+            self._count_cached(sequence, granted.num_cached_tokens)
+        for sequence_id in news.cut:
+            self._live.pop(sequence_id, None)
+            if sequence_id == self._swapped:
+                self._swapped = 0
+
+    async def _execute(self, plan: SignedPayload) -> None:
+        begin_s = time.perf_counter()
+        started = await self._execution.start(plan)
+        if started.receipt is None:
+            tensor = _zeros(self._session.layout, started.num_tokens)
+            for layer in self._execution.layers:
+                await self._execution.layer(layer, tensor, tensor, tensor)
+        self.measured.num_computed_tokens += started.num_tokens
+        self.measured.execute_s.append(time.perf_counter() - begin_s)
+        if self._execution.receipt is None:
+            raise KvplaneError("the plan ran and no receipt came")
+        self._session.add_receipt(self._execution.receipt)
+
+
+def _zeros(layout: Layout, num_tokens: int) -> Tensor:
+    """[num_tokens, num_kv_heads, head_size]."""
+    group = layout.groups[0]
+    shape = (num_tokens, group.num_kv_heads, group.head_size)
+    return Tensor(layout.dtype, shape, bytes(Tensor.size_bytes(layout.dtype, shape)))
+
+
+def _percentile(values: list[float], share: float) -> float:
+    ranked = sorted(values)
+    return ranked[min(int(share * len(ranked)), len(ranked) - 1)] if ranked else 0.0

@@ -1,0 +1,25 @@
+"""Programs whose packages may not be installed: they say which extra has them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Final
+
+EXIT_NOT_INSTALLED: Final = 1
+_OURS: Final = ("kvplane", "control_plane", "data_plane", "engine", "demo")
+
+
+def run_or_explain(program: str, extra: str, run: Callable[[], int]) -> int:
+    """What ``run`` returns, which imports what it needs. If a package of others is missing, says so
+    on one line. ``extra``: of the distribution, that has it; empty for the base.
+    """
+    try:
+        return run()
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if not missing or missing in _OURS:
+            raise
+        wanted = f"kvplane[{extra}]" if extra else "kvplane"
+        sys.stderr.write(f"{program}: error: {missing} is not installed: pip install '{wanted}'\n")
+        return EXIT_NOT_INSTALLED

@@ -1,0 +1,183 @@
+"""Pools as the command shows them: status, pools, top."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Final
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from kvplane.cli.values import Context, only_pool, print_json, share, table_of
+from kvplane.control_client import ControlClient
+from kvplane.results import sequence_states
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
+
+_TIERS: Final[dict[int, str]] = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
+Pools = dict[str, pb.DescribePoolResponse]
+
+
+async def describe(client: ControlClient) -> Pools:
+    """Every pool, by id."""
+    return {pool_id: await client.describe_pool(pool_id) for pool_id in await client.list_pools()}
+
+
+async def status(context: Context) -> int:
+    """The control plane and its pools; 0 if all of them are ready."""
+    async with context.client() as client:
+        plane = await client.describe()
+        pools = await describe(client)
+    rows = [
+        {
+            "pool": pool_id,
+            "ready": pool.ready,
+            "shards": f"{sum(s.connected for s in pool.shards)} of {_num_shards(pool)}",
+            "sessions": pool.num_sessions,
+            "sequences": pool.num_sequences,
+            "device_blocks_used": share(*_used(pool)),
+        }
+        for pool_id, pool in pools.items()
+    ]
+    if context.as_json:
+        told = {"version": plane.version, "incarnation": str(plane.incarnation)}
+        print_json({"address": context.address, **told, "pools": rows})
+    else:
+        title = f"control plane {context.address}, version {plane.version}"
+        Console().print(table_of(rows, title) if rows else f"{title}: no pool has registered")
+    return 0 if rows and all(pool.ready for pool in pools.values()) else 1
+
+
+async def pools(context: Context) -> int:
+    """Each tier of each pool, and each shard."""
+    async with context.client() as client:
+        described = await describe(client)
+    tiers, shards = [], []
+    for pool_id, pool in described.items():
+        for tier in pool.usage.tiers:
+            tiers.append(
+                {
+                    "pool": pool_id,
+                    "tier": _TIERS[tier.tier],
+                    "blocks": tier.num_blocks,
+                    "free": tier.num_free_blocks,
+                    "cached": tier.num_cached_blocks,
+                    "held": tier.num_held_blocks,
+                    "retired": tier.num_retired_blocks,
+                }
+            )
+        for info in pool.shards:
+            shards.append(
+                {
+                    "pool": pool_id,
+                    "shard": info.shard.index,
+                    "address": info.address,
+                    "connected": info.connected,
+                    "epoch": str(info.epoch),
+                }
+            )
+    if context.as_json:
+        print_json({"tiers": tiers, "shards": shards})
+    else:
+        Console().print(table_of(tiers), "", table_of(shards), sep="\n")
+    return 0
+
+
+async def sessions(context: Context, pool: str) -> int:
+    """The open sessions of this caller's tenant."""
+    async with context.client() as client:
+        pool_ids = [pool] if pool else await client.list_pools()
+        rows = [
+            {
+                "pool": pool_id,
+                "session": str(session.session_id),
+                "sequences": session.num_sequences,
+                "held_blocks": session.num_held_blocks,
+                "plans_in_flight": session.num_plans_in_flight,
+                "last_number": session.last_number,
+                "lease_s": round(session.time_to_live.ToTimedelta().total_seconds(), 1),
+            }
+            for pool_id in pool_ids
+            for session in await client.list_sessions(pool_id)
+        ]
+    context.show(rows)
+    return 0
+
+
+async def sequences(context: Context, session_id: int, pool: str) -> int:
+    """The sequences of a session; exit code 1 if it is not open."""
+    async with context.client() as client:
+        pool_id = only_pool(await client.list_pools(), pool)
+        found = await client.list_sessions(pool_id, session_id)
+    rows = [
+        {
+            "sequence": state.sequence_id,
+            "tier": _TIERS[state.tier],
+            "tokens": state.num_tokens,
+            "scheduled": state.num_scheduled_tokens,
+            "written": state.num_written_tokens,
+            "cached": state.num_cached_tokens,
+            "blocks": state.num_blocks,
+        }
+        for session in found
+        for state in sequence_states(session.sequences)
+    ]
+    context.show(rows)
+    return 0 if found else 1
+
+
+async def top(context: Context, interval_s: float, count: int) -> int:
+    """Pools, live: what they hold, and what they do in a second. ``count`` 0: until interrupted."""
+    async with context.client() as client:
+        earlier, at_s = await describe(client), time.monotonic()
+        shown = 0
+        with Live(console=Console(), auto_refresh=False, transient=False) as live:
+            while True:
+                await asyncio.sleep(interval_s)
+                now, now_s = await describe(client), time.monotonic()
+                rows = [
+                    _rates(pool_id, pool, earlier.get(pool_id, pool), now_s - at_s)
+                    for pool_id, pool in now.items()
+                ]
+                if context.as_json:
+                    print_json(rows)
+                else:
+                    title = Text(f"{context.address}  {time.strftime('%H:%M:%S')}")
+                    live.update(Group(title, table_of(rows)), refresh=True)
+                earlier, at_s, shown = now, now_s, shown + 1
+                if shown == count:
+                    return 0
+
+
+def _rates(
+    pool_id: str, pool: pb.DescribePoolResponse, earlier: pb.DescribePoolResponse, seconds: float
+) -> dict[str, Any]:
+    def rate(name: str) -> float:
+        return float(getattr(pool.counters, name) - getattr(earlier.counters, name)) / seconds
+
+    return {
+        "pool": pool_id,
+        "used": share(*_used(pool)),
+        "sessions": pool.num_sessions,
+        "sequences": pool.num_sequences,
+        "lookups/s": rate("num_lookup_tokens"),
+        "hits": share(rate("num_hit_tokens"), rate("num_lookup_tokens")),
+        "published/s": rate("num_publications"),
+        "evicted/s": rate("num_evictions"),
+        "swapped/s": rate("num_swapped_out_blocks") + rate("num_swapped_in_blocks"),
+        "cut/s": rate("num_cut_sequences"),
+    }
+
+
+def _used(pool: pb.DescribePoolResponse) -> tuple[int, int]:
+    """Device blocks that are held or retired, and all of them."""
+    for tier in pool.usage.tiers:
+        if tier.tier == tpb.TIER_DEVICE:
+            return tier.num_held_blocks + tier.num_retired_blocks, tier.num_blocks
+    return 0, 0
+
+
+def _num_shards(pool: pb.DescribePoolResponse) -> int:
+    return max((info.shard.num_shards for info in pool.shards), default=0)

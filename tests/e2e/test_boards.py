@@ -1,0 +1,77 @@
+"""Every panel of every board has data, from a real Prometheus that scrapes a loaded stack."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from kvplane import ControlClient
+from kvplane.cli.bench import Traffic, bench
+from scripts import boards
+from scripts.monitored_stack import ROOT, MonitoredStack
+
+INTERVAL = "10s"
+# Tight: sequences wait, are cut, swapped and evicted.
+POOL = ["--num-device-blocks", "96", "--num-host-blocks", "32"]
+TRAFFIC = Traffic(duration_s=60, num_sequences=24, num_prefixes=12)
+
+
+def panels() -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (name, panel)
+        for name, text in boards.files().items()
+        for panel in json.loads(text)["panels"]
+    ]
+
+
+def missing(stack: MonitoredStack) -> list[str]:
+    """The queries that have no finite value now."""
+    found = []
+    for name, panel in panels():
+        for target in panel["targets"]:
+            expression = target["expr"].replace("$__rate_interval", INTERVAL).replace("$pool", ".*")
+            values = [float(series["value"][1]) for series in stack.query(expression)]
+            if not any(map(math.isfinite, values)):
+                found.append(f"{name}: {panel['title']}: {expression}")
+    return found
+
+
+async def test_every_panel_has_data_under_load(tmp_path: Path) -> None:
+    arguments = ["--model", str(ROOT / "models" / "recall"), *POOL]
+    with MonitoredStack(tmp_path, [], arguments, with_alertmanager=False) as stack:
+        async with ControlClient(stack.control) as control:
+            load = asyncio.create_task(bench(control, "default", TRAFFIC))
+            end_s = time.monotonic() + 45
+            while absent := await asyncio.to_thread(missing, stack):
+                assert time.monotonic() < end_s, "\n".join(absent)
+                assert not load.done(), load
+                await asyncio.sleep(1)
+            load.cancel()
+            await asyncio.gather(load, return_exceptions=True)
+
+
+def test_the_boards_are_those_that_the_script_writes() -> None:
+    for name, text in boards.files().items():
+        assert (boards.BOARDS / name).read_text() == text, "run make boards"
+    assert {path.name for path in boards.BOARDS.iterdir()} == set(boards.files())
+
+
+def test_every_panel_says_what_it_shows_and_in_which_unit() -> None:
+    for name, panel in panels():
+        assert panel["description"].endswith("."), f"{name}: {panel['title']}"
+        assert panel["fieldConfig"]["defaults"]["unit"]
+        assert panel["targets"]
+    for text in boards.files().values():
+        places = [panel["gridPos"] for panel in json.loads(text)["panels"]]
+        cells = [
+            (x, y)
+            for place in places
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        ]
+        assert len(cells) == len(set(cells)), "panels overlap"
+        assert max(x for x, _ in cells) < 24

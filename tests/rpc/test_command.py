@@ -1,0 +1,186 @@
+"""The ``kvplane`` command against both planes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from data_server import config_of
+from plan_author import POOL_ID
+
+from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.server import ControlPlaneServer
+from data_plane.server.server import DataPlaneServer
+from kvplane import ControlClient, __version__
+from kvplane.cli.program import run
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PROMPT = "1,2,3,4,5,6,7,8,9"
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def rows(self) -> Any:
+        return json.loads(self.out)
+
+
+Command = Callable[..., Awaitable[Done]]
+
+
+@pytest.fixture
+async def planes(tmp_path: Path) -> AsyncIterator[tuple[ControlPlaneServer, DataPlaneServer]]:
+    control = await ControlPlaneServer.start(
+        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0)
+    )
+    data = await DataPlaneServer.start(config_of(tmp_path, control.address, num_device_blocks=64))
+    async with ControlClient(control.address) as client:
+        await client.wait_ready(POOL_ID, timeout_s=20)
+    yield control, data
+    await data.stop()
+    await control.stop()
+
+
+@pytest.fixture
+def command(
+    planes: tuple[ControlPlaneServer, DataPlaneServer], capfd: pytest.CaptureFixture[str]
+) -> Command:
+    async def call(*arguments: str) -> Done:
+        address = planes[0].address
+        capfd.readouterr()
+        code = await asyncio.to_thread(run, ["--control-plane", address, *arguments])
+        return Done(code, *capfd.readouterr())
+
+    return call
+
+
+async def test_status_and_pools_say_what_the_planes_are(command: Command, planes: Any) -> None:
+    done = await command("--json", "status")
+    assert done.code == 0
+    told = done.rows
+    assert told["version"] == __version__
+    assert told["incarnation"] == str(planes[0].core.incarnation)
+    assert told["pools"][0]["ready"] is True
+    assert "1 of 1" in (await command("status")).out
+    pools = (await command("--json", "pools")).rows
+    assert [tier["blocks"] for tier in pools["tiers"]] == [64, 4]
+    assert pools["shards"][0]["address"] == planes[1].address
+    assert planes[1].address in (await command("pools")).out
+
+
+async def test_a_pool_that_is_not_ready_is_exit_code_1(command: Command, planes: Any) -> None:
+    await planes[1].stop()
+    done = await command("status")
+    assert done.code == 1
+    assert "0 of 1" in done.out
+
+
+async def test_bench_makes_traffic_and_lookup_explain_retain_and_forget_find_its_prefix(
+    command: Command,
+) -> None:
+    options = ["--num-prefixes", "1", "--prefix-tokens", "16", "--prompt-tokens", "20"]
+    done = await command("--json", "bench", "--duration-s", "0.5", *options)
+    assert done.code == 0
+    assert done.rows["cached_tokens"] > 0
+    events = (await command("--json", "watch", "--count", "3")).out.splitlines()
+    assert json.loads(events[0]) == {"event": "cleared"}
+    assert json.loads(events[1])["event"] == "stored"
+    tokens = ",".join(map(str, random.Random(0).choices(range(256), k=16)))
+    assert (await command("--json", "lookup", tokens)).rows[0]["device_tokens"] == 16
+    blocks = (await command("--json", "explain", tokens)).rows
+    assert [block["tier"] for block in blocks] == ["device"] * len(blocks)
+    assert sum(block["num_hits"] for block in blocks) > 0
+    retained = (await command("--json", "retain", tokens, "--ttl-s", "60")).rows[0]
+    assert retained["retained_blocks"] == len(blocks)
+    assert {b["priority"] for b in (await command("--json", "explain", tokens)).rows} == {50}
+    assert (await command("--json", "forget", tokens)).rows[0]["forgotten_blocks"] >= len(blocks)
+    assert (await command("--json", "lookup", tokens)).rows[0]["device_tokens"] < 16
+    assert (await command("forget", "--all-of", "tenant")).code == 0
+
+
+async def test_sessions_and_their_sequences_are_listed(command: Command, planes: Any) -> None:
+    control, data = planes
+    assert (await command("--json", "sessions")).rows == []
+    async with (
+        ControlClient(control.address) as client,
+        await client.open_session(POOL_ID, data.executor.layout) as session,
+    ):
+        await session.admit(7, range(20))
+        (row,) = (await command("--json", "sessions")).rows
+        assert (row["session"], row["sequences"]) == (str(session.id), 1)
+        assert row["plans_in_flight"] == 1
+        assert 0 < row["lease_s"] <= session.time_to_live_s
+        (sequence,) = (await command("--json", "sequences", str(session.id))).rows
+        assert (sequence["sequence"], sequence["tokens"], sequence["tier"]) == (7, 20, "device")
+        assert sequence["blocks"] == row["held_blocks"] > 0
+        assert (await command("sequences", "1")).code == 1
+
+
+async def test_top_shows_rates_as_often_as_asked(command: Command) -> None:
+    done = await command("--json", "top", "--interval-s", "0.05", "--count", "2")
+    lines = done.out.splitlines()
+    assert len(lines) == 2
+    assert json.loads(lines[1])[0]["pool"] == POOL_ID
+    assert POOL_ID in (await command("top", "--interval-s", "0.05", "--count", "1")).out
+
+
+async def test_ping_asks_either_plane(command: Command, planes: Any) -> None:
+    for address in ([], [planes[1].address]):
+        done = await command("--json", "ping", *address)
+        assert (done.code, done.rows[0]["state"]) == (0, "SERVING")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["lookup", "1,x"], 2, "tokens"),
+        (["lookup", "@/no/such/file"], 2, "tokens"),
+        (["explain", PROMPT, "--pool", "other"], 1, "POOL_NOT_FOUND"),
+        (["forget"], 2, "--all-of"),
+        (["retain", PROMPT, "--priority", "0"], 2, "--priority"),
+        (["fly"], 2, "fly"),
+        (["--tls-cert", "/no/such.pem", "status"], 2, "tls.key_file"),
+        (
+            ["--control-plane", "127.0.0.1:1", "--timeout-s", "0.3", "status"],
+            1,
+            "UNAVAILABLE",
+        ),
+    ],
+)
+async def test_what_is_wrong_is_said_on_stderr_with_an_exit_code(
+    command: Command, arguments: list[str], code: int, said: str
+) -> None:
+    done = await command(*arguments)
+    assert done.code == code
+    assert said in done.err
+    assert "Traceback" not in done.err
+
+
+async def test_tokens_come_from_a_file_too(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "tokens.json").write_text("[1, 2, 3]")
+    done = await command("--json", "lookup", f"@{tmp_path}/tokens.json")
+    assert done.rows[0]["prompt_tokens"] == 3
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_there_is_a_completion_for(shell: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["completion", shell]) == 0
+    assert "_KVPLANE_COMPLETE" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("program", ["kvplane", "control_plane", "data_plane", "engine", "demo"])
+def test_every_program_tells_its_version(program: str) -> None:
+    command = [sys.executable, "-m", program, "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert __version__ in done.stdout

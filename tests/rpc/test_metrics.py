@@ -1,0 +1,136 @@
+"""The scrapes of both planes while they work: valid, complete, and as docs/metrics.md says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from data_server import config_of
+from plan_author import POOL_ID
+from prometheus_client import Metric
+from scrapes import checked
+
+from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.metric_declarations import DECLARATIONS as OF_CONTROL
+from control_plane.server.server import ControlPlaneServer
+from data_plane.server.metrics import DECLARATIONS as OF_DATA
+from data_plane.server.server import DataPlaneServer
+from kvplane import ControlClient
+from kvplane.cli.bench import Traffic, bench
+from kvplane.errors import PoolNotFoundError
+from kvplane.serving.metrics import SHARED, Declaration
+from kvplane.v1 import data_pb2 as pb
+from kvplane.v1 import data_pb2_grpc
+from scripts.metrics_page import page
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# Samples that come only with what this traffic does not do.
+WITHOUT_SAMPLES = {"kvplane_device_memory_bytes"}
+
+Families = dict[str, Metric]
+
+
+@pytest.fixture
+async def scraped(tmp_path: Path) -> AsyncIterator[tuple[Families, Families]]:
+    """What both planes tell after some traffic, refusals among it."""
+    control = await ControlPlaneServer.start(
+        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=0, grace_s=1.0)
+    )
+    data = await DataPlaneServer.start(
+        config_of(tmp_path, control.address, metrics_port=0, num_device_blocks=64)
+    )
+    try:
+        async with ControlClient(control.address) as client:
+            traffic = Traffic(
+                duration_s=20, max_steps=150, num_sequences=6, prefix_tokens=32, prompt_tokens=40
+            )
+            with pytest.raises(PoolNotFoundError):
+                await client.describe_pool("other")
+            measured = await bench(client, POOL_ID, traffic)
+            assert measured.num_computed_tokens and measured.num_cached_tokens
+        await refusals(data.address)
+        yield await checked(control.metrics_port), await checked(data.metrics_port)
+    finally:
+        await data.stop()
+        await control.stop()
+
+
+async def refusals(address: str) -> None:
+    """Refused by the service, by the executor in a unary call, and in a stream."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = data_pb2_grpc.DataPlaneServiceStub(channel)
+        for call, request in (
+            (stub.ReshapeAndCache, pb.ReshapeAndCacheRequest()),
+            (stub.CopyBlocks, pb.CopyBlocksRequest()),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call(request)
+        stream = stub.Execute()
+        await stream.write(pb.ExecuteRequest())
+        assert (await stream.read()).error.reason == "INVALID_REQUEST"
+        stream.cancel()
+
+
+def values(family: Metric, *labels: str) -> dict[tuple[str, ...], float]:
+    return {tuple(s.labels[label] for label in labels): s.value for s in family.samples}
+
+
+def names_of(families: Families) -> set[str]:
+    return {n + "_total" * (f.type == "counter") for n, f in families.items()}
+
+
+async def test_scrapes_are_valid_and_have_what_is_declared_and_nothing_else(
+    scraped: tuple[Families, Families],
+) -> None:
+    for families, own in zip(scraped, (OF_CONTROL, OF_DATA), strict=True):
+        told = {name for name in names_of(families) if not name.startswith("process_")}
+        declared = {declaration.name for declaration in (*SHARED, *own)}
+        assert told - declared == set(), "not declared"
+        missing = declared - told - WITHOUT_SAMPLES
+        assert missing == set(), "declared and not told"
+        assert {"process_resident_memory_bytes", "process_cpu_seconds_total"} < names_of(families)
+        assert not any(name.endswith("_created") for name in told)
+        for declaration in (*SHARED, *own):
+            check_labels(families, declaration, {"pool"} if own is OF_DATA else set())
+
+
+def check_labels(families: Families, declaration: Declaration, constant: set[str]) -> None:
+    name = declaration.name
+    family = families.get(name) or families.get(name.removesuffix("_total"))
+    for sample in family.samples if family is not None else ():
+        labels = set(sample.labels) - {"le"}
+        assert labels == {*declaration.labels, *constant}, name
+        if "info" not in name:
+            assert abs(sample.value) < 2**53, f"{name} does not fit in a float"
+
+
+async def test_every_refusal_is_counted_once(scraped: tuple[Families, Families]) -> None:
+    _, data = scraped
+    refused = values(data["kvplane_rejections"], "reason")
+    assert refused[("INVALID_REQUEST",)] == 2, "one unary, one in a stream"
+    assert refused[("BAD_SIGNATURE",)] == 1
+    assert values(data["kvplane_command_rejections"], "reason") == {("BAD_SIGNATURE",): 1}
+
+
+async def test_what_was_counted_agrees_between_the_planes(
+    scraped: tuple[Families, Families],
+) -> None:
+    control, data = scraped
+    plans = values(control["kvplane_plans"])[()]
+    assert values(data["kvplane_plans_run"])[()] in (plans, plans - 1), "the last only frees"
+    moved = values(data["kvplane_transferred_blocks"], "direction")
+    swapped = values(control["kvplane_swapped_blocks"], "direction")
+    demoted = values(control["kvplane_demoted_blocks"])[()]
+    assert swapped["out",] <= moved["swap_out",] <= swapped["out",] + demoted
+    blocks = values(control["kvplane_blocks"], "tier", "state")
+    assert sum(v for (tier, _), v in blocks.items() if tier == "device") == 64
+    evictions = sum(values(control["kvplane_evictions"], "tier", "reason").values())
+    lifetimes = control["kvplane_block_lifetime_seconds"].samples
+    assert evictions == sum(s.value for s in lifetimes if s.name.endswith("_count")) > 0
+
+
+def test_the_page_of_metrics_is_that_of_the_declarations() -> None:
+    assert (ROOT / "docs" / "metrics.md").read_text() == page(), "run make metrics-page"

@@ -1,0 +1,67 @@
+"""The rules and alerts of deploy/prometheus/: checked by promtool, tested one by one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RULES = ROOT / "deploy" / "prometheus"
+
+
+def load(name: str) -> Any:
+    return yaml.safe_load((RULES / name).read_text())
+
+
+ALERTS = [rule for group in load("alerts.yml")["groups"] for rule in group["rules"]]
+NAMES = [rule["alert"] for rule in ALERTS]
+
+
+def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_promtool_accepts_the_settings_and_the_rules() -> None:
+    run = promtool("check", "config", str(RULES / "prometheus.yml"))
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_each_alert_fires_and_clears_in_its_own_test() -> None:
+    run = promtool("test", "rules", str(RULES / "alerts_test.yml"))
+    assert run.returncode == 0, run.stdout + run.stderr
+    cases = [case for test in load("alerts_test.yml")["tests"] for case in test["alert_rule_test"]]
+    for name in NAMES:
+        fires = ["exp_alerts" in case for case in cases if case["alertname"] == name]
+        assert fires == [False, True, False], f"{name} must be silent, fire and clear"
+
+
+def test_the_tests_find_each_alert_that_never_fires(tmp_path: Path) -> None:
+    for path in RULES.glob("*.yml"):
+        shutil.copy(path, tmp_path)
+    rules = load("alerts.yml")
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            rule["expr"] = "vector(0) > 1"
+    (tmp_path / "alerts.yml").write_text(yaml.safe_dump(rules))
+    run = promtool("test", "rules", str(tmp_path / "alerts_test.yml"))
+    assert run.returncode != 0
+    assert [name for name in NAMES if f"alertname: {name}," not in run.stdout + run.stderr] == []
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=NAMES)
+def test_an_alert_links_to_its_place_in_the_runbook(rule: dict[str, Any]) -> None:
+    headings = re.findall(r"^## (\w+)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
+    assert rule["alert"] in headings
+    assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{rule['alert'].lower()}"
+    assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_the_runbook_has_no_alert_that_is_gone() -> None:
+    headings = re.findall(r"^## (\w+)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
+    assert set(headings) == {*NAMES, "Thresholds"}
