@@ -84,7 +84,7 @@ class EngineWorker:
     @property
     def is_alive(self) -> bool:
         """Whether requests are served."""
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._is_stopping
 
     def start(self) -> None:
         """Begin to serve."""
@@ -114,7 +114,7 @@ class EngineWorker:
         self._num_open += 1
         try:
             with self._wakes:
-                if self._is_stopping or not self._thread.is_alive():
+                if not self.is_alive:
                     raise PlaneUnavailableError("the engine is stopping")
                 self._incoming.append(submission)
                 self._wakes.notify()

@@ -1,0 +1,35 @@
+"""The benchmark of the engine runs, and its sides agree."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from engine_planes import ROOT
+
+
+def test_all_sides_give_the_same_tokens_and_the_figures_are_written(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    flags = ["--models", "tiny", "--batches", "2", "--threads", "1", "--runs", "1", "--quick"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.engine", *flags, "--json", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["workload"]["name"] for row in rows] == [
+        "decode, batch 2",
+        "shared prefix, batch 8",
+    ]
+    for row in rows:
+        assert set(row["num_equal"]) == {
+            "generate", "generate_batch", "plane_cache", "embedded", "remote"
+        }  # fmt: skip
+        assert set(row["num_equal"].values()) == {1}
+        assert all(rate > 0 for rate in row["tokens_per_s"].values())
+    assert "embedded / generate:" in done.stdout

@@ -1,0 +1,43 @@
+"""Each planted fault of the engine's thread is caught by the test that says so."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from engine_harness import LLAMA, save_model
+
+TIMEOUT_S = 10.0
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"serving_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+HERE = Path(__file__).parent
+FAULTS = _load(HERE / "serving" / "faults.py")
+TESTS = _load(HERE.parent / "unit" / "test_engine_worker.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(LLAMA, tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("fault", FAULTS.CAUGHT_BY, ids=lambda fault: fault.__name__)
+async def test_a_test_catches(
+    fault: FAULTS.Fault, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    test = getattr(TESTS, FAULTS.CAUGHT_BY[fault])
+    with pytest.raises((Exception, pytest.fail.Exception)):
+        async with asyncio.timeout(TIMEOUT_S):
+            await test(TESTS.Served(folder))
