@@ -7,7 +7,9 @@ of one run, not of two. ``--runs``: the number of passes over all rounds; each r
 median of the passes' medians. Before every call, torch's too, other memory is read so that no cache
 holds what the call needs. Torch's threads sleep between its calls (OMP_WAIT_POLICY=PASSIVE, unless
 the environment says otherwise). ``GB/s`` count each byte once: the keys and values that decode
-reads, and the bytes that a copy copies, not both its read and its write.
+reads, and the bytes that a copy copies, not both its read and its write. ``read_bandwidth`` and
+``read_pages`` read and do nothing else, on the kernels' own threads: memory in order, and pages in
+the order of decode, which is the limit of any kernel over them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ import torch.nn.functional as F
 from benchmarks.attention_cpu_tables import tables
 from benchmarks.calls import Calls, call_in_rounds
 from benchmarks.cpu import cpu_name
-from benchmarks.memory import EVICTING_CACHES, Memory, cold_caches, last_level_cache_bytes
+from benchmarks.memory import (
+    EVICTING_CACHES,
+    Memory,
+    cold_caches,
+    last_level_cache_bytes,
+    page_offsets,
+    read_runs,
+)
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
 from data_plane.kernels.cpu import CpuKernels, cpu_isa
 from data_plane.memory import huge_pages
@@ -79,7 +88,12 @@ def decode_rows(name: str, dtype: torch.dtype, context_tokens: int) -> list[Call
     shape = (BATCH, NUM_KV_HEADS, context_tokens, HEAD_SIZE)
     query_dtype = query_dtype_of(dtype)
     key, value = torch.randn(shape).to(query_dtype), torch.randn(shape).to(query_dtype)
-    rows = []
+    runs, run_bytes = page_offsets(pages, tables), pages[0, 0, 0].nbytes
+
+    def read() -> object:
+        return read_runs(pages, runs, run_bytes, KERNELS.num_threads or torch.get_num_threads())
+
+    rows = [Calls(f"read_pages/{name}", "GB/s", pages.nbytes, read)]
     for group in GROUPS:
         query = torch.randn(BATCH, NUM_KV_HEADS * group, HEAD_SIZE).to(query_dtype)
         packed = query.view(BATCH, NUM_KV_HEADS, group, HEAD_SIZE)
@@ -212,7 +226,7 @@ def main(words: Sequence[str] | None = None) -> None:
     sizes = QUICK if arguments.quick else Sizes()
     rows = measure(sizes, num_threads=arguments.threads, num_passes=arguments.runs)
     print(", ".join(f"{name} {value}" for name, value in described.items()), end="\n\n")
-    print(tables(rows), end="\n\n")
+    print(tables(rows, cpu_isa()), end="\n\n")
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(as_json(rows, described), indent=2) + "\n")
     print(f"saved to {arguments.json}")

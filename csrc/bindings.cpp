@@ -86,6 +86,12 @@ void bind_scatter_blocks(uintptr_t pool, uintptr_t blocks, uintptr_t block_ids,
                   num_block_ids, num_blocks, num_layers, block_bytes, page_bytes});
 }
 
+uint64_t bind_read_runs(uintptr_t memory, uintptr_t offsets, int64_t num_runs, int64_t run_bytes,
+                        int64_t runs_of_item, int num_threads) {
+  return read_runs({pointer<const char>(memory), pointer<const int64_t>(offsets), num_runs,
+                    run_bytes, runs_of_item, num_threads});
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -110,6 +116,8 @@ PYBIND11_MODULE(_native, m) {
           arg("source_block_bytes"), arg("destination_block_bytes"), arg("copy_bytes"),
           arg("num_threads"));
   }
+  m.def("read_runs", &bind_read_runs, release_gil(), py::kw_only(), arg("memory"), arg("offsets"),
+        arg("num_runs"), arg("run_bytes"), arg("runs_of_item"), arg("num_threads"));
   m.def("gather_blocks", &bind_gather_blocks, release_gil(), py::kw_only(), arg("pool"),
         arg("blocks"), arg("block_ids"), arg("num_block_ids"), arg("num_blocks"), arg("num_layers"),
         arg("block_bytes"), arg("page_bytes"));

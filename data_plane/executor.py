@@ -25,11 +25,10 @@ from data_plane.kernels.devices import with_index
 from data_plane.kernels.shard_kernels import ShardKernels
 from data_plane.layers import layer_index, layer_range
 from data_plane.memory.pool import Pools
-from data_plane.places import place_of, tier_of
+from data_plane.places import check_group, place_of, tier_of
 from data_plane.plan_runner import PlanRunner, StartedPlan
 from data_plane.plans.block_report import block_report
 from data_plane.plans.block_tables import BlockTables, taken_away
-from data_plane.plans.plan_columns import no_group
 from data_plane.plans.sessions import Sessions, check_ordinal
 from data_plane.plans.transfers import Transfers
 from data_plane.plans.verifier import Verifier
@@ -202,15 +201,14 @@ class Executor:
         Raises InvalidRequestError for a malformed column; nothing is kept then.
         """
         with self._command("publish"):
-            group = self._check_group(publications.group, "publications.group")
+            group = check_group(publications.group, self.layout, "publications.group")
             present = self._tables.generations[place_of(group, pb.TIER_DEVICE)]
-            kept = self._tables.publications[group]
-            return kept.keep(publications, present, "publications")
+            return self._tables.publications[group].keep(publications, present, "publications")
 
     def withdraw(self, blocks: control_pb2.WithdrawBlocks) -> int:
         """Drop publications in the same way. Returns the number dropped."""
         with self._command("withdraw"):
-            group = self._check_group(blocks.group, "withdraw.group")
+            group = check_group(blocks.group, self.layout, "withdraw.group")
             present = self._tables.generations[place_of(group, pb.TIER_DEVICE)]
             return self._tables.publications[group].withdraw(blocks, present, "withdraw")
 
@@ -403,7 +401,7 @@ class Executor:
             latest = self._sessions.get(session_id).latest
             if latest is not None:
                 latest.check_transferred()
-            self._check_group(group, "group")
+            check_group(group, self.layout, "group")
             table = self._tables.get(session_id, sequence_id, "sequence_id", group)
             length = len(table.blocks)
             require(
@@ -452,7 +450,7 @@ class Executor:
         """
         with self._command("write_blocks"):
             session, run = self._plans.latest(session_id, plan_number)
-            batch = run.attention[self._check_group(group, "group")]
+            batch = run.attention[check_group(group, self.layout, "group")]
             span = batch.span_of(sequence_id)
             held = self.shard.group_layers(self.layout, group)
             layers = layer_range(held, first_layer, num_layers)
@@ -471,11 +469,6 @@ class Executor:
             self._tables.check_integrity()
             for session_id in self._tables.session_ids():
                 self._sessions.get(session_id)
-
-    def _check_group(self, group: int, field: str) -> int:
-        last = len(self.layout.groups) - 1
-        require(0 <= group <= last, no_group(group, last), field)
-        return group
 
     def _begin(self, session: int | pb.SignedPayload, plan: pb.Plan, digest: bytes) -> StartedPlan:
         session_id = session if isinstance(session, int) else self.open(session)

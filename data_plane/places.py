@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
+from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.v1 import types_pb2 as pb
 
@@ -40,3 +41,17 @@ def in_groups(num_blocks: int | Sequence[int], layout: Layout) -> tuple[int, ...
     if isinstance(num_blocks, int):
         return (num_blocks,) * len(layout.groups)
     return tuple(num_blocks)
+
+
+def check_group(group: int, layout: Layout, field: str) -> int:
+    """The layer group, if it is there. Raises InvalidRequestError naming ``field``."""
+    last = len(layout.groups) - 1
+    if not 0 <= group <= last:
+        raise InvalidRequestError(no_group(group, last), field=field)
+    return group
+
+
+def no_group(group: int, last: int) -> str:
+    """The error message for a layer group that is not there. ``last``: the last one's index."""
+    has = f"groups 0 to {last}" if last else "group 0 only"
+    return f"there is no layer group {group}: this pool has {has}"

@@ -81,6 +81,18 @@ class ControlClient:
         )
         return response
 
+    async def list_sessions(
+        self, pool_id: str, session_id: int = 0, *, timeout_s: float | None = None
+    ) -> list[pb.SessionSummary]:
+        """The open sessions of the caller's tenant, ids ascending, or one with its sequences
+        (``kvplane.results.sequence_states``). Raises PoolNotFoundError.
+        """
+        request = pb.ListSessionsRequest(pool_id=pool_id, session_id=session_id)
+        response: pb.ListSessionsResponse = await self._connection.call(
+            self._stub.ListSessions, request, timeout_s
+        )
+        return list(response.sessions)
+
     async def wait_ready(
         self, pool_id: str, timeout_s: float | None = None
     ) -> pb.DescribePoolResponse:

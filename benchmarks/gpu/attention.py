@@ -96,6 +96,8 @@ def _time(m: Measurement, name: str, shape: Shape, run: Callable[[], object], **
     seconds = m.machine.watch.seconds(run)
     about_all = {**shape.named(), **about, "us": float(f"{seconds * 1e6:.5g}")}
     about_all |= _estimated(m, shape, about)
+    if "split" in about:
+        about_all["host_us"] = float(f"{m.machine.watch.host_seconds(run) * 1e6:.4g}")
     in_kernels = m.machine.watch.kernel_seconds(run) if "split" in about else None
     if in_kernels is not None:
         about_all["kernels_us"] = float(f"{in_kernels * 1e6:.5g}")

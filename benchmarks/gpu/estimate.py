@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.estimate [--copy-gb-s 4400] [--multiprocessors 132]
 
-A call reads each key and value once at the copy bandwidth. Beside that it takes 10 to 22 µs, more
+A call reads each key and value once at the copy bandwidth. Beside that it takes 7 to 12 µs, more
 over 8-bit pages and for heads of 64 and 256: for the plan, the launches and the combination of
-splits, and for the rings of tiles, which drain at the end of each item. A block alone reads 80
+splits, and for the rings of tiles, which fill and drain once in each block. A block alone reads 80
 GB/s, with 64 KiB in flight for 0.8 µs, so a batch of few items takes longer. Products take their
 time at 200 to 280 TFLOP/s. Prints the estimate of each case that has a target, beside its goal. If
 hardware shows other times, the model is wrong, and with it what docs/cuda.md says about speed.
@@ -21,10 +21,10 @@ from benchmarks.gpu import shapes
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.verdict import OF_COPY, OVER_BF16, case_of
 
-OVERHEAD_S: Final = (10e-6, 22e-6)
-OVERHEAD_OF_8_BITS_S: Final = (14e-6, 28e-6)  # more instructions for a byte
-OVERHEAD_OF_WIDE_HEADS_S: Final = (24e-6, 50e-6)  # 256: few stages, one block at once
-OVERHEAD_OF_NARROW_ROWS_S: Final = (18e-6, 30e-6)  # 64: as many instructions for half the bytes
+OVERHEAD_S: Final = (7e-6, 12e-6)
+OVERHEAD_OF_8_BITS_S: Final = (9e-6, 16e-6)  # more instructions for a byte
+OVERHEAD_OF_WIDE_HEADS_S: Final = (10e-6, 25e-6)  # 256: few stages, one block at once
+OVERHEAD_OF_NARROW_ROWS_S: Final = (10e-6, 18e-6)  # 64: as many instructions for half the bytes
 BLOCK_BYTES_PER_S: Final = 80e9
 FLOPS_PER_S: Final = (280e12, 200e12)
 SHORT_ROWS: Final = 32

@@ -65,7 +65,10 @@ def measure_survey(machine: Machine) -> Measurement:
     measure_attention(m, shapes.SURVEY, with_peers=False, all_splits=True)
     for row in m.rows:
         what = f"{row['new']} of {case_of(row)}, split {row['split']}"
-        print(f"survey: {what}: {row['us']} µs, in kernels {row.get('kernels_us', '-')}")
+        print(
+            f"survey: {what}: {row['us']} µs, in kernels "
+            f"{row.get('kernels_us', '-')}, of the host {row['host_us']}"
+        )
     return m
 
 

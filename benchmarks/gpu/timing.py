@@ -22,6 +22,8 @@ class Watch(Protocol):
 
     def kernel_seconds(self, work: Callable[[], object]) -> float | None: ...
 
+    def host_seconds(self, work: Callable[[], object]) -> float: ...
+
 
 @dataclass
 class Stopwatch:
@@ -75,6 +77,10 @@ class Stopwatch:
         total_us = sum(event.self_device_time_total for event in profiled.key_averages())
         return total_us / 1e6 / PROFILED_RUNS if total_us else None
 
+    def host_seconds(self, work: Callable[[], object]) -> float:
+        """The mean time that the host needs to queue ``work``, which a graph leaves out."""
+        return _host_seconds(work, PROFILED_RUNS)
+
 
 class Once:
     """Runs the work once, timed by the host's clock: to check that it runs at all."""
@@ -88,3 +94,13 @@ class Once:
     def kernel_seconds(self, work: Callable[[], object]) -> float | None:
         del work
         return None
+
+    def host_seconds(self, work: Callable[[], object]) -> float:
+        return _host_seconds(work, 1)
+
+
+def _host_seconds(work: Callable[[], object], runs: int) -> float:
+    began = time.perf_counter()
+    for _ in range(runs):
+        work()
+    return (time.perf_counter() - began) / runs

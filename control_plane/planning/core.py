@@ -33,6 +33,7 @@ from control_plane.planning.quotas import Quotas
 from control_plane.planning.session import EndedSessions, Session
 from control_plane.planning.sharing.member import Member
 from control_plane.planning.sharing.sharing import Sharing
+from control_plane.planning.steps import checks
 from control_plane.planning.steps.abort import abort_from, abort_plans
 from control_plane.planning.steps.deferred_tokens import take_deferred_tokens
 from control_plane.planning.steps.numbering import content_of
@@ -142,8 +143,8 @@ class ControlPlane:
         InvalidRequestError.
         """
         pool = self._pool(request.pool_id)
-        _require_short(request.client_name, _MAX_CLIENT_NAME, "client_name")
-        _require_short(request.namespace, MAX_NAMESPACE_CHARACTERS, "namespace")
+        checks.short(request.client_name, _MAX_CLIENT_NAME, "client_name")
+        checks.short(request.namespace, MAX_NAMESPACE_CHARACTERS, "namespace")
         fingerprint = layout_fingerprint(request.layout, field="layout")
         if not pool.ready:
             raise PoolNotReadyError(
@@ -404,6 +405,14 @@ class ControlPlane:
         pool = self._pool(pool_id)
         return pool.info(sum(pool.native.num_sequences(s.slot) for s in self._sessions_of(pool)))
 
+    def list_sessions(
+        self, request: cpb.ListSessionsRequest, tenant: str
+    ) -> cpb.ListSessionsResponse:
+        """The tenant's open sessions. Raises PoolNotFoundError."""
+        sessions = self._sessions_of(self._pool(request.pool_id))
+        mine = [session for session in sessions if session.tenant == tenant]
+        return queries.list_sessions(mine, request, self._clock())
+
     def observe_pools(self) -> list[PoolObservation]:
         """What each pool is doing, for metrics."""
         now_s = self._clock()
@@ -489,8 +498,3 @@ class ControlPlane:
         del self._sessions[session.id]
         self._ended.add(session, reason)
         sharing.serve()
-
-
-def _require_short(value: str, most: int, field: str) -> None:
-    if len(value) > most:
-        raise InvalidRequestError(f"must have at most {most} characters", field=field)

@@ -15,6 +15,7 @@ from control_plane.planning.session import Session
 from control_plane.planning.steps import checks
 from kvplane import columns
 from kvplane.columns import INT64
+from kvplane.error_messages import duration_of
 from kvplane.errors import InvalidRequestError, SequenceNotFoundError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -68,6 +69,26 @@ def describe_sequence(
     _require_live(session, request.sequence_id, "sequence_id")
     ids = columns.pack(INT64, [request.sequence_id])
     return cpb.DescribeSequenceResponse(sequences=states(session, ids))
+
+
+def list_sessions(
+    sessions: Iterable[Session], request: cpb.ListSessionsRequest, now_s: float
+) -> cpb.ListSessionsResponse:
+    """These sessions, and the sequences of one that is named. ``now_s``: monotonic seconds."""
+    response = cpb.ListSessionsResponse()
+    for session in sorted(sessions, key=lambda each: each.id):
+        if request.session_id not in (0, session.id):
+            continue
+        response.sessions.add(
+            session_id=session.id,
+            num_sequences=session.native.num_sequences(session.slot),
+            num_held_blocks=session.num_held(),
+            num_plans_in_flight=len(session.plans),
+            last_number=session.numbers.last,
+            time_to_live=duration_of(max(0.0, session.expires_at_s - now_s)),
+            sequences=states(session) if request.session_id else None,
+        )
+    return response
 
 
 def common_prefix(session: Session, request: cpb.CommonPrefixRequest) -> cpb.CommonPrefixResponse:

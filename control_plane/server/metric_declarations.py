@@ -134,7 +134,9 @@ GRANTED: Final = _counter(
     "granted_admissions", "Admissions that waited in the line and were granted."
 )
 CUT: Final = _counter(
-    "cut_sequences", "Sequences cut: for sequences that grow, or at the end of a turn.", "reason"
+    "cut_sequences",
+    "Sequences cut: for those that grow, at the end of a turn, or because they did nothing.",
+    "reason",
 )
 EXPIRED: Final = _counter("sessions_expired", "Sessions whose lease ran out.")
 RECLAIMED: Final = _counter(

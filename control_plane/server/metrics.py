@@ -29,7 +29,7 @@ _STATUS_NAMES: Final = {
 _TIER_NAMES: Final = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
 # Operations of several items; the others are one item.
 _COLUMN_OPERATIONS: Final = ("append", "fork", "free", "truncate")
-_CUT_REASONS: Final = ("growth", "turn")
+_CUT_REASONS: Final = ("growth", "turn", "idle")
 _END_CAUSES: Final = ("closed", "expired", "epoch")
 _COUNTERS: Final = (
     (declared.LOOKUP_TOKENS, "num_lookup_tokens"),

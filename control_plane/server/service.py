@@ -222,6 +222,11 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     ) -> pb.CommonPrefixResponse:
         return self._core.common_prefix(request, caller().tenant)
 
+    async def ListSessions(
+        self, request: pb.ListSessionsRequest, context: _Context
+    ) -> pb.ListSessionsResponse:
+        return self._core.list_sessions(request, caller().tenant)
+
     def Watch(self, request: pb.WatchRequest, context: _Context) -> AsyncIterator[pb.WatchResponse]:
         return self._watches.serve(request, caller().tenant)
 

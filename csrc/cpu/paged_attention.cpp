@@ -1,8 +1,8 @@
 // Attention of ragged query tokens over paged keys and values: decode, prefill and append alike.
 //
 // - row: one query token at one query head.
-// - item: up to kAttendRows rows: some query tokens of one sequence, at all query heads of one KV
-//   head. Row r of an item is its query token r / group, query head kv_head * group + r % group.
+// - item: up to kAttendRows rows: some query tokens of one sequence, at all query heads of some KV
+//   heads. Rows are ordered by KV head, then query token, then query head.
 // - split: kSplitTokens positions of the sequence, from a multiple of kSplitTokens on.
 // - tile: kTileTokens positions, from a multiple of kTileTokens on.
 //
@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-#include "kvplane/checks.h"
+#include "attention_items.h"
 #include "kvplane/params.h"
 #include "row_ops.h"
 #include "scales.h"
@@ -31,26 +31,10 @@
 namespace kvplane {
 namespace {
 
-constexpr int64_t kSplitTokens = 512;
 constexpr int64_t kThreadWork = int64_t{1} << 19;  // products that pay for waking a thread
-constexpr int64_t kItemsOfThread = 4;  // with fewer, the splits of an item go to several threads
 constexpr int64_t kLineBytes = 64;
 
 alignas(kLineBytes) const char kZeros[kMaxRowSize * sizeof(float)] = {};
-
-struct Item {
-  int64_t sequence;
-  int64_t first_token;  // index into the query tensor
-  int64_t num_tokens;
-  int64_t first_position;  // of first_token in its sequence
-  int64_t kv_head;
-};
-
-// Half-open range of positions, or of splits.
-struct Span {
-  int64_t begin;
-  int64_t end;
-};
 
 // The states of an item's rows.
 struct States {
@@ -58,68 +42,13 @@ struct States {
   float* out;       // [rows, value_size]
 };
 
-int64_t block_at(const PagedAttentionParams& p, int64_t sequence, int64_t index) {
-  const int64_t i = sequence * p.max_blocks + index;
-  return p.wide_block_tables ? static_cast<const int64_t*>(p.block_tables)[i]
-                             : static_cast<const int32_t*>(p.block_tables)[i];
-}
-
-Span visible(const PagedAttentionParams& p, int64_t position) {
-  const int64_t window = p.sliding_window_tokens;
-  return {window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0, position + 1};
-}
-
-int64_t first_position(const PagedAttentionParams& p, int64_t sequence) {
-  const int64_t query_len = p.query_starts[sequence + 1] - p.query_starts[sequence];
-  return p.context_lens[sequence] - query_len;
-}
-
-// Checks that starts ascend to num_tokens, that contexts cover their query tokens, and that every
-// table entry that a query token needs is the id of a block.
-void check_batch(const PagedAttentionParams& p) {
-  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
-  const int64_t* starts = p.query_starts;
-  require_in_range(starts[0], 0, 1, [] { return at("query_starts", 0); });
-  for (int64_t s = 0; s < p.num_sequences; ++s) {
-    require_in_range(starts[s + 1], starts[s], p.num_tokens + 1,
-                     [&] { return at("query_starts", s + 1); });
-    const int64_t query_len = starts[s + 1] - starts[s];
-    const int64_t room = p.max_blocks * p.pages.block_size;
-    require_in_range(p.context_lens[s], query_len, query_len == 0 ? kMax : room + 1,
-                     [&] { return at("context_lens", s); });
-    if (query_len == 0) continue;
-    const int64_t begin = visible(p, first_position(p, s)).begin / p.pages.block_size;
-    const int64_t last = (p.context_lens[s] - 1) / p.pages.block_size;
-    for (int64_t b = begin; b <= last; ++b) {
-      require_in_range(block_at(p, s, b), 0, p.pages.num_blocks,
-                       [&] { return at("block_tables", s, b); });
-    }
-  }
-  require_in_range(starts[p.num_sequences], p.num_tokens, p.num_tokens + 1,
-                   [&] { return at("query_starts", p.num_sequences); });
-}
-
-std::vector<Item> cut_items(const PagedAttentionParams& p, int64_t item_tokens) {
-  std::vector<Item> items;
-  for (int64_t s = 0; s < p.num_sequences; ++s) {
-    const int64_t begin = p.query_starts[s], end = p.query_starts[s + 1];
-    for (int64_t token = begin; token < end; token += item_tokens) {
-      const int64_t num_tokens = std::min(item_tokens, end - token);
-      const int64_t position = first_position(p, s) + token - begin;
-      for (int64_t h = 0; h < p.pages.num_kv_heads; ++h) {
-        items.push_back({s, token, num_tokens, position, h});
-      }
-    }
-  }
-  return items;
-}
-
 // The format of rows during the computation.
 struct Layout {
   Dtype dtype;         // of queries, keys and values
   int64_t row_size;    // of queries and keys
   int64_t value_size;  // of values and outputs
   bool in_place;       // keys and values are read directly from the pages
+  bool stored;         // ... by attend_stored
 
   Layout(const PagedAttentionParams& p, const RowOps& ops) {
     // Every 8-bit number is exact in bf16.
@@ -129,15 +58,20 @@ struct Layout {
     dtype = bf16 ? Dtype::kBFloat16 : Dtype::kFloat32;
     row_size = padded(p.pages.head_size, unit);
     value_size = padded(p.pages.value_head_size, unit);
+    stored = !bf16 && ops.attend_stored != nullptr && p.pages.dtype != Dtype::kFloat32 &&
+             in_units(p.pages, ops.stored_unit);
     const int64_t whole = p.pages.dtype == dtype ? unit : 4 * kLanes;
-    in_place = (p.pages.dtype == dtype || bf16) && p.pages.head_size % whole == 0 &&
-               p.pages.value_head_size % whole == 0;
+    in_place = stored || ((p.pages.dtype == dtype || bf16) && in_units(p.pages, whole));
   }
 
   int64_t row_bytes() const { return row_size * dtype_bytes(dtype); }
   int64_t value_bytes() const { return value_size * dtype_bytes(dtype); }
 
  private:
+  static bool in_units(const PagesParams& pages, int64_t unit) {
+    return pages.head_size % unit == 0 && pages.value_head_size % unit == 0;
+  }
+
   static int64_t padded(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 };
 
@@ -171,14 +105,15 @@ class Workspace {
 
 class Attention {
  public:
-  Attention(const PagedAttentionParams& params, int num_workers, int64_t item_tokens)
+  Attention(const PagedAttentionParams& params, int num_workers, int64_t item_rows)
       : p_(params),
         ops_(row_ops()),
         layout_(params, ops_),
         group_(params.num_heads / params.pages.num_kv_heads),
-        workspaces_(static_cast<size_t>(num_workers), Workspace(layout_, item_tokens * group_)) {}
+        workspaces_(static_cast<size_t>(num_workers), Workspace(layout_, item_rows)) {}
 
-  int64_t num_rows(const Item& item) const { return item.num_tokens * group_; }
+  int64_t rows_of_kv_head(const Item& item) const { return item.num_tokens * group_; }
+  int64_t num_rows(const Item& item) const { return rows_of_kv_head(item) * item.num_kv_heads; }
   int64_t value_size() const { return layout_.value_size; }
 
   Span splits_of(const Item& item) const {
@@ -215,9 +150,16 @@ class Attention {
   }
 
  private:
-  // Row r of an item: token r / group, query head kv_head * group + r % group.
-  int64_t token_of(const Item& item, int64_t r) const { return item.first_token + r / group_; }
-  int64_t head_of(const Item& item, int64_t r) const { return item.kv_head * group_ + r % group_; }
+  // Of row r of an item.
+  int64_t kv_head_of(const Item& item, int64_t r) const {
+    return item.first_kv_head + r / rows_of_kv_head(item);
+  }
+  int64_t token_of(const Item& item, int64_t r) const {
+    return item.first_token + r / group_ % item.num_tokens;
+  }
+  int64_t head_of(const Item& item, int64_t r) const {
+    return kv_head_of(item, r) * group_ + r % group_;
+  }
 
   Span positions_of(const Item& item) const {
     return {visible(p_, item.first_position).begin, item.first_position + item.num_tokens};
@@ -230,7 +172,11 @@ class Attention {
       const int64_t at =
           token_of(item, r) * p_.query_token_stride + head_of(item, r) * p_.query_head_stride;
       const char* from = query + at * dtype_bytes(p_.query_dtype);
-      copy_row(from, p_.query_dtype, head_size, w.query() + r * layout_.row_bytes());
+      char* row = w.query() + r * layout_.row_bytes();
+      copy_row(from, p_.query_dtype, head_size, row);
+      if (layout_.stored) {
+        ops_.reorder(reinterpret_cast<float*>(row), head_size, p_.pages.dtype, false);
+      }
     }
   }
 
@@ -255,22 +201,27 @@ class Attention {
     const Span seen = positions_of(item);
     const int64_t first = std::max(seen.begin / kTileTokens * kTileTokens, split * kSplitTokens);
     const int64_t end = std::min(seen.end, (split + 1) * kSplitTokens);
+    const int64_t first_head = item.first_kv_head, end_head = first_head + item.num_kv_heads;
     Tile *next = &w.tiles[0], *later = &w.tiles[1];
-    find_tile(item, seen, first, later);
+    find_tile(item, first_head, seen, first, later);
     for (int64_t tile = first; tile < end; tile += kTileTokens) {
-      std::swap(next, later);
-      find_tile(item, seen, tile + kTileTokens, later);
-      if (layout_.in_place) {
-        attend_tile(item, tile, *next, *later, page_row_bytes(), states, w);
-      } else {
-        attend_tile(item, tile, load_tile(*next, *later, w), *later, 0, states, w);
+      for (int64_t head = first_head; head < end_head; ++head) {
+        std::swap(next, later);
+        const bool last = head + 1 == end_head;
+        find_tile(item, last ? first_head : head + 1, seen, last ? tile + kTileTokens : tile,
+                  later);
+        if (layout_.in_place) {
+          attend_tile(item, head, tile, *next, *later, page_row_bytes(), states, w);
+        } else {
+          attend_tile(item, head, tile, load_tile(*next, *later, w), *later, 0, states, w);
+        }
       }
     }
   }
 
   // Points at the rows of the tile's positions in `seen`. Other rows are not read: zeros stand for
   // them.
-  void find_tile(const Item& item, Span seen, int64_t tile, Tile* rows) const {
+  void find_tile(const Item& item, int64_t kv_head, Span seen, int64_t tile, Tile* rows) const {
     const PagesParams& pages = p_.pages;
     const char* data = static_cast<const char*>(pages.data);
     const int64_t bytes = dtype_bytes(pages.dtype);
@@ -286,12 +237,11 @@ class Attention {
       const int64_t last = std::min(end, (index + 1) * pages.block_size);
       const int64_t offset = position - index * pages.block_size;
       const int64_t block = block_at(p_, item.sequence, index);
-      const char* key =
-          data + bytes * (block * pages.block_stride + item.kv_head * pages.head_stride +
-                          offset * pages.token_stride);
-      const char* value = data + bytes * (block * pages.block_stride + pages.kv_stride +
-                                          item.kv_head * pages.value_head_stride +
-                                          offset * pages.value_token_stride);
+      const char* key = data + bytes * (block * pages.block_stride + kv_head * pages.head_stride +
+                                        offset * pages.token_stride);
+      const char* value =
+          data + bytes * (block * pages.block_stride + pages.kv_stride +
+                          kv_head * pages.value_head_stride + offset * pages.value_token_stride);
       for (; position < last; ++position) {
         rows->key[position - tile] = key;
         rows->value[position - tile] = value;
@@ -318,11 +268,14 @@ class Attention {
     return loaded;
   }
 
-  void attend_tile(const Item& item, int64_t first, const Tile& tile, const Tile& next,
-                   int64_t prefetch_bytes, const States& states, Workspace& w) const {
+  void attend_tile(const Item& item, int64_t kv_head, int64_t first, const Tile& tile,
+                   const Tile& next, int64_t prefetch_bytes, const States& states,
+                   Workspace& w) const {
     int64_t num = 0;
-    for (int64_t r = 0; r < num_rows(item); ++r) {
-      const int64_t position = item.first_position + r / group_;
+    const int64_t of_head = rows_of_kv_head(item),
+                  begin_row = (kv_head - item.first_kv_head) * of_head;
+    for (int64_t r = begin_row; r < begin_row + of_head; ++r) {
+      const int64_t position = item.first_position + (r - begin_row) / group_;
       const Span seen = visible(p_, position);
       const int64_t begin = std::max<int64_t>(0, seen.begin - first);
       const int64_t end = std::min(kTileTokens, seen.end - first);
@@ -336,8 +289,10 @@ class Attention {
                                             position - first,
                                             slope};
     }
-    const float scale = p_.scale * key_scale(p_.pages, item.kv_head);
-    const auto attend = layout_.dtype == Dtype::kBFloat16 ? ops_.attend_bf16 : ops_.attend;
+    const float scale = p_.scale * key_scale(p_.pages, kv_head);
+    const auto attend = layout_.stored                      ? ops_.attend_stored
+                        : layout_.dtype == Dtype::kBFloat16 ? ops_.attend_bf16
+                                                            : ops_.attend;
     for (int64_t r = 0; r < num; r += kAttendRows) {
       attend({&tile, &next, &w.rows[static_cast<size_t>(r)], std::min(kAttendRows, num - r),
               layout_.row_size, value_size(), layout_.in_place ? p_.pages.dtype : layout_.dtype,
@@ -354,14 +309,15 @@ class Attention {
 
   void store_rows(const Item& item, const States& states) const {
     const int64_t head_size = p_.pages.value_head_size;
-    const float scale = value_scale(p_.pages, item.kv_head);
     char* out = static_cast<char*>(p_.out);
     for (int64_t r = 0; r < num_rows(item); ++r) {
       float* row = states.out + r * value_size();
+      const float scale = value_scale(p_.pages, kv_head_of(item, r));
       const float* sink = p_.sinks == nullptr ? nullptr : p_.sinks + head_of(item, r);
       float max;
       const float sum = ops_.finish(states.state[r], value_size(), scale, sink, row, &max);
       const int64_t at = token_of(item, r) * p_.num_heads + head_of(item, r);
+      if (layout_.stored) ops_.reorder(row, head_size, p_.pages.dtype, true);
       ops_.store(row, head_size, p_.query_dtype,
                  out + at * head_size * dtype_bytes(p_.query_dtype));
       if (p_.lse != nullptr) {
@@ -384,7 +340,7 @@ int num_workers(const PagedAttentionParams& p, const std::vector<Item>& items) {
   for (const Item& item : items) {
     const int64_t begin = visible(p, item.first_position).begin;
     const int64_t seen = item.first_position + item.num_tokens - begin;
-    const int64_t rows = item.num_tokens * p.num_heads / p.pages.num_kv_heads;
+    const int64_t rows = item.num_tokens * item.num_kv_heads * p.num_heads / p.pages.num_kv_heads;
     work += rows * seen * p.pages.head_size;
     most += 1 + seen / kSplitTokens;
   }
@@ -433,10 +389,15 @@ void paged_attention(const PagedAttentionParams& p) {
   check_scales(p.pages);
   const int64_t group = p.num_heads / p.pages.num_kv_heads;
   const int64_t item_tokens = std::max<int64_t>(1, kAttendRows / group);
-  const std::vector<Item> items = cut_items(p, item_tokens);
+  const int64_t item_kv_heads = kv_heads_of_item(p, item_tokens);
+  const std::vector<Item> items = cut_items(p, item_tokens, item_kv_heads);
   if (items.empty()) return;
   const int workers = num_workers(p, items);
-  Attention attention(p, workers, item_tokens);
+  int64_t most_rows = 0;
+  for (const Item& item : items) {
+    most_rows = std::max(most_rows, item.num_tokens * group * item.num_kv_heads);
+  }
+  Attention attention(p, workers, most_rows);
   const int64_t num_items = static_cast<int64_t>(items.size());
   if (workers > 1 && num_items < kItemsOfThread * workers) {
     run_splits(items, workers, &attention);

@@ -33,7 +33,7 @@ int64_t rounded_up(int64_t bytes) { return div_ceil(bytes, kWorkspaceUnit) * kWo
 
 // The parts of the workspace, in bytes from its start.
 struct Parts {
-  int64_t short_ends, long_ends, split_ends, num_taken, partials;
+  int64_t short_ends, long_ends, split_ends, weights, num_taken, partials;
 };
 
 Parts parts_of(const PagedAttentionParams& p) {
@@ -42,7 +42,8 @@ Parts parts_of(const PagedAttentionParams& p) {
   parts.short_ends = rounded_up(p.num_sequences * static_cast<int64_t>(sizeof(Sequence)));
   parts.long_ends = parts.short_ends + ends_bytes;
   parts.split_ends = parts.long_ends + ends_bytes;
-  parts.num_taken = parts.split_ends + ends_bytes;
+  parts.weights = parts.split_ends + ends_bytes;
+  parts.num_taken = parts.weights + 2 * ends_bytes;
   parts.partials = parts.num_taken + kWorkspaceUnit;
   return parts;
 }
@@ -155,6 +156,7 @@ Plan plan_in(void* workspace, const PagedAttentionParams& p, int64_t max_partial
   return {reinterpret_cast<Sequence*>(base),
           int32s(parts.short_ends),
           int32s(parts.long_ends),
+          reinterpret_cast<int64_t*>(base + parts.weights),
           int32s(parts.split_ends),
           int32s(parts.num_taken),
           reinterpret_cast<float*>(base + parts.partials),

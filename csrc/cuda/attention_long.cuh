@@ -352,7 +352,7 @@ __device__ void attend_long_item(const Work& work, const Item& item, unsigned ch
 // A block's first item is the one of its index; then it takes the next that no block has taken.
 // Items differ much in length, and the longest of a sequence come first.
 template <typename Kv, int kHeadSize>
-__global__ void __launch_bounds__(kLongWarps* kLanesOfWarp) attend_long(Work work) {
+__global__ void __launch_bounds__(kLongWarps* kLanesOfWarp, 1) attend_long(Work work) {
   using Tile = LongTile<Kv, kHeadSize>;
   KVPLANE_DYNAMIC_SHARED(unsigned char, shared);
   // Two in turn: one may still be read while the other is written.

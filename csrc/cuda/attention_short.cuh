@@ -1,14 +1,17 @@
 // Attention of few rows over long contexts: decode, and speculative steps of a few tokens.
 //
-//        tokens of the split          warp w takes tiles w, w + 4, w + 8, ... of 16 tokens:
+//        tokens of a split            warp w takes tiles w, w + 4, w + 8, ... of 16 tokens:
 //   ┌────┬────┬────┬────┬────┬───     its own ring of tiles in flight, its own maximum,
-//   │ w0 │ w1 │ w2 │ w3 │ w0 │ ...    sum and output; no barrier before the end of the item
+//   │ w0 │ w1 │ w2 │ w3 │ w0 │ ...    sum and output; no barrier before the end of the split
 //   └────┴────┴────┴────┴────┴───
 //   scores  S^T [16 tokens, 8 rows]     = K [16 tokens, head_size] x Q^T [head_size, 8 rows]
 //   output  O^T [16 dims, 8 rows] each += V^T [16 dims, 16 tokens] x P^T [16 tokens, 8 rows]
 //
 // Rows are the narrow side of the product, so eight of them suffice to fill it, and a thread holds
 // the same rows in S^T and in O^T: outputs are rescaled without any exchange.
+//
+// A block takes a run of consecutive splits of one tile of rows. The ring runs on from one split to
+// the next: their outputs pass through the stage that was just read, while the others are filled.
 #pragma once
 
 #include <type_traits>
@@ -22,8 +25,9 @@
 
 namespace kvplane::cuda {
 
-// The shared memory of a warp: a ring of tiles, K before V. At the end of an item it holds the
-// warp's outputs and states instead. The number of stages changes no bit of the result.
+// The shared memory of a warp: a ring of tiles, K before V. At the end of a split the stage that is
+// to be filled next holds the warp's outputs and states of eight rows at a time. The number of
+// stages changes no bit of the result. Behind the rings are shared queries and the warps' stages.
 template <typename Kv, int kHeadSize, int kColumns, int kNumStages>
 struct ShortRing {
   static constexpr int kStages = kNumStages;
@@ -31,12 +35,14 @@ struct ShortRing {
   static constexpr int kThreads = kWarps * kLanesOfWarp;
   static constexpr int kRowBytes = kHeadSize * static_cast<int>(sizeof(Kv));
   static constexpr int kTile = kTileRows * kPitch<Kv, kHeadSize>;
-  static constexpr int kBytes = kStages * 2 * kTile;
+  static constexpr int kStageBytes = 2 * kTile;
+  static constexpr int kBytes = kStages * kStageBytes;
   static constexpr int kRows = 8 * kColumns;
   static constexpr int kOutPitch = kHeadSize + 4;  // floats; avoids bank conflicts
-  static constexpr int kSharedBytes =
-      kWarps * kBytes + SharedQueries<Kv, kHeadSize, kColumns>::kBytes;
-  static_assert((kRows * kOutPitch + 2 * kRows) * 4 <= kBytes);
+  static constexpr int kQueries = kWarps * kBytes;
+  static constexpr int kLeft = kQueries + SharedQueries<Kv, kHeadSize, kColumns>::kBytes;
+  static constexpr int kSharedBytes = kLeft + kWarps * static_cast<int>(sizeof(int32_t));
+  static_assert((8 * kOutPitch + 2 * 8) * 4 <= kStageBytes);
 };
 
 // The stages that a ring can have: the most, and where `kFewStages` is fewer, those too. A tile of
@@ -83,76 +89,70 @@ __device__ void soften(const Work& work, Span seen, int32_t first, float (&score
   }
 }
 
-// Stores a warp's results for the block to combine: [kRows, kOutPitch] outputs, then states.
-template <typename Kv, int kHeadSize, int kColumns, int kStages>
-__device__ void leave_outputs(const float (&out)[kHeadSize / 16][kColumns][4],
-                              RowsOfThread<kColumns>& rows, float* left) {
-  using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
+// Stores a warp's results of the eight rows of a column: [8, kOutPitch] outputs, then states.
+template <typename Kv, int kHeadSize, int kColumns>
+__device__ void leave_column(const float (&out)[kHeadSize / 16][kColumns][4], int c,
+                             const RowsOfThread<kColumns>& rows, float* left) {
+  constexpr int kOutPitch = kHeadSize + 4;
   constexpr int kDimsApart = kIs8Bits<Kv> ? 2 : 1;  // of rows g and g + 1 of a factor
   constexpr int kHalf = kIs8Bits<Kv> ? 1 : 8;       // of rows g and g + 8
   constexpr float kLower = 1.0f / kLift<FactorOf<Kv>>;
   const int lane = static_cast<int>(threadIdx.x) % kLanesOfWarp;
   const int g = lane / 4, t = lane % 4;
-  float* states = left + Ring::kRows * Ring::kOutPitch;
+  float* states = left + 8 * kOutPitch;
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
+  for (int j = 0; j < 2; ++j) {
+    const int row = 2 * t + j;
+    float sum = rows.sum[c][j];
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int row = 8 * c + 2 * t + j;
-      float sum = rows.sum[c][j];
+    for (int bits = 4; bits < kLanesOfWarp; bits *= 2) {
+      sum += __shfl_xor_sync(kWholeWarp, sum, bits);
+    }
+    if (g == 0) {
+      states[2 * row] = rows.maximum[c][j];
+      states[2 * row + 1] = sum;
+    }
 #pragma unroll
-      for (int bits = 4; bits < kLanesOfWarp; bits *= 2) {
-        sum += __shfl_xor_sync(kWholeWarp, sum, bits);
-      }
-      if (g == 0) {
-        states[2 * row] = rows.maximum[c][j];
-        states[2 * row + 1] = sum;
-      }
-#pragma unroll
-      for (int k = 0; k < kHeadSize / 16; ++k) {
-        float* dims = left + row * Ring::kOutPitch + 16 * k + kDimsApart * g;
-        dims[0] = out[k][c][j] * kLower;
-        dims[kHalf] = out[k][c][2 + j] * kLower;
-      }
+    for (int k = 0; k < kHeadSize / 16; ++k) {
+      float* dims = left + row * kOutPitch + 16 * k + kDimsApart * g;
+      dims[0] = out[k][c][j] * kLower;
+      dims[kHalf] = out[k][c][2 + j] * kLower;
     }
   }
 }
 
-// By the whole block: adds up the warps' outputs, in order, and writes rows or partial rows.
-template <typename Kv, int kHeadSize, int kColumns, int kStages>
-__device__ void write_outputs(const Work& work, const Item& item, int32_t first_row,
-                              int32_t num_rows, const float* left) {
-  using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
-  constexpr int kFloatsOfWarp = Ring::kBytes / 4, kWarps = Ring::kWarps;
+// By the whole block: adds up the warps' outputs of a column, in order, and writes rows or partial
+// rows. `first` is the column's first row, `count` the rows that there are, `left` where each warp
+// left its results.
+template <typename Kv, int kHeadSize, int kWarps>
+__device__ void write_column(const Work& work, const Item& item, int32_t split, int32_t first,
+                             int32_t count, const float* const (&left)[kWarps]) {
+  constexpr int kOutPitch = kHeadSize + 4;
   const int32_t group = work.cutting.group;
   const int32_t head_size = static_cast<int32_t>(work.p.pages.value_head_size);
   const bool is_whole = item.sequence.cut.splits == 1;
   const float scale = value_scale(work.p.pages, item.kv_head);
-  for (int32_t i = 0; i < num_rows; ++i) {
-    const float* states = left + Ring::kRows * Ring::kOutPitch + 2 * i;
+  for (int32_t i = 0; i < count; ++i) {
+    const int32_t state = 8 * kOutPitch + 2 * i;
     float maximum = -INFINITY;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      maximum = fmaxf(maximum, states[w * kFloatsOfWarp]);
-    }
+    for (int w = 0; w < kWarps; ++w) maximum = fmaxf(maximum, left[w][state]);
     const float base = finite_maximum(maximum);
     float weights[kWarps], sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      weights[w] = exp2_fast(states[w * kFloatsOfWarp] - base);
-      sum += weights[w] * states[w * kFloatsOfWarp + 1];
+      weights[w] = exp2_fast(left[w][state] - base);
+      sum += weights[w] * left[w][state + 1];
     }
-    const int32_t token = (first_row + i) / group;
-    const int32_t head = item.kv_head * group + (first_row + i) % group;
+    const int32_t token = (first + i) / group;
+    const int32_t head = item.kv_head * group + (first + i) % group;
     const int64_t row = (item.sequence.first_token + token) * work.p.num_heads + head;
-    const int64_t partial = partial_row(work, item.sequence, item.split, token, head);
+    const int64_t partial = partial_row(work, item.sequence, split, token, head);
     const Total total = with_sink(work, head, maximum, sum);
-    for (int32_t d = static_cast<int32_t>(threadIdx.x); d < head_size; d += Ring::kThreads) {
+    for (int32_t d = static_cast<int32_t>(threadIdx.x); d < head_size; d += kWarps * kLanesOfWarp) {
       float value = 0.0f;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        value += weights[w] * left[w * kFloatsOfWarp + i * Ring::kOutPitch + d];
-      }
+      for (int w = 0; w < kWarps; ++w) value += weights[w] * left[w][i * kOutPitch + d];
       if (is_whole) {
         store_number(work.p, row * head_size + d, value / total.sum * (scale * total.factor));
       } else {
@@ -169,27 +169,59 @@ __device__ void write_outputs(const Work& work, const Item& item, int32_t first_
   }
 }
 
+// Ends a split: passes each column's results through a stage that the warp neither reads nor fills.
+template <typename Kv, int kHeadSize, int kColumns, int kStages>
+__device__ void end_split(const Work& work, const Item& item, int32_t split, int32_t first_row,
+                          int32_t num_rows, unsigned char* shared, int stage,
+                          const float (&out)[kHeadSize / 16][kColumns][4],
+                          const RowsOfThread<kColumns>& rows) {
+  using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
+  int32_t* const places = reinterpret_cast<int32_t*>(shared + Ring::kLeft);
+  const int32_t place = warp * Ring::kBytes + stage * Ring::kStageBytes;
+  __syncwarp();  // Until all lanes have read the stage.
+  if (threadIdx.x % kLanesOfWarp == 0) places[warp] = place;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    if (8 * c >= num_rows) break;
+    leave_column<Kv, kHeadSize>(out, c, rows, reinterpret_cast<float*>(shared + place));
+    __syncthreads();
+    const float* left[Ring::kWarps];
+#pragma unroll
+    for (int w = 0; w < Ring::kWarps; ++w) {
+      left[w] = reinterpret_cast<const float*>(shared + places[w]);
+    }
+    write_column<Kv, kHeadSize>(work, item, split, first_row + 8 * c, min_of(8, num_rows - 8 * c),
+                                left);
+    __syncthreads();  // Until the results have been read.
+  }
+}
+
 template <typename Kv, int kHeadSize, int kColumns>
 using QueriesOf = std::conditional_t<SharedQueries<Kv, kHeadSize, kColumns>::kIsUsed,
                                      SharedQueries<Kv, kHeadSize, kColumns>,
                                      QueryRegisters<Kv, kHeadSize, kColumns>>;
 
-// A warp's share of an item: tiles of 16 tokens, kStages - 1 of them in flight at any time.
+// Attends to `num_splits` splits from an item's on: each warp to its tiles of 16 tokens,
+// kStages - 1 of them in flight at any time.
 template <typename Kv, int kHeadSize, int kColumns, int kStages>
-__device__ void attend_tiles(const Work& work, const Item& item, int32_t first_row,
-                             int32_t num_rows, unsigned char* shared) {
+__device__ void attend_run(const Work& work, const Item& item, int32_t num_splits,
+                           unsigned char* shared) {
   using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
   using Factor = FactorOf<Kv>;
   constexpr int kReads = Ring::kRowBytes / kReadBytes, kWarps = Ring::kWarps;
-  constexpr int kUnroll = kColumns == 4 ? 2 : 4;
+  constexpr int kUnroll = kHeadSize > 256 ? 1 : kColumns == 4 ? 2 : 4;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
   unsigned char* const ring = shared + warp * Ring::kBytes;
-  const Span seen = span_of(work, item, first_row, num_rows);
+  const int32_t first_row = item.tile * Ring::kRows;
+  const int32_t all_rows = item.sequence.query_len * work.cutting.group;
+  const int32_t num_rows = min_of(Ring::kRows, all_rows - first_row);
+  const Span seen = span_of(work, item, first_row, num_rows, num_splits);
   RowsOfThread<kColumns> rows;
   set_rows(work, item, first_row, num_rows, rows);
   QueriesOf<Kv, kHeadSize, kColumns> queries;
-  queries.load(work, item, first_row, num_rows, shared + kWarps * Ring::kBytes, rows);
+  queries.load(work, item, first_row, num_rows, shared + Ring::kQueries, rows);
   float out[kHeadSize / 16][kColumns][4] = {};
 
   const auto find = [&](int32_t tile) { return find_tile_row(work, item, tile * kTileRows, seen); };
@@ -200,7 +232,7 @@ __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_r
   const auto start_copy = [&](int32_t tile, int stage, int64_t row) {
     if (tile < end) {
       const Kv* data = static_cast<const Kv*>(work.p.pages.data);
-      unsigned char* keys = ring + stage * 2 * Ring::kTile;
+      unsigned char* keys = ring + stage * Ring::kStageBytes;
       load_tile_rows<Kv, kHeadSize, kUnroll>(data, row, 0, work.p.pages.head_size, keys);
       load_tile_rows<Kv, kHeadSize, kUnroll>(data, row, kTileRows, work.p.pages.value_head_size,
                                              keys + Ring::kTile);
@@ -215,59 +247,78 @@ __device__ void attend_tiles(const Work& work, const Item& item, int32_t first_r
   // The next tile's addresses are looked up while this one's copies are in flight.
   int64_t next_row = find(first + (Ring::kStages - 1) * kWarps);
   int stage = 0;
-  for (int32_t tile = first; tile < end; tile += kWarps) {
-    wait_for_copies<Ring::kStages - 2>();
-    __syncwarp();  // Until all lanes' copies have arrived and the stage to be filled has been read.
-    const int32_t ahead = tile + (Ring::kStages - 1) * kWarps;
-    start_copy(ahead, (stage + Ring::kStages - 1) % Ring::kStages, next_row);
-    next_row = find(ahead + kWarps);
+  int32_t tile = first;
+  for (int32_t n = 0; n < num_splits; ++n) {
+    const Cut& cut = item.sequence.cut;
+    const int32_t next_split = cut.first + item.split + n + 1;
+    const int32_t end_of_split =
+        n + 1 < num_splits ? min_of(end, next_split * (cut.tokens / kTileRows)) : end;
+    for (; tile < end_of_split; tile += kWarps) {
+      wait_for_copies<Ring::kStages - 2>();
+      __syncwarp();  // Until all lanes' copies have arrived and the stage to be filled has been
+                     // read.
+      const int32_t ahead = tile + (Ring::kStages - 1) * kWarps;
+      start_copy(ahead, (stage + Ring::kStages - 1) % Ring::kStages, next_row);
+      next_row = find(ahead + kWarps);
 
-    const unsigned char* keys = ring + stage * 2 * Ring::kTile;
-    const unsigned char* values = keys + Ring::kTile;
-    float scores[kColumns][4] = {};
+      const unsigned char* keys = ring + stage * Ring::kStageBytes;
+      const unsigned char* values = keys + Ring::kTile;
+      float scores[kColumns][4] = {};
+// Unrolled less where reads in flight would take registers that the outputs need.
+#pragma unroll(kHeadSize > 256 ? 4 : kReads)
+      for (int i = 0; i < kReads; ++i) {
+        uint32_t a[kFactors<Kv>][4];
+        load_rows<Kv, kHeadSize>(a, keys, i * kReadBytes);
 #pragma unroll
-    for (int i = 0; i < kReads; ++i) {
-      uint32_t a[kFactors<Kv>][4];
-      load_rows<Kv, kHeadSize>(a, keys, i * kReadBytes);
+        for (int f = 0; f < kFactors<Kv>; ++f) {
+          const int k = kFactors<Kv> * i + f;
 #pragma unroll
-      for (int f = 0; f < kFactors<Kv>; ++f) {
-        const int k = kFactors<Kv> * i + f;
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-          uint32_t b[2];
-          queries.get(c, k, b);
-          multiply_add<Factor>(scores[c], a[f], b);
+          for (int c = 0; c < kColumns; ++c) {
+            uint32_t b[2];
+            queries.get(c, k, b);
+            multiply_add<Factor>(scores[c], a[f], b);
+          }
         }
       }
-    }
-    float rescale[kColumns][2];
-    soften(work, seen, tile * kTileRows, scores, rows, rescale);
-    uint32_t probabilities[kColumns][2];
+      float rescale[kColumns][2];
+      soften(work, seen, tile * kTileRows, scores, rows, rescale);
+      uint32_t probabilities[kColumns][2];
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      probabilities[c][0] = transpose(pack_probabilities<Factor>(scores[c][0], scores[c][1]));
-      probabilities[c][1] = transpose(pack_probabilities<Factor>(scores[c][2], scores[c][3]));
-    }
+      for (int c = 0; c < kColumns; ++c) {
+        probabilities[c][0] = transpose(pack_probabilities<Factor>(scores[c][0], scores[c][1]));
+        probabilities[c][1] = transpose(pack_probabilities<Factor>(scores[c][2], scores[c][3]));
+      }
 #pragma unroll
-    for (int i = 0; i < kReads; ++i) {
-      uint32_t a[kFactors<Kv>][4];
-      load_columns<Kv, kHeadSize>(a, values, i * kReadBytes);
+      for (int i = 0; i < kReads; ++i) {
+        uint32_t a[kFactors<Kv>][4];
+        load_columns<Kv, kHeadSize>(a, values, i * kReadBytes);
 #pragma unroll
-      for (int f = 0; f < kFactors<Kv>; ++f) {
-        const int k = kFactors<Kv> * i + f;
+        for (int f = 0; f < kFactors<Kv>; ++f) {
+          const int k = kFactors<Kv> * i + f;
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
+          for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
-          for (int j = 0; j < 4; ++j) out[k][c][j] *= rescale[c][j % 2];
-          multiply_add<Factor>(out[k][c], a[f], probabilities[c]);
+            for (int j = 0; j < 4; ++j) out[k][c][j] *= rescale[c][j % 2];
+            multiply_add<Factor>(out[k][c], a[f], probabilities[c]);
+          }
         }
       }
+      stage = (stage + 1) % Ring::kStages;
     }
-    stage = (stage + 1) % Ring::kStages;
+    const int free_stage = (stage + Ring::kStages - 1) % Ring::kStages;
+    end_split<Kv, kHeadSize, kColumns, kStages>(work, item, item.split + n, first_row, num_rows,
+                                                shared, free_stage, out, rows);
+    begin_rows(rows);
+#pragma unroll
+    for (auto& of_dims : out) {
+#pragma unroll
+      for (auto& of_column : of_dims) {
+#pragma unroll
+        for (float& number : of_column) number = 0.0f;
+      }
+    }
   }
   wait_for_copies<0>();
-  __syncwarp();  // Until all lanes have read the ring: the outputs overwrite it.
-  leave_outputs<Kv, kHeadSize, kColumns, kStages>(out, rows, reinterpret_cast<float*>(ring));
 }
 
 template <typename Kv, int kHeadSize, int kColumns, int kStages>
@@ -275,18 +326,30 @@ __global__ void __launch_bounds__(kShortWarps<Kv, kHeadSize>* kLanesOfWarp, 1)
     attend_short(Work work) {
   using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
   KVPLANE_DYNAMIC_SHARED(unsigned char, shared);
-  const int32_t num_items = work.plan.short_ends[work.p.num_sequences - 1];
-  for (int32_t i = static_cast<int32_t>(blockIdx.x); i < num_items;
-       i += static_cast<int32_t>(gridDim.x)) {
-    const Item item = find_item(work, work.plan.short_ends, Ring::kRows, 1, i);
-    const int32_t first_row = item.tile * Ring::kRows;
-    const int32_t all_rows = item.sequence.query_len * work.cutting.group;
-    const int32_t num_rows = min_of(Ring::kRows, all_rows - first_row);
-    attend_tiles<Kv, kHeadSize, kColumns, kStages>(work, item, first_row, num_rows, shared);
-    __syncthreads();
-    write_outputs<Kv, kHeadSize, kColumns, kStages>(work, item, first_row, num_rows,
-                                                    reinterpret_cast<const float*>(shared));
-    __syncthreads();
+  const int32_t num_sequences = static_cast<int32_t>(work.p.num_sequences);
+  const int64_t* weights = work.plan.weights;
+  const auto before = [&](int32_t s) { return s == 0 ? 0 : weights[s - 1]; };
+  // The block's share of all weights: of the items that begin in it.
+  const int64_t share_end = weights[num_sequences - 1] * (blockIdx.x + 1) / gridDim.x;
+  int64_t at = weights[num_sequences - 1] * blockIdx.x / gridDim.x;
+  if (at < share_end) {
+    const int32_t s = find_sequence(weights, num_sequences, at);
+    const int64_t weight = work.plan.sequences[s].weight;
+    at = before(s) + div_ceil(at - before(s), weight) * weight;
+  }
+  while (at < share_end) {
+    const int32_t s = find_sequence(weights, num_sequences, at);
+    const Sequence sequence = work.plan.sequences[s];
+    int32_t local = static_cast<int32_t>((at - before(s)) / sequence.weight);
+    const int64_t num_left = div_ceil<int64_t>(share_end - at, sequence.weight);
+    const int32_t split = local % sequence.cut.splits;
+    local /= sequence.cut.splits;
+    const int32_t num_splits =
+        static_cast<int32_t>(min_of<int64_t>(sequence.cut.splits - split, num_left));
+    const Item item = {sequence, local % work.cutting.num_kv_heads,
+                       local / work.cutting.num_kv_heads, split, 0};
+    attend_run<Kv, kHeadSize, kColumns, kStages>(work, item, num_splits, shared);
+    at += int64_t{num_splits} * sequence.weight;
   }
 }
 

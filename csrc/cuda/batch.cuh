@@ -35,6 +35,7 @@ struct alignas(16) Sequence {
   int32_t query_len;
   int32_t context_len;
   Cut cut;
+  int32_t weight;  // of each of its items
 
   __device__ int32_t first_position() const { return context_len - query_len; }
 };
@@ -44,6 +45,7 @@ struct Plan {
   Sequence* sequences;  // [num_sequences]
   int32_t* short_ends;  // [num_sequences]: items of the short sequences up to this one
   int32_t* long_ends;   // [num_sequences]
+  int64_t* weights;     // [num_sequences]: of the items of the short sequences up to this one
   int32_t* split_ends;  // [num_sequences]: query tokens of sequences of more than one split
   int32_t* num_taken;   // items of long sequences that blocks have taken beside their first
   // One entry for each split, token and query head of a sequence of more than one split.
@@ -76,9 +78,9 @@ __device__ inline void report(int32_t* faults, int32_t fault) {
   if (faults != nullptr) atomicOr(faults, fault);
 }
 
-// The positions of a split that rows [first_row, first_row + num_rows) attend to.
+// The positions of `splits` splits that rows [first_row, first_row + num_rows) attend to.
 __device__ inline Span span_of(const Work& work, const Item& item, int32_t first_row,
-                               int32_t num_rows) {
+                               int32_t num_rows, int32_t splits = 1) {
   const Sequence& sequence = item.sequence;
   const int32_t group = work.cutting.group;
   const int32_t first = sequence.first_position() + first_row / group;
@@ -86,14 +88,15 @@ __device__ inline Span span_of(const Work& work, const Item& item, int32_t first
   const Span seen = {visible(work.cutting.window, first).begin, last + 1};
   if (sequence.cut.splits == 1) return seen;
   const int64_t begin = int64_t{sequence.cut.first + item.split} * sequence.cut.tokens;
-  const int64_t end = begin + sequence.cut.tokens;
+  const int64_t end = begin + int64_t{splits} * sequence.cut.tokens;
   return {static_cast<int32_t>(max_of<int64_t>(seen.begin, begin)),
           static_cast<int32_t>(min_of<int64_t>(seen.end, end))};
 }
 
 // The sequence of an item: the first whose end is past it. The lanes of a warp search 32 places at
 // once, so a thousand sequences take two steps.
-__device__ inline int32_t find_sequence(const int32_t* ends, int32_t num_sequences, int32_t item) {
+template <typename T>
+__device__ inline int32_t find_sequence(const T* ends, int32_t num_sequences, T item) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
   int32_t first = 0, count = num_sequences;
   while (count > 1) {

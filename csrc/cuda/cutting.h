@@ -86,6 +86,15 @@ __host__ __device__ inline Cut cut_of(const Cutting& c, int32_t query_len, int32
   return {tokens, first, div_ceil(all.end, tokens) - first};
 }
 
+constexpr int kTokensOfWeight = 64;
+
+// How long an item of a sequence takes, beside others: its tokens in 64s, and one for what it costs
+// beside its tokens.
+__host__ __device__ inline int32_t weight_of(const Cut& cut, int32_t context_len) {
+  const int32_t tokens = cut.splits > 1 ? cut.tokens : context_len;
+  return tokens / kTokensOfWeight + 1;
+}
+
 // Partial results of a sequence, in query tokens; each is as large as the output of the token.
 __host__ __device__ inline int64_t num_partials(const Cut& cut, int32_t query_len) {
   return cut.splits > 1 ? int64_t{cut.splits} * query_len : 0;

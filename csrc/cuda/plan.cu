@@ -46,13 +46,14 @@ __device__ Sequence read_sequence(const Work& work, int32_t s) {
   const int32_t fault = check_sequence(work, s);
   if (fault != 0) {
     report(work.faults, fault);
-    return {0, 0, s, 0, 0, cut_of(work.cutting, 0, 0)};
+    return {0, 0, s, 0, 0, cut_of(work.cutting, 0, 0), 1};
   }
   const int64_t begin = work.p.query_starts[s];
   const int32_t query_len = static_cast<int32_t>(work.p.query_starts[s + 1] - begin);
   // The context length of a sequence without query tokens may be anything; it is not used.
   const int32_t context_len = query_len == 0 ? 0 : static_cast<int32_t>(work.p.context_lens[s]);
-  return {begin, 0, s, query_len, context_len, cut_of(work.cutting, query_len, context_len)};
+  const Cut cut = cut_of(work.cutting, query_len, context_len);
+  return {begin, 0, s, query_len, context_len, cut, weight_of(cut, context_len)};
 }
 
 // One warp; each lane handles a sequence, 32 at a time.
@@ -64,7 +65,7 @@ __global__ void plan_items(Work work) {
   check_scales(work, pages.value_scales, pages.value_scale_stride, kBadValueScales);
   if (lane == 0) *work.plan.num_taken = 0;
   int32_t short_end = 0, long_end = 0, split_end = 0;
-  int64_t partial_end = 0;
+  int64_t partial_end = 0, weight_end = 0;
   for (int32_t first = 0; first < num_sequences; first += kLanesOfWarp) {
     const int32_t s = first + lane;
     Sequence sequence = {};
@@ -83,12 +84,15 @@ __global__ void plan_items(Work work) {
         div_ceil(rows, tile_rows) * work.cutting.num_kv_heads * sequence.cut.splits * parts;
     const int32_t short_end_of_lane = short_end + sum_up_to_lane(in_short_list ? items : 0);
     const int32_t long_end_of_lane = long_end + sum_up_to_lane(in_short_list ? 0 : items);
+    const int64_t weight = in_short_list ? int64_t{items} * sequence.weight : 0;
+    const int64_t weight_end_of_lane = weight_end + sum_up_to_lane(weight);
     const bool is_split = fits && partials > 0;
     const int32_t split_end_of_lane = split_end + sum_up_to_lane(is_split ? sequence.query_len : 0);
     if (s < num_sequences) {
       sequence.first_partial = (partial_end_of_lane - partials) * work.p.num_heads;
       work.plan.sequences[s] = sequence;
       work.plan.short_ends[s] = short_end_of_lane;
+      work.plan.weights[s] = weight_end_of_lane;
       work.plan.long_ends[s] = long_end_of_lane;
       work.plan.split_ends[s] = split_end_of_lane;
     }
@@ -96,6 +100,7 @@ __global__ void plan_items(Work work) {
     long_end = __shfl_sync(kWholeWarp, long_end_of_lane, kLanesOfWarp - 1);
     split_end = __shfl_sync(kWholeWarp, split_end_of_lane, kLanesOfWarp - 1);
     partial_end = __shfl_sync(kWholeWarp, partial_end_of_lane, kLanesOfWarp - 1);
+    weight_end = __shfl_sync(kWholeWarp, weight_end_of_lane, kLanesOfWarp - 1);
   }
 }
 

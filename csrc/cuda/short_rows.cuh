@@ -23,6 +23,19 @@ struct RowsOfThread {
   float sum[kColumns][2];  // of this thread's tokens
 };
 
+// As before the first token of a split.
+template <int kColumns>
+__device__ void begin_rows(RowsOfThread<kColumns>& rows) {
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      rows.maximum[c][j] = -INFINITY;
+      rows.sum[c][j] = 0.0f;
+    }
+  }
+}
+
 template <int kColumns>
 __device__ void set_rows(const Work& work, const Item& item, int32_t first_row, int32_t num_rows,
                          RowsOfThread<kColumns>& rows) {
@@ -41,10 +54,9 @@ __device__ void set_rows(const Work& work, const Item& item, int32_t first_row, 
       rows.scale[c][j] = scale;
       rows.slope[c][j] =
           there && work.p.alibi_slopes != nullptr ? work.p.alibi_slopes[head] * kLog2E : 0.0f;
-      rows.maximum[c][j] = -INFINITY;
-      rows.sum[c][j] = 0.0f;
     }
   }
+  begin_rows(rows);
 }
 
 // Loads row g of column c of the queries as a factor B, straight from global memory: the dims from

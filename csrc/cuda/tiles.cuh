@@ -73,7 +73,7 @@ __device__ void load_tile_rows(const Kv* data, int64_t offset_of_lane, int first
   constexpr int kChunks = kWidth / kElements;
   const int lane = static_cast<int>(threadIdx.x) % kLanesOfWarp;
   // Not unrolled further: the addresses of every copy would take registers of their own.
-#pragma unroll(kChunks > 24 ? 2 : kUnroll)
+#pragma unroll(kChunks > 24 && kUnroll > 2 ? 2 : kUnroll)
   for (int i = 0; i < kTileRows * kChunks / kLanesOfWarp; ++i) {
     const int row = (i * kLanesOfWarp + lane) / kChunks;
     const int chunk = (i * kLanesOfWarp + lane) % kChunks;

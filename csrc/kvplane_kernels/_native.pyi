@@ -90,6 +90,15 @@ def swap_blocks(
     copy_bytes: int,
     num_threads: int,
 ) -> None: ...
+def read_runs(
+    *,
+    memory: int,
+    offsets: int,
+    num_runs: int,
+    run_bytes: int,
+    runs_of_item: int,
+    num_threads: int,
+) -> int: ...
 def gather_blocks(
     *,
     pool: int,

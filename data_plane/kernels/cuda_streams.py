@@ -92,7 +92,9 @@ class Runtime(Protocol):
         """The stream that the calling thread queues work on."""
         ...
 
-    def new_stream(self) -> Any: ...
+    def new_stream(self, *, urgent: bool = False) -> Any:
+        """``urgent``: its work goes before that of the other streams, where both could run."""
+        ...
 
     def set_stream(self, stream: Any) -> None:
         """Make it the calling thread's."""
@@ -120,7 +122,8 @@ class DeviceStreams:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._swaps = runtime.new_stream()
+        # Copies to and from the host need few multiprocessors, and layers wait for them.
+        self._swaps = runtime.new_stream(urgent=True)
         # The pools and scales are made on the stream of the thread that constructs this.
         self._compute = runtime.current_stream()
         self._swaps_are_ahead = False
@@ -171,8 +174,11 @@ class CudaRuntime:
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
-    def new_stream(self) -> torch.cuda.Stream:
-        stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+    def new_stream(self, *, urgent: bool = False) -> torch.cuda.Stream:
+        priority = -1 if urgent else 0
+        stream: torch.cuda.Stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+            self._device, priority=priority
+        )
         return stream
 
     def set_stream(self, stream: torch.cuda.Stream) -> None:

@@ -13,7 +13,7 @@ from data_plane.memory import huge_pages
 from data_plane.memory.sizing import free_bytes
 from kvplane.errors import NeverFitsError
 
-_FOR_ALL_GPUS: Final = 1  # cudaHostRegisterPortable
+_FOR_ALL_GPUS: Final = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped: kernels copy from it
 
 
 def empty(

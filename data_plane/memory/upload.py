@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 _ALIGNMENT_BYTES: Final = 16
 
@@ -21,9 +23,16 @@ def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.
         end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     packed = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for offset, tensor in zip(offsets, tensors, strict=True):
-        _part(packed, offset, tensor).copy_(tensor)
+        # By numpy: torch would wake its threads to copy a large batch's block tables.
+        _bytes(packed)[offset : offset + tensor.nbytes] = _bytes(tensor)
     there = packed.to(device, non_blocking=True, copy=True)
     return [_part(there, offset, t) for offset, t in zip(offsets, tensors, strict=True)]
+
+
+def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """The memory of a contiguous CPU tensor."""
+    there: NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return there
 
 
 def _part(packed: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from data_plane.places import TIERS, Place, group_of
+from data_plane.places import TIERS, Place, group_of, no_group
 from kvplane import columns
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.v1 import types_pb2 as pb
@@ -63,12 +63,6 @@ def read_groups(
         field,
     )
     return groups
-
-
-def no_group(group: int, last: int) -> str:
-    """The error message for a layer group that is not there. ``last``: the last one's index."""
-    has = f"groups 0 to {last}" if last else "group 0 only"
-    return f"there is no layer group {group}: this pool has {has}"
 
 
 def places(tiers: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -16,7 +16,7 @@ from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run with the settings of ``argv`` and ``environ``; the exit code. Exits for bad settings."""
     config = parse(DataPlaneConfig, PROGRAM, argv, environ)
-    logs.setup(config.log_level)
+    logs.setup(config.log_level, config.log_format)
     log_settings(config, logging.getLogger(PROGRAM))
     try:
         event_loop.run(_serve(config))

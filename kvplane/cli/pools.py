@@ -10,12 +10,13 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from kvplane.cli.values import Context, print_json, share, table_of
+from kvplane.cli.values import Context, only_pool, print_json, share, table_of
 from kvplane.control_client import ControlClient
+from kvplane.results import sequence_states
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 
-_TIERS: Final = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
+_TIERS: Final[dict[int, str]] = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
 Pools = dict[str, pb.DescribePoolResponse]
 
 
@@ -82,6 +83,49 @@ async def pools(context: Context) -> int:
     else:
         Console().print(table_of(tiers), "", table_of(shards), sep="\n")
     return 0
+
+
+async def sessions(context: Context, pool: str) -> int:
+    """The open sessions of this caller's tenant."""
+    async with context.client() as client:
+        pool_ids = [pool] if pool else await client.list_pools()
+        rows = [
+            {
+                "pool": pool_id,
+                "session": str(session.session_id),
+                "sequences": session.num_sequences,
+                "held_blocks": session.num_held_blocks,
+                "plans_in_flight": session.num_plans_in_flight,
+                "last_number": session.last_number,
+                "lease_s": round(session.time_to_live.ToTimedelta().total_seconds(), 1),
+            }
+            for pool_id in pool_ids
+            for session in await client.list_sessions(pool_id)
+        ]
+    context.show(rows)
+    return 0
+
+
+async def sequences(context: Context, session_id: int, pool: str) -> int:
+    """The sequences of a session; exit code 1 if it is not open."""
+    async with context.client() as client:
+        pool_id = only_pool(await client.list_pools(), pool)
+        found = await client.list_sessions(pool_id, session_id)
+    rows = [
+        {
+            "sequence": state.sequence_id,
+            "tier": _TIERS[state.tier],
+            "tokens": state.num_tokens,
+            "scheduled": state.num_scheduled_tokens,
+            "written": state.num_written_tokens,
+            "cached": state.num_cached_tokens,
+            "blocks": state.num_blocks,
+        }
+        for session in found
+        for state in sequence_states(session.sequences)
+    ]
+    context.show(rows)
+    return 0 if found else 1
 
 
 async def top(context: Context, interval_s: float, count: int) -> int:

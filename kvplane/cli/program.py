@@ -101,6 +101,21 @@ async def pools(context: Context) -> int:
 
 
 @_command
+@_with_pool
+async def sessions(context: Context, pool: str) -> int:
+    """The open sessions of this caller's tenant."""
+    return await of_pools.sessions(context, pool)
+
+
+@_command
+@click.argument("session", type=int)
+@_with_pool
+async def sequences(context: Context, session: int, pool: str) -> int:
+    """The sequences of SESSION; exit code 1 if it is not open."""
+    return await of_pools.sequences(context, session, pool)
+
+
+@_command
 @click.option("--interval-s", default=1.0, type=_POSITIVE, help="Time between updates.")
 @click.option("--count", default=0, type=click.IntRange(min=0), help="Updates; 0: no end.")
 async def top(context: Context, interval_s: float, count: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvplane.errors import InvalidRequestError
 from kvplane.protocol import MAX_MESSAGE_BYTES
-from kvplane.serving.logs import LEVELS
+from kvplane.serving.logs import FORMATS, LEVELS
 from kvplane.serving.server import ServerTls
 from kvplane.serving.settings import setting
 
@@ -69,6 +69,7 @@ class ServingConfig:
         False, help="Serve in the clear on an address that other machines can reach."
     )
     log_level: str = setting("info", help="Least severe log level written.", choices=LEVELS)
+    log_format: str = setting("text", help="How a line of the log is written.", choices=FORMATS)
 
     def __post_init__(self) -> None:
         check_address(self.bind, "bind")

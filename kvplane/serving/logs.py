@@ -1,5 +1,5 @@
 """Logs on stderr, one line for each record: time, level, logger, then the message, which is written
-as words and ``key=value`` pairs.
+as words and ``key=value`` pairs; or the same as a JSON object.
 
 Never in a log: token ids, tensors, keys. So a caught exception is logged as its type and frames,
 without its message.
@@ -7,6 +7,7 @@ without its message.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -14,12 +15,15 @@ import traceback
 from typing import Final
 
 LEVELS: Final = ("debug", "info", "warning", "error")
+FORMATS: Final = ("text", "json")
 
 
-def setup(level: str = "info") -> None:
-    """Log records of ``level`` and above to stderr, in place of any handlers there were."""
+def setup(level: str = "info", format: str = "text") -> None:
+    """Log records of ``level`` and above to stderr, in place of any handlers there were.
+    ``format``: one of ``FORMATS``.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine())
+    handler.setFormatter(_Json() if format == "json" else _OneLine())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
@@ -47,3 +51,16 @@ class _OneLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return super().format(record).replace("\n", " ")
+
+
+class _Json(_OneLine):
+    def format(self, record: logging.LogRecord) -> str:
+        told = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            told["error"] = self.formatException(record.exc_info)
+        return json.dumps(told)

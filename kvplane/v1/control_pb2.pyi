@@ -822,6 +822,38 @@ class Cleared(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ListSessionsRequest(_message.Message):
+    __slots__ = ("pool_id", "session_id")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    session_id: int
+    def __init__(self, pool_id: _Optional[str] = ..., session_id: _Optional[int] = ...) -> None: ...
+
+class ListSessionsResponse(_message.Message):
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionSummary]
+    def __init__(self, sessions: _Optional[_Iterable[_Union[SessionSummary, _Mapping]]] = ...) -> None: ...
+
+class SessionSummary(_message.Message):
+    __slots__ = ("session_id", "num_sequences", "num_held_blocks", "num_plans_in_flight", "last_number", "time_to_live", "sequences")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PLANS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    LAST_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    num_sequences: int
+    num_held_blocks: int
+    num_plans_in_flight: int
+    last_number: int
+    time_to_live: _duration_pb2.Duration
+    sequences: SequenceStates
+    def __init__(self, session_id: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_plans_in_flight: _Optional[int] = ..., last_number: _Optional[int] = ..., time_to_live: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., sequences: _Optional[_Union[SequenceStates, _Mapping]] = ...) -> None: ...
+
 class DescribeSequenceRequest(_message.Message):
     __slots__ = ("session", "sequence_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]

@@ -149,6 +149,11 @@ class ControlPlaneServiceStub(object):
                 request_serializer=kvplane_dot_v1_dot_control__pb2.DescribeSequenceRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_control__pb2.DescribeSequenceResponse.FromString,
                 _registered_method=True)
+        self.ListSessions = channel.unary_unary(
+                '/kvplane.v1.ControlPlaneService/ListSessions',
+                request_serializer=kvplane_dot_v1_dot_control__pb2.ListSessionsRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_control__pb2.ListSessionsResponse.FromString,
+                _registered_method=True)
         self.Register = channel.stream_stream(
                 '/kvplane.v1.ControlPlaneService/Register',
                 request_serializer=kvplane_dot_v1_dot_control__pb2.RegisterRequest.SerializeToString,
@@ -318,6 +323,13 @@ class ControlPlaneServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSessions(self, request, context):
+        """Lists the open sessions of the caller's tenant, for people. Renews no lease. NOT_FOUND (POOL_NOT_FOUND).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Register(self, request_iterator, context):
         """A data plane's connection. It opens with Hello, is answered with Welcome, reports its blocks unless it was resumed, and then
         stays open: publications, withdrawals, fences and requests to report again one way, heartbeats, finished fences and reports the other.
@@ -423,6 +435,11 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.DescribeSequence,
                     request_deserializer=kvplane_dot_v1_dot_control__pb2.DescribeSequenceRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_control__pb2.DescribeSequenceResponse.SerializeToString,
+            ),
+            'ListSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSessions,
+                    request_deserializer=kvplane_dot_v1_dot_control__pb2.ListSessionsRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_control__pb2.ListSessionsResponse.SerializeToString,
             ),
             'Register': grpc.stream_stream_rpc_method_handler(
                     servicer.Register,
@@ -963,6 +980,33 @@ class ControlPlaneService(object):
             '/kvplane.v1.ControlPlaneService/DescribeSequence',
             kvplane_dot_v1_dot_control__pb2.DescribeSequenceRequest.SerializeToString,
             kvplane_dot_v1_dot_control__pb2.DescribeSequenceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.ControlPlaneService/ListSessions',
+            kvplane_dot_v1_dot_control__pb2.ListSessionsRequest.SerializeToString,
+            kvplane_dot_v1_dot_control__pb2.ListSessionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

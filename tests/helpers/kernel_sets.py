@@ -57,7 +57,7 @@ class LateRuntime:
         self._raise_failure()
         return self._current
 
-    def new_stream(self) -> int:
+    def new_stream(self, *, urgent: bool = False) -> int:
         self._queues.append(deque())
         return len(self._queues) - 1
 

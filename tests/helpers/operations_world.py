@@ -68,10 +68,10 @@ class World:
         self.callers.append(caller)
         return caller
 
-    async def usage(self, tier: int = DEVICE) -> dict[str, int]:
-        """Blocks of a tier by state."""
-        pool = await self.client.describe_pool(POOL)
-        (usage,) = (usage for usage in pool.usage.tiers if usage.tier == tier)
+    async def usage(self, tier: int = DEVICE, group: int = 0) -> dict[str, int]:
+        """Blocks of a layer group's tier by state."""
+        tiers = (await self.client.describe_pool(POOL)).usage.tiers
+        (usage,) = (usage for usage in tiers if (usage.tier, usage.group) == (tier, group))
         return {
             "free": usage.num_free_blocks,
             "cached": usage.num_cached_blocks,
@@ -163,10 +163,13 @@ class Caller:
         return failure.shortage
 
     async def table(self, sequence_id: int) -> tuple[Block, ...]:
-        (blocks,) = (await self.session.block_table(sequence_id)).tables
-        indices = columns.read(INT32, blocks.indices, "indices")
-        generations = columns.read(INT64, blocks.generations, "generations", length=len(indices))
-        return tuple((blocks.tier, *each) for each in zip(indices, generations, strict=True))
+        """Of all layer groups, one after the other."""
+        found: list[Block] = []
+        for blocks in (await self.session.block_table(sequence_id)).tables:
+            indices = columns.read(INT32, blocks.indices, "indices")
+            generations = columns.read(INT64, blocks.generations, "generations")
+            found += ((blocks.tier, *each) for each in zip(indices, generations, strict=True))
+        return tuple(found)
 
     async def num_cached(self, token_ids: Sequence[int]) -> int:
         """Tokens that an admission of this prompt would find cached now."""

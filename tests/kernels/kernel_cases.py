@@ -219,6 +219,14 @@ def _unwritten(pages: Any) -> Any:
     return torch.full_like(pages, torch.nan)
 
 
+def has_bits_of_its_own(
+    isa: str, dtype: torch.dtype, pages_dtype: torch.dtype, head_size: int
+) -> bool:
+    """Whether an instruction set may give other bits than baseline, which fuses nothing."""
+    stored = isa != "baseline" and pages_dtype != torch.float32 and head_size % 16 == 0
+    return stored or (isa == "avx512bf16" and dtype == torch.bfloat16)
+
+
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal in every bit, NaNs included."""
     integers = _INTEGERS[expected.element_size()]

@@ -20,6 +20,7 @@ from kernel_cases import (
     assert_as_exact_as_torch,
     assert_same_bits,
     build,
+    has_bits_of_its_own,
 )
 
 E4M3, E5M2 = FP8
@@ -244,7 +245,7 @@ def test_scales_far_from_one_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("pages_dtype", FP8, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_sets_give_the_same_bits_but_for_dot_products_in_bf16(
+def test_sets_give_the_same_bits_but_where_they_fuse_products_and_sums(
     dtype: torch.dtype, pages_dtype: torch.dtype
 ) -> None:
     for head_size in (72, 128):
@@ -253,8 +254,30 @@ def test_sets_give_the_same_bits_but_for_dot_products_in_bf16(
         answers = {isa: batch.attend() for isa in on_each_isa()}
         expected, expected_lse = answers["baseline"]
         for isa, (out, lse) in answers.items():
-            if isa == "avx512bf16" and dtype == BF16:
+            if has_bits_of_its_own(isa, dtype, pages_dtype, head_size):
                 torch.testing.assert_close(lse, expected_lse, rtol=2e-6, atol=5e-6)
             else:
                 assert_same_bits(out, expected)
                 assert_same_bits(lse, expected_lse)
+
+
+@pytest.mark.parametrize("head_size", (16, 128, 144, 256))
+@pytest.mark.parametrize("heads", ((1, 1), (4, 1), (9, 1)), ids=str)
+def test_a_nan_in_a_tile_changes_no_bit_of_the_rows_that_do_not_see_it(
+    heads: tuple[int, int], head_size: int
+) -> None:
+    case = Case(((10, 10), (1, 3)), heads, head_size, dtype=BF16, pages_dtype=FP8[0])
+    for isa in on_each_isa():
+        batch = build(case)
+        expected, _ = batch.attend()
+        block = int(batch.block_tables[0, 0])
+        for key_or_value, column, code in ((0, 0, 0x7F), (1, head_size - 1, 0xFF)):
+            pages = batch.pages.clone()
+            pages.view(torch.uint8)[block, key_or_value, 0, 6, column] = code
+            out, _ = replace(batch, pages=pages).attend()
+            assert_same_bits(out[:6], expected[:6])
+            assert_same_bits(out[10:], expected[10:])
+            spoilt = out[6:10] if key_or_value == 0 else out[6:10, :, column]
+            assert spoilt.isnan().all(), isa
+            if key_or_value == 1:
+                assert_same_bits(out[6:10, :, :column], expected[6:10, :, :column])

@@ -7,11 +7,17 @@ eager attention, they are not when attention gives zeros, and the probe agrees.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from kvplane.errors import InvalidRequestError
 from kvplane.transformers import attention
+from kvplane.transformers.models import adapters
+from kvplane.transformers.models.probe import probe
+from kvplane.transformers.options import options_of
 from tests.models import census
 from tests.models.tiny_models import TYPES, tiny_model
 
@@ -68,3 +74,30 @@ def test_a_model_that_hardly_attends_is_no_evidence() -> None:
             layer.self_attn.o_proj.weight.mul_(1e-7)
     with pytest.raises(AssertionError, match="attention moves logits"):
         census.check_exact(model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "lost"),
+    [
+        ("gpt_oss", {"sinks": ()}),
+        ("gpt_oss", {"sliding_window_tokens": 9}),
+        ("gemma2", {"logit_soft_cap": 0.0}),
+        ("gemma2", {"scale": 0.0}),
+        ("bloom", {"alibi_slopes": ()}),
+    ],
+)
+def test_an_option_that_is_lost_is_noticed(
+    model_type: str, lost: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(model_type)
+    adapters.adapt(model)
+
+    def options(*arguments: Any) -> Any:
+        made = options_of(*arguments)
+        return replace(made, **{name: lost[name] for name in lost if getattr(made, name)})
+
+    monkeypatch.setattr(attention, "options_of", options)
+    with pytest.raises(AssertionError, match="logits are"):
+        census.check_exact(model)
+    with pytest.raises(InvalidRequestError, match="options do not express"):
+        probe(model)

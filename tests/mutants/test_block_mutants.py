@@ -18,6 +18,8 @@ TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
 TESTS = [f"tests/unit/blocks/test_native_{name}.py" for name in (
     "admit", "growth", "tiers", "aborts", "input", "walk",
 )]  # fmt: skip
+TESTS[:0] = ["tests/unit/blocks/test_announcing.py", "tests/unit/blocks/test_rebuilding.py"]
+GROUP_TESTS = ["tests/unit/test_groups_walk.py"]
 
 
 def _load_mutants() -> ModuleType:
@@ -60,7 +62,7 @@ class Build:
 
     def module_with(self, name: str, folder: Path) -> Path:
         """A folder with the package kvplane_blocks that has the fault."""
-        mutant = (MUTANTS.QUICK | MUTANTS.MORE)[name]
+        mutant = (MUTANTS.QUICK | MUTANTS.MORE | MUTANTS.GROUPED)[name]
         path = self.sources / mutant.file
         sound = path.read_text()
         assert sound.count(mutant.old) == 1, f"{mutant.file}: {sound.count(mutant.old)} times"
@@ -83,9 +85,9 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     return Build(tmp_path_factory.mktemp("mutants"))
 
 
-def assert_caught(build: Build, name: str, folder: Path) -> None:
+def assert_caught(build: Build, name: str, folder: Path, tests: list[str] = TESTS) -> None:
     path = os.pathsep.join((str(build.module_with(name, folder)), str(ROOT)))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *TESTS]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(
         [*command, "-m", "not nightly"],
         env=os.environ | {"PYTHONPATH": path},
@@ -110,3 +112,10 @@ def test_a_planted_fault_is_caught(build: Build, name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", MUTANTS.MORE)
 def test_every_planted_fault_is_caught(build: Build, name: str, tmp_path: Path) -> None:
     assert_caught(build, name, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", MUTANTS.GROUPED)
+def test_a_fault_between_layer_groups_is_caught(build: Build, name: str, tmp_path: Path) -> None:
+    assert_caught(build, name, tmp_path, GROUP_TESTS)

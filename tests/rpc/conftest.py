@@ -95,13 +95,17 @@ async def start_world(
             *,
             num_device_blocks: int = 16,
             num_host_blocks: int = 8,
+            hello: dict[str, Any] | None = None,
             **settings: Any,
         ) -> World:
             server = await start_control_plane(**{"watermark": 0.0, **settings})
             client = await stack.enter_async_context(ControlClient(server.address))
             world = World(server, client, connect(server))
             shard = await world.register(
-                layout, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks
+                layout,
+                num_device_blocks=num_device_blocks,
+                num_host_blocks=num_host_blocks,
+                **(hello or {}),
             )
             stack.callback(shard.hang_up)
             return world

@@ -108,6 +108,24 @@ async def test_bench_makes_traffic_and_lookup_explain_retain_and_forget_find_its
     assert (await command("forget", "--all-of", "tenant")).code == 0
 
 
+async def test_sessions_and_their_sequences_are_listed(command: Command, planes: Any) -> None:
+    control, data = planes
+    assert (await command("--json", "sessions")).rows == []
+    async with (
+        ControlClient(control.address) as client,
+        await client.open_session(POOL_ID, data.executor.layout) as session,
+    ):
+        await session.admit(7, range(20))
+        (row,) = (await command("--json", "sessions")).rows
+        assert (row["session"], row["sequences"]) == (str(session.id), 1)
+        assert row["plans_in_flight"] == 1
+        assert 0 < row["lease_s"] <= session.time_to_live_s
+        (sequence,) = (await command("--json", "sequences", str(session.id))).rows
+        assert (sequence["sequence"], sequence["tokens"], sequence["tier"]) == (7, 20, "device")
+        assert sequence["blocks"] == row["held_blocks"] > 0
+        assert (await command("sequences", "1")).code == 1
+
+
 async def test_top_shows_rates_as_often_as_asked(command: Command) -> None:
     done = await command("--json", "top", "--interval-s", "0.05", "--count", "2")
     lines = done.out.splitlines()

@@ -5,6 +5,7 @@ stopping.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -355,6 +356,17 @@ async def test_the_program_says_in_one_line_that_an_address_is_taken_with_exit_c
     assert run.returncode == 1
     [line] = [line for line in run.stderr.splitlines() if line.startswith("control_plane: ")]
     assert control_server.address in line
+
+
+def test_the_program_logs_json_when_asked_to() -> None:
+    run = run_program(
+        *("--bind", "no-such-host.invalid:1", "--metrics-port=-1", "--insecure"),
+        *("--log-format", "json"),
+    )
+    told = json.loads(run.stderr.splitlines()[0])
+    assert (told["level"], told["logger"]) == ("info", "control_plane")
+    assert told["message"].startswith("settings bind='no-such-host.invalid:1'")
+    assert told["time"].endswith("Z")
 
 
 def test_the_program_logs_its_settings_serves_and_stops_when_told(tmp_path: Path) -> None:

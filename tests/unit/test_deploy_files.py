@@ -13,6 +13,7 @@ import yaml
 from control_plane.server.config import ControlPlaneConfig
 from data_plane.server.config import DataPlaneConfig
 from engine.config import GenerateConfig
+from kvplane.cli.program import cli
 from kvplane.serving.settings import parse
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -32,6 +33,14 @@ def test_the_compose_file_runs_both_planes_what_watches_them_and_two_jobs() -> N
 @pytest.mark.parametrize("name", SERVICES)
 def test_ports_are_published_on_loopback_alone(name: str) -> None:
     assert all(port.startswith("127.0.0.1:") for port in SERVICES[name].get("ports", []))
+
+
+def test_the_load_job_is_a_command_that_kvplane_takes() -> None:
+    load = SERVICES["load"]
+    assert load["entrypoint"] == ["kvplane"]
+    at = load["command"].index("bench")
+    cli.make_context("kvplane", [*load["command"][:at], "bench"]).close()
+    cli.commands["bench"].make_context("bench", load["command"][at + 1 :]).close()
 
 
 def test_what_the_watchers_are_given_is_there() -> None:

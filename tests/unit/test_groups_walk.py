@@ -80,6 +80,21 @@ def test_what_has_no_room_in_one_group_is_done_in_none() -> None:
     world.check()
 
 
+def test_an_abort_that_leaves_one_group_nothing_begins_again_in_all() -> None:
+    world = World()
+    prompt = list(range(57))
+    world.step(ops.admit(1, prompt[:25]))
+    world.step()  # three blocks are published
+    world.step(ops.admit(2, prompt))
+    world.step(ops.admit(3, [*prompt, 1]), num_receipts=0)  # shares what sequence 2 computes
+    assert [len(t.indices) // 4 for t in world.tables(3)] == [8, 8]
+    assert columns.read(INT32, world.tables(3)[1].indices, "").tolist()[:4] == [-1] * 4
+    world.abort()
+    states = {s.sequence_id: s.num_written_tokens for s in world.states()}
+    assert states == {1: 25, 2: 24, 3: 0}  # the window of the third sees what was never written
+    world.check()
+
+
 def test_a_new_control_plane_finds_what_was_cached() -> None:
     world = World()
     prompt = list(range(41))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_author import DEVICE, HOST
 
-from data_plane.plans.plan_columns import check_groups, ints, limits_of_tiers, refuse
+from data_plane.plans.plan_columns import ints, limits_of_places, places, read_groups, refuse
 from kvplane import columns
 from kvplane.errors import InvalidRequestError, StaleGenerationError
 
@@ -30,7 +30,7 @@ def test_a_column_of_another_length_is_refused() -> None:
 
 
 def test_every_byte_stands_for_a_tier_or_for_none() -> None:
-    limits = limits_of_tiers({DEVICE: 8, HOST: 0})
+    limits = limits_of_places({DEVICE: 8, HOST: 0})
     assert {tier: limit for tier, limit in enumerate(limits.tolist()) if limit >= 0} == {
         DEVICE: 8,
         HOST: 0,
@@ -38,13 +38,19 @@ def test_every_byte_stands_for_a_tier_or_for_none() -> None:
     assert len(limits) == 256
 
 
-def test_only_layer_group_0_is_there_and_may_be_left_out() -> None:
-    check_groups(b"", 2, "groups")
-    check_groups(b"\0\0", 2, "groups")
-    for column, field in ((b"\0\3", "groups[1]"), (b"\0", "groups")):
+def test_layer_groups_are_those_of_the_pool_and_may_be_left_out() -> None:
+    two = {DEVICE: 8, HOST: 0, 2 + DEVICE: 4, 2 + HOST: 1}
+    assert read_groups(b"", 2, two, "groups").tolist() == [0, 0]
+    assert read_groups(b"\1\0", 2, two, "groups").tolist() == [1, 0]
+    for column, field in ((b"\0\2", "groups[1]"), (b"\0", "groups")):
         with pytest.raises(InvalidRequestError) as refused:
-            check_groups(column, 2, field="groups")
+            read_groups(column, 2, two, "groups")
         assert refused.value.field == field
+
+
+def test_no_tier_of_one_group_is_another_groups() -> None:
+    tiers, groups = np.array([1, 2, 3, 4, 0, 1, 2]), np.array([0, 0, 0, 0, 1, 1, 1])
+    assert places(tiers, groups).tolist() == [1, 2, 0, 0, 0, 3, 4]
 
 
 def test_the_first_bad_element_is_named() -> None:

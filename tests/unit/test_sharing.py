@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from core_messages import BLOCK
 from core_model import FAILED, LATER, OK, Engine, World, error_in, status_of
 
 from control_plane.planning.config import CoreConfig
 from kvplane import columns, ops
 from kvplane.columns import INT64
-from kvplane.errors import SequenceRevokedError
+from kvplane.errors import SequenceNotFoundError, SequenceRevokedError
 from kvplane.results import news_of
 from kvplane.v1 import control_pb2 as cpb
 
@@ -236,6 +237,10 @@ def test_tokens_of_a_sequence_that_was_cut_do_not_fail_its_sessions_step() -> No
     deferred = ops.deferred_tokens([1], [1], [57], [1], [9])
     one.call("step", cpb.StepRequest(deferred_tokens=deferred))
     assert columns.read(INT64, one.sent[-1].answer.news.cut_sequence_ids, "ids").tolist() == [1]
+    others = ops.deferred_tokens([1, 7], [1, 1], [57, 1], [1, 1], [9, 9])
+    with pytest.raises(SequenceNotFoundError) as caught:
+        one.call("step", cpb.StepRequest(deferred_tokens=others))
+    assert caught.value.field == "deferred_tokens.sequence_ids[1]"
 
 
 def test_blocks_of_a_sequence_that_was_cut_are_others_before_its_data_plane_knows() -> None:

@@ -40,7 +40,7 @@ class Recorder:
     def current_stream(self) -> int:
         return self.current
 
-    def new_stream(self) -> int:
+    def new_stream(self, *, urgent: bool = False) -> int:
         self.num_streams += 1
         return self.num_streams - 1
 

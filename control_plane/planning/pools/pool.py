@@ -154,8 +154,14 @@ class Pool:
 
     @property
     def has_work(self) -> bool:
-        """Whether it is being built, or entries that were forgotten are still to be taken apart."""
-        return self.is_building or self.is_forgetting
+        """Whether it is being built, entries that were forgotten are still to be taken apart, or
+        more is to be announced than was at once.
+        """
+        return self.is_building or self.is_forgetting or self._has_publications
+
+    @property
+    def _has_publications(self) -> bool:
+        return any(core.has_publications for core in self.groups)
 
     def num_blocks(self, tier: tpb.Tier) -> int:
         """Blocks of a tier, of the smallest group; 0 while the pool is not built."""
@@ -318,7 +324,7 @@ class Pool:
     # Publications
 
     def announce(self) -> None:
-        """Send what was published and forgotten since the last call to the shards."""
+        """Send what was published and forgotten to the shards, as much as takes milliseconds."""
         for group, core in enumerate(self.groups):
             published = core.take_publications(MAX_PUBLICATIONS)
             if published:
@@ -341,6 +347,8 @@ class Pool:
         publications.
         """
         self.announce()  # to the others: all of it is in what follows
+        while self._has_publications:
+            self.announce()
         messages = self.shards.fences_for(shard_index)
         for group, core in enumerate(self.groups):
             published = core.all_publications(MAX_PUBLICATIONS)

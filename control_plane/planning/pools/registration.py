@@ -161,7 +161,7 @@ class Registration:
             self.touched.add(pool)
             if pool.is_building:
                 build_some(pool)
-            else:
+            elif pool.is_forgetting:
                 pool.forget_some()
             if not pool.has_work:
                 self._working.remove(pool)

@@ -46,3 +46,9 @@ def token_columns(num_tokens: Sequence[int], token_ids: bytes) -> None:
             f"{len(token_ids)} bytes",
             field="token_ids",
         )
+
+
+def short(value: str, most: int, field: str) -> None:
+    """Raise InvalidRequestError unless ``value`` has at most ``most`` characters."""
+    if len(value) > most:
+        raise InvalidRequestError(f"must have at most {most} characters", field=field)

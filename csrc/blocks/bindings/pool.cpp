@@ -14,6 +14,9 @@ namespace {
 
 using PoolClass = py::class_<Pool>;
 
+// Blocks that one call announces: a few milliseconds.
+constexpr size_t kMaxAnnounced = 16384;
+
 std::unique_ptr<Pool> make_pool(uint32_t block_size_tokens, uint32_t num_device_blocks,
                                 uint32_t num_host_blocks, const py::bytes& device_generations,
                                 const py::bytes& host_generations,
@@ -140,8 +143,8 @@ py::tuple publication(const Pool& pool, EntryId root, const std::vector<EntryId>
 }
 
 // Runs of one root of at most max_blocks; what is no longer there is left out.
-template <typename Announcements>
-py::list publications(const Pool& pool, const Announcements& announcements, size_t max_blocks) {
+py::list publications(const Pool& pool, const std::vector<Pool::Announcement>& announcements,
+                      size_t max_blocks) {
   const PrefixIndex& index = pool.index();
   py::list runs;
   std::vector<EntryId> run;
@@ -165,10 +168,8 @@ py::list publications(const Pool& pool, const Announcements& announcements, size
 }
 
 py::list take_publications(Pool& pool, size_t max_blocks) {
-  if (pool.announcements().empty()) return py::list();
-  py::list runs = publications(pool, pool.announcements(), max_blocks);
-  pool.announcements().clear();
-  return runs;
+  if (!pool.has_announcements()) return py::list();
+  return publications(pool, pool.take_announcements(kMaxAnnounced), max_blocks);
 }
 
 template <typename P>
@@ -329,6 +330,7 @@ void bind_queries(PoolClass& pool) {
       [](const Pool& self, int tier) { return pack(self.store(tier_of(tier)).generations()); },
       py::arg("tier"));
   pool.def("take_publications", &take_publications, py::arg("max_blocks"));
+  pool.def_property_readonly("has_publications", &Pool::has_announcements);
   pool.def(
       "all_publications",
       [](const Pool& self, size_t max_blocks) {

@@ -211,13 +211,16 @@ class Pool final : private Listener {
   bool is_unfenced(Slot slot) const { return slot < sessions_.size() && sessions_[slot].ended; }
   bool has_slot(Slot slot) const { return slot < sessions_.size() && sessions_[slot].open; }
 
-  // Publications. An item is (entry, uid).
+  // Publications of which the data planes are to be told, about as many as asked for; the rest
+  // waits for the next call.
   struct Announcement {
     EntryId root;
     EntryId entry;
     uint32_t uid;
+    bool below;  // those below the entry too
   };
-  std::deque<Announcement>& announcements() { return announcements_; }
+  std::vector<Announcement> take_announcements(size_t max_entries);
+  bool has_announcements() const { return !announcements_.empty(); }
   std::vector<Announcement> findable() const;
 
   // Retention: see retention.h and _native.pyi.
@@ -416,7 +419,9 @@ class Pool final : private Listener {
   BlockTimes block_times_[2];  // by tier
   int64_t revision_ = 0;
   double now_s_ = 0;
-  std::deque<Announcement> announcements_;
+  std::vector<Announcement> announcements_;
+  size_t num_announced_ = 0;                // of these
+  std::vector<Announcement> re_announced_;  // whose turn is before the rest of these
   Retention retention_;
   ChangeLog log_;
   std::vector<std::pair<EntryId, uint32_t>> forgetting_;  // a path down: (entry, uid)

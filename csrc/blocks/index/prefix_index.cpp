@@ -81,6 +81,13 @@ EntryId PrefixIndex::find_hash(EntryId parent, const Hash& hash) const {
 
 // Tokens are compared unless they are null.
 EntryId PrefixIndex::lookup(EntryId parent, const int32_t* tokens, const Hash& hash) const {
+  const EntryId first = entries_[parent].child;
+  if (first == kNoEntry || entries_[first].next == kNoEntry) {
+    const bool is_it =
+        first != kNoEntry && entries_[first].hash == hash &&
+        (!tokens || std::memcmp(tokens_.row(first), tokens, block_size_ * sizeof(int32_t)) == 0);
+    return is_it ? first : kNoEntry;
+  }
   const uint32_t tag = tag_of(hash);
   do_delayed();
   const size_t mask = keys_.size() - 1;
@@ -103,7 +110,7 @@ EntryId PrefixIndex::find_or_add(EntryId parent, const int32_t* tokens) {
 }
 
 EntryId PrefixIndex::find_or_add(EntryId parent, const int32_t* tokens, const Hash& hash) {
-  const EntryId e = entries_[parent].child == kNoEntry ? kNoEntry : lookup(parent, tokens, hash);
+  const EntryId e = lookup(parent, tokens, hash);
   return e != kNoEntry ? e : add(parent, tokens, hash);
 }
 
@@ -122,6 +129,7 @@ EntryId PrefixIndex::detach(EntryId top) {
       root_users_[fresh] = num_users;
     }
     root_names_[top] = nullptr;
+    last_named_ = kNoEntry;
     return top;
   }
   const EntryId root = add(kNoEntry, nullptr, Hash{});
@@ -210,10 +218,11 @@ void PrefixIndex::prune(EntryId e) {
       if (root_users_.count(e)) return;
       const std::string* name = root_names_.at(e);
       root_names_.erase(e);
+      last_named_ = kNoEntry;
       if (name) roots_.erase(roots_.find(*name));
     } else {
       unlink(entry);
-      delay({e, tag_of(entry.hash)}, false);
+      if (entry.has_key) delay({e, tag_of(entry.hash)}, false);
     }
     ++entry.uid;
     free_.push_back(e);
@@ -245,9 +254,15 @@ EntryId PrefixIndex::add(EntryId parent, const int32_t* tokens, const Hash& hash
   Entry& above = entries_[parent];
   entry.root = above.root;
   entry.next = above.child;
-  if (above.child != kNoEntry) entries_[above.child].prev = e;
+  if (above.child != kNoEntry) {
+    entries_[above.child].prev = e;
+    for (const EntryId sibling : {above.child, e}) {
+      if (entries_[sibling].has_key) continue;
+      entries_[sibling].has_key = 1;
+      delay({sibling, tag_of(entries_[sibling].hash)}, true);
+    }
+  }
   above.child = e;
-  delay({e, tag_of(hash)}, true);
   return e;
 }
 
@@ -326,7 +341,7 @@ size_t PrefixIndex::num_bytes_of_entries() const {
 }
 
 void PrefixIndex::check() const {
-  size_t num_found = 0;
+  size_t num_found = 0, num_keys = 0;
   size_t num_blocks[2] = {0, 0};
   auto require = [](bool ok, const char* what) {
     if (!ok) throw std::logic_error(std::string("prefix index: ") + what);
@@ -343,7 +358,9 @@ void PrefixIndex::check() const {
     walk(root, [&](EntryId e) {
       const Entry& entry = entries_[e];
       ++num_found;
-      require(find(entry.parent, tokens_.row(e)) == e, "an entry cannot be found");
+      num_keys += entry.has_key;
+      require(find(entry.parent, tokens_.row(e)) == e && find_hash(entry.parent, entry.hash) == e,
+              "an entry cannot be found");
       require(entry.root == root, "an entry has another root");
       require(entry.child != kNoEntry || entry.block(kDevice) != kNoBlock ||
                   entry.block(kHost) != kNoBlock || entry.leader != kNoEntry || entry.num_arriving,
@@ -365,7 +382,7 @@ void PrefixIndex::check() const {
   }
   require(num_found == num_entries_, "entries are lost");
   do_delayed();
-  require(num_keys_ + root_names_.size() == num_entries_, "the hash table differs");
+  require(num_keys_ == num_keys, "the hash table differs");
   for (int t = 0; t < 2; ++t) {
     size_t num = 0;
     for (const EntryId e : entry_of_[t]) num += e != kNoEntry;

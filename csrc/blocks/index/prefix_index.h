@@ -13,6 +13,7 @@
 //
 // The chained hash, xxh3-128 (Yann Collet's xxHash) over the parent's hash and the tokens, starting
 // from a hash of the root's bytes, finds one child among many; tokens are compared all the same.
+// Only an entry that has had siblings is in the table of hashes: most of a prompt's have none.
 //
 // Invariant: an entry has a block, a child, a leader or a copy under way, or is removed.
 #pragma once
@@ -42,9 +43,10 @@ struct Entry {
   // session.
   uint32_t leader = kNoEntry;
   uint32_t leader_uid = 0;
-  uint32_t num_uses = 0;      // hits; of a root: blocks below it, spares too
-  uint32_t num_arriving = 0;  // plans in flight that copy the block to the host tier
-  uint32_t retention = 0;     // see Retention; 0: not retained
+  uint32_t num_uses = 0;       // hits; of a root: blocks below it, spares too
+  uint32_t num_arriving : 31;  // plans in flight that copy the block to the host tier
+  uint32_t has_key : 1;        // in the hash table
+  uint32_t retention = 0;      // see Retention; 0: not retained
   float published_s = 0;
   float used_s = 0;
   Hash hash{};
@@ -82,7 +84,12 @@ class PrefixIndex {
   EntryId root_of(EntryId entry) const { return entries_[entry].root; }
   uint32_t num_blocks_below(EntryId root) const { return entries_[root].num_uses; }
   // Not if it was detached.
-  bool is_named(EntryId root) const { return root_names_.at(root) != nullptr; }
+  bool is_named(EntryId root) const {
+    if (root == last_named_) return true;
+    if (!root_names_.at(root)) return false;
+    last_named_ = root;
+    return true;
+  }
   std::vector<EntryId> roots() const;
 
   // Look-ups
@@ -176,6 +183,7 @@ class PrefixIndex {
   std::vector<Delayed> delayed_;
   std::unordered_map<std::string, EntryId> roots_;
   std::unordered_map<EntryId, const std::string*> root_names_;  // null: detached
+  mutable EntryId last_named_ = kNoEntry;                       // a root with a name
   std::unordered_map<EntryId, uint32_t> root_users_;
   Listener* listener_ = nullptr;
 };

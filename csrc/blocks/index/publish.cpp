@@ -130,16 +130,28 @@ void Pool::enter(Session& session, Sequence& sequence, uint32_t index, const int
 
 // The data planes are told of the entry's block, and again of those below it, which name it.
 void Pool::announce(EntryId root, EntryId e) {
-  if (index_[e].child == kNoEntry) {
-    announcements_.push_back({root, e, index_[e].uid});
-    return;
+  EntryId c = index_[e].child;
+  while (c != kNoEntry && index_[c].block(kDevice) == kNoBlock) c = index_[c].next;
+  announcements_.push_back({root, e, index_[e].uid, c != kNoEntry});
+}
+
+std::vector<Pool::Announcement> Pool::take_announcements(size_t max_entries) {
+  std::vector<Announcement> taken;
+  while (taken.size() < max_entries && has_announcements()) {
+    if (re_announced_.empty()) re_announced_.push_back(announcements_[num_announced_++]);
+    const Announcement item = re_announced_.back();
+    re_announced_.pop_back();
+    taken.push_back(item);
+    if (item.below && index_.alive(item.entry, item.uid))
+      for (EntryId c = index_[item.entry].child; c != kNoEntry; c = index_[c].next)
+        if (index_[c].block(kDevice) != kNoBlock)
+          re_announced_.push_back({item.root, c, index_[c].uid, true});
+    if (re_announced_.empty() && num_announced_ == announcements_.size()) {
+      announcements_.clear();
+      num_announced_ = 0;
+    }
   }
-  std::vector<EntryId> queue{e};
-  for (size_t i = 0; i < queue.size(); ++i) {
-    announcements_.push_back({root, queue[i], index_[queue[i]].uid});
-    for (EntryId c = index_[queue[i]].child; c != kNoEntry; c = index_[c].next)
-      if (index_[c].block(kDevice) != kNoBlock) queue.push_back(c);
-  }
+  return taken;
 }
 
 void Pool::announce_promoted() {
@@ -156,7 +168,7 @@ std::vector<Pool::Announcement> Pool::findable() const {
     while (!stack.empty()) {
       const EntryId e = stack.back();
       stack.pop_back();
-      if (e != root) found.push_back({root, e, index_[e].uid});
+      if (e != root) found.push_back({root, e, index_[e].uid, false});
       for (EntryId c = index_[e].child; c != kNoEntry; c = index_[c].next)
         if (index_[c].block(kDevice) != kNoBlock) stack.push_back(c);
     }

@@ -46,9 +46,10 @@ void ChangeLog::restart(size_t max_events, uint32_t block_size, int64_t revision
   tokens_ = Slab<int32_t>(block_size);
 }
 
-void ChangeLog::add(int64_t revision, Change change, const PrefixIndex& index, EntryId e,
-                    Tier tier) {
-  const auto [it, is_new] = roots_.try_emplace(index.root_name(index.root_of(e)), 0);
+// Nearly always the root of the event before.
+uint32_t ChangeLog::number_of_name(const PrefixIndex& index, EntryId root) {
+  if (root == last_root_ && index[root].uid == last_root_uid_) return last_name_;
+  const auto [it, is_new] = roots_.try_emplace(index.root_name(root), 0);
   if (is_new) {
     if (free_names_.empty()) {
       free_names_.push_back(static_cast<uint32_t>(names_.size()));
@@ -58,8 +59,16 @@ void ChangeLog::add(int64_t revision, Change change, const PrefixIndex& index, E
     free_names_.pop_back();
     names_[it->second] = {&it->first, 0};
   }
-  ++names_[it->second].second;
-  Event event{{}, {}, it->second, change, tier};
+  last_root_ = root;
+  last_root_uid_ = index[root].uid;
+  return last_name_ = it->second;
+}
+
+void ChangeLog::add(int64_t revision, Change change, const PrefixIndex& index, EntryId e,
+                    Tier tier) {
+  const uint32_t name = number_of_name(index, index.root_of(e));
+  ++names_[name].second;
+  Event event{{}, {}, name, change, tier};
   if (change == Change::kCleared) {
     event.tier = Tier(0);
   } else {
@@ -75,6 +84,7 @@ void ChangeLog::add(int64_t revision, Change change, const PrefixIndex& index, E
     const uint32_t root = events_[place].root;
     roots_.erase(*std::exchange(names_[root].first, nullptr));
     free_names_.push_back(root);
+    if (root == last_name_) last_root_ = kNoEntry;
   }
   events_[place] = event;
   if (change == Change::kStored) {

@@ -52,6 +52,7 @@ class ChangeLog {
     Tier tier;
   };
 
+  uint32_t number_of_name(const PrefixIndex& index, EntryId root);
   size_t place_of(int64_t revision) const {
     return static_cast<size_t>(revision - start_ - 1) % max_events_;
   }
@@ -65,6 +66,9 @@ class ChangeLog {
   std::unordered_map<std::string, uint32_t> roots_;           // names of the events' roots
   std::vector<std::pair<const std::string*, size_t>> names_;  // and how many events each has
   std::vector<uint32_t> free_names_;
+  EntryId last_root_ = kNoEntry;  // of the last event, and the number of its name
+  uint32_t last_root_uid_ = 0;
+  uint32_t last_name_ = 0;
 };
 
 }  // namespace kvplane::blocks

@@ -104,11 +104,24 @@ struct PackBlocksParams {
   int64_t page_bytes;   // of one layer of one block
 };
 
+// Pieces of memory to read, for measurements.
+struct ReadRunsParams {
+  const char* memory;
+  const int64_t* offsets;  // [num_runs], bytes
+  int64_t num_runs;
+  int64_t run_bytes;     // a multiple of 64
+  int64_t runs_of_item;  // that one thread reads one after another; at least 1
+  int num_threads;       // at least 1
+};
+
 // All throw std::out_of_range, before anything is written, when an id or a length is out of range.
 void reshape_and_cache(const ReshapeAndCacheParams& params);
 void paged_attention(const PagedAttentionParams& params);
 void copy_blocks(const CopyBlocksParams& params);
 void gather_blocks(const PackBlocksParams& params);
 void scatter_blocks(const PackBlocksParams& params);
+
+// Returns the exclusive or of all words of 8 bytes.
+uint64_t read_runs(const ReadRunsParams& params);
 
 }  // namespace kvplane

@@ -111,9 +111,11 @@ MORE = {
     "a_dry_run_counts_every_sharer": Mutant("steps/append.cpp", "++dry_.pieces_copied[id];", ""),
     "a_refused_admission_takes_its_id": Mutant(
         "steps/admit.cpp",
-        "if (!copies_last || config_.window_tokens)",
-        "if (!copies_last) new_sequence(session, admission.sequence_id, admitted_by);\n"
-        "    if (!copies_last || config_.window_tokens)",
+        "if (!copies_last || has_window)",
+        "if (!copies_last)\n"
+        "      groups[0]->new_sequence(groups[0]->sessions_[slot], admission.sequence_id, "
+        "admitted_by);\n"
+        "    if (!copies_last || has_window)",
     ),
     "the_first_of_contradictory_tokens_wins": Mutant(
         "index/publish.cpp", "sequence.last_given = static_cast<int64_t>(given.size()) - 1;", ""
@@ -140,9 +142,64 @@ MORE = {
     "a_dry_run_holds_nothing": Mutant(
         "steps/append.cpp", "dry_.num_held += std::min(needed, available);", ""
     ),
+    "nothing_waits_for_receipts": Mutant(
+        "steps/tables.cpp",
+        "if (plan <= session.done) return",
+        "if (plan != kEnded) return",
+    ),
+    "a_block_keeps_its_generation": Mutant("memory/block_store.cpp", "++infos_[b].generation;", ""),
+    "a_pool_forgets_generations_that_its_smallest_shard_lacks": Mutant(
+        "recovery/rebuild.cpp",
+        "config_.generations[t].resize(most);",
+        "config_.generations[t].resize(std::min<size_t>(most, config_.num_blocks[t]));",
+    ),
+    "a_pool_takes_one_shards_generations": Mutant(
+        "recovery/rebuild.cpp",
+        "std::max(config_.generations[t][b], shard.generations[t][b]);",
+        "shard.generations[t][b];",
+    ),
+    "a_publication_of_another_generation_is_restored": Mutant(
+        "recovery/rebuild.cpp",
+        "row.generation != device.generation(row.block) ||",
+        "",
+    ),
+    "all_below_a_spare_is_announced_at_once": Mutant(
+        "index/publish.cpp",
+        "while (taken.size() < max_entries &&",
+        "while (taken.size() < 1000 * max_entries &&",
+    ),
+    "a_sibling_has_no_key": Mutant(
+        "index/prefix_index.cpp",
+        "for (const EntryId sibling : {above.child, e}) {",
+        "for (const EntryId sibling : {e}) {",
+    ),
     "receipts_free_the_next_plans_blocks": Mutant(
         "index/publish.cpp",
         "session.releases.front().plan <= plan)",
         "session.releases.front().plan <= plan + 1)",
+    ),
+}
+# What only pools of several layer groups show.
+GROUPED = {
+    "a_group_waits_for_its_own_receipts_alone": Mutant(
+        "steps/admit.cpp", "if (groups.size == 1) return;", "if (groups.size) return;"
+    ),
+    "a_hit_of_one_group_is_anothers": Mutant(
+        "steps/admit.cpp", "num_agreed += num == most || groups.size == 1;", "++num_agreed;"
+    ),
+    "an_append_asks_one_group_alone": Mutant(
+        "steps/append.cpp",
+        "for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g) {",
+        "for (int64_t g = 0; g < 1 && failure.code == Code::kOk; ++g) {",
+    ),
+    "an_abort_begins_again_in_one_group_alone": Mutant(
+        "steps/abort.cpp",
+        "for (int64_t other = 0; other < groups.size;",
+        "for (int64_t other = g; other <= g;",
+    ),
+    "a_plan_names_the_first_group_alone": Mutant(
+        "steps/draft.cpp",
+        "changes.groups.resize(changes.kinds.size(), group);",
+        "changes.groups.resize(changes.kinds.size(), 0);",
     ),
 }

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from control_plane.planning import core, queries
+from control_plane.planning.admission.line import Line
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import root_of
 from control_plane.planning.session import Session
@@ -87,7 +88,21 @@ def namespaces_shared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core, "root_of", lambda print_, tenant, namespace: root_of(print_, tenant, ""))
 
 
-QUICK = (duplicates_run_again, positions_ignored, receipts_of_one_shard_suffice)
+def headroom_in_an_empty_pool(patch: pytest.MonkeyPatch) -> None:
+    """Admissions leave blocks free though nobody else has any."""
+
+    def num_headroom(self: Line) -> int:
+        return int(self._config.headroom * self._pool.num_blocks)
+
+    patch.setattr(Line, "num_headroom", num_headroom)
+
+
+QUICK = (
+    duplicates_run_again,
+    positions_ignored,
+    receipts_of_one_shard_suffice,
+    headroom_in_an_empty_pool,
+)
 SLOW = (
     refused_numbers_stay_free,
     fence_ignored,

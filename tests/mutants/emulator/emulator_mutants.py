@@ -30,8 +30,8 @@ CACHE, EIGHT_BITS = "reshape_and_cache.cu", "eight_bits.cuh"
 MUTANTS = {
     "missing_barrier": Mutant(
         SHORT,
-        "__syncthreads();\n    write_outputs<",
-        "write_outputs<",
+        "__syncthreads();\n    const float* left[",
+        "const float* left[",
     ),
     "write_after_read": Mutant(
         FMA, "__syncthreads();  // Until the previous tile has been read.", ""
@@ -162,4 +162,18 @@ MUTANTS = {
         BATCH, "finite(work.p.logit_soft_cap * kLog2E)", "work.p.logit_soft_cap"
     ),
     "values_looked_up_as_keys": Mutant(TILES, "lane >= kTileRows);", "false);"),
+    "results_left_where_copies_arrive": Mutant(
+        SHORT, "free_stage = (stage + Ring::kStages - 1) % Ring::kStages", "free_stage = stage"
+    ),
+    "results_overwritten_while_they_are_read": Mutant(
+        SHORT, "__syncthreads();  // Until the results have been read.", "", found_by=TSAN
+    ),
+    "a_split_begins_with_the_state_of_the_last": Mutant(
+        SHORT,
+        "    begin_rows(rows);\n#pragma unroll\n    for (auto& of_dims",
+        "    for (auto& of_dims",
+    ),
+    "a_share_ends_an_item_early": Mutant(
+        SHORT, "* (blockIdx.x + 1) / gridDim.x;", "* (blockIdx.x + 1) / gridDim.x - 9;"
+    ),
 }

@@ -31,7 +31,9 @@ const std::vector<RowOps>& sets() {
     const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
     if (avx512 && bf16) found.push_back(row_ops_avx512bf16());
     if (avx512) found.push_back(row_ops_avx512());
-    if (__builtin_cpu_supports("avx2")) found.push_back(row_ops_avx2());
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                      __builtin_cpu_supports("f16c");
+    if (avx2) found.push_back(row_ops_avx2());
 #endif
     found.push_back(row_ops_baseline());
     return found;

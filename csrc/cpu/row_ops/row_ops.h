@@ -1,8 +1,8 @@
 // The arithmetic on rows of one head: one file for each instruction set.
 //
 // Sums are kLanes partial sums, added in one fixed order, so a row's result does not depend on how
-// rows are grouped. Except in `attend_bf16`, nothing is fused, and all sets give the same bits.
-// Rows in fp32 are padded with zeros to a multiple of kLanes.
+// rows are grouped. Except in `attend_bf16` and `attend_stored`, nothing is fused, and all sets
+// give the same bits. Rows in fp32 are padded with zeros to a multiple of kLanes.
 #pragma once
 
 #include <cstdint>
@@ -82,6 +82,13 @@ struct RowOps {
   // for keys and values of 8 bits, with both a multiple of 4 * kLanes. Weights are rounded to bf16
   // as well, and products are summed in pairs. Null where there is no instruction for it.
   void (*attend_bf16)(const AttendArgs& args);
+  // The same for keys and values of 16 or 8 bits, as `dtype` says, and queries in fp32, with both
+  // sizes a multiple of `stored_unit`; products and sums are fused. Queries and outputs have their
+  // columns in another order: `reorder` puts a row into it, or back. Null where there is no
+  // instruction for it.
+  void (*attend_stored)(const AttendArgs& args);
+  void (*reorder)(float* row, int64_t count, Dtype dtype, bool back);
+  int64_t stored_unit;
   // Merges the state of later tokens into that of earlier ones.
   void (*merge)(const RowState& later, const float* later_out, int64_t value_size, RowState* state,
                 float* out);

@@ -10,6 +10,7 @@
 //            rows this is done while attending; with more, once for each tile before
 
 #define KVPLANE_VECTOR_BYTES 64
+#include "row_ops_stored.h"
 #include "row_ops_vector.h"
 #include "stream_vector.h"
 
@@ -389,8 +390,8 @@ void attend_bf16(const AttendArgs& args) {
 RowOps row_ops_avx512bf16();
 
 RowOps row_ops_avx512bf16() {
-  return {"avx512bf16", load,        store, load_tile, load_tile_bf16,
-          attend,       attend_bf16, merge, finish,    stream};
+  return {"avx512bf16",  load,    store,        load_tile, load_tile_bf16, attend, attend_bf16,
+          attend_stored, reorder, kUnitColumns, merge,     finish,         stream};
 }
 
 }  // namespace kvplane

@@ -1,0 +1,109 @@
+// What a call of attention computes, cut into items; paged_attention.cpp says what they are.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "kvplane/checks.h"
+#include "kvplane/params.h"
+#include "row_ops.h"
+
+namespace kvplane {
+
+constexpr int64_t kSplitTokens = 512;
+constexpr int64_t kItemsOfThread = 4;  // with fewer, the splits of an item go to several threads
+
+struct Item {
+  int64_t sequence;
+  int64_t first_token;  // index into the query tensor
+  int64_t num_tokens;
+  int64_t first_position;  // of first_token in its sequence
+  int64_t first_kv_head;
+  int64_t num_kv_heads;
+};
+
+// Half-open range of positions, or of splits.
+struct Span {
+  int64_t begin;
+  int64_t end;
+};
+
+inline int64_t block_at(const PagedAttentionParams& p, int64_t sequence, int64_t index) {
+  const int64_t i = sequence * p.max_blocks + index;
+  return p.wide_block_tables ? static_cast<const int64_t*>(p.block_tables)[i]
+                             : static_cast<const int32_t*>(p.block_tables)[i];
+}
+
+inline Span visible(const PagedAttentionParams& p, int64_t position) {
+  const int64_t window = p.sliding_window_tokens;
+  return {window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0, position + 1};
+}
+
+inline int64_t first_position(const PagedAttentionParams& p, int64_t sequence) {
+  const int64_t query_len = p.query_starts[sequence + 1] - p.query_starts[sequence];
+  return p.context_lens[sequence] - query_len;
+}
+
+// Checks that starts ascend to num_tokens, that contexts cover their query tokens, and that every
+// table entry that a query token needs is the id of a block.
+inline void check_batch(const PagedAttentionParams& p) {
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  const int64_t* starts = p.query_starts;
+  require_in_range(starts[0], 0, 1, [] { return at("query_starts", 0); });
+  for (int64_t s = 0; s < p.num_sequences; ++s) {
+    require_in_range(starts[s + 1], starts[s], p.num_tokens + 1,
+                     [&] { return at("query_starts", s + 1); });
+    const int64_t query_len = starts[s + 1] - starts[s];
+    const int64_t room = p.max_blocks * p.pages.block_size;
+    require_in_range(p.context_lens[s], query_len, query_len == 0 ? kMax : room + 1,
+                     [&] { return at("context_lens", s); });
+    if (query_len == 0) continue;
+    const int64_t begin = visible(p, first_position(p, s)).begin / p.pages.block_size;
+    const int64_t last = (p.context_lens[s] - 1) / p.pages.block_size;
+    for (int64_t b = begin; b <= last; ++b) {
+      require_in_range(block_at(p, s, b), 0, p.pages.num_blocks,
+                       [&] { return at("block_tables", s, b); });
+    }
+  }
+  require_in_range(starts[p.num_sequences], p.num_tokens, p.num_tokens + 1,
+                   [&] { return at("query_starts", p.num_sequences); });
+}
+
+// One KV head after another reads its rows of the same blocks: an item with many KV heads reads
+// memory in longer runs. But there have to be items for all threads.
+inline int64_t kv_heads_of_item(const PagedAttentionParams& p, int64_t item_tokens) {
+  int64_t num_splits = 0, most_tokens = 1;
+  for (int64_t s = 0; s < p.num_sequences; ++s) {
+    const int64_t query_len = p.query_starts[s + 1] - p.query_starts[s];
+    if (query_len == 0) continue;
+    const int64_t seen = p.context_lens[s] - visible(p, first_position(p, s)).begin;
+    const int64_t chunks = (query_len + item_tokens - 1) / item_tokens;
+    num_splits += chunks * ((seen + kSplitTokens - 1) / kSplitTokens);
+    most_tokens = std::max(most_tokens, std::min(item_tokens, query_len));
+  }
+  const int64_t all = p.pages.num_kv_heads, rows = most_tokens * (p.num_heads / all);
+  int64_t heads = std::max<int64_t>(1, std::min(all, kAttendRows / rows));
+  while (heads > 1 && num_splits * (all / heads) < kItemsOfThread * p.num_threads) heads /= 2;
+  return heads;
+}
+
+inline std::vector<Item> cut_items(const PagedAttentionParams& p, int64_t item_tokens,
+                                   int64_t item_kv_heads) {
+  std::vector<Item> items;
+  for (int64_t s = 0; s < p.num_sequences; ++s) {
+    const int64_t begin = p.query_starts[s], end = p.query_starts[s + 1];
+    for (int64_t token = begin; token < end; token += item_tokens) {
+      const int64_t num_tokens = std::min(item_tokens, end - token);
+      const int64_t position = first_position(p, s) + token - begin;
+      for (int64_t h = 0; h < p.pages.num_kv_heads; h += item_kv_heads) {
+        const int64_t num_kv_heads = std::min(item_kv_heads, p.pages.num_kv_heads - h);
+        items.push_back({s, token, num_tokens, position, h, num_kv_heads});
+      }
+    }
+  }
+  return items;
+}
+
+}  // namespace kvplane

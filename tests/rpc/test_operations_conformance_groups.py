@@ -1,0 +1,116 @@
+"""Pools of two layer groups over a socket: each operation is done in both groups or in neither."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import grpc.aio
+import pytest
+from operations_world import DEVICE, HOST, Caller, World, plan_of, prompt
+
+from kvplane import LayerGroup, Layout, ops
+from kvplane.error_codec import from_rpc_error
+from kvplane.errors import InvalidRequestError
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
+
+WINDOW = 12
+TWO_GROUPS = Layout(
+    "test-model",
+    8,
+    "float32",
+    "float32",
+    (LayerGroup("full", (0,), 2, 8), LayerGroup("window", (1,), 1, 16, WINDOW)),
+)
+HELLO = {
+    "shard": tpb.Shard(num_shards=1, num_layers=2, num_kv_heads=2),
+    "groups": [
+        pb.GroupBlocks(num_device_blocks=16, num_host_blocks=8),
+        pb.GroupBlocks(num_device_blocks=8, num_host_blocks=6),
+    ],
+}
+StartWorld = Callable[..., Awaitable[World]]
+
+
+@pytest.fixture
+async def world(start_world: StartWorld) -> World:
+    return await start_world(TWO_GROUPS, hello=HELLO)
+
+
+@pytest.fixture
+async def caller(world: World) -> Caller:
+    return await world.caller()
+
+
+async def held(world: World, tier: int = DEVICE) -> list[int]:
+    return [(await world.usage(tier, group))["held"] for group in (0, 1)]
+
+
+async def test_each_group_has_tables_of_its_own(world, caller) -> None:
+    result = await caller.do(ops.admit(1, prompt(3)))
+    assert result.results[0].admit.num_blocks == 4
+    assert plan_of(result).changes.groups == bytes([0, 1])
+    assert await held(world) == [4, 4]
+    tables = (await caller.session.block_table(1)).tables
+    assert [table.group for table in tables] == [0, 1]
+
+
+async def test_what_lies_behind_a_window_is_given_back_as_the_sequence_grows(world, caller) -> None:
+    await caller.admit(1, prompt(3))
+    for token in range(40):
+        await caller.grow(1, token)
+    full, window = await held(world)
+    assert (full, window <= 3) == (9, True)
+    await caller.fail(ops.truncate(1, 5), InvalidRequestError, "num_tokens[0]")
+    await caller.do(ops.truncate(1, 60))
+    assert (await held(world))[0] == 8
+
+
+async def test_a_group_without_room_refuses_for_all(world, caller) -> None:
+    await caller.admit(1, prompt(5))
+    shortage = await caller.later(ops.admit(2, prompt(3, seed=1)))
+    assert (shortage.num_blocks_needed, shortage.num_blocks_available) == (4, 2)
+    await caller.never(ops.admit(2, prompt(9, seed=1)))
+    await caller.do(ops.fork(1, 3))
+    assert await held(world) == [6, 6]
+    await caller.do(ops.free([1, 3]))
+    assert await held(world) == [0, 0]
+    assert (await caller.admit(2, prompt(3, seed=1))).num_cached_tokens == 0
+
+
+async def test_sequences_move_in_both_groups(world, caller) -> None:
+    await caller.admit(1, prompt(3))
+    moved = await caller.do(ops.swap_out([1]))
+    assert moved.results[0].swap_out.num_blocks == 8
+    assert plan_of(moved).transfers.groups == bytes([0] * 4 + [1] * 4)
+    assert (await held(world), await held(world, HOST)) == ([0, 0], [4, 4])
+    await caller.do(ops.swap_in([1]))
+    assert (await held(world), await held(world, HOST)) == ([4, 4], [0, 0])
+
+
+async def test_a_hit_is_as_long_as_both_groups_have_what_it_needs(world, caller) -> None:
+    await caller.admit(1, prompt(4))
+    await caller.do(ops.free([1]))
+    assert await caller.num_cached(prompt(4)) == 32
+    await caller.admit(2, prompt(5, seed=2))  # the group with a window has to evict
+    await caller.do(ops.free([2]))
+    full, window = [(await world.usage(DEVICE, group))["cached"] for group in (0, 1)]
+    assert full == 9 > window
+    assert await caller.num_cached(prompt(5, seed=2)) == 40
+    expected = await caller.num_cached(prompt(4))
+    assert (await caller.admit(3, prompt(4))).num_cached_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("hello", "field"),
+    [
+        ({}, "groups"),
+        ({"groups": HELLO["groups"][:1]}, "groups"),
+        ({"groups": [HELLO["groups"][0], pb.GroupBlocks()]}, "groups[1].num_device_blocks"),
+        ({**HELLO, "shard": tpb.Shard(num_shards=1, num_layers=1, num_kv_heads=2)}, "shard"),
+    ],
+)
+async def test_a_data_plane_says_what_each_group_has(start_world, hello, field) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await start_world(TWO_GROUPS, hello=hello)
+    assert from_rpc_error(refused.value).field == f"hello.{field}"
