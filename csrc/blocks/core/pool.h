@@ -326,7 +326,9 @@ class Pool final : private Listener {
   // Growth (append.cpp)
   Sketch look(const Session& session, int64_t id) const;
   static Failure in_proportion(Groups groups, const Pool& pool, Failure failure);
-  bool fits_in_place(Slot slot, const AppendColumns& columns, int64_t item, AppendPlan& plan) const;
+  static bool fit_in_place(std::vector<AppendPlan>& plans, const AppendColumns& columns,
+                           int64_t item);
+  int64_t max_tokens() const;
   bool is_in_place(const Session& session, const Sequence& sequence, int64_t first,
                    int64_t num_slots) const;
   Failure check_append(const Session& session, const AppendColumns& columns, int64_t item,

@@ -26,8 +26,11 @@ typename Map::mapped_type value_of(const Map& map, typename Map::key_type key) {
 
 // What an item needs in one group.
 struct Pool::AppendPlan {
+  Pool* pool;
+  Session* session;
+  int64_t max_tokens;  // of a sequence, for a quick answer
   uint32_t index = 0;  // of the sequence
-  Sketch now;
+  Sketch now{};
   int64_t needed = 0;  // blocks
   int64_t available = 0;
 };
@@ -39,20 +42,17 @@ ItemResults Pool::append(Groups groups, Slot slot, const AppendColumns& columns)
   for (int64_t g = 0; g < groups.size; ++g) groups[g]->dry_.clear();
   const bool has_negatives = any_negative(columns.token_ids.data, columns.token_ids.size);
   const bool is_plain = !groups[0]->dry_.on && !has_negatives && columns.num_lookahead.size == 0;
-  std::vector<AppendPlan> plans(static_cast<size_t>(groups.size));
+  std::vector<AppendPlan> plans;
+  for (int64_t g = 0; g < groups.size; ++g)
+    plans.push_back({groups[g], &groups[g]->sessions_[slot], groups[g]->max_tokens()});
   const int32_t* tokens = columns.token_ids.data;
   for (int64_t item = 0; item < num; tokens += columns.num_tokens[item], ++item) {
     const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
-    int64_t num_in_place = 0;
-    while (is_plain && num_slots > 0 && num_in_place < groups.size &&
-           groups[num_in_place]->fits_in_place(slot, columns, item,
-                                               plans[static_cast<size_t>(num_in_place)]))
-      ++num_in_place;
-    if (num_in_place == groups.size) {
-      for (int64_t g = 0; g < groups.size; ++g) {
-        Pool& pool = *groups[g];
-        Session& session = pool.sessions_[slot];
-        const uint32_t index = plans[static_cast<size_t>(g)].index;
+    if (is_plain && num_slots > 0 && fit_in_place(plans, columns, item)) {
+      for (const AppendPlan& plan : plans) {
+        Pool& pool = *plan.pool;
+        Session& session = *plan.session;
+        const uint32_t index = plan.index;
         Sequence& sequence = pool.sequences_[index];
         sequence.tokens.append(pool.token_store_, tokens, num_given);
         session.num_tokens += num_given;
@@ -62,20 +62,19 @@ ItemResults Pool::append(Groups groups, Slot slot, const AppendColumns& columns)
       continue;
     }
     Failure failure{item, Code::kOk};
-    for (int64_t g = 0; g < groups.size && failure.code == Code::kOk; ++g) {
-      const Pool& pool = *groups[g];
-      failure = pool.check_append(pool.sessions_[slot], columns, item, tokens,
-                                  plans[static_cast<size_t>(g)]);
+    for (AppendPlan& plan : plans) {
+      failure = plan.pool->check_append(*plan.session, columns, item, tokens, plan);
       if (failure.code == Code::kLater || failure.code == Code::kLaterQuota)
-        failure = in_proportion(groups, pool, failure);
+        failure = in_proportion(groups, *plan.pool, failure);
+      if (failure.code != Code::kOk) break;
     }
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
       continue;
     }
-    for (int64_t g = 0; g < groups.size; ++g)
-      results.values[static_cast<size_t>(item)] = static_cast<int32_t>(groups[g]->append_one(
-          groups[g]->sessions_[slot], columns, item, tokens, plans[static_cast<size_t>(g)]));
+    for (AppendPlan& plan : plans)
+      results.values[static_cast<size_t>(item)] =
+          static_cast<int32_t>(plan.pool->append_one(*plan.session, columns, item, tokens, plan));
   }
   return results;
 }
@@ -88,19 +87,29 @@ Failure Pool::in_proportion(Groups groups, const Pool& pool, Failure failure) {
   return failure;
 }
 
-// Whether an item only writes slots of one block that the sequence may write as it is.
-bool Pool::fits_in_place(Slot slot, const AppendColumns& columns, int64_t item,
-                         AppendPlan& plan) const {
-  const Session& session = sessions_[slot];
-  const uint32_t* index = session.sequences.find(columns.sequence_ids[item]);
-  if (!index) return false;
-  plan.index = *index;
-  const Sequence& sequence = sequences_[*index];
-  int64_t max_tokens = int64_t{store(kDevice).num_blocks} * block_size_;
-  if (const int64_t quota = config_.max_owner_blocks)
-    max_tokens = std::min(max_tokens, quota * block_size_);
-  return sequence.tokens.size + columns.num_tokens[item] <= max_tokens &&
-         is_in_place(session, sequence, columns.first_positions[item], columns.num_slots[item]);
+// Whether an item only writes slots of one block that the sequence may write as it is, in all
+// groups.
+bool Pool::fit_in_place(std::vector<AppendPlan>& plans, const AppendColumns& columns,
+                        int64_t item) {
+  for (AppendPlan& plan : plans) {
+    const Pool& pool = *plan.pool;
+    const Session& session = *plan.session;
+    const uint32_t* index = session.sequences.find(columns.sequence_ids[item]);
+    if (!index) return false;
+    plan.index = *index;
+    const Sequence& sequence = pool.sequences_[*index];
+    if (sequence.tokens.size + columns.num_tokens[item] > plan.max_tokens ||
+        !pool.is_in_place(session, sequence, columns.first_positions[item],
+                          columns.num_slots[item]))
+      return false;
+  }
+  return true;
+}
+
+// That every sequence may have.
+int64_t Pool::max_tokens() const {
+  const int64_t num_blocks = store(kDevice).num_blocks, quota = config_.max_owner_blocks;
+  return (quota ? std::min(num_blocks, quota) : num_blocks) * block_size_;
 }
 
 // Whether the slots lie in one block that the sequence may write as it is.
@@ -232,7 +241,7 @@ int64_t Pool::num_ahead_of(const Sequence& sequence, const Sketch& now, int64_t 
 Sketch Pool::look(const Session& session, int64_t id) const {
   if (dry_.on)
     if (const auto it = dry_.sequences.find(id); it != dry_.sequences.end()) return it->second;
-  Sketch now;
+  Sketch now{};
   const uint32_t* index = session.sequences.find(id);
   if (!index) return now;
   const Sequence& sequence = sequences_[*index];
