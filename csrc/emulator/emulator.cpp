@@ -11,6 +11,7 @@
 
 #include "emulator.h"
 
+#include <algorithm>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -138,6 +139,11 @@ void pause(Status status) {
 }
 
 void land(const Copy& copy) {
+  const unsigned char* there = static_cast<const unsigned char*>(copy.destination);
+  const auto is_poison = [](unsigned char byte) { return byte == kPoison; };
+  if (!std::all_of(there, there + copy.bytes, is_poison)) {
+    fail("something was written where an asynchronous copy arrives");
+  }
   __tsan_write_range(copy.destination, copy.bytes);
   if (copy.source_bytes > 0) {
     __tsan_read_range(const_cast<void*>(copy.source), copy.source_bytes);

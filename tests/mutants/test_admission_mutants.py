@@ -42,7 +42,7 @@ def test_the_checker_catches(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fault", FAULTS.STARVING_SLOWLY, ids=lambda f: f.__name__)
 def test_the_checker_catches_in_a_larger_case(
     fault: Fault, monkeypatch: pytest.MonkeyPatch

@@ -29,7 +29,7 @@ _PASSES: Final = (((0, 0, 13), (1, 0, 9)), ((1, 9, 7), (0, 13, 11)))
 """(sequence, first position, number of tokens) of each span."""
 _ALONE: Final = (((0, 0, 24),),)
 _LENGTHS: Final = (24, 16)
-_SMALL: Final = 200_000_000
+_SMALL: Final = 50_000_000
 """Parameters up to which a model is probed whole, and up to which a part is probed in float32."""
 _TOLERANCES: Final = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
 """The largest difference of a logit, as a part of the logits' standard deviation."""
