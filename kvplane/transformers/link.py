@@ -66,7 +66,14 @@ class ControlLink:
 
     def step(self, operations: Sequence[pb.Operation]) -> pb.StepResult:
         """One step, with all receipts that were added."""
-        result = self._loop.run(self.session.step(operations))
+        session = self.session
+
+        async def step() -> pb.StepResult:
+            result = await session.step(operations)
+            session.take_notices()  # the answer has their news
+            return result
+
+        result = self._loop.run(step())
         if result.HasField("plan"):
             self._last_plan_number = self.session.last_number
         return result

@@ -9,11 +9,13 @@ import random
 from collections.abc import Awaitable, Callable
 
 import pytest
-from operations_world import BLOCK, HOST, Caller, World, int32, plan_of, prompt
+from operations_world import BLOCK, HOST, POOL, Caller, World, int32, plan_of, prompt
 
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, SequenceExistsError, SequenceNotFoundError
 from kvplane.results import error_of, news_of
+from kvplane.transformers.link import ControlLink
+from kvplane.transformers.loop import LoopThread
 from kvplane.v1 import control_pb2 as pb
 
 StartWorld = Callable[..., Awaitable[World]]
@@ -27,6 +29,13 @@ async def world(start_world: StartWorld) -> World:
 @pytest.fixture
 async def caller(world: World) -> Caller:
     return await world.caller()
+
+
+class ThisLoop(LoopThread):
+    """The test's own loop, called from other threads: gRPC then has one loop in this process."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
 
 
 # Checks.
@@ -254,6 +263,22 @@ async def test_a_grant_is_pushed_between_steps(world, caller) -> None:
     assert [news_of(notice) for notice in caller.session.take_notices()] == [answered]
     assert not await caller.session.wait_for_news(0.05)
     await caller.do(ops.append(1, (), 49, first_position=0))
+
+
+async def test_the_engine_has_no_news_after_the_step_that_told_them(world) -> None:
+    """Else it would ask again without end as soon as it waits for another admission."""
+    other = await world.caller()
+    await other.admit(1, prompt(12))
+    loop = ThisLoop()
+    link = await asyncio.to_thread(ControlLink, loop, world.server.address, POOL, timeout_s=10)
+    await asyncio.to_thread(link.open, world.layout)
+    await asyncio.to_thread(link.step, [ops.admit(1, prompt(6, seed=1), wait=True)])
+    await other.do(ops.free([1]))
+    assert await asyncio.to_thread(link.has_news, 10)
+    answered = news_of(await asyncio.to_thread(link.step, []))
+    assert [grant.sequence_id for grant in answered.granted] == [1]
+    assert not await asyncio.to_thread(link.has_news, 0.05)
+    await asyncio.to_thread(link.close)
 
 
 async def test_a_wait_for_news_does_not_take_a_steps_answer(world, caller) -> None:

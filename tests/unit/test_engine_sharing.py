@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from engine_harness import LLAMA, TENANT, Engine, Reference, prompt_of, save_model
 
+from engine.core import NEWS_DELAY_S
 from kvplane.results import sequence_states
 from kvplane.v1 import control_pb2 as pb
 
@@ -27,6 +28,27 @@ def pair(folder: Path, num_host_blocks: int = 0) -> tuple[Engine, Engine]:
         folder, num_device_blocks=12, num_host_blocks=num_host_blocks, recovery_timeout_s=60.0
     )
     return one, Engine(folder, shared_with=one, recovery_timeout_s=60.0)
+
+
+class Clock:
+    """Stands in for the module ``time``: the time passes only in waits."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self._now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The engines' time."""
+    clock = Clock()
+    monkeypatch.setattr("engine.core.time", clock)
+    return clock
 
 
 def finish(engine: Engine) -> None:
@@ -53,7 +75,9 @@ def num_admits(engine: Engine) -> int:
     )
 
 
-def test_an_admission_that_waits_is_asked_for_once(folder: Path, reference: Reference) -> None:
+def test_an_admission_that_waits_is_asked_for_once(
+    folder: Path, reference: Reference, clock: Clock
+) -> None:
     one, other = pair(folder)
     long, short = prompt_of(60, 1), prompt_of(40, 2)
     first = one.add(long, max_tokens=20)
@@ -73,7 +97,7 @@ def test_an_admission_that_waits_is_asked_for_once(folder: Path, reference: Refe
 
 
 def test_without_a_notice_the_engine_asks_for_news_by_itself(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = pair(folder)
     one.add(prompt_of(60, 1), max_tokens=2)
@@ -81,9 +105,9 @@ def test_without_a_notice_the_engine_asks_for_news_by_itself(
     second = other.add(prompt_of(40, 2), max_tokens=2)
     other.core.step()
     finish(one)
-    monkeypatch.setattr(other.link, "has_news", lambda wait_s: False)
-    monkeypatch.setattr("engine.core.NEWS_DELAY_S", 0.02)
+    monkeypatch.setattr(other.link, "has_news", lambda wait_s: clock.sleep(wait_s))
     finish(other)
+    assert NEWS_DELAY_S < clock.monotonic() < 2 * NEWS_DELAY_S
     assert len(other.tokens(second)[0]) == 2
 
 
