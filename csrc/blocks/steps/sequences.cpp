@@ -292,9 +292,9 @@ int64_t Pool::truncate_one(Session& session, uint32_t index, int64_t num) {
 // What a swap moves in one group.
 struct Pool::SwapPlan {
   std::vector<uint32_t> indices;            // of the sequences
-  std::unordered_map<Block, Block> copies;  // old block -> new one
+  std::unordered_map<Block, Block> copies;  // old block -> its place in blocks, then the new one
   std::vector<Block> blocks;                // old ones, each once
-  std::vector<uint8_t> is_ahead;            // whether they hold nothing yet
+  std::vector<uint8_t> is_ahead;            // whether they hold nothing yet, for any sequence
 };
 
 std::variant<int64_t, Failure> Pool::swap(Groups groups, Slot slot, Span<int64_t> ids,
@@ -340,11 +340,15 @@ Failure Pool::plan_swap(const Session& session, Span<int64_t> ids, Tier destinat
     const Sequence& sequence = sequences_[index];
     int64_t i = 0;
     for (const Block b : table_of(sequence)) {
-      if (b != kNoBlock && plan.copies.emplace(b, kNoBlock).second) {
+      const bool is_ahead = i++ * block_size_ >= sequence.num_scheduled;
+      if (b == kNoBlock) continue;
+      const auto [copy, is_new] = plan.copies.emplace(b, static_cast<Block>(plan.blocks.size()));
+      if (is_new) {
         plan.blocks.push_back(b);
-        plan.is_ahead.push_back(i * block_size_ >= sequence.num_scheduled);
+        plan.is_ahead.push_back(is_ahead);
+      } else if (!is_ahead) {
+        plan.is_ahead[copy->second] = false;  // another sequence of the swap has written it
       }
-      ++i;
     }
   }
   const auto needed = static_cast<int64_t>(plan.blocks.size());
