@@ -87,14 +87,17 @@ void Pool::cut_to_written(Session& session, uint32_t index, const Origins& origi
   const bool has_copies =
       !origins.empty() && (sequence.copied_by > session.done || sequence.moved_by > session.done);
   if (sequence.moved_by > session.done) sequence.moved_by = 0;
+  if (has_copies || sequence.num_published * block_size_ > sequence.num_written) {
+    // Published blocks may lie behind what is left: a group may have found more than all have.
+    sequence.num_published = 0;
+    sequence.chain = session.root;
+    sequence.chain_uid = index_[session.root].uid;
+  }
   if (!has_copies) {
     cut_table(session, sequence, num_kept, next_plan);
     if (sequence.table.size == 0) sequence.tier = kDevice;  // it is in no tier
     return;
   }
-  sequence.num_published = 0;
-  sequence.chain = session.root;
-  sequence.chain_uid = index_[session.root].uid;
   std::vector<BlockRef> kept;
   const std::vector<Block> old = table_of(sequence);
   const int64_t num_trimmed = std::min(sequence.num_trimmed, num_kept);

@@ -197,6 +197,11 @@ GROUPED = {
         "for (int64_t other = 0; other < groups.size;",
         "for (int64_t other = g; other <= g;",
     ),
+    "an_abort_leaves_more_published_than_written": Mutant(
+        "steps/abort.cpp",
+        "if (has_copies || sequence.num_published * block_size_ > sequence.num_written) {",
+        "if (has_copies) {",
+    ),
     "a_plan_names_the_first_group_alone": Mutant(
         "steps/draft.cpp",
         "changes.groups.resize(changes.kinds.size(), group);",
