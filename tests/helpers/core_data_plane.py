@@ -185,7 +185,9 @@ class DataPlane:
 
     def _publish(self, index: int, published: Published) -> None:
         block_id = (DEVICE, index)
-        if self.generation.get(block_id) != published.generation:
+        known = self.generation.get(block_id, 0)
+        assert known >= published.generation, f"{block_id} was published before it was allocated"
+        if known != published.generation:
             return
         content = self.content[block_id]
         if self.check_values:

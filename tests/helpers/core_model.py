@@ -390,7 +390,9 @@ class Engine:
             assert state.tier == sequence.tier
             assert state.admitted_by == sequence.admitted_by
         number = self.queue[-1].plan.number if self.queue else None
+        done = self.world.core._sessions[self.id].done
         for plane in self.world.shards:
+            assert plane.finished.get(self.id, 0) >= done, "a shard has not run what counts as run"
             if number is not None and plane.finished.get(self.id) == number:
                 tables = {i: self.table(i) for i in self.sequences if self.table(i)}
                 if self.is_current(plane):

@@ -51,6 +51,7 @@ def assert_caught(fault: Fault, patch: pytest.MonkeyPatch, *, max_examples: int)
         stateful_step_count=40,
         deadline=None,
         database=None,
+        derandomize=True,
         phases=[Phase.generate],
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),

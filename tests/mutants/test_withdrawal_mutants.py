@@ -33,7 +33,7 @@ def never_sent(patch: pytest.MonkeyPatch) -> None:
 
 def sent_once(patch: pytest.MonkeyPatch) -> None:
     """A data plane that was away when something was forgotten is never told."""
-    patch.setattr(Pool, "_withdrawn", lambda pool, published: iter(()))
+    patch.setattr(Pool, "_withdrawn", lambda pool, core, published: iter(()))
 
 
 NOTICED_BY = {

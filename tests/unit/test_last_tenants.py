@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from plan_author import DEVICE, HOST
@@ -80,7 +80,13 @@ def moves_of(blocks: list[Block], drawn: list[tuple[Block, Block, bool]]) -> lis
     ]
 
 
+FIRST, SECOND, THIRD = ((DEVICE, block) for block in range(3))
+# Ann's plan reads a block of Bob's before it fills it.
+READ_FIRST = [(FIRST, SECOND, False), (THIRD, FIRST, False)]
+
+
 @given(st.lists(PLANS, max_size=8))
+@example([("bob", [FIRST], []), ("ann", [FIRST, SECOND], READ_FIRST)])
 def test_no_tenant_is_given_what_another_left_and_copies_stay_their_tenants(
     plans: list[tuple[str, list[Block], list[tuple[Block, Block, bool]]]],
 ) -> None:

@@ -38,7 +38,8 @@ def fence_ignored(patch: pytest.MonkeyPatch) -> None:
 
     def end(self: Pool, session: tpb.SessionRef, ordinal: int) -> None:
         original(self, session, ordinal)
-        self.native.session_fenced(self._ended_slots.pop(session.session_id))
+        slot, _ = self._ended_slots.pop(session.session_id)
+        self.native.session_fenced(slot)
 
     original = Pool.end
     patch.setattr(Pool, "end", end)

@@ -37,6 +37,7 @@ _keep = publications.Publications.keep
 _withdraw = publications.Publications.withdraw
 _layer_scales = scales.layer_scales
 _canonical = LayerGroup.canonical
+_release = pool._release
 
 
 def _nothing(*_args: Any, **_options: Any) -> None:
@@ -300,7 +301,7 @@ def layers_before_transfers() -> None:
 
 def pools_go_early() -> None:
     """Pools are freed while the device may still use them."""
-    pool._release = lambda _drain, unpin: unpin()
+    pool._release = lambda _drain, unpins: _release(_nothing, unpins)
 
 
 def receipts_before_kept_ones() -> None:
