@@ -1,8 +1,8 @@
 """How much a request may hold, counted on its bytes: to build the objects of a message takes many
 times the time and memory that it takes to count them.
 
-``MAX_COUNTS`` bounds each field that repeats; a server may set other bounds for some. Columns, which
-are bytes, need no entry: their readers compare lengths before they read.
+``MAX_COUNTS`` bounds each field that repeats; a server may set other bounds for some. Columns,
+which are bytes, need no entry: their readers compare lengths before they read.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class _Walk:
         self._num_left = _MAX_FIELDS
 
     def message(self, fields: _Fields, at: int, end: int, path: str) -> None:
-        """Count what the message in ``data[at:end]`` holds. ``path``: the fields that it is in, each
-        with a dot. Raises InvalidRequestError, and IndexError for bytes that are no message.
+        """Count what the message in ``data[at:end]`` holds. ``path``: of the message, with
+        dots. Raises InvalidRequestError, and IndexError for bytes that are no message.
         """
         while at < end:
             tag, begin = self._varint(at)
@@ -133,7 +133,9 @@ class _Walk:
 
     def _look_at(self, field: _Field, kind: int, begin: int, end: int, path: str) -> None:
         if field.most is not None:
-            num = self._num_packed(field, begin, end) if field.is_packed and kind == _DELIMITED else 1
+            num = (
+                self._num_packed(field, begin, end) if field.is_packed and kind == _DELIMITED else 1
+            )
             count = self._counts[field] = self._counts.get(field, 0) + num
             if count > field.most:
                 raise InvalidRequestError(

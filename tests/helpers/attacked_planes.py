@@ -1,10 +1,10 @@
 """Planes in processes of their own, an honest caller of them, and attackers in the test.
 
-    with ControlPlaneProcess(folder) as plane, HonestCaller(plane) as honest:
-        calm = honest.period(0.5)
-        with honest.meanwhile(2.0) as during:
-            ...attack...
-        plane.peak_bytes()
+with ControlPlaneProcess(folder) as plane, HonestCaller(plane) as honest:
+    calm = honest.period(0.5)
+    with honest.meanwhile(2.0) as during:
+        ...attack...
+    plane.peak_bytes()
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ from typing import Any
 
 import grpc
 
+from kvplane.errors import KvplaneError
+from kvplane.wire.error_codec import from_rpc_error
+
 HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
 START_S = 30.0
-# What a caller beside an attack may wait: its own quiet worst tenth several times over, and 50 ms.
+PATIENCE_S = 30.0
+# What a caller beside an attack may wait: 50 ms, and a multiple of what it waits in quiet.
 RATIO = 10.0
 LONGEST_S = 0.05
 
@@ -70,7 +74,7 @@ class PlaneProcess:
         return self._status("VmHWM")
 
     def num_descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+        return len([*Path(f"/proc/{self.process.pid}/fd").iterdir()])
 
     def _status(self, name: str) -> int:
         for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
@@ -138,19 +142,28 @@ def p99(latencies: list[float]) -> float:
     return sorted(latencies)[int(0.99 * len(latencies))]
 
 
-def assert_calm(during: list[float], quiet: list[float]) -> None:
-    """Whoever waited beside the attack waited little more than without it."""
-    most_s = LONGEST_S + RATIO * p99(quiet)
-    assert p99(during) <= most_s, (
-        f"p99 {p99(during):.3f} s beside the attack, {p99(quiet):.4f} s without it"
+def assert_calm(during: list[float], quiet_s: float) -> None:
+    """Whoever waited beside the attack waited little more than without it. ``quiet_s``: the 99th
+    percentile then.
+    """
+    assert p99(during) <= LONGEST_S + RATIO * quiet_s, (
+        f"p99 {p99(during):.3f} s beside the attack, {quiet_s:.4f} s without it"
     )
 
 
-def send_raw(channel: grpc.Channel, method: str, data: bytes) -> grpc.StatusCode:
-    """The status of a unary call whose request is these bytes."""
-    call: Any = channel.unary_unary(f"/kvplane.v1.{method}")
+def refusal(
+    channel: grpc.Channel, method: str, requests: bytes | Iterator[Any]
+) -> KvplaneError | None:
+    """What a call is refused with; None when it is answered. ``requests``: the bytes of a unary
+    call's, or the messages of a stream's. ``method``: "SERVICE/METHOD".
+    """
+    path = f"/kvplane.v1.{method}"
     try:
-        call(data, timeout=60)
+        if isinstance(requests, bytes):
+            channel.unary_unary(path)(requests, timeout=PATIENCE_S)
+        else:
+            encoded = (request.SerializeToString() for request in requests)
+            next(channel.stream_stream(path)(encoded, timeout=PATIENCE_S))
     except grpc.RpcError as error:
-        return error.code()
-    return grpc.StatusCode.OK
+        return from_rpc_error(error)
+    return None

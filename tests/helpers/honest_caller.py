@@ -15,9 +15,10 @@ import time
 import grpc.aio
 from control_wire import RawSession, RawShard
 
-from kvplane import ops, protocol
+from kvplane import ops
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
+from kvplane.wire import protocol
 
 PAUSE_S = 0.002
 HEARTBEAT_S = 1.0
@@ -31,12 +32,17 @@ async def main(address: str) -> None:
         await shard.report()
         beats = asyncio.create_task(beat(shard))
         session = await RawSession.open(stub, shard)
-        print(json.dumps([]), flush=True)
+        tell([])
         loop = asyncio.get_running_loop()
         while line := await loop.run_in_executor(None, sys.stdin.readline):
-            print(json.dumps(await period(session, float(line))), flush=True)
+            tell(await period(session, float(line)))
         beats.cancel()
         shard.hang_up()
+
+
+def tell(latencies: list[float]) -> None:
+    sys.stdout.write(json.dumps(latencies) + "\n")
+    sys.stdout.flush()
 
 
 async def beat(shard: RawShard) -> None:
