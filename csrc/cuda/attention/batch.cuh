@@ -14,12 +14,12 @@
 #include <cfloat>
 #include <cstdint>
 
-#include "cutting.h"
-#include "device.h"
-#include "eight_bits.cuh"
+#include "cuda/attention/cutting.h"
+#include "cuda/device/device.h"
+#include "cuda/device/eight_bits.cuh"
+#include "cuda/device/ptx.cuh"
+#include "cuda/operations.h"
 #include "kvplane/params.h"
-#include "operations.h"
-#include "ptx.cuh"
 
 namespace kvplane::cuda {
 

@@ -16,12 +16,12 @@
 
 #include <type_traits>
 
-#include "attention_kernels.h"
-#include "batch.cuh"
-#include "launch.h"
-#include "long_tile.cuh"
-#include "short_rows.cuh"
-#include "tiles.cuh"
+#include "cuda/attention/attention_kernels.h"
+#include "cuda/attention/batch.cuh"
+#include "cuda/attention/long/long_tile.cuh"
+#include "cuda/attention/short/short_rows.cuh"
+#include "cuda/attention/tiles.cuh"
+#include "cuda/device/launch.h"
 
 namespace kvplane::cuda {
 

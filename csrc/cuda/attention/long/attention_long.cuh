@@ -7,12 +7,12 @@
 // After FlashAttention-2 (Dao, 2023). Tiles are cut at multiples of the sequence's positions.
 #pragma once
 
-#include "attention_kernels.h"
-#include "batch.cuh"
-#include "launch.h"
-#include "long_tile.cuh"
-#include "queries.cuh"
-#include "tiles.cuh"
+#include "cuda/attention/attention_kernels.h"
+#include "cuda/attention/batch.cuh"
+#include "cuda/attention/long/long_tile.cuh"
+#include "cuda/attention/queries.cuh"
+#include "cuda/attention/tiles.cuh"
+#include "cuda/device/launch.h"
 
 namespace kvplane::cuda {
 

@@ -9,10 +9,10 @@
 #include <unordered_set>
 #include <vector>
 
-#include "device.h"
+#include "cuda/device/device.h"
+#include "cuda/device/launch.h"
+#include "cuda/operations.h"
 #include "kvplane/checks.h"
-#include "launch.h"
-#include "operations.h"
 
 namespace kvplane::cuda {
 namespace {

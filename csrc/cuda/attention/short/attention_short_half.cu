@@ -1,4 +1,4 @@
-#include "attention_short.cuh"
+#include "cuda/attention/short/attention_short.cuh"
 
 namespace kvplane::cuda {
 

@@ -5,11 +5,11 @@
 #include <stdexcept>
 #include <string>
 
-#include "batch.cuh"
-#include "eight_bits.cuh"
-#include "launch.h"
-#include "probe.h"
-#include "ptx.cuh"
+#include "cuda/attention/batch.cuh"
+#include "cuda/device/eight_bits.cuh"
+#include "cuda/device/launch.h"
+#include "cuda/device/probe.h"
+#include "cuda/device/ptx.cuh"
 
 namespace kvplane::cuda {
 namespace {

@@ -3,9 +3,9 @@
 //   block   one query token at one query head; warp w adds up splits w, w + 8, ..., and the block
 //           adds up the warps, in order: the same bits on any device and in any batch
 
-#include "attention_kernels.h"
-#include "batch.cuh"
-#include "launch.h"
+#include "cuda/attention/attention_kernels.h"
+#include "cuda/attention/batch.cuh"
+#include "cuda/device/launch.h"
 
 namespace kvplane::cuda {
 namespace {

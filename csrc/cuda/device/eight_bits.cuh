@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "ptx.cuh"
+#include "cuda/device/ptx.cuh"
 
 namespace kvplane::cuda {
 

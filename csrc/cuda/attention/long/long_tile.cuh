@@ -1,8 +1,8 @@
 // The shared memory of a block that attends to a tile of a long sequence's rows.
 #pragma once
 
-#include "attention_kernels.h"
-#include "tiles.cuh"
+#include "cuda/attention/attention_kernels.h"
+#include "cuda/attention/tiles.cuh"
 
 namespace kvplane::cuda {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <tuple>
 
-#include "device.h"
+#include "cuda/device/device.h"
 
 namespace kvplane::cuda {
 

@@ -10,7 +10,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "device.h"
+#include "cuda/device/device.h"
 #include "kvplane/dtype.h"
 
 namespace kvplane::cuda {

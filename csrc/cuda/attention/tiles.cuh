@@ -20,9 +20,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "batch.cuh"
-#include "eight_bits.cuh"
-#include "ptx.cuh"
+#include "cuda/attention/batch.cuh"
+#include "cuda/device/eight_bits.cuh"
+#include "cuda/device/ptx.cuh"
 
 namespace kvplane::cuda {
 

@@ -1,4 +1,4 @@
-#include "attention_long.cuh"
+#include "cuda/attention/long/attention_long.cuh"
 
 namespace kvplane::cuda {
 

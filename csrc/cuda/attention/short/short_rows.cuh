@@ -3,9 +3,9 @@
 
 #include <type_traits>
 
-#include "batch.cuh"
-#include "queries.cuh"
-#include "tiles.cuh"
+#include "cuda/attention/batch.cuh"
+#include "cuda/attention/queries.cuh"
+#include "cuda/attention/tiles.cuh"
 
 namespace kvplane::cuda {
 

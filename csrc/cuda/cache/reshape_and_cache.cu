@@ -1,8 +1,8 @@
 // Scatters new keys and values into the slots of one layer's pages. If two tokens have the same
 // slot, either may be stored; plans never do that.
 
-#include "batch.cuh"
-#include "launch.h"
+#include "cuda/attention/batch.cuh"
+#include "cuda/device/launch.h"
 
 namespace kvplane::cuda {
 namespace {

@@ -1,9 +1,9 @@
 // Cuts a batch into items of work, on the device: the host need not know the lengths, so a graph
 // that was captured with some lengths can run with others.
 
-#include "attention_kernels.h"
-#include "batch.cuh"
-#include "launch.h"
+#include "cuda/attention/attention_kernels.h"
+#include "cuda/attention/batch.cuh"
+#include "cuda/device/launch.h"
 
 namespace kvplane::cuda {
 namespace {

@@ -4,9 +4,9 @@
 //   block   16 rows of one KV head, four per warp; a tile of 32 tokens in shared memory as fp32
 //   scores  each lane has one token;  output  each lane has every 32nd dim
 
-#include "attention_kernels.h"
-#include "batch.cuh"
-#include "launch.h"
+#include "cuda/attention/attention_kernels.h"
+#include "cuda/attention/batch.cuh"
+#include "cuda/device/launch.h"
 
 namespace kvplane::cuda {
 namespace {

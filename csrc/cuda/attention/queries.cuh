@@ -10,8 +10,8 @@
 
 #include <cstdint>
 
-#include "eight_bits.cuh"
-#include "ptx.cuh"
+#include "cuda/device/eight_bits.cuh"
+#include "cuda/device/ptx.cuh"
 
 namespace kvplane::cuda {
 

@@ -5,11 +5,11 @@
 #include <limits>
 #include <string>
 
-#include "attention_kernels.h"
-#include "batch.cuh"
+#include "cuda/attention/attention_kernels.h"
+#include "cuda/attention/batch.cuh"
+#include "cuda/device/launch.h"
+#include "cuda/operations.h"
 #include "kvplane/checks.h"
-#include "launch.h"
-#include "operations.h"
 
 namespace kvplane::cuda {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "device.h"
+#include "cuda/device/device.h"
 #include "kvplane/params.h"
 
 namespace kvplane::cuda {
