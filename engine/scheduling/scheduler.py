@@ -26,11 +26,12 @@ from engine.scheduling.intents import Counts, Failures, Intent, Kind, Outcome, S
 from engine.scheduling.policy import Policy, PriorityThenArrival
 from engine.scheduling.room import Room
 from engine.scheduling.sequence import EngineSequence, SequenceStatus
-from kvplane import columns, ops
+from kvplane import ops
 from kvplane.errors import InternalError, PositionMismatchError, SequenceNotFoundError
 from kvplane.results import Granted, SequenceState, SessionNews, error_of, news_of
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
+from kvplane.wire import columns
 
 # Steps to wait for pending blocks, or without any progress, before more is preempted.
 PATIENCE_STEPS: Final = 32
