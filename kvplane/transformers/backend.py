@@ -12,9 +12,9 @@ from kvplane.data_client import DataClient
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.execution import Execution
 from kvplane.session import Session
+from kvplane.sync.loop_thread import LoopThread
 from kvplane.tensor import Tensor
 from kvplane.tls import TlsOptions
-from kvplane.transformers.loop import LoopThread
 from kvplane.v1 import types_pb2 as pb
 
 _TORCH: Final = {
