@@ -11,7 +11,6 @@ from typing import Final, NamedTuple
 
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.steps.numbering import Numbering
-from kvplane import protocol
 from kvplane.errors import (
     KvplaneError,
     SessionExpiredError,
@@ -19,6 +18,7 @@ from kvplane.errors import (
     StaleEpochError,
 )
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol
 
 _MAX_VOIDED: Final = 1024
 

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Generator
 from typing import Any
 
-from kvplane import control_client, data_client, execution
+from kvplane.clients import control_client, data_client, execution
+from kvplane.clients.prefix_feed import PrefixEvent
 from kvplane.errors import KvplaneError
 from kvplane.layout import Layout
-from kvplane.prefix_feed import PrefixEvent
 from kvplane.session import session as sessions
 from kvplane.sync.portal import Portal, blocking, immediate, loop, wrapping
-from kvplane.tls import TlsOptions
+from kvplane.transport.tls import TlsOptions
 from kvplane.v1.control_pb2 import ShardInfo
 from kvplane.v1.types_pb2 import SessionRef, SignedPayload
 

@@ -14,17 +14,7 @@ from both_planes import LAYOUT, POOL, Planes
 from flaky_proxy import FlakyProxy
 
 from data_plane.server.server import DataPlaneServer
-from kvplane import (
-    ControlClient,
-    DataClient,
-    Execution,
-    Layout,
-    Session,
-    Shard,
-    Tensor,
-    columns,
-    ops,
-)
+from kvplane import ControlClient, DataClient, Execution, Layout, Session, Shard, Tensor, ops
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -35,6 +25,7 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.v1.types_pb2 import SignedPayload
+from kvplane.wire import columns
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 

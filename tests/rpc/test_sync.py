@@ -15,8 +15,8 @@ from both_planes import LAYOUT, POOL, Planes
 
 import kvplane
 from kvplane import Tensor, ops, sync
+from kvplane.clients.prefix_feed import BlocksStored, CaughtUp
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError, PoolNotFoundError
-from kvplane.prefix_feed import BlocksStored, CaughtUp
 
 
 def public(cls: type) -> set[str]:
