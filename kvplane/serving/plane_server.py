@@ -20,6 +20,7 @@ from kvplane.serving.identity import Gate
 from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.message_bounds import MessageBounds
 from kvplane.serving.metrics import PlaneMetrics, serve_metrics
+from kvplane.serving.wrong_service import WrongServiceInterceptor
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LAG_INTERVAL_S: Final = 0.1
@@ -66,7 +67,10 @@ class PlaneServer:
             config.bind,
             tls=config.tls,
             max_message_bytes=config.max_message_bytes,
-            interceptors=[ErrorInterceptor(metrics.rpc, gate, bounds)],
+            interceptors=[
+                WrongServiceInterceptor(service_name),
+                ErrorInterceptor(metrics.rpc, gate, bounds),
+            ],
         )
         add_service(service, self._server.grpc_server)
         self._metrics = metrics

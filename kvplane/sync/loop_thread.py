@@ -1,15 +1,12 @@
-"""An asyncio loop in a thread of its own, for a caller that is not asynchronous: the forward pass
-of a model is not.
-"""
+"""An asyncio loop in a thread of its own, for a caller that is not asynchronous."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from importlib import import_module
 from typing import Any, TypeVar
-
-import uvloop
 
 Result = TypeVar("Result")
 
@@ -18,7 +15,7 @@ class LoopThread:
     """Runs coroutines and waits for them. What they raise is raised to the caller."""
 
     def __init__(self, name: str) -> None:
-        self._loop = uvloop.new_event_loop()
+        self._loop = _new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -49,6 +46,15 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """Of uvloop, whose sockets and callbacks cost less, where it is installed."""
+    try:
+        loop: asyncio.AbstractEventLoop = import_module("uvloop").new_event_loop()
+    except ImportError:
+        loop = asyncio.new_event_loop()
+    return loop
 
 
 async def _cancel_all() -> None:
