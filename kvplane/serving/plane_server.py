@@ -22,6 +22,7 @@ from kvplane.serving.message_bounds import MessageBounds
 from kvplane.serving.metrics import PlaneMetrics, serve_metrics
 from kvplane.serving.receive_budget import ReceiveBudget
 from kvplane.serving.requests import Admission
+from kvplane.serving.wrong_service import WrongServiceInterceptor
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LAG_INTERVAL_S: Final = 0.1
@@ -76,7 +77,10 @@ class PlaneServer:
             max_message_bytes=config.max_message_bytes,
             max_connections=config.max_connections or serving.most_connections(),
             max_connection_calls=config.max_connection_calls,
-            interceptors=[ErrorInterceptor(metrics.rpc, Admission(gate, bounds, budget))],
+            interceptors=[
+                WrongServiceInterceptor(service_name),
+                ErrorInterceptor(metrics.rpc, Admission(gate, bounds, budget)),
+            ],
         )
         add_service(service, self._server.grpc_server)
         self._metrics = metrics

@@ -266,7 +266,8 @@ def _reshapes(pool: Pool, hello: cpb.Hello, layout: Layout) -> bool:
         if is_alone:
             return True
         raise LayoutMismatchError(
-            "differs from the layout of the pool's other shards", field="hello.layout"
+            f"has {layout.differences(shards.layout)}, as the pool's other shards have",
+            field="hello.layout",
         )
     overlapping = shards.overlapping(hello.shard)
     for i in overlapping:
