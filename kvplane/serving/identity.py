@@ -42,6 +42,11 @@ class Gate:
         }
 
     @property
+    def is_open(self) -> bool:
+        """Whether callers need not say who they are."""
+        return self._access.is_open
+
+    @property
     def num_reloads(self) -> int:
         """How often what the gate goes by has changed."""
         return self._access.num_reloads

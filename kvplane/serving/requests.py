@@ -45,10 +45,11 @@ class Requests:
         admission: Admission,
         method: str,
         decode: Callable[[bytes], Any] | None,
-        incoming: AsyncIterator[bytes],
+        incoming: AsyncIterator[bytes] | None,
         context: Any,
     ) -> None:
         """Let the call through, before anything of it is read. ``decode``: the bytes to a message.
+        ``incoming``: None where gRPC has read the only request.
 
         Raises UnauthenticatedError, NotPermittedError.
         """
@@ -60,7 +61,8 @@ class Requests:
         self._num_held = 0
         self._admitted_at = self._gate.num_reloads
         self._caller = self._gate.admit(method, context)
-        self._incoming = incoming.__aiter__()  # which expects to be read
+        # An iterator of gRPC's that was made expects to be read.
+        self._incoming = None if incoming is None else incoming.__aiter__()
 
     def __aiter__(self) -> Requests:
         return self
@@ -72,7 +74,11 @@ class Requests:
         that are no request or hold too much, and as the constructor when the access list changed.
         """
         self.close()
-        data = await self._incoming.__anext__()
+        assert self._incoming is not None
+        return await self.take(await self._incoming.__anext__())
+
+    async def take(self, data: bytes) -> Any:
+        """The request in ``data``, of the call's. Raises as iteration does."""
         self.check_caller()
         self._budget.take(self._caller, len(data))
         self._num_held = len(data)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -137,13 +138,22 @@ async def test_a_caller_whose_requests_wait_is_refused_more_and_others_are_not(
         assert server.metrics.rpc.received.num_bytes == 0
 
 
-async def test_a_request_that_does_not_come_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_does_not_come_ends_its_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(requests, "_ARRIVAL_S", 0.1)
-    server = await ControlPlaneServer.start(ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1))
+    access = tmp_path / "access.toml"
+    digest = hashlib.sha256(b"token").hexdigest()
+    access.write_text(f'[[callers]]\ntoken_sha256 = "{digest}"\ntenant = "a"\nroles = ["router"]\n')
+    server = await ControlPlaneServer.start(
+        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, access_file=access)
+    )
+    metadata = [("authorization", "Bearer token")]
     async with grpc.aio.insecure_channel(server.address) as channel:
-        call = channel.stream_unary("/kvplane.v1.ControlPlaneService/ListPools")()
+        method = channel.stream_unary("/kvplane.v1.ControlPlaneService/ListPools")
+        call = method(metadata=metadata)
         assert await asyncio.wait_for(call.code(), 10) == grpc.StatusCode.DEADLINE_EXCEEDED
-        silent = channel.stream_unary("/kvplane.v1.ControlPlaneService/ListPools")()
+        silent = method(metadata=metadata)
         await silent.done_writing()
         assert await asyncio.wait_for(silent.code(), 10) == grpc.StatusCode.INVALID_ARGUMENT
     await server.stop()
