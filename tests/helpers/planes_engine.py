@@ -17,6 +17,7 @@ from planes_values import LAYOUT_MESSAGE, Owner, check_blocks, tag_of, values_of
 from planes_world import POOL, ControlProcess, DataProcess, World, wire
 
 from control_plane.planning import queries
+from data_plane.pieces import finish
 from kvplane import ops
 from kvplane.errors import (
     BadSignatureError,
@@ -430,7 +431,9 @@ class Engine:
                 )
             else:
                 process.executor.write_layer(self.id, layer, key, value, plan_number=made.number)
-                output = process.executor.attend(self.id, layer, query, plan_number=made.number)
+                output = finish(
+                    process.executor.attend(self.id, layer, query, plan_number=made.number)
+                )
         except StaleError as error:
             assert self.id in process.ended, f"a layer is refused: {error!r}"
             return False
