@@ -62,6 +62,7 @@ class Run:
     """Whether the device may still read the batch after the receipt."""
     failure: str = ""
     """Why there will be no receipt; empty while there may be one."""
+    _num_context_tokens: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -72,6 +73,14 @@ class Run:
     def num_spans(self) -> int:
         """Spans of the plan."""
         return self.attention[0].num_spans
+
+    def num_context_tokens(self, window_tokens: int) -> int:
+        """As of its batches, which all have the same spans; counted once for each window."""
+        num = self._num_context_tokens.get(window_tokens)
+        if num is None:
+            num = self.attention[0].num_context_tokens(window_tokens)
+            self._num_context_tokens[window_tokens] = num
+        return num
 
     @property
     def is_complete(self) -> bool:

@@ -350,6 +350,8 @@ class Session(SessionOperations, SessionQueries):
         await self._stream.send(request)
         response = await self._stream.receive()
         while response.number == 0:
+            if response.HasField("error"):  # the control plane could not read the request
+                raise from_wire(response.error)
             if response.HasField("notice"):
                 self._notices.append(response.notice)
             response = await self._stream.receive()

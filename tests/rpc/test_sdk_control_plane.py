@@ -387,3 +387,12 @@ async def test_a_session_is_opened_again_after_the_control_plane_was_replaced(
         assert readmitted == {1: 0, 2: 0}, "nothing is computed yet"
         await again.close()
     shard.hang_up()
+
+
+async def test_a_step_of_more_than_there_may_be_is_refused_and_the_next_one_runs(
+    session: Session,
+) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        await session.step([ops.free([1])] * 5000, timeout_s=5)
+    assert refused.value.field == "operations"
+    await session.step([ops.admit(1, range(8))], timeout_s=5)
