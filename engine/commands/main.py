@@ -60,7 +60,7 @@ def _layout(argv: Sequence[str]) -> int:
 
     groups = None
     if config.probe:
-        from engine import loader
+        from engine.models import loader
 
         groups = loader.load(config.model, config.dtype).groups
     layout = layout_from_hf(

@@ -192,9 +192,9 @@ def document(rows: Sequence[Row]) -> str:
     counts = {v: sum(row.verdict == v for row in rows) for v in (EXACT, REFUSED, NOT_RUN)}
     return (
         f"{head}## The census\n\n"
-        f"Of the {len(rows)} causal types of transformers {transformers.__version__}, "
-        f"{counts[EXACT]} are exact, {counts[REFUSED]} are refused, and {counts[NOT_RUN]} were "
-        "not run.\n`python -m tests.models.census` writes this table, and `tests/models/` holds it "
+        f"Of the {len(rows)} causal types of transformers {transformers.__version__}: "
+        f"{counts[EXACT]} exact, {counts[REFUSED]} refused, {counts[NOT_RUN]} not run.\n"
+        "`python -m tests.models.census` writes this table, and `tests/models/` holds it "
         "true.\n\n| type | result | with what, or why not |\n|---|---|---|\n"
         + "".join(f"{row}\n" for row in rows)
     )

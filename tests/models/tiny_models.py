@@ -162,25 +162,18 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     if hasattr(layer, "num_key_value_heads"):
         is_grouped = layer.num_key_value_heads not in (None, layer.num_attention_heads)
         values["num_key_value_heads"] = 2 if is_grouped else 4
-    if hasattr(layer, "head_dim") and not isinstance(
-        getattr(type(text), "head_dim", None), property
-    ):
+    if hasattr(layer, "head_dim"):
         values["head_dim"] = 8 if "qk_rope_head_dim" in values else 16
     if getattr(layer, "sliding_window", None) is not None:
         values["sliding_window"] = WINDOW_TOKENS
     values |= _layer_lists(text)
+    values = {name: value for name, value in values.items() if not _is_derived(text, name)}
     values |= _OF_TYPE.get(model_type, {})
     if model_type.endswith("_assistant"):  # its text config alone is another type's
         values = {name: value for name, value in values.items() if value is not None}
         return type(default)(text_config=type(text)(**values))
     named = {text.attribute_map.get(name, name): value for name, value in values.items()}
-    return type(text)(
-        **{
-            name: value
-            for name, value in named.items()
-            if value is not None and not isinstance(getattr(type(text), name, None), property)
-        }
-    )
+    return type(text)(**{name: value for name, value in named.items() if value is not None})
 
 
 def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
@@ -225,7 +218,13 @@ def _layer_lists(text: PreTrainedConfig) -> dict[str, Any]:
     lists = {}
     for name in ("layer_types", "mlp_layer_types"):
         kinds = getattr(text, name, None)
-        if kinds and not isinstance(getattr(type(text), name, None), property):
+        if kinds:
             distinct = list(dict.fromkeys(kinds))
             lists[name] = (distinct * NUM_LAYERS)[:NUM_LAYERS]
     return lists
+
+
+def _is_derived(text: PreTrainedConfig, name: str) -> bool:
+    """Whether the config's class computes the entry from others."""
+    entry = getattr(type(text), text.attribute_map.get(name, name), None)
+    return isinstance(entry, property) and entry.fset is None
