@@ -41,7 +41,7 @@ def _registered() -> Iterator[None]:
 
 
 def documented() -> dict[str, str]:
-    rows = census.DOCUMENT.read_text(encoding="utf-8").splitlines()
+    rows = census.DOCUMENT.read_text(encoding="utf-8").partition("## The census")[2].splitlines()
     return {row.split(" | ")[0].removeprefix("| "): row for row in rows if row.startswith("| ")}
 
 
