@@ -221,9 +221,9 @@ class PlanRunner:
             if bound is not None:
                 self.check_may_write(session, run)
                 num_context = run.num_context_tokens(bound.window_tokens)
-                output = compute.write_and_attend(bound, batch, query, key, value, num_context)
+                attended = compute.write_and_attend(bound, batch, query, key, value, num_context)
                 run.progress.finish_layer(index)
-                return output
+                return attended
         to_write = compute.write_arguments(batch, index, key, value, field)
         to_attend = None
         if query is not None:
