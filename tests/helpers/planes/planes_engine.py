@@ -425,15 +425,12 @@ class Engine:
         query, key, value = self._tensors(made, process, layer)
         call = LayerCall(process, made.number, layer, query, key, value)
         try:
-            if made.number % 3:
-                output = process.executor.layer(
-                    self.id, layer, query, key, value, plan_number=made.number
-                )
+            number, executor = made.number, process.executor
+            if number % 3:
+                output = executor.layer(self.id, layer, query, key, value, plan_number=number)
             else:
-                process.executor.write_layer(self.id, layer, key, value, plan_number=made.number)
-                output = finish(
-                    process.executor.attend(self.id, layer, query, plan_number=made.number)
-                )
+                executor.write_layer(self.id, layer, key, value, plan_number=number)
+                output = finish(executor.attend(self.id, layer, query, plan_number=number))
         except StaleError as error:
             assert self.id in process.ended, f"a layer is refused: {error!r}"
             return False
