@@ -106,18 +106,17 @@ class ControlPlane:
         self._quotas = Quotas(config, self._sessions)
         self._ended = EndedSessions(max(4096, 4 * config.max_sessions))
         self._next_tick_s: float | None = None
-        self._registration = Registration(
+        self._registration = registration = Registration(
             self._pools,
             incarnation=incarnation,
             config=config,
             new_key=new_key,
             end_sessions=self._end_all,
         )
-        self.register, self.report = self._registration.register, self._registration.report
-        self.disconnect = self._registration.disconnect
-        self.take_outgoing = self._registration.take_outgoing
-        self.take_told = self._registration.take_told
-        self.has_work, self.work = self._registration.has_work, self._registration.work
+        self.register, self.report = registration.register, registration.report
+        self.disconnect, self.holds_key = registration.disconnect, registration.holds_key
+        self.take_outgoing, self.take_told = registration.take_outgoing, registration.take_told
+        self.has_work, self.work = registration.has_work, registration.work
         self._followers = Followers(incarnation, config.max_followers)
         self.unfollow = self._followers.remove
         self._touch = self._registration.touched.add

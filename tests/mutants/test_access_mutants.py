@@ -41,6 +41,12 @@ BASIC = {
     "what_a_request_holds_is_not_counted": Fault(
         "kvplane/serving/requests.py", "self._bounds.check(data)", "pass", LARGE
     ),
+    "shards_that_live_are_taken_over": Fault(
+        "control_plane/server/registration_server.py",
+        "if time.monotonic() - old.heard_s <",
+        "if 0 >",
+        "tests/rpc/test_control_registration.py",
+    ),
     "grants_open_for_other_tenants": Fault(
         "data_plane/executor.py",
         "if tenant is not None and verified.tenant != tenant:",

@@ -8,6 +8,7 @@ and the pool is built again.
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Callable
 from typing import Final
 
@@ -106,6 +107,17 @@ class Registration:
                 f"for {left} more: start it with a higher --max-blocks",
                 field="hello.num_device_blocks",
             )
+
+    def holds_key(self, hello: cpb.Hello) -> bool:
+        """Whether the process shows that it is the one that is registered: by epoch and key."""
+        pool = self._pools.get(hello.pool_id)
+        state = None if pool is None else pool.shards.states.get(hello.shard.index)
+        return (
+            pool is not None
+            and state is not None
+            and state.hello.epoch == hello.epoch
+            and hmac.compare_digest(hello.key_id, pool.shards.key_id)
+        )
 
     def report(self, pool_id: str, shard_index: int, epoch: int, report: cpb.BlockReport) -> None:
         """Add a part of a shard's report.
