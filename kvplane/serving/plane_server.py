@@ -19,7 +19,8 @@ from kvplane.serving.config import ServingConfig
 from kvplane.serving.identity import Gate
 from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.message_bounds import MessageBounds
-from kvplane.serving.metrics import PlaneMetrics, serve_metrics
+from kvplane.serving.metrics import PlaneMetrics
+from kvplane.serving.metrics_endpoint import serve_metrics
 from kvplane.serving.receive_budget import ReceiveBudget
 from kvplane.serving.requests import Admission
 from kvplane.serving.wrong_service import WrongServiceInterceptor
@@ -87,8 +88,10 @@ class PlaneServer:
         self._serving = False
         self._endpoint = None
         if config.metrics_port >= 0:
-            host, port = self._server.host, config.metrics_port
-            self._endpoint = serve_metrics(metrics.registry, self._is_serving, host, port)
+            host, port = config.metrics_host or self._server.host, config.metrics_port
+            self._endpoint = serve_metrics(
+                metrics.registry, self._is_serving, host, port, config.metrics_access
+            )
 
     @property
     def address(self) -> str:
