@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -84,7 +85,7 @@ class EmbeddedBackend:
     def start(self, plan: pb.SignedPayload) -> Started:
         """Change tables and run transfers."""
         started = self._executor.start(self._open_session(), plan)
-        return Started(started.num_tokens, started.receipt)
+        return Started(started.num_tokens, [] if started.receipt is None else [started.receipt])
 
     def layer(
         self,
@@ -105,12 +106,12 @@ class EmbeddedBackend:
         with device_errors():
             return out.to(query.device)
 
-    def finish(self) -> pb.SignedPayload:
+    def finish(self) -> Sequence[pb.SignedPayload]:
         """The receipt, after the last layer."""
         receipt = self._executor.receipt(self._open_session())
         if receipt is None:
             raise InternalError("no receipt came after the last layer")
-        return receipt
+        return [receipt]
 
     def close(self) -> None:
         """Forget the session; the pool stays for others, and for the next session."""
