@@ -15,13 +15,13 @@ from types import TracebackType
 from typing import TypeVar
 
 from kvplane.attention_options import AttentionOptions
-from kvplane.data_client import DataClient
+from kvplane.clients.data_client import DataClient
+from kvplane.clients.execution import Execution
 from kvplane.errors import InvalidRequestError
-from kvplane.execution import Execution
 from kvplane.layout import Layout
 from kvplane.shard import QueryHeads, Shard
 from kvplane.tensor import Tensor, join_heads
-from kvplane.tls import TlsOptions
+from kvplane.transport.tls import TlsOptions
 from kvplane.v1.control_pb2 import ShardInfo
 from kvplane.v1.types_pb2 import SignedPayload
 

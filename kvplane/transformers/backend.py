@@ -13,8 +13,8 @@ from kvplane.errors import InternalError
 from kvplane.session import Session
 from kvplane.sharded_execution import ShardedDataClient, ShardedExecution
 from kvplane.tensor import Tensor
-from kvplane.tls import TlsOptions
 from kvplane.transformers.loop import LoopThread
+from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
 
 _TORCH: Final = {
