@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from engine import loader
 from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.loader import Message
+from engine.models import loader
+from engine.models.loader import Message
 from engine.request import Delta, RequestOutput, SamplingParams
-from engine.scheduler import Scheduler
+from engine.running.core import EngineCore
+from engine.scheduling.scheduler import Scheduler
 from engine.stats import EngineStats
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout

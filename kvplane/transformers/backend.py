@@ -9,9 +9,9 @@ from typing import Final, Protocol
 import torch
 
 from kvplane.attention_options import AttentionOptions
+from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
 from kvplane.errors import InternalError
 from kvplane.session import Session
-from kvplane.sharded_execution import ShardedDataClient, ShardedExecution
 from kvplane.tensor import Tensor
 from kvplane.transformers.loop import LoopThread
 from kvplane.transport.tls import TlsOptions

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTraine
 
 from control_plane.planning.core import ControlPlane, CoreConfig
 from data_plane import Executor
-from engine import loader
-from engine.core import EngineCore
+from engine.models import loader
 from engine.request import Delta, RequestOutput, SamplingParams
-from engine.scheduler import Scheduler
+from engine.running.core import EngineCore
+from engine.scheduling.scheduler import Scheduler
 from kvplane.errors import SessionNotFoundError, StaleError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine import loader
+from engine.models import loader
 from engine.models.baichuan import alibi_slopes
 from kvplane.errors import InvalidRequestError
 from kvplane.models.hf import layout_from_hf

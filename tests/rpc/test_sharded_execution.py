@@ -13,8 +13,8 @@ from sharded_pool import BY_BOTH, BY_LAYERS, LAYOUT, NUM_HEADS, POOL, Ranges, Sh
 
 from kvplane import ControlClient, LayerGroup, Layout, Session, Tensor, ops
 from kvplane.attention_options import AttentionOptions
+from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError, StaleEpochError
-from kvplane.sharded_execution import ShardedDataClient, ShardedExecution
 
 WINDOWED = replace(
     LAYOUT,

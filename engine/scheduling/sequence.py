@@ -16,8 +16,8 @@ from enum import Enum
 
 import torch
 
-from engine.detokenizer import Detokenizer
 from engine.request import Request, TokenLogprob
+from engine.sampling.detokenizer import Detokenizer
 
 
 class SequenceStatus(Enum):

@@ -22,11 +22,10 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Final
 
-from engine.intents import Counts, Failures, Intent, Kind, Outcome
-from engine.policy import Policy, PriorityThenArrival
-from engine.room import Room
-from engine.runner import Span
-from engine.sequence import EngineSequence, SequenceStatus
+from engine.scheduling.intents import Counts, Failures, Intent, Kind, Outcome, Span
+from engine.scheduling.policy import Policy, PriorityThenArrival
+from engine.scheduling.room import Room
+from engine.scheduling.sequence import EngineSequence, SequenceStatus
 from kvplane import ops
 from kvplane.errors import InternalError, PositionMismatchError, SequenceNotFoundError
 from kvplane.results import Granted, SequenceState, SessionNews, error_of, news_of

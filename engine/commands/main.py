@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Final
 
+from engine.commands.program import run_program
 from engine.config import GenerateConfig, LayoutConfig
-from engine.program import run_program
 from engine.serving.config import ServeConfig
 from kvplane import __version__
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, parse
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _generate(argv: Sequence[str]) -> int:
     config = parse(GenerateConfig, "engine generate", argv, os.environ)
-    from engine.generate import run
+    from engine.commands.generate import run
 
     return run(config)
 

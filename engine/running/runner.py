@@ -8,28 +8,13 @@ these. Logits are computed only where a next token is due.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from engine.sequence import EngineSequence
+from engine.scheduling.intents import Span
 from kvplane.transformers import attention
 from kvplane.transformers.models.packed import packed_logits
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Tokens ``[first_position, first_position + num_tokens)`` of ``sequence``, computed in this
-    step.
-
-    ``is_last``: it ends with the sequence's last known token, whose logits give the next one.
-    """
-
-    sequence: EngineSequence
-    first_position: int
-    num_tokens: int
-    is_last: bool
 
 
 class Runner:

@@ -17,13 +17,14 @@ from typing import Final
 
 import torch
 
-from engine.detokenizer import Detokenizer
-from engine.loader import LoadedModel
+from engine.models.loader import LoadedModel
 from engine.request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams
-from engine.runner import Runner, Span
-from engine.sampler import logprob_of, new_generator, sample
-from engine.scheduler import Scheduler
-from engine.sequence import EngineSequence, SequenceStatus
+from engine.running.runner import Runner
+from engine.sampling.detokenizer import Detokenizer
+from engine.sampling.sampler import logprob_of, new_generator, sample
+from engine.scheduling.intents import Span
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import EngineSequence, SequenceStatus
 from engine.stats import EngineStats
 from kvplane.errors import (
     InternalError,

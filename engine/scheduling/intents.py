@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine.runner import Span
-from engine.sequence import EngineSequence
+from engine.scheduling.sequence import EngineSequence
 from kvplane.errors import KvplaneError
 from kvplane.v1 import control_pb2 as pb
 
@@ -36,6 +35,20 @@ class Intent:
 
 Failures = dict[int, pb.ItemFailure]
 """Items of an operation that were not done, by index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens ``[first_position, first_position + num_tokens)`` of ``sequence``, computed in this
+    step.
+
+    ``is_last``: it ends with the sequence's last known token, whose logits give the next one.
+    """
+
+    sequence: EngineSequence
+    first_position: int
+    num_tokens: int
+    is_last: bool
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from engine.sequence import EngineSequence
+from engine.scheduling.sequence import EngineSequence
 
 
 class Policy(Protocol):
