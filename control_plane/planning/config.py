@@ -19,6 +19,9 @@ class CoreConfig:
     tables refer to, each counted once, ``max_tenant_steps_per_s``. ``max_retained_share``: of a
     pool's device blocks, those that a tenant may retain.
 
+    ``receipt_timeout_s``: after which a plan that some shards of a pool have receipted and others
+    not ends its session.
+
     Other bounds: ``max_followers`` of prefix indexes, ``num_kept_changes`` of each index for them,
     ``max_pools``, of which one without data planes is forgotten after ``pool_expiry_s``,
     ``max_tenant_namespaces`` in a pool, ``max_unfenced_sessions`` of a pool, which have ended and
@@ -42,5 +45,6 @@ class CoreConfig:
     num_kept_changes: int = 65_536
     max_pools: int = 64
     pool_expiry_s: float = 3600.0
+    receipt_timeout_s: float = 30.0
     max_tenant_namespaces: int = 4096
     max_unfenced_sessions: int = 4096

@@ -165,6 +165,11 @@ class PoolShards:
         """Ended sessions that some shard has not fenced yet."""
         return set(self._fencing)
 
+    def not_fenced_by(self, session_id: int) -> set[int]:
+        """Shards that have not fenced an ended session yet."""
+        waiting, _ = self._fencing.get(session_id, (set[int](), None))
+        return waiting
+
     @property
     def epochs(self) -> list[int]:
         """The shards' epochs, by shard index. All have registered."""
@@ -192,7 +197,8 @@ class PoolShards:
             return f"shards {', '.join(lost)} have lost their connection"
         if silent:
             return f"shards {', '.join(silent)} have not reported their blocks yet"
-        return "its shards are still stopping sessions that ended"
+        unfenced = sorted({i for waiting, _ in self._fencing.values() for i in waiting})
+        return f"shards {', '.join(map(str, unfenced))} have not stopped sessions that ended yet"
 
     def overlapping(self, shard: tpb.Shard) -> list[int]:
         """Indices of the other shards that hold a part of what this one would, and are not copies
