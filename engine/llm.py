@@ -14,6 +14,8 @@ import torch
 from engine.config import EngineConfig
 from engine.models import loader
 from engine.models.loader import Message
+from engine.parallel.backends import backend_of
+from engine.parallel.leader import ParallelBackend
 from engine.request import Delta, RequestOutput, SamplingParams
 from engine.running.core import EngineCore
 from engine.scheduling.scheduler import Scheduler
@@ -21,7 +23,7 @@ from engine.stats import EngineStats
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
-from kvplane.transformers.backend import DataBackend, RemoteBackend
+from kvplane.transformers.backend import DataBackend
 from kvplane.transformers.link import ControlLink
 from kvplane.transformers.loop import LoopThread
 from kvplane.v1 import control_pb2 as pb
@@ -175,7 +177,7 @@ class LLM:
             )
             self._closing.callback(self._link.close)
             layout = _layout(config, self._link.pool_layout(config.recovery_timeout_s))
-            self._loaded = loader.load(config.model, layout.dtype, probe=config.probe)
+            self._loaded = _load(config, layout, self._backend)
             self._backend.open(self._link.open(layout))
             self._core = _core(config, layout, self._loaded, self._link, self._backend)
             self._closing = self._closing.pop_all()
@@ -231,36 +233,16 @@ class LLM:
 
 
 def _backend(config: EngineConfig, loop: LoopThread) -> DataBackend:
-    if config.data_plane == "embedded":
-        return _embedded(config)
-    return RemoteBackend(loop, config.timeout_s, config.client_tls)
+    if config.tensor_parallel > 1:
+        return ParallelBackend(config, loop)
+    return backend_of(config, loop)
 
 
-def _embedded(config: EngineConfig) -> DataBackend:
-    # They need the data plane's own packages.
-    from data_plane.server.config import DataPlaneConfig
-    from kvplane.transformers.embedded import EmbeddedBackend
+def _load(config: EngineConfig, layout: Layout, backend: DataBackend) -> loader.LoadedModel:
+    def load() -> loader.LoadedModel:
+        return loader.load(config.model, layout.dtype, probe=config.probe)
 
-    plane = DataPlaneConfig(
-        control_plane=config.control_plane,
-        bind="127.0.0.1:0",
-        pool_id=config.pool_id,
-        model=config.model,
-        block_size_tokens=config.block_size_tokens,
-        dtype="float32" if config.dtype == "auto" else config.dtype,
-        kv_dtype="" if config.kv_dtype == "auto" else config.kv_dtype,
-        num_device_blocks=config.num_device_blocks,
-        num_host_blocks=config.num_host_blocks,
-        num_threads=config.num_threads,
-        metrics_port=-1,
-        control_plane_tls=config.planes_tls,
-        control_plane_ca=config.planes_ca,
-        control_plane_name=config.planes_name,
-        control_plane_token_file=config.planes_token_file,
-        tls_certificate=config.planes_certificate,
-        tls_key=config.planes_key,
-    )
-    return EmbeddedBackend(plane, config.recovery_timeout_s)
+    return backend.load(layout, load) if isinstance(backend, ParallelBackend) else load()
 
 
 def _core(

@@ -11,11 +11,12 @@ import torch
 from kvplane.attention_options import AttentionOptions
 from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
 from kvplane.errors import InternalError
-from kvplane.session import Session
+from kvplane.layout import Layout
 from kvplane.tensor import Tensor
 from kvplane.transformers.loop import LoopThread
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
+from kvplane.v1.control_pb2 import ShardInfo
 
 _TORCH: Final = {
     "float32": torch.float32,
@@ -33,12 +34,31 @@ class Started:
     receipts: Sequence[pb.SignedPayload] = ()
 
 
+class OpenedSession(Protocol):
+    """What a backend needs of a session."""
+
+    @property
+    def grant(self) -> pb.SignedPayload:
+        """Says what the session may do at a data plane."""
+        ...
+
+    @property
+    def shards(self) -> Sequence[ShardInfo]:
+        """The pool's, by index."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """The pool's."""
+        ...
+
+
 class DataBackend(Protocol):
     """Carries out the plans of one session, one at a time: ``start``, each layer in order,
     ``finish``.
     """
 
-    def open(self, session: Session) -> None:
+    def open(self, session: OpenedSession) -> None:
         """Serve ``session`` from now on, and no other."""
         ...
 
@@ -81,7 +101,7 @@ class RemoteBackend:
         self._client: ShardedDataClient | None = None
         self._execution: ShardedExecution | None = None
 
-    def open(self, session: Session) -> None:
+    def open(self, session: OpenedSession) -> None:
         """Open an Execute stream to each of the session's data planes."""
         self.close()
         client = self._loop.call(

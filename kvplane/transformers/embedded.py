@@ -23,8 +23,7 @@ from data_plane.server.embedded import EmbeddedDataPlane
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError
 from kvplane.layout import Layout
-from kvplane.session import Session
-from kvplane.transformers.backend import Started
+from kvplane.transformers.backend import OpenedSession, Started
 from kvplane.transformers.loop import LoopThread
 from kvplane.v1 import types_pb2 as pb
 
@@ -78,7 +77,7 @@ class EmbeddedBackend:
         self._executor = self._plane.start(start_timeout_s)
         self._session_id: int | None = None
 
-    def open(self, session: Session) -> None:
+    def open(self, session: OpenedSession) -> None:
         """Present the session's grant to the executor."""
         self._session_id = self._executor.open(session.grant)
 
