@@ -23,9 +23,9 @@ from engine.stats import EngineStats
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
+from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers.backend import DataBackend
 from kvplane.transformers.link import ControlLink
-from kvplane.transformers.loop import LoopThread
 from kvplane.v1 import control_pb2 as pb
 
 Prompt = str | Sequence[int]

@@ -24,6 +24,7 @@ class CoreConfig:
 
     Other bounds: ``max_followers`` of prefix indexes, ``num_kept_changes`` of each index for them,
     ``max_pools``, of which one without data planes is forgotten after ``pool_expiry_s``,
+    ``max_blocks`` of all data planes, of both tiers,
     ``max_tenant_namespaces`` in a pool, ``max_unfenced_sessions`` of a pool, which have ended and
     some data plane has not fenced.
     """
@@ -44,6 +45,7 @@ class CoreConfig:
     max_followers: int = 64
     num_kept_changes: int = 65_536
     max_pools: int = 64
+    max_blocks: int = 2**23
     pool_expiry_s: float = 3600.0
     receipt_timeout_s: float = 30.0
     max_tenant_namespaces: int = 4096

@@ -154,6 +154,13 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
+_WHY_ENDED: Final[dict[type[KvplaneError], str]] = {
+    SessionExpiredError: "ended when nothing had renewed its lease in time",
+    SessionNotFoundError: "is not open: it was closed, or never opened by this tenant",
+    StaleEpochError: "ended when a data plane of its pool was restarted",
+}
+
+
 class EndedSessions:
     """Why recently ended sessions ended, to tell their callers."""
 
@@ -180,6 +187,7 @@ class EndedSessions:
         if owner != tenant:
             reason = SessionNotFoundError
         return reason(
-            f"session {session_id} is not open: open another and admit its sequences again",
+            f"session {session_id} {_WHY_ENDED[reason]}: open another and admit its sequences "
+            "again",
             field="session.session_id",
         )

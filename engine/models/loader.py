@@ -99,7 +99,9 @@ def load(folder: Path, dtype: str, *, probe: bool = True) -> LoadedModel:
     """
     transformers_logging.disable_progress_bar()
     attention.register()
-    model = _load_model(folder, dtype)
+    is_baichuan = read_config(folder).model_type == baichuan.MODEL_TYPE
+    load_model = baichuan.load if is_baichuan else _load_model
+    model = load_model(folder, TORCH_DTYPES[dtype])
     model.train(mode=False)
     adapters.adapt(model)
     if probe:
@@ -109,7 +111,7 @@ def load(folder: Path, dtype: str, *, probe: bool = True) -> LoadedModel:
     has_tokenizer = any((folder / name).exists() for name in _TOKENIZER_FILES)
     return LoadedModel(
         model=model,
-        tokenizer=_load_tokenizer(folder) if has_tokenizer else None,
+        tokenizer=_load_tokenizer(folder, is_baichuan=is_baichuan) if has_tokenizer else None,
         end_token_ids=_end_token_ids(model),
         vocabulary_size=text_config.vocab_size,
         max_total_tokens=_max_total_tokens(text_config),
@@ -117,12 +119,10 @@ def load(folder: Path, dtype: str, *, probe: bool = True) -> LoadedModel:
     )
 
 
-def _load_model(folder: Path, dtype: str) -> PreTrainedModel:
-    if read_config(folder).model_type == baichuan.MODEL_TYPE:
-        return baichuan.load(folder, TORCH_DTYPES[dtype])
+def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
         return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=TORCH_DTYPES[dtype], local_files_only=True, attn_implementation="eager"
+            folder, dtype=dtype, local_files_only=True, attn_implementation="eager"
         )
     except KvplaneError:
         raise
@@ -132,8 +132,12 @@ def _load_model(folder: Path, dtype: str) -> PreTrainedModel:
         ) from error
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def _load_tokenizer(folder: Path, *, is_baichuan: bool) -> Any:
     try:
+        if is_baichuan:
+            from engine.models.baichuan_tokenizer import BaichuanTokenizer  # needs sentencepiece
+
+            return BaichuanTokenizer.load(folder)
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise InvalidRequestError(

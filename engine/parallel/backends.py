@@ -12,6 +12,7 @@ from kvplane.clients.data_client import DataClient
 from kvplane.clients.execution import Execution
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.shard import Shard
+from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers.backend import (
     DataBackend,
     OpenedSession,
@@ -20,7 +21,6 @@ from kvplane.transformers.backend import (
     from_wire,
     to_wire,
 )
-from kvplane.transformers.loop import LoopThread
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
 

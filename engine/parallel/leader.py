@@ -22,8 +22,8 @@ from engine.parallel.model_part import keep_part
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
+from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers.backend import DataBackend, OpenedSession, Started
-from kvplane.transformers.loop import LoopThread
 from kvplane.v1 import types_pb2 as pb
 
 _END_TIMEOUT_S: Final = 10.0

@@ -51,6 +51,11 @@ def keep_part(model: PreTrainedModel, layout: Layout, group: RankGroup) -> None:
         for name in modules
         if name.endswith(".q_proj")
     }
+    if len(heads) != layout.num_layers:
+        raise InvalidRequestError(
+            "the model's attention has other layers than q_proj, k_proj and v_proj",
+            field="tensor_parallel",
+        )
     for name, module in modules.items():
         cut = next((way for pattern, way in plan.items() if re.fullmatch(pattern, name)), _WHOLE)
         parent, _, leaf = name.rpartition(".")

@@ -26,8 +26,8 @@ from engine.parallel.model_part import keep_part
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
+from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers.backend import DataBackend
-from kvplane.transformers.loop import LoopThread
 from kvplane.transformers.models.packed import packed_logits
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb

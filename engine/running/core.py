@@ -187,12 +187,12 @@ class EngineCore:
             return
         self._stepped_s = started_s
         result = self._link.step([intent.operation for intent in intents])
-        self._has_plan = result.HasField("plan")
+        self._has_plan = result.plan is not None
         outcome = self._scheduler.apply(intents, result)
         self._note_counts()
         for sequence, error in outcome.failed:
             self._fail(sequence.request.request_id, error)
-        if not self._has_plan:
+        if result.plan is None:
             self._pause()
             return
         self._stalled_since_s = None

@@ -12,8 +12,8 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
 from kvplane.errors import InternalError
 from kvplane.layout import Layout
+from kvplane.sync.loop_thread import LoopThread
 from kvplane.tensor import Tensor
-from kvplane.transformers.loop import LoopThread
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
 from kvplane.v1.control_pb2 import ShardInfo

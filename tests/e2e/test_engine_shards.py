@@ -19,7 +19,7 @@ from engine import LLM, SamplingParams
 from engine.request import CompletionOutput
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.models.hf import layout_from_hf
-from kvplane.transformers.loop import LoopThread
+from kvplane.sync.loop_thread import LoopThread
 
 PROMPTS = [[5, 9, 33, 44, 77] * 9, [8, 9, 10, 55], [5, 9, 33, 44, 77] * 8]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, record_logits=True)

@@ -47,7 +47,7 @@ def layer_input(layout: Layout, layer: int, num_tokens: int, seed: int) -> list[
 async def run(session: Session, execution: ShardedExecution, step: int, operation) -> list[Tensor]:
     """One step's outputs, layer by layer; its receipts go with the next."""
     result = await session.step([operation])
-    assert result.HasField("plan"), result
+    assert result.plan is not None, result
     started = await execution.start(result.plan)
     assert not started.has_run
     outputs = [

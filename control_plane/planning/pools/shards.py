@@ -299,3 +299,8 @@ def num_blocks_of(hello: cpb.Hello) -> list[dict[tpb.Tier, int]]:
         {tpb.TIER_DEVICE: group.num_device_blocks, tpb.TIER_HOST: group.num_host_blocks}
         for group in (hello.groups or [hello])
     ]
+
+
+def total_blocks(hello: cpb.Hello) -> int:
+    """Blocks of a shard, of all layer groups and both tiers."""
+    return sum(sum(of_group.values()) for of_group in num_blocks_of(hello))
