@@ -158,6 +158,7 @@ _WHY_ENDED: Final[dict[type[KvplaneError], str]] = {
     SessionExpiredError: "ended when nothing had renewed its lease in time",
     SessionNotFoundError: "is not open: it was closed, or never opened by this tenant",
     StaleEpochError: "ended when a data plane of its pool was restarted",
+    MissingReceiptError: "ended because a shard did not receipt in time a plan that others had",
 }
 
 

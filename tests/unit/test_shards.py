@@ -33,7 +33,7 @@ def test_it_says_what_is_missing_until_nothing_is() -> None:
     assert "shards 1 have lost their connection" in shards.what_is_missing()
     right.reconnect(right.hello, [])
     shards.fence(tpb.SessionRef(session_id=5), ordinal=1)
-    assert "stopping sessions" in shards.what_is_missing()
+    assert "shards 0, 1 have not stopped sessions" in shards.what_is_missing()
     assert not shards.fence_done(5, 0)
     assert shards.fence_done(5, 1)
     assert not shards.fence_done(5, 1)
