@@ -170,14 +170,18 @@ class LLM:
         with self._closing:
             loop = LoopThread("engine-planes")
             self._closing.callback(loop.close)
-            self._backend = _backend(config, loop)
-            self._closing.callback(self._backend.stop)
+            is_embedded = config.data_plane == "embedded"
+            plane = self._closing.enter_context(ExitStack())  # to end after the session
             self._link = ControlLink(
                 loop, config.control_plane, config.pool_id, config.timeout_s, config.client_tls
             )
             self._closing.callback(self._link.close)
-            layout = _layout(config, self._link.pool_layout(config.recovery_timeout_s))
-            self._loaded = _load(config, layout, self._backend)
+            pool = None if is_embedded else self._link.pool_layout(config.recovery_timeout_s)
+            self._loaded, layout = _load(config, pool)
+            self._backend = _backend(config, loop, self._loaded, layout)
+            plane.callback(self._backend.stop)
+            if is_embedded:
+                self._link.pool_layout(config.recovery_timeout_s)  # until its shards are there
             self._backend.open(self._link.open(layout))
             self._core = _core(config, layout, self._loaded, self._link, self._backend)
             self._closing = self._closing.pop_all()
@@ -232,17 +236,12 @@ class LLM:
         self._core.settle()
 
 
-def _backend(config: EngineConfig, loop: LoopThread) -> DataBackend:
-    if config.tensor_parallel > 1:
-        return ParallelBackend(config, loop)
-    return backend_of(config, loop)
-
-
-def _load(config: EngineConfig, layout: Layout, backend: DataBackend) -> loader.LoadedModel:
-    def load() -> loader.LoadedModel:
-        return loader.load(config.model, layout.dtype, probe=config.probe)
-
-    return backend.load(layout, load) if isinstance(backend, ParallelBackend) else load()
+def _backend(
+    config: EngineConfig, loop: LoopThread, loaded: loader.LoadedModel, layout: Layout
+) -> DataBackend:
+    if config.tensor_parallel == 1:
+        return backend_of(config, layout, loop)
+    return ParallelBackend(config, layout, loop, loaded.model)
 
 
 def _core(
@@ -262,17 +261,25 @@ def _core(
     )
 
 
-def _layout(config: EngineConfig, pool: Layout) -> Layout:
-    """The model's layout, in the pool's block size and types where nothing else is asked for, with
-    the pool's scales: the pool decides how values are stored.
+def _load(config: EngineConfig, pool: Layout | None) -> tuple[loader.LoadedModel, Layout]:
+    """The model and its layout. Where the settings ask for nothing else, block size and types are
+    the pool's; scales are the pool's always, because it decides how values are stored.
+    ``pool``: None for one that is yet to be embedded.
     """
+    dtype, kv_dtype = config.dtype, config.kv_dtype
+    if dtype == "auto":
+        dtype = "float32" if pool is None else pool.dtype
+    if kv_dtype == "auto":
+        kv_dtype = dtype if pool is None else pool.kv_dtype
+    loaded = loader.load(config.model, dtype, probe=config.probe)
     layout = layout_from_hf(
         config.model,
-        block_size_tokens=pool.block_size_tokens,
-        dtype=pool.dtype if config.dtype == "auto" else config.dtype,
-        kv_dtype=pool.kv_dtype if config.kv_dtype == "auto" else config.kv_dtype,
+        block_size_tokens=config.block_size_tokens if pool is None else pool.block_size_tokens,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        groups=loaded.groups,
     )
-    return layout.with_scales_of(pool)
+    return loaded, layout if pool is None else layout.with_scales_of(pool)
 
 
 def _params_of_each(

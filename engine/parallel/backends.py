@@ -11,50 +11,42 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.clients.data_client import DataClient
 from kvplane.clients.execution import Execution
 from kvplane.errors import InternalError, InvalidRequestError
+from kvplane.layout import Layout
 from kvplane.shard import Shard
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.transformers.backend import (
-    DataBackend,
-    OpenedSession,
-    RemoteBackend,
-    Started,
-    from_wire,
-    to_wire,
-)
+from kvplane.tensor import Tensor
+from kvplane.transformers.backend import DataBackend, OpenedSession, RemoteBackend, Started
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
 
 
-def backend_of(config: EngineConfig, loop: LoopThread, rank: int = 0) -> DataBackend:
+def backend_of(
+    config: EngineConfig, layout: Layout, loop: LoopThread, rank: int = 0
+) -> DataBackend:
     """Of one rank, 0 where there is one. Raises UnavailableError when an embedded data plane cannot
     register in time.
     """
     if config.data_plane == "embedded":
-        return _embedded(config, rank)
+        return _embedded(config, layout, rank)
     if config.tensor_parallel == 1:
         return RemoteBackend(loop, config.timeout_s, config.client_tls)
     return RankBackend(loop, config.timeout_s, config.client_tls, rank, config.tensor_parallel)
 
 
-def _embedded(config: EngineConfig, rank: int) -> DataBackend:
-    # They need the data plane's own packages.
-    from data_plane.server.config import DataPlaneConfig
+def _embedded(config: EngineConfig, layout: Layout, rank: int) -> DataBackend:
+    # It needs the data plane's own packages.
     from kvplane.transformers.embedded import EmbeddedBackend
 
-    plane = DataPlaneConfig(
+    return EmbeddedBackend(
+        layout,
+        config.recovery_timeout_s,
         control_plane=config.control_plane,
-        bind="127.0.0.1:0",
         pool_id=config.pool_id,
         num_shards=config.tensor_parallel,
         shard_index=rank,
-        model=config.model,
-        block_size_tokens=config.block_size_tokens,
-        dtype="float32" if config.dtype == "auto" else config.dtype,
-        kv_dtype="" if config.kv_dtype == "auto" else config.kv_dtype,
         num_device_blocks=config.num_device_blocks,
         num_host_blocks=config.num_host_blocks,
         num_threads=config.num_threads,
-        metrics_port=-1,
         control_plane_tls=config.planes_tls,
         control_plane_ca=config.planes_ca,
         control_plane_name=config.planes_name,
@@ -62,7 +54,6 @@ def _embedded(config: EngineConfig, rank: int) -> DataBackend:
         tls_certificate=config.planes_certificate,
         tls_key=config.planes_key,
     )
-    return EmbeddedBackend(plane, config.recovery_timeout_s)
 
 
 class RankBackend:
@@ -116,9 +107,12 @@ class RankBackend:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Send one layer's new tokens, of the rank's heads, and wait for their attention."""
-        sent = (to_wire(query), to_wire(key), to_wire(value))
-        out = self._loop.run(self._open_execution().layer(index, *sent, options=options))
-        return from_wire(out).to(query.device)
+        tensors = (
+            Tensor.from_array(each.detach().cpu().contiguous()) for each in (query, key, value)
+        )
+        out = self._loop.run(self._open_execution().layer(index, *tensors, options=options))
+        there: torch.Tensor = out.torch().to(query.device)
+        return there
 
     def finish(self) -> Sequence[pb.SignedPayload]:
         """The receipt that came after the last layer. Raises InternalError when none did."""

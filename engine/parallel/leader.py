@@ -6,15 +6,15 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
-from engine.models.loader import LoadedModel
 from engine.parallel import rank as ranks
 from engine.parallel.backends import backend_of
 from engine.parallel.group import RankGroup
@@ -34,36 +34,30 @@ class ParallelBackend:
     the engine must then be started again.
     """
 
-    def __init__(self, config: EngineConfig, loop: LoopThread) -> None:
-        """Raises what ``backend_of`` raises on any rank."""
+    def __init__(
+        self, config: EngineConfig, layout: Layout, loop: LoopThread, model: PreTrainedModel
+    ) -> None:
+        """``model``: whole; of it this rank's part is kept. Raises what ``keep_part`` and
+        ``backend_of`` raise on any rank.
+        """
         self._own: DataBackend | None = None
         self._step: ranks.PatientStep | None = None  # of a forward pass that has begun
         self._closing = ExitStack()
         with self._closing:
-            folder = Path(self._closing.enter_context(tempfile.TemporaryDirectory()))
+            meeting = Path(self._closing.enter_context(tempfile.TemporaryDirectory()), "meeting")
             for rank in range(1, config.tensor_parallel):
-                self._start_rank(ranks.Assignment(config, folder / "meeting", rank))
-            self._group = RankGroup(
-                folder / "meeting", 0, config.tensor_parallel, config.recovery_timeout_s
-            )
+                self._start_rank(ranks.Assignment(config, layout, meeting, rank))
+            self._group = RankGroup(meeting, 0, config.tensor_parallel, config.recovery_timeout_s)
             self._closing.callback(self._stop_others)
-            ranks.together(self._group, lambda: self._begin(config, loop))
+
+            def begin() -> None:
+                keep_part(model, layout, self._group)
+                self._own = backend_of(config, layout, loop)
+                self._closing.callback(self._own.stop)
+
+            ranks.together(self._group, begin)
+            model.register_forward_pre_hook(self._share_batch, with_kwargs=True)
             self._closing = self._closing.pop_all()
-
-    def load(self, layout: Layout, load: Callable[[], LoadedModel]) -> LoadedModel:
-        """Load the model on all ranks, on this one by ``load``, and keep this rank's part. Raises
-        what ``keep_part`` raises.
-        """
-        self._tell(ranks.LOAD + layout.to_proto().SerializeToString())
-        loaded: list[LoadedModel] = []
-
-        def load_part() -> None:
-            loaded.append(load())
-            keep_part(loaded[0].model, layout, self._group)
-
-        ranks.together(self._group, load_part)
-        loaded[0].model.register_forward_pre_hook(self._share_batch, with_kwargs=True)
-        return loaded[0]
 
     def open(self, session: OpenedSession) -> None:
         """Serve this session on all ranks."""
@@ -114,10 +108,6 @@ class ParallelBackend:
         if self._own is None:
             raise InternalError("it was stopped")
         return self._own
-
-    def _begin(self, config: EngineConfig, loop: LoopThread) -> None:
-        own = self._own = backend_of(config, loop)
-        self._closing.callback(own.stop)
 
     def _start_rank(self, assignment: ranks.Assignment) -> None:
         command = [sys.executable, "-m", "engine.parallel.worker"]

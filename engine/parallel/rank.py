@@ -1,6 +1,6 @@
 """What every rank does, and how ranks agree on how it ended.
 
-    load ──► open ──► start ──► forward, unless the plan computes nothing ──► close
+    begin ──► open ──► start ──► forward, unless the plan computes nothing ──► close
 
 Rank 0 tells each command to all ranks. All do it, and say how that ended; when one of them failed,
 rank 0 raises its error. In a forward pass ranks wait for each other in every layer, so one that
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -37,7 +39,6 @@ from kvplane.wire.error_messages import from_wire, to_wire
 _LOGGER: Final = logging.getLogger(__name__)
 
 # What a command's message begins with.
-LOAD: Final = b"L"
 OPEN: Final = b"O"
 START: Final = b"S"
 FORWARD: Final = b"F"
@@ -132,6 +133,7 @@ class Assignment:
     """What a rank other than 0 has to know. ``meeting``: see ``RankGroup``."""
 
     config: EngineConfig
+    layout: Layout
     meeting: Path
     rank: int
 
@@ -144,15 +146,10 @@ def follow(assignment: Assignment) -> None:
     group = RankGroup(
         assignment.meeting, assignment.rank, config.tensor_parallel, config.recovery_timeout_s
     )
-    loop = LoopThread("engine-planes")
-    follower = _Follower(config, group, loop)
-    try:
+    with _Follower(assignment, group) as follower:
         _agree(group, follower.begin)
         while (message := group.tell())[:1] != STOP:
-            _agree(group, lambda: follower.do(message[:1], message[1:]))
-    finally:
-        follower.close()
-        loop.close()
+            _agree(group, partial(follower.do, message[:1], message[1:]))
 
 
 def _agree(group: RankGroup, act: Callable[[], ExecuteResponse | None]) -> None:
@@ -164,43 +161,43 @@ def _agree(group: RankGroup, act: Callable[[], ExecuteResponse | None]) -> None:
 
 
 class _Follower:
-    """Its model and its backend."""
+    """A rank's part of the model, and its backend."""
 
-    def __init__(self, config: EngineConfig, group: RankGroup, loop: LoopThread) -> None:
-        self._config = config
+    _backend: DataBackend
+    _model: PreTrainedModel
+
+    def __init__(self, assignment: Assignment, group: RankGroup) -> None:
+        self._assignment = assignment
         self._group = group
-        self._loop = loop
-        self._backend: DataBackend | None = None
-        self._model: PreTrainedModel | None = None
+        self._closing = ExitStack()
+
+    def __enter__(self) -> _Follower:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
 
     def begin(self) -> None:
-        self._backend = backend_of(self._config, self._loop, self._group.rank)
+        """As rank 0 does; it has probed the model."""
+        config, layout = self._assignment.config, self._assignment.layout
+        loop = LoopThread("engine-planes")
+        self._closing.callback(loop.close)
+        self._model = loader.load(config.model, layout.dtype, probe=False).model
+        keep_part(self._model, layout, self._group)
+        self._backend = backend_of(config, layout, loop, self._group.rank)
+        self._closing.callback(self._backend.stop)
 
     def do(self, kind: bytes, body: bytes) -> ExecuteResponse | None:
-        backend = self._backend
-        assert backend is not None
-        if kind == LOAD:
-            layout = Layout.from_proto(tpb.Layout.FromString(body))
-            model = loader.load(self._config.model, layout.dtype, probe=False).model
-            keep_part(model, layout, self._group)
-            self._model = model
-        elif kind == OPEN:
-            backend.open(SharedSession.decode(body))
+        """One command."""
+        if kind == OPEN:
+            self._backend.open(SharedSession.decode(body))
         elif kind == START:
-            return start(backend, tpb.SignedPayload.FromString(body))
+            return start(self._backend, tpb.SignedPayload.FromString(body))
         elif kind == FORWARD:
-            return self._forward(backend, body)
+            tokens, positions = torch.frombuffer(bytearray(body), dtype=torch.int64).view(2, -1)
+            step = PatientStep(self._backend)
+            packed_logits(self._model, tokens.tolist(), positions.tolist(), [], step)
+            return step.finish()
         elif kind == CLOSE:
-            backend.close()
+            self._backend.close()
         return None
-
-    def close(self) -> None:
-        if self._backend is not None:
-            self._backend.stop()
-
-    def _forward(self, backend: DataBackend, body: bytes) -> ExecuteResponse:
-        assert self._model is not None
-        tokens, positions = torch.frombuffer(bytearray(body), dtype=torch.int64).view(2, -1)
-        step = PatientStep(backend)
-        packed_logits(self._model, tokens.tolist(), positions.tolist(), [], step)
-        return step.finish()
