@@ -163,6 +163,7 @@ class Followers:
             raise QuotaExceededError(f"{self._most} streams follow prefix indexes: end one first")
         follower = Follower(pool, (tenant, request.namespace), request, self._incarnation, wake)
         pool.followers.add(follower)
+        pool.keep_changes()
         self._num += 1
         return follower
 

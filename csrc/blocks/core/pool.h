@@ -74,6 +74,12 @@ struct Span {
   const T& operator[](int64_t i) const { return data[i]; }
 };
 
+inline bool any_negative(const int32_t* values, int64_t num) {
+  int32_t all = 0;
+  for (int64_t i = 0; i < num; ++i) all |= values[i];
+  return all < 0;
+}
+
 // What came of an operation on several sequences: a value for each item, and those refused.
 struct ItemResults {
   std::vector<int32_t> values;
@@ -312,13 +318,14 @@ class Pool final : private Listener {
 
   // Tables (tables.cpp): references of pieces are counted here.
   void own_piece(Session& session, Sequence& sequence, size_t piece);
-  void push_block(Session& session, Sequence& sequence, Block b);
+  void push_blocks(Session& session, Sequence& sequence, const std::vector<Block>& blocks);
   void put_block(Session& session, Sequence& sequence, int64_t i, Block b);
   int64_t cut_table(Session& session, Sequence& sequence, int64_t num, int64_t plan);
   void trim_table(Session& session, Sequence& sequence, int64_t num, int64_t plan);
-  void share(Session& session, Tier tier, Block b);
-  bool release(Session& session, Tier tier, Block b, int64_t plan);
-  bool remember(Session& session, Tier tier, Block b, int64_t plan);
+  void share(Session& session, Tier tier, const std::vector<Block>& blocks);
+  int64_t release(Session& session, Tier tier, const Block* blocks, size_t num, int64_t plan);
+  bool remember(Session& session, Tier tier, const Block* blocks, size_t num, int64_t plan);
+  void end_release(const Release& release);
   void set_entries(Session& session, Sequence& sequence, ChangeKind kind, int64_t first,
                    int64_t end, const std::vector<uint8_t>* allocated);
   void allocate(Session& session, Tier tier, int64_t num, std::vector<Block>& out);
@@ -432,6 +439,7 @@ class Pool final : private Listener {
   DryRun dry_;
   Session* allocating_ = nullptr;  // for whom device blocks are allocated now
   std::vector<Block> scratch_;
+  std::vector<Block> cut_;  // scratch of cut_table
 };
 
 }  // namespace kvplane::blocks

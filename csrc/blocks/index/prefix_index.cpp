@@ -66,13 +66,21 @@ std::vector<EntryId> PrefixIndex::roots() const {
 
 // Look-ups
 
+// Of one block, which is too short for the call of a function to be worth it.
+bool PrefixIndex::has_tokens(EntryId e, const int32_t* tokens) const {
+  const int32_t* own = tokens_.row(e);
+  int32_t differs = 0;
+  for (uint32_t i = 0; i < block_size_; ++i) differs |= own[i] ^ tokens[i];
+  return differs == 0;
+}
+
 EntryId PrefixIndex::find(EntryId parent, const int32_t* tokens) const {
   const EntryId first = entries_[parent].child;
   if (first == kNoEntry) return kNoEntry;
-  const size_t num_bytes = block_size_ * sizeof(int32_t);
-  if (std::memcmp(tokens_.row(first), tokens, num_bytes) == 0) return first;
+  if (has_tokens(first, tokens)) return first;
   if (entries_[first].next == kNoEntry) return kNoEntry;
-  return lookup(parent, tokens, chained_hash(entries_[parent].hash, tokens, num_bytes));
+  return lookup(parent, tokens,
+                chained_hash(entries_[parent].hash, tokens, block_size_ * sizeof(int32_t)));
 }
 
 EntryId PrefixIndex::find_hash(EntryId parent, const Hash& hash) const {
@@ -84,8 +92,7 @@ EntryId PrefixIndex::lookup(EntryId parent, const int32_t* tokens, const Hash& h
   const EntryId first = entries_[parent].child;
   if (first == kNoEntry || entries_[first].next == kNoEntry) {
     const bool is_it =
-        first != kNoEntry && entries_[first].hash == hash &&
-        (!tokens || std::memcmp(tokens_.row(first), tokens, block_size_ * sizeof(int32_t)) == 0);
+        first != kNoEntry && entries_[first].hash == hash && (!tokens || has_tokens(first, tokens));
     return is_it ? first : kNoEntry;
   }
   const uint32_t tag = tag_of(hash);
@@ -94,7 +101,7 @@ EntryId PrefixIndex::lookup(EntryId parent, const int32_t* tokens, const Hash& h
   for (size_t i = tag & mask; keys_[i].entry != kNoEntry; i = (i + 1) & mask) {
     const EntryId e = keys_[i].entry;
     if (keys_[i].tag == tag && entries_[e].parent == parent && entries_[e].hash == hash &&
-        (!tokens || std::memcmp(tokens_.row(e), tokens, block_size_ * sizeof(int32_t)) == 0))
+        (!tokens || has_tokens(e, tokens)))
       return e;
   }
   return kNoEntry;

@@ -152,6 +152,7 @@ class PrefixIndex {
  private:
   EntryId add(EntryId parent, const int32_t* tokens, const Hash& hash);
   void unlink(const Entry& entry);
+  bool has_tokens(EntryId e, const int32_t* tokens) const;
   EntryId lookup(EntryId parent, const int32_t* tokens, const Hash& hash) const;
   void remove_spare(Entry& entry, Block b);
   // The hash table: see prefix_index.cpp.

@@ -196,7 +196,7 @@ void Pool::end_demotions(Session& session, const PlanRecord& record, bool has_ru
       }
       index_.prune(e);
     }
-    release(session, kHost, demotion.copy, next_plan);
+    release(session, kHost, &demotion.copy, 1, next_plan);
   }
 }
 

@@ -103,7 +103,7 @@ MORE = {
         "session.last_plan",
     ),
     "a_destination_is_allocated_again_by_its_plan": Mutant(
-        "steps/tables.cpp", "if (!session.destinations.empty() &&", "if (false &&"
+        "steps/tables.cpp", "if (there.ref_count(b) > 1 ||", "if (num > 0 ||"
     ),
     "a_dry_run_takes_nothing": Mutant(
         "steps/append.cpp", "dry_.num_taken += std::min(needed, available);", ""
