@@ -7,7 +7,7 @@ core, ask whom else it concerns, and serialise the answer.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
@@ -32,6 +32,8 @@ class CorePool:
         )
         self._key = self.core.register(messages.hello(num_device_blocks, num_host_blocks)).key
         self._num_engines = 0
+        self.on_outgoing: Callable[[list[cpb.RegisterResponse]], None] = lambda outgoing: None
+        """Gets the messages for the data plane."""
         self.announce_s: list[float] = []
         """Seconds that it took to tell the data plane what a step published, after its answer."""
 
@@ -71,6 +73,7 @@ class CorePool:
         outgoing = self.core.take_outgoing(POOL, 0)
         if sum(len(message.SerializeToString()) for message in outgoing):
             self.announce_s.append(time.perf_counter() - began)
+        self.on_outgoing(outgoing)
 
     async def abort(self, request: cpb.AbortPlanRequest) -> float:
         data = request.SerializeToString()

@@ -84,7 +84,8 @@ class Follower:
                     changes=cpb.Changes(changes=[cleared], revision=pool.revision())
                 )
         if self._cursor != _END:
-            return self._part() if pool.built else None
+            # What is being forgotten may still be there.
+            return self._part() if pool.built and not pool.is_forgetting else None
         return self._changes()
 
     def _part(self) -> cpb.WatchResponse:

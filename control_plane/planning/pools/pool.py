@@ -343,6 +343,9 @@ class Pool:
         """Take entries apart that were forgotten, for a few milliseconds."""
         self._has_forgotten = True
         self.is_forgetting = any(core.forget_some(_PIECE_ENTRIES) for core in self.groups)
+        if not self.is_forgetting:  # they may wait for it
+            for follower in self.followers:
+                follower.wake()
 
     def missed(self, shard_index: int) -> list[cpb.RegisterResponse]:
         """What a shard that came back may not have been sent: fences, what was forgotten, and all

@@ -127,6 +127,7 @@ struct Retained {
 struct Forgotten {
   int64_t num_blocks = 0;
   int64_t num_in_use = 0;
+  bool is_large = false;  // there are more blocks
 };
 
 struct Counters {
@@ -246,14 +247,19 @@ class Pool final : private Listener {
 
   // Forgetting (forget.cpp): nothing of it can be found at once; `forget_some` takes the entries
   // apart, and says whether some are left. Without `force` nothing is changed if tables have some.
-  static Forgotten forget(Groups groups, Slot slot, Span<int32_t> tokens, bool force);
+  // Of more than `most_counted` entries the answer says less than there are.
+  static Forgotten forget(Groups groups, Slot slot, Span<int32_t> tokens, bool force,
+                          int64_t most_counted);
   static Forgotten forget_roots(Groups groups, const std::vector<std::string_view>& roots,
                                 bool force);
   bool forget_some(int64_t max_entries);
   std::deque<std::pair<Block, int64_t>>& forgotten() { return forgotten_; }
 
   // What has changed since a revision; off at first.
-  void watch(size_t max_events) { log_.restart(max_events, index_.block_size(), revision_); }
+  void watch(size_t max_events) {
+    log_size_ = max_events;
+    if (!num_large_forgotten_) log_.restart(max_events, index_.block_size(), revision_);
+  }
   const ChangeLog& log() const { return log_; }
 
   // Rebuilding (rebuild.h). `restore` enters a reported block below its parent; kNoEntry if its
@@ -286,12 +292,12 @@ class Pool final : private Listener {
   // Forgetting (forget.cpp)
   uint64_t prefix_key(EntryId e, int64_t num, Span<int32_t> tokens) const;
   EntryId find_path(EntryId root, Span<int32_t> tokens, int64_t num) const;
-  Forgotten count_below(EntryId top) const;
+  Forgotten count_below(EntryId top, int64_t most) const;
+  int64_t num_in_use(const std::vector<EntryId>& roots, Span<int32_t> tokens, EntryId top) const;
   void forget_prefix(Slot slot, Span<int32_t> tokens, const Forgotten& result);
-  Forgotten count_below_roots(const std::vector<EntryId>& roots) const;
   std::vector<uint32_t> keep_private(EntryId root, Span<int32_t> tokens, int64_t num_blocks);
   void forget_root(EntryId root);
-  void take_apart(EntryId e);
+  void take_apart(EntryId e, EntryId root);
 
   // Sequences (sequences.cpp)
   uint32_t new_sequence(Session& session, int64_t id, int64_t admitted_by);
@@ -433,8 +439,17 @@ class Pool final : private Listener {
   std::vector<Announcement> re_announced_;  // whose turn is before the rest of these
   Retention retention_;
   ChangeLog log_;
-  std::vector<std::pair<EntryId, uint32_t>> forgetting_;  // a path down: (entry, uid)
-  std::deque<std::pair<Block, int64_t>> forgotten_;       // device blocks: (block, generation)
+  // What is to be taken apart. `old_root`: that its entries say they are of, if it is large.
+  struct Forgetting {
+    EntryId root;
+    uint32_t uid;
+    EntryId old_root;
+  };
+  std::deque<Forgetting> forgetting_;
+  std::vector<std::pair<EntryId, uint32_t>> path_;  // down in the first of these: (entry, uid)
+  int64_t num_large_forgotten_ = 0;  // of these: there is no log of changes until they are gone
+  size_t log_size_ = 0;
+  std::deque<std::pair<Block, int64_t>> forgotten_;  // device blocks: (block, generation)
 
   DryRun dry_;
   Session* allocating_ = nullptr;  // for whom device blocks are allocated now

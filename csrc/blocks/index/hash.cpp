@@ -14,7 +14,8 @@ constexpr std::string_view kRootPrefix("kvplane.v1.tenant\0", 18);
 
 // Of two parts as if they were one. Short inputs are hashed at once: xxHash's streams cost more to
 // set up than a block of 16 tokens to hash.
-[[gnu::always_inline]] inline Hash hash_of(const void* first, size_t first_bytes, const void* second, size_t second_bytes) {
+[[gnu::always_inline]] inline Hash hash_of(const void* first, size_t first_bytes,
+                                           const void* second, size_t second_bytes) {
   constexpr size_t kShortBytes = 2048;
   XXH128_hash_t hash;
   if (first_bytes + second_bytes <= kShortBytes) {
