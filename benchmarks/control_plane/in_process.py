@@ -61,9 +61,9 @@ class CorePool:
     async def step(self, request: cpb.StepRequest) -> tuple[cpb.StepResponse, float]:
         data = request.SerializeToString()
         began = time.perf_counter()
-        result = self.core.step(cpb.StepRequest.FromString(data), TENANT)
+        response = self.core.step(cpb.StepRequest.FromString(data), TENANT)
         self.core.take_told()
-        answer = cpb.StepResponse(number=request.number, result=result).SerializeToString()
+        answer = response.SerializeToString()
         seconds = time.perf_counter() - began
         self._announce()
         return cpb.StepResponse.FromString(answer), seconds

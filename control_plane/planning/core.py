@@ -230,7 +230,7 @@ class ControlPlane:
 
     # Requests with numbers
 
-    def step(self, request: cpb.StepRequest, tenant: str) -> cpb.StepResult:
+    def step(self, request: cpb.StepRequest, tenant: str) -> cpb.StepResponse:
         """Apply receipts, then deferred tokens, then each operation; answer with one plan.
 
         Raises InvalidRequestError, StepOutOfOrderError or StepConflictError when the number is
@@ -306,18 +306,19 @@ class ControlPlane:
             raise
         finally:
             sharing.serve()
-        if isinstance(message, cpb.StepResult) and (news := member.take_news()) is not None:
-            message.news.CopyFrom(news)
+        if isinstance(message, cpb.StepResponse) and (news := member.take_news()) is not None:
+            message.result.news.CopyFrom(news)
         session.numbers.remember(content, message)
         return message
 
-    def _step(self, member: Member, request: cpb.StepRequest) -> cpb.StepResult:
+    def _step(self, member: Member, request: cpb.StepRequest) -> cpb.StepResponse:
         self._take_past(member, request)
         session = member.session
         operations = read_operations(request.operations, self._config.max_operations)
         if len(session.plans) >= self._config.max_plans_in_flight:
             check_no_plan(member, operations)
-        result = cpb.StepResult()
+        response = cpb.StepResponse(number=request.number)
+        result = response.result
         session.native.begin(session.slot, request.number)
         planner = Planner(member, self._sharing_of(session.pool), self._quotas)
         run, add = observed(self._observer, session, planner.run), result.results.add
@@ -327,7 +328,7 @@ class ControlPlane:
         pool = session.pool
         result.usage.CopyFrom(pool.usage())
         result.revision = pool.revision()
-        return result
+        return response
 
     def _take_past(
         self, member: Member, request: cpb.StepRequest | cpb.SubmitReceiptsRequest

@@ -155,8 +155,8 @@ class Engine:
         request = cpb.StepRequest(operations=operations, receipts=self.take_receipts(receipts))
         if deferred:
             request.deferred_tokens.CopyFrom(self.deferred_tokens())
-        result: cpb.StepResult | None = self.call("step", request, rng)
-        return result
+        response: cpb.StepResponse | None = self.call("step", request, rng)
+        return None if response is None else response.result
 
     def submit(
         self,
@@ -241,6 +241,7 @@ class Engine:
         if sent.method in ("abort_plan", "resync"):
             self._believe_states(answer.sequences)
         if sent.method == "step":
+            answer = answer.result
             for operation, result in zip(request.operations, answer.results, strict=True):
                 self._believe(operation, result, request.number)
         if sent.method in ("step", "resync") and answer.HasField("plan"):

@@ -8,6 +8,7 @@
 
 #include <deque>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -189,8 +190,9 @@ class Pool final : private Listener {
                                              Tier destination, int64_t headroom);
   int64_t cut(Slot slot, int64_t sequence_id);
   static bool reserve(Groups groups, Slot slot, int64_t sequence_id, int64_t num_blocks);
-  // Empty when there is nothing to carry out.
-  static std::string finish(Groups groups, Slot slot, std::string_view prefix);
+  // Writes the plan to where `make(num_bytes)` says; false when there is nothing to carry out.
+  static bool finish(Groups groups, Slot slot, std::string_view prefix,
+                     const std::function<char*(size_t)>& make);
 
   // What follows
   std::vector<Failure> deferred_tokens(Slot slot, const DeferredColumns& columns);
@@ -332,6 +334,8 @@ class Pool final : private Listener {
   int64_t release(Session& session, Tier tier, const Block* blocks, size_t num, int64_t plan);
   bool remember(Session& session, Tier tier, const Block* blocks, size_t num, int64_t plan);
   void end_release(const Release& release);
+  void add_entries(const Sequence& sequence, int64_t first, int64_t end,
+                   TableChanges& changes) const;
   void set_entries(Session& session, Sequence& sequence, ChangeKind kind, int64_t first,
                    int64_t end, const std::vector<uint8_t>* allocated);
   void allocate(Session& session, Tier tier, int64_t num, std::vector<Block>& out);

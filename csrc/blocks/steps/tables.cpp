@@ -151,14 +151,9 @@ void Pool::allocate(Session& session, Tier tier, int64_t num, std::vector<Block>
   announce_promoted();
 }
 
-// Sends table entries [first, end) to the data plane. allocated[i] is 1 for an entry that this plan
-// allocates; null: all are.
-void Pool::set_entries(Session& session, Sequence& sequence, ChangeKind kind, int64_t first,
-                       int64_t end, const std::vector<uint8_t>* allocated) {
-  sequence.table_sent = true;
-  if (session.resync_due) return;  // the plan will carry whole tables
-  TableChanges& changes = session.draft.changes;
-  changes.set(kind, sequence.id, sequence.tier, first, end - first);
+// Adds table entries [first, end), but not whether they are allocated.
+void Pool::add_entries(const Sequence& sequence, int64_t first, int64_t end,
+                       TableChanges& changes) const {
   const BlockStore& blocks = store(sequence.tier);
   size_t i = changes.indices.size();
   changes.indices.resize(i + static_cast<size_t>(end - first));
@@ -169,6 +164,17 @@ void Pool::set_entries(Session& session, Sequence& sequence, ChangeKind kind, in
       changes.generations[i] = blocks.generation(items[k]);
     }
   });
+}
+
+// Sends table entries [first, end) to the data plane. allocated[i] is 1 for an entry that this plan
+// allocates; null: all are.
+void Pool::set_entries(Session& session, Sequence& sequence, ChangeKind kind, int64_t first,
+                       int64_t end, const std::vector<uint8_t>* allocated) {
+  sequence.table_sent = true;
+  if (session.resync_due) return;  // the plan will carry whole tables
+  TableChanges& changes = session.draft.changes;
+  changes.set(kind, sequence.id, sequence.tier, first, end - first);
+  add_entries(sequence, first, end, changes);
   if (allocated)
     changes.allocated.insert(changes.allocated.end(), allocated->begin(), allocated->end());
   else

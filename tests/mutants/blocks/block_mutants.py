@@ -55,8 +55,8 @@ MORE = {
     ),
     "whole_tables_do_not_say_what_is_allocated": Mutant(
         "steps/plans.cpp",
-        "changes.entry(items[i], blocks.generation(items[i]), is_new);",
-        "changes.entry(items[i], blocks.generation(items[i]), is_new && false);",
+        "changes.allocated[i] = session.allocated.erase(key) > 0;",
+        "session.allocated.erase(key);",
     ),
     "copied_before_the_same_plan_computes_it": Mutant(
         "steps/append.cpp",
