@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,27 +9,22 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine import LLM, SamplingParams
-from tests.e2e.engine_planes import Process
 from tests.models.test_census import documented
-from tests.models.tiny_models import VOCABULARY, tiny_model
+from tests.models.tiny_models import VOCABULARY, save_tiny
 
-ON_PUSH = ("bloom", "deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_oss")
-"""Between them: ALiBi, V narrower than K, soft cap, windows, two head sizes, sinks."""
+ON_PUSH = (
+    "bloom", "deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_oss",
+    "mimo_v2_flash",
+)  # fmt: skip
+"""Between them: ALiBi, V narrower than K, soft cap, windows, two head sizes, sinks, and KV heads
+that the config does not tell.
+"""
 EXACT = [name for name, row in documented().items() if row.split(" | ")[1] == "exact"]
 PROMPTS_TOKENS = (50, 3, 50, 21)
 
 
-@pytest.fixture
-def control_plane(tmp_path: Path) -> Iterator[str]:
-    """One for each model: it keeps pools that went away, up to a bound."""
-    process = Process("control_plane", tmp_path / "control.log")
-    process.start()
-    yield process.address
-    process.stop()
-
-
 def check(model_type: str, folder: Path, control_plane: str) -> None:
-    tiny_model(model_type).save_pretrained(folder)
+    save_tiny(model_type, folder)
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in PROMPTS_TOKENS]
     prompts[2] = torch.cat([prompts[0][:40], prompts[2][40:]])

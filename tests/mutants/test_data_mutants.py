@@ -12,23 +12,24 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
 
-EXECUTOR = "test_executor.py"
-SESSIONS = "test_executor_sessions.py"
-REJECTIONS = "test_executor_rejections.py"
-INVARIANTS = "test_invariants_data.py"
-STREAMS = "test_streams.py"
-FAILURES = "test_device_failures.py"
-LAYOUT = "test_layout.py"
-SCALES = "test_kv_scales.py"
-CLEARED = "test_cleared_blocks.py"
-ENDED = "test_ended_sessions.py"
-TENANTS = "test_last_tenants.py"
-PROGRESS = "test_progress.py"
-TRANSFERS = "test_transfers.py"
-TRIMMED = "test_trimmed_tables.py"
-TAKEN = "test_taken_blocks.py"
-PUBLICATIONS = "test_publications.py"
-KEPT = "test_kept_blocks.py"
+EXECUTOR = "executor/test_executor.py"
+SESSIONS = "executor/test_executor_sessions.py"
+REJECTIONS = "executor/test_executor_rejections.py"
+INVARIANTS = "executor/test_invariants_data.py"
+STREAMS = "executor/test_streams.py"
+FAILURES = "executor/test_device_failures.py"
+LAYOUT = "client/test_layout.py"
+SCALES = "data_kernels/test_kv_scales.py"
+CLEARED = "executor/test_cleared_blocks.py"
+ENDED = "plans/test_ended_sessions.py"
+TENANTS = "plans/test_last_tenants.py"
+PROGRESS = "plans/test_progress.py"
+TRANSFERS = "plans/test_transfers.py"
+TRIMMED = "executor/test_trimmed_tables.py"
+TAKEN = "executor/test_taken_blocks.py"
+PUBLICATIONS = "plans/test_publications.py"
+KEPT = "executor/test_kept_blocks.py"
+BOUND = "data_kernels/test_bound_layers.py"
 
 # Fault: the file of tests that must notice it.
 BASIC = {
@@ -47,6 +48,8 @@ BASIC = {
     "withdrawals_ignored": PUBLICATIONS,
     "receipts_before_the_end": STREAMS,
     "skip-newest-slot": EXECUTOR,
+    "signatures_ignored": BOUND,
+    "batches_kept": BOUND,
 }
 MORE = {
     "zero-attention": EXECUTOR,

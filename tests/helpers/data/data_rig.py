@@ -1,0 +1,95 @@
+"""An executor with its plan author, and a check that a refused command leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from plan_author import LAYOUT, POOL_ID, PlanAuthor, publications, set_blocks, span, tokens
+
+from data_plane import Executor, StartedPlan
+from kvplane.errors import KvplaneError
+from kvplane.v1 import types_pb2 as pb
+
+LAYERS = (0, 1)
+
+
+class Rig:
+    """Session 1 is open; pools are zeroed so that they can be compared."""
+
+    def __init__(self, **settings: Any) -> None:
+        values: dict[str, Any] = {
+            "layout": LAYOUT,
+            "pool_id": POOL_ID,
+            "num_device_blocks": 8,
+            "num_host_blocks": 4,
+            "num_threads": 1,
+        }
+        self.executor = Executor(**{**values, **settings})
+        for tier in (self.executor.pools.device_tier, self.executor.pools.host_tier):
+            tier.view(torch.uint8).zero_()
+        self.author = PlanAuthor(self.executor.epoch, layout=self.executor.layout)
+        self.executor.install(self.author.incarnation, self.author.key)
+        self.session = self.open(1)
+
+    def open(self, session_id: int, **fields: Any) -> int:
+        return self.executor.open(self.author.grant(session_id, **fields))
+
+    def fence(self, session_id: int) -> None:
+        self.executor.fence(self.author.session(session_id), session_id)
+
+    def start(self, number: int, session_id: int = 1, **fields: Any) -> StartedPlan:
+        return self.executor.start(session_id, self.author.plan(number, session_id, **fields))
+
+    def layer(
+        self, layer: int, num_tokens: int, *, session_id: int = 1, seed: int = 0
+    ) -> torch.Tensor:
+        """Run one layer of the latest plan with random queries (4 heads), keys and values."""
+        key, value = tokens(num_tokens, seed=seed + 1), tokens(num_tokens, seed=seed + 2)
+        output = self.executor.layer(session_id, layer, tokens(num_tokens, 4), key, value)
+        assert output is not None
+        return output
+
+    def run(self, number: int, session_id: int = 1, *, seed: int = 0, **fields: Any) -> pb.Receipt:
+        """Start a plan and run all its layers."""
+        started = self.start(number, session_id, **fields)
+        if started.receipt is None:
+            for layer in LAYERS:
+                self.layer(layer, started.num_tokens, session_id=session_id, seed=seed)
+        return self.author.read_receipt(self.executor.receipt(session_id))
+
+    def admit(self, number: int = 1, *, sequence_id: int = 1, num_tokens: int = 12) -> pb.Receipt:
+        """Run a prompt of at most 16 tokens on blocks 0 and 1."""
+        return self.run(
+            number,
+            changes=[set_blocks(sequence_id, [(0, 1), (1, 1)])],
+            spans=[span(sequence_id, 0, num_tokens)],
+        )
+
+    def publish(self, index: int, generation: int = 1) -> None:
+        assert self.executor.publish(publications((index, generation))) == 1
+
+    def snapshot(self) -> tuple[bytes, ...]:
+        """What both tiers hold, and all that is known of the blocks."""
+        return (
+            self.executor.pools.device_tier.view(torch.uint8).numpy().tobytes(),
+            self.executor.pools.host_tier.view(torch.uint8).numpy().tobytes(),
+            *(part.SerializeToString(deterministic=True) for part in self.executor.report()),
+        )
+
+    @contextmanager
+    def refuses(self, error: type[KvplaneError], field: str | None = None) -> Iterator[None]:
+        """What runs inside raises exactly ``error`` naming ``field``, and leaves memory, tables
+        and counts as they were.
+        """
+        before = self.snapshot(), self.executor.num_sequences
+        with pytest.raises(error) as caught:
+            yield
+        assert type(caught.value) is error
+        if field is not None:
+            assert caught.value.field == field
+        assert (self.snapshot(), self.executor.num_sequences) == before
+        self.executor.check_integrity()

@@ -1,0 +1,266 @@
+"""The engine's loop: how texts end, and that planes that fail cost time but never a token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine_harness import LLAMA, OPT, Engine, Reference, prompt_of, save_model
+
+from engine.request import SamplingParams
+from engine.running.core import MAX_FAILURES
+from kvplane.errors import (
+    InternalError,
+    InvalidRequestError,
+    KvplaneError,
+    PlaneUnavailableError,
+    SessionExpiredError,
+    SessionNotFoundError,
+    StaleEpochError,
+)
+
+NUM_LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(LLAMA, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference(folder)
+
+
+def test_opt_answers_as_transformers_does(tmp_path: Path) -> None:
+    folder = save_model(OPT, tmp_path)
+    engine, want = Engine(folder, max_batch_tokens=16), Reference(folder)
+    prompts = [prompt_of(length, length) for length in (7, 21)]
+    ids = [engine.add(prompt, max_tokens=9) for prompt in prompts]
+    engine.run()
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert engine.tokens(request_id) == [want.greedy(prompt, 9)]
+
+
+def test_a_stop_token_ends_a_text_and_stays_in_it(folder: Path, reference: Reference) -> None:
+    prompt = prompt_of(11, 4)
+    want = reference.greedy(prompt, 20)
+    stop = next(token for i, token in enumerate(want) if i >= 3 and token not in want[:i])
+    engine = Engine(folder)
+    ends = engine.add(prompt, max_tokens=20, stop_token_ids=(stop,))
+    goes_on = engine.add(prompt, max_tokens=20)
+    engine.run()
+    assert engine.tokens(ends) == [want[: want.index(stop) + 1]]
+    assert engine.outputs[ends].outputs[0].finish_reason == "stop"
+    assert engine.tokens(goes_on) == [want]
+    assert engine.outputs[goes_on].outputs[0].finish_reason == "length"
+
+
+def test_the_models_own_end_of_sequence_counts_unless_it_is_ignored(
+    folder: Path, reference: Reference, tmp_path: Path
+) -> None:
+    prompt = prompt_of(11, 4)
+    want = reference.greedy(prompt, 12)
+    end = next(token for i, token in enumerate(want) if i >= 2 and token not in want[:i])
+    config = type(LLAMA)(**{**LLAMA.to_dict(), "eos_token_id": end})
+    engine = Engine(save_model(config, tmp_path))
+    ends = engine.add(prompt, max_tokens=12)
+    ignores = engine.add(prompt, max_tokens=12, ignore_eos=True)
+    engine.run()
+    assert engine.tokens(ends) == [want[: want.index(end) + 1]]
+    assert engine.tokens(ignores) == [want]
+
+
+def test_recorded_logits_are_those_of_every_generated_token(folder: Path) -> None:
+    engine = Engine(folder)
+    request = engine.add(prompt_of(9, 1), max_tokens=6, record_logits=True)
+    engine.run()
+    (tokens,) = engine.tokens(request)
+    logits = engine.outputs[request].outputs[0].logits
+    assert logits is not None
+    assert logits.shape == (6, 97)
+    assert logits.argmax(-1).tolist() == tokens
+
+
+def test_a_text_ends_where_the_model_has_no_positions_left(folder: Path) -> None:
+    engine = Engine(folder)
+    request = engine.add(prompt_of(250, 1), max_tokens=50)
+    engine.run()
+    assert [len(tokens) for tokens in engine.tokens(request)] == [6]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "field"),
+    [
+        ([], "prompts[2]"),
+        ([5, 97], "prompts[2][1]"),
+        ([-1], "prompts[2][0]"),
+        ([5] * 256, "prompts[2]"),
+    ],
+)
+def test_a_prompt_that_the_model_can_not_take_is_refused_by_name(
+    folder: Path, tokens: list[int], field: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Engine(folder).core.check_prompt(tokens, SamplingParams(), field="prompts[2]")
+    assert caught.value.field == field
+
+
+def disturbed(folder: Path, **settings: int) -> tuple[Engine, list[str]]:
+    """Greedy and sampled requests, some with several continuations."""
+    engine = Engine(folder, **settings)
+    ids = [
+        engine.add(prompt_of(21, 1), max_tokens=18),
+        engine.add(prompt_of(40, 2), max_tokens=14, n=3, temperature=1.3, seed=7),
+        engine.add(prompt_of(5, 3), max_tokens=25, temperature=0.9, seed=8),
+        engine.add(prompt_of(33, 4), max_tokens=9),
+    ]
+    return engine, ids
+
+
+@pytest.fixture(scope="module")
+def calm(folder: Path) -> list[list[list[int]]]:
+    """What they answer when nothing goes wrong."""
+    engine, ids = disturbed(folder)
+    engine.run()
+    return [engine.tokens(request_id) for request_id in ids]
+
+
+def assert_same(engine: Engine, ids: list[str], calm: list[list[list[int]]]) -> None:
+    """Same tokens, and each was told exactly once."""
+    assert [engine.tokens(request_id) for request_id in ids] == calm
+    for request_id, want in zip(ids, calm, strict=True):
+        for index, tokens in enumerate(want):
+            told = [
+                token
+                for delta in engine.deltas
+                if (delta.request_id, delta.index) == (request_id, index)
+                for token in delta.token_ids
+            ]
+            assert told == tokens
+    engine.check_quiet()
+
+
+# Layers count up over all steps: a prompt step, the step of forks, and a decoding step.
+@pytest.mark.parametrize("at", [1, 2, 4, 5, 9])
+def test_a_plan_that_fails_in_a_layer_is_given_up_and_computed_again(
+    folder: Path, calm: list[list[list[int]]], at: int
+) -> None:
+    engine, ids = disturbed(folder)
+    engine.backend.faults[at] = InternalError("planted")
+    engine.run()
+    assert engine.core.stats.num_aborted_plans == 1
+    assert engine.core.stats.num_reopened_sessions == 0
+    assert_same(engine, ids, calm)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        StaleEpochError("planted"),
+        SessionExpiredError("planted"),
+        SessionNotFoundError("planted"),
+        PlaneUnavailableError("planted"),
+    ],
+)
+@pytest.mark.parametrize("at", [2, 5, 11])
+def test_a_data_plane_that_is_lost_costs_a_session_and_no_token(
+    folder: Path, calm: list[list[list[int]]], error: KvplaneError, at: int
+) -> None:
+    engine, ids = disturbed(folder)
+    engine.backend.faults[at] = error
+    engine.run()
+    assert engine.core.stats.num_reopened_sessions == 1
+    assert_same(engine, ids, calm)
+
+
+def test_a_step_that_is_not_answered_costs_a_session_and_no_token(
+    folder: Path, calm: list[list[list[int]]]
+) -> None:
+    engine, ids = disturbed(folder)
+    for _ in range(4):
+        engine.deltas += engine.core.step()
+        engine.link.faults.append(PlaneUnavailableError("planted"))
+    engine.run()
+    assert engine.core.stats.num_reopened_sessions == 4
+    assert_same(engine, ids, calm)
+
+
+def test_a_control_plane_that_restarts_costs_no_token_and_what_was_published_is_found_again(
+    folder: Path, calm: list[list[list[int]]]
+) -> None:
+    engine, ids = disturbed(folder)
+    for _ in range(6):
+        engine.deltas += engine.core.step()
+    engine.planes.restart_control_plane(incarnation=2)
+    engine.run()
+    assert engine.core.stats.num_reopened_sessions == 1
+    assert engine.planes.pool().counters.num_hit_tokens > 0
+    assert_same(engine, ids, calm)
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 30])
+def test_faults_under_pressure_cost_no_token(
+    folder: Path, calm: list[list[list[int]]], num_host_blocks: int
+) -> None:
+    engine, ids = disturbed(folder, num_device_blocks=16, num_host_blocks=num_host_blocks)
+    errors = (InternalError("planted"), StaleEpochError("planted"))
+    engine.backend.faults = {at: errors[at % 2] for at in range(7, 200, 13)}
+    engine.run()
+    assert engine.core.stats.num_preemptions > 0
+    assert engine.core.stats.num_aborted_plans > 0
+    assert engine.core.stats.num_reopened_sessions > 0
+    assert_same(engine, ids, calm)
+
+
+def test_a_fault_that_stays_is_raised_in_the_end(folder: Path) -> None:
+    engine, _ = disturbed(folder)
+    engine.backend.faults = {at: InternalError("planted") for at in range(1, 100)}
+    with pytest.raises(InternalError, match="planted"):
+        engine.run()
+    assert engine.backend.num_layers_run == MAX_FAILURES + 1
+
+
+def test_a_pool_that_stays_away_is_raised_in_the_end(folder: Path) -> None:
+    engine, _ = disturbed(folder)
+    engine.core.step()
+    engine.planes.core.disconnect("pool", 0, engine.planes.executor.epoch)
+    engine.planes.restart_control_plane(incarnation=2)
+    engine.planes.core.disconnect("pool", 0, engine.planes.executor.epoch)
+    with pytest.raises(KvplaneError):
+        engine.run()
+
+
+def test_what_a_step_brought_before_it_failed_is_told_all_the_same(folder: Path) -> None:
+    """One request can never fit, and the step that says so fails later on."""
+    engine = Engine(folder, num_device_blocks=8)
+    fails = engine.add(prompt_of(100, 1), max_tokens=2)
+    stays = engine.add(prompt_of(10, 2), max_tokens=2)
+    engine.backend.faults[1] = StaleEpochError("planted")
+    engine.run()
+    assert [d.finish_reason for d in engine.deltas if d.request_id == fails] == ["error"]
+    assert len([d for d in engine.deltas if d.request_id == stays]) == 2
+
+
+def test_sampling_does_not_depend_on_the_batch(folder: Path) -> None:
+    alone, crowd = Engine(folder), Engine(folder)
+    prompt = prompt_of(13, 5)
+    want = alone.add(prompt, max_tokens=15, temperature=1.0, top_k=20, top_p=0.9, seed=3)
+    alone.run()
+    others = [crowd.add(prompt_of(8, s), max_tokens=20, temperature=2.0) for s in range(3)]
+    got = crowd.add(prompt, max_tokens=15, temperature=1.0, top_k=20, top_p=0.9, seed=3)
+    crowd.run()
+    assert crowd.tokens(got) == alone.tokens(want)
+    assert len(others) == 3
+
+
+def test_the_engine_keeps_no_keys_or_values(folder: Path) -> None:
+    """After a step every tensor that lives is a weight, a buffer or a random state."""
+    engine = Engine(folder)
+    engine.add(prompt_of(30, 1), max_tokens=5)
+    engine.core.step()
+    sequence = engine.scheduler.running[0]
+    held = [getattr(sequence, name) for name in sequence.__slots__]
+    assert not any(isinstance(each, torch.Tensor) for each in held)
+    assert sequence.logits == []
