@@ -236,12 +236,11 @@ class Engine:
             assert state.tier == known.tier
 
     def _believe_all(self, sent: Sent) -> None:
-        request, answer = sent.request, sent.answer
+        request, answer = sent.request, getattr(sent.answer, "result", sent.answer)  # a step's
         self._believe_past(request)
         if sent.method in ("abort_plan", "resync"):
             self._believe_states(answer.sequences)
         if sent.method == "step":
-            answer = answer.result
             for operation, result in zip(request.operations, answer.results, strict=True):
                 self._believe(operation, result, request.number)
         if sent.method in ("step", "resync") and answer.HasField("plan"):
