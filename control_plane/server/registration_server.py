@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from control_plane.planning.core import ControlPlane
-from control_plane.server.joined_publications import take_next
 from kvplane.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -38,9 +37,8 @@ from kvplane.wire import protocol
 _LOGGER: Final = logging.getLogger(__name__)
 _MISSED_HEARTBEATS: Final = 3
 _ALIVE_HEARTBEATS: Final = 1.5
-# How long a stream rests that has sent publications and is empty, so that those of many steps go
-# together.
-_PUBLISH_INTERVAL_S: Final = 0.005
+# How long publications wait, so that those of many steps go together.
+_ANNOUNCE_DELAY_S: Final = 0.005
 _CUT_AFTER_S: Final = 2.0
 
 
@@ -56,6 +54,7 @@ class Registrar:
         self._heartbeat_s = heartbeat_s
         self._streams: dict[tuple[str, int], _Stream] = {}
         self._stopping = False
+        self._is_announcing = False
         self.has_work = asyncio.Event()
         """Is set when the core has long work to do."""
 
@@ -75,10 +74,7 @@ class Registrar:
         try:
             while stream.failure is None:
                 if stream.outbox:
-                    message = take_next(stream.outbox)
-                    yield message
-                    if message.HasField("publish") and not stream.outbox:
-                        await asyncio.sleep(_PUBLISH_INTERVAL_S)
+                    yield stream.outbox.popleft()
                 elif reader.done():
                     await reader
                     return
@@ -109,6 +105,14 @@ class Registrar:
                 self._send(stream, outgoing)
         if self._core.has_work():
             self.has_work.set()
+        if self._core.has_announcements() and not self._is_announcing:
+            self._is_announcing = True
+            asyncio.get_running_loop().call_later(_ANNOUNCE_DELAY_S, self._announce)
+
+    def _announce(self) -> None:
+        self._is_announcing = False
+        self._core.announce()
+        self.flush()
 
     def _send(self, stream: _Stream, messages: list[pb.RegisterResponse]) -> None:
         """Queue messages, or cut the stream of a data plane that does not read: it gets what it

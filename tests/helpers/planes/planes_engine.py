@@ -156,8 +156,8 @@ class Engine:
         request = cpb.StepRequest(operations=operations, receipts=self.take_receipts(receipts))
         if deferred:
             request.deferred_tokens.CopyFrom(self.deferred_tokens())
-        result: cpb.StepResult | None = self.call("step", request, rng)
-        return result
+        response: cpb.StepResponse | None = self.call("step", request, rng)
+        return None if response is None else response.result
 
     def submit(
         self,
@@ -237,7 +237,7 @@ class Engine:
             assert state.tier == known.tier
 
     def _believe_all(self, sent: Sent) -> None:
-        request, answer = sent.request, sent.answer
+        request, answer = sent.request, getattr(sent.answer, "result", sent.answer)  # a step's
         self._believe_past(request)
         if sent.method in ("abort_plan", "resync"):
             self._believe_states(answer.sequences)
