@@ -112,11 +112,10 @@ class ControlPlane:
         self.register, self.report = registry.register, registry.report
         self.disconnect, self.take_told = registry.disconnect, registry.take_told
         self.has_work, self.work = registry.has_work, registry.work
-        self.holds_key = registry.holds_key
         self.has_announcements, self.announce = registry.has_announcements, registry.announce
         self.take_outgoing, self._touch = registry.take_outgoing, registry.touched.add
         self._followers = Followers(incarnation, config.max_followers)
-        self.unfollow = self._followers.remove
+        self.unfollow, self.holds_key = self._followers.remove, registry.holds_key
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
         """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
