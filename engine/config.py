@@ -27,7 +27,7 @@ class EngineConfig:
 
     HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
         "The model": ("model", "probe", "dtype", "kv_dtype", "num_threads"),
-        "Batches": ("max_batch_tokens", "max_sequences"),
+        "Batches": ("max_batch_tokens", "max_sequences", "plans_ahead"),
         "The planes": (
             *("control_plane", "data_plane", "pool_id", "timeout_s", "recovery_timeout_s"),
             *("planes_tls", "planes_ca", "planes_certificate", "planes_key", "planes_name"),
@@ -64,6 +64,9 @@ class EngineConfig:
     )
     max_sequences: int = setting(
         64, unit="sequences", minimum=1, help="Most sequences that compute in one step."
+    )
+    plans_ahead: bool = setting(
+        True, help="Ask for a step's plan while the step before is computed."
     )
     timeout_s: float = setting(10.0, unit="s", minimum=0.1, help="Deadline of one call to a plane.")
     recovery_timeout_s: float = setting(

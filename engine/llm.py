@@ -276,7 +276,13 @@ def _core(
         max_sequences=config.max_sequences,
     )
     return EngineCore(
-        loaded, layout, link, backend, scheduler, recovery_timeout_s=config.recovery_timeout_s
+        loaded,
+        layout,
+        link,
+        backend,
+        scheduler,
+        recovery_timeout_s=config.recovery_timeout_s,
+        plans_ahead=config.plans_ahead,
     )
 
 

@@ -1,4 +1,4 @@
-"""The engine's loop: schedule, step, compute, add the receipt, sample.
+"""The engine's loop: ask for a plan, compute it, sample; the next plan is asked for meanwhile.
 
 No token of a request is lost or returned twice, whatever happens to the planes: a token exists once
 it was sampled, that is after its plan was receipted, and stays with its sequence; KV that is lost
@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,7 +23,7 @@ from engine.request import CompletionOutput, Delta, Request, RequestOutput, Samp
 from engine.running.runner import Runner
 from engine.sampling.detokenizer import Detokenizer
 from engine.sampling.sampler import logprob_of, new_generator, sample
-from engine.scheduling.intents import Span
+from engine.scheduling.intents import Intent, Outcome, Span
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import EngineSequence, SequenceStatus
 from engine.stats import EngineStats
@@ -39,6 +40,8 @@ from kvplane.errors import (
 from kvplane.layout import Layout
 from kvplane.transformers.backend import DataBackend
 from kvplane.transformers.link import ControlLink
+from kvplane.transformers.loop import wait
+from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 
 MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine raises
@@ -58,6 +61,14 @@ class _Live:
     error: KvplaneError | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A step that was sent to the control plane."""
+
+    intents: list[Intent]
+    answer: Future[pb.StepResult]
+
+
 class EngineCore:
     """Runs requests. One thread calls it; ``abort`` may be called from any."""
 
@@ -70,7 +81,9 @@ class EngineCore:
         scheduler: Scheduler,
         *,
         recovery_timeout_s: float,
+        plans_ahead: bool = True,
     ) -> None:
+        """``plans_ahead``: ask for a step's plan while the one before is computed."""
         self._loaded = loaded
         self._layout = layout
         self._link = link
@@ -79,6 +92,7 @@ class EngineCore:
         self._max_sequences = scheduler.max_sequences
         self._runner = Runner(loaded.model)
         self._recovery_timeout_s = recovery_timeout_s
+        self._plans_ahead = plans_ahead
         self._live: dict[str, _Live] = {}
         self._deltas: list[Delta] = []
         self._outputs: dict[str, RequestOutput] = {}
@@ -87,6 +101,7 @@ class EngineCore:
         self._num_arrivals = 0
         self._num_failures = 0
         self._has_plan = False  # the present step has a plan, which an error would have to abort
+        self._asked: _Asked | None = None  # of the control plane, and not applied yet
         self._stalled_since_s: float | None = None
         self._stepped_s = 0.0
         self.stats = EngineStats()
@@ -153,7 +168,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step has something to do."""
-        return self._scheduler.has_work or bool(self._to_abort)
+        return self._scheduler.has_work or bool(self._to_abort) or self._asked is not None
 
     # Steps.
 
@@ -163,7 +178,7 @@ class EngineCore:
         Raises what went wrong when recovering does not help; sequences are then as they were.
         """
         self._apply_aborts()
-        if self._scheduler.has_work:
+        if self.has_work:
             self._has_plan = False
             try:
                 self._step()
@@ -180,32 +195,51 @@ class EngineCore:
             _log.warning("receipts were not submitted: %s", error)
 
     def _step(self) -> None:
+        """Carry out the step that was asked for; the next one is asked for meanwhile."""
         started_s = time.monotonic()
-        intents = self._scheduler.schedule()
-        if not intents and not self._expects_news():
+        asked = self._asked or self._ask()
+        if asked is None:
             self._pause()
             return
-        self._stepped_s = started_s
-        result = self._link.step([intent.operation for intent in intents])
-        self._has_plan = result.HasField("plan")
-        outcome = self._scheduler.apply(intents, result)
-        self._note_counts()
-        for sequence, error in outcome.failed:
-            self._fail(sequence.request.request_id, error)
-        if not self._has_plan:
+        outcome, plan = self._take_answer(asked)
+        if plan is None:
             self._pause()
             return
         self._stalled_since_s = None
-        logits = self._execute(result.plan, outcome.spans)
+        if outcome.spans and all(s.sequence.finish_reason for s in outcome.spans):
+            self._abort_plan()  # all that it computes has ended since it was asked for
+            return
+        logits = self._execute(plan, outcome.spans)
         if outcome.spans:
             self._num_failures = 0
         self._sample(outcome.spans, logits)
         num_tokens = sum(span.num_tokens for span in outcome.spans)
         self.stats.note_step(time.monotonic() - started_s, num_tokens)
 
+    def _ask(self) -> _Asked | None:
+        """Ask for the next step; None when there is nothing to ask for."""
+        intents = self._scheduler.schedule()
+        if not intents and not self._expects_news():
+            return None
+        self._stepped_s = time.monotonic()
+        return _Asked(intents, self._link.begin_step([each.operation for each in intents]))
+
+    def _take_answer(self, asked: _Asked) -> tuple[Outcome, types.SignedPayload | None]:
+        """Wait for a step's answer and learn what came of it."""
+        self._asked = None
+        result = wait(asked.answer)
+        self._has_plan = result.HasField("plan")
+        outcome = self._scheduler.apply(asked.intents, result)
+        self._note_counts()
+        for sequence, error in outcome.failed:
+            self._fail(sequence.request.request_id, error)
+        return outcome, result.plan if self._has_plan else None
+
     def _execute(self, plan: types.SignedPayload, spans: list[Span]) -> torch.Tensor:
         """Carry a plan out. Returns float32 logits [spans with is_last, vocabulary]."""
         started = self._backend.start(plan)
+        if self._plans_ahead and self._scheduler.can_run_ahead:
+            self._asked = self._ask()
         receipt, logits = started.receipt, torch.empty(0)
         if receipt is None:
             num_tokens = sum(span.num_tokens for span in spans)
@@ -271,6 +305,7 @@ class EngineCore:
 
     def _take_token(self, sequence: EngineSequence, logits: torch.Tensor) -> None:
         request, params = sequence.request, sequence.request.params
+        sequence.num_due = 0
         token = sample(
             logits, params, sequence.generator, sequence.tokens, sequence.num_prompt_tokens
         )
@@ -339,7 +374,7 @@ class EngineCore:
     # Recovery.
 
     def _recover(self, error: KvplaneError) -> None:
-        """Abort the plan if the session is still open, else open another and compute again what is
+        """Abort the plans if the session is still open, else open another and compute again what is
         lost.
         """
         self._num_failures += 1
@@ -347,26 +382,29 @@ class EngineCore:
             raise error
         _log.warning("step failed reason=%s: %s", error.reason, error.message)
         lost = isinstance(error, StaleError | SessionNotFoundError | UnavailableError)
-        if self._has_plan and not lost and self._abort_plan():
-            return
+        if not lost and (self._has_plan or self._asked is not None):
+            try:
+                if self._asked is not None:
+                    self._take_answer(self._asked)
+                self._abort_plan()
+                self.stats.num_aborted_plans += 1
+                return
+            except KvplaneError as failure:
+                _log.warning("abort failed reason=%s: %s", failure.reason, failure.message)
         self._reopen()
 
-    def _abort_plan(self) -> bool:
-        """Abort the plan; whether that worked and the session continues."""
-        try:
-            states = self._link.abort_last_plan()
-        except KvplaneError as error:
-            _log.warning("abort failed reason=%s: %s", error.reason, error.message)
-            return False
-        self._scheduler.reconcile(states)
-        self.stats.num_aborted_plans += 1
-        return True
+    def _abort_plan(self) -> None:
+        """Abort the plans that have no receipt, and go on from what the control plane says."""
+        self._scheduler.reconcile(self._link.abort_last_plan())
 
     def _reopen(self) -> None:
         """Open a new session, waiting for planes that are away; everything is admitted and computed
         again.
         """
         deadline_s = time.monotonic() + self._recovery_timeout_s
+        if self._asked is not None:
+            self._asked.answer.cancel()
+            self._asked = None
         self._scheduler.reset()
         while True:
             try:
