@@ -22,7 +22,7 @@ from engine.models.loader import LoadedModel
 from engine.request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams
 from engine.running.runner import Runner
 from engine.sampling.detokenizer import Detokenizer
-from engine.sampling.sampler import logprob_of, new_generator, sample
+from engine.sampling.sampler import logprobs_of, new_stream, sample
 from engine.scheduling.intents import Intent, Outcome, Span
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import EngineSequence, SequenceStatus
@@ -278,44 +278,59 @@ class EngineCore:
     # Tokens.
 
     def _sample(self, spans: list[Span], logits: torch.Tensor) -> None:
-        due = (span.sequence for span in spans if span.is_last)
-        for sequence, span_logits in zip(due, logits, strict=True):
-            if sequence.status is SequenceStatus.FINISHED:  # its request failed in this step
-                continue
-            if sequence.num_continuations > 1:
-                self._branch(sequence, span_logits)
-            else:
-                self._take_token(sequence, span_logits)
-                if sequence.finish_reason:
-                    self._scheduler.finish(sequence)
-            self._complete(sequence.request.request_id)
+        """Take the tokens that are due. A prompt's continuations draw their first tokens from the
+        same logits, and separate.
+        """
+        due = [span.sequence for span in spans if span.is_last]
+        groups = [self._continuations(sequence) for sequence in due]
+        rows = [sequence for group in groups for sequence in group]
+        places = [place for place, group in enumerate(groups) for _ in group]
+        if not rows:
+            return
+        self._take_tokens(rows, logits if len(rows) == len(due) else logits[places])
+        for first, group in zip(due, groups, strict=True):
+            if len(group) > 1:
+                self._scheduler.branch(first, group)
+            elif group and first.finish_reason:
+                self._scheduler.finish(first)
+        for request_id in dict.fromkeys(sequence.request.request_id for sequence in rows):
+            self._complete(request_id)
 
-    def _branch(self, first: EngineSequence, logits: torch.Tensor) -> None:
-        """The prompt is computed: its ``n`` continuations draw their first tokens and separate."""
-        live = self._live[first.request.request_id]
-        others = range(1, first.request.params.n)
-        live.sequences += [self._new_sequence(first.request, i) for i in others]
-        for sequence in live.sequences:
-            self._take_token(sequence, logits)
-        alive = [s for s in live.sequences if not s.finish_reason]
-        self._scheduler.branch(first, alive)
-        for sequence in live.sequences:
-            if sequence.finish_reason:
-                sequence.status = SequenceStatus.FINISHED
+    def _continuations(self, sequence: EngineSequence) -> list[EngineSequence]:
+        """Those that take a token from this one's logits: all of the request's from its prompt's;
+        none if it failed in this step.
+        """
+        if sequence.status is SequenceStatus.FINISHED:
+            return []
+        if sequence.num_continuations == 1:
+            return [sequence]
+        live = self._live[sequence.request.request_id]
+        others = range(1, sequence.params.n)
+        live.sequences += [self._new_sequence(sequence.request, i) for i in others]
+        return live.sequences
 
-    def _take_token(self, sequence: EngineSequence, logits: torch.Tensor) -> None:
-        request, params = sequence.request, sequence.request.params
+    def _take_tokens(self, sequences: list[EngineSequence], logits: torch.Tensor) -> None:
+        """``logits``: float32 [len(sequences), vocabulary]."""
+        tokens = sample(logits, sequences)
+        told = [i for i, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+        if told:
+            found = logprobs_of(
+                logits[told],
+                [tokens[i] for i in told],
+                [sequences[i].params.logprobs or 0 for i in told],
+                self._loaded.decode,
+            )
+            for i, logprob in zip(told, found, strict=True):
+                sequences[i].logprobs.append(logprob)
+        for sequence, token, row in zip(sequences, tokens, logits, strict=True):
+            if sequence.params.record_logits:
+                sequence.logits.append(row.clone())
+            self._take_token(sequence, token)
+
+    def _take_token(self, sequence: EngineSequence, token: int) -> None:
+        request, params = sequence.request, sequence.params
         sequence.num_due = 0
-        token = sample(
-            logits, params, sequence.generator, sequence.tokens, sequence.num_prompt_tokens
-        )
         sequence.tokens.append(token)
-        logprob = None
-        if params.logprobs is not None:
-            logprob = logprob_of(logits, token, params.logprobs, self._loaded.decode)
-            sequence.logprobs.append(logprob)
-        if params.record_logits:
-            sequence.logits.append(logits.clone())
         if token in request.end_token_ids or sequence.detokenizer.add(token):
             sequence.finish_reason = "stop"
         elif sequence.num_output_tokens >= params.max_tokens:
@@ -324,8 +339,10 @@ class EngineCore:
         if sequence.finish_reason:
             sequence.detokenizer.finish()
         text = sequence.detokenizer.take(final=bool(sequence.finish_reason))
-        delta = Delta(request.request_id, sequence.index, text, [token], sequence.finish_reason)
-        self._deltas.append(dataclasses.replace(delta, logprob=logprob))
+        logprob = sequence.logprobs[-1] if sequence.logprobs else None
+        reason = sequence.finish_reason
+        delta = Delta(request.request_id, sequence.index, text, [token], reason, logprob=logprob)
+        self._deltas.append(delta)
 
     # The end of a request.
 
@@ -428,7 +445,7 @@ class EngineCore:
             request=request,
             index=index,
             tokens=list(request.prompt_token_ids),
-            generator=new_generator(request.params.seed, index),
+            stream=new_stream(request.params.seed, index),
             detokenizer=Detokenizer(self._loaded.tokenizer, request.params.stop),
         )
 

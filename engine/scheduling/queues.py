@@ -43,20 +43,22 @@ class Queues:
         sequence.forget_blocks()
         insort(self.waiting, sequence, key=self._key)
 
-    def branch(self, parent: EngineSequence, alive: Sequence[EngineSequence]) -> None:
-        """Continue the computed tokens of ``parent`` as ``alive`` (which may or may not hold
-        ``parent`` itself).
+    def branch(self, parent: EngineSequence, sequences: Sequence[EngineSequence]) -> None:
+        """Continue the computed tokens of ``parent`` as ``sequences``, which may or may not hold
+        ``parent`` itself; those with a finish reason end here.
 
-        The first of them takes over the parent's blocks; the next step forks the others from it.
+        The first that goes on takes over the parent's blocks; the next step forks the others from
+        it.
         """
-        kv_id, sent, computed = parent.kv_id, parent.num_sent, parent.num_computed
-        blocks = parent.num_blocks
+        kv_id, blocks = parent.kv_id, parent.num_blocks
+        sent, computed = parent.num_sent, parent.num_computed
         self.running.remove(parent)
-        if parent not in alive:
-            parent.status, parent.kv_id = SequenceStatus.FINISHED, 0
+        parent.status = SequenceStatus.FINISHED
+        alive = [s for s in sequences if not s.finish_reason]
         if not alive:
             self._frees.append(kv_id)
-            return
+        for sequence in sequences:
+            sequence.status, sequence.kv_id = SequenceStatus.FINISHED, 0
         for i, sequence in enumerate(alive):
             sequence.num_sent, sequence.num_computed, sequence.num_due = sent, computed, 0
             sequence.num_blocks = blocks

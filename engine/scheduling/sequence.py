@@ -17,7 +17,7 @@ from enum import Enum
 
 import torch
 
-from engine.request import Request, TokenLogprob
+from engine.request import Request, SamplingParams, TokenLogprob
 from engine.sampling.detokenizer import Detokenizer
 
 
@@ -34,13 +34,13 @@ class SequenceStatus(Enum):
 @dataclass(slots=True, eq=False)
 class EngineSequence:
     """One of a request's ``n`` continuations. ``kv_id``: its id at the control plane; 0 while it
-    has no blocks.
+    has no blocks. ``stream``: of its random numbers.
     """
 
     request: Request
     index: int
     tokens: list[int]
-    generator: torch.Generator
+    stream: int
     detokenizer: Detokenizer
     status: SequenceStatus = SequenceStatus.WAITING
     kv_id: int = 0
@@ -53,6 +53,11 @@ class EngineSequence:
     finish_reason: str = ""
     logits: list[torch.Tensor] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def params(self) -> SamplingParams:
+        """The request's."""
+        return self.request.params
 
     @property
     def place(self) -> tuple[int, int, int]:
