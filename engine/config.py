@@ -26,7 +26,7 @@ class EngineConfig:
     """How an engine computes, and the planes that it uses."""
 
     HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "The model": ("model", "probe", "dtype", "kv_dtype", "num_threads"),
+        "The model": ("model", "probe", "dtype", "kv_dtype", "linears", "num_threads"),
         "Batches": ("max_batch_tokens", "max_sequences", "plans_ahead"),
         "The planes": (
             *("control_plane", "data_plane", "pool_id", "timeout_s", "recovery_timeout_s"),
@@ -58,6 +58,12 @@ class EngineConfig:
         choices=("auto", *KV_DTYPES),
         help="Type of keys and values as stored; auto takes the pool's, and for an embedded pool"
         " that of --dtype.",
+    )
+    linears: str = setting(
+        "torch",
+        choices=("torch", "packed"),
+        help="The model's linear layers: torch's own, or oneDNN's with packed weights, which are"
+        " faster on a CPU, for the types that it serves there.",
     )
     max_batch_tokens: int = setting(
         512, unit="tokens", minimum=1, help="Most tokens computed in one step."

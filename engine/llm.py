@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +19,7 @@ from engine.request import Delta, RequestOutput, SamplingParams
 from engine.running.core import EngineCore
 from engine.scheduling.scheduler import Scheduler
 from engine.stats import EngineStats
+from engine.threads import waiting
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
@@ -27,6 +29,8 @@ from kvplane.transformers.loop import LoopThread
 from kvplane.v1 import control_pb2 as pb
 
 Prompt = str | Sequence[int]
+
+_log = logging.getLogger("engine")
 
 
 class LLM:
@@ -164,6 +168,7 @@ class LLM:
     def _connect(self, config: EngineConfig) -> None:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
+        _log.info("torch threads=%d %s", torch.get_num_threads(), waiting())
         self._closing = ExitStack()
         with self._closing:
             loop = LoopThread("engine-planes")
@@ -175,7 +180,9 @@ class LLM:
             )
             self._closing.callback(self._link.close)
             layout = _layout(config, self._link.pool_layout(config.recovery_timeout_s))
-            self._loaded = loader.load(config.model, layout.dtype, probe=config.probe)
+            self._loaded = loader.load(
+                config.model, layout.dtype, probe=config.probe, packs=config.linears == "packed"
+            )
             self._backend.open(self._link.open(layout))
             self._core = _core(config, layout, self._loaded, self._link, self._backend)
             self._closing = self._closing.pop_all()
