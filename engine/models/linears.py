@@ -43,7 +43,8 @@ def pack_linears(model: torch.nn.Module) -> int:
 
 
 def _is_served(weight: torch.Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if weight.device.type != "cpu" or not has_onednn:
         return False
     if weight.dtype == torch.float32:
         return True
