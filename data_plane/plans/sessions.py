@@ -149,14 +149,14 @@ class Session:
             return None
         if running is not None:
             raise PlanOutOfOrderError(
-                f"plan {newest} of the session has not finished: send its missing layers, or abort "
-                "it at the control plane",
+                f"finish plan {newest} first: send its missing layers, or abort it at the control "
+                "plane",
                 field="plan.previous",
             )
         if plan.previous != self.finished:
             raise PlanOutOfOrderError(
-                f"the plan follows plan {plan.previous}, but the session's last plan to finish "
-                f"here is {self.finished}: start the plans between first",
+                f"run plan {plan.previous} first: this one follows it, and the session's last plan "
+                f"to finish here is {self.finished}",
                 field="plan.previous",
             )
         return None

@@ -38,10 +38,10 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.layout import Layout
+from kvplane.results import StepResult
+from kvplane.sync.loop_thread import wait
 from kvplane.transformers.backend import DataBackend
 from kvplane.transformers.link import ControlLink
-from kvplane.transformers.loop import wait
-from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 
 MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine raises
@@ -66,7 +66,7 @@ class _Asked:
     """A step that was sent to the control plane."""
 
     intents: list[Intent]
-    answer: Future[pb.StepResult]
+    answer: Future[StepResult]
 
 
 class EngineCore:
@@ -228,12 +228,12 @@ class EngineCore:
         """Wait for a step's answer and learn what came of it."""
         self._asked = None
         result = wait(asked.answer)
-        self._has_plan = result.HasField("plan")
+        self._has_plan = result.plan is not None
         outcome = self._scheduler.apply(asked.intents, result)
         self._note_counts()
         for sequence, error in outcome.failed:
             self._fail(sequence.request.request_id, error)
-        return outcome, result.plan if self._has_plan else None
+        return outcome, result.plan
 
     def _execute(self, plan: types.SignedPayload, spans: list[Span]) -> torch.Tensor:
         """Carry a plan out. Returns float32 logits [spans with is_last, vocabulary]."""

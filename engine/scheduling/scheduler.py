@@ -26,7 +26,7 @@ from engine.scheduling.room import Room
 from engine.scheduling.sequence import EngineSequence, SequenceStatus
 from kvplane import ops
 from kvplane.errors import InternalError, PositionMismatchError, SequenceNotFoundError
-from kvplane.results import Granted, SequenceState, SessionNews, error_of, news_of
+from kvplane.results import Granted, SequenceState, SessionNews, StepResult, error_of
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 from kvplane.wire import columns
@@ -110,12 +110,12 @@ class Scheduler(Queues):
         self._asked.clear()
         return intents
 
-    def apply(self, intents: Sequence[Intent], result: pb.StepResult) -> Outcome:
+    def apply(self, intents: Sequence[Intent], result: StepResult) -> Outcome:
         """Learn what came of ``intents``, each of which has one of ``result.results``, in order."""
         if len(result.results) != len(intents):
             raise InternalError(f"{len(result.results)} results for {len(intents)} operations")
         outcome = Outcome()
-        news = news_of(result)
+        news = result.news
         self._blocked = []
         self._note_cuts(news)
         num_pending = 0
@@ -133,7 +133,7 @@ class Scheduler(Queues):
             self._num_waits += 1
         else:
             self._must_preempt, self._num_waits = True, 0
-        self._num_idle = 0 if result.HasField("plan") else self._num_idle + 1
+        self._num_idle = 0 if result.plan is not None else self._num_idle + 1
         if self._num_idle >= PATIENCE_STEPS and not self.running:
             self._recompute_swapped()
         return outcome

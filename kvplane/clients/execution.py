@@ -70,8 +70,13 @@ class Execution:
         async with deadline.guard(), self._lock:
             await retry_until(deadline, self._open)
 
-    async def start(self, plan: SignedPayload, *, timeout_s: float | None = None) -> Started:
-        """Present a plan, which makes its table changes and transfers. Safe to repeat."""
+    async def start(self, plan: SignedPayload | None, *, timeout_s: float | None = None) -> Started:
+        """Present a plan, which makes its table changes and transfers. Safe to repeat.
+
+        Raises InvalidRequestError for None, which is the plan of a step that changed nothing.
+        """
+        if plan is None:
+            raise InvalidRequestError("is None: the step has nothing to carry out", field="plan")
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
             self._plan, self.receipt = None, None

@@ -9,9 +9,8 @@ from typing import Any
 
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.logs import FORMATS, LEVELS
-from kvplane.serving.server import ServerTls
+from kvplane.serving.server import MAX_CONNECTION_CALLS, ServerTls
 from kvplane.serving.settings import setting
-from kvplane.wire.protocol import MAX_MESSAGE_BYTES
 
 
 def bind_setting(default: str) -> Any:
@@ -29,15 +28,27 @@ def metrics_port_setting(default: int) -> Any:
     )
 
 
+def max_message_setting(default: int) -> Any:
+    """The field ``max_message_bytes`` of a ``ServingConfig``, each of which has its own default."""
+    return setting(
+        default,
+        help="Largest message accepted.",
+        unit="bytes",
+        minimum=4096,
+        maximum=2**31 - 1,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServingConfig:
-    """Settings of a server; a plane adds its own, and gives ``bind`` and ``metrics_port`` defaults.
+    """Settings of a server; a plane adds its own, and gives the first three their defaults.
 
     Raises InvalidRequestError for a malformed bind address, and for TLS files that need others.
     """
 
     bind: str
     metrics_port: int
+    max_message_bytes: int
     port_file: Path | None = setting(None, help="File to write the gRPC port to, once it serves.")
     grace_s: float = setting(
         5.0,
@@ -46,12 +57,27 @@ class ServingConfig:
         minimum=0,
         maximum=3600,
     )
-    max_message_bytes: int = setting(
-        MAX_MESSAGE_BYTES,
-        help="Largest message accepted or sent.",
+    max_received_bytes: int = setting(
+        1 << 30,
+        help="Requests that were received and are not answered, of all callers.",
         unit="bytes",
         minimum=4096,
-        maximum=2**31 - 1,
+    )
+    max_caller_received_bytes: int = setting(
+        1 << 28,
+        help="The same of one tenant, or of one connection where tenants are not known.",
+        unit="bytes",
+        minimum=4096,
+    )
+    max_connection_calls: int = setting(
+        MAX_CONNECTION_CALLS, help="Calls at one time on one connection.", unit="calls", minimum=1
+    )
+    max_connections: int = setting(
+        0,
+        help="Connections at one time; 0 means as many as the limit of open files allows, some left"
+        " free.",
+        unit="connections",
+        minimum=0,
     )
     tls_certificate: Path | None = setting(None, help="PEM file of the server's certificate.")
     tls_key: Path | None = setting(None, help="PEM file of the certificate's key.")
@@ -77,11 +103,15 @@ class ServingConfig:
             raise InvalidRequestError("must be given with --tls-key", field="tls_certificate")
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise InvalidRequestError("needs --tls-certificate too", field="tls_client_ca")
-        if self.tls is None and not self.insecure and not is_loopback(self.bind):
+        self._check_safe(self.bind, "bind")
+
+    def _check_safe(self, address: str, field: str) -> None:
+        """Raise InvalidRequestError if others could listen to what is served there."""
+        if self.tls is None and not self.insecure and not is_loopback(address):
             raise InvalidRequestError(
-                f"{self.bind} can be reached from other machines: give --tls-certificate and "
+                f"{address} can be reached from other machines: give --tls-certificate and "
                 "--tls-key, or --insecure",
-                field="bind",
+                field=field,
             )
 
     @property

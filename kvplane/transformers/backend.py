@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 
@@ -12,17 +12,10 @@ from kvplane.clients.data_client import DataClient
 from kvplane.clients.execution import Execution
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.session import Session
+from kvplane.sync.loop_thread import LoopThread
 from kvplane.tensor import Tensor
-from kvplane.transformers.loop import LoopThread
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
-
-_TORCH: Final = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-_NAMES: Final = {dtype: name for name, dtype in _TORCH.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +106,12 @@ class RemoteBackend:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Send one layer's new tokens and wait for its attention."""
-        out = self._loop.run(
-            self._open_execution().layer(
-                index,
-                to_wire(query),
-                to_wire(key),
-                to_wire(value),
-                options=options,
-            )
+        tensors = (
+            Tensor.from_array(each.detach().cpu().contiguous()) for each in (query, key, value)
         )
-        return from_wire(out).to(query.device)
+        out = self._loop.run(self._open_execution().layer(index, *tensors, options=options))
+        there: torch.Tensor = out.torch().to(query.device)
+        return there
 
     def finish(self) -> pb.SignedPayload:
         """The receipt that came after the last layer. Raises InternalError when none did."""
@@ -148,18 +137,3 @@ class RemoteBackend:
         if self._execution is None:
             raise InternalError("no session is open")
         return self._execution
-
-
-def to_wire(tensor: torch.Tensor) -> Tensor:
-    """A tensor of any strides and device, as bytes in row-major order."""
-    dense = tensor.detach().cpu().contiguous()
-    data = dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-    return Tensor(_NAMES[tensor.dtype], tuple(tensor.shape), data)
-
-
-def from_wire(tensor: Tensor) -> torch.Tensor:
-    """The inverse of ``to_wire``; the result owns its memory."""
-    if tensor.num_elements == 0:
-        return torch.empty(tensor.shape, dtype=_TORCH[tensor.dtype])
-    flat = torch.frombuffer(bytearray(tensor.data), dtype=_TORCH[tensor.dtype])
-    return flat.reshape(tensor.shape)

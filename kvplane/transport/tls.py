@@ -65,8 +65,8 @@ class _TokenFile(grpc.AuthMetadataPlugin):
 
 def open_channel(target: str, tls: TlsOptions | None) -> grpc.aio.Channel:
     """A channel to ``target`` ("host:port"), in the clear when ``tls`` is None."""
-    if not target:
-        raise InvalidRequestError("must be host:port", field="target")
+    if ":" not in target:
+        raise InvalidRequestError(f"must be host:port, is {target!r}", field="target")
     options: list[tuple[str, int | str]] = list(CHANNEL_OPTIONS)
     if tls is None:
         return grpc.aio.insecure_channel(target, options=options)

@@ -39,8 +39,8 @@ class ControlPlaneServiceStub(object):
     So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. After UNAVAILABLE,
     DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and repeats it. These errors use up no number:
 
-    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message or RunStepRequest
-    has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
+    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message, it holds more
+    operations, receipts or fields than it may, or RunStepRequest has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
     - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
     - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.
@@ -175,8 +175,8 @@ class ControlPlaneServiceServicer(object):
     So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. After UNAVAILABLE,
     DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and repeats it. These errors use up no number:
 
-    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message or RunStepRequest
-    has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
+    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message, it holds more
+    operations, receipts or fields than it may, or RunStepRequest has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
     - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
     - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.
@@ -294,7 +294,8 @@ class ControlPlaneServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExplainPrefix(self, request, context):
-        """Describes the cached blocks of a prompt's prefix. Nothing is held, and no block counts as used by it.
+        """Describes the cached blocks of a prompt's prefix. Nothing is held, and no block counts as used by it. Of several layer groups it
+        describes the first without an attention window; an admission finds less where the others have less.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -310,7 +311,8 @@ class ControlPlaneServiceServicer(object):
     def Watch(self, request, context):
         """Follows a pool's prefix index, of the caller's tenant and one namespace: a snapshot, then every change. A follower that applies
         them in order has what the pool has. FAILED_PRECONDITION (REVISION_TOO_OLD) when the changes since the revision asked for are not
-        kept any more, and as the end of the stream when the follower is too slow: start again from a snapshot.
+        kept any more, and as the end of the stream when the follower is too slow: start again from a snapshot. Of several layer groups it
+        follows the first without an attention window.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -468,8 +470,8 @@ class ControlPlaneService(object):
     So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. After UNAVAILABLE,
     DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and repeats it. These errors use up no number:
 
-    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message or RunStepRequest
-    has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
+    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message, it holds more
+    operations, receipts or fields than it may, or RunStepRequest has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
     - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
     - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.

@@ -39,7 +39,9 @@ def to_rich_status(error: KvplaneError) -> status_pb2.Status:
         details.append(_any(error_details_pb2.BadRequest(field_violations=[violation])))
     if wire.HasField("retry_delay"):
         details.append(_any(error_details_pb2.RetryInfo(retry_delay=wire.retry_delay)))
-    return status_pb2.Status(code=wire.code, message=wire.message, details=details)
+    # Clients without this library print the text alone, so it begins with the field.
+    text = f"{wire.field}: {wire.message}" if wire.field else wire.message
+    return status_pb2.Status(code=wire.code, message=text, details=details)
 
 
 def from_rpc_error(error: grpc.Call | grpc.aio.AioRpcError) -> KvplaneError:
@@ -62,7 +64,8 @@ def from_rpc_error(error: grpc.Call | grpc.aio.AioRpcError) -> KvplaneError:
             reason, field = info.reason, info.metadata.get("field", "")
         elif detail.Unpack(retry):
             delay_s = seconds_of(retry.retry_delay)
-    return make_error(reason, status.code, status.message, field, delay_s)
+    text = status.message.removeprefix(f"{field}: ") if field else status.message
+    return make_error(reason, status.code, text, field, delay_s)
 
 
 def _any(message: error_details_pb2.ErrorInfo) -> any_pb2.Any:

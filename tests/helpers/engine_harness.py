@@ -24,7 +24,7 @@ from engine.scheduling.scheduler import Scheduler
 from kvplane.errors import KvplaneError, SessionNotFoundError, StaleError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
-from kvplane.results import SequenceState, sequence_states
+from kvplane.results import SequenceState, StepResult, sequence_states
 from kvplane.transformers.backend import Started
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
@@ -137,7 +137,7 @@ class Link:
         self.number = 0
         self.last_plan_number = 0
         self.steps: list[list[pb.Operation]] = []
-        self.results: list[pb.StepResult] = []
+        self.results: list[StepResult] = []
         self.faults: list[Exception] = []
         self.session: Any = None
 
@@ -157,22 +157,23 @@ class Link:
         self.planes.pump()
         return self.session
 
-    def begin_step(self, operations: Sequence[pb.Operation]) -> Future[pb.StepResult]:
+    def begin_step(self, operations: Sequence[pb.Operation]) -> Future[StepResult]:
         """The control plane answers at once, and its answer is looked at when the engine waits."""
-        answer: Future[pb.StepResult] = Future()
+        answer: Future[StepResult] = Future()
         try:
             answer.set_result(self._step(operations))
         except KvplaneError as error:
             answer.set_exception(error)
         return answer
 
-    def _step(self, operations: Sequence[pb.Operation]) -> pb.StepResult:
+    def _step(self, operations: Sequence[pb.Operation]) -> StepResult:
         if self.faults:
             raise self.faults.pop(0)
-        result = self._call(self.planes.core.step, pb.StepRequest(operations=operations))
+        request = pb.StepRequest(operations=operations)
+        result = StepResult(self._call(self.planes.core.step, request))
         self.steps.append(list(operations))
         self.results.append(result)
-        if result.HasField("plan"):
+        if result.plan is not None:
             self.last_plan_number = self.number
         return result
 

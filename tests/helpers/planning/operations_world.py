@@ -1,0 +1,191 @@
+"""Engines of one pool over a socket, which see that an operation that is refused changes nothing.
+
+The control plane is a real server on a loopback port. The data plane is played: it signs a receipt
+for every plan, and runs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from control_wire import RawShard, Stub
+from registration_messages import LAYOUT
+
+from control_plane.server.server import ControlPlaneServer
+from kvplane import ControlClient, Layout, SequenceState, Session, ops
+from kvplane.errors import KvplaneError, SequenceNotFoundError
+from kvplane.results import StepResult, error_of
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64
+
+POOL = "pool"
+BLOCK = LAYOUT.block_size_tokens
+DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
+MAX_ID = 12
+"""Sequences 1 to this one are compared before and after a refusal."""
+
+_ONE_ITEM = ("admit", "swap_out", "swap_in", "retain", "release", "forget")
+
+Block = tuple[int, int, int]
+"""Tier, index and generation."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a refusal must leave as it is: the pool's usage, every sequence and its table."""
+
+    usage: pb.PoolUsage
+    num_sequences: int
+    sequences: tuple[tuple[int, SequenceState, tuple[Block, ...]], ...]
+
+
+class World:
+    """The pool, and the callers that lease from it."""
+
+    def __init__(self, server: ControlPlaneServer, client: ControlClient, stub: Stub) -> None:
+        self.server = server
+        self.client = client
+        self.stub = stub
+        self.callers: list[Caller] = []
+        self.shard: RawShard
+
+    async def register(self, layout: Layout = LAYOUT, **hello: Any) -> RawShard:
+        """A data plane registers a pool, ``POOL`` unless ``hello`` says otherwise."""
+        shard = RawShard(self.stub, layout=layout.to_proto(), **hello)
+        await shard.register()
+        await shard.report()
+        if shard.hello.pool_id == POOL:
+            self.shard, self.layout = shard, layout
+        return shard
+
+    async def caller(self, namespace: str = "") -> Caller:
+        """Another engine."""
+        session = await self.client.open_session(POOL, self.layout, namespace=namespace)
+        caller = Caller(self, session)
+        self.callers.append(caller)
+        return caller
+
+    async def usage(self, tier: int = DEVICE, group: int = 0) -> dict[str, int]:
+        """Blocks of a layer group's tier by state."""
+        tiers = (await self.client.describe_pool(POOL)).usage.tiers
+        (usage,) = (usage for usage in tiers if (usage.tier, usage.group) == (tier, group))
+        return {
+            "free": usage.num_free_blocks,
+            "cached": usage.num_cached_blocks,
+            "held": usage.num_held_blocks,
+            "retired": usage.num_retired_blocks,
+        }
+
+    async def counters(self) -> pb.PoolCounters:
+        return (await self.client.describe_pool(POOL)).counters
+
+    async def state(self) -> State:
+        pool = await self.client.describe_pool(POOL)
+        sequences = []
+        for number, caller in enumerate(self.callers):
+            for sequence_id in range(1, MAX_ID + 1):
+                try:
+                    state = await caller.session.describe_sequence(sequence_id)
+                except SequenceNotFoundError:
+                    continue
+                sequences.append((number, state, await caller.table(sequence_id)))
+        return State(pool.usage, pool.num_sequences, tuple(sequences))
+
+
+class Caller:
+    """An engine, whose plans have run and whose receipts are in as soon as a step is answered."""
+
+    def __init__(self, world: World, session: Session) -> None:
+        self.world = world
+        self.session = session
+
+    async def step(self, *operations: pb.Operation) -> StepResult:
+        """A step whose items may be refused one by one."""
+        result = await self.session.step(operations)
+        if result.plan is not None:
+            self.session.add_receipt(self.world.shard.receipt(result.plan))
+            await self.session.submit_receipts()
+        return result
+
+    async def do(self, *operations: pb.Operation) -> StepResult:
+        """A step whose operations must all be done."""
+        result = await self.step(*operations)
+        failures = [failure for outcome in result.results for failure in outcome.failures]
+        assert not failures, failures
+        return result
+
+    async def admit(self, sequence_id: int, token_ids: Sequence[int], **how: Any) -> pb.AdmitResult:
+        result = await self.do(ops.admit(sequence_id, token_ids, **how))
+        return result.results[0].admit
+
+    async def grow(self, sequence_id: int, *token_ids: int) -> StepResult:
+        """Compute these tokens after the last one."""
+        state = await self.session.describe_sequence(sequence_id)
+        operation = ops.append(
+            sequence_id, token_ids, len(token_ids), first_position=state.num_scheduled_tokens
+        )
+        return await self.do(operation)
+
+    async def refuse(self, operation: pb.Operation) -> list[pb.ItemFailure]:
+        """The failures of an operation of which nothing is done; nothing must have changed."""
+        before = await self.world.state()
+        result = await self.session.step([operation])
+        (outcome,) = result.results
+        assert outcome.failures, "it was done"
+        assert result.plan is None
+        if operation.WhichOneof("operation") in _ONE_ITEM:
+            assert outcome.WhichOneof("done") is None
+        assert await self.world.state() == before
+        return list(outcome.failures)
+
+    async def fail(self, operation: pb.Operation, kind: type[KvplaneError], field: str) -> None:
+        """The operation's only item is wrong, by this field of it; nothing must have changed."""
+        (failure,) = await self.refuse(operation)
+        assert failure.status == pb.OPERATION_STATUS_FAILED
+        error = error_of(failure)
+        name = operation.WhichOneof("operation")
+        want = kind, f"operations[0].{name}.{field}"
+        assert (type(error), error.field) == want, repr(error)
+
+    async def later(self, operation: pb.Operation) -> pb.Shortage:
+        """What the operation waits for; nothing must have changed."""
+        (failure,) = await self.refuse(operation)
+        assert failure.status == pb.OPERATION_STATUS_LATER, failure
+        return failure.shortage
+
+    async def never(self, operation: pb.Operation) -> pb.Shortage:
+        """What the pool lacks for it at any time; nothing must have changed."""
+        (failure,) = await self.refuse(operation)
+        assert failure.status == pb.OPERATION_STATUS_NEVER, failure
+        return failure.shortage
+
+    async def table(self, sequence_id: int) -> tuple[Block, ...]:
+        """Of all layer groups, one after the other."""
+        found: list[Block] = []
+        for blocks in (await self.session.block_table(sequence_id)).tables:
+            indices = columns.read(INT32, blocks.indices, "indices")
+            generations = columns.read(INT64, blocks.generations, "generations")
+            found += ((blocks.tier, *each) for each in zip(indices, generations, strict=True))
+        return tuple(found)
+
+    async def num_cached(self, token_ids: Sequence[int]) -> int:
+        """Tokens that an admission of this prompt would find cached now."""
+        return (await self.session.lookup_prefix(token_ids)).num_cached_tokens
+
+
+def prompt(num_blocks: int, seed: int = 0, extra: int = 1) -> list[int]:
+    """Tokens of ``num_blocks`` full blocks and ``extra`` more; different for every seed."""
+    return [1000 * seed + position for position in range(num_blocks * BLOCK + extra)]
+
+
+def plan_of(result: StepResult) -> tpb.Plan:
+    assert result.plan is not None
+    return tpb.Plan.FromString(result.plan.payload)
+
+
+def int32(column: bytes) -> list[int]:
+    return columns.read(INT32, column, "column").tolist()

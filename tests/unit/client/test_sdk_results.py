@@ -1,0 +1,170 @@
+"""What came of a step: one error for an item that was not done, and columns as values."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane.errors import (
+    InternalError,
+    InvalidRequestError,
+    NeverFitsError,
+    PoolFullError,
+    PositionMismatchError,
+)
+from kvplane.results import (
+    ExplainedBlock,
+    Granted,
+    SequenceState,
+    SessionNews,
+    StepResult,
+    error_of,
+    explained_blocks,
+    news_of,
+    sequence_states,
+)
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import types_pb2 as types
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64, UINT8
+from kvplane.wire.error_codec import to_wire
+
+SHORTAGE = pb.Shortage(
+    tier=types.TIER_DEVICE,
+    num_blocks_needed=9,
+    num_blocks_available=4,
+    num_blocks_pending=2,
+    reason=pb.SHORTAGE_REASON_BLOCKS,
+)
+
+
+def test_later_is_a_full_pool_and_says_how_long_to_wait() -> None:
+    failure = pb.ItemFailure(status=pb.OPERATION_STATUS_LATER, shortage=SHORTAGE)
+    failure.shortage.retry_delay.FromMilliseconds(50)
+    error = error_of(failure)
+    assert type(error) is PoolFullError
+    assert error.retry_delay_s == 0.05
+    assert "9 blocks of the device tier are needed and 4 are available, 2 more" in error.message
+
+
+def test_an_admission_that_waits_says_where_in_line() -> None:
+    failure = pb.ItemFailure(status=pb.OPERATION_STATUS_LATER, shortage=SHORTAGE)
+    failure.shortage.place_in_line = 3
+    error = error_of(failure)
+    assert type(error) is PoolFullError
+    assert error.retry_delay_s is None
+    assert error.message.endswith("the admission waits, at place 3 in line")
+
+
+def test_never_does_not_fit_and_does_not_say_to_wait() -> None:
+    error = error_of(pb.ItemFailure(status=pb.OPERATION_STATUS_NEVER, shortage=SHORTAGE))
+    assert type(error) is NeverFitsError
+    assert error.retry_delay_s is None
+    assert "9 blocks" in error.message
+
+
+def test_failed_is_the_error_that_the_control_plane_gave() -> None:
+    field = "operations[0].append.first_positions[3]"
+    given = to_wire(PositionMismatchError("7 positions are scheduled", field=field))
+    error = error_of(pb.ItemFailure(status=pb.OPERATION_STATUS_FAILED, error=given))
+    assert type(error) is PositionMismatchError
+    assert error.field == field
+
+
+def test_a_status_of_a_later_release_is_no_success() -> None:
+    assert type(error_of(pb.ItemFailure(item=3))) is InternalError
+
+
+def test_a_step_of_which_all_items_were_done_passes() -> None:
+    result = StepResult(pb.StepResult(results=[pb.OperationResult(), pb.OperationResult()]))
+    assert result.raise_for_status() is result
+    result.results[1].failures.add(item=5, status=pb.OPERATION_STATUS_LATER)
+    with pytest.raises(PoolFullError):
+        result.raise_for_status()
+
+
+def test_a_step_with_nothing_to_carry_out_has_no_plan() -> None:
+    assert StepResult(pb.StepResult()).plan is None
+    plan = types.SignedPayload(payload=b"plan")
+    assert StepResult(pb.StepResult(plan=plan)).plan == plan
+
+
+def states() -> pb.SequenceStates:
+    return pb.SequenceStates(
+        sequence_ids=columns.pack(INT64, [3, 2**40]),
+        admitted_by=columns.pack(INT64, [1, 7]),
+        num_tokens=columns.pack(INT64, [20, 30]),
+        num_scheduled_tokens=columns.pack(INT64, [19, 29]),
+        num_written_tokens=columns.pack(INT64, [18, 28]),
+        num_cached_tokens=columns.pack(INT64, [16, 0]),
+        num_blocks=columns.pack(INT32, [2, 3]),
+        tiers=columns.pack(UINT8, [types.TIER_DEVICE, types.TIER_HOST]),
+    )
+
+
+def test_sequences_are_read_from_their_columns() -> None:
+    assert sequence_states(states()) == [
+        SequenceState(3, 1, 20, 19, 18, 16, 2, types.TIER_DEVICE),
+        SequenceState(2**40, 7, 30, 29, 28, 0, 3, types.TIER_HOST),
+    ]
+    assert sequence_states(pb.SequenceStates()) == []
+
+
+def test_columns_of_unequal_length_are_refused_by_name() -> None:
+    message = states()
+    message.num_blocks += b"\0\0\0\0"
+    with pytest.raises(InvalidRequestError) as caught:
+        sequence_states(message)
+    assert caught.value.field == "sequences.num_blocks"
+
+
+def test_cached_blocks_are_read_from_their_columns() -> None:
+    message = pb.ExplainPrefixResponse(
+        tiers=columns.pack(UINT8, [types.TIER_DEVICE, types.TIER_HOST]),
+        indices=columns.pack(INT32, [7, 0]),
+        generations=columns.pack(INT64, [2**40, 1]),
+        ref_counts=columns.pack(INT32, [3, 0]),
+        num_hits=columns.pack(INT64, [12, 1]),
+        ages_ms=columns.pack(INT64, [2500, 90]),
+        idle_ms=columns.pack(INT64, [0, 80]),
+        priorities=columns.pack(UINT8, [0, 100]),
+        num_cached_tokens=32,
+    )
+    assert explained_blocks(message) == [
+        ExplainedBlock(types.TIER_DEVICE, 7, 2**40, 3, 12, 2.5, 0.0, 0),
+        ExplainedBlock(types.TIER_HOST, 0, 1, 0, 1, 0.09, 0.08, 100),
+    ]
+    message.ref_counts = b""
+    with pytest.raises(InvalidRequestError) as caught:
+        explained_blocks(message)
+    assert caught.value.field == "ref_counts"
+
+
+def test_news_say_what_was_granted_cut_and_asked_for() -> None:
+    result = pb.StepResult()
+    result.news.granted.add(
+        sequence_id=4,
+        fork_sequence_ids=columns.pack(INT64, [5, 6]),
+        num_cached_tokens=16,
+        num_blocks=3,
+    )
+    result.news.cut_sequence_ids = columns.pack(INT64, [9, 8])
+    result.news.cut_reasons = columns.pack(UINT8, [pb.CUT_REASON_GROWTH, pb.CUT_REASON_TURN])
+    result.news.pressure.num_blocks = 12
+    result.news.pressure.deadline.FromMilliseconds(1500)
+    result.news.pressure.sequence_ids = columns.pack(INT64, [7])
+    assert news_of(result) == SessionNews(
+        granted=(Granted(4, (5, 6), 16, 3),),
+        cut={9: pb.CUT_REASON_GROWTH, 8: pb.CUT_REASON_TURN},
+        num_blocks_asked=12,
+        deadline_s=1.5,
+        sequences_asked=(7,),
+    )
+    assert news_of(pb.Notice(news=result.news)) == news_of(result) == StepResult(result).news
+    result.news.cut_reasons = b""
+    with pytest.raises(InvalidRequestError) as caught:
+        news_of(result)
+    assert caught.value.field == "cut_reasons"
+
+
+def test_an_answer_without_news_says_that_nothing_happened() -> None:
+    assert news_of(pb.StepResult()) == SessionNews((), {}, 0, 0.0, ())

@@ -1,0 +1,111 @@
+"""What callers can make the core keep has a bound, beyond which they are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+from core_data_plane import DataPlane
+from core_messages import POOL
+from core_model import World
+
+from control_plane.planning.config import CoreConfig
+from kvplane import ops
+from kvplane.errors import PoolNotReadyError, QuotaExceededError
+from kvplane.v1 import control_pb2 as cpb
+
+
+def world_of(**settings: float) -> World:
+    return World(config=CoreConfig(watermark=0.0, **settings))  # type: ignore[arg-type]
+
+
+def hello(world: World, pool_id: str) -> cpb.Hello:
+    """Of a data plane of another pool."""
+    said = DataPlane(world, 0, 1, 4, 0).hello()
+    said.pool_id = pool_id
+    return said
+
+
+def test_pools_are_bounded_until_one_without_data_planes_is_forgotten() -> None:
+    world = world_of(max_pools=2, pool_expiry_s=100.0)
+    other = hello(world, "other")
+    world.core.register(other)
+    with pytest.raises(QuotaExceededError) as refused:
+        world.core.register(hello(world, "third"))
+    assert refused.value.field == "hello.pool_id"
+    world.core.disconnect("other", 0, other.epoch)
+    for _ in range(2):
+        world.clock.now += 60
+        world.core.tick()
+    assert world.core.list_pools() == ["other", POOL], "it was seen without them 60 s ago"
+    world.clock.now += 60
+    world.core.tick()
+    assert world.core.list_pools() == [POOL], "a pool with a data plane is kept"
+    world.core.register(hello(world, "third"))
+
+
+def test_a_pool_whose_data_plane_came_back_is_not_forgotten() -> None:
+    world = world_of(pool_expiry_s=100.0)
+    for _ in range(3):
+        world.shards[0].leave()
+        world.core.tick()
+        world.clock.now += 90
+        world.shards[0].join()
+        world.core.tick()
+        world.clock.now += 90
+    assert world.core.list_pools() == [POOL]
+
+
+def test_namespaces_of_a_tenant_are_bounded_while_they_hold_something() -> None:
+    world = world_of(max_tenant_namespaces=2)
+    first, second = world.engine(namespace="a"), world.engine(namespace="b")
+    with pytest.raises(QuotaExceededError) as refused:
+        world.engine(namespace="c")
+    assert refused.value.field == "namespace"
+    world.engine(namespace="a")
+    world.engine(tenant="other", namespace="c")
+    second.admit(1, range(16))
+    second.settle()
+    second.close()
+    world.pump()
+    with pytest.raises(QuotaExceededError):
+        world.engine(namespace="c")
+    forgetting = world.engine(namespace="b")
+    forgetting.send(ops.forget(ops.Scope.NAMESPACE))
+    forgetting.close()
+    world.pump()
+    world.engine(namespace="c")
+    first.renew()
+
+
+def test_no_session_is_opened_while_too_many_have_not_been_fenced() -> None:
+    world = world_of(max_unfenced_sessions=3)
+    for _ in range(3):
+        world.engine().close()
+    with pytest.raises(PoolNotReadyError) as refused:
+        world.engine()
+    assert refused.value.retry_delay_s is not None
+    world.pump()
+    world.engine()
+
+
+def test_followers_are_bounded() -> None:
+    world = world_of(max_followers=1)
+    request = cpb.WatchRequest(pool_id=POOL)
+    follower = world.core.follow(request, "tenant", lambda: None)
+    with pytest.raises(QuotaExceededError):
+        world.core.follow(request, "tenant", lambda: None)
+    world.core.unfollow(follower)
+    world.core.follow(request, "tenant", lambda: None)
+
+
+def test_blocks_are_bounded_over_all_pools() -> None:
+    world = world_of(max_blocks=28)  # of which the world's own data plane has 24
+    other = hello(world, "other")
+    other.num_device_blocks = 5
+    with pytest.raises(QuotaExceededError) as refused:
+        world.core.register(other)
+    assert refused.value.field == "hello.num_device_blocks"
+    assert world.core.list_pools() == [POOL]
+    other.num_device_blocks = 4
+    world.core.register(other)
+    other.epoch += 1
+    world.core.register(other)  # its own blocks do not count twice

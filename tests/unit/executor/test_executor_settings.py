@@ -1,0 +1,180 @@
+"""The data plane's settings: what is refused, what is measured, what is built."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plan_author import LAYOUT, POOL_ID
+
+from data_plane import Executor
+from data_plane.memory import sizing as memory
+from data_plane.server.build import build_executor, layout_from_json
+from data_plane.server.config import PROGRAM, DataPlaneConfig
+from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
+from kvplane.errors import InvalidRequestError, NeverFitsError
+from kvplane.serving.settings import parse
+from kvplane.shard import Shard
+from kvplane.v1 import types_pb2 as pb
+
+ROOT = Path(__file__).parents[3]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def layout_file(tmp_path: Path) -> Path:
+    path = tmp_path / "layout.json"
+    path.write_text(json.dumps(asdict(LAYOUT)))
+    return path
+
+
+def test_a_layout_is_read_back_from_json(layout_file: Path) -> None:
+    assert layout_from_json(layout_file) == LAYOUT
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"groups": 3}', '{"groups": [{"layers": [0]}]}'])
+def test_a_file_that_is_no_layout_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(InvalidRequestError) as caught:
+        layout_from_json(path)
+    assert caught.value.field == "layout"
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("model", {}),
+        ("model", {"model": Path("m"), "layout": Path("l")}),
+        ("bind", {"model": Path("m"), "bind": "nonsense"}),
+        ("bind", {"model": Path("m"), "bind": "127.0.0.1:99999"}),
+        ("advertise", {"model": Path("m"), "bind": "0.0.0.0:1", "insecure": True}),
+        ("bind", {"model": Path("m"), "bind": "0.0.0.0:1"}),
+        ("control_plane", {"model": Path("m"), "control_plane": ":50051"}),
+        ("pool_id", {"model": Path("m"), "pool_id": ""}),
+        ("block_size_tokens", {"model": Path("m"), "block_size_tokens": 12}),
+        ("tls_certificate", {"model": Path("m"), "tls_certificate": Path("c")}),
+    ],
+)
+def test_settings_that_contradict_are_refused(field: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        DataPlaneConfig(**settings)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("device", ["nonsense", "cuda:0"])
+def test_a_device_without_kernels_is_refused(layout_file: Path, device: str) -> None:
+    config = DataPlaneConfig(layout=layout_file, device=device, num_device_blocks=1)
+    with pytest.raises(InvalidRequestError) as caught:
+        build_executor(config)
+    assert caught.value.field == "device"
+
+
+def test_the_pool_is_measured_when_its_size_is_not_given(
+    layout_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block_bytes = LAYOUT.block_bytes()
+    monkeypatch.setattr("data_plane.server.build.free_bytes", lambda device: 100 * block_bytes)
+    config = DataPlaneConfig(
+        layout=layout_file,
+        memory_utilization=0.5,
+        num_host_blocks=10,
+        reserve_bytes=5 * block_bytes - 1,
+    )
+    executor = build_executor(config)
+    assert executor.pools.device_tier.shape[0] == 35
+    assert executor.pools.host_tier.shape[0] == 10
+
+
+def test_free_memory_is_what_the_machine_and_its_control_group_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    available = memory.free_bytes(CPU)
+    assert 0 < available < 2**50
+    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
+    limit.write_text("5000\n")
+    used.write_text("2000\n")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert memory.free_bytes(CPU) == 3000
+    limit.write_text("max\n")
+    assert memory.free_bytes(CPU) > 3000
+
+
+def test_memory_that_holds_no_block_is_never_enough() -> None:
+    with pytest.raises(NeverFitsError):
+        memory.measure_num_blocks(1000, lambda n: n // 1001, utilization=1.0, reserve_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("num_device_blocks", {"num_device_blocks": 0}),
+        ("num_host_blocks", {"num_host_blocks": -1}),
+        ("num_threads", {"num_threads": -1}),
+        ("pool_id", {"pool_id": ""}),
+        ("epoch", {"epoch": -1}),
+        ("epoch", {"epoch": 2**64}),
+        ("shard.index", {"shard": Shard(1, 1, 0, 2, 0, 2)}),
+        ("shard.num_layers", {"shard": Shard(0, 1, 0, 0, 0, 2)}),
+        ("shard.first_layer", {"shard": Shard(0, 1, 5, 2, 0, 2)}),
+        ("shard.num_kv_heads", {"shard": Shard(0, 1, 0, 2, 1, 2)}),
+    ],
+)
+def test_an_executor_is_not_made_with(field: str, settings: dict[str, Any]) -> None:
+    values: dict[str, Any] = {"pool_id": POOL_ID, "num_device_blocks": 2, **settings}
+    with pytest.raises(InvalidRequestError) as caught:
+        Executor(LAYOUT, **values)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 2, 8), (0, 2, 8), (1,)])
+def test_tensors_travel_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape).to(dtype)
+    back = tensor_from_message(tensor_to_message(tensor), CPU, field="t")
+    assert back.dtype == dtype
+    assert torch.equal(back, tensor)
+    turned = tensor.transpose(0, -1)
+    assert torch.equal(tensor_from_message(tensor_to_message(turned), CPU, field="t"), turned)
+
+
+def test_a_tensor_in_shared_memory_is_refused() -> None:
+    memory_range = pb.MemoryRange(region_id=1, offset_bytes=0)
+    message = pb.Tensor(dtype=pb.ELEMENT_TYPE_FLOAT32, shape=[0], memory=memory_range)
+    with pytest.raises(InvalidRequestError, match="shared memory") as caught:
+        tensor_from_message(message, CPU, field="key")
+    assert caught.value.field == "key.memory"
+
+
+def test_the_epoch_is_a_setting(layout_file: Path) -> None:
+    config = DataPlaneConfig(layout=layout_file, num_device_blocks=1, device="cpu", epoch=77)
+    assert build_executor(config).epoch == 77
+
+
+@pytest.mark.parametrize(
+    ("argument", "complaint"),
+    [(["--num-device-blocks=-1", "--model=m"], "--num-device-blocks"), ([], "model")],
+)
+def test_bad_settings_are_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], argument: list[str], complaint: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(DataPlaneConfig, PROGRAM, argument, {})
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert said.count("\n") == 1
+
+
+def test_the_program_refuses_a_layout_that_is_not_there_in_one_line() -> None:
+    command = [sys.executable, "-m", "data_plane", "--log-level=error", "--layout=/nowhere.json"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "layout" in result.stderr
+    assert result.stderr.count("\n") == 1
