@@ -30,7 +30,7 @@ from control_plane.planning.pools.publications import MAX_NAMESPACE_CHARACTERS, 
 from control_plane.planning.pools.registration import Registration
 from control_plane.planning.queries import states
 from control_plane.planning.quotas import Quotas
-from control_plane.planning.session import EndedSessions, Session
+from control_plane.planning.session import CAUSES, EndedSessions, Session
 from control_plane.planning.sharing.member import Member
 from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.steps import checks
@@ -46,6 +46,7 @@ from control_plane.planning.steps.planner import (
 from control_plane.planning.steps.plans import finish_plan, sign_grant
 from control_plane.planning.steps.receipts import take_receipts
 from control_plane.planning.traffic import TrafficObserver, observed, session_ends
+from control_plane.planning.views import view
 from control_plane.planning.watching import Follower, Followers
 from kvplane.errors import (
     InvalidRequestError,
@@ -66,12 +67,6 @@ from kvplane.wire.error_messages import duration_of
 _LOGGER: Final = logging.getLogger(__name__)
 _RETRY_DELAY_S: Final = 0.5
 _MAX_CLIENT_NAME: Final = 128
-# Why sessions end, for metrics.
-_ENDS: Final[dict[type[KvplaneError], str]] = {
-    SessionNotFoundError: "closed",
-    SessionExpiredError: "expired",
-    StaleEpochError: "epoch",
-}
 _MAX_SESSION_ID: Final = 2**53 - 1
 
 _Answer = TypeVar("_Answer")
@@ -406,9 +401,13 @@ class ControlPlane:
         self, request: cpb.ListSessionsRequest, tenant: str
     ) -> cpb.ListSessionsResponse:
         """The tenant's open sessions. Raises PoolNotFoundError."""
-        sessions = self._sessions_of(self._pool(request.pool_id))
-        mine = [session for session in sessions if session.tenant == tenant]
+        mine = self._sessions_of(self._pool(request.pool_id), tenant)
         return queries.list_sessions(mine, request, self._clock())
+
+    def view_pools(self, tenant: str) -> list[dict[str, Any]]:
+        """The pools as a page shows them to this tenant."""
+        pools, now_s = self._pools.values(), self._clock()
+        return [view(pool, self._sessions_of(pool, tenant), tenant, now_s) for pool in pools]
 
     def observe_pools(self) -> list[PoolObservation]:
         """What each pool is doing, for metrics."""
@@ -436,10 +435,7 @@ class ControlPlane:
             raise InvalidRequestError("is missing: it names a pool", field=field)
         pool = self._pools.get(pool_id)
         if pool is None:
-            raise PoolNotFoundError(
-                f"no shard of pool {pool_id!r} has registered: ListPools names those that have",
-                field=field,
-            )
+            raise PoolNotFoundError(f"{pool_id!r} is not registered: see ListPools", field=field)
         return pool
 
     def _session(self, ref: tpb.SessionRef, tenant: str) -> Session:
@@ -465,8 +461,9 @@ class ControlPlane:
             sharing = self._sharing[pool.id] = Sharing(pool, config, self._quotas, self._observer)
         return sharing
 
-    def _sessions_of(self, pool: Pool) -> list[Session]:
-        return [self._sessions[i] for i in pool.session_ids]
+    def _sessions_of(self, pool: Pool, tenant: str | None = None) -> list[Session]:
+        open_ones = (self._sessions[i] for i in pool.session_ids)
+        return [each for each in open_ones if tenant in (None, each.tenant)]
 
     def _unused_session_id(self) -> int:
         while True:
@@ -492,7 +489,7 @@ class ControlPlane:
             session_ends(self._observer, session)
         statistics = session.pool.statistics
         statistics.num_expired_sessions += reason is SessionExpiredError
-        statistics.reclaimed_blocks[_ENDS[reason]] += session.num_held()
+        statistics.reclaimed_blocks[CAUSES[reason]] += session.num_held()
         session.end()
         self._touch(session.pool)
         del self._sessions[session.id]

@@ -146,6 +146,12 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
+CAUSES: Final[dict[type[KvplaneError], str]] = {
+    SessionNotFoundError: "closed",
+    SessionExpiredError: "expired",
+    StaleEpochError: "epoch",
+}
+"""Why sessions end, for metrics."""
 _WHY_ENDED: Final[dict[type[KvplaneError], str]] = {
     SessionExpiredError: "ended when nothing had renewed its lease in time",
     SessionNotFoundError: "is not open: it was closed, or never opened by this tenant",

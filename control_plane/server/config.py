@@ -26,6 +26,13 @@ class ControlPlaneConfig(ServingConfig):
     bind: str = bind_setting("127.0.0.1:50051")
     metrics_port: int = metrics_port_setting(9101)
     max_message_bytes: int = max_message_setting(1 << 24)  # a prompt of four million tokens
+    page_port: int = setting(
+        -1,
+        help="Port of a page for browsers that shows what the pools hold, on the same host; 0 picks"
+        " a free one, -1 is off.",
+        minimum=-1,
+        maximum=65_535,
+    )
     lease_s: float = setting(
         _CORE.lease_s,
         help="How long a session stays open when no message renews it.",

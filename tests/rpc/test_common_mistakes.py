@@ -188,7 +188,7 @@ MISTAKES: dict[Callable[[Newcomer], Awaitable[None]], tuple[type[KvplaneError], 
     ),
     a_pool_that_is_not_there: (
         PoolNotFoundError,
-        "pool_id: no shard of pool 'llama' has registered: ListPools names those that have",
+        "pool_id: 'llama' is not registered: see ListPools",
     ),
     another_layout: (
         LayoutMismatchError,
