@@ -52,11 +52,7 @@ def view(pool: Pool, sessions: Iterable[Session], tenant: str, now_s: float) -> 
             field.name: getattr(info.counters, field.name)
             for field in info.counters.DESCRIPTOR.fields
         },
-        "maps": [
-            _map(pool, group, tier)
-            for group in range(len(pool.groups))
-            for tier in TIERS
-        ],
+        "maps": [_map(pool, group, tier) for group in range(len(pool.groups)) for tier in TIERS],
         "sessions": _sessions(mine),
         "prefixes": _prefixes(pool, tenant, now_s),
     }

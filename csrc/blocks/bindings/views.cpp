@@ -27,7 +27,8 @@ py::tuple block_map(const Pool& pool, int tier, uint32_t max_cells) {
 
 // Whether a table refers to a block of the entry.
 bool is_held(const Pool& pool, const Entry& entry) {
-  return std::ranges::any_of(std::array{kDevice, kHost}, [&](Tier tier) {
+  const std::array tiers{kDevice, kHost};
+  return std::any_of(tiers.begin(), tiers.end(), [&](Tier tier) {
     return entry.block(tier) != kNoBlock && pool.store(tier).ref_count(entry.block(tier));
   });
 }
