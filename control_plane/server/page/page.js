@@ -58,8 +58,9 @@ function blockMap(map) {
 }
 
 /** Runs of cached blocks, indented below those that they continue. */
-function prefixTree(tree, now) {
+function prefixTree(poolId, tree, now) {
   const box = element("div", "tree");
+  box.dataset.name = `${poolId}/${tree.namespace}`;
   const below = new Map();
   tree.runs.forEach((run, i) => {
     if (!below.has(run.parent)) below.set(run.parent, []);
@@ -134,7 +135,7 @@ function poolBox(pool, now) {
   ];
   const head = element("div", "head", element("h2", "", pool.id), element("span", "faint", [pool.model, ...facts].join(" \u00b7 ")));
   const maps = element("div", "maps", ...pool.maps.filter((map) => map.num_blocks).map(blockMap));
-  box.append(head, maps, ...pool.prefixes.map((tree) => prefixTree(tree, now)));
+  box.append(head, maps, ...pool.prefixes.map((tree) => prefixTree(pool.id, tree, now)));
   if (pool.sessions.length) {
     box.append(element("h3", "", "Sessions"), sessionTable(pool.sessions));
     box.append(element("h3", "", "Sequences"), sequenceTable(pool.sessions));
@@ -142,6 +143,11 @@ function poolBox(pool, now) {
     box.append(element("h3", "", "Sessions"), element("p", "none", "None is open."));
   }
   return box;
+}
+
+/** Where each tree is scrolled to, which drawing it again would forget. */
+function places() {
+  return new Map([...document.querySelectorAll(".tree")].map((tree) => [tree.dataset.name, tree.scrollTop]));
 }
 
 let told = null; // the last event, and when it came
@@ -153,7 +159,9 @@ function draw() {
   document.getElementById("plane").textContent = `version ${view.version}, incarnation ${view.incarnation}`;
   const none = element("p", "none", "No pool has registered.");
   const boxes = view.pools.map((pool) => poolBox(pool, now));
+  const scrolled = places();
   document.getElementById("pools").replaceChildren(...(boxes.length ? boxes : [none]));
+  for (const tree of document.querySelectorAll(".tree")) tree.scrollTop = scrolled.get(tree.dataset.name) ?? 0;
 }
 
 function linked(isOn) {
