@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import FP8_BYTES
-from kvplane.serving.logs import LEVELS
+from kvplane.serving.logs import FORMATS, LEVELS
 from kvplane.serving.settings import setting
 
 if TYPE_CHECKING:
@@ -206,6 +206,7 @@ class GenerateConfig(EngineConfig):
     stop: str = setting("", help="Text that ends an answer and is left out of it.")
     ignore_eos: bool = setting(False, help="Continue past the model's end of sequence.")
     log_level: str = setting("warning", choices=LEVELS, help="Least severe log level written.")
+    log_format: str = setting("text", help="How a line of the log is written.", choices=FORMATS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
