@@ -4,7 +4,7 @@ access list, never from a request, since they decide which prefixes the caller s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from kvplane.serving.access import ROLES, AccessList, Caller
 from kvplane.v1 import types_pb2 as pb
 
 _CALLER: ContextVar[Caller] = ContextVar("kvplane_caller")
+_ADMIT: ContextVar[Callable[[], None]] = ContextVar("kvplane_admit", default=lambda: None)
 _ROLE_NAMES: Final = {number: name for name, number in ROLES.items()}
 _BEARER: Final = "bearer "
 
@@ -22,6 +23,13 @@ _BEARER: Final = "bearer "
 def caller() -> Caller:
     """Who makes the call that is being served."""
     return _CALLER.get()
+
+
+def still_admitted() -> Callable[[], None]:
+    """A check, for any thread and as long as the call lasts, that whoever makes the call that is
+    being served may still make it. It raises what ``Gate.admit`` raises.
+    """
+    return _ADMIT.get()
 
 
 class Gate:
@@ -62,6 +70,18 @@ class Gate:
                 f"{' or '.join(_ROLE_NAMES[role] for role in sorted(roles))}"
             )
         _CALLER.set(who)
+        _ADMIT.set(self._again(method, context))
+
+    def _again(self, method: str, context: Any) -> Callable[[], None]:
+        admitted_at = self.num_reloads
+
+        def admit() -> None:
+            nonlocal admitted_at
+            if admitted_at != (num_reloads := self.num_reloads):
+                self.admit(method, context)
+                admitted_at = num_reloads
+
+        return admit
 
 
 def _certificate_name(context: Any) -> str | None:

@@ -24,7 +24,7 @@ from grpc_status import rpc_status
 
 from kvplane.error_codec import to_rich_status
 from kvplane.errors import InternalError, InvalidRequestError, KvplaneError
-from kvplane.serving.identity import Gate
+from kvplane.serving.identity import Gate, still_admitted
 from kvplane.serving.logs import frames_of
 from kvplane.serving.metrics import RpcMetrics
 
@@ -87,13 +87,10 @@ class _Call:
 
     def decode_all(self, requests: AsyncIterator[bytes], context: _Context) -> AsyncIterator[Any]:
         """The requests on a stream, decoded as they come, while the caller may make the call."""
-        admitted_at = self._gate.num_reloads
+        admit = still_admitted()
 
         def decode(data: bytes) -> Any:
-            nonlocal admitted_at
-            if admitted_at != self._gate.num_reloads:
-                admitted_at = self._gate.num_reloads
-                self._gate.admit(self._method, context)
+            admit()
             return self.decode(data)
 
         return _Decoded(requests, decode)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 
@@ -15,14 +15,8 @@ from kvplane.session import Session
 from kvplane.tensor import Tensor
 from kvplane.tls import TlsOptions
 from kvplane.transformers.loop import LoopThread
+from kvplane.transformers.region_layers import DTYPES, NAMES, RegionLayers
 from kvplane.v1 import types_pb2 as pb
-
-_TORCH: Final = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-_NAMES: Final = {dtype: name for name, dtype in _TORCH.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +66,9 @@ class DataBackend(Protocol):
 
 
 class RemoteBackend:
-    """A data plane in another process: tensors travel as bytes over one Execute stream."""
+    """A data plane in another process: tensors travel by shared memory where it is on the same
+    machine, and else as bytes over one Execute stream.
+    """
 
     def __init__(self, loop: LoopThread, timeout_s: float, tls: TlsOptions | None = None) -> None:
         self._loop = loop
@@ -80,6 +76,7 @@ class RemoteBackend:
         self._tls = tls
         self._client: DataClient | None = None
         self._execution: Execution | None = None
+        self._layers: RegionLayers | None = None
 
     def open(self, session: Session) -> None:
         """Open an Execute stream to the session's data plane. Raises InvalidRequestError for a pool
@@ -97,10 +94,12 @@ class RemoteBackend:
         )
         self._client = client
         self._execution = self._loop.run(client.open(session.grant))
+        self._layers = RegionLayers(self._execution)
 
     def start(self, plan: pb.SignedPayload) -> Started:
         """Present the plan to the data plane."""
-        started = self._loop.run(self._open_execution().start(plan))
+        execution = self._open_execution()
+        started = execution.start_now(plan) or self._loop.run(execution.start(plan))
         return Started(started.num_tokens, started.receipt)
 
     def layer(
@@ -113,8 +112,13 @@ class RemoteBackend:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Send one layer's new tokens and wait for its attention."""
+        execution = self._open_execution()
+        if self._layers is not None:
+            output = self._layers.layer(index, query, key, value, options)
+            if output is not None:
+                return output
         out = self._loop.run(
-            self._open_execution().layer(
+            execution.layer(
                 index,
                 to_wire(query),
                 to_wire(key),
@@ -133,7 +137,7 @@ class RemoteBackend:
 
     def close(self) -> None:
         """Close stream and channel."""
-        execution, self._execution = self._execution, None
+        execution, self._execution, self._layers = self._execution, None, None
         client, self._client = self._client, None
         if execution is not None:
             self._loop.run(execution.close())
@@ -154,12 +158,12 @@ def to_wire(tensor: torch.Tensor) -> Tensor:
     """A tensor of any strides and device, as bytes in row-major order."""
     dense = tensor.detach().cpu().contiguous()
     data = dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-    return Tensor(_NAMES[tensor.dtype], tuple(tensor.shape), data)
+    return Tensor(NAMES[tensor.dtype], tuple(tensor.shape), data)
 
 
 def from_wire(tensor: Tensor) -> torch.Tensor:
     """The inverse of ``to_wire``; the result owns its memory."""
     if tensor.num_elements == 0:
-        return torch.empty(tensor.shape, dtype=_TORCH[tensor.dtype])
-    flat = torch.frombuffer(bytearray(tensor.data), dtype=_TORCH[tensor.dtype])
+        return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+    flat = torch.frombuffer(bytearray(tensor.data), dtype=DTYPES[tensor.dtype])
     return flat.reshape(tensor.shape)
