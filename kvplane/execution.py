@@ -15,8 +15,6 @@ from types import TracebackType
 from typing import Any, Final
 
 from kvplane.attention_options import AttentionOptions
-from kvplane.connection import Connection
-from kvplane.error_codec import from_wire
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
@@ -27,12 +25,14 @@ from kvplane.errors import (
 from kvplane.local import packets
 from kvplane.local.connection import LocalConnection
 from kvplane.local.layer import LocalLayer
-from kvplane.protocol import check_chosen, supported
-from kvplane.retry import retry_until
-from kvplane.stream import Stream
 from kvplane.tensor import Tensor
+from kvplane.transport.connection import Connection
+from kvplane.transport.retry import retry_until
+from kvplane.transport.stream import Stream
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1.types_pb2 import SignedPayload
+from kvplane.wire.error_codec import from_wire
+from kvplane.wire.protocol import check_chosen, supported
 
 _LOGGER: Final = logging.getLogger(__name__)
 # Data planes on this machine whose offers could not be taken: it is logged once.

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from kvplane.error_messages import from_wire
 from kvplane.errors import (
     DeadlineExceededError,
     InternalError,
@@ -20,6 +19,7 @@ from kvplane.errors import (
 )
 from kvplane.local import packets
 from kvplane.v1 import data_pb2 as pb
+from kvplane.wire.error_messages import from_wire
 
 _JOIN_S: Final = 2.0
 # For how long an answer is looked for before this thread sleeps; on an event loop, which serves

@@ -8,14 +8,14 @@ from typing import Protocol
 import torch
 
 from kvplane.attention_options import AttentionOptions
-from kvplane.data_client import DataClient
+from kvplane.clients.data_client import DataClient
+from kvplane.clients.execution import Execution
 from kvplane.errors import InternalError, InvalidRequestError
-from kvplane.execution import Execution
 from kvplane.session import Session
 from kvplane.tensor import Tensor
-from kvplane.tls import TlsOptions
 from kvplane.transformers.loop import LoopThread
 from kvplane.transformers.region_layers import DTYPES, NAMES, RegionLayers
+from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
 
 

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from kvplane.attention_options import AttentionOptions
-from kvplane.execution import Execution
+from kvplane.clients.execution import Execution
 from kvplane.local.connection import LocalConnection
 from kvplane.local.layer import LocalLayer, Shape
 

@@ -10,11 +10,11 @@ from typing import Final
 from data_plane.executor import Executor
 from data_plane.server.execute_stream import ExecuteStream
 from data_plane.server.local.region import Region
-from kvplane.error_messages import to_wire
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.local import packets
 from kvplane.serving.logs import frames_of
 from kvplane.v1 import data_pb2 as pb
+from kvplane.wire.error_messages import to_wire
 
 _LOGGER: Final = logging.getLogger(__name__)
 

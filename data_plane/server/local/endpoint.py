@@ -28,7 +28,6 @@ from data_plane.server.execute_stream import ExecuteStream
 from data_plane.server.local.connection import LocalConnection
 from data_plane.server.local.region import REGION_ID, Region
 from data_plane.server.worker_thread import WorkerThread
-from kvplane.error_messages import to_wire
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
@@ -38,6 +37,7 @@ from kvplane.errors import (
 )
 from kvplane.local import packets
 from kvplane.v1 import data_pb2 as pb
+from kvplane.wire.error_messages import to_wire
 
 MAX_REGIONS_PER_SESSION: Final = 4
 _MAX_JOINING: Final = 64
