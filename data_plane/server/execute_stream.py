@@ -14,7 +14,7 @@ from data_plane.server.local.region import Region
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
-from kvplane.local import packets
+from kvplane.transport.local import packets
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol

@@ -9,8 +9,8 @@ import torch
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.clients.execution import Execution
-from kvplane.local.connection import LocalConnection
-from kvplane.local.layer import LocalLayer, Shape
+from kvplane.transport.local.connection import LocalConnection
+from kvplane.transport.local.layer import LocalLayer, Shape
 
 DTYPES: Final = {
     "float32": torch.float32,

@@ -11,8 +11,8 @@ from data_plane.executor import Executor
 from data_plane.server.execute_stream import ExecuteStream
 from data_plane.server.local.region import Region
 from kvplane.errors import InternalError, KvplaneError
-from kvplane.local import packets
 from kvplane.serving.logs import frames_of
+from kvplane.transport.local import packets
 from kvplane.v1 import data_pb2 as pb
 from kvplane.wire.error_messages import to_wire
 

@@ -35,7 +35,7 @@ from kvplane.errors import (
     QuotaExceededError,
     UnauthenticatedError,
 )
-from kvplane.local import packets
+from kvplane.transport.local import packets
 from kvplane.v1 import data_pb2 as pb
 from kvplane.wire.error_messages import to_wire
 

@@ -18,8 +18,8 @@ import torch
 from data_plane.memory.pool import TORCH_DTYPES
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import dtype_from_wire
-from kvplane.local.packets import ALIGNMENT_BYTES
 from kvplane.tensor import MAX_DIMENSIONS
+from kvplane.transport.local.packets import ALIGNMENT_BYTES
 from kvplane.v1 import types_pb2 as pb
 
 REGION_ID: Final = 1

@@ -1,0 +1,390 @@
+"""Executions: plans run layer by layer on a stream, and beside it through shared memory where the
+data plane is on the same machine.
+
+Invariant: a lost connection, or a wait that was cancelled, loses nothing. The plan is presented
+again on a new stream and continues from where it is, and the layer is sent again; its slots then
+hold the same bytes as before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import (
+    InternalError,
+    InvalidRequestError,
+    KvplaneError,
+    PlaneUnavailableError,
+    PlanOutOfOrderError,
+)
+from kvplane.tensor import Tensor
+from kvplane.transport.connection import Connection
+from kvplane.transport.local import packets
+from kvplane.transport.local.connection import LocalConnection
+from kvplane.transport.local.layer import LocalLayer
+from kvplane.transport.retry import retry_until
+from kvplane.transport.stream import Stream
+from kvplane.v1 import data_pb2 as pb
+from kvplane.v1.types_pb2 import SignedPayload
+from kvplane.wire.error_codec import from_wire
+from kvplane.wire.protocol import check_chosen, supported
+
+_LOGGER: Final = logging.getLogger(__name__)
+# Data planes on this machine whose offers could not be taken: it is logged once.
+_NOT_JOINED: Final[set[str]] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A plan was started. ``num_tokens``: first extent of q, k and v.
+
+    ``receipt`` is there when no layer is expected: the plan has no spans, or it had run before.
+    """
+
+    plan_number: int
+    num_tokens: int
+    receipt: SignedPayload | None
+
+
+class Execution:
+    """Made by ``DataClient.open``. One call at a time: ``start`` or ``begin``, then ``layer`` for
+    each layer.
+
+    ``layers``: the layers held, ascending. ``receipt``: that of the plan started last, once it has
+    run; a layer sent again after that is answered again and writes nothing.
+    """
+
+    def __init__(
+        self, connection: Connection, stub: Any, grant: SignedPayload, *, local: bool = True
+    ) -> None:
+        """``local``: whether to go on through shared memory where that can be."""
+        self.layers: list[int] = []
+        self.receipt: SignedPayload | None = None
+        self._connection = connection
+        self._grant = grant
+        self._host_id = packets.host_id() if local else ""
+        self._plan: SignedPayload | None = None
+        self._num_tokens_begun = 0  # of a plan that was sent and not answered yet
+        self._stream: Stream[pb.ExecuteRequest, pb.ExecuteResponse] = Stream(lambda: stub.Execute())
+        self._local: LocalConnection | None = None
+        self._lock = asyncio.Lock()
+
+    async def __aenter__(self) -> Execution:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @property
+    def local(self) -> LocalConnection | None:
+        """The shared memory, while there is some."""
+        return self._local if self._local is not None and self._local.is_open else None
+
+    async def connect(self, *, timeout_s: float | None = None) -> None:
+        """Open the stream and learn ``layers``. ``start`` and ``layer`` do so by themselves."""
+        deadline = self._connection.deadline(timeout_s)
+        async with deadline.guard(), self._lock:
+            await retry_until(deadline, self._open)
+
+    async def start(self, plan: SignedPayload | None, *, timeout_s: float | None = None) -> Started:
+        """Present a plan, which makes its table changes and transfers. Safe to repeat.
+
+        Raises InvalidRequestError for None, which is the plan of a step that changed nothing.
+        """
+        if plan is None:
+            raise InvalidRequestError("is None: the step has nothing to carry out", field="plan")
+        deadline = self._connection.deadline(timeout_s)
+        async with deadline.guard(), self._lock:
+            self._forget_plan()
+            return self._note_started(plan, await retry_until(deadline, lambda: self._start(plan)))
+
+    async def begin(
+        self, plan: SignedPayload, num_tokens: int, *, timeout_s: float | None = None
+    ) -> None:
+        """``start`` of a plan that computes ``num_tokens``, at least one, without waiting for the
+        answer. The first ``layer`` takes it, and raises what ``start`` would have raised.
+        """
+        deadline = self._connection.deadline(timeout_s)
+        async with deadline.guard(), self._lock:
+            self._forget_plan()
+            if self.local is None:
+                await retry_until(deadline, lambda: self._begin(plan))
+                self._plan, self._num_tokens_begun = plan, num_tokens
+            else:
+                started = await retry_until(deadline, lambda: self._start(plan))
+                _check_num_tokens(self._note_started(plan, started), num_tokens)
+
+    async def layer(
+        self,
+        index: int,
+        query: Tensor | None,
+        key: Tensor,
+        value: Tensor,
+        *,
+        options: AttentionOptions = AttentionOptions(),
+        timeout_s: float | None = None,
+    ) -> Tensor:
+        """Write one layer's keys and values, then attend: [num_tokens, num_heads, value_head_size].
+
+        ``query`` [num_tokens, num_heads, head_size]; without it the answer has no elements.
+        ``key``, ``value`` [num_tokens, num_kv_heads, head_size], of ``value`` value_head_size. Safe
+        to repeat.
+        """
+        deadline = self._connection.deadline(timeout_s)
+        async with deadline.guard(), self._lock:
+            plan = self._started_plan()
+
+            async def attempt() -> Tensor:
+                await self._present(plan)
+                if self.local is not None:
+                    output = await self._layer_in_region(index, query, key, value, options)
+                    if output is not None:
+                        return output
+                return await self._layer(index, query, key, value, options)
+
+            return await retry_until(deadline, attempt)
+
+    def start_now(self, plan: SignedPayload, *, timeout_s: float | None = None) -> Started | None:
+        """``start`` in the calling thread, through shared memory. None where that cannot be: use
+        ``start``.
+        """
+        packet = pb.ExecuteRequest(plan=plan).SerializeToString()
+        if len(packet) > packets.MAX_PACKET_BYTES or self._num_tokens_begun:
+            return None
+        answer = self._ask_now(packet, timeout_s)
+        if answer is None:
+            return None
+        self._forget_plan()
+        return self._note_started(plan, _started(_expect("started", _parse(answer))))
+
+    def layer_now(self, layer: LocalLayer, *, timeout_s: float | None = None) -> bool:
+        """``layer`` in the calling thread, of tensors that are in the region; the output is there
+        then. False where that cannot be: use ``layer``.
+        """
+        self._started_plan()
+        answer = None if self._num_tokens_begun else self._ask_now(layer.packet, timeout_s)
+        if answer is not None:
+            self._check_local(answer, layer)
+        return answer is not None
+
+    def leave(self) -> None:
+        """Give the shared memory up. The next call opens the stream again."""
+        if self._local is not None:
+            self._local.close()
+            self._local = None
+
+    async def close(self) -> None:
+        """End the stream. Another execution can continue what was started."""
+        self.leave()
+        await self._stream.close()
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the stream is open, and the local connection too if there was one."""
+        return self._stream.is_open and (self._local is None or self._local.is_open)
+
+    def _started_plan(self) -> SignedPayload:
+        if self._plan is None:
+            raise PlanOutOfOrderError("no plan was started: call start first")
+        return self._plan
+
+    def _forget_plan(self) -> None:
+        if self._num_tokens_begun:
+            self._stream.drop()  # an answer is under way that nobody wants
+        self._plan, self.receipt, self._num_tokens_begun = None, None, 0
+
+    def _note_started(self, plan: SignedPayload, started: Started) -> Started:
+        self._plan, self.receipt, self._num_tokens_begun = plan, started.receipt, 0
+        return started
+
+    async def _open(self) -> None:
+        if self._is_open:
+            return
+        self.leave()
+        request = pb.OpenExecution(protocol=supported(), grant=self._grant, host_id=self._host_id)
+        self._stream.open()
+        try:
+            await self._stream.send(pb.ExecuteRequest(open=request))
+            opened = (await self._receive("opened")).opened
+            check_chosen(opened.protocol_version)
+            if opened.HasField("local"):
+                self._local = await self._join(opened.local)
+        except BaseException:
+            self._stream.drop()  # an open stream is always one whose execution was opened
+            raise
+        self.layers = list(opened.layers)
+
+    async def _join(self, offer: pb.LocalOffer) -> LocalConnection | None:
+        """None where the offer cannot be taken, as in a container that has other folders."""
+        try:
+            return await LocalConnection.join(offer)
+        except (OSError, KvplaneError) as error:
+            target = self._connection.target
+            if target not in _NOT_JOINED:
+                _NOT_JOINED.add(target)
+                _LOGGER.info("no shared memory with %s, going on over gRPC: %s", target, error)
+            return None
+
+    async def _start(self, plan: SignedPayload) -> Started:
+        await self._open()
+        packet = pb.ExecuteRequest(plan=plan).SerializeToString()
+        if self.local is not None and len(packet) <= packets.MAX_PACKET_BYTES:
+            return _started(_expect("started", _parse(await self.local.ask_soon(packet))))
+        await self._stream.send(pb.ExecuteRequest(plan=plan))
+        return _started(await self._receive("started"))
+
+    async def _begin(self, plan: SignedPayload) -> None:
+        await self._open()
+        await self._stream.send(pb.ExecuteRequest(plan=plan))
+
+    async def _present(self, plan: SignedPayload) -> None:
+        """Show the plan again on a new stream where the one that it was shown on has ended."""
+        if not self._is_open:
+            self._note_started(plan, await self._start(plan))
+
+    async def _layer(
+        self,
+        index: int,
+        query: Tensor | None,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Over gRPC."""
+        request = pb.LayerInput(
+            layer=index,
+            query=None if query is None else query.to_proto(),
+            key=key.to_proto(),
+            value=value.to_proto(),
+            options=options.to_proto(),
+        )
+        await self._stream.send(pb.ExecuteRequest(layer=request))
+        await self._take_start()
+        answer = (await self._receive("output")).output
+        if answer.layer != index:
+            self._stream.drop()
+            raise InternalError(f"layer {index} was answered as {answer.layer}")
+        self._take_receipt(answer)
+        return _output(answer.output) if query is not None else Tensor(key.dtype, (0,), b"")
+
+    async def _take_start(self) -> None:
+        """The answer to a plan that was sent by ``begin``, when its first layer was sent too."""
+        num_tokens, self._num_tokens_begun = self._num_tokens_begun, 0
+        if not num_tokens:
+            return
+        try:
+            started = _started(await self._receive("started"))
+            _check_num_tokens(started, num_tokens)
+        except KvplaneError:
+            self._stream.drop()  # with the layer's answer
+            raise
+
+    async def _layer_in_region(
+        self,
+        index: int,
+        query: Tensor | None,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor | None:
+        """None when the tensors do not fit the region."""
+        layer = self._place(index, query, key, value, options)
+        if self.local is None or layer is None:
+            return None
+        memory = memoryview(self.local.memory)
+        for tensor, there in ((query, layer.query), (key, layer.key), (value, layer.value)):
+            if tensor is not None and there is not None:
+                memory[there[0] : there[0] + tensor.num_bytes] = memoryview(tensor.data).cast("B")
+        self._check_local(await self.local.ask_soon(layer.packet), layer)
+        if layer.output is None:
+            return Tensor(layer.dtype, (0,), b"")
+        first, shape = layer.output
+        num_bytes = Tensor.size_bytes(layer.dtype, shape)
+        return Tensor(layer.dtype, shape, bytes(memory[first : first + num_bytes]))
+
+    def _place(
+        self,
+        index: int,
+        query: Tensor | None,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> LocalLayer | None:
+        if self.local is None or len({t.dtype for t in (query, key, value) if t is not None}) > 1:
+            return None
+        shape = None if query is None else query.shape
+        return LocalLayer.make(self.local, index, key.dtype, shape, key.shape, value.shape, options)
+
+    def _ask_now(self, packet: bytes, timeout_s: float | None) -> bytes | None:
+        """None where there is no local connection, or none any more."""
+        if self.local is None:
+            return None
+        try:
+            return self.local.ask(packet, timeout_s or self._connection.timeout_s)
+        except PlaneUnavailableError:
+            return None
+
+    def _check_local(self, answer: bytes, layer: LocalLayer) -> None:
+        """Take the answer to a layer that was sent by the local connection."""
+        if answer == layer.usual:
+            return
+        output = _expect("output", _parse(answer)).output
+        self._take_receipt(output)
+        output.ClearField("receipt")
+        if pb.ExecuteResponse(output=output).SerializeToString() != layer.usual:
+            self.leave()
+            raise InternalError("a layer was answered as another one")
+
+    def _take_receipt(self, answer: pb.LayerOutput) -> None:
+        if answer.HasField("receipt"):
+            self.receipt = answer.receipt
+
+    async def _receive(self, wanted: str) -> pb.ExecuteResponse:
+        response = await self._stream.receive()
+        if response.WhichOneof("message") not in (wanted, "error"):
+            self._stream.drop()
+        return _expect(wanted, response)
+
+
+def _parse(answer: bytes) -> pb.ExecuteResponse:
+    return packets.parse(pb.ExecuteResponse, answer)
+
+
+def _expect(wanted: str, response: pb.ExecuteResponse) -> pb.ExecuteResponse:
+    """The response, if it is of the kind wanted. Raises the error that it is, or InternalError."""
+    kind = response.WhichOneof("message")
+    if kind == "error":
+        raise from_wire(response.error)
+    if kind != wanted:
+        raise InternalError(f"expected {wanted}, got {kind}")
+    return response
+
+
+def _started(response: pb.ExecuteResponse) -> Started:
+    started = response.started
+    receipt = started.receipt if started.HasField("receipt") else None
+    if receipt is None and (started.finished or not started.num_tokens):
+        raise InternalError("a plan that has run has no receipt")
+    return Started(started.plan_number, started.num_tokens, receipt)
+
+
+def _check_num_tokens(started: Started, num_tokens: int) -> None:
+    if started.num_tokens != num_tokens:
+        raise InternalError(f"the plan computes {started.num_tokens} tokens, not {num_tokens}")
+
+
+def _output(output: Any) -> Tensor:
+    try:
+        return Tensor.from_proto(output, field="output")
+    except InvalidRequestError as error:
+        raise InternalError(f"the data plane's answer is malformed: {error}") from error
