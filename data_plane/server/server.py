@@ -47,9 +47,10 @@ class DataPlaneServer(PlaneServer):
         self._worker = worker = WorkerThread(
             self.executor.use_own_stream, spin_s=config.local_spin_s
         )
-        self._local = None
+        self.local: LocalEndpoint | None = None
+        """Where engines on this machine get shared memory; None where none do."""
         if config.num_local_regions > 0:
-            self._local = LocalEndpoint(
+            self.local = LocalEndpoint(
                 self.executor,
                 worker,
                 folder=config.local_folder,
@@ -57,14 +58,14 @@ class DataPlaneServer(PlaneServer):
                 region_bytes=config.local_region_bytes,
                 on_error=self._count_rejection,
             )
-        self.metrics.watch(self.executor, lambda: worker.num_waiting, self._local)
+        self.metrics.watch(self.executor, lambda: worker.num_waiting, self.local)
         service = DataPlaneService(
             self.executor,
             self._worker,
             version=__version__,
             rejected=self.metrics.rpc.rejected,
             max_message_bytes=config.max_message_bytes,
-            local=self._local,
+            local=self.local,
             knows_callers=config.knows_callers,
         )
         super().__init__(
@@ -83,8 +84,8 @@ class DataPlaneServer(PlaneServer):
         """
         self = cls(config, kernels)
         executor = self.executor
-        if self._local is not None:
-            self._local.start()
+        if self.local is not None:
+            self.local.start()
         await self._serve(serving=False)
         self._watch_device()
         registration = RegistrationClient(
@@ -134,8 +135,8 @@ class DataPlaneServer(PlaneServer):
         await super().stop()
 
     async def _finish(self) -> None:
-        if self._local is not None:
-            self._local.stop()
+        if self.local is not None:
+            self.local.stop()
         await asyncio.to_thread(self._worker.close)
         await asyncio.to_thread(self.executor.finish)
 
