@@ -205,10 +205,10 @@ class EngineCore:
 
     def _execute(self, plan: types.SignedPayload, spans: list[Span]) -> torch.Tensor:
         """Carry a plan out. Returns float32 logits [spans with is_last, vocabulary]."""
-        started = self._backend.start(plan)
+        num_tokens = sum(span.num_tokens for span in spans)
+        started = self._backend.start(plan, num_tokens)
         receipt, logits = started.receipt, torch.empty(0)
         if receipt is None:
-            num_tokens = sum(span.num_tokens for span in spans)
             if started.num_tokens != num_tokens:
                 raise InternalError(
                     f"the plan computes {started.num_tokens} tokens, not {num_tokens}"

@@ -36,8 +36,10 @@ class DataBackend(Protocol):
         """Serve ``session`` from now on, and no other."""
         ...
 
-    def start(self, plan: pb.SignedPayload) -> Started:
-        """Start a plan."""
+    def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
+        """Start a plan. ``num_tokens``: what it computes, 0 where the caller does not know. With it
+        the answer need not be waited for, and what is wrong is raised by the first layer.
+        """
         ...
 
     def layer(
@@ -96,10 +98,15 @@ class RemoteBackend:
         self._execution = self._loop.run(client.open(session.grant))
         self._layers = RegionLayers(self._execution)
 
-    def start(self, plan: pb.SignedPayload) -> Started:
+    def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
         """Present the plan to the data plane."""
         execution = self._open_execution()
-        started = execution.start_now(plan) or self._loop.run(execution.start(plan))
+        started = execution.start_now(plan)
+        if started is None and num_tokens:
+            self._loop.run(execution.begin(plan, num_tokens))
+            return Started(num_tokens, None)
+        if started is None:
+            started = self._loop.run(execution.start(plan))
         return Started(started.num_tokens, started.receipt)
 
     def layer(

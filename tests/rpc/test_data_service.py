@@ -114,9 +114,14 @@ async def test_describe_says_what_runs_here(peer: Peer) -> None:
     assert described.device == "cpu"
 
 
-async def test_an_execution_runs_a_plan_and_ends_with_its_receipt(peer: Peer) -> None:
+async def test_an_execution_runs_a_plan_and_ends_with_its_receipt(
+    peer: Peer, shared_memory: bool
+) -> None:
     query, key, value = tokens(12, 4), tokens(12, seed=1), tokens(12, seed=2)
-    async with await peer.client.open(peer.author.grant()) as execution:
+    async with (
+        DataClient(peer.server.address, shared_memory=shared_memory) as client,
+        await client.open(peer.author.grant()) as execution,
+    ):
         changes = [set_blocks(1, [(5, 1), (2, 1)])]
         started = await execution.start(
             peer.author.plan(1, changes=changes, spans=[span(1, 0, 12)])
