@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
 SOCKETS = "tests/rpc/test_access.py"
-LIST = "tests/unit/test_access_list.py"
+LIST = "tests/unit/client/test_access_list.py"
 
 
 class Fault(NamedTuple):
