@@ -18,6 +18,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from kvplane.transport.local.spin import Spin
+
 T = TypeVar("T")
 
 
@@ -30,7 +32,7 @@ class WorkerThread:
         """
         self.num_waiting = 0
         """Commands of ``run`` that run or wait for the thread; for the event loop."""
-        self._spin_s = spin_s
+        self._spin = Spin(spin_s)
         self._spin_until_s = 0.0
         self._commands: deque[Callable[[], None]] = deque()
         self._serve: dict[int, Callable[[], None]] = {}
@@ -120,11 +122,12 @@ class WorkerThread:
                         self._commands.popleft()()
                 elif fd in self._serve:  # unless what ran before it has ended it
                     self._serve[fd]()
-                    self._spin_until_s = time.monotonic() + self._spin_s
+                    self._spin_until_s = time.monotonic() + self._spin.spin_s
 
     def _poll(self) -> list[tuple[int, int]]:
         """What can be read, once something can."""
-        while time.monotonic() < self._spin_until_s:
-            if ready := self._ready.poll(0):
-                return ready
-        return self._ready.poll()
+        ready = self._spin.look(self._look, until_s=self._spin_until_s)
+        return ready or self._ready.poll()
+
+    def _look(self) -> list[tuple[int, int]]:
+        return self._ready.poll(0)

@@ -51,6 +51,14 @@ class Started:
     receipt: SignedPayload | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A plan that was sent ``by`` a local connection, or over gRPC for None."""
+
+    num_tokens: int
+    by: LocalConnection | None
+
+
 class Execution:
     """Made by ``DataClient.open``. One call at a time: ``start`` or ``begin``, then ``layer`` for
     each layer.
@@ -69,7 +77,7 @@ class Execution:
         self._grant = grant
         self._host_id = packets.host_id() if local else ""
         self._plan: SignedPayload | None = None
-        self._num_tokens_begun = 0  # of a plan that was sent and not answered yet
+        self._begun: _Begun | None = None  # a plan that was sent and not answered yet
         self._stream: Stream[pb.ExecuteRequest, pb.ExecuteResponse] = Stream(lambda: stub.Execute())
         self._local: LocalConnection | None = None
         self._lock = asyncio.Lock()
@@ -117,12 +125,7 @@ class Execution:
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
             self._forget_plan()
-            if self.local is None:
-                await retry_until(deadline, lambda: self._begin(plan))
-                self._plan, self._num_tokens_begun = plan, num_tokens
-            else:
-                started = await retry_until(deadline, lambda: self._start(plan))
-                _check_num_tokens(self._note_started(plan, started), num_tokens)
+            await retry_until(deadline, lambda: self._begin(plan, num_tokens))
 
     async def layer(
         self,
@@ -146,7 +149,7 @@ class Execution:
 
             async def attempt() -> Tensor:
                 await self._present(plan)
-                if self.local is not None:
+                if self._begun is None or self._begun.by is not None:
                     output = await self._layer_in_region(index, query, key, value, options)
                     if output is not None:
                         return output
@@ -158,24 +161,48 @@ class Execution:
         """``start`` in the calling thread, through shared memory. None where that cannot be: use
         ``start``.
         """
-        packet = pb.ExecuteRequest(plan=plan).SerializeToString()
-        if len(packet) > packets.MAX_PACKET_BYTES or self._num_tokens_begun:
-            return None
-        answer = self._ask_now(packet, timeout_s)
-        if answer is None:
-            return None
         self._forget_plan()
+        local, packet = self._local_for(plan)
+        if local is None:
+            return None
+        try:
+            local.send(packet)
+            answer = local.receive(timeout_s or self._connection.timeout_s)
+        except PlaneUnavailableError:
+            return None
         return self._note_started(plan, _started(_expect("started", _parse(answer))))
+
+    def begin_now(self, plan: SignedPayload, num_tokens: int) -> bool:
+        """``begin`` in the calling thread. False where that cannot be: use ``begin``."""
+        self._forget_plan()
+        local, packet = self._local_for(plan)
+        if local is None:
+            return False
+        try:
+            local.send(packet)
+        except PlaneUnavailableError:
+            return False
+        self._plan, self._begun = plan, _Begun(num_tokens, local)
+        return True
 
     def layer_now(self, layer: LocalLayer, *, timeout_s: float | None = None) -> bool:
         """``layer`` in the calling thread, of tensors that are in the region; the output is there
         then. False where that cannot be: use ``layer``.
         """
         self._started_plan()
-        answer = None if self._num_tokens_begun else self._ask_now(layer.packet, timeout_s)
-        if answer is not None:
-            self._check_local(answer, layer)
-        return answer is not None
+        local, begun = self.local, self._begun
+        if local is None or (begun is not None and begun.by is not local):
+            return False
+        timeout_s = timeout_s or self._connection.timeout_s
+        try:
+            local.send(layer.packet)
+            if begun is not None:
+                self._check_begun(_parse(local.receive(timeout_s)))
+            answer = local.receive(timeout_s)
+        except PlaneUnavailableError:
+            return False
+        self._check_local(answer, layer)
+        return True
 
     def leave(self) -> None:
         """Give the shared memory up. The next call opens the stream again."""
@@ -199,13 +226,23 @@ class Execution:
         return self._plan
 
     def _forget_plan(self) -> None:
-        if self._num_tokens_begun:
-            self._stream.drop()  # an answer is under way that nobody wants
-        self._plan, self.receipt, self._num_tokens_begun = None, None, 0
+        if self._begun is not None:
+            self._drop()  # an answer is under way that nobody wants
+        self._plan, self.receipt, self._begun = None, None, None
 
     def _note_started(self, plan: SignedPayload, started: Started) -> Started:
-        self._plan, self.receipt, self._num_tokens_begun = plan, started.receipt, 0
+        self._plan, self.receipt, self._begun = plan, started.receipt, None
         return started
+
+    def _local_for(self, plan: SignedPayload) -> tuple[LocalConnection | None, bytes]:
+        """The plan as a packet, and the connection to send it by; None where it does not fit."""
+        packet = pb.ExecuteRequest(plan=plan).SerializeToString()
+        return self.local if len(packet) <= packets.MAX_PACKET_BYTES else None, packet
+
+    def _drop(self) -> None:
+        """Forget the stream and the shared memory; answers still under way are lost."""
+        self.leave()
+        self._stream.drop()
 
     async def _open(self) -> None:
         if self._is_open:
@@ -237,19 +274,23 @@ class Execution:
 
     async def _start(self, plan: SignedPayload) -> Started:
         await self._open()
-        packet = pb.ExecuteRequest(plan=plan).SerializeToString()
-        if self.local is not None and len(packet) <= packets.MAX_PACKET_BYTES:
-            return _started(_expect("started", _parse(await self.local.ask_soon(packet))))
-        await self._stream.send(pb.ExecuteRequest(plan=plan))
-        return _started(await self._receive("started"))
+        local, packet = self._local_for(plan)
+        if local is None:
+            await self._stream.send(pb.ExecuteRequest(plan=plan))
+            return _started(await self._receive("started"))
+        local.send(packet)
+        return _started(_expect("started", _parse(await local.receive_soon())))
 
-    async def _begin(self, plan: SignedPayload) -> None:
+    async def _begin(self, plan: SignedPayload, num_tokens: int) -> None:
         await self._open()
-        await self._stream.send(pb.ExecuteRequest(plan=plan))
+        if not self.begin_now(plan, num_tokens):
+            await self._stream.send(pb.ExecuteRequest(plan=plan))
+            self._plan, self._begun = plan, _Begun(num_tokens, None)
 
     async def _present(self, plan: SignedPayload) -> None:
         """Show the plan again on a new stream where the one that it was shown on has ended."""
         if not self._is_open:
+            self._begun = None
             self._note_started(plan, await self._start(plan))
 
     async def _layer(
@@ -268,8 +309,11 @@ class Execution:
             value=value.to_proto(),
             options=options.to_proto(),
         )
+        if self._begun is not None and self._begun.by is not None:
+            self._check_begun(_parse(await self._begun.by.receive_soon()))
         await self._stream.send(pb.ExecuteRequest(layer=request))
-        await self._take_start()
+        if self._begun is not None:
+            self._check_begun(await self._stream.receive())
         answer = (await self._receive("output")).output
         if answer.layer != index:
             self._stream.drop()
@@ -277,16 +321,18 @@ class Execution:
         self._take_receipt(answer)
         return _output(answer.output) if query is not None else Tensor(key.dtype, (0,), b"")
 
-    async def _take_start(self) -> None:
-        """The answer to a plan that was sent by ``begin``, when its first layer was sent too."""
-        num_tokens, self._num_tokens_begun = self._num_tokens_begun, 0
-        if not num_tokens:
-            return
+    def _check_begun(self, answer: pb.ExecuteResponse) -> None:
+        """Take the answer to a plan that was sent by ``begin``. Raises what is wrong with it."""
+        begun, self._begun = self._begun, None
+        assert begun is not None
         try:
-            started = _started(await self._receive("started"))
-            _check_num_tokens(started, num_tokens)
+            num_tokens = _started(_expect("started", answer)).num_tokens
+            if num_tokens != begun.num_tokens:
+                raise InternalError(
+                    f"the plan computes {num_tokens} tokens, not {begun.num_tokens}"
+                )
         except KvplaneError:
-            self._stream.drop()  # with the layer's answer
+            self._drop()  # with the layer's answer
             raise
 
     async def _layer_in_region(
@@ -305,7 +351,11 @@ class Execution:
         for tensor, there in ((query, layer.query), (key, layer.key), (value, layer.value)):
             if tensor is not None and there is not None:
                 memory[there[0] : there[0] + tensor.num_bytes] = memoryview(tensor.data).cast("B")
-        self._check_local(await self.local.ask_soon(layer.packet), layer)
+        local = self.local
+        local.send(layer.packet)
+        if self._begun is not None:
+            self._check_begun(_parse(await local.receive_soon()))
+        self._check_local(await local.receive_soon(), layer)
         if layer.output is None:
             return Tensor(layer.dtype, (0,), b"")
         first, shape = layer.output
@@ -324,15 +374,6 @@ class Execution:
             return None
         shape = None if query is None else query.shape
         return LocalLayer.make(self.local, index, key.dtype, shape, key.shape, value.shape, options)
-
-    def _ask_now(self, packet: bytes, timeout_s: float | None) -> bytes | None:
-        """None where there is no local connection, or none any more."""
-        if self.local is None:
-            return None
-        try:
-            return self.local.ask(packet, timeout_s or self._connection.timeout_s)
-        except PlaneUnavailableError:
-            return None
 
     def _check_local(self, answer: bytes, layer: LocalLayer) -> None:
         """Take the answer to a layer that was sent by the local connection."""
@@ -376,11 +417,6 @@ def _started(response: pb.ExecuteResponse) -> Started:
     if receipt is None and (started.finished or not started.num_tokens):
         raise InternalError("a plan that has run has no receipt")
     return Started(started.plan_number, started.num_tokens, receipt)
-
-
-def _check_num_tokens(started: Started, num_tokens: int) -> None:
-    if started.num_tokens != num_tokens:
-        raise InternalError(f"the plan computes {started.num_tokens} tokens, not {num_tokens}")
 
 
 def _output(output: Any) -> Tensor:

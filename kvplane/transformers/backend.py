@@ -72,10 +72,19 @@ class RemoteBackend:
     machine, and else as bytes over one Execute stream.
     """
 
-    def __init__(self, loop: LoopThread, timeout_s: float, tls: TlsOptions | None = None) -> None:
+    def __init__(
+        self,
+        loop: LoopThread,
+        timeout_s: float,
+        tls: TlsOptions | None = None,
+        *,
+        shared_memory: bool = True,
+    ) -> None:
+        """``shared_memory``: whether to use it where it can be had."""
         self._loop = loop
         self._timeout_s = timeout_s
         self._tls = tls
+        self._shared_memory = shared_memory
         self._client: DataClient | None = None
         self._execution: Execution | None = None
         self._layers: RegionLayers | None = None
@@ -92,7 +101,12 @@ class RemoteBackend:
         self.close()
         address = session.shards[0].address
         client = self._loop.call(
-            lambda: DataClient(address, tls=self._tls, timeout_s=self._timeout_s)
+            lambda: DataClient(
+                address,
+                tls=self._tls,
+                timeout_s=self._timeout_s,
+                shared_memory=self._shared_memory,
+            )
         )
         self._client = client
         self._execution = self._loop.run(client.open(session.grant))
@@ -101,12 +115,11 @@ class RemoteBackend:
     def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
         """Present the plan to the data plane."""
         execution = self._open_execution()
-        started = execution.start_now(plan)
-        if started is None and num_tokens:
-            self._loop.run(execution.begin(plan, num_tokens))
+        if num_tokens:
+            if not execution.begin_now(plan, num_tokens):
+                self._loop.run(execution.begin(plan, num_tokens))
             return Started(num_tokens, None)
-        if started is None:
-            started = self._loop.run(execution.start(plan))
+        started = execution.start_now(plan) or self._loop.run(execution.start(plan))
         return Started(started.num_tokens, started.receipt)
 
     def layer(

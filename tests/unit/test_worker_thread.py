@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -22,10 +23,11 @@ def worker() -> Iterator[WorkerThread]:
 
 async def test_commands_run_in_order_on_one_thread(worker: WorkerThread) -> None:
     seen: list[tuple[int, str]] = []
-    commands = (
-        worker.run(lambda i=i: seen.append((i, threading.current_thread().name))) for i in range(50)
-    )
-    await asyncio.gather(*commands)
+
+    def note(number: int) -> None:
+        seen.append((number, threading.current_thread().name))
+
+    await asyncio.gather(*(worker.run(partial(note, i)) for i in range(50)))
     assert seen == [(i, "data-plane") for i in range(50)]
     assert worker.num_waiting == 0
 

@@ -18,6 +18,7 @@ from kvplane.errors import (
     PlaneUnavailableError,
 )
 from kvplane.transport.local import packets
+from kvplane.transport.local.spin import Spin
 from kvplane.v1 import data_pb2 as pb
 from kvplane.wire.error_messages import from_wire
 
@@ -29,14 +30,15 @@ _SPIN_ON_LOOP_S: Final = 0.0002
 
 
 class LocalConnection:
-    """Made by ``join``. One request at a time. What breaks the order of request and answer closes
-    the connection, and every further call raises PlaneUnavailableError.
+    """Made by ``join``. Whatever might break the order of requests and answers, such as a wait that
+    was given up, closes the connection, and every further call raises PlaneUnavailableError.
     """
 
     def __init__(self, peer: socket.socket, region_id: int, memory: mmap.mmap) -> None:
         self.region_id = region_id
         self.memory = memory
         self._peer: socket.socket | None = peer
+        self._spin, self._spin_on_loop = Spin(_SPIN_S), Spin(_SPIN_ON_LOOP_S)
         self._poll = select.poll()
         self._poll.register(peer, select.POLLIN)
 
@@ -77,14 +79,22 @@ class LocalConnection:
             end += -(-size_bytes // packets.ALIGNMENT_BYTES) * packets.ALIGNMENT_BYTES
         return offsets if end <= len(self.memory) else None
 
-    def ask(self, packet: bytes, timeout_s: float) -> bytes:
-        """The answer to a request, waited for by this thread. Raises PlaneUnavailableError when the
-        connection ended, and DeadlineExceededError.
+    def send(self, packet: bytes) -> None:
+        """Send a request. Raises PlaneUnavailableError when the connection ended."""
+        try:
+            packets.send(self._open_peer(), packet)
+        except OSError as error:
+            self.close()
+            raise PlaneUnavailableError(f"the local connection broke: {error}") from error
+
+    def receive(self, timeout_s: float) -> bytes:
+        """The answer to the oldest request that has none, waited for by this thread. Raises
+        PlaneUnavailableError when the connection ended, and DeadlineExceededError.
         """
         try:
-            peer = self._send(packet)
+            peer = self._open_peer()
             deadline_s = time.monotonic() + timeout_s
-            while (answer := self._receive(peer, _SPIN_S)) is None:
+            while (answer := self._receive(peer, self._spin)) is None:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineExceededError(f"no answer within {timeout_s:g} s")
@@ -94,11 +104,11 @@ class LocalConnection:
             self.close()
             raise
 
-    async def ask_soon(self, packet: bytes) -> bytes:
-        """``ask`` on an event loop, without a deadline: cancel it."""
+    async def receive_soon(self) -> bytes:
+        """``receive`` on an event loop, without a deadline: cancel it."""
         try:
-            peer = self._send(packet)
-            while (answer := self._receive(peer, _SPIN_ON_LOOP_S)) is None:
+            peer = self._open_peer()
+            while (answer := self._receive(peer, self._spin_on_loop)) is None:
                 await _readable(peer)
             return answer
         except BaseException:
@@ -111,25 +121,22 @@ class LocalConnection:
         if peer is not None:
             peer.close()
 
-    def _send(self, packet: bytes) -> socket.socket:
+    def _open_peer(self) -> socket.socket:
         if self._peer is None:
             raise PlaneUnavailableError("the local connection has ended")
-        try:
-            packets.send(self._peer, packet)
-        except OSError as error:
-            raise PlaneUnavailableError(f"the local connection broke: {error}") from error
         return self._peer
 
-    def _receive(self, peer: socket.socket, spin_s: float) -> bytes | None:
-        """An answer that comes within ``spin_s``."""
-        end_s = time.monotonic() + spin_s
-        while not self._poll.poll(0):
-            if time.monotonic() > end_s:
-                return None
+    def _receive(self, peer: socket.socket, spin: Spin) -> bytes | None:
+        """An answer, if it comes soon."""
+        if not spin.look(self._look):
+            return None
         try:
             return packets.receive(peer)
         except OSError as error:
             raise PlaneUnavailableError(f"the local connection broke: {error}") from error
+
+    def _look(self) -> list[tuple[int, int]]:
+        return self._poll.poll(0)
 
 
 async def _readable(peer: socket.socket) -> None:
