@@ -182,9 +182,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     rows = []
     with sides(arguments.threads) as of:
-        print(
-            f"{'microseconds':44}{'layer p10':>11}{'p50':>9}{'p99':>9}{'plan p50':>11}{'step p50':>11}"
-        )
+        heads = ("layer p10", "p50", "p99", "plan p50", "step p50")
+        print(f"{'microseconds':44}{cells(heads)}")
         for batch in map(int, arguments.batches.split(",")):
             for between_s in BETWEEN_S:
                 name = f"batch {batch}, {1000 * between_s:g} ms between"
