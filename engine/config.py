@@ -151,6 +151,11 @@ class LayoutConfig:
         choices=("", *KV_DTYPES),
         help="Type of stored keys and values; empty means the same as --dtype.",
     )
+    probe: bool = setting(
+        False,
+        help="Load the model and run its probe: its layers may keep other sizes than its config"
+        " says.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,9 @@ from kvplane.errors import (
     LayoutMismatchError,
     PlaneUnavailableError,
 )
-from kvplane.serving.identity import caller, still_admitted
+from kvplane.serving.identity import caller
 from kvplane.serving.metrics import Counts
+from kvplane.serving.requests import Requests
 from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
@@ -94,7 +95,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         )
 
     async def Execute(
-        self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: _Context
+        self, request_iterator: Requests, context: _Context
     ) -> AsyncIterator[pb.ExecuteResponse]:
         stream = ExecuteStream(self._executor, self._tenant())
         try:
@@ -105,7 +106,9 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
                         return
                     answer = await self._run(partial(stream.answer, request))
                     if answer.HasField("opened"):
-                        self._offer(stream, request.open.host_id, answer.opened)
+                        admit = request_iterator.check_caller
+                        offer = self._offer(stream, request.open.host_id, admit)
+                        answer.opened.MergeFrom(pb.ExecutionOpened(local=offer))
                 except PlaneUnavailableError:
                     raise
                 except KvplaneError as error:
@@ -224,11 +227,10 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
             await self._worker.run(self._executor.device_watch.check)
             raise
 
-    def _offer(self, stream: ExecuteStream, host_id: str, opened: pb.ExecutionOpened) -> None:
-        if self._local is not None:
-            offer = self._local.offer(stream, host_id, still_admitted())
-            if offer is not None:
-                opened.local.CopyFrom(offer)
+    def _offer(
+        self, stream: ExecuteStream, host_id: str, admit: Callable[[], None]
+    ) -> pb.LocalOffer | None:
+        return None if self._local is None else self._local.offer(stream, host_id, admit)
 
     def _tenant(self) -> str | None:
         """The caller's tenant; None where callers do not say who they are."""

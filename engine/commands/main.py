@@ -58,11 +58,17 @@ def _layout(argv: Sequence[str]) -> int:
     config = parse(LayoutConfig, "engine layout", argv, os.environ)
     from kvplane.models.hf import layout_from_hf
 
+    groups = None
+    if config.probe:
+        from engine.models import loader
+
+        groups = loader.load(config.model, config.dtype).groups
     layout = layout_from_hf(
         config.model,
         block_size_tokens=config.block_size_tokens,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype or None,
+        groups=groups,
     )
     print(json.dumps(asdict(layout), indent=1))
     return 0

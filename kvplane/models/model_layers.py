@@ -1,12 +1,14 @@
 """The layer groups of a transformers model, from its config.
 
 There is no list of model names here. A layer is described by entries that configs of many models
-share; where a model's own code does otherwise than its config says, the engine's probe finds it.
+share; where a model's own code does otherwise than its config says, the probe of the loaded model
+(``kvplane/transformers/models/probe.py``) finds it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,14 +30,20 @@ class LayerShape:
 
 
 def layer_groups(config: Any) -> tuple[LayerGroup, ...]:
-    """The groups of a transformers config: layers with equal KV heads, head sizes and window, in
-    the order of their first layers.
+    """The groups of a transformers config.
 
     Raises InvalidRequestError naming the entry that is missing, wrong, or means attention of
     another kind.
     """
+    return groups_of(layer_shapes(config))
+
+
+def groups_of(shapes: Sequence[LayerShape]) -> tuple[LayerGroup, ...]:
+    """The groups of a model whose layer ``i`` has shape ``shapes[i]``: layers of equal shape, in
+    the order of their first layers.
+    """
     groups: dict[LayerShape, list[int]] = defaultdict(list)
-    for index, shape in enumerate(layer_shapes(config)):
+    for index, shape in enumerate(shapes):
         groups[shape].append(index)
     return tuple(
         LayerGroup(

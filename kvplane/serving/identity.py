@@ -4,7 +4,7 @@ access list, never from a request, since they decide which prefixes the caller s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -15,7 +15,6 @@ from kvplane.serving.access import ROLES, AccessList, Caller
 from kvplane.v1 import types_pb2 as pb
 
 _CALLER: ContextVar[Caller] = ContextVar("kvplane_caller")
-_ADMIT: ContextVar[Callable[[], None]] = ContextVar("kvplane_admit", default=lambda: None)
 _ROLE_NAMES: Final = {number: name for name, number in ROLES.items()}
 _BEARER: Final = "bearer "
 
@@ -23,13 +22,6 @@ _BEARER: Final = "bearer "
 def caller() -> Caller:
     """Who makes the call that is being served."""
     return _CALLER.get()
-
-
-def still_admitted() -> Callable[[], None]:
-    """A check, for any thread and as long as the call lasts, that whoever makes the call that is
-    being served may still make it. It raises what ``Gate.admit`` raises.
-    """
-    return _ADMIT.get()
 
 
 class Gate:
@@ -50,38 +42,35 @@ class Gate:
         }
 
     @property
+    def is_open(self) -> bool:
+        """Whether callers need not say who they are."""
+        return self._access.is_open
+
+    @property
     def num_reloads(self) -> int:
         """How often what the gate goes by has changed."""
         return self._access.num_reloads
 
-    def admit(self, method: str, context: Any) -> None:
+    def admit(self, method: str, context: Any) -> str:
         """Let a call through: ``caller`` then tells this task who makes it. ``method``:
-        "/SERVICE/METHOD".
+        "/SERVICE/METHOD". Returns whose requests it counts as: a tenant's, or those of a connection
+        whose tenant is not known.
 
         Raises UnauthenticatedError and NotPermittedError.
         """
+        connection: str = context.peer()
         roles = self._roles.get(method)
         if roles is None:
-            return
-        who = self._access.caller(_certificate_name(context), _bearer_token(context))
+            return connection
+        name = _certificate_name(context)
+        who = self._access.caller(name, _bearer_token(context))
         if roles and not roles & who.roles:
             raise NotPermittedError(
                 f"{method.rpartition('/')[2]} needs the role "
                 f"{' or '.join(_ROLE_NAMES[role] for role in sorted(roles))}"
             )
         _CALLER.set(who)
-        _ADMIT.set(self._again(method, context))
-
-    def _again(self, method: str, context: Any) -> Callable[[], None]:
-        admitted_at = self.num_reloads
-
-        def admit() -> None:
-            nonlocal admitted_at
-            if admitted_at != (num_reloads := self.num_reloads):
-                self.admit(method, context)
-                admitted_at = num_reloads
-
-        return admit
+        return connection if self._access.is_open and name is None else f"tenant {who.tenant}"
 
 
 def _certificate_name(context: Any) -> str | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvplane.attention_options import AttentionOptions
@@ -86,8 +87,9 @@ def _attention(
     scaling: float | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Query [num_rows, num_heads, num_columns, head_size], key and value [num_rows, num_kv_heads,
-    num_columns, size] after RoPE; returns [num_rows, num_columns, num_heads, size of value].
+    """Query [num_rows, num_heads, num_queries, head_size] of the last columns, key and value
+    [num_rows, num_kv_heads, num_columns, size] after RoPE; returns [num_rows, num_queries,
+    num_heads, size of value].
     """
     if attention_mask is not None:
         raise InvalidRequestError(
@@ -109,7 +111,9 @@ def _attention(
         raise TypeError(f"layer_idx of {type(module).__name__} is {index!r}, not an int")
     if index == running.last_layer:
         raise InvalidRequestError(f"layer {index} calls attention twice", field="model")
-    num_rows, num_columns = query.shape[0], query.shape[2]
+    num_rows, num_columns, num_queries = query.shape[0], key.shape[2], query.shape[2]
+    # Layers that share keys with earlier ones may leave out columns whose logits nobody wants.
+    query = pad(query, (0, 0, num_columns - num_queries, 0))
     out = running.step.layer(
         index,
         *(_packed(tensor, running.tokens) for tensor in (query, key, value)),
@@ -120,7 +124,7 @@ def _attention(
     if running.tokens is not None:
         every = out.new_zeros(num_rows * num_columns, *out.shape[1:])
         out = every.index_copy_(0, running.tokens, out)
-    return out.view(num_rows, num_columns, *out.shape[1:]), None
+    return out.view(num_rows, num_columns, *out.shape[1:])[:, -num_queries:], None
 
 
 def _packed(tensor: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:

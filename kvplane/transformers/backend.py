@@ -14,7 +14,7 @@ from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.session import Session
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.tensor import Tensor
-from kvplane.transformers.region_layers import DTYPES, NAMES, RegionLayers
+from kvplane.transformers.region_layers import RegionLayers
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
 
@@ -137,16 +137,12 @@ class RemoteBackend:
             output = self._layers.layer(index, query, key, value, options)
             if output is not None:
                 return output
-        out = self._loop.run(
-            execution.layer(
-                index,
-                to_wire(query),
-                to_wire(key),
-                to_wire(value),
-                options=options,
-            )
+        tensors = (
+            Tensor.from_array(each.detach().cpu().contiguous()) for each in (query, key, value)
         )
-        return from_wire(out).to(query.device)
+        out = self._loop.run(execution.layer(index, *tensors, options=options))
+        there: torch.Tensor = out.torch().to(query.device)
+        return there
 
     def finish(self) -> pb.SignedPayload:
         """The receipt that came after the last layer. Raises InternalError when none did."""
@@ -172,18 +168,3 @@ class RemoteBackend:
         if self._execution is None:
             raise InternalError("no session is open")
         return self._execution
-
-
-def to_wire(tensor: torch.Tensor) -> Tensor:
-    """A tensor of any strides and device, as bytes in row-major order."""
-    dense = tensor.detach().cpu().contiguous()
-    data = dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-    return Tensor(NAMES[tensor.dtype], tuple(tensor.shape), data)
-
-
-def from_wire(tensor: Tensor) -> torch.Tensor:
-    """The inverse of ``to_wire``; the result owns its memory."""
-    if tensor.num_elements == 0:
-        return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
-    flat = torch.frombuffer(bytearray(tensor.data), dtype=DTYPES[tensor.dtype])
-    return flat.reshape(tensor.shape)

@@ -29,7 +29,7 @@ from kvplane.errors import (
     StaleError,
     UnavailableError,
 )
-from kvplane.layout import Layout
+from kvplane.layout import LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.models.model_layers import layer_groups
 from kvplane.session import Session
@@ -89,7 +89,9 @@ class Planes:
     InvalidRequestError for a pool or settings that are not the model's.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: PlaneSettings) -> None:
+    def __init__(
+        self, model: PreTrainedModel, groups: tuple[LayerGroup, ...], settings: PlaneSettings
+    ) -> None:
         self._lock = threading.Lock()
         self._owner = 0  # the thread that holds the lock
         self._next_id = 1
@@ -100,13 +102,15 @@ class Planes:
         with closing:
             loop = LoopThread("kvplane-transformers")
             closing.callback(loop.close)
-            address, self.backend = _connect(model, settings, loop, closing)
+            address, self.backend = _connect(model, groups, settings, loop, closing)
             self._link = ControlLink(
                 loop, address, settings.pool_id, settings.timeout_s, settings.tls
             )
             closing.callback(self._link.close)
             pool = self._link.pool_layout(settings.start_timeout_s)
-            self._layout = _layout_in(pool, model, settings) if settings.control_plane else pool
+            self._layout = pool
+            if settings.control_plane:
+                self._layout = _layout_in(pool, model, groups, settings)
             self.backend.open(self._link.open(self._layout))
             self._close = closing.pop_all().close
         atexit.register(self._close)
@@ -244,7 +248,9 @@ _OPEN: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[PlaneSettings, Plan
     weakref.WeakKeyDictionary()
 )
 _OPEN_LOCK: Final = threading.Lock()
-_PROBED: Final[weakref.WeakSet[PreTrainedModel]] = weakref.WeakSet()
+_PROBED: Final[weakref.WeakKeyDictionary[PreTrainedModel, tuple[LayerGroup, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def planes_of(model: PreTrainedModel, settings: PlaneSettings) -> Planes:
@@ -255,21 +261,21 @@ def planes_of(model: PreTrainedModel, settings: PlaneSettings) -> Planes:
         of_model = _OPEN.setdefault(model, {})
         planes = of_model.get(settings)
         if planes is None or not planes.is_open:
-            _prepare(model, settings.probe)
-            planes = of_model[settings] = Planes(model, settings)
+            groups = _prepare(model, settings.probe)
+            planes = of_model[settings] = Planes(model, groups, settings)
         return planes
 
 
-def _prepare(model: PreTrainedModel, wants_probe: bool) -> None:
-    """Adapt and probe the model. Its attention is then what it was, but for models whose code asks
-    for none by name: of these it is "kvplane".
+def _prepare(model: PreTrainedModel, wants_probe: bool) -> tuple[LayerGroup, ...]:
+    """Adapt and probe the model; its layer groups. Its attention is then what it was, but for
+    models whose code asks for none by name: of these it is "kvplane".
     """
     adapters.adapt(model)
     before = model.config.get_text_config()._attn_implementation
     try:
         if wants_probe and model not in _PROBED:
-            probe(model)
-            _PROBED.add(model)
+            _PROBED[model] = probe(model)
+        return _PROBED.get(model) or layer_groups(model.config)
     finally:
         is_adapted = adapters.is_adapted(model)
         adapters.set_attention(model, attention.NAME if is_adapted else before)
@@ -283,7 +289,11 @@ def close_planes(model: PreTrainedModel) -> None:
 
 
 def _connect(
-    model: PreTrainedModel, settings: PlaneSettings, loop: LoopThread, closing: ExitStack
+    model: PreTrainedModel,
+    groups: tuple[LayerGroup, ...],
+    settings: PlaneSettings,
+    loop: LoopThread,
+    closing: ExitStack,
 ) -> tuple[str, DataBackend]:
     """The control plane's address, and what carries plans out."""
     if settings.control_plane:
@@ -304,7 +314,7 @@ def _connect(
         block_size_tokens=settings.block_size_tokens,
         dtype=dtype,
         kv_dtype=settings.kv_dtype or dtype,
-        groups=layer_groups(model.config),
+        groups=groups,
     )
     return start_planes(
         closing,
@@ -316,7 +326,12 @@ def _connect(
     )
 
 
-def _layout_in(pool: Layout, model: PreTrainedModel, settings: PlaneSettings) -> Layout:
+def _layout_in(
+    pool: Layout,
+    model: PreTrainedModel,
+    groups: tuple[LayerGroup, ...],
+    settings: PlaneSettings,
+) -> Layout:
     """The model's layout in a pool of other processes, which the control plane compares with the
     pool's.
     """
@@ -328,9 +343,7 @@ def _layout_in(pool: Layout, model: PreTrainedModel, settings: PlaneSettings) ->
                 "must be given: the model was not loaded from a folder", field="model_id"
             )
         model_id = layout_from_hf(folder).model_id
-    own = replace(
-        pool, model_id=model_id, dtype=_dtype_of(model), groups=layer_groups(model.config)
-    )
+    own = replace(pool, model_id=model_id, dtype=_dtype_of(model), groups=groups)
     return own.with_scales_of(pool)
 
 
