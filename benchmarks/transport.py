@@ -89,7 +89,8 @@ class Side:
     def free(self, ids: list[int]) -> None:
         """Give the blocks back."""
         plan = self._link.step([ops.free(ids)]).plan
-        self._link.add_receipt(self._backend.start(plan).receipt)
+        for receipt in self._backend.start(plan).receipts:
+            self._link.add_receipt(receipt)
 
     def _run(self, plan: object, num_tokens: int, between_s: float, times: Times) -> None:
         query = torch.randn(num_tokens, NUM_HEADS, HEAD_SIZE)
@@ -105,7 +106,8 @@ class Side:
             layers_s.append(time.perf_counter() - began_s)
         times.layer_s += layers_s
         times.step_s.append(times.plan_s[-1] + sum(layers_s))
-        self._link.add_receipt(self._backend.finish())
+        for receipt in self._backend.finish():
+            self._link.add_receipt(receipt)
 
 
 def compute(seconds: float) -> None:

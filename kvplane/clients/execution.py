@@ -157,21 +157,6 @@ class Execution:
 
             return await retry_until(deadline, attempt)
 
-    def start_now(self, plan: SignedPayload, *, timeout_s: float | None = None) -> Started | None:
-        """``start`` in the calling thread, through shared memory. None where that cannot be: use
-        ``start``.
-        """
-        self._forget_plan()
-        local, packet = self._local_for(plan)
-        if local is None:
-            return None
-        try:
-            local.send(packet)
-            answer = local.receive(timeout_s or self._connection.timeout_s)
-        except PlaneUnavailableError:
-            return None
-        return self._note_started(plan, _started(_expect("started", _parse(answer))))
-
     def begin_now(self, plan: SignedPayload, num_tokens: int) -> bool:
         """``begin`` in the calling thread. False where that cannot be: use ``begin``."""
         self._forget_plan()

@@ -11,6 +11,7 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.clients.execution import Execution
 from kvplane.transport.local.connection import LocalConnection
 from kvplane.transport.local.layer import LocalLayer, Shape
+from kvplane.v1 import types_pb2 as pb
 
 DTYPES: Final = {
     "float32": torch.float32,
@@ -37,6 +38,10 @@ class RegionLayers:
         self._execution = execution
         self._local: LocalConnection | None = None
         self._known: dict[tuple[object, ...], _Known | None] = {}
+
+    def begin(self, plan: pb.SignedPayload, num_tokens: int) -> bool:
+        """``Execution.begin`` without an event loop; False where it needs one."""
+        return self._execution.begin_now(plan, num_tokens)
 
     def layer(
         self,
