@@ -89,8 +89,7 @@ class Side:
     def free(self, ids: list[int]) -> None:
         """Give the blocks back."""
         plan = self._link.step([ops.free(ids)]).plan
-        for receipt in self._backend.start(plan).receipts:
-            self._link.add_receipt(receipt)
+        self._link.add_receipts(self._backend.start(plan).receipts)
 
     def _run(self, plan: object, num_tokens: int, between_s: float, times: Times) -> None:
         query = torch.randn(num_tokens, NUM_HEADS, HEAD_SIZE)
@@ -106,8 +105,7 @@ class Side:
             layers_s.append(time.perf_counter() - began_s)
         times.layer_s += layers_s
         times.step_s.append(times.plan_s[-1] + sum(layers_s))
-        for receipt in self._backend.finish():
-            self._link.add_receipt(receipt)
+        self._link.add_receipts(self._backend.finish())
 
 
 def compute(seconds: float) -> None:
