@@ -10,6 +10,7 @@ import torch
 from data_plane.executor import Executor
 from data_plane.kernels.cuda_streams import device_errors
 from data_plane.memory.upload import upload
+from data_plane.pieces import Pieces
 from data_plane.server.local.region import Region
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.attention_options import AttentionOptions
@@ -19,6 +20,8 @@ from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
 
+PIECE_S: Final = 0.01
+"""How long a long layer keeps the thread at a time."""
 _MAX_KNOWN_LAYERS: Final = 1024
 
 
@@ -44,7 +47,8 @@ class ExecuteStream:
 
     def __init__(self, executor: Executor, tenant: str | None) -> None:
         """``tenant``: the caller's; None where callers do not say who they are."""
-        self.session_id: int | None = None
+        self.session_id = 0
+        """The session that it was opened for; 0 before."""
         self._executor = executor
         self._tenant = tenant
         self._plan_number: int | None = None
@@ -58,7 +62,7 @@ class ExecuteStream:
         self._region = region
         self._known.clear()
 
-    def answer(self, request: pb.ExecuteRequest) -> pb.ExecuteResponse:
+    def answer(self, request: pb.ExecuteRequest) -> Pieces[pb.ExecuteResponse]:
         """Raises KvplaneError."""
         kind = request.WhichOneof("message")
         if kind == "open":
@@ -67,26 +71,27 @@ class ExecuteStream:
             return self._start(request)
         if kind == "layer":
             layer = self._read(request.layer)
-            return _response(layer, *self._run(layer))
+            output, receipt = yield from self._run(layer)
+            return _response(layer, output, receipt)
         raise InvalidRequestError(
             "must be open, plan or layer: other messages are unknown to this data plane, or not "
             "served here",
             field="message",
         )
 
-    def answer_packet(self, packet: bytes) -> bytes:
+    def answer_packet(self, packet: bytes) -> Pieces[bytes]:
         """The answer to a packet of the local socket. Raises KvplaneError."""
         layer = self._known.get(packet)
         if layer is None:
             request = packets.parse(pb.ExecuteRequest, packet)
             if not request.HasField("layer"):
-                return self.answer(request).SerializeToString()
+                return (yield from self.answer(request)).SerializeToString()
             layer = self._read(request.layer, is_local=True)
             layer.packet = pb.ExecuteResponse(output=layer.answer).SerializeToString()
             if len(self._known) >= _MAX_KNOWN_LAYERS:
                 self._known.clear()
             self._known[packet] = layer
-        output, receipt = self._run(layer)
+        output, receipt = yield from self._run(layer)
         if receipt is None:
             return layer.packet
         return _response(layer, output, receipt).SerializeToString()
@@ -100,7 +105,7 @@ class ExecuteStream:
 
     def _start(self, request: pb.ExecuteRequest) -> pb.ExecuteResponse:
         self._plan_number = None
-        if self.session_id is None:
+        if not self.session_id:
             raise InvalidRequestError(
                 "the stream is not open: send an open message first", field="open"
             )
@@ -137,26 +142,23 @@ class ExecuteStream:
             layer.output.CopyFrom(there)
         return _Layer(request.layer, query, key, value, options, output, layer)
 
-    def _run(self, layer: _Layer) -> tuple[torch.Tensor | None, tpb.SignedPayload | None]:
+    def _run(self, layer: _Layer) -> Pieces[tuple[torch.Tensor | None, tpb.SignedPayload | None]]:
         """The output, None where it is in the region, and the receipt."""
         session_id, plan_number = self._running()
         executor = self._executor
-        tensors = [layer.query, layer.key, layer.value]
+        query, key, value = layer.query, layer.key, layer.value
         if executor.device.type != "cpu":
             with device_errors():
-                tensors = [t if t is None else _on(t, executor.device) for t in tensors]
-        query, key, value = tensors
-        assert key is not None
-        assert value is not None
-        output = executor.layer(
+                query = None if query is None else _on(query, executor.device)
+                key, value = _on(key, executor.device), _on(value, executor.device)
+        output = yield from executor.layer_pieces(
             session_id,
             layer.index,
-            query,
-            key,
-            value,
-            options=layer.options,
-            plan_number=plan_number,
-            field="layer.",
+            (query, key, value),
+            layer.options,
+            plan_number,
+            "layer.",
+            PIECE_S,
         )
         if layer.output is not None and output is not None:
             with device_errors():
@@ -166,7 +168,7 @@ class ExecuteStream:
 
     def _running(self) -> tuple[int, int]:
         """The session's id, and the number of the plan that layers belong to."""
-        if self.session_id is None or self._plan_number is None:
+        if self._plan_number is None:
             raise InvalidRequestError(
                 "no plan was started on this stream: send a plan before its layers", field="layer"
             )

@@ -14,8 +14,10 @@ from typing import Any, Final, TypeVar
 import grpc.aio
 
 from data_plane.executor import Executor
+from data_plane.pieces import Pieces, whole
 from data_plane.places import place_of
-from data_plane.server.execute_stream import ExecuteStream, attention_options
+from data_plane.server.execute_stream import PIECE_S, ExecuteStream, attention_options
+from data_plane.server.fair_queue import Lane
 from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from data_plane.server.worker_thread import WorkerThread
@@ -26,7 +28,7 @@ from kvplane.errors import (
     LayoutMismatchError,
     PlaneUnavailableError,
 )
-from kvplane.serving.identity import caller
+from kvplane.serving.identity import caller, payer
 from kvplane.serving.metrics import Counts
 from kvplane.serving.requests import Requests
 from kvplane.serving.streams import RequestStreams
@@ -104,7 +106,8 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
                     request = await self._streams.next(request_iterator)
                     if request is None:
                         return
-                    answer = await self._run(partial(stream.answer, request))
+                    command = partial(stream.answer, request)
+                    answer = await self._run_pieces(command, stream.session_id)
                     if answer.HasField("opened"):
                         admit = request_iterator.check_caller
                         offer = self._offer(stream, request.open.host_id, admit)
@@ -140,16 +143,21 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     ) -> pb.PagedAttentionResponse:
         tenant = self._tenant()
 
-        def command() -> pb.PagedAttentionResponse:
+        def command() -> Pieces[pb.PagedAttentionResponse]:
             query = self._tensor(request.query, "query")
             options = attention_options(request.options, "options")
             session_id, number = self._start(request, tenant)
-            output = self._executor.attend(
-                session_id, request.layer, query, options=options, plan_number=number
+            output = yield from self._executor.attend(
+                session_id,
+                request.layer,
+                query,
+                options=options,
+                plan_number=number,
+                piece_s=PIECE_S,
             )
             return pb.PagedAttentionResponse(output=tensor_to_message(output))
 
-        return await self._run(command)
+        return await self._run_pieces(command)
 
     async def CopyBlocks(
         self, request: pb.CopyBlocksRequest, context: _Context
@@ -218,11 +226,16 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         return await self._run(command)
 
     async def _run(self, command: Callable[[], T]) -> T:
-        """Run ``command`` on the worker thread and return what it returns. Its copies of tensors to
-        and from a device are not commands of the executor, so their failures are checked here.
+        """What ``command`` returns, run on the worker thread in the caller's turn."""
+        return await self._run_pieces(lambda: whole(command))
+
+    async def _run_pieces(self, command: Callable[[], Pieces[T]], session_id: int = 0) -> T:
+        """As ``_run``, by pieces. ``session_id``: 0 where it is not known yet. The command's copies
+        of tensors to and from a device are not commands of the executor, so their failures are
+        checked here.
         """
         try:
-            return await self._worker.run(command)
+            return await self._worker.run_pieces(command, Lane(payer(), session_id))
         except InternalError:
             await self._worker.run(self._executor.device_watch.check)
             raise
@@ -230,7 +243,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     def _offer(
         self, stream: ExecuteStream, host_id: str, admit: Callable[[], None]
     ) -> pb.LocalOffer | None:
-        return None if self._local is None else self._local.offer(stream, host_id, admit)
+        return None if self._local is None else self._local.offer(stream, host_id, admit, payer())
 
     def _tenant(self) -> str | None:
         """The caller's tenant; None where callers do not say who they are."""

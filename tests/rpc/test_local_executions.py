@@ -400,7 +400,7 @@ async def test_a_client_without_a_region_goes_on_over_grpc_and_says_so_once(
     async with serving(tmp_path, num_local_regions=int(why != "off")) as (server, side):
         author = author_of(server, side)
         if why == "out of reach":
-            Path(server.local.offer(None, packets.host_id(), lambda: None).socket_path).unlink()
+            Path(server.local.offer(None, packets.host_id(), lambda: None, "").socket_path).unlink()
         async with DataClient(server.address) as client:
             for session_id in (1, 2):
                 async with await client.open(author.grant(session_id)) as execution:

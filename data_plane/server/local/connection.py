@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from data_plane.executor import Executor
+from data_plane.pieces import Pieces
 from data_plane.server.execute_stream import ExecuteStream
 from data_plane.server.local.region import Region
 from kvplane.errors import InternalError, KvplaneError
@@ -37,7 +38,6 @@ class LocalConnection:
         is answered; ``on_end`` is called once, before the socket is closed.
         """
         self.stream = stream
-        assert stream.session_id is not None
         self.session_id = stream.session_id
         self._peer = peer
         self._executor = executor
@@ -51,14 +51,16 @@ class LocalConnection:
         """Of the socket."""
         return self._peer.fileno()
 
-    def serve(self) -> None:
+    def serve(self) -> Pieces[None]:
         """Answer one packet, if one has come. A peer that went away, or does not take its answers,
         ends the connection and harms nobody else.
         """
+        if self._has_ended:
+            return
         try:
             packet = packets.receive(self._peer)
             if packet is not None:
-                packets.send(self._peer, self._answer(packet))
+                packets.send(self._peer, (yield from self._answer(packet)))
         except OSError:
             self.end()
 
@@ -84,10 +86,10 @@ class LocalConnection:
         session_id = self.session_id
         return session_id == self.stream.session_id and self._executor.is_open(session_id)
 
-    def _answer(self, packet: bytes) -> bytes:
+    def _answer(self, packet: bytes) -> Pieces[bytes]:
         try:
             self._admit()
-            return self.stream.answer_packet(packet)
+            return (yield from self.stream.answer_packet(packet))
         except Exception as error:
             if isinstance(error, KvplaneError):
                 self._on_error(error)

@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Final
 
 from data_plane.executor import Executor
+from data_plane.pieces import Pieces
 from data_plane.server.execute_stream import ExecuteStream
+from data_plane.server.fair_queue import Lane
 from data_plane.server.local.connection import LocalConnection
 from data_plane.server.local.region import REGION_ID, Region
 from data_plane.server.worker_thread import WorkerThread
@@ -51,6 +53,7 @@ _NAME: Final = "socket"
 class _Offer:
     stream: ExecuteStream
     admit: Callable[[], None]
+    payer: str
     expires_s: float
 
 
@@ -118,16 +121,16 @@ class LocalEndpoint:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def offer(
-        self, stream: ExecuteStream, host_id: str, admit: Callable[[], None]
+        self, stream: ExecuteStream, host_id: str, admit: Callable[[], None], payer: str
     ) -> pb.LocalOffer | None:
         """What lets the caller of ``stream`` join; None for one on another machine. ``admit``
-        raises once the caller may call no more.
+        raises once the caller may call no more. ``payer``: whose time its commands use.
         """
         if not host_id or host_id != self._host_id:
             return None
         self.withdraw(stream)
         secret = secrets.token_bytes(packets.SECRET_BYTES)
-        self._offers[secret] = _Offer(stream, admit, time.monotonic() + _OFFER_S)
+        self._offers[secret] = _Offer(stream, admit, payer, time.monotonic() + _OFFER_S)
         return pb.LocalOffer(socket_path=str(self._folder / _NAME), secret=secret)
 
     def withdraw(self, stream: ExecuteStream) -> None:
@@ -195,7 +198,8 @@ class LocalEndpoint:
             on_end=self._forget,
         )
         self._connections[offer.stream] = connection
-        self._worker.watch(peer.fileno(), partial(self._serve, connection))
+        lane = Lane(offer.payer, connection.session_id)
+        self._worker.watch(peer.fileno(), lane, partial(self._serve, connection))
         try:
             socket.send_fds(peer, [joined.SerializeToString()], [region.fd], packets.NO_WAIT)
         except OSError:
@@ -231,9 +235,9 @@ class LocalEndpoint:
         except OSError as error:
             raise InternalError(f"no shared memory: {error}") from error
 
-    def _serve(self, connection: LocalConnection) -> None:
+    def _serve(self, connection: LocalConnection) -> Pieces[None]:
         self.num_packets += 1
-        connection.serve()
+        return connection.serve()
 
     def _end(self, stream: ExecuteStream) -> None:
         if stream in self._connections:

@@ -6,11 +6,15 @@ import asyncio
 import os
 import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
 import pytest
 
+from data_plane.pieces import Pieces
+from data_plane.server.fair_queue import Lane
 from data_plane.server.worker_thread import WorkerThread
 
 
@@ -71,48 +75,79 @@ async def test_a_closed_worker_has_done_what_it_was_given_and_takes_no_more() ->
 
 @pytest.mark.parametrize("spin_s", [0.0, 0.001])
 async def test_sockets_take_turns_with_each_other_and_with_the_event_loop(spin_s: float) -> None:
-    """Both have a hundred packets waiting; neither gets two answers before the other gets one."""
+    """Each caller has a hundred commands waiting, and none of them gets far ahead of another."""
     worker, turns = WorkerThread(spin_s=spin_s), []
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
     for ours, _ in pairs:
         for _ in range(100):
             ours.send(b"packet")
 
+    def take(caller: str, theirs: socket.socket | None = None) -> Pieces[None]:
+        if theirs is not None:
+            theirs.recv(100)
+        turns.append(caller)
+        time.sleep(0.0002)
+        yield from ()
+
     def watch() -> None:
-        for number, (_, theirs) in enumerate(pairs):
+        for i, (_, theirs) in enumerate(pairs):
+            worker.watch(theirs.fileno(), Lane(f"socket {i}"), partial(take, f"socket {i}", theirs))
 
-            def serve(number: int = number, theirs: socket.socket = theirs) -> None:
-                theirs.recv(100)
-                turns.append(number)
-                if len(turns) == 50:
-                    worker.post(lambda: turns.append("command"))
-
-            worker.watch(theirs.fileno(), serve)
-
+    loop = Lane("event loop")
     await worker.run(watch)
+    await asyncio.gather(
+        *(worker.run_pieces(partial(take, "event loop"), loop) for _ in range(100))
+    )
     async with asyncio.timeout(10):
-        while len(turns) < 201:
+        while len(turns) < 300:
             await asyncio.sleep(0.001)
-    at = turns.index("command")
-    assert at <= 53
-    del turns[at]
-    assert all({*turns[i : i + 2]} == {0, 1} for i in range(0, 200, 2))
+    for end in (60, 120, 180, 240):
+        counts = Counter(turns[:end])
+        assert max(counts.values()) - min(counts.values()) < 20, counts
     await worker.run(lambda: [worker.unwatch(theirs.fileno()) for _, theirs in pairs])
     await asyncio.to_thread(worker.close)
     for pair in pairs:
-        for end in pair:
-            end.close()
+        for end_of in pair:
+            end_of.close()
+
+
+async def test_others_come_between_the_pieces_of_a_sockets_command(worker: WorkerThread) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    seen: list[str] = []
+
+    def serve() -> Pieces[None]:
+        theirs.recv(100)
+        for _ in range(5):
+            seen.append("piece")
+            time.sleep(0.002)
+            yield
+
+    lane = Lane("socket")
+    await worker.run(lambda: worker.watch(theirs.fileno(), lane, serve))
+    ours.send(b"packet")
+    async with asyncio.timeout(10):
+        while not seen:
+            await asyncio.sleep(0)
+    await worker.run(lambda: seen.append("other"), Lane("other"))
+    async with asyncio.timeout(10):
+        while seen.count("piece") < 5:
+            await asyncio.sleep(0.001)
+    assert seen.index("other") < 5
+    await worker.run(lambda: worker.unwatch(theirs.fileno()))
+    ours.close()
+    theirs.close()
 
 
 async def test_a_thread_that_slept_is_woken_by_a_socket(worker: WorkerThread) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     came = threading.Event()
 
-    def serve() -> None:
+    def serve() -> Pieces[None]:
         theirs.recv(100)
         came.set()
+        yield from ()
 
-    await worker.run(lambda: worker.watch(theirs.fileno(), serve))
+    await worker.run(lambda: worker.watch(theirs.fileno(), Lane("socket"), serve))
     for _ in range(3):
         await asyncio.sleep(0.01)
         came.clear()
