@@ -128,10 +128,10 @@ async def test_a_caller_whose_requests_wait_is_refused_more_and_others_are_not(
                 while server.metrics.rpc.received.num_bytes < 6 * MIB:
                     await asyncio.sleep(0.01)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await data_pb2_grpc.DataPlaneServiceStub(greedy).ReshapeAndCache(write)
+                await data_pb2_grpc.DataPlaneServiceStub(greedy).ReshapeAndCache(write, timeout=5)
+            busy.set()
             assert isinstance(from_rpc_error(refused.value), QuotaExceededError)
             assert server.metrics.rpc.rejected.values["QUOTA_EXCEEDED",] == 1
-            busy.set()
             await blocked
             for call in (first, neighbour):  # they were let in, and are wrong
                 assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT

@@ -79,6 +79,18 @@ MORE = {
         "self._callers[caller] = 0",
         FLOODS,
     ),
+    "long_layers_run_in_one_piece": Fault(
+        "data_plane/server/execute_stream.py",
+        "PIECE_S: Final = 0.01",
+        "PIECE_S: Final = 1e9",
+        "tests/attacks/test_shared_lane.py",
+    ),
+    "callers_with_many_sessions_get_more": Fault(
+        "data_plane/server/fair_queue.py",
+        "key=lambda each: (self._of_callers[each.caller], self._of_lanes[each])",
+        "key=lambda each: self._of_lanes[each]",
+        "tests/unit/executor/test_fair_queue.py",
+    ),
     "compressed_requests_are_taken": Fault(
         "kvplane/serving/server.py",
         '("grpc.compression_enabled_algorithms_bitset", 1),',

@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 from checked_engine import Engine
 from control_wire import PATIENCE_S, RawShard, Stub
-from listed_peers import Peers, listed, listed_peers
+from listed_peers import ROLES, Peers, listed, listed_peers
 from plan_author import LAYOUT, POOL_ID
 
 from kvplane import ops
