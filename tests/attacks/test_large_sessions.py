@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import grpc
 import pytest
-from attacked_planes import HonestCaller, assert_calm
+from attacked_planes import HonestCaller, assert_calm_once
 from registration_messages import LAYOUT
 
 from kvplane import ops
@@ -48,21 +48,25 @@ def test_a_session_of_many_forks_ends_between_others_steps(
     channel: grpc.Channel, honest: HonestCaller, quiet_s: float, end: str
 ) -> None:
     stub = Stub(channel)
-    session = stub.OpenSession(
-        pb.OpenSessionRequest(
-            pool_id="pool",
-            protocol=protocol.supported(),
-            layout=tpb.Layout(fingerprint=LAYOUT.fingerprint),
-        )
-    ).session
     prompt = ops.admit(1, range(NUM_BLOCKS * LAYOUT.block_size_tokens), num_compute_tokens=0)
     parents = struct.pack(f"<{FORKS_A_STEP}q", *[1] * FORKS_A_STEP)
     made = [
         pb.Operation(fork=pb.Fork(parent_sequence_ids=parents, sequence_ids=forks(i)))
         for i in range(NUM_FORKS // FORKS_A_STEP)
     ]
-    with honest.meanwhile(1.0) as during:
-        run(stub, session, 1, prompt, *made)
-        ENDS[end](stub, session, 2 + len(made))
-    assert_calm(during, quiet_s)
-    stub.CloseSession(pb.CloseSessionRequest(session=session))
+
+    def attack() -> list[float]:
+        session = stub.OpenSession(
+            pb.OpenSessionRequest(
+                pool_id="pool",
+                protocol=protocol.supported(),
+                layout=tpb.Layout(fingerprint=LAYOUT.fingerprint),
+            )
+        ).session
+        with honest.meanwhile(1.0) as during:
+            run(stub, session, 1, prompt, *made)
+            ENDS[end](stub, session, 2 + len(made))
+        stub.CloseSession(pb.CloseSessionRequest(session=session))
+        return during
+
+    assert_calm_once(attack, quiet_s)
