@@ -42,7 +42,8 @@ def options_of(
     window = arguments.get("sliding_window") or 0
     soft_cap = float(arguments.get("softcap") or 0.0)
     sinks, slopes = arguments.get("s_aux"), getattr(module, "alibi_slopes", None)
-    numbers = (scale, window, soft_cap, _num_changes(sinks), _num_changes(slopes))
+    num_changes = _num_changes(sinks), _num_changes(slopes)
+    numbers: tuple[float, ...] = (scale, window, soft_cap, *num_changes)
     kept: _Kept | None = getattr(module, _KEPT, None)
     if (
         kept is None
