@@ -34,7 +34,7 @@ tune_torch()  # before torch is imported
 
 import torch
 
-from benchmarks.engine.share import StepShares
+from benchmarks.engine.share import StepTimes, service_share
 from benchmarks.engine.sides import (
     MODELS,
     SIDES,
@@ -88,8 +88,8 @@ class Row:
     workload: Workload
     seconds: dict[str, list[float]] = field(default_factory=dict)
     num_equal: dict[str, int] = field(default_factory=dict)
-    service_share: float | None = None
-    """Of a decode step of the embedded engine, if it is a side."""
+    step_s: dict[str, float] = field(default_factory=dict)
+    """Where a decode step of the embedded engine goes, if it is a side."""
 
     def tokens_per_s(self, side: str) -> float:
         """The median run's."""
@@ -120,7 +120,7 @@ def measure(
     model: str,
     workload: Workload,
     of: dict[str, Side],
-    shares: StepShares | None,
+    times: StepTimes | None,
     num_runs: int,
     first_seed: int,
 ) -> Row:
@@ -137,8 +137,8 @@ def measure(
             if run > 0:
                 row.seconds[name].append(seconds)
                 row.num_equal[name] += tokens == wanted
-    if shares is not None:
-        row.service_share = shares.take(workload.batch)
+    if times is not None:
+        row.step_s = times.take(workload.batch)
     return row
 
 
@@ -151,9 +151,11 @@ def print_row(row: Row) -> None:
     print(f"{'  runs with equal tokens':28}" + "".join(f"{each:>15}" for each in equal))
     for what, ratio, goal in row.goals():
         print(f"  {what}: {ratio:.2f} (goal: {goal:.1f})")
-    if row.service_share is not None:
+    if row.step_s:
         goal = "" if row.share_goal is None else f" (goal: at most {row.share_goal:.0%})"
-        print(f"  service: {row.service_share:.1%} of a step{goal}")
+        print(f"  service: {service_share(row.step_s):.1%} of a step{goal}")
+        parts = (f"{part} {1e3 * seconds:.2f}" for part, seconds in row.step_s.items())
+        print(f"  ms of a step: {', '.join(parts)}")
     sys.stdout.flush()
 
 
@@ -180,7 +182,8 @@ def as_json(rows: Sequence[Row], threads: int, linears: str) -> dict[str, Any]:
                     {"what": what, "ratio": round(ratio, 3), "goal": goal}
                     for what, ratio, goal in row.goals()
                 ],
-                "service_share": row.service_share,
+                "service_share": service_share(row.step_s) if row.step_s else None,
+                "step_ms": {part: 1e3 * seconds for part, seconds in row.step_s.items()},
                 "service_share_goal": row.share_goal,
             }
             for row in rows
@@ -222,12 +225,12 @@ def main(argv: Sequence[str]) -> None:
     for model in given.models.split(","):
         with tempfile.TemporaryDirectory() as scratch:
             folder = make_model(model, Path(scratch))
-            with sides(folder, chosen, given.threads, given.linears) as (of, shares):
+            with sides(folder, chosen, given.threads, given.linears) as (of, times):
                 print(f"{'tokens/s':28}" + "".join(f"{name:>15}" for name in of))
                 for number, workload in enumerate(
                     workloads(model, batches, 8 if given.quick else 1)
                 ):
-                    row = measure(model, workload, of, shares, given.runs, 1000 * number)
+                    row = measure(model, workload, of, times, given.runs, 1000 * number)
                     print_row(row)
                     rows.append(row)
     if given.json is not None:

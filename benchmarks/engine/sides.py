@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from benchmarks.engine.share import StepShares
+from benchmarks.engine.share import StepTimes
 from demo.processes import Planes
 from engine import LLM, SamplingParams
 from engine.models.linears import pack_linears
@@ -100,11 +100,11 @@ def answer(llm: LLM, prompts: Prompts, num_new: int) -> Prompts:
 @contextmanager
 def sides(
     folder: Path, chosen: list[str], threads: int, linears: str
-) -> Iterator[tuple[dict[str, Side], StepShares | None]]:
-    """The chosen sides over one model, all with the same linear layers, and the shares of the
+) -> Iterator[tuple[dict[str, Side], StepTimes | None]]:
+    """The chosen sides over one model, all with the same linear layers, and the times of the
     embedded engine's steps.
     """
-    shares = None
+    times = None
     of: dict[str, Side] = {}
     blocks = ["--num-device-blocks", str(NUM_BLOCKS), "--num-threads", str(threads)]
     with ExitStack() as closing:
@@ -137,8 +137,8 @@ def sides(
                 )
                 of[name] = partial(answer, closing.enter_context(llm))
                 if name == "embedded":
-                    shares = StepShares(llm)
-        yield of, shares
+                    times = StepTimes(llm)
+        yield of, times
 
 
 def continuous_batching(model: PreTrainedModel) -> Any:
