@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import FP8_BYTES
-from kvplane.serving.logs import LEVELS
+from kvplane.serving.logs import FORMATS, LEVELS
 from kvplane.serving.settings import setting
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ class EngineConfig:
     """How an engine computes, and the planes that it uses."""
 
     HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "The model": ("model", "probe", "dtype", "kv_dtype", "linears", "num_threads"),
+        "The model": (
+            *("model", "probe", "dtype", "kv_dtype", "linears", "num_threads", "tensor_parallel"),
+        ),
         "Batches": ("max_batch_tokens", "max_sequences", "plans_ahead"),
         "The planes": (
             *("control_plane", "data_plane", "pool_id", "timeout_s", "recovery_timeout_s"),
@@ -102,6 +104,14 @@ class EngineConfig:
         unit="threads",
         minimum=0,
         help="Threads that compute the model; 0 leaves torch's choice.",
+    )
+    tensor_parallel: int = setting(
+        1,
+        unit="processes",
+        minimum=1,
+        maximum=64,
+        help="Processes that compute the model, each with its heads and its shard of the pool: of a"
+        " remote pool that has as many, or of one that they embed.",
     )
     block_size_tokens: int = setting(
         16, unit="tokens", minimum=8, maximum=256, help="Block size of an embedded pool."
@@ -205,6 +215,7 @@ class GenerateConfig(EngineConfig):
     )
     ignore_eos: bool = setting(False, help="Continue past the model's end of sequence.")
     log_level: str = setting("warning", choices=LEVELS, help="Least severe log level written.")
+    log_format: str = setting("text", help="How a line of the log is written.", choices=FORMATS)
 
     def __post_init__(self) -> None:
         super().__post_init__()

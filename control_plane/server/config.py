@@ -32,6 +32,13 @@ class ControlPlaneConfig(ServingConfig):
         help="Another address, host:port, whose connections are counted apart: where only data"
         " planes can reach it, no number of other callers keeps them out.",
     )
+    page_port: int = setting(
+        -1,
+        help="Port of a page for browsers that shows what the pools hold, on the same host; 0 picks"
+        " a free one, -1 is off.",
+        minimum=-1,
+        maximum=65_535,
+    )
     lease_s: float = setting(
         _CORE.lease_s,
         help="How long a session stays open when no message renews it.",
@@ -121,6 +128,14 @@ class ControlPlaneConfig(ServingConfig):
         minimum=0.1,
         maximum=31_536_000,
     )
+    receipt_timeout_s: float = setting(
+        _CORE.receipt_timeout_s,
+        help="How long some shards of a pool may take to receipt a plan that others have receipted,"
+        " before its session ends; and then to stop that session, before all others end too.",
+        unit="s",
+        minimum=0.1,
+        maximum=86_400,
+    )
     max_tenant_namespaces: int = setting(
         _CORE.max_tenant_namespaces,
         help="Namespaces of a tenant in a pool in which something is cached or a session is open.",
@@ -204,6 +219,7 @@ class ControlPlaneConfig(ServingConfig):
             max_pools=self.max_pools,
             max_blocks=self.max_blocks,
             pool_expiry_s=self.pool_expiry_s,
+            receipt_timeout_s=self.receipt_timeout_s,
             max_tenant_namespaces=self.max_tenant_namespaces,
             max_unfenced_sessions=self.max_unfenced_sessions,
             max_followers=self.max_followers,

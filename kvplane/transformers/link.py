@@ -7,7 +7,7 @@ the next step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Final
 
@@ -90,10 +90,15 @@ class ControlLink:
         """
         return self._loop.run(self.session.wait_for_news(wait_s))
 
-    def add_receipt(self, receipt: types.SignedPayload) -> None:
-        """Submit this with the next step that is begun."""
+    def add_receipts(self, receipts: Iterable[types.SignedPayload]) -> None:
+        """Submit these with the next step that is begun."""
         session = self.session
-        self._loop.post(lambda: session.add_receipt(receipt))
+
+        def add() -> None:
+            for receipt in receipts:
+                session.add_receipt(receipt)
+
+        self._loop.post(add)
 
     def submit_receipts(self) -> None:
         """Submit receipts now: there is no next step."""

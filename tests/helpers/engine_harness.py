@@ -5,7 +5,7 @@ The control plane's core and the data plane's executor are the real ones; only t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -170,7 +170,7 @@ class Link:
         if self.faults:
             raise self.faults.pop(0)
         request = pb.StepRequest(operations=operations)
-        result = StepResult(self._call(self.planes.core.step, request))
+        result = StepResult(self._call(self.planes.core.step, request).result)
         self.steps.append(list(operations))
         self.results.append(result)
         if result.plan is not None:
@@ -183,8 +183,8 @@ class Link:
         self.planes.noticed.discard(self.session.id)
         return has_news
 
-    def add_receipt(self, receipt: types.SignedPayload) -> None:
-        self.receipts.append(receipt)
+    def add_receipts(self, receipts: Iterable[types.SignedPayload]) -> None:
+        self.receipts.extend(receipts)
 
     def submit_receipts(self) -> None:
         self._call(self.planes.core.submit_receipts, pb.SubmitReceiptsRequest())
@@ -224,7 +224,7 @@ class Backend:
     def start(self, plan: types.SignedPayload) -> Started:
         started = self.planes.executor.start(self.session_id, plan)
         self.batch_sizes.append(started.num_tokens)
-        return Started(started.num_tokens, started.receipt)
+        return Started(started.num_tokens, [] if started.receipt is None else [started.receipt])
 
     def layer(
         self,
@@ -244,10 +244,10 @@ class Backend:
         assert out is not None
         return out
 
-    def finish(self) -> types.SignedPayload:
+    def finish(self) -> list[types.SignedPayload]:
         receipt = self.planes.executor.receipt(self.session_id)
         assert receipt is not None
-        return receipt
+        return [receipt]
 
     def close(self) -> None:
         self.session_id = 0
