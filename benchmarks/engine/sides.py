@@ -27,7 +27,6 @@ MODELS = {
     "31m": (512, 1280, 8, 8, 4),
     "197m": (1024, 2816, 16, 16, 4),
 }
-SIDES = ("generate", "generate_batch", "plane_cache", "embedded", "remote")
 
 Prompts = list[list[int]]
 Side = Callable[[Prompts, int], Prompts]

@@ -193,7 +193,7 @@ class EngineCore:
     def _step(self) -> None:
         """Carry out the step that was asked for; the next one is asked for meanwhile."""
         started_s = time.monotonic()
-        asked = self._asked or self._ask()
+        asked = self._asked or self._ask(expects_news=True)
         if asked is None:
             self._pause()
             return
@@ -212,10 +212,12 @@ class EngineCore:
         num_tokens = sum(span.num_tokens for span in outcome.spans)
         self.stats.note_step(time.monotonic() - started_s, num_tokens)
 
-    def _ask(self) -> _Asked | None:
-        """Ask for the next step; None when there is nothing to ask for."""
+    def _ask(self, *, expects_news: bool) -> _Asked | None:
+        """Ask for the next step; None when there is nothing to ask for, nor news, which are waited
+        for a moment.
+        """
         intents = self._scheduler.schedule()
-        if not intents and not self._expects_news():
+        if not intents and not (expects_news and self._expects_news()):
             return None
         self._stepped_s = time.monotonic()
         return _Asked(intents, self._link.begin_step([each.operation for each in intents]))
@@ -235,7 +237,7 @@ class EngineCore:
         """Carry a plan out. Returns float32 logits [spans with is_last, vocabulary]."""
         started = self._backend.start(plan)
         if self._plans_ahead and self._scheduler.can_run_ahead:
-            self._asked = self._ask()
+            self._asked = self._ask(expects_news=False)
         receipts, logits = started.receipts, torch.empty(0)
         if not receipts:
             num_tokens = sum(span.num_tokens for span in spans)
