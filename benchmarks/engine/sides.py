@@ -19,7 +19,8 @@ from engine.models.linears import pack_linears
 from kvplane.transformers import PlaneCache, close_planes
 
 VOCABULARY = 8192
-NUM_BLOCKS = 2048
+NUM_BLOCKS = 2048  # of 16 tokens
+NUM_PAGES = 128  # of 256 tokens: what transformers takes by itself
 MAX_POSITIONS = 1024
 # hidden, intermediate, layers, heads, KV heads
 MODELS = {
@@ -145,7 +146,7 @@ def continuous_batching(model: PreTrainedModel) -> Any:
     return model.continuous_batching_context_manager(  # type: ignore[operator]
         generation_config=GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1),
         continuous_batching_config=ContinuousBatchingConfig(
-            num_blocks=NUM_BLOCKS, max_batch_tokens=512
+            num_blocks=NUM_PAGES, max_batch_tokens=512
         ),
         block=True,
         timeout=5,
