@@ -17,6 +17,7 @@ from planes_values import LAYOUT_MESSAGE, Owner, check_blocks, tag_of, values_of
 from planes_world import POOL, ControlProcess, DataProcess, World, wire
 
 from control_plane.planning import queries
+from data_plane.pieces import finish
 from kvplane import ops
 from kvplane.errors import (
     BadSignatureError,
@@ -424,13 +425,12 @@ class Engine:
         query, key, value = self._tensors(made, process, layer)
         call = LayerCall(process, made.number, layer, query, key, value)
         try:
-            if made.number % 3:
-                output = process.executor.layer(
-                    self.id, layer, query, key, value, plan_number=made.number
-                )
+            number, executor = made.number, process.executor
+            if number % 3:
+                output = executor.layer(self.id, layer, query, key, value, plan_number=number)
             else:
-                process.executor.write_layer(self.id, layer, key, value, plan_number=made.number)
-                output = process.executor.attend(self.id, layer, query, plan_number=made.number)
+                executor.write_layer(self.id, layer, key, value, plan_number=number)
+                output = finish(executor.attend(self.id, layer, query, plan_number=number))
         except StaleError as error:
             assert self.id in process.ended, f"a layer is refused: {error!r}"
             return False
