@@ -84,7 +84,7 @@ class Execution:
         index: int,
         query: Tensor | None,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         *,
         options: AttentionOptions = AttentionOptions(),
         timeout_s: float | None = None,
@@ -92,14 +92,14 @@ class Execution:
         """Write one layer's keys and values, then attend: [num_tokens, num_heads, value_head_size].
 
         ``query`` [num_tokens, num_heads, head_size]; without it the answer has no elements.
-        ``key``, ``value`` [num_tokens, num_kv_heads, head_size], of ``value`` value_head_size. Safe
-        to repeat.
+        ``key``, ``value`` [num_tokens, num_kv_heads, head_size], of ``value`` value_head_size; none
+        where the layer keeps latents. Safe to repeat.
         """
         request = pb.LayerInput(
             layer=index,
             query=None if query is None else query.to_proto(),
             key=key.to_proto(),
-            value=value.to_proto(),
+            value=None if value is None else value.to_proto(),
             options=options.to_proto(),
         )
         deadline = self._connection.deadline(timeout_s)

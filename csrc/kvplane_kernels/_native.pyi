@@ -42,7 +42,7 @@ def use_cpu_isa(isa: str) -> None: ...
 def reshape_and_cache(
     *,
     key: TensorView,
-    value: TensorView,
+    value: TensorView | None,
     pages: PagesView,
     scales: ScalesView,
     slots: int,

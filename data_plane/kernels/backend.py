@@ -17,6 +17,8 @@ from data_plane.kernels.arguments import AttentionArguments, WriteArguments
 from data_plane.kernels.cpu import CpuKernels
 from data_plane.kernels.cuda import CudaKernels
 from data_plane.kernels.cuda_streams import CudaRuntime, DeviceStreams, Streams
+from kvplane.errors import InvalidRequestError
+from kvplane.layout import Layout
 
 
 class Kernels(Protocol):
@@ -35,6 +37,11 @@ class Kernels(Protocol):
     @property
     def detail(self) -> str:
         """More about it for the log, as ``key=value`` pairs."""
+        ...
+
+    @property
+    def cache_kinds(self) -> tuple[str, ...]:
+        """The cache kinds of layer groups that they attend to."""
         ...
 
     @property
@@ -105,6 +112,17 @@ class Kernels(Protocol):
         found since the last call.
         """
         ...
+
+
+def check_cache_kinds(layout: Layout, kernels: Kernels) -> None:
+    """Raise InvalidRequestError for a layer group whose cache kind ``kernels`` do not serve."""
+    for i, group in enumerate(layout.groups):
+        if group.cache_kind not in kernels.cache_kinds:
+            raise InvalidRequestError(
+                f"must be {' or '.join(kernels.cache_kinds)} for the {kernels.backend} kernels, "
+                f"is {group.cache_kind}",
+                field=f"layout.groups[{i}].cache_kind",
+            )
 
 
 def kernels_of(device: torch.device, num_threads: int) -> Kernels:

@@ -10,6 +10,7 @@ from data_plane.kernels.arguments import HOST, AttentionArguments
 from data_plane.kernels.cuda_streams import HostStreams
 from data_plane.kernels.native import NativeKernels
 from kvplane.errors import InvalidRequestError
+from kvplane.layout import KEYS_AND_VALUES, LATENT
 
 try:
     import kvplane_kernels
@@ -31,6 +32,7 @@ class CpuKernels(NativeKernels):
     """
 
     backend = "cpu"
+    cache_kinds = (KEYS_AND_VALUES, LATENT)
     scratch_bytes = 0
 
     def __init__(self, num_threads: int = 0) -> None:

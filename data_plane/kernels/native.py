@@ -42,7 +42,7 @@ class NativeKernels:
         self._call(
             "reshape_and_cache",
             key=self._view(a.key),
-            value=self._view(a.value),
+            value=None if a.value is None else self._view(a.value),
             pages=self._pages(a),
             scales=self._scales(a),
             slots=a.slots.data_ptr(),

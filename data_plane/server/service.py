@@ -114,7 +114,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
 
         def command() -> pb.ReshapeAndCacheResponse:
             key = self._tensor(request.key, "key")
-            value = self._tensor(request.value, "value")
+            value = self._tensor(request.value, "value") if request.HasField("value") else None
             session_id, number = self._start(request, tenant)
             receipt = self._executor.write_layer(
                 session_id, request.layer, key, value, plan_number=number
@@ -310,15 +310,18 @@ class _ExecuteStream:
                 "no plan was started on this stream: send a plan before its layers", field="layer"
             )
         executor = self._executor
-        query = None
-        if request.HasField("query"):
-            query = tensor_from_message(request.query, executor.device, field="layer.query")
+        query, value = (
+            tensor_from_message(getattr(request, name), executor.device, field=f"layer.{name}")
+            if request.HasField(name)
+            else None
+            for name in ("query", "value")
+        )
         output = executor.layer(
             self._session_id,
             request.layer,
             query,
             tensor_from_message(request.key, executor.device, field="layer.key"),
-            tensor_from_message(request.value, executor.device, field="layer.value"),
+            value,
             options=_options(request.options, "layer.options"),
             plan_number=self._plan_number,
             field="layer.",
