@@ -24,9 +24,9 @@ from data_plane.plans.sessions import Run, Session, Sessions
 from data_plane.plans.table_changes import apply_changes
 from data_plane.plans.transfers import Transfers
 from data_plane.plans.verifier import Verifier
-from kvplane import columns
 from kvplane.errors import InternalError, PlanOutOfOrderError
 from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import columns
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def _serve(argv: Sequence[str]) -> int:
 
 def _layout(argv: Sequence[str]) -> int:
     config = parse(LayoutConfig, "engine layout", argv, os.environ)
-    from kvplane.hf import layout_from_hf
+    from kvplane.models.hf import layout_from_hf
 
     layout = layout_from_hf(
         config.model,

@@ -14,7 +14,7 @@ from kvplane.serving.logs import LEVELS
 from kvplane.serving.settings import setting
 
 if TYPE_CHECKING:
-    from kvplane.tls import TlsOptions
+    from kvplane.transport.tls import TlsOptions
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -126,7 +126,7 @@ class EngineConfig:
         """How to reach the planes; None for plain text."""
         if not self.planes_tls:
             return None
-        from kvplane.tls import TlsOptions  # gRPC must not be imported before it is tuned
+        from kvplane.transport.tls import TlsOptions  # gRPC must not be imported before it is tuned
 
         return TlsOptions(
             self.planes_ca,

@@ -19,8 +19,8 @@ from engine.request import Delta, RequestOutput, SamplingParams
 from engine.scheduler import Scheduler
 from engine.stats import EngineStats
 from kvplane.errors import InvalidRequestError
-from kvplane.hf import layout_from_hf
 from kvplane.layout import Layout
+from kvplane.models.hf import layout_from_hf
 from kvplane.transformers.backend import DataBackend, RemoteBackend
 from kvplane.transformers.link import ControlLink
 from kvplane.transformers.loop import LoopThread

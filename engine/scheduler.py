@@ -27,11 +27,12 @@ from engine.policy import Policy, PriorityThenArrival
 from engine.room import Room
 from engine.runner import Span
 from engine.sequence import EngineSequence, SequenceStatus
-from kvplane import columns, ops
+from kvplane import ops
 from kvplane.errors import InternalError, PositionMismatchError, SequenceNotFoundError
 from kvplane.results import Granted, SequenceState, SessionNews, error_of, news_of
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
+from kvplane.wire import columns
 
 # Steps to wait for pending blocks, or without any progress, before more is preempted.
 PATIENCE_STEPS: Final = 32

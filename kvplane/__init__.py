@@ -19,17 +19,17 @@ __version__: str
 if TYPE_CHECKING:
     from kvplane import ops
     from kvplane.attention_options import AttentionOptions
-    from kvplane.control_client import ControlClient
-    from kvplane.data_client import DataClient
+    from kvplane.clients.control_client import ControlClient
+    from kvplane.clients.data_client import DataClient
+    from kvplane.clients.execution import Execution, Started
     from kvplane.errors import KvplaneError
-    from kvplane.execution import Execution, Started
-    from kvplane.hf import layout_from_hf
     from kvplane.layout import LayerGroup, Layout
+    from kvplane.models.hf import layout_from_hf
     from kvplane.results import SequenceState
     from kvplane.session import Readmission, Resynced, Session, UnclaimedAnswer
     from kvplane.shard import Shard
     from kvplane.tensor import Tensor
-    from kvplane.tls import TlsOptions
+    from kvplane.transport.tls import TlsOptions
 
 __all__ = [
     "AttentionOptions",
@@ -54,9 +54,9 @@ __all__ = [
 
 _HOMES: Final = {
     "AttentionOptions": "kvplane.attention_options",
-    "ControlClient": "kvplane.control_client",
-    "DataClient": "kvplane.data_client",
-    "Execution": "kvplane.execution",
+    "ControlClient": "kvplane.clients.control_client",
+    "DataClient": "kvplane.clients.data_client",
+    "Execution": "kvplane.clients.execution",
     "KvplaneError": "kvplane.errors",
     "LayerGroup": "kvplane.layout",
     "Layout": "kvplane.layout",
@@ -65,11 +65,11 @@ _HOMES: Final = {
     "SequenceState": "kvplane.results",
     "Session": "kvplane.session",
     "Shard": "kvplane.shard",
-    "Started": "kvplane.execution",
+    "Started": "kvplane.clients.execution",
     "Tensor": "kvplane.tensor",
-    "TlsOptions": "kvplane.tls",
+    "TlsOptions": "kvplane.transport.tls",
     "UnclaimedAnswer": "kvplane.session",
-    "layout_from_hf": "kvplane.hf",
+    "layout_from_hf": "kvplane.models.hf",
 }
 
 

@@ -10,10 +10,10 @@ from typing import Any, Final
 import grpc.aio
 from google.protobuf.message import Message
 
-from kvplane.error_codec import from_rpc_error
 from kvplane.errors import CancelledError, PlaneUnavailableError
-from kvplane.retry import Deadline, retry_until
-from kvplane.tls import TlsOptions, open_channel
+from kvplane.transport.retry import Deadline, retry_until
+from kvplane.transport.tls import TlsOptions, open_channel
+from kvplane.wire.error_codec import from_rpc_error
 
 # gRPC's message, with the status INTERNAL, when a call is used while its connection closes.
 _BROKEN_CALL: Final = "Internal error from Core"

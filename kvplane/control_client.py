@@ -10,7 +10,7 @@ from typing import Final
 from weakref import WeakSet
 
 from kvplane import ops
-from kvplane.connection import Connection
+from kvplane.clients.prefix_feed import PrefixEvent, follow
 from kvplane.errors import (
     DeadlineExceededError,
     KvplaneError,
@@ -20,12 +20,12 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.layout import Layout
-from kvplane.prefix_feed import PrefixEvent, follow
-from kvplane.protocol import check_chosen, supported
 from kvplane.session import Session
-from kvplane.tls import TlsOptions
+from kvplane.transport.connection import Connection
+from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
+from kvplane.wire.protocol import check_chosen, supported
 
 _POLL_S: Final = 0.2
 
@@ -148,7 +148,7 @@ class ControlClient:
         self, pool_id: str, namespace: str = "", *, timeout_s: float | None = None
     ) -> AsyncGenerator[PrefixEvent, None]:
         """What the caller's tenant has cached in a pool, and every change to it from then on (see
-        ``kvplane.prefix_feed``), until the generator is closed.
+        ``kvplane.clients.prefix_feed``), until the generator is closed.
 
         ``timeout_s``: how long the plane may be away before PlaneUnavailableError is raised. Raises
         PoolNotFoundError.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import TracebackType
 
 from kvplane.attention_options import AttentionOptions
-from kvplane.connection import Connection
-from kvplane.execution import Execution
+from kvplane.clients.execution import Execution
 from kvplane.tensor import Tensor
-from kvplane.tls import TlsOptions
+from kvplane.transport.connection import Connection
+from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
 from kvplane.v1.types_pb2 import SignedPayload

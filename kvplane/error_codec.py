@@ -14,10 +14,10 @@ from google.rpc import (  # type: ignore[import-untyped]
 )
 from grpc_status import rpc_status
 
-from kvplane.error_messages import from_wire as from_wire
-from kvplane.error_messages import make_error, seconds_of
-from kvplane.error_messages import to_wire as to_wire
 from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.wire.error_messages import from_wire as from_wire
+from kvplane.wire.error_messages import make_error, seconds_of
+from kvplane.wire.error_messages import to_wire as to_wire
 
 DOMAIN: Final = "kvplane"
 

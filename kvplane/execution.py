@@ -13,15 +13,15 @@ from types import TracebackType
 from typing import Any
 
 from kvplane.attention_options import AttentionOptions
-from kvplane.connection import Connection
-from kvplane.error_codec import from_wire
 from kvplane.errors import InternalError, InvalidRequestError, PlanOutOfOrderError
-from kvplane.protocol import check_chosen, supported
-from kvplane.retry import retry_until
-from kvplane.stream import Stream
 from kvplane.tensor import Tensor
+from kvplane.transport.connection import Connection
+from kvplane.transport.retry import retry_until
+from kvplane.transport.stream import Stream
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1.types_pb2 import SignedPayload
+from kvplane.wire.error_codec import from_wire
+from kvplane.wire.protocol import check_chosen, supported
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Asks a server for its health, by gRPC's health protocol.
 
-    python -m kvplane.health 127.0.0.1:50051
+    python -m kvplane.transport.health 127.0.0.1:50051
 
 The exit code is 0 when it serves, 1 when it does not or does not answer, 2 for bad arguments, as a
 container's health check expects.
@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from google.protobuf import wrappers_pb2
 
-from kvplane.connection import Connection
 from kvplane.errors import InternalError, InvalidRequestError, KvplaneError
-from kvplane.tls import TlsOptions
+from kvplane.transport.connection import Connection
+from kvplane.transport.tls import TlsOptions
 
 EXIT_NOT_SERVING: Final = 1
 EXIT_BAD_ARGUMENTS: Final = 2
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m kvplane.health", description=__doc__)
+    parser = argparse.ArgumentParser("python -m kvplane.transport.health", description=__doc__)
     parser.add_argument("address", help="the server, host:port")
     parser.add_argument("--service", default="", help="full name; empty means the server")
     parser.add_argument("--timeout-s", default=5.0, type=float, help="deadline, in s")

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvplane.errors import InvalidRequestError
-from kvplane.hf_scales import scales_from_hf
 from kvplane.layout import FP8_BYTES, LayerGroup, Layout
-from kvplane.model_layers import layer_groups
+from kvplane.models.hf_scales import scales_from_hf
+from kvplane.models.model_layers import layer_groups
 
 
 def layout_from_hf(

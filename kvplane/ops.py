@@ -1,4 +1,4 @@
-"""Builders of a step's operations, whose columns they pack (see ``kvplane.columns``).
+"""Builders of a step's operations, whose columns they pack (see ``kvplane.wire.columns``).
 
 A column is given as integers, an ``array``, or bytes that are packed already. Every builder raises
 InvalidRequestError naming the column when an integer does not fit its elements.
@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Final
 
-from kvplane import columns
-from kvplane.columns import INT32, INT64
-from kvplane.error_messages import duration_of
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2 as pb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.error_messages import duration_of
 
 Column = Iterable[int] | bytes
 Tokens = Column
@@ -217,7 +217,7 @@ def pack_tokens(token_ids: Tokens) -> bytes:
 
 
 def pack(kind: str, values: Column | array[int], field: str) -> bytes:
-    """The column of ``values``, of elements of ``kind`` (``kvplane.columns``)."""
+    """The column of ``values``, of elements of ``kind`` (``kvplane.wire.columns``)."""
     if isinstance(values, bytes):
         return values
     try:

@@ -16,9 +16,6 @@ from typing import Any, Final, TypeAlias
 
 import grpc.aio
 
-from kvplane import columns
-from kvplane.columns import INT32, UINT8
-from kvplane.connection import typed_errors
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
@@ -27,8 +24,11 @@ from kvplane.errors import (
     RevisionTooOldError,
     UnavailableError,
 )
-from kvplane.retry import FIRST_DELAY_S, MAX_DELAY_S, Deadline
+from kvplane.transport.connection import typed_errors
+from kvplane.transport.retry import FIRST_DELAY_S, MAX_DELAY_S, Deadline
 from kvplane.v1 import control_pb2 as pb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, UINT8
 
 HASH_BYTES: Final = 16
 

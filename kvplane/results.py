@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from kvplane import columns
-from kvplane.columns import INT32, INT64, UINT8
-from kvplane.error_messages import from_wire, seconds_of
 from kvplane.errors import InternalError, KvplaneError, NeverFitsError, PoolFullError
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64, UINT8
+from kvplane.wire.error_messages import from_wire, seconds_of
 
 _TIERS: Final = {types_pb2.TIER_DEVICE: "device", types_pb2.TIER_HOST: "host"}
 

@@ -12,8 +12,8 @@ from typing import Any, Final, Generic, TypeVar
 
 import grpc.aio
 
-from kvplane.connection import typed_errors
 from kvplane.errors import KvplaneError, PlaneUnavailableError
+from kvplane.transport.connection import typed_errors
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from kvplane.errors import InvalidRequestError
-from kvplane.protocol import CHANNEL_OPTIONS
+from kvplane.wire.protocol import CHANNEL_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from kvplane.health import check
+from kvplane.transport.health import check
 
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 60.0

@@ -56,7 +56,7 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
             "data_plane/executor.py": "from grpc import aio\n",
             "control_plane/planning/core.py": "import grpc_status\n",
             "data_plane/server/service.py": "import grpc\n",
-            "kvplane/control_client.py": "import grpc\n",
+            "kvplane/clients/control_client.py": "import grpc\n",
         },
         [
             "control_plane/planning/core.py:1: imports grpc_status",

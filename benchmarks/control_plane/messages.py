@@ -6,10 +6,11 @@ import random
 from array import array
 from typing import Final
 
-from kvplane import ops, protocol, signing
+from kvplane import ops
 from kvplane.layout import LayerGroup, Layout
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol, signing
 
 BLOCK_SIZE_TOKENS: Final = 16
 POOL: Final = "benchmark"

@@ -23,7 +23,7 @@ import grpc.aio
 
 from benchmarks.control_plane import gc_pauses, messages
 from benchmarks.control_plane.engine import Engine
-from kvplane.tls import open_channel
+from kvplane.transport.tls import open_channel
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import control_pb2_grpc
 

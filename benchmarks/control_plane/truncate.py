@@ -6,9 +6,10 @@ from benchmarks.control_plane.engine import World
 from benchmarks.control_plane.messages import BLOCK_SIZE_TOKENS, prompt
 from benchmarks.control_plane.report import Row
 from benchmarks.control_plane.sizes import Sizes
-from kvplane import columns, ops
-from kvplane.columns import INT64
+from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT64
 
 IN_CONTRACT = "truncate" in cpb.Operation.DESCRIPTOR.fields_by_name
 _NUM_SEQUENCES = 256

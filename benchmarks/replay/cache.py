@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 from control_plane.planning.config import EVICTION_POLICIES, CoreConfig
 from control_plane.planning.core import ControlPlane
-from kvplane import ops, protocol, signing
+from kvplane import ops
 from kvplane.layout import LayerGroup, Layout
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol, signing
 
 BLOCK_SIZE_TOKENS = 16
 _POOL, _TENANT, _EPOCH = "replay", "tenant", 1

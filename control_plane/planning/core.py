@@ -47,8 +47,6 @@ from control_plane.planning.steps.plans import finish_plan, sign_grant
 from control_plane.planning.steps.receipts import take_receipts
 from control_plane.planning.traffic import TrafficObserver, observed, session_ends
 from control_plane.planning.watching import Follower, Followers
-from kvplane import signing
-from kvplane.error_messages import duration_of
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
@@ -63,6 +61,8 @@ from kvplane.errors import (
 )
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import signing
+from kvplane.wire.error_messages import duration_of
 
 _LOGGER: Final = logging.getLogger(__name__)
 _RETRY_DELAY_S: Final = 0.5

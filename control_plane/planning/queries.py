@@ -13,12 +13,12 @@ from control_plane.planning.pools.publications import (
 )
 from control_plane.planning.session import Session
 from control_plane.planning.steps import checks
-from kvplane import columns
-from kvplane.columns import INT64
-from kvplane.error_messages import duration_of
 from kvplane.errors import InvalidRequestError, SequenceNotFoundError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT64
+from kvplane.wire.error_messages import duration_of
 
 # Sequences in one question.
 _MAX_SEQUENCES: Final = 65_536

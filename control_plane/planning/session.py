@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.steps.numbering import Numbering
-from kvplane import protocol
 from kvplane.errors import KvplaneError, SessionNotFoundError
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol
 
 _MAX_VOIDED: Final = 1024
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from kvplane_blocks import prompt_hashes
 
 from control_plane.planning.session import Session
-from kvplane import columns
-from kvplane.columns import INT64
 from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT64
 
 _Named = tuple[str, Any]
 _Run = Callable[[int, _Named, cpb.OperationResult], None]

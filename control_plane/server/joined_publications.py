@@ -12,10 +12,10 @@ from typing import Final
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from kvplane import columns
-from kvplane.columns import INT32
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32
 
 MAX_PUBLICATIONS: Final = 1024  # in a joined message: far below the limit of a message's size
 _FIELDS: Final = tpb.Publications.DESCRIPTOR.fields

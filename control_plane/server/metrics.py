@@ -13,12 +13,12 @@ from typing import Final
 from control_plane.planning.observing import PoolObservation
 from control_plane.planning.pools.statistics import EVICTION_REASONS
 from control_plane.server import metric_declarations as declared
-from kvplane import columns
-from kvplane.columns import INT64
 from kvplane.serving.histogram import Histogram
 from kvplane.serving.metrics import LATENCY_BUCKETS_S, Counts, PlaneMetrics, Samples
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT64
 
 _SCRAPE_TIMEOUT_S: Final = 5.0
 _STATUS_NAMES: Final = {

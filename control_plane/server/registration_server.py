@@ -18,7 +18,6 @@ from typing import Final
 
 from control_plane.planning.core import ControlPlane
 from control_plane.server.joined_publications import take_next
-from kvplane import protocol
 from kvplane.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -31,6 +30,7 @@ from kvplane.errors import (
 from kvplane.serving.access import Caller
 from kvplane.serving.streams import stopping_error
 from kvplane.v1 import control_pb2 as pb
+from kvplane.wire import protocol
 
 _LOGGER: Final = logging.getLogger(__name__)
 _MISSED_HEARTBEATS: Final = 3

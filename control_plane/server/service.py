@@ -20,14 +20,14 @@ from control_plane.planning.core import ControlPlane
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.registration_server import Registrar
 from control_plane.server.watch_server import WatchServer
-from kvplane import protocol
-from kvplane.error_codec import to_wire
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.serving.identity import caller
 from kvplane.serving.logs import frames_of
 from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
+from kvplane.wire import protocol
+from kvplane.wire.error_codec import to_wire
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["ControlPlaneService"].full_name
 _LOGGER: Final = logging.getLogger(__name__)

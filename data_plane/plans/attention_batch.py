@@ -23,7 +23,6 @@ from data_plane.memory.upload import upload
 from data_plane.places import place_of
 from data_plane.plans.block_tables import BlockTables, Table, no_table, taken_away
 from data_plane.plans.plan_columns import ints, refuse
-from kvplane import columns
 from kvplane.errors import (
     BlockNotWritableError,
     InvalidRequestError,
@@ -32,6 +31,7 @@ from kvplane.errors import (
     StaleGenerationError,
 )
 from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import columns
 
 _AT = "plan.spans"
 

@@ -20,9 +20,9 @@ from data_plane.plans.plan_columns import (
     read_groups,
     refuse,
 )
-from kvplane import columns
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import columns
 
 AT_CHANGES = "plan.changes"
 AT_ALLOCATIONS = "plan.allocations"

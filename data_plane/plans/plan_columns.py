@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_plane.places import TIERS, Place, group_of, no_group
-from kvplane import columns
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import columns
 
 Ints: TypeAlias = NDArray[np.int32] | NDArray[np.int64] | NDArray[np.uint8]
 Mask: TypeAlias = NDArray[np.bool_]

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_plane.plans.plan_columns import Mask, ints, refuse
-from kvplane import columns
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import columns
 
 _HASH_BYTES = 16
 _MAX_SCOPE_CHARACTERS = 256

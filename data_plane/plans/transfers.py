@@ -24,9 +24,9 @@ from data_plane.plans.plan_columns import (
     read_groups,
     refuse,
 )
-from kvplane import columns
 from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import columns
 
 _AT = "plan.transfers"
 _MAX_PLACES = 256

@@ -11,7 +11,6 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from kvplane import signing
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -20,8 +19,9 @@ from kvplane.errors import (
     StaleEpochError,
     StaleIncarnationError,
 )
-from kvplane.protocol import PAYLOAD_VERSION, refuse_unknown_fields
 from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import signing
+from kvplane.wire.protocol import PAYLOAD_VERSION, refuse_unknown_fields
 
 Payload = TypeVar("Payload", pb.Plan, pb.SessionGrant)
 

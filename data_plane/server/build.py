@@ -15,8 +15,8 @@ from data_plane.memory.shares import fit_blocks, share_blocks
 from data_plane.memory.sizing import free_bytes, measure_num_blocks
 from data_plane.server.config import DataPlaneConfig
 from kvplane.errors import InvalidRequestError
-from kvplane.hf import layout_from_hf
 from kvplane.layout import LayerGroup, Layout
+from kvplane.models.hf import layout_from_hf
 from kvplane.shard import Shard
 
 _LOGGER: Final = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from kvplane.serving.config import (
     metrics_port_setting,
 )
 from kvplane.serving.settings import setting
-from kvplane.tls import TlsOptions
+from kvplane.transport.tls import TlsOptions
 
 PROGRAM: Final = "data_plane"
 _ANY_HOST: Final = ("0.0.0.0", "[::]", "::")

@@ -24,13 +24,13 @@ import grpc.aio
 from data_plane.executor import Executor
 from data_plane.places import place_of
 from data_plane.server.worker_thread import WorkerThread
-from kvplane import protocol
-from kvplane.error_codec import from_rpc_error
 from kvplane.errors import KvplaneError, PlaneUnavailableError, StaleIncarnationError
-from kvplane.tls import TlsOptions, open_channel
+from kvplane.transport.tls import TlsOptions, open_channel
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol
+from kvplane.wire.error_codec import from_rpc_error
 
 _LOGGER: Final = logging.getLogger(__name__)
 

@@ -17,9 +17,7 @@ from data_plane.executor import Executor
 from data_plane.places import place_of
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from data_plane.server.worker_thread import WorkerThread
-from kvplane import protocol
 from kvplane.attention_options import AttentionOptions
-from kvplane.error_codec import to_wire
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
@@ -33,6 +31,8 @@ from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol
+from kvplane.wire.error_codec import to_wire
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["DataPlaneService"].full_name
 _LOGGER: Final = logging.getLogger(__name__)

@@ -13,15 +13,15 @@ from typing import Final
 
 from kvplane import ops
 from kvplane.attention_options import AttentionOptions
-from kvplane.control_client import ControlClient
-from kvplane.data_client import DataClient
+from kvplane.clients.control_client import ControlClient
+from kvplane.clients.data_client import DataClient
+from kvplane.clients.execution import Execution
 from kvplane.errors import KvplaneError
-from kvplane.execution import Execution
 from kvplane.layout import LATENT, LayerGroup, Layout
 from kvplane.results import news_of
 from kvplane.session import Session
 from kvplane.tensor import Tensor
-from kvplane.tls import TlsOptions
+from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1.types_pb2 import SignedPayload
 

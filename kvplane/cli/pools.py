@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from kvplane.cli.values import Context, only_pool, print_json, share, table_of
-from kvplane.control_client import ControlClient
+from kvplane.clients.control_client import ControlClient
 from kvplane.results import sequence_states
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb

@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 from kvplane import ops
 from kvplane.cli.values import Context, only_pool, print_json
+from kvplane.clients.prefix_feed import BlocksRemoved, BlocksStored, CaughtUp, PrefixEvent
 from kvplane.layout import Layout
-from kvplane.prefix_feed import BlocksRemoved, BlocksStored, CaughtUp, PrefixEvent
 from kvplane.session import Session
 from kvplane.v1 import types_pb2 as tpb
 

@@ -25,8 +25,8 @@ from kvplane.cli.bench import Traffic
 from kvplane.cli.bench import bench as run_bench
 from kvplane.cli.values import Context, only_pool, print_json, read_tokens, table_of
 from kvplane.errors import InvalidRequestError, KvplaneError
-from kvplane.health import check
-from kvplane.tls import TlsOptions
+from kvplane.transport.health import check
+from kvplane.transport.tls import TlsOptions
 
 EXIT_FAILED: Final = 1
 EXIT_BAD_OPTIONS: Final = 2

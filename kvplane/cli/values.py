@@ -12,9 +12,9 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from kvplane.control_client import ControlClient
+from kvplane.clients.control_client import ControlClient
 from kvplane.errors import InvalidRequestError
-from kvplane.tls import TlsOptions
+from kvplane.transport.tls import TlsOptions
 
 _MAX_TOKENS_FILE_BYTES: Final = 1 << 28
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kvplane.errors import InvalidRequestError
-from kvplane.protocol import MAX_MESSAGE_BYTES
 from kvplane.serving.logs import FORMATS, LEVELS
 from kvplane.serving.server import ServerTls
 from kvplane.serving.settings import setting
+from kvplane.wire.protocol import MAX_MESSAGE_BYTES
 
 
 def bind_setting(default: str) -> Any:

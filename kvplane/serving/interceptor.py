@@ -22,11 +22,11 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from kvplane.error_codec import to_rich_status
 from kvplane.errors import InternalError, InvalidRequestError, KvplaneError
 from kvplane.serving.identity import Gate
 from kvplane.serving.logs import frames_of
 from kvplane.serving.metrics import RpcMetrics
+from kvplane.wire.error_codec import to_rich_status
 
 _LOGGER: Final = logging.getLogger(__name__)
 

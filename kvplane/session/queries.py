@@ -6,16 +6,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvplane import ops
-from kvplane.columns import INT64
-from kvplane.connection import Connection
 from kvplane.results import (
     ExplainedBlock,
     SequenceState,
     explained_blocks,
     sequence_states,
 )
+from kvplane.transport.connection import Connection
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1.types_pb2 import SessionRef
+from kvplane.wire.columns import INT64
 
 
 class SessionQueries:

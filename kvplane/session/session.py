@@ -16,8 +16,6 @@ from types import TracebackType
 from typing import Any, Final
 
 from kvplane import ops
-from kvplane.connection import Connection
-from kvplane.error_codec import from_wire
 from kvplane.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -31,14 +29,16 @@ from kvplane.errors import (
 )
 from kvplane.layout import Layout
 from kvplane.results import SequenceState, error_of, require_done, sequence_states
-from kvplane.retry import Deadline
 from kvplane.session.idle_receipts import submit_when_idle
 from kvplane.session.operations import SessionOperations
 from kvplane.session.queries import SessionQueries
 from kvplane.session.step_numbering import Send, Steps, UnclaimedAnswer
-from kvplane.stream import Stream
+from kvplane.transport.connection import Connection
+from kvplane.transport.retry import Deadline
+from kvplane.transport.stream import Stream
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1.types_pb2 import SignedPayload
+from kvplane.wire.error_codec import from_wire
 
 _LOGGER: Final = logging.getLogger(__name__)
 

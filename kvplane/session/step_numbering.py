@@ -31,7 +31,7 @@ from kvplane.errors import (
     StepConflictError,
     StepOutOfOrderError,
 )
-from kvplane.retry import Deadline, retry_until
+from kvplane.transport.retry import Deadline, retry_until
 from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb
 

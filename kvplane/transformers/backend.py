@@ -8,13 +8,13 @@ from typing import Final, Protocol
 import torch
 
 from kvplane.attention_options import AttentionOptions
-from kvplane.data_client import DataClient
+from kvplane.clients.data_client import DataClient
+from kvplane.clients.execution import Execution
 from kvplane.errors import InternalError, InvalidRequestError
-from kvplane.execution import Execution
 from kvplane.session import Session
 from kvplane.tensor import Tensor
-from kvplane.tls import TlsOptions
 from kvplane.transformers.loop import LoopThread
+from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
 
 _TORCH: Final = {

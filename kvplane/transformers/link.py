@@ -10,13 +10,13 @@ import contextlib
 from collections.abc import Sequence
 from typing import Final
 
-from kvplane.control_client import ControlClient
+from kvplane.clients.control_client import ControlClient
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
 from kvplane.results import SequenceState
 from kvplane.session import Session
-from kvplane.tls import TlsOptions
 from kvplane.transformers.loop import LoopThread
+from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 

@@ -29,18 +29,18 @@ from kvplane.errors import (
     StaleError,
     UnavailableError,
 )
-from kvplane.hf import layout_from_hf
 from kvplane.layout import Layout
-from kvplane.model_layers import layer_groups
+from kvplane.models.hf import layout_from_hf
+from kvplane.models.model_layers import layer_groups
 from kvplane.results import require_done
 from kvplane.session import Session
-from kvplane.tls import TlsOptions
 from kvplane.transformers import attention
 from kvplane.transformers.backend import DataBackend, RemoteBackend
 from kvplane.transformers.link import ControlLink
 from kvplane.transformers.loop import LoopThread
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
+from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import control_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)

@@ -17,10 +17,11 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from engine import LLM, SamplingParams
-from kvplane import columns, ops
+from kvplane import ops
 from kvplane.errors import REASONS
-from kvplane.protocol import supported
 from kvplane.v1 import control_pb2, control_pb2_grpc, data_pb2
+from kvplane.wire import columns
+from kvplane.wire.protocol import supported
 
 NUM_MESSAGES = 20  # of each kind, for each call
 _WHOLE = {

@@ -22,7 +22,7 @@ from demo.workload import Question, questions
 from engine import LLM
 from engine.request import RequestOutput
 from kvplane.errors import LayoutMismatchError
-from kvplane.hf import layout_from_hf
+from kvplane.models.hf import layout_from_hf
 
 RECALL = ROOT / "models" / "recall"
 ASKED = questions(0, quick=True)

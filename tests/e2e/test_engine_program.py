@@ -18,7 +18,7 @@ from engine.config import GenerateConfig, LayoutConfig
 from engine.generate import _print_whole
 from engine.request import Delta
 from engine.serving.config import ServeConfig
-from kvplane.hf import layout_from_hf
+from kvplane.models.hf import layout_from_hf
 
 GENERATE = ["engine", "generate", "--model", "."]
 

@@ -6,7 +6,7 @@ import torch
 from plan_author import dense_attention, tokens
 
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
-from kvplane.execution import Execution
+from kvplane.clients.execution import Execution
 from kvplane.results import require_done
 from kvplane.session import Session
 from kvplane.tensor import Tensor

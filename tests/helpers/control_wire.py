@@ -9,10 +9,11 @@ import grpc.aio
 import pytest
 from registration_messages import LAYOUT, hello, report
 
-from kvplane import columns, ops, protocol, signing
-from kvplane.columns import INT64
+from kvplane import ops
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns, protocol, signing
+from kvplane.wire.columns import INT64
 
 PATIENCE_S = 10.0
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from core_messages import DEVICE, HOST, unpack
 
-from kvplane import columns
-from kvplane.columns import INT32, INT64
 from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64
 
 
 @dataclass

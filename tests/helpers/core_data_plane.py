@@ -31,10 +31,10 @@ from core_messages import (
     unpack,
 )
 
-from kvplane import columns, protocol, signing
-from kvplane.columns import INT32, INT64
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns, protocol, signing
+from kvplane.wire.columns import INT32, INT64
 
 if TYPE_CHECKING:
     from core_model import World

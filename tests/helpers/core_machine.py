@@ -26,10 +26,11 @@ from hypothesis.stateful import (
 
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.publications import publish_message
-from kvplane import columns, ops
-from kvplane.columns import INT64
+from kvplane import ops
 from kvplane.errors import StaleError, StepConflictError, TooManyPlansInFlightError
 from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT64
 
 LEASE_S = 30.0
 MAX_ENGINES = 3

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from kvplane import columns
-from kvplane.columns import INT32, INT64, UINT8
 from kvplane.layout import LayerGroup, Layout
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64, UINT8
 
 BLOCK = 8
 NUM_HEADS = 2

@@ -25,13 +25,14 @@ from kvplane_blocks import chained_hash, root_hash
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
 from control_plane.planning.pools.publications import root_of
-from kvplane import columns, ops, signing
-from kvplane.columns import INT32, INT64
+from kvplane import ops
 from kvplane.errors import KvplaneError, StepOutOfOrderError
 from kvplane.layout import Layout
 from kvplane.results import SequenceState, error_of, sequence_states
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns, signing
+from kvplane.wire.columns import INT32, INT64
 
 OK, LATER, NEVER, FAILED = (
     cpb.OPERATION_STATUS_OK,

@@ -21,13 +21,13 @@ from engine.core import EngineCore
 from engine.request import Delta, RequestOutput, SamplingParams
 from engine.scheduler import Scheduler
 from kvplane.errors import SessionNotFoundError, StaleError
-from kvplane.hf import layout_from_hf
 from kvplane.layout import Layout
-from kvplane.protocol import supported
+from kvplane.models.hf import layout_from_hf
 from kvplane.results import SequenceState, sequence_states
 from kvplane.transformers.backend import Started
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
+from kvplane.wire.protocol import supported
 
 POOL = "pool"
 TENANT = "default"

@@ -19,12 +19,12 @@ from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
 from control_plane.planning.session import Session
 from data_plane import Executor
-from kvplane import columns
-from kvplane.columns import INT32, INT64
 from kvplane.layout import LayerGroup
 from kvplane.results import SequenceState, sequence_states
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64
 
 BLOCK, WINDOW, TENANT, POOL = 8, 20, "tenant", "pool"
 GROUPS = (

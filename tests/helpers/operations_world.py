@@ -14,12 +14,13 @@ from control_wire import RawShard, Stub
 from registration_messages import LAYOUT
 
 from control_plane.server.server import ControlPlaneServer
-from kvplane import ControlClient, Layout, SequenceState, Session, columns, ops
-from kvplane.columns import INT32, INT64
+from kvplane import ControlClient, Layout, SequenceState, Session, ops
 from kvplane.errors import KvplaneError, SequenceNotFoundError
 from kvplane.results import error_of
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64
 
 POOL = "pool"
 BLOCK = LAYOUT.block_size_tokens

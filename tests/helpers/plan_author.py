@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from kvplane import columns, signing
 from kvplane.layout import LayerGroup, Layout
-from kvplane.protocol import PAYLOAD_VERSION
 from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import columns, signing
+from kvplane.wire.protocol import PAYLOAD_VERSION
 
 DEVICE, HOST = pb.TIER_DEVICE, pb.TIER_HOST
 POOL_ID = "pool"

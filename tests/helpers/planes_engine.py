@@ -17,8 +17,7 @@ from planes_values import LAYOUT_MESSAGE, Owner, check_blocks, tag_of, values_of
 from planes_world import POOL, ControlProcess, DataProcess, World, wire
 
 from control_plane.planning import queries
-from kvplane import columns, ops, signing
-from kvplane.columns import INT32, INT64
+from kvplane import ops
 from kvplane.errors import (
     BadSignatureError,
     KvplaneError,
@@ -31,6 +30,8 @@ from kvplane.errors import (
 from kvplane.results import sequence_states
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns, signing
+from kvplane.wire.columns import INT32, INT64
 
 _REFUSALS = (StaleError, BadSignatureError, PoolNotReadyError)
 

@@ -10,11 +10,11 @@ import torch
 from planes_values import Values
 from planes_world import DataProcess
 
-from kvplane import columns
-from kvplane.columns import INT32, INT64
 from kvplane.errors import KvplaneError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64
 
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
 

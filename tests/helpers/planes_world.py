@@ -30,12 +30,12 @@ from control_plane.planning.core import ControlPlane
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import publish_message
 from data_plane import Executor
-from kvplane import columns, protocol
-from kvplane.columns import INT32
 from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnationError
 from kvplane.shard import Shard
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns, protocol
+from kvplane.wire.columns import INT32
 
 POOL = "pool"
 LEASE_S = 30.0

@@ -24,10 +24,11 @@ from control_plane.planning.steps.abort import abort_plans
 from control_plane.planning.steps.planner import Planner, read_operations
 from control_plane.planning.steps.plans import finish_plan
 from control_plane.planning.steps.receipts import take_receipts
-from kvplane import columns, ops, protocol, signing
-from kvplane.columns import INT32, INT64, UINT8
+from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns, protocol, signing
+from kvplane.wire.columns import INT32, INT64, UINT8
 
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
 BLOCK_SIZE = LAYOUT.block_size_tokens

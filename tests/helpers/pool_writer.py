@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from control_plane.planning.pools.pool import Pool
-from kvplane import columns, ops
-from kvplane.columns import INT32, INT64
+from kvplane import ops
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64
 
 
 class NativeSession:

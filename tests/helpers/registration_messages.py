@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 from kvplane_blocks import chained_hash, root_hash
 
 from control_plane.planning.pools.publications import root_of
-from kvplane import columns, ops, protocol
-from kvplane.columns import INT32, INT64
+from kvplane import ops
 from kvplane.layout import LayerGroup, Layout
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns, protocol
+from kvplane.wire.columns import INT32, INT64
 
 LAYOUT = Layout("test-model", 8, "float32", "float32", (LayerGroup("full", (0, 1), 2, 8),))
 WHOLE = tpb.Shard(num_shards=1, num_layers=2, num_kv_heads=2)

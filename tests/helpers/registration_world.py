@@ -12,9 +12,9 @@ from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import root_of
 from control_plane.planning.pools.registration import Registration
-from kvplane import signing
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import signing
 
 INCARNATION = 7
 ROOT = root_of(LAYOUT.fingerprint, "default", "")

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import KvplaneError
-from kvplane.model_layers import layer_groups
+from kvplane.models.model_layers import layer_groups
 from kvplane.transformers import attention
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.packed import packed_logits

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from engine import loader
 from engine.models.baichuan import alibi_slopes
 from kvplane.errors import InvalidRequestError
-from kvplane.hf import layout_from_hf
+from kvplane.models.hf import layout_from_hf
 from kvplane.transformers import attention
 from tests.models import census
 

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from engine import loader
 from engine.request import SamplingParams
 from kvplane.errors import InvalidRequestError
-from kvplane.hf import layout_from_hf
+from kvplane.models.hf import layout_from_hf
 from tests.models import census
 from tests.models.tiny_models import VOCABULARY, tiny_model
 

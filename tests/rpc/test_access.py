@@ -22,13 +22,13 @@ from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, TlsOptions, ops
-from kvplane.connection import typed_errors
 from kvplane.errors import (
     KvplaneError,
     NotPermittedError,
     UnauthenticatedError,
 )
 from kvplane.serving import access
+from kvplane.transport.connection import typed_errors
 from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
 from kvplane.v1 import data_pb2 as pb
 

@@ -15,12 +15,13 @@ from control_wire import PATIENCE_S, RawSession, RawShard, Stub
 from registration_messages import blocks, half, publications, report
 
 from control_plane.server.server import ControlPlaneServer
-from kvplane import columns, ops
-from kvplane.columns import INT32, INT64
-from kvplane.error_codec import from_rpc_error
+from kvplane import ops
 from kvplane.layout import LayerGroup, Layout
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.error_codec import from_rpc_error
 
 PROMPT = list(range(1, 21))
 SCALED = Layout(

@@ -15,11 +15,12 @@ from grpc_status import rpc_status
 from registration_messages import LAYOUT
 
 from control_plane.server.server import ControlPlaneServer
-from kvplane import columns, ops, protocol, signing
-from kvplane.columns import INT32, INT64, UINT8
-from kvplane.error_codec import from_rpc_error
+from kvplane import ops
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns, protocol, signing
+from kvplane.wire.columns import INT32, INT64, UINT8
+from kvplane.wire.error_codec import from_rpc_error
 
 PROMPT = list(range(1, 21))  # 20 tokens: 3 blocks of 8, of which 2 are full
 

@@ -25,13 +25,14 @@ from registration_messages import LAYOUT
 
 from control_plane.server.server import ControlPlaneServer
 from control_plane.server.service import SERVICE
-from kvplane import ops, protocol
-from kvplane.error_codec import from_rpc_error
+from kvplane import ops
 from kvplane.errors import InternalError, SessionNotFoundError
 from kvplane.serving import server as serving
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol
+from kvplane.wire.error_codec import from_rpc_error
 
 ROOT = Path(__file__).resolve().parents[2]
 TLS = Path(__file__).parent / "tls"

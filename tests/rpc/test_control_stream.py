@@ -12,10 +12,11 @@ import pytest
 from control_wire import PATIENCE_S, RawSession, Stub
 
 from control_plane.server.server import ControlPlaneServer
-from kvplane import columns, ops
-from kvplane.columns import INT32, INT64
+from kvplane import ops
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64
 
 OK, LATER = pb.OPERATION_STATUS_OK, pb.OPERATION_STATUS_LATER
 NEVER, FAILED = pb.OPERATION_STATUS_NEVER, pb.OPERATION_STATUS_FAILED

@@ -23,10 +23,10 @@ from data_plane.kernels.cpu import CpuKernels
 from data_plane.kernels.cuda_streams import DeviceStreams
 from data_plane.server import build
 from data_plane.server.tensor_codec import tensor_to_message
-from kvplane.data_client import DataClient
+from kvplane.clients.data_client import DataClient
 from kvplane.errors import InternalError
-from kvplane.health import check
 from kvplane.tensor import Tensor
+from kvplane.transport.health import check
 
 ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"

@@ -24,7 +24,7 @@ from plan_author import (
 
 from data_plane.memory.pool import TORCH_DTYPES
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
-from kvplane.data_client import DataClient
+from kvplane.clients.data_client import DataClient
 from kvplane.errors import InvalidRequestError, LayoutMismatchError
 from kvplane.layout import Layout
 from kvplane.tensor import Tensor

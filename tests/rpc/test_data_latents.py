@@ -21,7 +21,7 @@ from data_plane.server.tensor_codec import tensor_from_message, tensor_to_messag
 from kvplane import ControlClient
 from kvplane.attention_options import AttentionOptions
 from kvplane.cli.program import run
-from kvplane.data_client import DataClient
+from kvplane.clients.data_client import DataClient
 from kvplane.errors import InvalidRequestError, LayoutMismatchError
 from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup, Layout
 from kvplane.tensor import Tensor

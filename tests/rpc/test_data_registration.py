@@ -14,11 +14,11 @@ from register_side import RegisterSide
 from data_plane import EmbeddedDataPlane
 from data_plane.server.registration_client import _BLOCKS_PER_REPORT
 from data_plane.server.server import DataPlaneServer
-from kvplane import columns, signing
-from kvplane.data_client import DataClient
+from kvplane.clients.data_client import DataClient
 from kvplane.errors import PoolNotReadyError, SessionExpiredError
-from kvplane.health import check
+from kvplane.transport.health import check
 from kvplane.v1 import control_pb2 as pb
+from kvplane.wire import columns, signing
 
 SERVICE = "kvplane.v1.DataPlaneService"
 

@@ -26,9 +26,7 @@ from plan_author import (
 
 from data_plane.server.server import DataPlaneServer
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
-from kvplane import protocol
-from kvplane.data_client import DataClient
-from kvplane.error_codec import from_rpc_error, from_wire
+from kvplane.clients.data_client import DataClient
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -42,6 +40,8 @@ from kvplane.errors import (
 from kvplane.tensor import Tensor
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc, types_pb2
+from kvplane.wire import protocol
+from kvplane.wire.error_codec import from_rpc_error, from_wire
 
 CPU = torch.device("cpu")
 SPOKEN = protocol.supported()

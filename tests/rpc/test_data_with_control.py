@@ -15,8 +15,8 @@ from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ops
-from kvplane.control_client import ControlClient
-from kvplane.data_client import DataClient
+from kvplane.clients.control_client import ControlClient
+from kvplane.clients.data_client import DataClient
 from kvplane.errors import StaleError
 
 POOL = "pool"

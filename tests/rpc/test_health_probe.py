@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from kvplane.health import check
 from kvplane.serving import server as serving
+from kvplane.transport.health import check
 
 SERVICE = "kvplane.v1.ControlPlaneService"
 
@@ -24,7 +24,7 @@ async def server():
 
 async def probe(*args: str) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvplane.health", *args, stdout=-1, stderr=-1
+        sys.executable, "-m", "kvplane.transport.health", *args, stdout=-1, stderr=-1
     )
     out, err = await process.communicate()
     assert process.returncode is not None

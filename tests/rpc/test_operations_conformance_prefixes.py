@@ -11,13 +11,13 @@ import pytest
 from operations_world import DEVICE, HOST, Caller, World, plan_of, prompt
 
 from kvplane import ops
-from kvplane.columns import fixed
 from kvplane.errors import (
     BlockInUseError,
     InvalidRequestError,
     PoolNotFoundError,
     QuotaExceededError,
 )
+from kvplane.wire.columns import fixed
 
 StartWorld = Callable[..., Awaitable[World]]
 

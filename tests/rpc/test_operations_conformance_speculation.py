@@ -11,7 +11,7 @@ import pytest
 from operations_world import BLOCK, DEVICE, HOST, Caller, World, int32, plan_of, prompt
 from registration_messages import LAYOUT
 
-from kvplane import columns, ops
+from kvplane import ops
 from kvplane.errors import (
     InvalidRequestError,
     SequenceBusyError,
@@ -20,6 +20,7 @@ from kvplane.errors import (
 from kvplane.layout import Layout
 from kvplane.results import error_of
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
 
 StartWorld = Callable[..., Awaitable[World]]
 

@@ -14,16 +14,16 @@ from operations_world import DEVICE, HOST, POOL, Caller, World, prompt
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, ops
-from kvplane.error_codec import from_rpc_error
-from kvplane.errors import PoolNotFoundError, RevisionTooOldError
-from kvplane.prefix_feed import (
+from kvplane.clients.prefix_feed import (
     BlocksRemoved,
     BlocksStored,
     IndexCleared,
     PrefixEvent,
     StoredBlock,
 )
+from kvplane.errors import PoolNotFoundError, RevisionTooOldError
 from kvplane.v1 import control_pb2 as pb
+from kvplane.wire.error_codec import from_rpc_error
 
 StartWorld = Callable[..., Awaitable[World]]
 Held = dict[tuple[bytes, int], StoredBlock]

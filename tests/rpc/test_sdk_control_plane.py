@@ -12,7 +12,7 @@ from flaky_proxy import FlakyProxy
 from registration_messages import LAYOUT
 
 from control_plane.server.server import ControlPlaneServer
-from kvplane import ControlClient, Session, columns, ops
+from kvplane import ControlClient, Session, ops
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -30,9 +30,10 @@ from kvplane.errors import (
     TooManyPlansInFlightError,
 )
 from kvplane.layout import LayerGroup, Layout
-from kvplane.protocol import PAYLOAD_VERSION
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.protocol import PAYLOAD_VERSION
 
 StartServer = Callable[..., Awaitable[ControlPlaneServer]]
 POOL = "pool"

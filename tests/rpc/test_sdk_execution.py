@@ -12,7 +12,6 @@ from sdk_peers import Hangup, ScriptedDataPlane, answer_execution, payload, plan
 
 from kvplane import DataClient, Execution, Tensor
 from kvplane.attention_options import AttentionOptions
-from kvplane.error_codec import to_wire
 from kvplane.errors import (
     DeadlineExceededError,
     InternalError,
@@ -23,6 +22,7 @@ from kvplane.errors import (
 )
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
+from kvplane.wire.error_codec import to_wire
 
 QUERY = Tensor("float32", (2, 1, 8), bytes(range(64)))
 KV = Tensor("float32", (2, 1, 8), bytes(64))

@@ -26,7 +26,6 @@ from kvplane import (
     Session,
     Shard,
     Tensor,
-    columns,
     ops,
 )
 from kvplane.errors import (
@@ -39,6 +38,7 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.v1.types_pb2 import SignedPayload
+from kvplane.wire import columns
 
 StartServer = Callable[..., Awaitable[ControlPlaneServer]]
 LAYOUT = Layout("m", 8, "float32", "float32", (LayerGroup("full", (0, 1, 2), 1, 8),))

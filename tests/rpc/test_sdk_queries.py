@@ -8,17 +8,24 @@ from typing import Any
 import pytest
 from sdk_peers import LAYOUT, SESSION, ScriptedControlPlane, serving
 
-from kvplane import ControlClient, Session, columns, ops
-from kvplane.columns import INT32, INT64, UINT8
+from kvplane import ControlClient, Session, ops
+from kvplane.clients.prefix_feed import (
+    BlocksRemoved,
+    BlocksStored,
+    CaughtUp,
+    IndexCleared,
+    StoredBlock,
+)
 from kvplane.errors import (
     InvalidRequestError,
     PlaneUnavailableError,
     PoolNotFoundError,
     RevisionTooOldError,
 )
-from kvplane.prefix_feed import BlocksRemoved, BlocksStored, CaughtUp, IndexCleared, StoredBlock
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64, UINT8
 
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
 NO_PARENT = bytes(16)

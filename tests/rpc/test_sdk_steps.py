@@ -20,8 +20,7 @@ from sdk_peers import (
     serving,
 )
 
-from kvplane import ControlClient, Session, columns, ops
-from kvplane.error_codec import to_wire
+from kvplane import ControlClient, Session, ops
 from kvplane.errors import (
     BadSignatureError,
     CancelledError,
@@ -39,6 +38,8 @@ from kvplane.errors import (
     TooManyPlansInFlightError,
 )
 from kvplane.v1 import control_pb2 as pb
+from kvplane.wire import columns
+from kvplane.wire.error_codec import to_wire
 
 
 @pytest.fixture

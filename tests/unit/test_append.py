@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_rig import BLOCK_SIZE, PlanningRig, spans_of, transfers_of
 
-from kvplane import columns, ops
-from kvplane.columns import INT32
+from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32
 
 
 def run(

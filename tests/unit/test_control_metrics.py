@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from control_plane.server.metrics import ControlPlaneMetrics
-from kvplane import columns
-from kvplane.columns import INT64
 from kvplane.v1 import control_pb2 as pb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT64
 
 THREE = columns.pack(INT64, [1, 2, 3])
 

@@ -10,10 +10,11 @@ from core_messages import BLOCK, changes_of, pack
 from core_model import World
 
 from control_plane.planning.config import CoreConfig
-from kvplane import columns, ops
-from kvplane.columns import INT32, INT64
+from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64
 
 
 @pytest.mark.parametrize("seed", range(20))

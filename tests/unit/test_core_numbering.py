@@ -10,7 +10,7 @@ from core_messages import pack
 from core_model import Engine, World, error_in
 
 from control_plane.planning.config import CoreConfig
-from kvplane import ops, signing
+from kvplane import ops
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -26,6 +26,7 @@ from kvplane.errors import (
 )
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import signing
 
 
 def test_a_number_is_next_repeated_of_other_content_or_out_of_order() -> None:

@@ -10,7 +10,7 @@ from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
 from control_plane.planning.pools.recovery import begin_if_complete
 from control_plane.planning.session import EndedSessions
-from kvplane import ops, signing
+from kvplane import ops
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
@@ -25,6 +25,7 @@ from kvplane.errors import (
 )
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import signing
 
 
 def test_a_pool_is_ready_when_all_its_shards_have_reported() -> None:

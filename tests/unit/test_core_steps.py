@@ -13,8 +13,7 @@ from core_model import (
 )
 
 from control_plane.planning.config import CoreConfig
-from kvplane import columns, ops
-from kvplane.columns import INT32
+from kvplane import ops
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
@@ -28,6 +27,8 @@ from kvplane.errors import (
 )
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32
 
 
 def only(result: cpb.StepResult) -> cpb.OperationResult:

@@ -8,9 +8,9 @@ import grpc
 import pytest
 
 from kvplane import errors
-from kvplane.error_codec import DOMAIN, from_wire, to_rich_status, to_wire
 from kvplane.errors import CODES, REASONS, KvplaneError
 from kvplane.v1 import types_pb2 as pb
+from kvplane.wire.error_codec import DOMAIN, from_wire, to_rich_status, to_wire
 
 
 def every_class() -> list[type[KvplaneError]]:

@@ -27,14 +27,14 @@ from plan_author import (
 )
 
 from data_plane import Executor
-from kvplane import signing
 from kvplane.errors import (
     InvalidRequestError,
     PlanOutOfOrderError,
     SequenceNotFoundError,
 )
-from kvplane.protocol import PAYLOAD_VERSION
 from kvplane.shard import Shard
+from kvplane.wire import signing
+from kvplane.wire.protocol import PAYLOAD_VERSION
 
 
 @pytest.fixture

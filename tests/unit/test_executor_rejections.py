@@ -22,7 +22,6 @@ from plan_author import (
     transfer,
 )
 
-from kvplane import columns, signing
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BadSignatureError,
@@ -36,6 +35,7 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import columns, signing
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from plan_author import (
 )
 
 from data_plane import Executor
-from kvplane import signing
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -31,6 +30,7 @@ from kvplane.errors import (
 )
 from kvplane.v1 import control_pb2
 from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import signing
 
 
 @pytest.fixture

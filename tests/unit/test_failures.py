@@ -12,9 +12,9 @@ from control_plane.planning.steps.failures import (
     error_of,
     error_of_columns,
 )
-from kvplane.error_messages import from_wire
 from kvplane.errors import InvalidRequestError, PositionMismatchError, SequenceNotFoundError
 from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire.error_messages import from_wire
 
 AT = "operations[2].append"
 

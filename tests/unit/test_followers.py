@@ -10,9 +10,10 @@ from core_model import Engine, World
 
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.watching import Follower
-from kvplane import columns, ops
+from kvplane import ops
 from kvplane.errors import InvalidRequestError, RevisionTooOldError
 from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire import columns
 
 
 class Copy:

@@ -9,10 +9,11 @@ from random import Random
 import pytest
 from groups_world import BLOCK, WINDOW, World
 
-from kvplane import columns, ops
-from kvplane.columns import INT32
+from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32
 
 HOST = tpb.TIER_HOST
 

@@ -24,7 +24,6 @@ from plan_author import (
     truncate,
 )
 
-from kvplane import signing
 from kvplane.errors import (
     BadSignatureError,
     BlockNotWritableError,
@@ -37,6 +36,7 @@ from kvplane.errors import (
     StaleGenerationError,
     StaleIncarnationError,
 )
+from kvplane.wire import signing
 
 
 @pytest.fixture

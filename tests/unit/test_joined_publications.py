@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 
 from control_plane.server.joined_publications import MAX_PUBLICATIONS, take_next
-from kvplane import columns
-from kvplane.columns import INT32, INT64
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64
 
 
 def publish(*indices: int, tenant: str = "tenant", namespace: str = "") -> pb.RegisterResponse:

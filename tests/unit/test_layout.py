@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvplane.errors import InvalidRequestError
-from kvplane.hf import layout_from_hf
 from kvplane.layout import LayerGroup, Layout
+from kvplane.models.hf import layout_from_hf
 from kvplane.shard import Shard
 from kvplane.v1 import types_pb2 as pb
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import LayerGroup
-from kvplane.model_layers import layer_groups
+from kvplane.models.model_layers import layer_groups
 
 
 def groups(model_type: str, **fields: Any) -> list[tuple[str, int, int, int, int, int]]:

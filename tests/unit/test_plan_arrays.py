@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from plan_author import DEVICE, HOST
 
 from data_plane.plans.plan_columns import ints, limits_of_places, places, read_groups, refuse
-from kvplane import columns
 from kvplane.errors import InvalidRequestError, StaleGenerationError
+from kvplane.wire import columns
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1))

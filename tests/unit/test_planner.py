@@ -8,9 +8,7 @@ import pytest
 from planning_rig import BLOCK_SIZE, DEVICE, HOST, PlanningRig, entries_of, spans_of, transfers_of
 
 from control_plane.planning.steps.planner import may_plan, read_operations
-from kvplane import columns, ops
-from kvplane.columns import INT32
-from kvplane.error_messages import from_wire
+from kvplane import ops
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
@@ -21,6 +19,9 @@ from kvplane.errors import (
     SequenceSwappedError,
 )
 from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32
+from kvplane.wire.error_messages import from_wire
 
 
 @pytest.fixture

@@ -12,11 +12,12 @@ from control_plane.planning.sharing.member import Waiting
 from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.steps.plans import sign_grant
 from control_plane.planning.steps.prefixes import retain
-from kvplane import columns, ops, signing
-from kvplane.columns import INT64
+from kvplane import ops
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns, signing
+from kvplane.wire.columns import INT64
 
 PROMPT = range(2 * BLOCK_SIZE + 3)
 

@@ -13,8 +13,9 @@ from planning_rig import (
     transfers_of,
 )
 
-from kvplane import ops, protocol, signing
+from kvplane import ops
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol, signing
 
 
 def test_a_step_that_asks_for_nothing_makes_no_plan() -> None:

@@ -10,7 +10,7 @@ from planning_rig import EPOCH, PlanningRig
 
 from control_plane.planning.pools.shards import ShardState
 from control_plane.planning.steps.receipts import take_receipts
-from kvplane import ops, signing
+from kvplane import ops
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -20,6 +20,7 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import signing
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ from pool_writer import found, generations
 from registration_messages import LAYOUT, chain, half, report
 from registration_world import INCARNATION, ROOT, Plane, World
 
-from kvplane import columns, signing
-from kvplane.columns import INT32
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -19,6 +17,8 @@ from kvplane.errors import (
 )
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns, signing
+from kvplane.wire.columns import INT32
 
 
 def two_halves(world: World, **fields: Any) -> tuple[Plane, Plane]:

@@ -9,11 +9,11 @@ from pool_writer import generations
 from registration_messages import LAYOUT, chain, half, publications
 from registration_world import Plane, World
 
-from kvplane import columns
-from kvplane.columns import INT32
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32
 
 
 def columns_of(prefixes: Any, **changes: Any) -> pb.BlockReport:

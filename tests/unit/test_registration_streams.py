@@ -12,12 +12,12 @@ from registration_messages import LAYOUT, hello, report
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
 from control_plane.server.registration_server import Registrar
-from kvplane import columns, signing
-from kvplane.columns import INT32
 from kvplane.errors import CancelledError, InvalidRequestError, QuotaExceededError
 from kvplane.serving.access import everything
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns, signing
+from kvplane.wire.columns import INT32
 
 
 class Stream:

@@ -16,11 +16,11 @@ from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import root_of
 from control_plane.planning.pools.registration import Registration
-from kvplane import columns, signing
-from kvplane.columns import INT32, INT64
 from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnationError
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns, signing
+from kvplane.wire.columns import INT32, INT64
 
 NUM_SHARDS, NUM_BLOCKS = 2, 6
 ROOT = root_of(LAYOUT.fingerprint, "default", "")

@@ -6,10 +6,10 @@ import pytest
 from registration_messages import LAYOUT, chain, report
 
 from control_plane.planning.pools.reports import Reports
-from kvplane import columns
-from kvplane.columns import INT64
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT64
 
 SIZES = [{tpb.TIER_DEVICE: 4, tpb.TIER_HOST: 0}]
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvplane import columns
-from kvplane.columns import INT32, INT64, UINT8
-from kvplane.error_codec import to_wire
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
@@ -27,6 +24,9 @@ from kvplane.results import (
 )
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64, UINT8
+from kvplane.wire.error_codec import to_wire
 
 SHORTAGE = pb.Shortage(
     tier=types.TIER_DEVICE,

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 import kvplane
-from kvplane import columns, ops, protocol
+from kvplane import ops
 from kvplane.attention_options import AttentionOptions
-from kvplane.columns import INT32, INT64
 from kvplane.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -25,11 +24,13 @@ from kvplane.errors import (
     PoolNotReadyError,
     ProtocolMismatchError,
 )
-from kvplane.retry import Deadline, retry_until
 from kvplane.tensor import Tensor
-from kvplane.tls import TlsOptions
+from kvplane.transport.retry import Deadline, retry_until
+from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import data_pb2 as data_pb
 from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import columns, protocol
+from kvplane.wire.columns import INT32, INT64
 
 
 def test_every_public_name_is_there() -> None:
@@ -41,7 +42,7 @@ def test_every_public_name_is_there() -> None:
 def test_errors_and_layouts_do_not_bring_grpc_and_nothing_brings_torch_or_numpy() -> None:
     code = """
 import sys
-import kvplane.errors, kvplane.layout, kvplane.signing
+import kvplane.errors, kvplane.layout, kvplane.wire.signing
 assert "grpc" not in sys.modules
 from kvplane import ControlClient, DataClient, layout_from_hf
 assert not {"torch", "numpy", "transformers"} & set(sys.modules)

@@ -7,11 +7,12 @@ from core_messages import BLOCK
 from core_model import FAILED, LATER, OK, Engine, World, error_in, status_of
 
 from control_plane.planning.config import CoreConfig
-from kvplane import columns, ops
-from kvplane.columns import INT64
+from kvplane import ops
 from kvplane.errors import SequenceNotFoundError, SequenceRevokedError
 from kvplane.results import news_of
 from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT64
 
 
 def prompt(num_blocks: int, seed: int = 0) -> list[int]:

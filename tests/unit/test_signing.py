@@ -7,8 +7,8 @@ import hmac
 
 import pytest
 
-from kvplane import signing
 from kvplane.errors import BadSignatureError
+from kvplane.wire import signing
 
 KEY = bytes(range(32))
 PAYLOAD = b"what one plane writes for the other"

@@ -15,9 +15,9 @@ from plan_author import BLOCK_SIZE, DEVICE, HOST, pack_transfers, ref, transfer
 from data_plane.plans.allocations import Allocated
 from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.transfers import Transfers
-from kvplane import columns
 from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import columns
 
 NUM_BLOCKS = {DEVICE: 8, HOST: 4}
 ENDS = [(tier, block) for tier, num in NUM_BLOCKS.items() for block in range(num)]

@@ -9,7 +9,6 @@ import pytest
 from plan_author import POOL_ID, PlanAuthor
 
 from data_plane.plans.verifier import Verifier
-from kvplane import signing
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -19,8 +18,9 @@ from kvplane.errors import (
     StaleEpochError,
     StaleIncarnationError,
 )
-from kvplane.protocol import PAYLOAD_VERSION
 from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import signing
+from kvplane.wire.protocol import PAYLOAD_VERSION
 
 EPOCHS = {"shard_epochs": [5, 6]}
 

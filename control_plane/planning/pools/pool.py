@@ -32,12 +32,12 @@ from control_plane.planning.pools.statistics import (
     PoolStatistics,
     read_block_times,
 )
-from kvplane import columns
-from kvplane.columns import INT32, INT64
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.layout import Layout
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64
 
 _DEVICE: Final = tpb.TIER_DEVICE
 _HOST: Final = tpb.TIER_HOST

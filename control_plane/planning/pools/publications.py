@@ -9,11 +9,11 @@ from __future__ import annotations
 import struct
 from typing import Final
 
-from kvplane import columns
-from kvplane.columns import INT32
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32
 
 HASH_ALGORITHM: Final = "xxh3-128"
 HASH_BYTES: Final = 16

@@ -8,12 +8,12 @@ from typing import Final
 from kvplane_blocks import ColumnError, Rebuild
 
 from control_plane.planning.pools.publications import reported_root
-from kvplane import columns
-from kvplane.columns import INT32
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32
 
 TIERS: Final = (tpb.TIER_DEVICE, tpb.TIER_HOST)
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections import deque
 
 from control_plane.planning.pools.reports import Reports
-from kvplane import signing
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import signing
 
 
 class ShardState:

@@ -37,11 +37,11 @@ from control_plane.planning.sharing.groups import Group
 from control_plane.planning.sharing.member import Member, Waiting
 from control_plane.planning.steps import checks
 from control_plane.planning.traffic import TrafficObserver
-from kvplane import columns
-from kvplane.columns import INT32, INT64, UINT8
 from kvplane.errors import SequenceExistsError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64, UINT8
 
 Failure = tuple[int, int, int, int, int]
 Done = tuple[int, int, int]

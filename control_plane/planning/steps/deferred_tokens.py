@@ -13,10 +13,10 @@ from kvplane_blocks import ColumnError
 
 from control_plane.planning.sharing.member import Member
 from control_plane.planning.steps.failures import error_of, error_of_columns
-from kvplane import columns
-from kvplane.columns import INT32, INT64
 from kvplane.errors import InvalidRequestError
 from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64
 
 
 def take_deferred_tokens(member: Member, message: cpb.DeferredTokens, max_items: int) -> None:

@@ -10,7 +10,6 @@ from kvplane_blocks import ColumnError, _native
 from control_plane.planning.admission.decisions import Place, Reason
 from control_plane.planning.session import Session
 from control_plane.planning.sharing.member import Member
-from kvplane.error_messages import to_wire
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
@@ -24,6 +23,7 @@ from kvplane.errors import (
 )
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.error_messages import to_wire
 
 # Item, code, and what the code gives a sense to; see kvplane_blocks._native.
 Failure = tuple[int, int, int, int, int]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from control_plane.planning.session import PlanRecord, Session
 from control_plane.planning.sharing.member import Member
-from kvplane import protocol, signing
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol, signing
 
 
 def finish_plan(member: Member, number: int, answer: cpb.StepResult | cpb.ResyncResponse) -> None:

@@ -7,9 +7,9 @@ from typing import Final
 from control_plane.planning.pools.publications import owner_of
 from control_plane.planning.session import Session
 from control_plane.planning.steps import checks
-from kvplane.error_messages import seconds_of
 from kvplane.errors import BlockInUseError, InvalidRequestError, QuotaExceededError
 from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire.error_messages import seconds_of
 
 MAX_PRIORITY: Final = 100
 

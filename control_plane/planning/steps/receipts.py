@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from google.protobuf.message import DecodeError
 
 from control_plane.planning.session import Session
-from kvplane import protocol, signing
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -20,6 +19,7 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol, signing
 
 
 def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> None:

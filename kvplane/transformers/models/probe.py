@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.layout import LayerGroup
-from kvplane.model_layers import layer_groups
+from kvplane.models.model_layers import layer_groups
 from kvplane.transformers import attention
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.packed import packed_logits

@@ -11,12 +11,12 @@ from typing import Final
 import torch
 
 from data_plane.executor import Executor
-from kvplane import columns, signing
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import LayerGroup, Layout
-from kvplane.protocol import PAYLOAD_VERSION
 from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import columns, signing
+from kvplane.wire.protocol import PAYLOAD_VERSION
 
 BLOCK_SIZE_TOKENS: Final = 8
 _POOL_ID: Final = "probe"

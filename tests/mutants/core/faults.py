@@ -17,10 +17,10 @@ from control_plane.planning.pools.publications import root_of
 from control_plane.planning.session import Session
 from control_plane.planning.steps import planner, receipts
 from control_plane.planning.steps.numbering import Numbering
-from kvplane import columns
-from kvplane.columns import INT64
 from kvplane.results import sequence_states
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT64
 
 
 def receipts_of_one_shard_suffice(patch: pytest.MonkeyPatch) -> None:

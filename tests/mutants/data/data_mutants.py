@@ -26,10 +26,10 @@ from data_plane.plans import (
     transfers,
     verifier,
 )
-from kvplane import columns
 from kvplane.errors import InternalError
 from kvplane.layout import LayerGroup
 from kvplane.v1 import types_pb2 as pb
+from kvplane.wire import columns
 
 _kernels_of = executor.kernels_of
 _start = plan_runner.PlanRunner.start

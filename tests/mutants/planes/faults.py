@@ -22,10 +22,10 @@ from data_plane.plans.last_tenants import LastTenants
 from data_plane.plans.publications import Publications
 from data_plane.plans.sessions import Sessions
 from data_plane.plans.verifier import Verifier
-from kvplane import columns
-from kvplane.columns import INT64
 from kvplane.results import sequence_states
 from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT64
 
 
 def repeats_not_recognised(patch: pytest.MonkeyPatch) -> None:
