@@ -23,7 +23,6 @@ from pathlib import Path
 
 from demo.processes import Planes
 from kvplane import ControlClient, DataClient, Execution, LayerGroup, Layout, Session, Tensor, ops
-from kvplane.results import require_done
 from kvplane.v1 import control_pb2 as pb
 
 BLOCK_SIZE_TOKENS = 16
@@ -66,8 +65,8 @@ class Bench:
         began = time.perf_counter()
         result = await self._session.step(operations)
         stepped = time.perf_counter()
-        require_done(result)
-        if result.HasField("plan"):
+        result.raise_for_status()
+        if result.plan is not None:
             num_tokens = (await self._execution.start(result.plan)).num_tokens
             if num_tokens:
                 tensor = Tensor(

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "bound_layers.h"
 #include "kvplane/isa.h"
 #include "kvplane/params.h"
 #include "tensor_view.h"
@@ -102,6 +103,7 @@ PYBIND11_MODULE(_native, m) {
   using py::arg;
 
   bind_types(m);
+  bind_bound_layers(m);
 
   m.def("cpu_isa", &cpu_isa);
   m.def("cpu_isas", &cpu_isas);

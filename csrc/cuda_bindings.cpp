@@ -7,12 +7,12 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda/device/probe.h"
 #include "cuda/operations.h"
-#include "cuda/probe.h"
 #include "tensor_view.h"
 
 #if defined(KVPLANE_EMULATED)
-#include "cuda/launch.h"
+#include "cuda/device/launch.h"
 #include "emulator.h"
 #define KVPLANE_MODULE kvplane_emulated
 #else

@@ -338,13 +338,8 @@ class Executor:
                 f"{field}layer",
             )
             batch = run.attention[self.pools.group_of_layer(index)]
-            to_write = self._compute.write_arguments(batch, index, key, value, field)
-            to_attend = None
-            if query is not None:
-                to_attend = self._compute.attention_arguments(batch, index, query, options, field)
-            if not run.is_complete:
-                self._plans.write(session, run, to_write)
-            output = None if to_attend is None else self._plans.attend(session, run, to_attend)
+            tensors = query, key, value
+            output = self._plans.layer(session, run, batch, index, tensors, options, field)
             run.progress.finish_layer(index)
             return output
 

@@ -16,7 +16,12 @@ import torch
 from data_plane.counters import ExecutorCounters
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
 from data_plane.kernels.shard_kernels import ShardKernels
-from data_plane.plans.attention_batch import check_current, check_unpublished, prepare_batch
+from data_plane.plans.attention_batch import (
+    AttentionBatch,
+    check_current,
+    check_unpublished,
+    prepare_batch,
+)
 from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.last_tenants import LastTenants
 from data_plane.plans.progress import Progress
@@ -24,6 +29,7 @@ from data_plane.plans.sessions import Run, Session, Sessions
 from data_plane.plans.table_changes import apply_changes
 from data_plane.plans.transfers import Transfers
 from data_plane.plans.verifier import Verifier
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, PlanOutOfOrderError
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
@@ -141,9 +147,39 @@ class PlanRunner:
         """
         self.check_still_current(session, run)
         run.used_after_receipt |= run.receipt is not None
-        window = arguments.options.sliding_window_tokens
-        num_context = run.attention[0].num_context_tokens(window)
+        num_context = run.num_context_tokens(arguments.options.sliding_window_tokens)
         return self._compute.attend(arguments, num_context)
+
+    def layer(
+        self,
+        session: Session,
+        run: Run,
+        batch: AttentionBatch,
+        index: int,
+        tensors: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor],
+        options: AttentionOptions,
+        field: str,
+    ) -> torch.Tensor | None:
+        """Write a layer that was not written yet, and attend if there is a query: by one native
+        call where the layer was called with tensors like these before. Raises as ``write`` and
+        ``attend`` do, and InvalidRequestError naming a tensor after the prefix ``field``.
+        """
+        query, key, value = tensors
+        compute, is_new = self._compute, not run.is_complete
+        if is_new and query is not None:
+            bound = compute.bound_layer(batch, index, query, key, value, options)
+            if bound is not None:
+                self.check_may_write(session, run)
+                num_context = run.num_context_tokens(bound.window_tokens)
+                return compute.write_and_attend(bound, batch, query, key, value, num_context)
+        to_write = compute.write_arguments(batch, index, key, value, field)
+        to_attend = None
+        if query is not None:
+            to_attend = compute.attention_arguments(batch, index, query, options, field)
+            compute.bind(index, options, to_write, to_attend)
+        if is_new:
+            self.write(session, run, to_write)
+        return None if to_attend is None else self.attend(session, run, to_attend)
 
     def receipt(self, session: Session, run: Run) -> pb.SignedPayload | None:
         """The run's receipt, signed once the device has done all of it; None while something is

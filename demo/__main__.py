@@ -6,7 +6,7 @@ import os
 import sys
 
 from demo.config import DemoConfig
-from engine.program import run_program
+from engine.commands.program import run_program
 from kvplane.serving.settings import parse
 
 

@@ -1,4 +1,4 @@
-"""``python -m engine``: see ``engine.commands``."""
+"""``python -m engine``: see ``engine.commands.main``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def main() -> int:
     tune_grpc()
 
     def run() -> int:
-        from engine.commands import main
+        from engine.commands.main import main
 
         return main(sys.argv[1:])
 

@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from engine import loader
 from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.loader import Message
+from engine.models import loader
+from engine.models.loader import Message
 from engine.request import Delta, RequestOutput, SamplingParams
-from engine.scheduler import Scheduler
+from engine.running.core import EngineCore
+from engine.scheduling.scheduler import Scheduler
 from engine.stats import EngineStats
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
+from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers.backend import DataBackend, RemoteBackend
 from kvplane.transformers.link import ControlLink
-from kvplane.transformers.loop import LoopThread
 from kvplane.v1 import control_pb2 as pb
 
 Prompt = str | Sequence[int]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 __version__: str
 
 if TYPE_CHECKING:
-    from kvplane import ops
+    from kvplane import ops, sync
     from kvplane.attention_options import AttentionOptions
     from kvplane.clients.control_client import ControlClient
     from kvplane.clients.data_client import DataClient
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvplane.errors import KvplaneError
     from kvplane.layout import LayerGroup, Layout
     from kvplane.models.hf import layout_from_hf
-    from kvplane.results import SequenceState
+    from kvplane.results import SequenceState, StepResult
     from kvplane.session import Readmission, Resynced, Session, UnclaimedAnswer
     from kvplane.shard import Shard
     from kvplane.tensor import Tensor
@@ -45,11 +45,13 @@ __all__ = [
     "Session",
     "Shard",
     "Started",
+    "StepResult",
     "Tensor",
     "TlsOptions",
     "UnclaimedAnswer",
     "layout_from_hf",
     "ops",
+    "sync",
 ]
 
 _HOMES: Final = {
@@ -66,6 +68,7 @@ _HOMES: Final = {
     "Session": "kvplane.session",
     "Shard": "kvplane.shard",
     "Started": "kvplane.clients.execution",
+    "StepResult": "kvplane.results",
     "Tensor": "kvplane.tensor",
     "TlsOptions": "kvplane.transport.tls",
     "UnclaimedAnswer": "kvplane.session",
@@ -76,8 +79,8 @@ _HOMES: Final = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
-    if name == "ops":
-        return import_module("kvplane.ops")
+    if name in ("ops", "sync"):
+        return import_module(f"kvplane.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvplane' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import struct
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -47,6 +48,7 @@ _CACHE_KINDS: Final = {
     pb.CACHE_KIND_STATE: "state",
 }
 _TO_KIND: Final = {name: kind for kind, name in _CACHE_KINDS.items()}
+_MAX_SHOWN_CHARS: Final = 60
 _SCALES: Final = ("key_scales", "value_scales")
 
 
@@ -232,6 +234,15 @@ class Layout:
         scaled = replace(self, groups=pool.groups) if self.kv_dtype == pool.kv_dtype else self
         return scaled if _unscaled(scaled) == _unscaled(self) else self
 
+    def differences(self, other: Layout) -> str:
+        """Each field that differs, with this layout's value and then the other's."""
+        mine, others = dict(_flat(asdict(self))), dict(_flat(asdict(other)))
+        return ", ".join(
+            f"{name} {_shown(mine.get(name))} and not {_shown(others.get(name))}"
+            for name in dict.fromkeys((*mine, *others))
+            if mine.get(name) != others.get(name)
+        )
+
     @property
     def num_layers(self) -> int:
         """Layers over all groups."""
@@ -316,6 +327,23 @@ class Layout:
 def _unscaled(layout: Layout) -> Layout:
     groups = (replace(group, key_scales=(), value_scales=()) for group in layout.groups)
     return replace(layout, groups=tuple(groups))
+
+
+def _flat(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of nested ones: "groups[0].head_size"."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _flat(part, f"{at}.{name}" if at else name)
+    elif isinstance(value, tuple) and value and isinstance(value[0], dict):
+        for i, part in enumerate(value):
+            yield from _flat(part, f"{at}[{i}]")
+    else:
+        yield at, value
+
+
+def _shown(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."
 
 
 def _require(ok: bool, field: str, wanted: str) -> None:

@@ -3,16 +3,59 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvplane.errors import InternalError, KvplaneError, NeverFitsError, PoolFullError
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2
+from kvplane.v1.types_pb2 import SignedPayload
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_messages import from_wire, seconds_of
+
+
+class StepResult:
+    """What a step did; the message of the same name."""
+
+    __slots__ = ("_message",)
+
+    def __init__(self, message: pb.StepResult) -> None:
+        self._message = message
+
+    @property
+    def results(self) -> MutableSequence[pb.OperationResult]:
+        """One for each operation, in order."""
+        return self._message.results
+
+    @property
+    def plan(self) -> SignedPayload | None:
+        """For the data plane; None when there is nothing to carry out."""
+        return self._message.plan if self._message.HasField("plan") else None
+
+    @property
+    def usage(self) -> pb.PoolUsage:
+        """How the pool's blocks are used after the step."""
+        return self._message.usage
+
+    @property
+    def revision(self) -> int:
+        """How often the pool's prefix index has changed so far."""
+        return self._message.revision
+
+    @property
+    def news(self) -> SessionNews:
+        """What happened to the session without its asking."""
+        return news_of(self._message)
+
+    def raise_for_status(self) -> StepResult:
+        """The result itself. Raises ``error_of`` the first item that was not done."""
+        for outcome in self.results:
+            for failure in outcome.failures:
+                raise error_of(failure)
+        return self
+
 
 _TIERS: Final = {types_pb2.TIER_DEVICE: "device", types_pb2.TIER_HOST: "host"}
 
@@ -164,6 +207,8 @@ def error_of(failure: pb.ItemFailure) -> KvplaneError:
     if shortage.HasField("retry_delay"):
         delay_s = shortage.retry_delay.ToTimedelta().total_seconds()
     advice = "submit receipts, free or swap out sequences, then try again"
+    if delay_s is not None:
+        advice += f" in {delay_s:g} s"
     if shortage.place_in_line:
         advice = f"the admission waits, at place {shortage.place_in_line} in line"
     if by_quota:
@@ -171,11 +216,3 @@ def error_of(failure: pb.ItemFailure) -> KvplaneError:
     else:
         text += f", {shortage.num_blocks_pending} more when plans have run"
     return PoolFullError(f"{text}: {advice}", retry_delay_s=delay_s)
-
-
-def require_done(result: pb.StepResult) -> pb.StepResult:
-    """``result``. Raises ``error_of`` the first item that was not done."""
-    for outcome in result.results:
-        for failure in outcome.failures:
-            raise error_of(failure)
-    return result

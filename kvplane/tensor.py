@@ -1,23 +1,27 @@
-"""A dense row-major tensor as bytes, without an array library."""
+"""A dense row-major tensor as bytes, without an array library; from and to those of any."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from importlib import import_module
+from typing import Any, Final
 
+from kvplane.arrays import dlpack
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import ELEMENT_BYTES, dtype_from_wire, dtype_to_wire
 from kvplane.v1 import types_pb2 as pb
 
 MAX_DIMENSIONS: Final = 8
+_NUMPY_DTYPES: Final = ("float32", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """``data`` holds product(shape) little-endian elements of ``dtype``, row-major.
 
-    Valid by construction: raises InvalidRequestError with field "dtype", "shape" or "data".
+    What takes DLPack, such as torch.from_dlpack, gets a copy, which numpy or torch makes. Valid by
+    construction: raises InvalidRequestError with field "dtype", "shape" or "data".
     """
 
     dtype: str
@@ -40,6 +44,37 @@ class Tensor:
                 f"not {num_bytes}",
                 field="data",
             )
+
+    @classmethod
+    def from_array(cls, array: Any) -> Tensor:
+        """From an array of numpy, torch or another library that speaks DLPack; copies the data.
+
+        Raises InvalidRequestError for one that is not on the CPU, not contiguous, or of a type
+        that layouts do not have.
+        """
+        return cls(*dlpack.read(array))
+
+    def numpy(self) -> Any:
+        """As a numpy array, a copy. Raises InvalidRequestError for a type that numpy lacks."""
+        if self.dtype not in _NUMPY_DTYPES:
+            raise InvalidRequestError(f"numpy has no {self.dtype}: use torch()", field="dtype")
+        numpy = import_module("numpy")
+        return numpy.frombuffer(bytearray(self.data), self.dtype).reshape(self.shape)
+
+    def torch(self) -> Any:
+        """As a torch tensor on the CPU, a copy."""
+        torch = import_module("torch")
+        dtype = getattr(torch, self.dtype)
+        if not self.num_elements:
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.frombuffer(bytearray(self.data), dtype=dtype).reshape(self.shape)
+
+    def __dlpack__(self, **how: Any) -> Any:
+        array = self.numpy() if self.dtype in _NUMPY_DTYPES else self.torch()
+        return array.__dlpack__(**how)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return dlpack.CPU, 0
 
     @staticmethod
     def size_bytes(dtype: str, shape: tuple[int, ...]) -> int:

@@ -21,6 +21,7 @@ class CoreConfig:
 
     Other bounds: ``max_followers`` of prefix indexes, ``num_kept_changes`` of each index for them,
     ``max_pools``, of which one without data planes is forgotten after ``pool_expiry_s``,
+    ``max_blocks`` of all data planes, of both tiers,
     ``max_tenant_namespaces`` in a pool, ``max_unfenced_sessions`` of a pool, which have ended and
     some data plane has not fenced.
     """
@@ -41,6 +42,7 @@ class CoreConfig:
     max_followers: int = 64
     num_kept_changes: int = 65_536
     max_pools: int = 64
+    max_blocks: int = 2**23
     pool_expiry_s: float = 3600.0
     max_tenant_namespaces: int = 4096
     max_unfenced_sessions: int = 4096

@@ -24,7 +24,7 @@ from control_plane.planning import integrity, queries
 from control_plane.planning.admission.decisions import AdmissionConfig
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.observing import PoolObservation, observe
-from control_plane.planning.pools.layouts import layout_fingerprint
+from control_plane.planning.pools.layouts import layout_fingerprint, mismatch
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import MAX_NAMESPACE_CHARACTERS, root_of
 from control_plane.planning.pools.registration import Registration
@@ -50,7 +50,6 @@ from control_plane.planning.watching import Follower, Followers
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
-    LayoutMismatchError,
     PoolNotFoundError,
     PoolNotReadyError,
     QuotaExceededError,
@@ -152,9 +151,7 @@ class ControlPlane:
                 retry_delay_s=_RETRY_DELAY_S,
             )
         if fingerprint != pool.layout.fingerprint:
-            raise LayoutMismatchError(
-                f"is not that of pool {pool.id!r}: ask DescribePool for it", field="layout"
-            )
+            raise mismatch(request.layout, pool.layout, pool.id)
         most = self._config.max_sessions
         if len(self._sessions) >= most:
             raise QuotaExceededError(f"{most} sessions are open: close one first")
@@ -439,7 +436,10 @@ class ControlPlane:
             raise InvalidRequestError("is missing: it names a pool", field=field)
         pool = self._pools.get(pool_id)
         if pool is None:
-            raise PoolNotFoundError(f"no shard of pool {pool_id!r} has registered", field=field)
+            raise PoolNotFoundError(
+                f"no shard of pool {pool_id!r} has registered: ListPools names those that have",
+                field=field,
+            )
         return pool
 
     def _session(self, ref: tpb.SessionRef, tenant: str) -> Session:

@@ -11,7 +11,12 @@ from typing import Final, NamedTuple
 
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.steps.numbering import Numbering
-from kvplane.errors import KvplaneError, SessionNotFoundError
+from kvplane.errors import (
+    KvplaneError,
+    SessionExpiredError,
+    SessionNotFoundError,
+    StaleEpochError,
+)
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
 
@@ -141,6 +146,13 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
+_WHY_ENDED: Final[dict[type[KvplaneError], str]] = {
+    SessionExpiredError: "ended when nothing had renewed its lease in time",
+    SessionNotFoundError: "is not open: it was closed, or never opened by this tenant",
+    StaleEpochError: "ended when a data plane of its pool was restarted",
+}
+
+
 class EndedSessions:
     """Why recently ended sessions ended, to tell their callers."""
 
@@ -167,6 +179,7 @@ class EndedSessions:
         if owner != tenant:
             reason = SessionNotFoundError
         return reason(
-            f"session {session_id} is not open: open another and admit its sequences again",
+            f"session {session_id} {_WHY_ENDED[reason]}: open another and admit its sequences "
+            "again",
             field="session.session_id",
         )

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Final
 
 from control_plane.planning.config import EVICTION_POLICIES, CoreConfig
-from kvplane.serving.config import ServingConfig, bind_setting, metrics_port_setting
+from kvplane.serving.config import (
+    ServingConfig,
+    bind_setting,
+    max_message_setting,
+    metrics_port_setting,
+)
 from kvplane.serving.settings import setting
 
 PROGRAM: Final = "control_plane"
@@ -20,6 +25,7 @@ class ControlPlaneConfig(ServingConfig):
 
     bind: str = bind_setting("127.0.0.1:50051")
     metrics_port: int = metrics_port_setting(9101)
+    max_message_bytes: int = max_message_setting(1 << 24)  # a prompt of four million tokens
     lease_s: float = setting(
         _CORE.lease_s,
         help="How long a session stays open when no message renews it.",
@@ -95,6 +101,12 @@ class ControlPlaneConfig(ServingConfig):
     )
     max_pools: int = setting(
         _CORE.max_pools, help="Pools that data planes may register.", unit="pools", minimum=1
+    )
+    max_blocks: int = setting(
+        _CORE.max_blocks,
+        help="Blocks of all data planes, of both tiers; each takes some 125 bytes of memory.",
+        unit="blocks",
+        minimum=1,
     )
     pool_expiry_s: float = setting(
         _CORE.pool_expiry_s,
@@ -178,6 +190,7 @@ class ControlPlaneConfig(ServingConfig):
             max_tenant_steps_per_s=self.max_tenant_steps_per_s,
             max_retained_share=self.max_retained_share,
             max_pools=self.max_pools,
+            max_blocks=self.max_blocks,
             pool_expiry_s=self.pool_expiry_s,
             max_tenant_namespaces=self.max_tenant_namespaces,
             max_unfenced_sessions=self.max_unfenced_sessions,

@@ -20,6 +20,14 @@ from kvplane.v1.control_pb2_grpc import add_ControlPlaneServiceServicer_to_serve
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LONGEST_TICK_S: Final = 0.25
+_OF_MAX_OPERATIONS: Final = (
+    "StepRequest.operations",
+    "StepRequest.receipts",
+    "CheckOperationsRequest.operations",
+    "SubmitReceiptsRequest.receipts",
+    "AbortPlanRequest.receipts",
+    "ResyncRequest.receipts",
+)
 
 
 class ControlPlaneServer(PlaneServer):
@@ -52,7 +60,8 @@ class ControlPlaneServer(PlaneServer):
         )
         self._servicer = ControlPlaneService(core, registrar, self.metrics, __version__)
         add_service = add_ControlPlaneServiceServicer_to_server
-        super().__init__(config, SERVICE, self._servicer, add_service, self.metrics)
+        max_counts = dict.fromkeys(_OF_MAX_OPERATIONS, config.max_operations)
+        super().__init__(config, SERVICE, self._servicer, add_service, self.metrics, max_counts)
 
     @classmethod
     async def start(cls, config: ControlPlaneConfig) -> ControlPlaneServer:

@@ -1,11 +1,19 @@
 // The threads of parallel_for: helpers, each with a slot of its own in which a caller offers it a
 // job.
 //
-//   caller:  offers a job --- takes items ------------ withdraws the offer, or waits for the helper
-//   helper:  spins, sleeps --- accepts --- takes items --- finishes --- spins, sleeps
+//   caller:  claims, offers --- takes items ----------- withdraws the offer, or waits for the
+//   helper helper:  spins, sleeps ---- accepts --- takes items ---------- finishes --- spins,
+//   sleeps
 //
-//   state of a slot:  idle -> claimed -> offered -> working -> idle     or     offered -> idle
-//                          caller     caller     helper     helper                 caller
+// One word of a slot holds all that they tell each other: the number of the latest claim, and a
+// state. The number keeps a caller that was held up from being mistaken for a later one; and as who
+// sleeps is a state too, nobody goes to sleep on a word that has changed.
+//
+//   idle <-> asleep                                   the helper goes to sleep, or has woken up
+//   idle, asleep -> claimed -> offered                a caller
+//   offered -> idle                                   the same caller, whose items ran out
+//   offered -> working -> idle                        the helper
+//   working -> awaited -> idle                        the caller sleeps, and the helper wakes it
 //
 // A helper that sleeps wakes up on its waker's CPU, as the kernel likes it: there it waits for the
 // caller, or takes its place, until the balancer moves one of them, which takes milliseconds. So a
@@ -37,7 +45,21 @@ constexpr std::chrono::microseconds kSpin{50};
 constexpr int kPausesBetweenLooks = 32;  // at the clock
 constexpr int kMaxHelpers = 1024;
 
-enum State : int { kIdle, kClaimed, kOffered, kWorking };
+enum State : uint32_t { kIdle, kAsleep, kClaimed, kOffered, kWorking, kAwaited };
+constexpr uint32_t kStateBits = 3;
+
+constexpr State state_of(uint32_t word) {
+  return static_cast<State>(word & ((1u << kStateBits) - 1));
+}
+
+// The word of the same claim in another state.
+constexpr uint32_t in_state(uint32_t word, State state) {
+  return (word >> kStateBits << kStateBits) | state;
+}
+
+constexpr uint32_t next_claim(uint32_t word) {
+  return in_state(word + (1u << kStateBits), kClaimed);
+}
 
 struct Job {
   const std::function<void(int, int64_t)>& run;
@@ -65,32 +87,25 @@ void wake(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Returns once `done` does: spins at first, then sleeps on `word`, and says so in `asleep`.
+// Returns whether `done` came true while it was worth to spin for it.
 template <typename Done>
-void wait(std::atomic<uint32_t>& word, std::atomic<bool>& asleep, const Done& done) {
+bool spin_until(const Done& done) {
   const Clock::time_point end = Clock::now() + kSpin;
   for (int i = 1; !done(); ++i) {
     pause();
-    if (i % kPausesBetweenLooks != 0 || Clock::now() < end) continue;
-    asleep.store(true);
-    for (uint32_t seen = word.load(); !done(); seen = word.load()) sleep_while(word, seen);
-    asleep.store(false);
-    return;
+    if (i % kPausesBetweenLooks == 0 && Clock::now() >= end) return false;
   }
+  return true;
 }
 
 struct alignas(128) Slot {
-  std::atomic<int> state{kIdle};
-  std::atomic<uint32_t> offered{0};  // offers so far
-  std::atomic<bool> helper_sleeps{false};
+  std::atomic<uint32_t> word{kIdle};
   std::atomic<int> cpu{-1};  // that the helper was on
-  Job* job = nullptr;        // these three: of the latest offer
-  int worker = 0;
-  uint32_t number = 0;
   pid_t thread_id = 0;
-  int avoided_cpu = -1;                            // by the helper
-  alignas(128) std::atomic<uint32_t> finished{0};  // the latest offer that was worked off
-  std::atomic<bool> caller_sleeps{false};
+  // Of the latest claim: written by the caller that holds it.
+  Job* job = nullptr;
+  int worker = 0;
+  int avoided_cpu = -1;  // by the helper
 };
 
 // The CPUs that the process may use, found out before a library binds its main thread to one.
@@ -108,26 +123,29 @@ class ThreadPool {
     std::vector<std::pair<Slot*, uint32_t>> offers;
     const int cpu = sched_getcpu();
     for (int i = 0; i < num && static_cast<int>(offers.size()) < num_helpers; ++i) {
-      Slot& slot = *slots_[i];
-      int idle = kIdle;
-      if (!slot.state.compare_exchange_strong(idle, kClaimed)) continue;
-      offers.emplace_back(&slot, offer(slot, job, static_cast<int>(offers.size()) + 1, cpu));
+      uint32_t word = slots_[i]->word.load();
+      const State state = state_of(word);
+      if (state != kIdle && state != kAsleep) continue;
+      if (!slots_[i]->word.compare_exchange_strong(word, next_claim(word))) continue;
+      const int worker = static_cast<int>(offers.size()) + 1;
+      offers.emplace_back(slots_[i], offer(*slots_[i], job, worker, cpu, state == kAsleep));
     }
     job->work(0);
-    for (const auto& [slot, number] : offers) take_back(*slot, number);
+    for (const auto& [slot, word] : offers) take_back(*slot, word);
   }
 
  private:
-  static uint32_t offer(Slot& slot, Job* job, int worker, int caller_cpu) {
+  // Returns the word of the offer.
+  static uint32_t offer(Slot& slot, Job* job, int worker, int caller_cpu, bool asleep) {
     slot.job = job;
     slot.worker = worker;
-    slot.number = slot.offered.load() + 1;
-    const uint32_t number = slot.number;
-    if (slot.helper_sleeps.load() || slot.cpu.load() == caller_cpu) keep_off(slot, caller_cpu);
-    slot.state.store(kOffered);
-    slot.offered.store(number);
-    if (slot.helper_sleeps.load()) wake(slot.offered);
-    return number;
+    if (asleep || slot.cpu.load(std::memory_order_relaxed) == caller_cpu) {
+      keep_off(slot, caller_cpu);
+    }
+    const uint32_t offered = in_state(slot.word.load(), kOffered);
+    slot.word.store(offered);
+    if (asleep) wake(slot.word);
+    return offered;
   }
 
   static void keep_off(Slot& slot, int cpu) {
@@ -139,11 +157,14 @@ class ThreadPool {
     if (sched_setaffinity(slot.thread_id, sizeof others, &others) == 0) slot.avoided_cpu = cpu;
   }
 
-  static void take_back(Slot& slot, uint32_t number) {
-    int offered = kOffered;
-    if (slot.state.compare_exchange_strong(offered, kIdle)) return;
-    wait(slot.finished, slot.caller_sleeps,
-         [&] { return static_cast<int32_t>(slot.finished.load() - number) >= 0; });
+  static void take_back(Slot& slot, uint32_t offered) {
+    uint32_t word = offered;
+    if (slot.word.compare_exchange_strong(word, in_state(offered, kIdle))) return;
+    uint32_t working = in_state(offered, kWorking);
+    if (spin_until([&] { return slot.word.load() != working; })) return;
+    const uint32_t awaited = in_state(offered, kAwaited);
+    if (!slot.word.compare_exchange_strong(working, awaited)) return;
+    while (slot.word.load() == awaited) sleep_while(slot.word, awaited);
   }
 
   // Returns the number of helpers: as many as wanted, or as the system has threads for.
@@ -169,19 +190,29 @@ class ThreadPool {
     // The creator's mask, which the thread has inherited, may be a single CPU.
     if (CPU_COUNT(&kCpus) > 0) sched_setaffinity(0, sizeof kCpus, &kCpus);
     started->store(true, std::memory_order_release);
-    uint32_t seen = 0;
     while (true) {
-      wait(slot->offered, slot->helper_sleeps, [&] { return slot->offered.load() != seen; });
-      seen = slot->offered.load();
-      int offered = kOffered;
-      if (!slot->state.compare_exchange_strong(offered, kWorking)) continue;  // was withdrawn
+      uint32_t word = wait_for_offer(slot->word);
+      if (!slot->word.compare_exchange_strong(word, in_state(word, kWorking))) continue;
       slot->cpu.store(sched_getcpu(), std::memory_order_relaxed);
-      const uint32_t number = slot->number;
       slot->job->work(slot->worker);
-      slot->finished.store(number);  // from here on the job may be gone
-      if (slot->caller_sleeps.load()) wake(slot->finished);
-      slot->state.store(kIdle);
+      // From here on the job may be gone.
+      if (state_of(slot->word.exchange(in_state(word, kIdle))) == kAwaited) wake(slot->word);
     }
+  }
+
+  // Returns the word of an offer, which its caller may have withdrawn since.
+  static uint32_t wait_for_offer(std::atomic<uint32_t>& slot_word) {
+    uint32_t word = slot_word.load();
+    const auto is_offered = [&] { return state_of(word = slot_word.load()) == kOffered; };
+    while (!spin_until(is_offered)) {
+      // A claimed slot is worth another turn of spinning: its offer is on the way.
+      if (state_of(word) == kIdle) {
+        const uint32_t asleep = in_state(word, kAsleep);
+        if (slot_word.compare_exchange_strong(word, asleep)) word = asleep;
+      }
+      if (state_of(word) == kAsleep) sleep_while(slot_word, word);
+    }
+    return word;
   }
 
   std::mutex growing_;

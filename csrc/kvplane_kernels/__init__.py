@@ -8,6 +8,8 @@ from importlib.util import find_spec
 
 from kvplane_kernels._native import (
     AttentionOptions,
+    BoundBatch,
+    BoundLayer,
     Dtype,
     PagesView,
     ScalesView,
@@ -26,6 +28,8 @@ from kvplane_kernels._native import (
 
 __all__ = [
     "AttentionOptions",
+    "BoundBatch",
+    "BoundLayer",
     "Dtype",
     "PagesView",
     "ScalesView",

@@ -36,6 +36,39 @@ class AttentionOptions:
         sinks: int,
     ) -> None: ...
 
+class BoundBatch:
+    """What all layers of a plan share: csrc/bound_layers.h."""
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        block_tables: int,
+        wide_block_tables: bool,
+        max_blocks: int,
+        query_starts: int,
+        context_lens: int,
+        num_sequences: int,
+        num_tokens: int,
+    ) -> None: ...
+
+class BoundLayer:
+    """What a layer's calls share, for tensors of these types and strides."""
+
+    def __init__(
+        self,
+        *,
+        query: TensorView,
+        key: TensorView,
+        value: TensorView,
+        pages: PagesView,
+        scales: ScalesView,
+        options: AttentionOptions,
+    ) -> None: ...
+    def write_and_attend(
+        self, batch: BoundBatch, query: int, key: int, value: int, out: int, num_threads: int
+    ) -> float: ...
+
 def cpu_isa() -> str: ...
 def cpu_isas() -> list[str]: ...
 def use_cpu_isa(isa: str) -> None: ...

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
+from data_plane.kernels.bound_layers import BoundLayers
 from data_plane.kernels.cpu import CpuKernels
 from data_plane.kernels.cuda import CudaKernels
 from data_plane.kernels.cuda_streams import CudaRuntime, DeviceStreams, Streams
@@ -67,6 +68,12 @@ class Kernels(Protocol):
         float32 [num_tokens, num_heads], receives the natural logarithm of the sum of the
         exponentials of the scores, and of the sink where there is one. Sums are in fp32. No bit of
         the result depends on the rest of the batch.
+        """
+        ...
+
+    def bound_layers(self) -> BoundLayers | None:
+        """For ``reshape_and_cache`` and ``paged_attention`` as one call; None where there is none.
+        One executor uses it.
         """
         ...
 

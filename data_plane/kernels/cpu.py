@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 
 from data_plane.kernels.arguments import HOST, AttentionArguments
+from data_plane.kernels.bound_layers import BoundLayers
 from data_plane.kernels.cuda_streams import HostStreams
 from data_plane.kernels.native import NativeKernels
 from kvplane.errors import InvalidRequestError
@@ -51,13 +52,19 @@ class CpuKernels(NativeKernels):
         # Online softmax (Milakov and Gimelshein, 2018) over tiles of 32 tokens.
         return self._attend(arguments, None, lse)
 
+    def bound_layers(self) -> BoundLayers:
+        return BoundLayers(self._module, self._bound_layer, self._threads)
+
     def check_faults(self) -> None:
         """Nothing to report: each call checks the values of its arguments and raises."""
 
     def _call(self, name: str, **arguments: Any) -> Any:
         if name not in _ON_ONE_THREAD:
-            arguments["num_threads"] = self.num_threads or torch.get_num_threads()
+            arguments["num_threads"] = self._threads()
         return super()._call(name, **arguments)
+
+    def _threads(self) -> int:
+        return self.num_threads or torch.get_num_threads()
 
 
 def cpu_isa() -> str:

@@ -117,6 +117,17 @@ class NativeKernels:
         )
         return out
 
+    def _bound_layer(self, write: WriteArguments, attention: AttentionArguments) -> Any:
+        """The module's BoundLayer for calls like the ones with these arguments."""
+        return self._module.BoundLayer(
+            query=self._view(attention.query),
+            key=self._view(write.key),
+            value=self._view(write.value),
+            pages=self._pages(attention),
+            scales=self._scales(attention),
+            options=self._options(attention),
+        )
+
     def _copy(
         self, name: str, source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor
     ) -> None:

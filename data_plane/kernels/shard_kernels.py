@@ -18,6 +18,7 @@ from data_plane.kernels.arguments import (
     require,
 )
 from data_plane.kernels.backend import Kernels
+from data_plane.kernels.bound_layers import BoundLayer
 from data_plane.kernels.cpu import CpuKernels
 from data_plane.kernels.cuda_streams import device_errors
 from data_plane.kernels.kernel_times import kernel_times
@@ -67,6 +68,7 @@ class ShardKernels:
         self._streams = kernels.streams
         self._scales = layer_scales(layout, shard, device)
         self._times = kernel_times(device, counters)
+        self._bound = kernels.bound_layers()
 
     def write_arguments(
         self,
@@ -121,6 +123,59 @@ class ShardKernels:
             wanted = f"must have the plan's {batch.num_tokens} tokens, has {num_tokens}"
             require(num_tokens == batch.num_tokens, wanted, "query")
         return arguments
+
+    def bound_layer(
+        self,
+        batch: AttentionBatch,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> BoundLayer | None:
+        """The layer as ``bind`` bound it, for arguments that need no more checks; else None."""
+        if self._bound is None or query.shape[0] != batch.num_tokens:
+            return None
+        bound = self._bound.find(layer, query, key, value, options)
+        most = batch.max_window_tokens
+        if bound is None or (most is not None and not 0 < bound.window_tokens <= most):
+            return None
+        return bound
+
+    def bind(
+        self,
+        layer: int,
+        options: AttentionOptions,
+        write: WriteArguments,
+        attention: AttentionArguments,
+    ) -> None:
+        """Bind the layer, where the kernels can, for calls like the one with these arguments.
+        ``options``: the caller's.
+        """
+        if self._bound is not None:
+            self._bound.bind(layer, options, write, attention)
+
+    def write_and_attend(
+        self,
+        bound: BoundLayer,
+        batch: AttentionBatch,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        num_context_tokens: int,
+    ) -> torch.Tensor:
+        """``write`` and ``attend`` of a layer that ``bound_layer`` found."""
+        assert self._bound is not None
+        output, *seconds = self._bound.run(bound, batch, query, key, value)
+        token_bytes = _token_bytes(bound.held[0])
+        for name, duration_s, num_tokens in zip(
+            ("write", "attention"), seconds, (batch.num_tokens, num_context_tokens), strict=True
+        ):
+            self._counters.kernel_s[name] += duration_s
+            self._counters.kernel_bytes[name] += num_tokens * token_bytes
+        self._counters.num_written_tokens += batch.num_tokens
+        self._counters.num_attention_tokens += batch.num_tokens
+        return output
 
     def clear(self, blocks: BlocksByPlace) -> None:
         """Zero whole blocks, after all work queued before."""

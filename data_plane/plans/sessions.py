@@ -62,6 +62,7 @@ class Run:
     """Whether the device may still read the batch after the receipt."""
     failure: str = ""
     """Why there will be no receipt; empty while there may be one."""
+    _num_context_tokens: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -72,6 +73,14 @@ class Run:
     def num_spans(self) -> int:
         """Spans of the plan."""
         return self.attention[0].num_spans
+
+    def num_context_tokens(self, window_tokens: int) -> int:
+        """As of its batches, which all have the same spans; counted once for each window."""
+        num = self._num_context_tokens.get(window_tokens)
+        if num is None:
+            num = self.attention[0].num_context_tokens(window_tokens)
+            self._num_context_tokens[window_tokens] = num
+        return num
 
     @property
     def is_complete(self) -> bool:
@@ -140,14 +149,14 @@ class Session:
             return None
         if running is not None:
             raise PlanOutOfOrderError(
-                f"plan {newest} of the session has not finished: send its missing layers, or abort "
-                "it at the control plane",
+                f"finish plan {newest} first: send its missing layers, or abort it at the control "
+                "plane",
                 field="plan.previous",
             )
         if plan.previous != self.finished:
             raise PlanOutOfOrderError(
-                f"the plan follows plan {plan.previous}, but the session's last plan to finish "
-                f"here is {self.finished}: start the plans between first",
+                f"run plan {plan.previous} first: this one follows it, and the session's last plan "
+                f"to finish here is {self.finished}",
                 field="plan.previous",
             )
         return None

@@ -12,10 +12,12 @@ from kvplane.serving.config import (
     ServingConfig,
     bind_setting,
     check_address,
+    max_message_setting,
     metrics_port_setting,
 )
 from kvplane.serving.settings import setting
 from kvplane.transport.tls import TlsOptions
+from kvplane.wire.protocol import MAX_MESSAGE_BYTES
 
 PROGRAM: Final = "data_plane"
 _ANY_HOST: Final = ("0.0.0.0", "[::]", "::")
@@ -30,6 +32,7 @@ class DataPlaneConfig(ServingConfig):
     )
     bind: str = bind_setting("127.0.0.1:50052")
     metrics_port: int = metrics_port_setting(9102)
+    max_message_bytes: int = max_message_setting(MAX_MESSAGE_BYTES)
     advertise: str = setting(
         "", help="Address for clients to connect to, host:port; empty means the one bound."
     )

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from engine.loader import Message
+from engine.models.loader import Message
 from engine.request import Delta, RequestOutput
 from engine.serving.answers import Answer
 from engine.serving.metrics import ServingMetrics

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from engine.loader import Message
+from engine.models.loader import Message
 from engine.request import SamplingParams
 from engine.serving.worker import Prompt
 from kvplane.errors import InvalidRequestError

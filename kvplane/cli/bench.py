@@ -18,7 +18,7 @@ from kvplane.clients.data_client import DataClient
 from kvplane.clients.execution import Execution
 from kvplane.errors import KvplaneError
 from kvplane.layout import LATENT, LayerGroup, Layout
-from kvplane.results import news_of
+from kvplane.results import StepResult
 from kvplane.session import Session
 from kvplane.tensor import Tensor
 from kvplane.transport.tls import TlsOptions
@@ -149,7 +149,7 @@ class _Load:
             elif (kind == "swap_out" and failed) or (kind == "swap_in" and not failed):
                 self._swapped = 0
         self._hear(result)
-        if result.HasField("plan"):
+        if result.plan is not None:
             await self._execute(result.plan)
 
     async def end(self) -> None:
@@ -244,9 +244,9 @@ class _Load:
                 self._swapped = idle[0]
                 operations.append(ops.swap_out([self._swapped]))
 
-    def _hear(self, result: pb.StepResult) -> None:
+    def _hear(self, result: StepResult) -> None:
         """What happened without the session's asking."""
-        news = news_of(result)
+        news = result.news
         for granted in news.granted:
             sequence = self._live[granted.sequence_id]
             sequence.position = granted.num_cached_tokens

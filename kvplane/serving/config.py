@@ -29,15 +29,27 @@ def metrics_port_setting(default: int) -> Any:
     )
 
 
+def max_message_setting(default: int) -> Any:
+    """The field ``max_message_bytes`` of a ``ServingConfig``, each of which has its own default."""
+    return setting(
+        default,
+        help="Largest message accepted.",
+        unit="bytes",
+        minimum=4096,
+        maximum=2**31 - 1,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServingConfig:
-    """Settings of a server; a plane adds its own, and gives ``bind`` and ``metrics_port`` defaults.
+    """Settings of a server; a plane adds its own, and gives the first three their defaults.
 
     Raises InvalidRequestError for a malformed bind address, and for TLS files that need others.
     """
 
     bind: str
     metrics_port: int
+    max_message_bytes: int
     port_file: Path | None = setting(None, help="File to write the gRPC port to, once it serves.")
     grace_s: float = setting(
         5.0,
@@ -45,13 +57,6 @@ class ServingConfig:
         unit="s",
         minimum=0,
         maximum=3600,
-    )
-    max_message_bytes: int = setting(
-        MAX_MESSAGE_BYTES,
-        help="Largest message accepted or sent.",
-        unit="bytes",
-        minimum=4096,
-        maximum=2**31 - 1,
     )
     tls_certificate: Path | None = setting(None, help="PEM file of the server's certificate.")
     tls_key: Path | None = setting(None, help="PEM file of the certificate's key.")

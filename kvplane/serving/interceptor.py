@@ -14,7 +14,7 @@ import contextlib
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final
 
 import grpc
@@ -25,6 +25,7 @@ from grpc_status import rpc_status
 from kvplane.errors import InternalError, InvalidRequestError, KvplaneError
 from kvplane.serving.identity import Gate
 from kvplane.serving.logs import frames_of
+from kvplane.serving.message_bounds import MessageBounds
 from kvplane.serving.metrics import RpcMetrics
 from kvplane.wire.error_codec import to_rich_status
 
@@ -37,9 +38,13 @@ _Decode = Callable[[bytes], Any]
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Maps what handlers raise and counts what they answer."""
 
-    def __init__(self, metrics: RpcMetrics, gate: Gate) -> None:
+    def __init__(
+        self, metrics: RpcMetrics, gate: Gate, bounds: Mapping[str, MessageBounds]
+    ) -> None:
+        """``bounds``: of the requests, by method, "/SERVICE/METHOD"."""
         self._metrics = metrics
         self._gate = gate
+        self._bounds = bounds
 
     async def intercept_service(
         self,
@@ -50,7 +55,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:  # no such method: grpc answers UNIMPLEMENTED
             return None
         method = handler_call_details.method
-        call = _Call(self._metrics, self._gate, method, handler.request_deserializer)
+        decode = _bounded(handler.request_deserializer, self._bounds.get(method))
+        call = _Call(self._metrics, self._gate, method, decode)
         encode = handler.response_serializer
         if handler.unary_unary:
             unary = call.wrap_unary(handler.unary_unary)
@@ -174,6 +180,18 @@ class _Decoded:
 
     async def __anext__(self) -> Any:
         return self._decode(await self._requests.__anext__())
+
+
+def _bounded(decode: _Decode | None, bounds: MessageBounds | None) -> _Decode | None:
+    """``decode``, after a look at what the bytes hold."""
+    if decode is None or bounds is None:
+        return decode
+
+    def check_and_decode(data: bytes) -> Any:
+        bounds.check(data)
+        return decode(data)
+
+    return check_and_decode
 
 
 async def _abort(context: _Context, status: grpc.Status) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 import grpc.aio
@@ -18,7 +18,9 @@ from kvplane.serving.access import AccessList
 from kvplane.serving.config import ServingConfig
 from kvplane.serving.identity import Gate
 from kvplane.serving.interceptor import ErrorInterceptor
+from kvplane.serving.message_bounds import MessageBounds
 from kvplane.serving.metrics import PlaneMetrics, serve_metrics
+from kvplane.serving.wrong_service import WrongServiceInterceptor
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LAG_INTERVAL_S: Final = 0.1
@@ -43,9 +45,11 @@ class PlaneServer:
         service: Service,
         add_service: Callable[[Any, grpc.aio.Server], None],
         metrics: PlaneMetrics,
+        max_counts: Mapping[str, int] | None = None,
     ) -> None:
         """Bind the addresses of ``config``, on the running event loop. ``service_name``: the full
         one. ``add_service``: the generated function that adds the servicer.
+        ``max_counts``: bounds of requests other than those of ``message_bounds.MAX_COUNTS``.
 
         Raises OSError when an address cannot be bound or a TLS file cannot be read, and
         InvalidRequestError when something is wrong in the access list.
@@ -55,11 +59,18 @@ class PlaneServer:
         self._service = service
         service_descriptor = descriptor_pool.Default().FindServiceByName(service_name)
         gate = Gate(AccessList(config.access_file), [service_descriptor])
+        bounds = {
+            f"/{service_name}/{method.name}": MessageBounds(method.input_type, max_counts)
+            for method in service_descriptor.methods
+        }
         self._server = serving.build(
             config.bind,
             tls=config.tls,
             max_message_bytes=config.max_message_bytes,
-            interceptors=[ErrorInterceptor(metrics.rpc, gate)],
+            interceptors=[
+                WrongServiceInterceptor(service_name),
+                ErrorInterceptor(metrics.rpc, gate, bounds),
+            ],
         )
         add_service(service, self._server.grpc_server)
         self._metrics = metrics

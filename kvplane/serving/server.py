@@ -18,6 +18,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvplane.wire.protocol import MAX_MESSAGE_BYTES
+
 _LOGGER: Final = logging.getLogger(__name__)
 
 
@@ -81,7 +83,7 @@ def build(
     host, _, _ = bind.rpartition(":")
     options = [
         ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max(max_message_bytes, MAX_MESSAGE_BYTES)),
         ("grpc.so_reuseport", 0),  # else a second server on the port would take half of the calls
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),

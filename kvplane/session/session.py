@@ -19,6 +19,7 @@ from kvplane import ops
 from kvplane.errors import (
     CancelledError,
     DeadlineExceededError,
+    InvalidRequestError,
     KvplaneError,
     PlaneUnavailableError,
     SessionExpiredError,
@@ -28,7 +29,7 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.layout import Layout
-from kvplane.results import SequenceState, error_of, require_done, sequence_states
+from kvplane.results import SequenceState, StepResult, error_of, sequence_states
 from kvplane.session.idle_receipts import submit_when_idle
 from kvplane.session.operations import SessionOperations
 from kvplane.session.queries import SessionQueries
@@ -100,6 +101,7 @@ class Session(SessionOperations, SessionQueries):
         self.max_plans_in_flight = response.max_plans_in_flight
         self.time_to_live_s = response.time_to_live.ToTimedelta().total_seconds()
         self._open_again = open_again
+        self._ended_by: KvplaneError | None = None
         self._steps = Steps()
         self._notices: deque[pb.Notice] = deque(maxlen=_MAX_NOTICES)
         self._stream: Stream[pb.StepRequest, pb.StepResponse] = Stream(lambda: stub.Step())
@@ -139,8 +141,22 @@ class Session(SessionOperations, SessionQueries):
         """
         return self._steps.last_number
 
-    def add_receipt(self, receipt: SignedPayload) -> None:
-        """Submit ``receipt`` with the next numbered call, or by itself when none comes."""
+    @property
+    def ended_by(self) -> KvplaneError | None:
+        """Why the session is over, as soon as a call or the lease's renewal has learnt it; else
+        None. Calls that change the session raise it from then on.
+        """
+        return self._ended_by
+
+    def add_receipt(self, receipt: SignedPayload | None) -> None:
+        """Submit ``receipt`` with the next numbered call, or by itself when none comes.
+
+        Raises InvalidRequestError for None, which ``Execution.receipt`` is before the plan has run.
+        """
+        if receipt is None:
+            raise InvalidRequestError(
+                "is None: a plan has one when all its layers have run", field="receipt"
+            )
         self._steps.add_receipt(receipt)
 
     def take_unclaimed(self) -> list[UnclaimedAnswer]:
@@ -166,18 +182,18 @@ class Session(SessionOperations, SessionQueries):
         deferred_tokens: pb.DeferredTokens | None = None,
         *,
         timeout_s: float | None = None,
-    ) -> pb.StepResult:
+    ) -> StepResult:
         """Apply pending receipts, then deferred tokens, then ``operations`` in order; see
         StepResult.
 
         Raises TooManyPlansInFlightError and whatever made the step as a whole fail; an item of an
-        operation that fails by itself is in the result (``kvplane.results.error_of``).
+        operation that fails by itself is in the result: see ``StepResult.raise_for_status``.
         """
         request = pb.StepRequest(
             session=self.ref, operations=operations, deferred_tokens=deferred_tokens
         )
         deadline = self._connection.deadline(timeout_s)
-        result: pb.StepResult = await self._steps.call(request, self._send_step, deadline)
+        result: StepResult = await self._call(request, self._send_step, deadline)
         return result
 
     async def readmit(
@@ -205,7 +221,7 @@ class Session(SessionOperations, SessionQueries):
             elif outcome.failures[0].status != pb.OPERATION_STATUS_LATER:
                 self._steps.unclaimed.append(UnclaimedAnswer(self.last_number, result))
                 raise error_of(outcome.failures[0])
-        return Readmission(cached, result.plan if result.HasField("plan") else None)
+        return Readmission(cached, result.plan)
 
     async def resync(self, *, timeout_s: float | None = None) -> Resynced:
         """Submit pending receipts, abort plans that have none, and get a plan of whole tables."""
@@ -251,6 +267,9 @@ class Session(SessionOperations, SessionQueries):
         request = pb.CloseSessionRequest(session=self.ref)
         with suppress(SessionNotFoundError, SessionExpiredError, StaleIncarnationError):
             await self._connection.call(self._stub.CloseSession, request, timeout_s)
+            self._note_end(
+                SessionNotFoundError("was closed here: open another", field="session.session_id")
+            )
 
     async def detach(self) -> None:
         """Stop renewing the lease and end the stream; sends the plane nothing."""
@@ -277,25 +296,40 @@ class Session(SessionOperations, SessionQueries):
                 _LOGGER.warning("session=%d lease not renewed: %s", self.id, error)
             except KvplaneError as error:
                 _LOGGER.warning("session=%d lost: %s", self.id, error)
+                self._note_end(error)
                 return
 
-    async def _run_operation(
-        self, operation: pb.Operation, timeout_s: float | None
-    ) -> pb.StepResult:
-        async def send(request: pb.StepRequest, deadline: Deadline) -> pb.StepResult:
+    async def _run_operation(self, operation: pb.Operation, timeout_s: float | None) -> StepResult:
+        async def send(request: pb.StepRequest, deadline: Deadline) -> StepResult:
             response: pb.RunStepResponse = await self._connection.attempt(
                 self._stub.RunStep, pb.RunStepRequest(step=request), deadline
             )
-            return response.result
+            return StepResult(response.result)
 
         request = pb.StepRequest(session=self.ref, operations=[operation])
         deadline = self._connection.deadline(timeout_s)
-        return require_done(await self._steps.call(request, send, deadline))
+        result: StepResult = await self._call(request, send, deadline)
+        return result.raise_for_status()
 
     async def _run(self, method: Any, request: Any, timeout_s: float | None) -> Any:
         """A numbered unary call."""
         deadline = self._connection.deadline(timeout_s)
-        return await self._steps.call(request, self._sender(method), deadline)
+        return await self._call(request, self._sender(method), deadline)
+
+    async def _call(self, request: Any, send: Send, deadline: Deadline) -> Any:
+        """A numbered call, unless the session is known to be over."""
+        if self._ended_by is not None:
+            raise _copy(self._ended_by)
+        try:
+            return await self._steps.call(request, send, deadline)
+        except KvplaneError as error:
+            self._note_end(error)
+            raise
+
+    def _note_end(self, error: KvplaneError) -> None:
+        over = isinstance(error, SessionNotFoundError | StaleError)
+        if over and error.field.startswith("session.") and self._ended_by is None:
+            self._ended_by = error
 
     async def _submit_idle(self) -> None:
         await self._steps.submit_idle(
@@ -310,12 +344,14 @@ class Session(SessionOperations, SessionQueries):
 
         return send
 
-    async def _send_step(self, request: pb.StepRequest, _: Deadline) -> pb.StepResult:
+    async def _send_step(self, request: pb.StepRequest, _: Deadline) -> StepResult:
         if not self._stream.is_open:
             self._stream.open()
         await self._stream.send(request)
         response = await self._stream.receive()
         while response.number == 0:
+            if response.HasField("error"):  # the control plane could not read the request
+                raise from_wire(response.error)
             if response.HasField("notice"):
                 self._notices.append(response.notice)
             response = await self._stream.receive()
@@ -325,4 +361,9 @@ class Session(SessionOperations, SessionQueries):
             raise PlaneUnavailableError(text)
         if response.WhichOneof("outcome") != "result":
             raise from_wire(response.error)
-        return response.result
+        return StepResult(response.result)
+
+
+def _copy(error: KvplaneError) -> KvplaneError:
+    """To be raised in turn; an error that is raised twice gathers the tracebacks of both."""
+    return type(error)(error.message, field=error.field, retry_delay_s=error.retry_delay_s)

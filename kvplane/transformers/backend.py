@@ -12,8 +12,8 @@ from kvplane.clients.data_client import DataClient
 from kvplane.clients.execution import Execution
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.session import Session
+from kvplane.sync.loop_thread import LoopThread
 from kvplane.tensor import Tensor
-from kvplane.transformers.loop import LoopThread
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
 

@@ -23,8 +23,8 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError
 from kvplane.layout import Layout
 from kvplane.session import Session
+from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers.backend import Started
-from kvplane.transformers.loop import LoopThread
 from kvplane.v1 import types_pb2 as pb
 
 _GRACE_S = 1.0  # for calls of others, when the planes are stopped

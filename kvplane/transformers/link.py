@@ -13,9 +13,9 @@ from typing import Final
 from kvplane.clients.control_client import ControlClient
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
-from kvplane.results import SequenceState
+from kvplane.results import SequenceState, StepResult
 from kvplane.session import Session
-from kvplane.transformers.loop import LoopThread
+from kvplane.sync.loop_thread import LoopThread
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
@@ -64,17 +64,17 @@ class ControlLink:
         self._session = self._loop.run(session)
         return self._session
 
-    def step(self, operations: Sequence[pb.Operation]) -> pb.StepResult:
+    def step(self, operations: Sequence[pb.Operation]) -> StepResult:
         """One step, with all receipts that were added."""
         session = self.session
 
-        async def step() -> pb.StepResult:
+        async def step() -> StepResult:
             result = await session.step(operations)
             session.take_notices()  # the answer has their news
             return result
 
         result = self._loop.run(step())
-        if result.HasField("plan"):
+        if result.plan is not None:
             self._last_plan_number = self.session.last_number
         return result
 

@@ -32,12 +32,11 @@ from kvplane.errors import (
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.models.model_layers import layer_groups
-from kvplane.results import require_done
 from kvplane.session import Session
+from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers import attention
 from kvplane.transformers.backend import DataBackend, RemoteBackend
 from kvplane.transformers.link import ControlLink
-from kvplane.transformers.loop import LoopThread
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
 from kvplane.transport.tls import TlsOptions
@@ -156,10 +155,10 @@ class Planes:
             unused, self._unused = self._unused, []
             frees = [ops.free(ids) for owner, ids in unused if owner is present]
             result = self._link.step([*frees, *operations])
-            self._has_plan = result.HasField("plan")
+            self._has_plan = result.plan is not None
             del result.results[: len(frees)]  # such a sequence may have ended with another plan
-            require_done(result)
-            if self._has_plan:
+            result.raise_for_status()
+            if result.plan is not None:
                 receipt = self.backend.start(result.plan).receipt
                 if receipt is not None:
                     self._link.add_receipt(receipt)

@@ -39,8 +39,8 @@ class ControlPlaneServiceStub(object):
     So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. After UNAVAILABLE,
     DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and repeats it. These errors use up no number:
 
-    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message or RunStepRequest
-    has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
+    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message, it holds more
+    operations, receipts or fields than it may, or RunStepRequest has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
     - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
     - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.
@@ -175,8 +175,8 @@ class ControlPlaneServiceServicer(object):
     So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. After UNAVAILABLE,
     DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and repeats it. These errors use up no number:
 
-    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message or RunStepRequest
-    has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
+    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message, it holds more
+    operations, receipts or fields than it may, or RunStepRequest has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
     - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
     - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.
@@ -468,8 +468,8 @@ class ControlPlaneService(object):
     So a request may be repeated until it is answered, and a duplicate that arrives late changes nothing. After UNAVAILABLE,
     DEADLINE_EXCEEDED or CANCELLED the caller cannot know whether the request ran, and repeats it. These errors use up no number:
 
-    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message or RunStepRequest
-    has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
+    - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message, it holds more
+    operations, receipts or fields than it may, or RunStepRequest has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
     - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
     - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.

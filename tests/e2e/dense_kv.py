@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from safetensors.torch import save_file
 
-from engine import loader
+from engine.models import loader
 from kvplane.attention_options import AttentionOptions
 from kvplane.transformers import attention
 

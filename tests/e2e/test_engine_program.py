@@ -14,8 +14,8 @@ from engine_planes import ROOT
 
 from data_plane.server.build import layout_from_json
 from demo.config import DemoConfig
+from engine.commands.generate import _print_whole
 from engine.config import GenerateConfig, LayoutConfig
-from engine.generate import _print_whole
 from engine.request import Delta
 from engine.serving.config import ServeConfig
 from kvplane.models.hf import layout_from_hf

@@ -45,6 +45,14 @@ def test_the_client_of_the_readme_runs_a_step_and_prints_the_attention_outputs_s
     assert done.stdout == "(5, 2, 16)\n"
 
 
+def test_the_client_of_the_readme_passes_a_strict_type_checker(tmp_path: Path) -> None:
+    program = tmp_path / "client.py"
+    program.write_text(PROGRAMS[1])
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(program)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+
+
 def test_the_three_lines_of_the_readme_generate_what_transformers_does() -> None:
     model = AutoModelForCausalLM.from_pretrained(ROOT / "models" / "recall")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "recall")

@@ -7,7 +7,7 @@ from plan_author import dense_attention, tokens
 
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.clients.execution import Execution
-from kvplane.results import require_done
+from kvplane.results import StepResult
 from kvplane.session import Session
 from kvplane.tensor import Tensor
 from kvplane.v1 import control_pb2 as pb
@@ -31,9 +31,9 @@ class Engine:
         self.execution = execution
         self._window_tokens = window_tokens
 
-    async def step(self, *operations: pb.Operation, spans: list[tuple[int, int]]) -> pb.StepResult:
+    async def step(self, *operations: pb.Operation, spans: list[tuple[int, int]]) -> StepResult:
         """``spans``: first position and number of tokens of each span of the plan."""
-        result = require_done(await self.session.step(operations))
+        result = (await self.session.step(operations)).raise_for_status()
         started = await self.execution.start(result.plan)
         assert started.num_tokens == sum(num for _, num in spans)
         if started.receipt is None:

@@ -75,8 +75,8 @@ class Rig:
     def snapshot(self) -> tuple[bytes, ...]:
         """What both tiers hold, and all that is known of the blocks."""
         return (
-            self.executor.pools.device_tier.numpy().tobytes(),
-            self.executor.pools.host_tier.numpy().tobytes(),
+            self.executor.pools.device_tier.view(torch.uint8).numpy().tobytes(),
+            self.executor.pools.host_tier.view(torch.uint8).numpy().tobytes(),
             *(part.SerializeToString(deterministic=True) for part in self.executor.report()),
         )
 

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTraine
 
 from control_plane.planning.core import ControlPlane, CoreConfig
 from data_plane import Executor
-from engine import loader
-from engine.core import EngineCore
+from engine.models import loader
 from engine.request import Delta, RequestOutput, SamplingParams
-from engine.scheduler import Scheduler
+from engine.running.core import EngineCore
+from engine.scheduling.scheduler import Scheduler
 from kvplane.errors import SessionNotFoundError, StaleError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
-from kvplane.results import SequenceState, sequence_states
+from kvplane.results import SequenceState, StepResult, sequence_states
 from kvplane.transformers.backend import Started
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
@@ -136,7 +136,7 @@ class Link:
         self.number = 0
         self.last_plan_number = 0
         self.steps: list[list[pb.Operation]] = []
-        self.results: list[pb.StepResult] = []
+        self.results: list[StepResult] = []
         self.faults: list[Exception] = []
         self.session: Any = None
 
@@ -156,13 +156,14 @@ class Link:
         self.planes.pump()
         return self.session
 
-    def step(self, operations: Sequence[pb.Operation]) -> pb.StepResult:
+    def step(self, operations: Sequence[pb.Operation]) -> StepResult:
         if self.faults:
             raise self.faults.pop(0)
-        result = self._call(self.planes.core.step, pb.StepRequest(operations=operations))
+        request = pb.StepRequest(operations=operations)
+        result = StepResult(self._call(self.planes.core.step, request))
         self.steps.append(list(operations))
         self.results.append(result)
-        if result.HasField("plan"):
+        if result.plan is not None:
             self.last_plan_number = self.number
         return result
 

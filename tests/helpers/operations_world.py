@@ -16,7 +16,7 @@ from registration_messages import LAYOUT
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, Layout, SequenceState, Session, ops
 from kvplane.errors import KvplaneError, SequenceNotFoundError
-from kvplane.results import error_of
+from kvplane.results import StepResult, error_of
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns
@@ -103,15 +103,15 @@ class Caller:
         self.world = world
         self.session = session
 
-    async def step(self, *operations: pb.Operation) -> pb.StepResult:
+    async def step(self, *operations: pb.Operation) -> StepResult:
         """A step whose items may be refused one by one."""
         result = await self.session.step(operations)
-        if result.HasField("plan"):
+        if result.plan is not None:
             self.session.add_receipt(self.world.shard.receipt(result.plan))
             await self.session.submit_receipts()
         return result
 
-    async def do(self, *operations: pb.Operation) -> pb.StepResult:
+    async def do(self, *operations: pb.Operation) -> StepResult:
         """A step whose operations must all be done."""
         result = await self.step(*operations)
         failures = [failure for outcome in result.results for failure in outcome.failures]
@@ -122,7 +122,7 @@ class Caller:
         result = await self.do(ops.admit(sequence_id, token_ids, **how))
         return result.results[0].admit
 
-    async def grow(self, sequence_id: int, *token_ids: int) -> pb.StepResult:
+    async def grow(self, sequence_id: int, *token_ids: int) -> StepResult:
         """Compute these tokens after the last one."""
         state = await self.session.describe_sequence(sequence_id)
         operation = ops.append(
@@ -136,7 +136,7 @@ class Caller:
         result = await self.session.step([operation])
         (outcome,) = result.results
         assert outcome.failures, "it was done"
-        assert not result.HasField("plan")
+        assert result.plan is None
         if operation.WhichOneof("operation") in _ONE_ITEM:
             assert outcome.WhichOneof("done") is None
         assert await self.world.state() == before
@@ -182,7 +182,8 @@ def prompt(num_blocks: int, seed: int = 0, extra: int = 1) -> list[int]:
     return [1000 * seed + position for position in range(num_blocks * BLOCK + extra)]
 
 
-def plan_of(result: pb.StepResult) -> tpb.Plan:
+def plan_of(result: StepResult) -> tpb.Plan:
+    assert result.plan is not None
     return tpb.Plan.FromString(result.plan.payload)
 
 

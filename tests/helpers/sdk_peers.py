@@ -95,7 +95,7 @@ def interceptor() -> ErrorInterceptor:
         file.DESCRIPTOR.services_by_name[name]
         for file, name in ((cpb, "ControlPlaneService"), (dpb, "DataPlaneService"))
     ]
-    return ErrorInterceptor(RpcMetrics(), Gate(AccessList(None), services))
+    return ErrorInterceptor(RpcMetrics(), Gate(AccessList(None), services), {})
 
 
 @asynccontextmanager

@@ -48,7 +48,7 @@ def emulated_module() -> ModuleType:
 def kernel_sources(csrc: Path) -> tuple[Path, ...]:
     """The kernels, the emulator's scheduler and its stacks."""
     emulator = csrc / "emulator"
-    kernels = sorted((csrc / "cuda").glob("*.cu"))
+    kernels = sorted((csrc / "cuda").rglob("*.cu"))
     return (*kernels, emulator / "emulator.cpp", emulator / "fiber.cpp")
 
 
@@ -67,7 +67,7 @@ def build(
     watched: flags for all but the emulator's own files, which ThreadSanitizer must not see.
     """
     KEPT.mkdir(parents=True, exist_ok=True)
-    folders = [csrc, csrc / "cuda", csrc / "emulator", csrc / "include"]
+    folders = [csrc, csrc / "emulator", csrc / "include"]
     includes = [f"-I{path}" for path in folders]
     includes += [f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}"]
 

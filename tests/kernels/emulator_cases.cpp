@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "device.h"
-#include "ptx.cuh"
+#include "cuda/device/device.h"
+#include "cuda/device/ptx.cuh"
 
 namespace {
 

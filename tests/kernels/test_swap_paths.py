@@ -16,7 +16,7 @@ from emulated_build import emulated_module
 from data_plane.kernels.cuda import CudaKernels
 from kvplane.errors import InvalidRequestError
 
-ENGINE_BYTES = 128 << 10  # kMinBytesOfEngine of csrc/cuda/blocks.cu
+ENGINE_BYTES = 128 << 10  # kMinBytesOfEngine of csrc/cuda/cache/blocks.cu
 MAPPED = (True, False)
 NEW_DRIVER, OLD_DRIVER = 13000, 12000  # CUDA 12.1 brought large parameters of launches
 

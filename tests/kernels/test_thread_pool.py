@@ -6,7 +6,11 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
+import pytest
+from emulated_build import ROOT
+from emulated_build import build as build_program
 from kernel_cases import Case, assert_same_bits, build
 
 IN_A_CHILD = """
@@ -50,3 +54,14 @@ def test_a_child_of_fork_computes_the_same() -> None:
         command, env=env, capture_output=True, text=True, check=False, timeout=20
     )
     assert result.stdout.strip() == "0", result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("flags", ((), ("-fsanitize=thread",)), ids=("plain", "tsan"))
+def test_many_callers_on_few_cpus_wait_for_their_own_items(flags: tuple[str, ...]) -> None:
+    csrc = ROOT / "csrc"
+    sources = (Path(__file__).parent / "thread_pool_callers.cpp", csrc / "cpu" / "thread_pool.cpp")
+    program = build_program(csrc, sources, flags=flags, link_flags=("-pthread",))
+    result = subprocess.run(
+        [str(program), "2", "16"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert result.returncode == 0, result.stdout + result.stderr

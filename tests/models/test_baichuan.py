@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine import loader
+from engine.models import loader
 from engine.models.baichuan import alibi_slopes
 from kvplane.errors import InvalidRequestError
 from kvplane.models.hf import layout_from_hf
@@ -45,7 +45,8 @@ def weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     def norm() -> torch.Tensor:
         return 1 + 0.1 * torch.randn(hidden, generator=generator)
 
-    made = {"model.embed_tokens.weight": matrix(VOCABULARY, hidden), "model.norm.weight": norm()}
+    vocabulary = config["vocab_size"]
+    made = {"model.embed_tokens.weight": matrix(vocabulary, hidden), "model.norm.weight": norm()}
     for i in range(LAYERS):
         at = f"model.layers.{i}."
         made |= {
@@ -59,11 +60,13 @@ def weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
         }
         if "max_position_embeddings" in config:
             made[f"{at}self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-    return made | {"lm_head.weight": 3 * matrix(VOCABULARY, hidden)}
+    return made | {"lm_head.weight": 3 * matrix(vocabulary, hidden)}
 
 
-def write(folder: Path, kind: str, form: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    config = {**COMMON, **KINDS[kind]}
+def write(
+    folder: Path, kind: str, form: str, vocabulary: int = VOCABULARY
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    config = {**COMMON, **KINDS[kind], "vocab_size": vocabulary}
     stored = weights(config)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine import LLM, SamplingParams
-from tests.e2e.engine_planes import Process
 from tests.models.test_census import documented
 from tests.models.tiny_models import VOCABULARY, tiny_model
 
@@ -18,15 +16,6 @@ ON_PUSH = ("bloom", "deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "gpt2
 """Between them: ALiBi, V narrower than K, soft cap, windows, two head sizes, sinks."""
 EXACT = [name for name, row in documented().items() if row.split(" | ")[1] == "exact"]
 PROMPTS_TOKENS = (50, 3, 50, 21)
-
-
-@pytest.fixture
-def control_plane(tmp_path: Path) -> Iterator[str]:
-    """One for each model: it keeps pools that went away, up to a bound."""
-    process = Process("control_plane", tmp_path / "control.log")
-    process.start()
-    yield process.address
-    process.stop()
 
 
 def check(model_type: str, folder: Path, control_plane: str) -> None:

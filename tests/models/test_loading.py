@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from engine import loader
+from engine.models import loader
 from engine.request import SamplingParams
 from kvplane.errors import InvalidRequestError
 from kvplane.models.hf import layout_from_hf

@@ -29,6 +29,7 @@ TRIMMED = "test_trimmed_tables.py"
 TAKEN = "test_taken_blocks.py"
 PUBLICATIONS = "test_publications.py"
 KEPT = "test_kept_blocks.py"
+BOUND = "test_bound_layers.py"
 
 # Fault: the file of tests that must notice it.
 BASIC = {
@@ -47,6 +48,8 @@ BASIC = {
     "withdrawals_ignored": PUBLICATIONS,
     "receipts_before_the_end": STREAMS,
     "skip-newest-slot": EXECUTOR,
+    "signatures_ignored": BOUND,
+    "batches_kept": BOUND,
 }
 MORE = {
     "zero-attention": EXECUTOR,

@@ -1,4 +1,4 @@
-"""Faults planted in the swaps of csrc/cuda/blocks.cu are found by the tests of both paths."""
+"""Faults planted in the swaps of csrc/cuda/cache/blocks.cu are found by the tests of both paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TESTS = "tests/kernels/test_swap_paths.py"
-SOURCE = "csrc/cuda/blocks.cu"
+SOURCE = "csrc/cuda/cache/blocks.cu"
 
 # The text that is replaced, which the source has once, and what replaces it.
 MUTANTS = {

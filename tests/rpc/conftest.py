@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
+from both_planes import POOL, Planes
 from control_wire import RawSession, RawShard, Stub
 from operations_world import World
 from registration_messages import LAYOUT
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
-from kvplane import ControlClient, Layout
+from kvplane import ControlClient, DataClient, Layout
 from kvplane.v1 import control_pb2_grpc
 
 StartServer = Callable[..., Awaitable[ControlPlaneServer]]
@@ -111,3 +113,24 @@ async def start_world(
             return world
 
         yield start
+
+
+@pytest.fixture
+async def planes(start_control_plane: StartServer, tmp_path: Path) -> AsyncIterator[Planes]:
+    planes = Planes(start_control_plane, tmp_path)
+    await planes.start()
+    yield planes
+    await planes.data.stop()
+
+
+@pytest.fixture
+async def control(planes: Planes) -> AsyncIterator[ControlClient]:
+    async with ControlClient(planes.control.address) as client:
+        await client.wait_ready(POOL)
+        yield client
+
+
+@pytest.fixture
+async def data(planes: Planes) -> AsyncIterator[DataClient]:
+    async with DataClient(planes.data.address) as client:
+        yield client

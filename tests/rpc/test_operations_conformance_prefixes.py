@@ -131,7 +131,7 @@ async def test_what_is_retained_is_evicted_last_and_by_its_priority(alone) -> No
     await cache(alone, prompt(2, seed=1))
     await cache(alone, prompt(2, seed=2))
     kept = await alone.do(ops.retain(prompt(2), time_to_live_s=60, priority=90))
-    assert not kept.HasField("plan")
+    assert kept.plan is None
     retained = kept.results[0].retain
     assert (retained.num_retained_blocks, retained.num_retained_tokens) == (2, 16)
     await alone.admit(1, prompt(6, seed=3, extra=0))

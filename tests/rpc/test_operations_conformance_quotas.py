@@ -12,7 +12,6 @@ from operations_world import BLOCK, Caller, World, prompt
 
 from kvplane import ops
 from kvplane.errors import QuotaExceededError
-from kvplane.results import news_of
 from kvplane.v1 import control_pb2 as pb
 
 StartWorld = Callable[..., Awaitable[World]]
@@ -150,7 +149,7 @@ async def test_an_admission_in_line_is_judged_again_when_its_turn_comes(
     for result in results:
         one.session.add_receipt(world.shard.receipt(result.plan))
     await one.session.submit_receipts()
-    news = news_of(await other.step())
+    news = (await other.step()).news
     assert not news.granted
     assert dict(news.cut) == {5: pb.CUT_REASON_QUOTA}
     await one.do(ops.free([2]))

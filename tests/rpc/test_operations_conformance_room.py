@@ -14,8 +14,8 @@ from operations_world import BLOCK, HOST, POOL, Caller, World, int32, plan_of, p
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, SequenceExistsError, SequenceNotFoundError
 from kvplane.results import error_of, news_of
+from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers.link import ControlLink
-from kvplane.transformers.loop import LoopThread
 from kvplane.v1 import control_pb2 as pb
 
 StartWorld = Callable[..., Awaitable[World]]
@@ -225,7 +225,7 @@ async def granted(caller: Caller) -> tuple[int, ...]:
     """The sequences that the next steps' news grant; waits for them."""
     async with asyncio.timeout(10):
         while True:
-            news = news_of(await caller.step())
+            news = (await caller.step()).news
             if news.granted:
                 return tuple(grant.sequence_id for grant in news.granted)
             await asyncio.sleep(0.01)
@@ -258,7 +258,7 @@ async def test_a_grant_is_pushed_between_steps(world, caller) -> None:
     await other.do(ops.free([1]))
     assert await caller.session.wait_for_news(10)
     assert await caller.session.wait_for_news(10), "it is there until the next step"
-    answered = news_of(await caller.step())
+    answered = (await caller.step()).news
     assert [grant.sequence_id for grant in answered.granted] == [1]
     assert [news_of(notice) for notice in caller.session.take_notices()] == [answered]
     assert not await caller.session.wait_for_news(0.05)
@@ -275,7 +275,7 @@ async def test_the_engine_has_no_news_after_the_step_that_told_them(world) -> No
     await asyncio.to_thread(link.step, [ops.admit(1, prompt(6, seed=1), wait=True)])
     await other.do(ops.free([1]))
     assert await asyncio.to_thread(link.has_news, 10)
-    answered = news_of(await asyncio.to_thread(link.step, []))
+    answered = (await asyncio.to_thread(link.step, [])).news
     assert [grant.sequence_id for grant in answered.granted] == [1]
     assert not await asyncio.to_thread(link.has_news, 0.05)
     await asyncio.to_thread(link.close)
@@ -303,7 +303,7 @@ async def test_a_grant_comes_once_and_again_where_its_number_is_repeated(world, 
     step = pb.StepRequest(session=caller.session.ref, number=number)
     again = await world.stub.RunStep(pb.RunStepRequest(step=step))
     assert [grant.sequence_id for grant in again.result.news.granted] == [1]
-    assert not news_of(await caller.step()).granted
+    assert not (await caller.step()).news.granted
 
 
 async def test_who_came_first_is_granted_first_and_nobody_passes_the_head(world, caller) -> None:
@@ -329,7 +329,7 @@ async def test_a_free_withdraws_an_admission_that_waits(world, caller) -> None:
     await caller.do(ops.free([1]))
     assert await granted(second) == (1,)
     await holder.do(ops.free([1]))
-    assert not news_of(await caller.step()).granted
+    assert not (await caller.step()).news.granted
     with pytest.raises(SequenceNotFoundError):
         await caller.session.describe_sequence(1)
 

@@ -12,7 +12,7 @@ from flaky_proxy import FlakyProxy
 from registration_messages import LAYOUT
 
 from control_plane.server.server import ControlPlaneServer
-from kvplane import ControlClient, Session, ops
+from kvplane import ControlClient, Session, StepResult, ops
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -24,7 +24,6 @@ from kvplane.errors import (
     SequenceExistsError,
     SequenceNotFoundError,
     SessionExpiredError,
-    SessionNotFoundError,
     StaleIncarnationError,
     StepConflictError,
     TooManyPlansInFlightError,
@@ -223,7 +222,7 @@ async def test_a_step_whose_answer_is_lost_runs_once(
 ) -> None:
     step = session.step([ops.admit(1, [1] * 20)])
     result = await lose_the_answer(control_server, client, proxy, step)
-    assert isinstance(result, pb.StepResult)
+    assert isinstance(result, StepResult)
     assert not result.results[0].failures
     assert tpb.Plan.FromString(result.plan.payload).number == session.last_number == 1
     assert proxy.num_connections == 2
@@ -236,7 +235,7 @@ async def test_a_unary_call_whose_answer_is_lost_runs_once(
     session: Session,
 ) -> None:
     admitted = await lose_the_answer(control_server, client, proxy, session.admit(1, [1] * 20))
-    assert isinstance(admitted, pb.StepResult)
+    assert isinstance(admitted, StepResult)
     assert tpb.Plan.FromString(admitted.plan.payload).number == session.last_number == 1
 
 
@@ -342,8 +341,13 @@ async def test_a_lease_is_kept_by_the_client_and_lost_without_it(
         assert (await session.describe_sequence(1)).num_tokens == 1
         await session.detach()
         await asyncio.sleep(1.2)
-        with pytest.raises((SessionNotFoundError, SessionExpiredError)):
+        assert session.ended_by is None
+        with pytest.raises(SessionExpiredError, match="nothing had renewed its lease") as caught:
             await session.step([])
+        assert session.ended_by is caught.value
+        await server.stop()
+        with pytest.raises(SessionExpiredError, match="nothing had renewed its lease"):
+            await session.resync(timeout_s=0.2)
     shard.hang_up()
 
 
@@ -383,3 +387,12 @@ async def test_a_session_is_opened_again_after_the_control_plane_was_replaced(
         assert readmitted == {1: 0, 2: 0}, "nothing is computed yet"
         await again.close()
     shard.hang_up()
+
+
+async def test_a_step_of_more_than_there_may_be_is_refused_and_the_next_one_runs(
+    session: Session,
+) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        await session.step([ops.free([1])] * 5000, timeout_s=5)
+    assert refused.value.field == "operations"
+    await session.step([ops.admit(1, range(8))], timeout_s=5)

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from both_planes import LAYOUT, POOL, Planes
 from flaky_proxy import FlakyProxy
 
-from control_plane.server.server import ControlPlaneServer
-from data_plane.server.config import DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
-from kvplane import (
-    ControlClient,
-    DataClient,
-    Execution,
-    LayerGroup,
-    Layout,
-    Session,
-    Shard,
-    Tensor,
-    ops,
-)
+from kvplane import ControlClient, DataClient, Execution, Layout, Session, Shard, Tensor, ops
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -40,69 +27,7 @@ from kvplane.errors import (
 from kvplane.v1.types_pb2 import SignedPayload
 from kvplane.wire import columns
 
-StartServer = Callable[..., Awaitable[ControlPlaneServer]]
-LAYOUT = Layout("m", 8, "float32", "float32", (LayerGroup("full", (0, 1, 2), 1, 8),))
-POOL = "default"
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
-
-
-class Planes:
-    """Both planes; ``restart_control`` and ``restart_data`` begin another run of one of them."""
-
-    def __init__(self, start_control: StartServer, folder: Path) -> None:
-        self._start_control = start_control
-        self._layout_file = folder / "layout.json"
-        self._layout_file.write_text(json.dumps(asdict(LAYOUT)))
-        self.control: ControlPlaneServer
-        self.data: DataPlaneServer
-
-    async def start(self) -> None:
-        self.control = await self._start_control()
-        await self._start_data("127.0.0.1:0")
-
-    async def restart_control(self) -> None:
-        await self.control.stop()
-        self.control = await self._start_control(bind=self.control.address)
-
-    async def restart_data(self) -> None:
-        address = self.data.address
-        await self.data.stop()
-        await self._start_data(address)
-
-    async def _start_data(self, bind: str) -> None:
-        config = DataPlaneConfig(
-            control_plane=self.control.address,
-            bind=bind,
-            layout=self._layout_file,
-            num_device_blocks=32,
-            num_host_blocks=8,
-            num_threads=1,
-            metrics_port=-1,
-            grace_s=1.0,
-        )
-        self.data = await DataPlaneServer.start(config)
-        await asyncio.wait_for(self.data.registered.wait(), 10)
-
-
-@pytest.fixture
-async def planes(start_control_plane: StartServer, tmp_path: Path) -> AsyncIterator[Planes]:
-    planes = Planes(start_control_plane, tmp_path)
-    await planes.start()
-    yield planes
-    await planes.data.stop()
-
-
-@pytest.fixture
-async def control(planes: Planes) -> AsyncIterator[ControlClient]:
-    async with ControlClient(planes.control.address) as client:
-        await client.wait_ready(POOL)
-        yield client
-
-
-@pytest.fixture
-async def data(planes: Planes) -> AsyncIterator[DataClient]:
-    async with DataClient(planes.data.address) as client:
-        yield client
 
 
 @pytest.fixture

@@ -95,3 +95,17 @@ def test_followers_are_bounded() -> None:
         world.core.follow(request, "tenant", lambda: None)
     world.core.unfollow(follower)
     world.core.follow(request, "tenant", lambda: None)
+
+
+def test_blocks_are_bounded_over_all_pools() -> None:
+    world = world_of(max_blocks=28)  # of which the world's own data plane has 24
+    other = hello(world, "other")
+    other.num_device_blocks = 5
+    with pytest.raises(QuotaExceededError) as refused:
+        world.core.register(other)
+    assert refused.value.field == "hello.num_device_blocks"
+    assert world.core.list_pools() == [POOL]
+    other.num_device_blocks = 4
+    world.core.register(other)
+    other.epoch += 1
+    world.core.register(other)  # its own blocks do not count twice

@@ -8,8 +8,8 @@ import pytest
 import torch
 from engine_harness import LLAMA, OPT, Engine, Reference, prompt_of, save_model
 
-from engine.core import MAX_FAILURES
 from engine.request import SamplingParams
+from engine.running.core import MAX_FAILURES
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,

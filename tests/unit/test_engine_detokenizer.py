@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.detokenizer import Detokenizer
+from engine.sampling.detokenizer import Detokenizer
 
 
 class Bytes:

@@ -14,12 +14,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
 
-from engine import loader
-from engine.detokenizer import Detokenizer
+from engine.models import loader
 from engine.request import Request, SamplingParams
-from engine.runner import Runner, Span
-from engine.sampler import new_generator
-from engine.sequence import EngineSequence
+from engine.running.runner import Runner
+from engine.sampling.detokenizer import Detokenizer
+from engine.sampling.sampler import new_generator
+from engine.scheduling.intents import Span
+from engine.scheduling.sequence import EngineSequence
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.transformers.backend import from_wire, to_wire

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from engine_harness import LLAMA, TENANT, Engine, Reference, prompt_of, save_model
 
-from engine.core import NEWS_DELAY_S
+from engine.running.core import NEWS_DELAY_S
 from kvplane.results import sequence_states
 from kvplane.v1 import control_pb2 as pb
 
@@ -47,7 +47,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The engines' time."""
     clock = Clock()
-    monkeypatch.setattr("engine.core.time", clock)
+    monkeypatch.setattr("engine.running.core.time", clock)
     return clock
 
 

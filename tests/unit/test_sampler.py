@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.request import SamplingParams
-from engine.sampler import logprob_of, new_generator, sample
+from engine.sampling.sampler import logprob_of, new_generator, sample
 from kvplane.errors import InvalidRequestError
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
 
-from engine.sequence import SequenceStatus
+from engine.scheduling.sequence import SequenceStatus
 from kvplane.errors import NeverFitsError
 from kvplane.v1 import control_pb2 as pb
 from kvplane.wire import columns

@@ -16,10 +16,10 @@ from kvplane.results import (
     Granted,
     SequenceState,
     SessionNews,
+    StepResult,
     error_of,
     explained_blocks,
     news_of,
-    require_done,
     sequence_states,
 )
 from kvplane.v1 import control_pb2 as pb
@@ -75,11 +75,17 @@ def test_a_status_of_a_later_release_is_no_success() -> None:
 
 
 def test_a_step_of_which_all_items_were_done_passes() -> None:
-    result = pb.StepResult(results=[pb.OperationResult(), pb.OperationResult()])
-    assert require_done(result) is result
+    result = StepResult(pb.StepResult(results=[pb.OperationResult(), pb.OperationResult()]))
+    assert result.raise_for_status() is result
     result.results[1].failures.add(item=5, status=pb.OPERATION_STATUS_LATER)
     with pytest.raises(PoolFullError):
-        require_done(result)
+        result.raise_for_status()
+
+
+def test_a_step_with_nothing_to_carry_out_has_no_plan() -> None:
+    assert StepResult(pb.StepResult()).plan is None
+    plan = types.SignedPayload(payload=b"plan")
+    assert StepResult(pb.StepResult(plan=plan)).plan == plan
 
 
 def states() -> pb.SequenceStates:
@@ -153,7 +159,7 @@ def test_news_say_what_was_granted_cut_and_asked_for() -> None:
         deadline_s=1.5,
         sequences_asked=(7,),
     )
-    assert news_of(pb.Notice(news=result.news)) == news_of(result)
+    assert news_of(pb.Notice(news=result.news)) == news_of(result) == StepResult(result).news
     result.news.cut_reasons = b""
     with pytest.raises(InvalidRequestError) as caught:
         news_of(result)

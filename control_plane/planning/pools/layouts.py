@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvplane.errors import InvalidRequestError
+from kvplane.errors import InvalidRequestError, LayoutMismatchError
 from kvplane.layout import Layout
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire.protocol import refuse_unknown_fields
@@ -26,6 +26,14 @@ def served_layout(message: tpb.Layout, *, field: str) -> Layout:
     except InvalidRequestError as error:
         at = error.field.replace("layout", field, 1)
         raise InvalidRequestError(error.message, field=at) from error
+
+
+def mismatch(message: tpb.Layout, layout: Layout, pool_id: str) -> LayoutMismatchError:
+    """Of the layout that a caller sent, whose fingerprint is not that of the pool's."""
+    text = "its fingerprint is another; send the whole layout to be told the difference"
+    if message.groups:
+        text = f"it has {Layout.from_proto(message).differences(layout)}"
+    return LayoutMismatchError(f"is not that of pool {pool_id!r}: {text}", field="layout")
 
 
 def layout_fingerprint(message: tpb.Layout, *, field: str) -> bytes:

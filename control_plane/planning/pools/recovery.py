@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Final
 
 from control_plane.planning.pools.pool import Pool
-from control_plane.planning.pools.shards import num_blocks_of
+from control_plane.planning.pools.shards import total_blocks
 
 # Blocks of one piece of a build: a millisecond or two.
 _PIECE_BLOCKS: Final = 4096
@@ -34,10 +34,7 @@ def begin_if_complete(pool: Pool) -> None:
     if pool.built or pool.is_building or shards.is_fencing or not shards.are_complete:
         return
     pool.begin_build()
-    most = max(
-        sum(sum(of_group.values()) for of_group in num_blocks_of(state.hello))
-        for state in shards.states.values()
-    )
+    most = max(total_blocks(state.hello) for state in shards.states.values())
     while most <= _SMALL_BLOCKS and not build_some(pool):
         pass
 

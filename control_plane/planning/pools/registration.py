@@ -15,7 +15,7 @@ from control_plane.planning.config import CoreConfig
 from control_plane.planning.pools.layouts import served_layout
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.recovery import begin_if_complete, build_some
-from control_plane.planning.pools.shards import PoolShards, ShardState
+from control_plane.planning.pools.shards import PoolShards, ShardState, total_blocks
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -70,6 +70,7 @@ class Registration:
                 f"plane has {self._incarnation}: register with the later one",
                 field="hello.incarnation",
             )
+        self._check_total_blocks(hello)
         pool = self._pools.get(hello.pool_id)
         if pool is None:
             if len(self._pools) >= self._config.max_pools:
@@ -90,6 +91,21 @@ class Registration:
         self.touched.add(pool)
         pool.shards.add(hello)
         return cpb.Welcome(incarnation=self._incarnation, key=pool.shards.key)
+
+    def _check_total_blocks(self, hello: cpb.Hello) -> None:
+        others = (
+            state.hello
+            for pool in self._pools.values()
+            for i, state in pool.shards.states.items()
+            if (pool.id, i) != (hello.pool_id, hello.shard.index)
+        )
+        left = self._config.max_blocks - sum(map(total_blocks, others))
+        if total_blocks(hello) > left:
+            raise QuotaExceededError(
+                f"the data plane has {total_blocks(hello)} blocks, and this control plane has room "
+                f"for {left} more: start it with a higher --max-blocks",
+                field="hello.num_device_blocks",
+            )
 
     def report(self, pool_id: str, shard_index: int, epoch: int, report: cpb.BlockReport) -> None:
         """Add a part of a shard's report.
@@ -250,7 +266,8 @@ def _reshapes(pool: Pool, hello: cpb.Hello, layout: Layout) -> bool:
         if is_alone:
             return True
         raise LayoutMismatchError(
-            "differs from the layout of the pool's other shards", field="hello.layout"
+            f"has {layout.differences(shards.layout)}, as the pool's other shards have",
+            field="hello.layout",
         )
     overlapping = shards.overlapping(hello.shard)
     for i in overlapping:

@@ -283,6 +283,11 @@ def num_blocks_of(hello: cpb.Hello) -> list[dict[tpb.Tier, int]]:
     ]
 
 
+def total_blocks(hello: cpb.Hello) -> int:
+    """Blocks of a shard, of all layer groups and both tiers."""
+    return sum(sum(of_group.values()) for of_group in num_blocks_of(hello))
+
+
 def _overlap(a: tuple[set[int], range], b: tuple[set[int], range]) -> bool:
     heads = max(a[1].start, b[1].start) < min(a[1].stop, b[1].stop)
     return heads and not a[0].isdisjoint(b[0])

@@ -133,11 +133,13 @@ def error_of(member: Member, kind: str, failure: Failure) -> KvplaneError:
         case _native.NOT_FOUND if a in member.revoked:
             return SequenceRevokedError(f"sequence {a} was cut: admit it again", field=parents)
         case _native.NOT_FOUND:
-            return SequenceNotFoundError(f"sequence {a} is not live", field=parents)
+            return SequenceNotFoundError(f"sequence {a} is not live: admit it first", field=parents)
         case _native.EXISTS if kind.startswith("swap"):
             return InvalidRequestError("must be one or more distinct ids", field=ids)
         case _native.EXISTS:
-            return SequenceExistsError(f"sequence {a} is live already", field=ids)
+            return SequenceExistsError(
+                f"sequence {a} is live already: free it, or take another id", field=ids
+            )
         case _native.BAD_ID:
             return InvalidRequestError("must be from 1 to 2^63 - 1", field=ids)
         case _native.BUSY if kind == "append":

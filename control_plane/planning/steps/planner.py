@@ -260,7 +260,8 @@ def check_no_plan(member: Member, operations: Sequence[Named]) -> None:
     session = member.session
     if session.resync_due or member.is_drafted or any(map(may_plan, operations)):
         raise TooManyPlansInFlightError(
-            f"{len(session.plans)} plans wait for their receipts: submit some before the next step"
+            f"{len(session.plans)} plans wait for their receipts: run them, and hand in receipts "
+            "with add_receipt or SubmitReceipts"
         )
 
 

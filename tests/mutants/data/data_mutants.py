@@ -15,7 +15,7 @@ from kernel_faults import FAULTS, with_fault
 from table_mutants import TABLE_MUTANTS
 
 from data_plane import executor, plan_runner
-from data_plane.kernels import cuda_streams, scales, shard_kernels
+from data_plane.kernels import bound_layers, cuda_streams, scales, shard_kernels
 from data_plane.memory import pool
 from data_plane.plans import (
     attention_batch,
@@ -83,6 +83,21 @@ def published_write_allowed() -> None:
 def publication_forgotten_at_the_kernel() -> None:
     """A block that is writable when a plan starts counts as writable for ever."""
     plan_runner.PlanRunner.check_still_writable = _nothing  # type: ignore[method-assign]
+
+
+def signatures_ignored() -> None:
+    """A layer that was bound takes whatever tensors come."""
+    bound_layers._signature = _nothing  # type: ignore[assignment]
+
+
+def batches_kept() -> None:
+    """A layer group goes on with the batch that was bound first."""
+    run = bound_layers.BoundLayers.run
+
+    def first(self: Any, bound: Any, batch: Any, *tensors: Any) -> Any:
+        return run(self, bound, self._batches.get(batch.group, (batch,))[0], *tensors)
+
+    bound_layers.BoundLayers.run = first  # type: ignore[method-assign]
 
 
 def stale_publications_kept() -> None:
@@ -366,6 +381,8 @@ MUTANTS: dict[str, Callable[[], None]] = {
         unknown_fields_ignored,
         published_write_allowed,
         publication_forgotten_at_the_kernel,
+        signatures_ignored,
+        batches_kept,
         stale_publications_kept,
         withdrawals_ignored,
         withdrawals_of_any_generation,

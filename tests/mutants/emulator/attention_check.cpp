@@ -16,9 +16,9 @@
 #include <stdexcept>
 #include <vector>
 
+#include "cuda/device/ptx.cuh"
 #include "cuda/operations.h"
 #include "emulator.h"
-#include "ptx.cuh"
 
 namespace {
 

@@ -22,10 +22,12 @@ class Mutant:
     found_by: str = PLAIN
 
 
-SHORT, LONG, FMA = "attention_short.cuh", "attention_long.cuh", "attention_fma.cu"
-ROWS, CUTTING, COMBINE = "short_rows.cuh", "cutting.h", "combine.cu"
-BATCH, TILES, PLAN = "batch.cuh", "tiles.cuh", "plan.cu"
-CACHE, EIGHT_BITS = "reshape_and_cache.cu", "eight_bits.cuh"
+SHORT = "attention/short/attention_short.cuh"
+ROWS = "attention/short/short_rows.cuh"
+LONG = "attention/long/attention_long.cuh"
+FMA, COMBINE, PLAN = (f"attention/{name}.cu" for name in ("attention_fma", "combine", "plan"))
+BATCH, TILES, CUTTING = (f"attention/{name}" for name in ("batch.cuh", "tiles.cuh", "cutting.h"))
+CACHE, EIGHT_BITS = "cache/reshape_and_cache.cu", "device/eight_bits.cuh"
 
 MUTANTS = {
     "missing_barrier": Mutant(

@@ -1,0 +1,244 @@
+// Paged attention on a device: the plan kernel, then the kernels for short and long sequences, then
+// the one that combines splits. Which kernels run depends only on the device, types, addresses and
+// sizes; which of them handles a sequence, on the sequence's own number of rows.
+
+#include <limits>
+#include <string>
+
+#include "cuda/attention/attention_kernels.h"
+#include "cuda/attention/batch.cuh"
+#include "cuda/device/launch.h"
+#include "cuda/operations.h"
+#include "kvplane/checks.h"
+
+namespace kvplane::cuda {
+namespace {
+
+constexpr int64_t kSplitUnit = 64;  // tokens; a multiple of every kernel's tile
+constexpr int64_t kWorkspaceUnit = 256;
+constexpr int64_t kMaxPosition = int64_t{1} << 30;
+
+int64_t float_bytes(int64_t count) { return count * static_cast<int64_t>(sizeof(float)); }
+
+int64_t max_context(const PagedAttentionParams& p) { return p.max_blocks * p.pages.block_size; }
+
+// The most splits of `tokens` that up to `query_len` tokens can attend to.
+int64_t max_splits(const PagedAttentionParams& p, int64_t query_len, int64_t tokens) {
+  const int64_t splits = max_of<int64_t>(1, div_ceil(max_context(p), tokens));
+  if (p.sliding_window_tokens == 0) return splits;
+  return min_of(splits, (p.sliding_window_tokens + query_len) / tokens + 2);
+}
+
+int64_t rounded_up(int64_t bytes) { return div_ceil(bytes, kWorkspaceUnit) * kWorkspaceUnit; }
+
+// The parts of the workspace, in bytes from its start.
+struct Parts {
+  int64_t short_ends, long_ends, split_ends, weights, num_taken, partials;
+};
+
+Parts parts_of(const PagedAttentionParams& p) {
+  const int64_t ends_bytes = rounded_up(p.num_sequences * static_cast<int64_t>(sizeof(int32_t)));
+  Parts parts;
+  parts.short_ends = rounded_up(p.num_sequences * static_cast<int64_t>(sizeof(Sequence)));
+  parts.long_ends = parts.short_ends + ends_bytes;
+  parts.split_ends = parts.long_ends + ends_bytes;
+  parts.weights = parts.split_ends + ends_bytes;
+  parts.num_taken = parts.weights + 2 * ends_bytes;
+  parts.partials = parts.num_taken + kWorkspaceUnit;
+  return parts;
+}
+
+// The bytes of the partial results of one query token and split: states, then outputs.
+int64_t partial_bytes(const PagedAttentionParams& p) {
+  return float_bytes(p.num_heads * (2 + p.pages.value_head_size));
+}
+
+// How many partial results have room in a workspace.
+int64_t room_for_partials(const PagedAttentionParams& p, int64_t workspace_bytes) {
+  const int64_t bytes = workspace_bytes - parts_of(p).partials - kWorkspaceUnit;
+  return bytes <= 0 ? 0 : bytes / partial_bytes(p);
+}
+
+bool is_aligned(const void* address, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(bytes) == 0;
+}
+
+// The kernels for tensor cores copy 16 bytes at a time, and take pages of 8 bits or of the query's
+// own 16-bit type.
+bool fits_tensor_cores(const PagedAttentionParams& p) {
+  constexpr int64_t kBytes = 16;
+  const PagesParams& pages = p.pages;
+  if (p.query_dtype == Dtype::kFloat32) return false;
+  if (p.query_dtype != pages.dtype && !is_8_bit(pages.dtype)) return false;
+  const int64_t of_pages[] = {
+      pages.block_stride, pages.kv_stride,         pages.head_stride,        pages.token_stride,
+      pages.head_size,    pages.value_head_stride, pages.value_token_stride, pages.value_head_size};
+  for (const int64_t stride : of_pages) {
+    if (stride * dtype_bytes(pages.dtype) % kBytes != 0) return false;
+  }
+  for (const int64_t stride : {p.query_token_stride, p.query_head_stride}) {
+    if (stride * dtype_bytes(p.query_dtype) % kBytes != 0) return false;
+  }
+  return is_aligned(p.query, kBytes) && is_aligned(pages.data, kBytes) && is_aligned(p.out, 4);
+}
+
+// Even with the smallest ring the kernels may need more shared memory than a block can have on
+// the current device. Then no sequence of the call runs on tensor cores, so that a sequence's
+// arithmetic does not depend on the batch, nor on its number of rows.
+bool fits_shared_memory(const PagesParams& pages) {
+  const auto needed = [&]() -> size_t {
+    switch (pages.dtype) {
+      case Dtype::kFloat16:
+        return least_shared_bytes<Half>(pages.head_size);
+      case Dtype::kBFloat16:
+        return least_shared_bytes<Bfloat>(pages.head_size);
+      case Dtype::kFloat8E4M3:
+        return least_shared_bytes<E4m3>(pages.head_size);
+      case Dtype::kFloat8E5M2:
+        return least_shared_bytes<E5m2>(pages.head_size);
+      case Dtype::kFloat32:
+        break;  // not for tensor cores
+    }
+    return 0;
+  };
+  return needed() <= max_shared_bytes();
+}
+
+template <typename Kv>
+void launch_on_tensor_cores(const Work& work, int64_t max_items, bool are_all_short,
+                            uintptr_t stream) {
+  launch_short<Kv>(work, max_items, stream);
+  if (!are_all_short) launch_long<Kv>(work, max_items, stream);
+}
+
+void launch_on_tensor_cores(const Work& work, int64_t max_items, bool are_all_short,
+                            uintptr_t stream) {
+  const auto run = [&](auto launch) { launch(work, max_items, are_all_short, stream); };
+  switch (work.p.pages.dtype) {
+    case Dtype::kFloat16:
+      return run(&launch_on_tensor_cores<Half>);
+    case Dtype::kBFloat16:
+      return run(&launch_on_tensor_cores<Bfloat>);
+    case Dtype::kFloat8E4M3:
+      return run(&launch_on_tensor_cores<E4m3>);
+    case Dtype::kFloat8E5M2:
+      return run(&launch_on_tensor_cores<E5m2>);
+    case Dtype::kFloat32:
+      return;  // not for tensor cores
+  }
+}
+
+auto named(const char* name) {
+  return [name] { return std::string(name); };
+}
+
+void check_split(int64_t split_tokens) {
+  require_in_range(split_tokens, kSplitUnit, kMaxPosition, named("split_tokens"));
+  require_in_range(split_tokens % kSplitUnit, 0, 1, named("split_tokens modulo 64"));
+}
+
+void check_sizes(const PagedAttentionParams& p, const AttentionOptions& options) {
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  constexpr int64_t kMaxGroup = 1 << 16;
+  require_in_range(max_context(p), 0, kMaxPosition, named("block_tables' tokens"));
+  require_in_range(group_of(p), 1, kMaxGroup, named("query's heads for each KV head"));
+  require_in_range(p.num_tokens, 0, kMaxPosition / group_of(p), named("query's tokens"));
+  require_in_range(options.max_query_len, 0, kMaxPosition, named("max_query_len"));
+  require_in_range(options.workspace_bytes, attention_workspace_bytes(p, 0), kMax,
+                   named("workspace_bytes"));
+}
+
+Plan plan_in(void* workspace, const PagedAttentionParams& p, int64_t max_partials) {
+  char* base = static_cast<char*>(workspace);
+  const Parts parts = parts_of(p);
+  const auto int32s = [&](int64_t at) { return reinterpret_cast<int32_t*>(base + at); };
+  const int64_t states_bytes = rounded_up(float_bytes(2 * max_partials * p.num_heads));
+  return {reinterpret_cast<Sequence*>(base),
+          int32s(parts.short_ends),
+          int32s(parts.long_ends),
+          reinterpret_cast<int64_t*>(base + parts.weights),
+          int32s(parts.split_ends),
+          int32s(parts.num_taken),
+          reinterpret_cast<float*>(base + parts.partials),
+          reinterpret_cast<float*>(base + parts.partials + states_bytes)};
+}
+
+// The rows of a short sequence that share a tile. Where other sequences are long, most short ones
+// are decodes.
+int64_t rows_of_short_sequence(const PagedAttentionParams& p, int64_t max_query_len) {
+  const int64_t group = group_of(p);
+  const bool is_known = max_query_len > 0 && is_short(max_query_len, group);
+  return is_known ? max_query_len * group : group;
+}
+
+}  // namespace
+
+void count_partials(const PagedAttentionParams& p, int64_t split_tokens,
+                    const int64_t* query_starts, const int64_t* context_lens, int64_t* counts) {
+  check_split(split_tokens);
+  const Cutting cutting = cutting_of(p, split_tokens);
+  for (int64_t s = 0; s < p.num_sequences; ++s) {
+    const int64_t query_len = query_starts[s + 1] - query_starts[s];
+    require_in_range(query_len, 0, kMaxPosition, named("query_starts"));
+    if (query_len > 0)
+      require_in_range(context_lens[s], query_len, kMaxPosition, named("context_lens"));
+    const int32_t tokens = static_cast<int32_t>(query_len);
+    const int32_t context_len = query_len == 0 ? 0 : static_cast<int32_t>(context_lens[s]);
+    counts[s] = num_partials(cut_of(cutting, tokens, context_len), tokens);
+  }
+}
+
+int64_t max_partials(const PagedAttentionParams& p, int64_t split_tokens, int64_t max_query_len) {
+  check_split(split_tokens);
+  const int64_t group = group_of(p);
+  const auto most = [&](int64_t query_len, int64_t tokens) {
+    const int64_t splits = max_splits(p, query_len, tokens);
+    return splits > 1 ? splits * min_of(p.num_tokens, p.num_sequences * query_len) : 0;
+  };
+  const int64_t of_short = most(max_short_tokens(group), split_tokens);
+  if (max_query_len > 0 && is_short(max_query_len, group)) return of_short;
+  // Longer queries are never split.
+  const int64_t tiles = kItemsOfLongSequence / (2 * p.pages.num_kv_heads);
+  return of_short + most(tiles * kRowsOfLongTile / group, kLeastLongSplits * split_tokens);
+}
+
+int64_t attention_workspace_bytes(const PagedAttentionParams& p, int64_t max_partials) {
+  return rounded_up(parts_of(p).partials + max_partials * partial_bytes(p) + kWorkspaceUnit);
+}
+
+void paged_attention(const PagedAttentionParams& p, const AttentionOptions& options,
+                     const Context& context) {
+  check_split(options.split_tokens);
+  check_sizes(p, options);
+  if (p.num_sequences == 0 || p.num_tokens == 0) return;
+  const bool on_tensor_cores = fits_tensor_cores(p) && fits_shared_memory(p.pages);
+  const int64_t group = group_of(p);
+  Work work;
+  work.p = p;
+  work.max_partials = room_for_partials(p, options.workspace_bytes);
+  work.plan = plan_in(options.workspace, p, work.max_partials);
+  work.cutting = cutting_of(p, options.split_tokens);
+  work.faults = context.faults;
+  work.max_query_len = static_cast<int32_t>(options.max_query_len);
+  work.short_tile_rows =
+      on_tensor_cores
+          ? short_tile_rows(rows_of_short_sequence(p, options.max_query_len), p.pages.head_size)
+          : kRowsOfFmaTile;
+  work.long_tile_rows = on_tensor_cores ? kRowsOfLongTile : 0;
+  work.long_parts = long_parts(p.pages.value_head_size);
+
+  // An upper bound: as if every token of every sequence were in a tile of its own.
+  const int64_t tiles_of_token = div_ceil<int64_t>(group, work.short_tile_rows) + 1;
+  const int64_t max_items =
+      p.pages.num_kv_heads * tiles_of_token * work.long_parts * (p.num_tokens + work.max_partials);
+  launch_plan(work, context.stream);
+  if (on_tensor_cores) {
+    const bool are_all_short = options.max_query_len > 0 && is_short(options.max_query_len, group);
+    launch_on_tensor_cores(work, max_items, are_all_short, context.stream);
+  } else {
+    launch_fma(work, max_items, context.stream);
+  }
+  if (work.max_partials > 0) launch_combine(work, context.stream);
+}
+
+}  // namespace kvplane::cuda

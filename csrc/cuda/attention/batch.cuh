@@ -1,0 +1,235 @@
+// A batch in the attention kernels: its sequences, and how they are cut into items of work.
+//
+// - row: one query token at one query head. Row r of a sequence and KV head is the sequence's query
+//   token r / group, at query head r % group of the KV head's group.
+// - short sequence: one query token, or up to kShortRows rows of a KV head. It is cut into splits,
+//   at multiples of split_tokens of its positions, and each split into tiles of rows.
+// - long sequence: cut into larger tiles of rows, and into larger splits where its context is much
+//   longer than its query.
+// - item: one KV head of one tile of rows of one split.
+//
+// How a sequence is cut depends only on its own lengths: cutting.h.
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+
+#include "cuda/attention/cutting.h"
+#include "cuda/device/device.h"
+#include "cuda/device/eight_bits.cuh"
+#include "cuda/device/ptx.cuh"
+#include "cuda/operations.h"
+#include "kvplane/params.h"
+
+namespace kvplane::cuda {
+
+constexpr int kMaxHeadSize = 512;
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// A sequence whose lengths the plan kernel has checked.
+struct alignas(16) Sequence {
+  int64_t first_token;    // index into the query tensor
+  int64_t first_partial;  // index into the plan's arrays, where there is more than one split
+  int32_t index;
+  int32_t query_len;
+  int32_t context_len;
+  Cut cut;
+  int32_t weight;  // of each of its items
+
+  __device__ int32_t first_position() const { return context_len - query_len; }
+};
+
+// What the plan kernel writes and the others read, in the workspace.
+struct Plan {
+  Sequence* sequences;  // [num_sequences]
+  int32_t* short_ends;  // [num_sequences]: items of the short sequences up to this one
+  int32_t* long_ends;   // [num_sequences]
+  int64_t* weights;     // [num_sequences]: of the items of the short sequences up to this one
+  int32_t* split_ends;  // [num_sequences]: query tokens of sequences of more than one split
+  int32_t* num_taken;   // items of long sequences that blocks have taken beside their first
+  // One entry for each split, token and query head of a sequence of more than one split.
+  float* partial_states;  // [entries, 2]: maximum (base 2) and sum of the exponentials
+  float* partial_outs;    // [entries, value_head_size], not yet divided by the sum, nor scaled
+};
+
+// The parameter of every attention kernel.
+struct Work {
+  PagedAttentionParams p;
+  Plan plan;
+  Cutting cutting;
+  int32_t* faults;
+  int64_t max_partials;   // for which the plan's arrays have room, in query tokens
+  int32_t max_query_len;  // 0: not known
+  int32_t short_tile_rows;
+  int32_t long_tile_rows;  // 0: long sequences are in the list of short items
+  int32_t long_parts;      // of the values' dims: a long item attends to one of them
+};
+
+struct Item {
+  Sequence sequence;
+  int32_t kv_head;
+  int32_t tile;
+  int32_t split;
+  int32_t part;  // of the values' dims
+};
+
+__device__ inline void report(int32_t* faults, int32_t fault) {
+  if (faults != nullptr) atomicOr(faults, fault);
+}
+
+// The positions of `splits` splits that rows [first_row, first_row + num_rows) attend to.
+__device__ inline Span span_of(const Work& work, const Item& item, int32_t first_row,
+                               int32_t num_rows, int32_t splits = 1) {
+  const Sequence& sequence = item.sequence;
+  const int32_t group = work.cutting.group;
+  const int32_t first = sequence.first_position() + first_row / group;
+  const int32_t last = sequence.first_position() + (first_row + num_rows - 1) / group;
+  const Span seen = {visible(work.cutting.window, first).begin, last + 1};
+  if (sequence.cut.splits == 1) return seen;
+  const int64_t begin = int64_t{sequence.cut.first + item.split} * sequence.cut.tokens;
+  const int64_t end = begin + int64_t{splits} * sequence.cut.tokens;
+  return {static_cast<int32_t>(max_of<int64_t>(seen.begin, begin)),
+          static_cast<int32_t>(min_of<int64_t>(seen.end, end))};
+}
+
+// The sequence of an item: the first whose end is past it. The lanes of a warp search 32 places at
+// once, so a thousand sequences take two steps.
+template <typename T>
+__device__ inline int32_t find_sequence(const T* ends, int32_t num_sequences, T item) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
+  int32_t first = 0, count = num_sequences;
+  while (count > 1) {
+    const int32_t step = div_ceil(count, kLanesOfWarp);
+    const int32_t last = min_of((lane + 1) * step, count) - 1;
+    const unsigned past = __ballot_sync(kWholeWarp, ends[first + last] > item);
+    const int32_t skipped = (__ffs(past) - 1) * step;
+    first += skipped;
+    count = min_of(step, count - skipped);
+  }
+  return first;
+}
+
+__device__ inline Item find_item(const Work& work, const int32_t* ends, int32_t tile_rows,
+                                 int32_t num_parts, int32_t item) {
+  const int32_t s = find_sequence(ends, static_cast<int32_t>(work.p.num_sequences), item);
+  int32_t local = item - (s == 0 ? 0 : ends[s - 1]);
+  const Sequence sequence = work.plan.sequences[s];
+  const int32_t num_kv_heads = work.cutting.num_kv_heads;
+  const int32_t num_tiles = div_ceil(sequence.query_len * work.cutting.group, tile_rows);
+  const int32_t part = num_parts == 1 ? 0 : local % num_parts;
+  local /= num_parts;
+  // The last tile of rows attends to most, and comes first.
+  const int32_t tile = num_tiles - 1 - local / num_kv_heads % num_tiles;
+  return {sequence, local % num_kv_heads, tile, local / num_kv_heads / num_tiles, part};
+}
+
+// The offset of a position's key or value, in elements from the pages' start; negative for a
+// position outside `wanted`, whose table entry is not read, and for an entry that is not the id of
+// a block.
+__device__ inline int64_t find_row(const Work& work, int32_t sequence, int32_t kv_head,
+                                   int32_t position, Span wanted, bool is_value) {
+  if (position < wanted.begin || position >= wanted.end) return -1;
+  const PagesParams& pages = work.p.pages;
+  const uint32_t block_size = static_cast<uint32_t>(pages.block_size);
+  const uint32_t index = static_cast<uint32_t>(position) / block_size;
+  const uint32_t offset = static_cast<uint32_t>(position) % block_size;
+  const int64_t entry = sequence * work.p.max_blocks + index;
+  const int64_t block = work.p.wide_block_tables
+                            ? static_cast<const int64_t*>(work.p.block_tables)[entry]
+                            : static_cast<const int32_t*>(work.p.block_tables)[entry];
+  if (block < 0 || block >= pages.num_blocks) {
+    report(work.faults, kBadBlockTables);
+    return -1;
+  }
+  const int64_t head_stride = is_value ? pages.value_head_stride : pages.head_stride;
+  const int64_t token_stride = is_value ? pages.value_token_stride : pages.token_stride;
+  return block * pages.block_stride + (is_value ? pages.kv_stride : 0) + kv_head * head_stride +
+         offset * token_stride;
+}
+
+// Stored keys and values of a head are multiplied by these; 1 where pages have no scales.
+__device__ inline float key_scale(const PagesParams& pages, int64_t kv_head) {
+  return pages.key_scales == nullptr ? 1.0f : pages.key_scales[kv_head * pages.key_scale_stride];
+}
+
+__device__ inline float value_scale(const PagesParams& pages, int64_t kv_head) {
+  if (pages.value_scales == nullptr) return 1.0f;
+  return pages.value_scales[kv_head * pages.value_scale_stride];
+}
+
+__device__ inline bool is_scale(float number) { return number > 0.0f && number <= FLT_MAX; }
+
+// A factor of scores that is too large for fp32 becomes the largest number: infinity times a zero
+// product would be NaN.
+__device__ inline float finite(float factor) { return fminf(fmaxf(factor, -FLT_MAX), FLT_MAX); }
+
+// The entry in partial_states and partial_outs of a split, token and query head.
+__device__ inline int64_t partial_row(const Work& work, const Sequence& sequence, int32_t split,
+                                      int32_t token, int32_t head) {
+  return sequence.first_partial + (int64_t{split} * sequence.query_len + token) * work.p.num_heads +
+         head;
+}
+
+// Writes an element of the output, in the query's type.
+__device__ inline void store_number(const PagedAttentionParams& p, int64_t index, float value) {
+  if (p.query_dtype == Dtype::kFloat32) {
+    static_cast<float*>(p.out)[index] = value;
+  } else if (p.query_dtype == Dtype::kFloat16) {
+    static_cast<Half*>(p.out)[index] = from_float<Half>(value);
+  } else {
+    static_cast<Bfloat*>(p.out)[index] = from_float<Bfloat>(value);
+  }
+}
+
+// Scores are in base 2, so that a probability takes one instruction. Without a visible position the
+// maximum is -infinity; any finite number in its place makes the probabilities zero.
+__device__ inline float finite_maximum(float maximum) {
+  return maximum == -INFINITY ? 0.0f : maximum;
+}
+
+__device__ inline float log_sum_exp(float maximum, float sum) {
+  return (maximum + log2f(sum)) * kLn2;
+}
+
+// The hyperbolic tangent; its error is a few times that of fp32, relative to the result.
+__device__ inline float tanh_fast(float x) {
+  const float square = x * x;
+  const float of_small = x * (1.0f + square * (square * (2.0f / 15.0f) - 1.0f / 3.0f));
+  const float of_large = 1.0f - 2.0f * reciprocal_fast(exp2_fast(x * (2.0f * kLog2E)) + 1.0f);
+  return fabsf(x) < 0.1f ? of_small : of_large;
+}
+
+// The soft cap of scores in base 2. Without one, scores stay as they are.
+struct SoftCap {
+  float cap;  // in base 2; 0: none
+  float inverse;
+
+  template <bool kIsFast>
+  __device__ float of(float score) const {
+    if (cap == 0.0f) return score;
+    return cap * (kIsFast ? tanh_fast(score * inverse) : tanhf(score * inverse));
+  }
+};
+
+__device__ inline SoftCap soft_cap(const Work& work) {
+  const float cap = finite(work.p.logit_soft_cap * kLog2E);
+  return {cap, cap == 0.0f ? 0.0f : 1.0f / cap};
+}
+
+// A row's sum with that of its sink, and the factor of its output and of the sum without.
+struct Total {
+  float maximum;
+  float sum;
+  float factor;
+};
+
+__device__ inline Total with_sink(const Work& work, int64_t head, float maximum, float sum) {
+  if (work.p.sinks == nullptr) return {maximum, sum, 1.0f};
+  const float sink = finite(work.p.sinks[head] * kLog2E);
+  const float largest = fmaxf(maximum, sink);
+  const float factor = exp2f(maximum - largest);
+  return {largest, sum * factor + exp2f(sink - largest), factor};
+}
+
+}  // namespace kvplane::cuda

@@ -1,0 +1,7 @@
+#include "cuda/attention/long/attention_long.cuh"
+
+namespace kvplane::cuda {
+
+template void launch_long<Half>(const Work&, int64_t, uintptr_t);
+
+}  // namespace kvplane::cuda

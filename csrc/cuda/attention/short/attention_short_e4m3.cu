@@ -1,0 +1,8 @@
+#include "cuda/attention/short/attention_short.cuh"
+
+namespace kvplane::cuda {
+
+template void launch_short<E4m3>(const Work&, int64_t, uintptr_t);
+template size_t least_shared_bytes<E4m3>(int64_t);
+
+}  // namespace kvplane::cuda

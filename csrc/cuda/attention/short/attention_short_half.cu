@@ -1,0 +1,8 @@
+#include "cuda/attention/short/attention_short.cuh"
+
+namespace kvplane::cuda {
+
+template void launch_short<Half>(const Work&, int64_t, uintptr_t);
+template size_t least_shared_bytes<Half>(int64_t);
+
+}  // namespace kvplane::cuda

@@ -1,7 +1,0 @@
-#include "attention_long.cuh"
-
-namespace kvplane::cuda {
-
-template void launch_long<E4m3>(const Work&, int64_t, uintptr_t);
-
-}  // namespace kvplane::cuda

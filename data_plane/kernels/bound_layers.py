@@ -1,0 +1,157 @@
+"""A layer's write and attention as one native call, for a caller that comes once for each layer of
+each plan.
+
+What stays the same from plan to plan is checked and bound once for each layer: its pages and
+scales, the options, and the types, shapes and strides of the caller's tensors. What the layers of a
+plan share is bound once for each plan. Native objects have addresses only, so what is at them is
+kept beside them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+from data_plane.kernels.arguments import AttentionArguments, WriteArguments
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import InvalidRequestError
+
+Signature = tuple[object, ...]
+
+
+class Batch(Protocol):
+    """What is needed of an ``AttentionBatch``."""
+
+    @property
+    def group(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_spans(self) -> int: ...
+    @property
+    def slots(self) -> torch.Tensor: ...
+    @property
+    def block_tables(self) -> torch.Tensor: ...
+    @property
+    def query_starts(self) -> torch.Tensor: ...
+    @property
+    def context_lens(self) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BoundLayer:
+    """A layer, and tensors of one signature. ``held``: what ``native`` has addresses of."""
+
+    native: Any
+    signature: Signature
+    output_shape: tuple[int, int, int]
+    window_tokens: int
+    held: tuple[WriteArguments, AttentionArguments]
+
+
+class BoundLayers:
+    """The layers of one shard on the CPU. A layer is given by its index."""
+
+    def __init__(
+        self,
+        module: ModuleType,
+        bind: Callable[[WriteArguments, AttentionArguments], Any],
+        num_threads: Callable[[], int],
+    ) -> None:
+        """``bind`` makes the module's BoundLayer. ``num_threads``: for a call."""
+        self._module = module
+        self._bind = bind
+        self._num_threads = num_threads
+        self._layers: dict[int, BoundLayer] = {}  # as each was called last
+        self._batches: dict[int, tuple[Batch, Any]] = {}  # the latest of each layer group
+
+    def find(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> BoundLayer | None:
+        """The layer as it is bound; None where it was not, and where these arguments differ from
+        those that were checked then.
+        """
+        bound = self._layers.get(layer)
+        if bound is None or bound.signature != _signature(query, key, value, options):
+            return None
+        return bound
+
+    def bind(
+        self,
+        layer: int,
+        options: AttentionOptions,
+        write: WriteArguments,
+        attention: AttentionArguments,
+    ) -> None:
+        """Bind a layer for calls like the one with these arguments. ``options``: the caller's."""
+        self._layers[layer] = BoundLayer(
+            self._bind(write, attention),
+            _signature(attention.query, write.key, write.value, options),
+            attention.output_shape,
+            attention.options.sliding_window_tokens,
+            (write, attention),
+        )
+
+    def run(
+        self,
+        bound: BoundLayer,
+        batch: Batch,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> tuple[torch.Tensor, float, float]:
+        """Write and attend. Returns the output, and the seconds that each of them took.
+
+        ``batch`` has as many tokens as the query. Raises InvalidRequestError for a bad id or
+        length.
+        """
+        known, native = self._batches.get(batch.group, (None, None))
+        if known is not batch:
+            native = self._bind_batch(batch)
+            self._batches[batch.group] = batch, native
+        output = torch.empty(bound.output_shape, dtype=query.dtype)
+        tensors = (query, key, value, output)
+        began_s = time.perf_counter()
+        try:
+            write_s = bound.native.write_and_attend(
+                native, *(tensor.data_ptr() for tensor in tensors), self._num_threads()
+            )
+        except IndexError as error:
+            field, _, wanted = str(error).partition(" must ")
+            raise InvalidRequestError(f"must {wanted}", field=field) from None
+        return output, write_s, time.perf_counter() - began_s - write_s
+
+    def _bind_batch(self, batch: Batch) -> Any:
+        return self._module.BoundBatch(
+            slots=batch.slots.data_ptr(),
+            block_tables=batch.block_tables.data_ptr(),
+            wide_block_tables=batch.block_tables.dtype == torch.int64,
+            max_blocks=batch.block_tables.shape[1],
+            query_starts=batch.query_starts.data_ptr(),
+            context_lens=batch.context_lens.data_ptr(),
+            num_sequences=batch.num_spans,
+            num_tokens=batch.num_tokens,
+        )
+
+
+def _signature(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+) -> Signature:
+    """All that the checks of arguments look at, but for the batch: tensors of equal signatures are
+    both accepted, or both refused.
+    """
+    return (
+        *(options, query.shape, query.stride(), query.dtype, query.device, query.layout),
+        *(key.shape, key.stride(), key.dtype, key.device, key.layout),
+        *(value.shape, value.stride(), value.dtype, value.device, value.layout),
+    )

@@ -1,0 +1,85 @@
+"""``python -m engine generate``, ``serve`` and ``layout``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Final
+
+from engine.commands.program import run_program
+from engine.config import GenerateConfig, LayoutConfig
+from engine.serving.config import ServeConfig
+from kvplane import __version__
+from kvplane.serving.settings import EXIT_BAD_SETTINGS, parse
+
+_USAGE: Final = "Usage: python -m engine generate|serve|layout [OPTIONS]\n"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; its exit code."""
+    if not argv:
+        print(f"{_USAGE}       --help lists the options of all, --version the version.")
+        return EXIT_BAD_SETTINGS
+    if argv[0] in ("-h", "--help"):
+        return _help()
+    if argv[0] == "--version":
+        print(f"engine {__version__}")
+        return 0
+    if argv[0] not in _COMMANDS:
+        print(
+            f"engine: error: {argv[0]!r} is not a command; there are {' and '.join(_COMMANDS)}",
+            file=sys.stderr,
+        )
+        return EXIT_BAD_SETTINGS
+    return run_program("engine", lambda: _COMMANDS[argv[0]](argv[1:]))
+
+
+# Torch is imported only once the settings are known to be right.
+
+
+def _generate(argv: Sequence[str]) -> int:
+    config = parse(GenerateConfig, "engine generate", argv, os.environ)
+    from engine.commands.generate import run
+
+    return run(config)
+
+
+def _serve(argv: Sequence[str]) -> int:
+    config = parse(ServeConfig, "engine serve", argv, os.environ)
+    from engine.serving.server import run
+
+    return run(config)
+
+
+def _layout(argv: Sequence[str]) -> int:
+    config = parse(LayoutConfig, "engine layout", argv, os.environ)
+    from kvplane.models.hf import layout_from_hf
+
+    layout = layout_from_hf(
+        config.model,
+        block_size_tokens=config.block_size_tokens,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype or None,
+    )
+    print(json.dumps(asdict(layout), indent=1))
+    return 0
+
+
+_COMMANDS: Final = {"generate": _generate, "serve": _serve, "layout": _layout}
+
+
+def _help() -> int:
+    """Every command's help."""
+    print(_USAGE)
+    configs = {"generate": GenerateConfig, "serve": ServeConfig, "layout": LayoutConfig}
+    for command, config_class in configs.items():
+        try:
+            parse(config_class, f"engine {command}", ["--help"], {})
+        except SystemExit as end:
+            if end.code:
+                raise
+        print()
+    return 0

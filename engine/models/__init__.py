@@ -1,0 +1,1 @@
+"""Models and their weights, and what transformers lacks of them."""

@@ -1,0 +1,159 @@
+"""A model, its tokenizer and what the engine must know of both, from a local Hugging Face folder.
+Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from engine.models import baichuan
+from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.transformers import attention
+from kvplane.transformers.config import read_config
+from kvplane.transformers.models import adapters
+from kvplane.transformers.models.probe import probe as run_probe
+
+TORCH_DTYPES: Final = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+NO_LIMIT: Final = 2**31 - 1
+_TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+)
+_LIMITS: Final = ("max_position_embeddings", "max_seq_len", "model_max_length")
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """``tokenizer`` is None when the folder has none; then prompts are token ids. ``end_token_ids``
+    end a text. ``repetition_penalty``: what the model's generation config asks for; 1 for none.
+    ``max_total_tokens``: ``NO_LIMIT`` where the config has none.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Any
+    end_token_ids: frozenset[int]
+    vocabulary_size: int
+    max_total_tokens: int
+    repetition_penalty: float = 1.0
+
+    def encode(self, prompt: str, *, field: str) -> list[int]:
+        """The prompt's token ids: with the tokenizer's opening tokens, without a trailing end of
+        sequence.
+
+        Raises InvalidRequestError naming ``field`` when there is no tokenizer.
+        """
+        ids: list[int] = list(self._tokenizer(field)(prompt)["input_ids"])
+        while ids and ids[-1] in self.end_token_ids:
+            ids.pop()
+        return ids
+
+    def encode_chat(self, messages: Sequence[Message], *, field: str) -> list[int]:
+        """The token ids of a conversation in the model's chat template, up to where the model's
+        answer begins.
+
+        Raises InvalidRequestError naming ``field`` when there is no tokenizer, when it has no
+        template, and when the template refuses the messages.
+        """
+        tokenizer = self._tokenizer(field)
+        try:
+            encoded = tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception as error:  # templates are programs and raise what they like
+            raise InvalidRequestError(
+                f"the chat template refuses the messages: {error}", field=field
+            ) from error
+        return list(encoded["input_ids"])
+
+    def decode(self, token_id: int) -> str:
+        """The text of one token, empty where there is no tokenizer."""
+        return "" if self.tokenizer is None else str(self.tokenizer.decode([token_id]))
+
+    def _tokenizer(self, field: str) -> Any:
+        if self.tokenizer is None:
+            raise InvalidRequestError("the model has no tokenizer: give token ids", field=field)
+        return self.tokenizer
+
+
+def load(folder: Path, dtype: str, *, probe: bool = True) -> LoadedModel:
+    """Load ``folder`` in ``dtype`` with attention "kvplane".
+
+    ``probe``: first compare the model's logits with those of transformers' own attention. Raises
+    InvalidRequestError of the field "model" for a model that transformers cannot load, and for one
+    that the probe refuses.
+    """
+    transformers_logging.disable_progress_bar()
+    attention.register()
+    is_baichuan = read_config(folder).model_type == baichuan.MODEL_TYPE
+    load_model = baichuan.load if is_baichuan else _load_model
+    model = load_model(folder, TORCH_DTYPES[dtype])
+    model.train(mode=False)
+    adapters.adapt(model)
+    if probe:
+        run_probe(model)
+    adapters.set_attention(model, attention.NAME)
+    text_config = model.config.get_text_config(decoder=True)
+    has_tokenizer = any((folder / name).exists() for name in _TOKENIZER_FILES)
+    return LoadedModel(
+        model=model,
+        tokenizer=_load_tokenizer(folder, is_baichuan=is_baichuan) if has_tokenizer else None,
+        end_token_ids=_end_token_ids(model),
+        vocabulary_size=text_config.vocab_size,
+        max_total_tokens=_max_total_tokens(text_config),
+        repetition_penalty=getattr(model.generation_config, "repetition_penalty", None) or 1.0,
+    )
+
+
+def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, attn_implementation="eager"
+        )
+    except KvplaneError:
+        raise
+    except Exception as error:  # each model's code raises what it likes
+        raise InvalidRequestError(
+            f"transformers cannot load it: {type(error).__name__}: {error}", field="model"
+        ) from error
+
+
+def _load_tokenizer(folder: Path, *, is_baichuan: bool) -> Any:
+    try:
+        if is_baichuan:
+            from engine.models.baichuan_tokenizer import BaichuanTokenizer  # needs sentencepiece
+
+            return BaichuanTokenizer.load(folder)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise InvalidRequestError(
+            f"transformers cannot load its tokenizer: {type(error).__name__}: {error}",
+            field="model",
+        ) from error
+
+
+def _max_total_tokens(config: Any) -> int:
+    limits = (getattr(config, name, None) for name in _LIMITS)
+    return next((limit for limit in limits if isinstance(limit, int)), NO_LIMIT)
+
+
+def _end_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """As transformers' generate takes them: from the generation config, one id or several."""
+    end: Any = getattr(model.generation_config, "eos_token_id", None)
+    if isinstance(end, int):
+        return frozenset([end])
+    return frozenset(end or ())

@@ -1,0 +1,1 @@
+"""The loop: a step from its plan to its tokens."""

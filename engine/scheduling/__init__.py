@@ -1,0 +1,1 @@
+"""Which sequences compute next, and what becomes of their blocks."""

@@ -1,0 +1,70 @@
+"""What the scheduler asks of one step, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from engine.scheduling.sequence import EngineSequence
+from kvplane.errors import KvplaneError
+from kvplane.v1 import control_pb2 as pb
+
+
+class Kind(Enum):
+    """What an operation is for."""
+
+    FORK = "fork"
+    FREE = "free"
+    SWAP_OUT = "swap_out"
+    APPEND = "append"
+    SWAP_IN = "swap_in"
+    ADMIT = "admit"
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """One operation of a step. ``sequences``: those that its items concern, in order.
+    ``num_slots``: what an APPEND computes of each.
+    """
+
+    kind: Kind
+    operation: pb.Operation
+    sequences: tuple[EngineSequence, ...] = ()
+    num_slots: tuple[int, ...] = ()
+
+
+Failures = dict[int, pb.ItemFailure]
+"""Items of an operation that were not done, by index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens ``[first_position, first_position + num_tokens)`` of ``sequence``, computed in this
+    step.
+
+    ``is_last``: it ends with the sequence's last known token, whose logits give the next one.
+    """
+
+    sequence: EngineSequence
+    first_position: int
+    num_tokens: int
+    is_last: bool
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a step: spans to compute in the plan's order, and sequences that failed."""
+
+    spans: list[Span] = field(default_factory=list)
+    failed: list[tuple[EngineSequence, KvplaneError]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the scheduler has done. They never fall."""
+
+    num_swap_preemptions: int = 0
+    num_recompute_preemptions: int = 0
+    num_swap_ins: int = 0
+    num_admissions: int = 0
+    num_forks: int = 0

@@ -1,0 +1,500 @@
+"""Which sequences compute in the next step, and what to do when blocks run short.
+
+    waiting --admit--> running --swap out--> swapped
+       ^                 |  ^                   |
+       |---- recompute --|  |----- swap in -----|
+
+The scheduler owns no block. It asks the control plane by operations and learns from the status of
+each of their items: LATER means that blocks run short. An admission then stands in the control
+plane's line, and is not asked for again: the news of a later answer say that it was granted. For
+growth the scheduler waits first for blocks that come back by themselves (pending ones), and only
+after that preempts the sequence that came last: by swapping it out while the host tier has room,
+else by freeing it to be computed again. So does what the control plane would cut otherwise. The
+sequence that goes first is never preempted by another of this engine, so there is always progress.
+
+One step is scheduled, carried out and applied before the next one is scheduled.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Final
+
+from engine.scheduling.intents import Counts, Failures, Intent, Kind, Outcome, Span
+from engine.scheduling.policy import Policy, PriorityThenArrival
+from engine.scheduling.room import Room
+from engine.scheduling.sequence import EngineSequence, SequenceStatus
+from kvplane import ops
+from kvplane.errors import InternalError, PositionMismatchError, SequenceNotFoundError
+from kvplane.results import Granted, SequenceState, SessionNews, StepResult, error_of
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import types_pb2 as types
+from kvplane.wire import columns
+
+# Steps to wait for pending blocks, or without any progress, before more is preempted.
+PATIENCE_STEPS: Final = 32
+
+
+class Scheduler:
+    """Queues of sequences. ``max_batch_tokens``: tokens computed in a step; ``max_sequences``:
+    sequences on the device tier.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size_tokens: int,
+        max_batch_tokens: int,
+        max_sequences: int,
+        policy: Policy | None = None,
+    ) -> None:
+        self._block_size_tokens = block_size_tokens
+        self._max_batch_tokens = max_batch_tokens
+        self.max_sequences = max_sequences
+        self._key = (policy or PriorityThenArrival()).key
+        self._next_kv_id = 1
+        self.waiting: list[EngineSequence] = []
+        self.running: list[EngineSequence] = []
+        self.swapped: list[EngineSequence] = []
+        self._forks: list[tuple[int, EngineSequence]] = []
+        self._frees: list[int] = []
+        self._blocked: list[EngineSequence] = []
+        self._must_preempt = False
+        self._asked: set[int] = set()  # kv ids of sequences that the control plane will cut
+        self._in_line: EngineSequence | None = None  # of those waiting, the one it has in its line
+        self._tight = False  # a sequence was preempted and none has finished since
+        self._no_swap: set[int] = set()  # kv ids that the host tier had no room for
+        self._num_waits = 0
+        self._num_idle = 0
+        self._room = Room()
+        self.counts = Counts()
+
+    # What comes in and goes out.
+
+    def add(self, sequence: EngineSequence) -> None:
+        """Queue a sequence that has no blocks."""
+        sequence.forget_blocks()
+        insort(self.waiting, sequence, key=self._key)
+
+    def branch(self, parent: EngineSequence, alive: Sequence[EngineSequence]) -> None:
+        """Continue the computed prompt of ``parent`` as ``alive`` (which may or may not hold
+        ``parent`` itself).
+
+        The first of them takes over the parent's blocks; the next step forks the others from it.
+        """
+        kv_id, computed, blocks = parent.kv_id, parent.num_computed, parent.num_blocks
+        self.running.remove(parent)
+        if parent not in alive:
+            parent.status, parent.kv_id = SequenceStatus.FINISHED, 0
+        if not alive:
+            self._frees.append(kv_id)
+            return
+        for i, sequence in enumerate(alive):
+            sequence.num_sent = sequence.num_computed = computed
+            sequence.num_blocks = blocks
+            if i == 0:
+                sequence.kv_id, sequence.status = kv_id, SequenceStatus.RUNNING
+                self.running.append(sequence)
+            else:
+                sequence.kv_id, sequence.status = self._new_kv_id(), SequenceStatus.FORKING
+                self._forks.append((kv_id, sequence))
+
+    def finish(self, sequence: EngineSequence) -> None:
+        """Take a sequence out of its queue; its blocks are freed by the next step."""
+        if sequence.status is SequenceStatus.FORKING:
+            self._forks = [(p, s) for p, s in self._forks if s is not sequence]
+        elif sequence.status is not SequenceStatus.FINISHED:
+            self._queue_of(sequence).remove(sequence)
+            if sequence.kv_id:
+                self._frees.append(sequence.kv_id)
+        if sequence is self._in_line:
+            self._in_line = None
+        sequence.status, sequence.kv_id = SequenceStatus.FINISHED, 0
+        self._blocked = [s for s in self._blocked if s is not sequence]
+        self._tight = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a sequence to go on with, or something to free."""
+        return bool(self.waiting or self.running or self.swapped or self._forks or self._frees)
+
+    @property
+    def num_idle_steps(self) -> int:
+        """Steps, one after another, without a plan."""
+        return self._num_idle
+
+    @property
+    def is_in_line(self) -> bool:
+        """Whether an admission waits for the control plane to grant it."""
+        return self._in_line is not None
+
+    def head(self) -> EngineSequence | None:
+        """The live sequence that goes first."""
+        return min((*self.waiting, *self.running, *self.swapped), key=self._key, default=None)
+
+    # One step.
+
+    def schedule(self) -> list[Intent]:
+        """The operations of the next step, in the order in which the control plane is to apply
+        them.
+        """
+        intents = self._fork_intents()
+        preempted = self._preempt() if self._must_preempt or self._asked else []
+        if self._frees:
+            intents.append(Intent(Kind.FREE, ops.free(self._frees)))
+            self._frees = []
+        intents += preempted
+        victims = {s.kv_id for intent in preempted for s in intent.sequences}
+        appends = self._append_intents(victims)
+        intents += appends
+        budget = self._max_batch_tokens - sum(sum(intent.num_slots) for intent in appends)
+        if not self._blocked and not preempted:
+            intents += self._swap_in_intents()
+            if not self.swapped:
+                intents += self._admit_intents(budget)
+        self._must_preempt = False
+        self._asked.clear()
+        return intents
+
+    def apply(self, intents: Sequence[Intent], result: StepResult) -> Outcome:
+        """Learn what came of ``intents``, each of which has one of ``result.results``, in order."""
+        if len(result.results) != len(intents):
+            raise InternalError(f"{len(result.results)} results for {len(intents)} operations")
+        outcome = Outcome()
+        news = result.news
+        self._blocked = []
+        self._note_cuts(news)
+        num_pending = 0
+        for intent, done in zip(intents, result.results, strict=True):
+            failures = {failure.item: failure for failure in done.failures}
+            for failure in done.failures:
+                num_pending = max(num_pending, failure.shortage.num_blocks_pending)
+            _APPLY[intent.kind](self, intent, done, failures, outcome)
+        for grant in news.granted:
+            self._granted(grant)
+        self._room.note(result.usage)
+        if not self._blocked:
+            self._num_waits = 0
+        elif num_pending > 0 and self._num_waits < PATIENCE_STEPS:
+            self._num_waits += 1
+        else:
+            self._must_preempt, self._num_waits = True, 0
+        self._num_idle = 0 if result.plan is not None else self._num_idle + 1
+        if self._num_idle >= PATIENCE_STEPS and not self.running:
+            self._recompute_swapped()
+        return outcome
+
+    # When things go wrong.
+
+    def reset(self) -> None:
+        """Every block is lost: all live sequences wait to be admitted and computed again."""
+        live = [*self.running, *self.swapped, *(s for _, s in self._forks)]
+        self.running, self.swapped, self._forks, self._frees = [], [], [], []
+        self._blocked, self._must_preempt, self._num_waits, self._num_idle = [], False, 0, 0
+        self._in_line = None
+        self._asked.clear()
+        self._no_swap.clear()
+        self._room = Room()
+        for sequence in self.waiting:
+            sequence.forget_blocks()
+        for sequence in live:
+            self.add(sequence)
+
+    def reconcile(self, states: Iterable[SequenceState]) -> None:
+        """A plan was aborted: take over what the control plane says of every sequence, and free
+        those that no request needs.
+        """
+        known = {state.sequence_id: state for state in states}
+        live = [*self.running, *self.swapped]
+        if self._in_line is not None and self._in_line.kv_id in known:
+            live.append(self._in_line)  # granted, which the next answer would have said
+            self.waiting.remove(self._in_line)
+            self._in_line = None
+        self.running, self.swapped, self._blocked = [], [], []
+        self._must_preempt = False
+        for sequence in live:
+            state = known.pop(sequence.kv_id, None)
+            if state is None:
+                self.add(sequence)
+                continue
+            sequence.num_sent, sequence.num_blocks = state.num_tokens, state.num_blocks
+            sequence.num_computed = state.num_scheduled_tokens
+            on_host = state.tier == types.TIER_HOST
+            sequence.status = SequenceStatus.SWAPPED if on_host else SequenceStatus.RUNNING
+            self._queue_of(sequence).append(sequence)
+        self._frees = list(known)
+
+    # Scheduling.
+
+    def _fork_intents(self) -> list[Intent]:
+        if not self._forks:
+            return []
+        parent_ids, sequences = zip(*self._forks, strict=True)
+        self._forks = []
+        for sequence in sequences:
+            sequence.status = SequenceStatus.RUNNING
+            self.running.append(sequence)
+        forks = ops.forks(parent_ids, [s.kv_id for s in sequences])
+        return [Intent(Kind.FORK, forks, sequences)]
+
+    def _append_intents(self, victims: set[int]) -> list[Intent]:
+        """One operation for all running sequences but ``victims``, up to the batch's size."""
+        budget = self._max_batch_tokens
+        due: list[EngineSequence] = []
+        num_slots: list[int] = []
+        for sequence in self._compute_order(victims):
+            if budget == 0:
+                break
+            num = min(sequence.num_uncomputed, budget)
+            if num > 0:
+                due.append(sequence)
+                num_slots.append(num)
+                budget -= num
+        if not due:
+            return []
+        new_tokens = [s.tokens[s.num_sent :] for s in due]
+        operation = ops.appends(
+            [s.kv_id for s in due],
+            [s.num_computed for s in due],
+            num_slots,
+            [len(tokens) for tokens in new_tokens],
+            chain.from_iterable(new_tokens),
+        )
+        return [Intent(Kind.APPEND, operation, tuple(due), tuple(num_slots))]
+
+    def _preempt(self) -> list[Intent]:
+        """Swap out, or free, the sequences that go last."""
+        victims = self._victims()
+        if not victims:
+            return []
+        self._tight = True
+        num_blocks = sum(s.num_blocks for s in victims)
+        refused = any(s.kv_id in self._no_swap for s in victims)
+        if num_blocks <= self._room.num_host_blocks and not refused:
+            swap = ops.swap_out([s.kv_id for s in victims])
+            return [Intent(Kind.SWAP_OUT, swap, tuple(victims))]
+        self.counts.num_recompute_preemptions += len(victims)
+        for sequence in victims:
+            self.running.remove(sequence)
+            self._recompute(sequence)
+        return []
+
+    def _victims(self) -> list[EngineSequence]:
+        """Sequences that would be cut; else all running continuations of the last request, so that
+        blocks that they share move once and are really released; only the last continuation when no
+        other request runs. The only running sequence is not preempted for its own sake.
+        """
+        asked = [s for s in self.running if s.kv_id in self._asked]
+        if asked:
+            return asked
+        order = sorted(self.running, key=self._key)
+        if len(order) < 2:
+            return []
+        last = order[-1].request
+        if order[0].request is last:
+            return order[-1:]
+        return [s for s in order if s.request is last]
+
+    def _compute_order(self, victims: set[int]) -> list[EngineSequence]:
+        """Sequences that need one token first, so that a long prompt does not hold them up; each
+        part in order.
+        """
+        order = (s for s in self.running if s.kv_id not in victims)
+        return sorted(order, key=lambda s: (s.num_uncomputed > 1, self._key(s)))
+
+    def _swap_in_intents(self) -> list[Intent]:
+        intents: list[Intent] = []
+        num_running, num_blocks = self._num_on_device(), 0
+        groups: dict[str, list[EngineSequence]] = {}
+        for sequence in sorted(self.swapped, key=self._key):
+            groups.setdefault(sequence.request.request_id, []).append(sequence)
+        for group in groups.values():
+            num_running += len(group)
+            num_blocks += sum(s.num_blocks for s in group)
+            is_alone = not self.running and not intents
+            if not is_alone and (
+                num_running > self.max_sequences or not self._room.fits(num_blocks + num_running)
+            ):
+                break
+            swap = ops.swap_in([s.kv_id for s in group])
+            intents.append(Intent(Kind.SWAP_IN, swap, tuple(group)))
+        return intents
+
+    def _admit_intents(self, budget: int) -> list[Intent]:
+        intents: list[Intent] = []
+        if self._in_line is not None:
+            return intents
+        num_running, num_blocks = self._num_on_device(), 0
+        for sequence in self.waiting:
+            num_running += sequence.num_continuations
+            num_blocks += -(-len(sequence.tokens) // self._block_size_tokens)
+            is_head = not intents and (not self._tight or not self.running)
+            if budget <= 0 or num_running > self.max_sequences:
+                break
+            if not is_head and not self._room.fits(num_blocks + num_running):
+                break
+            sequence.kv_id = self._new_kv_id()
+            num_compute = min(budget, len(sequence.tokens))
+            budget -= num_compute
+            admit = ops.admit(
+                sequence.kv_id,
+                sequence.tokens,
+                num_compute_tokens=num_compute,
+                max_total_tokens=sequence.max_total_tokens,
+                wait=is_head,
+            )
+            intents.append(Intent(Kind.ADMIT, admit, (sequence,)))
+        return intents
+
+    def _num_on_device(self) -> int:
+        in_line = self._in_line.num_continuations if self._in_line is not None else 0
+        return in_line + sum(s.num_continuations for s in self.running)
+
+    # Applying.
+
+    def _applied_fork(
+        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+    ) -> None:
+        for item, sequence in enumerate(intent.sequences):
+            if item in failures:
+                self.running.remove(sequence)
+                self.add(sequence)
+            else:
+                self.counts.num_forks += 1
+
+    def _applied_free(
+        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+    ) -> None:
+        for failure in failures.values():
+            error = error_of(failure)
+            if not isinstance(error, SequenceNotFoundError):
+                raise error
+
+    def _applied_swap_out(
+        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+    ) -> None:
+        if failures:
+            self._no_swap.update(s.kv_id for s in intent.sequences)
+            return
+        self.counts.num_swap_preemptions += len(intent.sequences)
+        for sequence in intent.sequences:
+            self.running.remove(sequence)
+            sequence.status = SequenceStatus.SWAPPED
+            self.swapped.append(sequence)
+
+    def _applied_swap_in(
+        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+    ) -> None:
+        if failures:
+            return
+        self.counts.num_swap_ins += len(intent.sequences)
+        for sequence in intent.sequences:
+            self.swapped.remove(sequence)
+            sequence.status = SequenceStatus.RUNNING
+            self.running.append(sequence)
+
+    def _applied_append(
+        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+    ) -> None:
+        num_blocks = columns.read(columns.INT32, done.append.num_blocks, "append.num_blocks")
+        for item, sequence in enumerate(intent.sequences):
+            failure = failures.get(item)
+            if sequence.status is not SequenceStatus.RUNNING:  # its fork failed in this step
+                continue
+            if failure is None:
+                num_slots = intent.num_slots[item]
+                self._compute(sequence, sequence.num_computed, num_slots, outcome)
+                sequence.num_sent = len(sequence.tokens)
+                sequence.num_blocks = num_blocks[item]
+            elif failure.status == pb.OPERATION_STATUS_LATER:
+                self._blocked.append(sequence)
+            else:
+                error = error_of(failure)
+                if isinstance(error, PositionMismatchError):
+                    raise error  # the caller aborts the plan, after which both sides agree
+                outcome.failed.append((sequence, error))
+
+    def _applied_admit(
+        self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
+    ) -> None:
+        (sequence,) = intent.sequences
+        if failures and failures[0].shortage.place_in_line:
+            self._in_line = sequence
+        elif failures:
+            sequence.kv_id = 0
+            if failures[0].status != pb.OPERATION_STATUS_LATER:
+                outcome.failed.append((sequence, error_of(failures[0])))
+        else:
+            cached, scheduled = done.admit.num_cached_tokens, done.admit.num_scheduled_tokens
+            self._start(sequence, done.admit.num_blocks, cached)
+            self._compute(sequence, cached, scheduled, outcome)
+
+    def _granted(self, grant: Granted) -> None:
+        sequence = self._in_line
+        if sequence is not None and sequence.kv_id == grant.sequence_id:
+            self._in_line = None
+            self._start(sequence, grant.num_blocks, grant.num_cached_tokens)
+
+    def _start(self, sequence: EngineSequence, num_blocks: int, num_cached_tokens: int) -> None:
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.start(num_blocks, num_cached_tokens)
+        self.counts.num_admissions += 1
+
+    def _note_cuts(self, news: SessionNews) -> None:
+        """What lost its blocks is admitted and computed again."""
+        self._asked = set(news.sequences_asked)
+        if self._in_line is not None and self._in_line.kv_id in news.cut:
+            self._in_line.kv_id, self._in_line = 0, None
+        for sequence in [s for s in self.running if s.kv_id in news.cut]:
+            self.running.remove(sequence)
+            self._recompute(sequence)
+            self.counts.num_recompute_preemptions += 1
+
+    def _compute(
+        self, sequence: EngineSequence, first: int, num_tokens: int, outcome: Outcome
+    ) -> None:
+        sequence.num_computed = first + num_tokens
+        if num_tokens > 0:
+            is_last = sequence.num_uncomputed == 0
+            outcome.spans.append(Span(sequence, first, num_tokens, is_last))
+
+    # Helpers.
+
+    def _recompute(self, sequence: EngineSequence) -> None:
+        self._frees.append(sequence.kv_id)
+        self._no_swap.discard(sequence.kv_id)
+        self.add(sequence)
+
+    def _recompute_swapped(self) -> None:
+        """No sequence runs or moves: a group that swapped out together may never fit together
+        again, but each of them fits alone.
+        """
+        self.counts.num_recompute_preemptions += len(self.swapped)
+        swapped, self.swapped = self.swapped, []
+        for sequence in swapped:
+            self._recompute(sequence)
+
+    def _queue_of(self, sequence: EngineSequence) -> list[EngineSequence]:
+        queues = {
+            SequenceStatus.WAITING: self.waiting,
+            SequenceStatus.RUNNING: self.running,
+            SequenceStatus.SWAPPED: self.swapped,
+        }
+        return queues[sequence.status]
+
+    def _new_kv_id(self) -> int:
+        kv_id, self._next_kv_id = self._next_kv_id, self._next_kv_id + 1
+        return kv_id
+
+
+_APPLY: Final = {
+    Kind.FORK: Scheduler._applied_fork,
+    Kind.FREE: Scheduler._applied_free,
+    Kind.SWAP_OUT: Scheduler._applied_swap_out,
+    Kind.APPEND: Scheduler._applied_append,
+    Kind.SWAP_IN: Scheduler._applied_swap_in,
+    Kind.ADMIT: Scheduler._applied_admit,
+}

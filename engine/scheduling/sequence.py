@@ -1,0 +1,106 @@
+"""One continuation in the engine: its tokens, and how far each side knows them.
+
+    position    0          num_computed     num_sent        len(tokens)
+                |  KV planned  |  no KV yet     |  not sent yet  |
+                |--------------------- known to the control plane ... to num_sent
+
+``num_computed <= num_sent <= len(tokens)`` always. A running sequence whose ``num_computed`` is
+``len(tokens)`` has no next token yet: its logits are being computed in this step. The engine holds
+tokens and counts, never K or V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from engine.request import Request, TokenLogprob
+from engine.sampling.detokenizer import Detokenizer
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is. Each is in exactly one queue."""
+
+    WAITING = "waiting"  # no blocks: to be admitted with all its tokens
+    RUNNING = "running"  # on the device tier
+    SWAPPED = "swapped"  # on the host tier
+    FORKING = "forking"  # shares its parent's blocks from the next step on
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class EngineSequence:
+    """One of a request's ``n`` continuations. ``kv_id``: its id at the control plane; 0 while it
+    has no blocks.
+    """
+
+    request: Request
+    index: int
+    tokens: list[int]
+    generator: torch.Generator
+    detokenizer: Detokenizer
+    status: SequenceStatus = SequenceStatus.WAITING
+    kv_id: int = 0
+    num_sent: int = 0
+    num_computed: int = 0
+    num_blocks: int = 0
+    num_cached_tokens: int = 0
+    num_admissions: int = 0
+    finish_reason: str = ""
+    logits: list[torch.Tensor] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Requests by priority, then by arrival, then continuations by index."""
+        return (self.request.params.priority, self.request.arrival, self.index)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens were generated so far."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Known tokens whose KV no plan computes yet."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The most tokens whose KV it ever needs: the last generated one needs none."""
+        return self.num_prompt_tokens + self.request.params.max_tokens - 1
+
+    @property
+    def num_continuations(self) -> int:
+        """How many of the request's continuations it stands for: all of them until the first token,
+        then itself.
+        """
+        return self.request.params.n if self.num_output_tokens == 0 else 1
+
+    def start(self, num_blocks: int, num_cached_tokens: int) -> None:
+        """It was admitted: what is not cached is to be computed."""
+        self.status = SequenceStatus.RUNNING
+        self.num_sent, self.num_computed = len(self.tokens), num_cached_tokens
+        self.num_blocks = num_blocks
+        if self.num_admissions == 0:
+            self.num_cached_tokens = num_cached_tokens
+        self.num_admissions += 1
+
+    def forget_blocks(self) -> None:
+        """Back to waiting: everything is to be admitted and computed again. Tokens and sampler
+        state stay.
+        """
+        self.status = SequenceStatus.WAITING
+        self.kv_id = self.num_sent = self.num_computed = self.num_blocks = 0

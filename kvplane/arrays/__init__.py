@@ -1,0 +1,1 @@
+"""Tensors of array libraries, without importing any."""

@@ -1,0 +1,1 @@
+"""What a pool's layout must be for a model."""

@@ -1,0 +1,145 @@
+"""The portals to the classes of the client."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Generator
+from typing import Any
+
+from kvplane.clients import control_client, data_client, execution
+from kvplane.clients.prefix_feed import PrefixEvent
+from kvplane.errors import KvplaneError
+from kvplane.layout import Layout
+from kvplane.session import session as sessions
+from kvplane.sync.portal import Portal, blocking, immediate, loop, wrapping
+from kvplane.transport.tls import TlsOptions
+from kvplane.v1.control_pb2 import ShardInfo
+from kvplane.v1.types_pb2 import SessionRef, SignedPayload
+
+
+class Session(Portal[sessions.Session]):
+    """A ``kvplane.Session``, made by ``ControlClient.open_session``."""
+
+    ref: SessionRef
+    id: int
+    incarnation: int
+    pool_id: str
+    client_name: str
+    namespace: str
+    layout: Layout
+    grant: SignedPayload
+    shards: tuple[ShardInfo, ...]
+    num_device_blocks: int
+    num_host_blocks: int
+    max_plans_in_flight: int
+    time_to_live_s: float
+    last_number: int
+    ended_by: KvplaneError | None
+
+    step = blocking(sessions.Session.step)
+    admit = blocking(sessions.Session.admit)
+    append = blocking(sessions.Session.append)
+    truncate = blocking(sessions.Session.truncate)
+    fork = blocking(sessions.Session.fork)
+    free = blocking(sessions.Session.free)
+    swap_out = blocking(sessions.Session.swap_out)
+    swap_in = blocking(sessions.Session.swap_in)
+    retain = blocking(sessions.Session.retain)
+    release = blocking(sessions.Session.release)
+    forget = blocking(sessions.Session.forget)
+    add_receipt = immediate(sessions.Session.add_receipt)
+    submit_receipts = blocking(sessions.Session.submit_receipts)
+    abort_plan = blocking(sessions.Session.abort_plan)
+    resync = blocking(sessions.Session.resync)
+    readmit = blocking(sessions.Session.readmit)
+    take_unclaimed = immediate(sessions.Session.take_unclaimed)
+    take_notices = immediate(sessions.Session.take_notices)
+    wait_for_news = blocking(sessions.Session.wait_for_news)
+    check = blocking(sessions.Session.check)
+    block_table = blocking(sessions.Session.block_table)
+    common_prefix = blocking(sessions.Session.common_prefix)
+    lookup_prefix = blocking(sessions.Session.lookup_prefix)
+    explain_prefix = blocking(sessions.Session.explain_prefix)
+    describe_sequence = blocking(sessions.Session.describe_sequence)
+    close = blocking(sessions.Session.close)
+    detach = blocking(sessions.Session.detach)
+
+    @functools.wraps(sessions.Session.reopen)
+    def reopen(self, *, timeout_s: float = 60.0) -> Session:
+        return _session(loop().run(self._wrapped.reopen(timeout_s=timeout_s)))
+
+
+def _session(opened: sessions.Session) -> Session:
+    return Session(lambda: opened)
+
+
+class ControlClient(Portal[control_client.ControlClient]):
+    """A ``kvplane.ControlClient``, with its parameters."""
+
+    def __init__(
+        self, target: str, *, tls: TlsOptions | None = None, timeout_s: float = 10.0
+    ) -> None:
+        super().__init__(lambda: control_client.ControlClient(target, tls=tls, timeout_s=timeout_s))
+
+    describe = blocking(control_client.ControlClient.describe)
+    list_pools = blocking(control_client.ControlClient.list_pools)
+    describe_pool = blocking(control_client.ControlClient.describe_pool)
+    list_sessions = blocking(control_client.ControlClient.list_sessions)
+    wait_ready = blocking(control_client.ControlClient.wait_ready)
+    find_prefix = blocking(control_client.ControlClient.find_prefix)
+    open_session = wrapping(control_client.ControlClient.open_session, _session)
+    close = blocking(control_client.ControlClient.close)
+
+    @functools.wraps(control_client.ControlClient.watch)
+    def watch(
+        self, pool_id: str, namespace: str = "", *, timeout_s: float | None = None
+    ) -> Generator[PrefixEvent, None, None]:
+        events = loop().call(lambda: self._wrapped.watch(pool_id, namespace, timeout_s=timeout_s))
+        try:
+            while True:
+                try:
+                    yield loop().run(_next(events))
+                except StopAsyncIteration:
+                    return
+        finally:
+            loop().run(events.aclose())
+
+
+async def _next(events: Any) -> PrefixEvent:
+    event: PrefixEvent = await anext(events)
+    return event
+
+
+class Execution(Portal[execution.Execution]):
+    """A ``kvplane.Execution``, made by ``DataClient.open``."""
+
+    layers: list[int]
+    receipt: SignedPayload | None
+
+    connect = blocking(execution.Execution.connect)
+    start = blocking(execution.Execution.start)
+    layer = blocking(execution.Execution.layer)
+    close = blocking(execution.Execution.close)
+
+
+def _execution(opened: execution.Execution) -> Execution:
+    return Execution(lambda: opened)
+
+
+class DataClient(Portal[data_client.DataClient]):
+    """A ``kvplane.DataClient``, with its parameters."""
+
+    def __init__(
+        self, target: str, *, tls: TlsOptions | None = None, timeout_s: float = 10.0
+    ) -> None:
+        super().__init__(lambda: data_client.DataClient(target, tls=tls, timeout_s=timeout_s))
+
+    describe = blocking(data_client.DataClient.describe)
+    open = wrapping(data_client.DataClient.open, _execution)
+    reshape_and_cache = blocking(data_client.DataClient.reshape_and_cache)
+    paged_attention = blocking(data_client.DataClient.paged_attention)
+    copy_blocks = blocking(data_client.DataClient.copy_blocks)
+    swap_blocks = blocking(data_client.DataClient.swap_blocks)
+    read_blocks = blocking(data_client.DataClient.read_blocks)
+    write_blocks = blocking(data_client.DataClient.write_blocks)
+    close = blocking(data_client.DataClient.close)

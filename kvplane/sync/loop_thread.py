@@ -1,0 +1,64 @@
+"""An asyncio loop in a thread of its own, for a caller that is not asynchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from importlib import import_module
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class LoopThread:
+    """Runs coroutines and waits for them. What they raise is raised to the caller."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = _new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """The coroutine's result. An interrupt while waiting cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """What ``function`` returns when called on the loop: gRPC binds a channel to the loop
+        that it is made on.
+        """
+
+        async def called() -> Result:
+            return function()
+
+        return self.run(called())
+
+    def close(self) -> None:
+        """End what is left running, then the thread. Harmless when called again."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """Of uvloop, whose sockets and callbacks cost less, where it is installed."""
+    try:
+        loop: asyncio.AbstractEventLoop = import_module("uvloop").new_event_loop()
+    except ImportError:
+        loop = asyncio.new_event_loop()
+    return loop
+
+
+async def _cancel_all() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""Connections to the planes: channels, certificates, deadlines and retries, streams, health."""

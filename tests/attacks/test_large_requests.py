@@ -1,0 +1,189 @@
+"""Requests that hold a great deal of one thing: each is refused by name, an honest engine goes on
+meanwhile, and the memory stays in bounds.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+from attacked_planes import HonestCaller, PlaneProcess, assert_calm, refusal
+from registration_messages import LAYOUT, hello
+
+from kvplane.errors import InvalidRequestError, KvplaneError, QuotaExceededError
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import control_pb2_grpc
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol
+
+MIB = 1 << 20
+ATTACK_S = 0.3
+# The largest request, as received, decoded, and read field by field.
+MAX_GROWTH_BYTES = 8 * 16 * MIB
+
+
+def delimited(number: int, data: bytes) -> bytes:
+    """A field of that number which holds these bytes."""
+    length, rest = [], len(data)
+    while rest > 0x7F:
+        length.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    return bytes([number << 3 | 2, *length, rest]) + data
+
+
+def step(session: tpb.SessionRef, more: bytes) -> bytes:
+    """A RunStepRequest whose step goes on with these fields."""
+    return delimited(1, pb.StepRequest(session=session, number=1).SerializeToString() + more)
+
+
+def open_with(layout: bytes) -> bytes:
+    request = pb.OpenSessionRequest(pool_id="pool", protocol=protocol.supported())
+    return request.SerializeToString() + delimited(3, layout)
+
+
+def layers(num: int) -> bytes:
+    layout = LAYOUT.to_proto()
+    layout.groups[0].layers[:] = range(num)
+    return layout.SerializeToString()
+
+
+def scales(num: int) -> bytes:
+    layout = LAYOUT.to_proto()
+    layout.groups[0].key_scales[:] = [1.0] * num
+    return layout.SerializeToString()
+
+
+def groups(num: int) -> bytes:
+    layout = LAYOUT.to_proto()
+    return layout.SerializeToString() + delimited(5, b"") * num
+
+
+def late_tokens(num: int) -> bytes:
+    return pb.DeferredTokens(
+        sequence_ids=struct.pack(f"<{num}q", *range(1, num + 1)),
+        admitted_by=bytes(8 * num),
+        first_positions=bytes(8 * num),
+        num_tokens=bytes(4 * num),
+    ).SerializeToString()
+
+
+Request = Callable[[tpb.SessionRef], bytes]
+# Method, request, and the field that the refusal names.
+REFUSED: dict[str, tuple[str, Request, str]] = {
+    "operations": ("RunStep", lambda s: step(s, b"\x1a\x00" * 2 * MIB), "step.operations"),
+    "receipts": ("RunStep", lambda s: step(s, b"\x22\x00" * 2 * MIB), "step.receipts"),
+    "messages of late tokens": ("RunStep", lambda s: step(s, b"\x2a\x00" * 2 * MIB), "step"),
+    "late tokens": (
+        "RunStep",
+        lambda s: step(s, delimited(5, late_tokens(300_000))),
+        "deferred_tokens.sequence_ids",
+    ),
+    "fields of one operation": (
+        "RunStep",
+        lambda s: step(s, delimited(3, b"\x0a\x02\x08\x01" * 3 * MIB)),
+        "step.operations",
+    ),
+    "operations to check": (
+        "CheckOperations",
+        lambda s: pb.CheckOperationsRequest(session=s).SerializeToString() + b"\x12\x00" * 2 * MIB,
+        "operations",
+    ),
+    "layers": ("OpenSession", lambda s: open_with(layers(10**6)), "layout.groups.layers"),
+    "scales": ("OpenSession", lambda s: open_with(scales(10**6)), "layout.groups.key_scales"),
+    "groups": ("OpenSession", lambda s: open_with(groups(10**6)), "layout.groups"),
+    "unknown fields": ("OpenSession", lambda s: open_with(b"\xf8\x07\x01" * 5 * MIB), "layout"),
+    "wire groups": ("OpenSession", lambda s: open_with(b"\xfb\x07\xfc\x07" * 3 * MIB), "layout"),
+    "pools to search": (
+        "FindPrefix",
+        lambda s: pb.FindPrefixRequest(hashes=bytes(16), pool_ids=["pool"] * 10**6),
+        "pool_ids",
+    ),
+    "a pool's name": (
+        "DescribePool",
+        lambda s: pb.DescribePoolRequest(pool_id="x" * 15 * MIB),
+        "pool_id",
+    ),
+    "a client's name": (
+        "OpenSession",
+        lambda s: pb.OpenSessionRequest(pool_id="pool", client_name="x" * 15 * MIB),
+        "client_name",
+    ),
+}
+# What may be as long as a message: it is answered soon.
+ANSWERED: dict[str, tuple[str, Request]] = {
+    "tokens to search": ("FindPrefix", lambda s: pb.FindPrefixRequest(token_ids=bytes(15 * MIB))),
+    "hashes to search": ("FindPrefix", lambda s: pb.FindPrefixRequest(hashes=bytes(15 * MIB))),
+}
+
+
+@pytest.fixture
+def session(channel: grpc.Channel, honest: HonestCaller) -> tpb.SessionRef:
+    stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+    request = pb.OpenSessionRequest(
+        pool_id="pool",
+        protocol=protocol.supported(),
+        layout=tpb.Layout(fingerprint=LAYOUT.fingerprint),
+    )
+    return stub.OpenSession(request).session
+
+
+@pytest.fixture
+def unharmed(control_plane: PlaneProcess, honest: HonestCaller, quiet_s: float) -> Iterator[None]:
+    """Whatever the test does disturbs the honest caller little."""
+    begin_bytes = control_plane.begin_peak()
+    with honest.meanwhile(ATTACK_S) as during:
+        yield
+    assert_calm(during, quiet_s)
+    assert control_plane.peak_bytes() - begin_bytes < MAX_GROWTH_BYTES
+
+
+def data_of(request: object) -> bytes:
+    return request if isinstance(request, bytes) else request.SerializeToString()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_more_than_there_may_be_is_refused(
+    session: tpb.SessionRef, channel: grpc.Channel, unharmed: None, name: str
+) -> None:
+    method, request, field = REFUSED[name]
+    error = refusal(channel, f"ControlPlaneService/{method}", data_of(request(session)))
+    assert isinstance(error, InvalidRequestError)
+    assert error.field == field
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_a_long_column_is_answered_soon(
+    session: tpb.SessionRef, channel: grpc.Channel, unharmed: None, name: str
+) -> None:
+    method, request = ANSWERED[name]
+    assert refusal(channel, f"ControlPlaneService/{method}", data_of(request(session))) is None
+
+
+def register(channel: grpc.Channel, **fields: object) -> KvplaneError | None:
+    """What refuses a data plane of this Hello; None when it is welcomed."""
+    requests = iter([pb.RegisterRequest(hello=hello(**fields))])
+    return refusal(channel, "ControlPlaneService/Register", requests)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_device_blocks": 2**24, "num_host_blocks": 2**24},
+        {"num_device_blocks": 2**24, "pool_id": "another"},
+    ],
+)
+def test_more_blocks_than_there_is_room_for_are_refused(
+    channel: grpc.Channel, unharmed: None, fields: dict[str, object]
+) -> None:
+    error = register(channel, **fields)
+    assert isinstance(error, QuotaExceededError)
+    assert error.field == "hello.num_device_blocks"
+
+
+def test_pools_are_not_made_without_end(channel: grpc.Channel, unharmed: None) -> None:
+    errors = [register(channel, pool_id=f"pool {i}") for i in range(70)]
+    assert errors[0] is None
+    assert isinstance(errors[-1], QuotaExceededError)
+    assert errors[-1].field == "hello.pool_id"

@@ -1,0 +1,169 @@
+"""Planes in processes of their own, an honest caller of them, and attackers in the test.
+
+with ControlPlaneProcess(folder) as plane, HonestCaller(plane) as honest:
+    calm = honest.period(0.5)
+    with honest.meanwhile(2.0) as during:
+        ...attack...
+    plane.peak_bytes()
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvplane.errors import KvplaneError
+from kvplane.wire.error_codec import from_rpc_error
+
+HELPERS = Path(__file__).parent
+ROOT = HELPERS.parents[1]
+START_S = 30.0
+PATIENCE_S = 30.0
+# What a caller beside an attack may wait: 50 ms, and a multiple of what it waits in quiet.
+RATIO = 10.0
+LONGEST_S = 0.05
+
+
+class PlaneProcess:
+    """A plane as an operator starts it."""
+
+    def __init__(self, program: str, folder: Path, *flags: str) -> None:
+        port_file = folder / f"{program}.port"
+        self.log_file = folder / f"{program}.log"
+        with self.log_file.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", program, "--bind", "127.0.0.1:0"),
+                    *("--metrics-port", "-1", "--port-file", str(port_file), "--grace-s", "1"),
+                    *flags,
+                ],
+                cwd=ROOT,
+                env=environment(),
+                stderr=log,
+            )
+        until_s = time.monotonic() + START_S
+        while not port_file.exists():
+            assert self.process.poll() is None, self.log_file.read_text()
+            assert time.monotonic() < until_s, "the plane does not start"
+            time.sleep(0.02)
+        self.address = f"127.0.0.1:{port_file.read_text().strip()}"
+
+    def __enter__(self) -> PlaneProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.wait(20)
+
+    def begin_peak(self) -> int:
+        """Forget the peak of the memory so far; returns the bytes in use."""
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+        return self._status("VmRSS")
+
+    def peak_bytes(self) -> int:
+        """The most memory in use since ``begin_peak``."""
+        return self._status("VmHWM")
+
+    def num_descriptors(self) -> int:
+        return len([*Path(f"/proc/{self.process.pid}/fd").iterdir()])
+
+    def _status(self, name: str) -> int:
+        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1]) * 1024
+        raise AssertionError(name)
+
+
+class HonestCaller:
+    """``honest_caller.py``, or another program that speaks as it does."""
+
+    def __init__(self, *arguments: str, program: str = "honest_caller.py") -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(HELPERS / program), *arguments],
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._read()
+
+    def __enter__(self) -> HonestCaller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.communicate()
+
+    def period(self, seconds: float) -> list[float]:
+        """The latencies of its steps in so many seconds."""
+        self._begin(seconds)
+        return self._read()
+
+    @contextmanager
+    def meanwhile(self, seconds: float) -> Iterator[list[float]]:
+        """Its latencies while the body runs; filled in after it."""
+        latencies: list[float] = []
+        self._begin(seconds)
+        try:
+            yield latencies
+        finally:
+            latencies += self._read()
+
+    def _begin(self, seconds: float) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{seconds}\n")
+        self._process.stdin.flush()
+
+    def _read(self) -> list[float]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the honest caller has failed"
+        latencies: list[float] = json.loads(line)
+        return latencies
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), str(HELPERS), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def p99(latencies: list[float]) -> float:
+    assert len(latencies) >= 5, "too few steps to say anything"
+    return sorted(latencies)[int(0.99 * len(latencies))]
+
+
+def assert_calm(during: list[float], quiet_s: float) -> None:
+    """Whoever waited beside the attack waited little more than without it. ``quiet_s``: the 99th
+    percentile then.
+    """
+    assert p99(during) <= LONGEST_S + RATIO * quiet_s, (
+        f"p99 {p99(during):.3f} s beside the attack, {quiet_s:.4f} s without it"
+    )
+
+
+def refusal(
+    channel: grpc.Channel, method: str, requests: bytes | Iterator[Any]
+) -> KvplaneError | None:
+    """What a call is refused with; None when it is answered. ``requests``: the bytes of a unary
+    call's, or the messages of a stream's. ``method``: "SERVICE/METHOD".
+    """
+    path = f"/kvplane.v1.{method}"
+    try:
+        if isinstance(requests, bytes):
+            channel.unary_unary(path)(requests, timeout=PATIENCE_S)
+        else:
+            encoded = (request.SerializeToString() for request in requests)
+            next(channel.stream_stream(path)(encoded, timeout=PATIENCE_S))
+    except grpc.RpcError as error:
+        return from_rpc_error(error)
+    return None

@@ -1,0 +1,67 @@
+"""An honest engine beside attackers, in a process of its own: it holds a pool and a session, makes
+a step every few milliseconds, and says how long each took.
+
+    honest_caller.py ADDRESS        then a line of stdin for each period, its seconds;
+                                    the answer is a line of JSON: the latencies, in seconds
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+
+import grpc.aio
+from control_wire import RawSession, RawShard
+
+from kvplane import ops
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import control_pb2_grpc
+from kvplane.wire import protocol
+
+PAUSE_S = 0.002
+HEARTBEAT_S = 1.0
+
+
+async def main(address: str) -> None:
+    async with grpc.aio.insecure_channel(address, options=protocol.CHANNEL_OPTIONS) as channel:
+        stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+        shard = RawShard(stub, num_device_blocks=1024)
+        await shard.register()
+        await shard.report()
+        beats = asyncio.create_task(beat(shard))
+        session = await RawSession.open(stub, shard)
+        tell([])
+        loop = asyncio.get_running_loop()
+        while line := await loop.run_in_executor(None, sys.stdin.readline):
+            tell(await period(session, float(line)))
+        beats.cancel()
+        shard.hang_up()
+
+
+def tell(latencies: list[float]) -> None:
+    sys.stdout.write(json.dumps(latencies) + "\n")
+    sys.stdout.flush()
+
+
+async def beat(shard: RawShard) -> None:
+    while True:
+        await asyncio.sleep(HEARTBEAT_S)
+        await shard.send(heartbeat=pb.Heartbeat())
+
+
+async def period(session: RawSession, seconds: float) -> list[float]:
+    latencies = []
+    end_s = time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        sequence_id = session.number + 1
+        begin_s = time.perf_counter()
+        await session.step(ops.admit(sequence_id, range(20)))
+        latencies.append(time.perf_counter() - begin_s)
+        await session.step(ops.free([sequence_id]))
+        await asyncio.sleep(PAUSE_S)
+    return latencies
+
+
+asyncio.run(main(sys.argv[1]))

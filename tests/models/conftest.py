@@ -1,0 +1,19 @@
+"""Planes for tests that run a model through them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.engine_planes import Process
+
+
+@pytest.fixture
+def control_plane(tmp_path: Path) -> Iterator[str]:
+    """The address of one for each test: it keeps pools that went away, up to a bound."""
+    process = Process("control_plane", tmp_path / "control.log")
+    process.start()
+    yield process.address
+    process.stop()

@@ -1,0 +1,296 @@
+"""The mistakes that people make first, and what they are told: where the fault is, what was found,
+and what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from both_planes import LAYOUT, POOL, Planes
+
+from kvplane import ControlClient, DataClient, Execution, Session, Tensor, ops
+from kvplane.errors import (
+    InvalidRequestError,
+    KvplaneError,
+    LayoutMismatchError,
+    NeverFitsError,
+    PlaneUnavailableError,
+    PlanOutOfOrderError,
+    PoolFullError,
+    PoolNotFoundError,
+    PositionMismatchError,
+    ProtocolMismatchError,
+    SequenceExistsError,
+    SequenceNotFoundError,
+    SessionNotFoundError,
+    TooManyPlansInFlightError,
+)
+
+
+@dataclass
+class Newcomer:
+    """Somebody with a session on a pool of 32 blocks of 8 tokens."""
+
+    planes: Planes
+    control: ControlClient
+    data: DataClient
+    session: Session
+    execution: Execution
+
+    async def run(self, *operations: Any) -> None:
+        """A step and its plan, as they are meant."""
+        result = (await self.session.step(operations)).raise_for_status()
+        num_tokens = (await self.execution.start(result.plan)).num_tokens
+        for layer in self.execution.layers if num_tokens else []:
+            await self.execution.layer(layer, *3 * [qkv(num_tokens)])
+        self.session.add_receipt(self.execution.receipt)
+
+
+def qkv(num_tokens: int, num_heads: int = 1, head_size: int = 8) -> Tensor:
+    shape = (num_tokens, num_heads, head_size)
+    return Tensor("float32", shape, bytes(Tensor.size_bytes("float32", shape)))
+
+
+async def nobody_listens(_: Newcomer) -> None:
+    async with ControlClient("127.0.0.1:9", timeout_s=0.3) as control:
+        await control.describe()
+
+
+async def a_target_without_a_port(_: Newcomer) -> None:
+    ControlClient("localhost")
+
+
+async def control_client_for_a_data_plane(who: Newcomer) -> None:
+    async with ControlClient(who.planes.data.address) as control:
+        await control.list_pools()
+
+
+async def data_client_for_a_control_plane(who: Newcomer) -> None:
+    async with DataClient(who.planes.control.address) as data:
+        await data.open(who.session.grant)
+
+
+async def a_pool_that_is_not_there(who: Newcomer) -> None:
+    await who.control.open_session("llama", LAYOUT)
+
+
+async def another_layout(who: Newcomer) -> None:
+    group = replace(LAYOUT.groups[0], head_size=16)
+    await who.control.open_session(POOL, replace(LAYOUT, block_size_tokens=16, groups=(group,)))
+
+
+async def tokens_that_are_text(who: Newcomer) -> None:
+    await who.session.admit(1, "a prompt")  # type: ignore[arg-type]
+
+
+async def no_tokens(who: Newcomer) -> None:
+    await who.session.admit(1, [])
+
+
+async def an_id_twice(who: Newcomer) -> None:
+    await who.run(ops.admit(1, [1, 2]))
+    await who.session.admit(1, [3])
+
+
+async def an_id_that_is_not_live(who: Newcomer) -> None:
+    await who.session.append(7, [1], 1, first_position=0)
+
+
+async def a_wrong_position(who: Newcomer) -> None:
+    await who.run(ops.admit(1, [1, 2, 3], max_total_tokens=8))
+    await who.session.append(1, [4], 1, first_position=2)
+
+
+async def a_prompt_larger_than_the_pool(who: Newcomer) -> None:
+    await who.session.admit(1, range(1000))
+
+
+async def a_pool_that_is_full(who: Newcomer) -> None:
+    await who.run(ops.admit(1, range(8 * 25)))
+    await who.session.admit(2, range(1000, 1000 + 8 * 20))
+
+
+async def receipts_never_handed_in(who: Newcomer) -> None:
+    for i in range(1, 9):
+        await who.session.admit(i, [i])
+
+
+async def a_receipt_before_the_plan_has_run(who: Newcomer) -> None:
+    who.session.add_receipt(who.execution.receipt)
+
+
+async def a_step_without_a_plan_is_executed(who: Newcomer) -> None:
+    await who.execution.start((await who.session.step([])).plan)
+
+
+async def plans_in_the_wrong_order(who: Newcomer) -> None:
+    await who.session.admit(1, [1, 2])
+    await who.execution.start((await who.session.admit(2, [3, 4])).plan)
+
+
+async def a_plan_before_the_last_one_has_finished(who: Newcomer) -> None:
+    await who.execution.start((await who.session.admit(1, [1, 2])).plan)
+    await who.execution.start((await who.session.admit(2, [3, 4])).plan)
+
+
+async def a_layer_before_start(who: Newcomer) -> None:
+    await who.execution.layer(0, qkv(2), qkv(2), qkv(2))
+
+
+async def a_layer_that_the_model_does_not_have(who: Newcomer) -> None:
+    await who.execution.start((await who.session.admit(1, [1, 2])).plan)
+    await who.execution.layer(3, qkv(2), qkv(2), qkv(2))
+
+
+async def a_batch_dimension(who: Newcomer) -> None:
+    await who.execution.start((await who.session.admit(1, [1, 2])).plan)
+    batched = Tensor("float32", (1, 2, 1, 8), bytes(64))
+    await who.execution.layer(0, qkv(2), batched, qkv(2))
+
+
+async def tokens_left_out(who: Newcomer) -> None:
+    await who.execution.start((await who.session.admit(1, [1, 2])).plan)
+    await who.execution.layer(0, qkv(1), qkv(1), qkv(1))
+
+
+async def a_transposed_array(_: Newcomer) -> None:
+    Tensor.from_array(torch.zeros(8, 2).T)
+
+
+async def bytes_of_another_type(_: Newcomer) -> None:
+    Tensor("float32", (2, 1, 8), bytes(2 * 8 * 2))
+
+
+async def a_session_used_after_its_end(who: Newcomer) -> None:
+    await who.session.close()
+    await who.session.admit(1, [1])
+
+
+# What each raises, and the message from its first character; ... stands for anything.
+MISTAKES: dict[Callable[[Newcomer], Awaitable[None]], tuple[type[KvplaneError], str]] = {
+    nobody_listens: (PlaneUnavailableError, "...127.0.0.1:9..."),
+    a_target_without_a_port: (
+        InvalidRequestError,
+        "target: must be host:port, is 'localhost'",
+    ),
+    control_client_for_a_data_plane: (
+        ProtocolMismatchError,
+        "DataPlaneService is served here: are the planes' addresses swapped?",
+    ),
+    data_client_for_a_control_plane: (
+        ProtocolMismatchError,
+        "ControlPlaneService is served here: are the planes' addresses swapped?",
+    ),
+    a_pool_that_is_not_there: (
+        PoolNotFoundError,
+        "pool_id: no shard of pool 'llama' has registered: ListPools names those that have",
+    ),
+    another_layout: (
+        LayoutMismatchError,
+        "layout: is not that of pool 'default': it has block_size_tokens 16 and not 8, "
+        "groups[0].head_size 16 and not 8",
+    ),
+    tokens_that_are_text: (InvalidRequestError, "token_ids: must be integers of 32 bits"),
+    no_tokens: (
+        InvalidRequestError,
+        "operations[0].admit.token_ids: must hold at least 1 token",
+    ),
+    an_id_twice: (
+        SequenceExistsError,
+        "operations[0].admit.sequence_id: sequence 1 is live already: free it, or take another id",
+    ),
+    an_id_that_is_not_live: (
+        SequenceNotFoundError,
+        "operations[0].append.sequence_ids[0]: sequence 7 is not live: admit it first",
+    ),
+    a_wrong_position: (
+        PositionMismatchError,
+        "operations[0].append.first_positions[0]: the next slot of sequence 1 is at position "
+        "3, not 2: DescribeSequence tells its positions",
+    ),
+    a_prompt_larger_than_the_pool: (
+        NeverFitsError,
+        "125 blocks of the device tier are needed and 32 are available: the pool can never "
+        "hold this many; ask for fewer tokens",
+    ),
+    a_pool_that_is_full: (
+        PoolFullError,
+        "20 blocks of the device tier are needed and 7 are available, 0 more when plans have "
+        "run: submit receipts, free or swap out sequences, then try again in 0.05 s",
+    ),
+    receipts_never_handed_in: (
+        TooManyPlansInFlightError,
+        "4 plans wait for their receipts: run them, and hand in receipts with add_receipt or "
+        "SubmitReceipts",
+    ),
+    a_receipt_before_the_plan_has_run: (
+        InvalidRequestError,
+        "receipt: is None: a plan has one when all its layers have run",
+    ),
+    a_step_without_a_plan_is_executed: (
+        InvalidRequestError,
+        "plan: is None: the step has nothing to carry out",
+    ),
+    plans_in_the_wrong_order: (
+        PlanOutOfOrderError,
+        "plan.previous: run plan 1 first: this one follows it, and the session's last plan "
+        "to finish here is 0",
+    ),
+    a_plan_before_the_last_one_has_finished: (
+        PlanOutOfOrderError,
+        "plan.previous: finish plan 1 first: send its missing layers, or abort it at the "
+        "control plane",
+    ),
+    a_layer_before_start: (
+        PlanOutOfOrderError,
+        "no plan was started: call start first",
+    ),
+    a_layer_that_the_model_does_not_have: (
+        InvalidRequestError,
+        "layer.layer: layer 3 is not in this shard, which has [0, 1, 2]",
+    ),
+    a_batch_dimension: (
+        InvalidRequestError,
+        "layer.key: must be [num_tokens, num_kv_heads, head_size], is [1, 2, 1, 8]",
+    ),
+    tokens_left_out: (
+        InvalidRequestError,
+        "layer.key: must be [2, 1, 8], is [1, 1, 8]",
+    ),
+    a_transposed_array: (
+        InvalidRequestError,
+        "array: is not contiguous: pass array.contiguous(), or numpy.ascontiguousarray(array)",
+    ),
+    bytes_of_another_type: (
+        InvalidRequestError,
+        "data: float32 of shape [2, 1, 8] takes 64 bytes, not 32",
+    ),
+    a_session_used_after_its_end: (
+        SessionNotFoundError,
+        "session.session_id: was closed here: open another",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+async def test_a_mistake_is_answered_with_what_to_do(
+    planes: Planes,
+    control: ControlClient,
+    data: DataClient,
+    mistake: Callable[[Newcomer], Awaitable[None]],
+) -> None:
+    cls, message = MISTAKES[mistake]
+    async with (
+        await control.open_session(POOL, LAYOUT) as session,
+        await data.open(session.grant) as execution,
+    ):
+        with pytest.raises(KvplaneError) as caught:
+            await mistake(Newcomer(planes, control, data, session, execution))
+    pattern = re.escape(message).replace(re.escape("..."), ".*")
+    assert type(caught.value) is cls
+    assert re.fullmatch(pattern, str(caught.value)), str(caught.value)

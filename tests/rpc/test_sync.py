@@ -1,0 +1,119 @@
+"""The client for programs without an event loop is the asynchronous one, call for call."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from both_planes import LAYOUT, POOL, Planes
+
+import kvplane
+from kvplane import Tensor, ops, sync
+from kvplane.clients.prefix_feed import BlocksStored, CaughtUp
+from kvplane.errors import InvalidRequestError, PlaneUnavailableError, PoolNotFoundError
+
+
+def public(cls: type) -> set[str]:
+    return {name for name in dir(cls) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", sync.__all__)
+def test_nothing_of_the_client_is_missing_or_takes_other_arguments(name: str) -> None:
+    blocking, original = getattr(sync, name), getattr(kvplane, name)
+    assert public(original) - public(blocking) <= blocking.__annotations__.keys()
+    assert public(blocking) <= public(original)
+    for method in public(blocking):
+        ours, theirs = getattr(blocking, method), getattr(original, method)
+        assert ours.__doc__ == theirs.__doc__
+        assert [*inspect.signature(ours).parameters.values()][1:] == [
+            *inspect.signature(theirs).parameters.values()
+        ][1:]
+
+
+def decode(planes: Planes) -> list[str]:
+    """What a newcomer does, and what of it can be seen."""
+    seen = []
+    qkv = Tensor("float32", (12, 1, 8), bytes(384))
+    with (
+        sync.ControlClient(planes.control.address) as control,
+        sync.DataClient(planes.data.address) as data,
+    ):
+        control.wait_ready(POOL)
+        with control.open_session(POOL, LAYOUT) as session, data.open(session.grant) as execution:
+            events = control.watch(POOL)
+            step = session.step([ops.admit(1, [5] * 12)]).raise_for_status()
+            execution.start(step.plan)
+            with pytest.raises(InvalidRequestError, match="receipt: is None"):
+                session.add_receipt(execution.receipt)
+            for layer in execution.layers:
+                execution.layer(layer, qkv, qkv, qkv)
+            session.add_receipt(execution.receipt)
+            session.submit_receipts()
+            seen.append(f"cached {session.lookup_prefix([5] * 12).num_cached_tokens}")
+            kinds = []
+            while BlocksStored not in kinds or kinds[-1] is not CaughtUp:
+                kinds.append(type(next(events)))
+            events.close()
+            again = session.reopen()
+            seen.append(f"reopened {again.id != session.id}, {again.layout == LAYOUT}")
+            again.close()
+            seen.append(f"sessions {len(control.list_sessions(POOL))}")
+        with pytest.raises(PoolNotFoundError):
+            control.describe_pool("nothing")
+    return seen
+
+
+async def test_a_thread_admits_attends_and_finds_its_prompt_cached(planes: Planes) -> None:
+    seen = await asyncio.wait_for(asyncio.to_thread(decode, planes), 30)
+    assert seen == ["cached 8", "reopened True, True", "sessions 0"]
+
+
+async def test_several_threads_share_a_client(planes: Planes) -> None:
+    def use(control: sync.ControlClient, threads: set[str]) -> None:
+        threads.add(threading.current_thread().name)
+        assert control.list_pools() == [POOL]
+
+    threads: set[str] = set()
+    control = await asyncio.to_thread(sync.ControlClient, planes.control.address)
+    await asyncio.gather(*(asyncio.to_thread(use, control, threads) for _ in range(8)))
+    await asyncio.to_thread(control.close)
+    assert len(threads) > 1
+
+
+def test_no_plane_is_an_error_and_not_a_wait() -> None:
+    with (
+        sync.ControlClient("127.0.0.1:9", timeout_s=0.2) as control,
+        pytest.raises(PlaneUnavailableError),
+    ):
+        control.list_pools()
+
+
+PROGRAM = """
+from kvplane import Layout, ops
+from kvplane.sync import ControlClient, DataClient
+
+with ControlClient("127.0.0.1:50051") as control, DataClient("127.0.0.1:50052") as data:
+    layout = Layout.from_proto(control.wait_ready("default").layout)
+    with control.open_session("default", layout) as session, data.open(session.grant) as execution:
+        step = session.step([ops.admit(1, [97, 98, 99])])
+        print(execution.start(step.plan).num_tokens + session.id)
+        session.add_receipt(execution.receipt)
+"""
+WRONG = ("session.step(7)", "session.nothing", "execution.start(step)")
+
+
+def test_its_types_are_those_of_the_client(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM + "".join(f"        {line}\n" for line in WRONG))
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(program)]
+    root = Path(__file__).parents[2]
+    done: Any = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=110)
+    first = len(PROGRAM.splitlines()) + 1
+    lines = [int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error:" in line]
+    assert lines == [first, first + 1, first + 2], done.stdout
