@@ -20,7 +20,6 @@ namespace py = pybind11;
 namespace kvplane {
 namespace {
 
-// value: null where values are the first elements of their keys.
 void bind_reshape_and_cache(const TensorView& key, const TensorView* value, const PagesView& pages,
                             const ScalesView& scales, uintptr_t slots, int num_threads) {
   ReshapeAndCacheParams p = {};
@@ -31,12 +30,7 @@ void bind_reshape_and_cache(const TensorView& key, const TensorView* value, cons
   p.num_tokens = key.shape[0];
   p.key_token_stride = key.strides[0];
   p.key_head_stride = key.strides[1];
-  if (value != nullptr) {
-    p.value = value->data();
-    p.value_dtype = value->dtype;
-    p.value_token_stride = value->strides[0];
-    p.value_head_stride = value->strides[1];
-  }
+  set_value(value, &p);
   p.num_threads = num_threads;
   reshape_and_cache(p);
 }

@@ -156,7 +156,7 @@ class PlanRunner:
         run: Run,
         batch: AttentionBatch,
         index: int,
-        tensors: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor],
+        tensors: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None],
         options: AttentionOptions,
         field: str,
     ) -> torch.Tensor | None:

@@ -60,7 +60,7 @@ class BoundLayer:
         *,
         query: TensorView,
         key: TensorView,
-        value: TensorView,
+        value: TensorView | None,
         pages: PagesView,
         scales: ScalesView,
         options: AttentionOptions,

@@ -130,7 +130,7 @@ class ShardKernels:
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         options: AttentionOptions,
     ) -> BoundLayer | None:
         """The layer as ``bind`` bound it, for arguments that need no more checks; else None."""
@@ -161,7 +161,7 @@ class ShardKernels:
         batch: AttentionBatch,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         num_context_tokens: int,
     ) -> torch.Tensor:
         """``write`` and ``attend`` of a layer that ``bound_layer`` found."""

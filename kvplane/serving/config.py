@@ -11,7 +11,6 @@ from kvplane.errors import InvalidRequestError
 from kvplane.serving.logs import FORMATS, LEVELS
 from kvplane.serving.server import ServerTls
 from kvplane.serving.settings import setting
-from kvplane.wire.protocol import MAX_MESSAGE_BYTES
 
 
 def bind_setting(default: str) -> Any:

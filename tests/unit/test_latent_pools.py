@@ -71,6 +71,20 @@ def test_all_heads_attend_to_the_row_and_to_its_first_elements(rig: Rig) -> None
         torch.testing.assert_close(out, wanted, atol=1e-5 if is_exact else 0.25, rtol=1e-5)
 
 
+def test_tokens_one_by_one_give_the_bits_of_the_whole_prompt(rig: Rig) -> None:
+    """From the second on, by the native call that is bound once."""
+    latent, outputs = admit(rig)
+    query = rows(NUM_TOKENS, 6)
+    for i in range(NUM_TOKENS):
+        changes = [] if i else [set_blocks(2, [(4, 1), (1, 1)])]
+        rig.start(2 + i, changes=changes, spans=[span(2, i, 1)])
+        for layer, wanted in enumerate(outputs):
+            one = query[i : i + 1], latent[i : i + 1], None
+            got = rig.executor.layer(1, layer, *one, options=OPTIONS)
+            assert torch.equal(got, wanted[i : i + 1])
+        assert rig.executor.receipt(1) is not None
+
+
 def test_rows_are_stored_once_by_their_scale(rig: Rig) -> None:
     latent, _ = admit(rig)
     blocks, _ = rig.executor.read_blocks(1, 1, 0, 2)
