@@ -33,7 +33,9 @@ class EngineConfig:
             *("planes_tls", "planes_ca", "planes_certificate", "planes_key", "planes_name"),
             "planes_token_file",
         ),
-        "An embedded pool": ("block_size_tokens", "num_device_blocks", "num_host_blocks"),
+        "An embedded pool": (
+            *("block_size_tokens", "num_device_blocks", "num_host_blocks", "latent"),
+        ),
     }
     model: Path = setting(help="Folder of a Hugging Face model.")
     control_plane: str = setting("127.0.0.1:50051", help="Address of the control plane.")
@@ -106,6 +108,11 @@ class EngineConfig:
     num_host_blocks: int = setting(
         256, unit="blocks", minimum=0, help="Host blocks of an embedded pool."
     )
+    latent: bool = setting(
+        True,
+        help="Keep latents in an embedded pool, for a model that has them; a pool elsewhere has"
+        " its own --latent.",
+    )
 
     def __post_init__(self) -> None:
         if not self.model.is_dir():
@@ -150,6 +157,10 @@ class LayoutConfig:
         "",
         choices=("", *KV_DTYPES),
         help="Type of stored keys and values; empty means the same as --dtype.",
+    )
+    latent: bool = setting(
+        True,
+        help="Keep the latents of a model that has them; --no-latent for a data plane on a GPU.",
     )
 
 

@@ -175,7 +175,12 @@ class LLM:
             )
             self._closing.callback(self._link.close)
             layout = _layout(config, self._link.pool_layout(config.recovery_timeout_s))
-            self._loaded = loader.load(config.model, layout.dtype, probe=config.probe)
+            self._loaded = loader.load(
+                config.model,
+                layout.dtype,
+                probe=config.probe,
+                latent=bool(layout.latent_layers),
+            )
             self._backend.open(self._link.open(layout))
             self._core = _core(config, layout, self._loaded, self._link, self._backend)
             self._closing = self._closing.pop_all()
@@ -251,6 +256,7 @@ def _embedded(config: EngineConfig) -> DataBackend:
         kv_dtype="" if config.kv_dtype == "auto" else config.kv_dtype,
         num_device_blocks=config.num_device_blocks,
         num_host_blocks=config.num_host_blocks,
+        latent=config.latent,
         num_threads=config.num_threads,
         metrics_port=-1,
         control_plane_tls=config.planes_tls,
@@ -282,13 +288,14 @@ def _core(
 
 def _layout(config: EngineConfig, pool: Layout) -> Layout:
     """The model's layout, in the pool's block size and types where nothing else is asked for, with
-    the pool's scales: the pool decides how values are stored.
+    the pool's scales, and latents where the pool has them: it decides how values are stored.
     """
     layout = layout_from_hf(
         config.model,
         block_size_tokens=pool.block_size_tokens,
         dtype=pool.dtype if config.dtype == "auto" else config.dtype,
         kv_dtype=pool.kv_dtype if config.kv_dtype == "auto" else config.kv_dtype,
+        latent=bool(pool.latent_layers),
     )
     return layout.with_scales_of(pool)
 

@@ -132,6 +132,11 @@ def check_cache_kinds(layout: Layout, kernels: Kernels) -> None:
             )
 
 
+def cache_kinds_of(device: torch.device) -> tuple[str, ...]:
+    """The cache kinds that the kernels for ``device`` serve."""
+    return (CpuKernels if device.type == "cpu" else CudaKernels).cache_kinds
+
+
 def kernels_of(device: torch.device, num_threads: int) -> Kernels:
     """The kernels for ``device``, as chosen by ``data_plane.kernels.devices``. ``num_threads``: of
     the CPU kernels. Raises as ``CpuKernels`` does.

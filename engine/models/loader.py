@@ -90,10 +90,11 @@ class LoadedModel:
         return self.tokenizer
 
 
-def load(folder: Path, dtype: str, *, probe: bool = True) -> LoadedModel:
+def load(folder: Path, dtype: str, *, probe: bool = True, latent: bool = True) -> LoadedModel:
     """Load ``folder`` in ``dtype`` with attention "kvplane".
 
-    ``probe``: first compare the model's logits with those of transformers' own attention. Raises
+    ``probe``: first compare the model's logits with those of transformers' own attention.
+    ``latent``: whether layers that have latents will keep them, as the probe then does. Raises
     InvalidRequestError of the field "model" for a model that transformers cannot load, and for one
     that the probe refuses.
     """
@@ -105,7 +106,7 @@ def load(folder: Path, dtype: str, *, probe: bool = True) -> LoadedModel:
     model.train(mode=False)
     adapters.adapt(model)
     if probe:
-        run_probe(model)
+        run_probe(model, latent=latent)
     adapters.set_attention(model, attention.NAME)
     text_config = model.config.get_text_config(decoder=True)
     has_tokenizer = any((folder / name).exists() for name in _TOKENIZER_FILES)

@@ -38,6 +38,11 @@ class DataBackend(Protocol):
     ``finish``.
     """
 
+    @property
+    def latent_layers(self) -> frozenset[int]:
+        """As in ``kvplane.transformers.attention.Step``; of the session."""
+        ...
+
     def open(self, session: Session) -> None:
         """Serve ``session`` from now on, and no other."""
         ...
@@ -51,7 +56,7 @@ class DataBackend(Protocol):
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
@@ -80,6 +85,7 @@ class RemoteBackend:
         self._tls = tls
         self._client: DataClient | None = None
         self._execution: Execution | None = None
+        self.latent_layers: frozenset[int] = frozenset()
 
     def open(self, session: Session) -> None:
         """Open an Execute stream to the session's data plane. Raises InvalidRequestError for a pool
@@ -97,6 +103,7 @@ class RemoteBackend:
         )
         self._client = client
         self._execution = self._loop.run(client.open(session.grant))
+        self.latent_layers = session.layout.latent_layers
 
     def start(self, plan: pb.SignedPayload) -> Started:
         """Present the plan to the data plane."""
@@ -108,7 +115,7 @@ class RemoteBackend:
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
@@ -118,7 +125,7 @@ class RemoteBackend:
                 index,
                 to_wire(query),
                 to_wire(key),
-                to_wire(value),
+                None if value is None else to_wire(value),
                 options=options,
             )
         )

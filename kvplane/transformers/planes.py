@@ -61,8 +61,8 @@ class PlaneSettings:
     pool_id: the pool, where the planes are elsewhere.
     model_id: the model's id in the layout of such a pool; empty computes it from the folder that
         the model was loaded from, as the data plane did.
-    block_size_tokens, num_device_blocks, kv_dtype, num_threads: of an embedded pool, as the flags
-        of ``python -m data_plane``.
+    block_size_tokens, num_device_blocks, kv_dtype, num_threads, latent: of an embedded pool, as the
+        flags of ``python -m data_plane``.
     tls: how to reach planes that are elsewhere; None is in the clear.
     probe: whether to compare the model's logits with those of transformers' own attention first.
         Without it a model that keeps other state, or attends in another way, gives wrong text.
@@ -76,6 +76,7 @@ class PlaneSettings:
     num_device_blocks: int = 1024
     kv_dtype: str = ""
     num_threads: int = 0
+    latent: bool = True
     tls: TlsOptions | None = None
     probe: bool = True
     timeout_s: float = 10.0
@@ -107,6 +108,7 @@ class Planes:
             closing.callback(self._link.close)
             pool = self._link.pool_layout(settings.start_timeout_s)
             self._layout = _layout_in(pool, model, settings) if settings.control_plane else pool
+            _prepare(model, settings.probe, latent=bool(self._layout.latent_layers))
             self.backend.open(self._link.open(self._layout))
             self._close = closing.pop_all().close
         atexit.register(self._close)
@@ -244,7 +246,8 @@ _OPEN: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[PlaneSettings, Plan
     weakref.WeakKeyDictionary()
 )
 _OPEN_LOCK: Final = threading.Lock()
-_PROBED: Final[weakref.WeakSet[PreTrainedModel]] = weakref.WeakSet()
+_PROBED: Final[weakref.WeakKeyDictionary[PreTrainedModel, set[bool]]] = weakref.WeakKeyDictionary()
+"""With latents, without them, or with both."""
 
 
 def planes_of(model: PreTrainedModel, settings: PlaneSettings) -> Planes:
@@ -255,21 +258,21 @@ def planes_of(model: PreTrainedModel, settings: PlaneSettings) -> Planes:
         of_model = _OPEN.setdefault(model, {})
         planes = of_model.get(settings)
         if planes is None or not planes.is_open:
-            _prepare(model, settings.probe)
             planes = of_model[settings] = Planes(model, settings)
         return planes
 
 
-def _prepare(model: PreTrainedModel, wants_probe: bool) -> None:
+def _prepare(model: PreTrainedModel, wants_probe: bool, *, latent: bool) -> None:
     """Adapt and probe the model. Its attention is then what it was, but for models whose code asks
     for none by name: of these it is "kvplane".
     """
     adapters.adapt(model)
     before = model.config.get_text_config()._attn_implementation
     try:
-        if wants_probe and model not in _PROBED:
-            probe(model)
-            _PROBED.add(model)
+        probed = _PROBED.setdefault(model, set())
+        if wants_probe and latent not in probed:
+            probe(model, latent=latent)
+            probed.add(latent)
     finally:
         is_adapted = adapters.is_adapted(model)
         adapters.set_attention(model, attention.NAME if is_adapted else before)
@@ -291,7 +294,7 @@ def _connect(
         closing.callback(remote.stop)
         return settings.control_plane, remote
     try:
-        from kvplane.transformers.embedded import start_planes
+        from kvplane.transformers.embedded import serves_latents, start_planes
     except ImportError as error:
         raise InvalidRequestError(
             "must be given: planes in this process need kvplane[control-plane,data-plane]; "
@@ -304,7 +307,7 @@ def _connect(
         block_size_tokens=settings.block_size_tokens,
         dtype=dtype,
         kv_dtype=settings.kv_dtype or dtype,
-        groups=layer_groups(model.config),
+        groups=layer_groups(model.config, latent=settings.latent and serves_latents()),
     )
     return start_planes(
         closing,
@@ -318,7 +321,7 @@ def _connect(
 
 def _layout_in(pool: Layout, model: PreTrainedModel, settings: PlaneSettings) -> Layout:
     """The model's layout in a pool of other processes, which the control plane compares with the
-    pool's.
+    pool's. Whether latents are kept is the pool's choice.
     """
     model_id = settings.model_id
     if not model_id:
@@ -328,9 +331,8 @@ def _layout_in(pool: Layout, model: PreTrainedModel, settings: PlaneSettings) ->
                 "must be given: the model was not loaded from a folder", field="model_id"
             )
         model_id = layout_from_hf(folder).model_id
-    own = replace(
-        pool, model_id=model_id, dtype=_dtype_of(model), groups=layer_groups(model.config)
-    )
+    groups = layer_groups(model.config, latent=bool(pool.latent_layers))
+    own = replace(pool, model_id=model_id, dtype=_dtype_of(model), groups=groups)
     return own.with_scales_of(pool)
 
 

@@ -68,12 +68,16 @@ class Observer:
     is_zero: bool = False
     needs: dict[str, None] = field(default_factory=dict)
 
+    @property
+    def latent_layers(self) -> frozenset[int]:
+        return self.planes.latent_layers
+
     def layer(
         self,
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
@@ -82,7 +86,8 @@ class Observer:
             "soft cap": options.logit_soft_cap,
             "sinks": options.sinks,
             "ALiBi": options.alibi_slopes,
-            "V narrower than K": value.shape[-1] < key.shape[-1],
+            "latents": value is None,
+            "V narrower than K": value is not None and value.shape[-1] < key.shape[-1],
         }.items():
             if is_needed:
                 self.needs[name] = None
@@ -106,6 +111,8 @@ def examine(model_type: str) -> Row:
     except KvplaneError as error:
         return Row(model_type, REFUSED, _plain(error.message, model_type))
     needs = check_exact(model)
+    if "latents" in needs:  # their keys and values can be kept instead
+        check_exact(model, latent=False)
     if len(layer_groups(model.config)) > 1:
         needs.append("several layer groups")
     if adapters.is_adapted(model):
@@ -113,24 +120,24 @@ def examine(model_type: str) -> Row:
     return Row(model_type, EXACT, ", ".join(needs))
 
 
-def check_exact(model: PreTrainedModel) -> list[str]:
+def check_exact(model: PreTrainedModel, *, latent: bool = True) -> list[str]:
     """Three sequences in three passes, against eager attention of each alone; returns what was
-    needed of attention.
+    needed of attention. ``latent``: as of ``layer_groups``.
     """
     generator = torch.Generator().manual_seed(7)
     tokens = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in _LENGTHS]
     wanted = _eager(model, tokens)
-    observer = Observer(_planes(model))
+    observer = Observer(_planes(model, latent))
     off = float((_through(model, tokens, observer) - wanted).abs().max() / wanted.std())
     assert off <= _TOLERANCE, f"{model.config.model_type}: logits are {off:.2g} deviations off"
-    zero = Observer(_planes(model), is_zero=True)
+    zero = Observer(_planes(model, latent), is_zero=True)
     moved = float((_through(model, tokens, zero) - wanted).abs().max() / wanted.std())
     assert moved >= _MATTERS, f"{model.config.model_type}: attention moves logits by {moved:.2g}"
     return list(observer.needs)
 
 
-def _planes(model: PreTrainedModel) -> ProbePlanes:
-    return ProbePlanes(layer_groups(model.config), "float32", _LENGTHS)
+def _planes(model: PreTrainedModel, latent: bool) -> ProbePlanes:
+    return ProbePlanes(layer_groups(model.config, latent=latent), "float32", _LENGTHS)
 
 
 def _eager(model: PreTrainedModel, tokens: Sequence[list[int]]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from tests.models.test_census import documented
 from tests.models.tiny_models import VOCABULARY, tiny_model
 
 ON_PUSH = ("bloom", "deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_oss")
-"""Between them: ALiBi, V narrower than K, soft cap, windows, two head sizes, sinks."""
+"""Between them: ALiBi, latents, soft cap, windows, two head sizes, sinks."""
 EXACT = [name for name, row in documented().items() if row.split(" | ")[1] == "exact"]
 PROMPTS_TOKENS = (50, 3, 50, 21)
 

@@ -29,6 +29,8 @@ from kvplane.transformers.backend import from_wire, to_wire
 class DenseStep:
     """Attention over a cache of whole tensors, one for each sequence and layer."""
 
+    latent_layers: frozenset[int] = frozenset()
+
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.cache: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}

@@ -37,9 +37,10 @@ _TOLERANCES: Final = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0
 Spans = Sequence[tuple[int, int, int]]
 
 
-def probe(model: PreTrainedModel) -> None:
+def probe(model: PreTrainedModel, *, latent: bool = True) -> None:
     """Raises InvalidRequestError of the field "model", saying in what way the model cannot be
-    served. Its attention implementation is "kvplane" afterwards.
+    served. Its attention implementation is "kvplane" afterwards. ``latent``: as of
+    ``layer_groups``.
     """
     try:
         from kvplane.transformers.models.probe_planes import ProbePlanes
@@ -50,7 +51,7 @@ def probe(model: PreTrainedModel) -> None:
             field="model",
         ) from error
     with _part_of(model) as (part, num_layers), _short_windows(part):
-        groups = _first_layers(layer_groups(part.config), num_layers or None)
+        groups = _first_layers(layer_groups(part.config, latent=latent), num_layers or None)
         dtype = str(part.dtype).removeprefix("torch.")
         vocabulary = part.config.get_text_config(decoder=True).vocab_size
         generator = torch.Generator().manual_seed(0)

@@ -13,7 +13,7 @@ import torch
 from data_plane.executor import Executor
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import LayerGroup, Layout
+from kvplane.layout import LATENT, LayerGroup, Layout
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns, signing
 from kvplane.wire.protocol import PAYLOAD_VERSION
@@ -36,6 +36,8 @@ class ProbePlanes:
             for group, plane in zip(groups, self._planes, strict=True)
             for layer in group.layers
         }
+        kept = (group.layers for group in groups if group.cache_kind == LATENT)
+        self.latent_layers = frozenset(layer for layers in kept for layer in layers)
         self.num_calls: Counter[int] = Counter()
 
     @property
@@ -54,7 +56,7 @@ class ProbePlanes:
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
@@ -68,7 +70,8 @@ class ProbePlanes:
                 field="model",
             )
         plane = self._of_layer[index]
-        found = (key.shape[1], key.shape[2], value.shape[2])
+        value_size = plane.group.value_size if value is None else value.shape[2]
+        found = (key.shape[1], key.shape[2], value_size)
         said = (plane.group.num_kv_heads, plane.group.head_size, plane.group.value_size)
         if found != said:
             raise InvalidRequestError(
@@ -133,7 +136,7 @@ class _Plane:
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         options: AttentionOptions,
     ) -> torch.Tensor:
         out = self._executor.layer(_SESSION.session_id, index, query, key, value, options=options)
