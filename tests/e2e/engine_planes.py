@@ -89,13 +89,14 @@ class Pair:
         num_device_blocks: int = 64,
         num_host_blocks: int = 16,
         lease_s: float = 10.0,
+        arguments: tuple[str, ...] = (),
     ) -> None:
         self.control = Process("control_plane", logs / "control.log", "--lease-s", str(lease_s))
         self.data = Process(
             "data_plane", logs / "data.log",
             "--control-plane", self.control.address, "--model", str(model), "--pool-id", POOL,
             "--num-device-blocks", str(num_device_blocks),
-            "--num-host-blocks", str(num_host_blocks),
+            "--num-host-blocks", str(num_host_blocks), *arguments,
         )  # fmt: skip
 
     def __enter__(self) -> Pair:
