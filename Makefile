@@ -1,6 +1,6 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-nightly serve bench lint fix protos board boards metrics-page clean
+.PHONY: help setup run test test-nightly serve bench lint fix protos board boards api metrics-page clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh benchmarks/gpu/*.sh)
@@ -56,6 +56,13 @@ board: setup build/board  ## Draw the overview board under load, into docs/board
 	@PYTHONPATH=build/board $(BIN)/python -m scripts.board_picture
 
 build/board: requirements/board.txt
+	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<
+	@touch $@
+
+api: setup build/api-tools  ## Write the reference of the Python API to build/api, and check all links
+	@PYTHONPATH=build/api-tools $(BIN)/python -m scripts.api_reference
+
+build/api-tools: requirements/api.txt
 	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<
 	@touch $@
 

@@ -158,6 +158,11 @@ class LayoutConfig:
         choices=("", *KV_DTYPES),
         help="Type of stored keys and values; empty means the same as --dtype.",
     )
+    probe: bool = setting(
+        False,
+        help="Load the model and run its probe: its layers may keep other sizes than its config"
+        " says.",
+    )
     latent: bool = setting(
         True,
         help="Keep the latents of a model that has them; --no-latent for a data plane on a GPU.",

@@ -168,19 +168,20 @@ class LLM:
         with self._closing:
             loop = LoopThread("engine-planes")
             self._closing.callback(loop.close)
-            self._backend = _backend(config, loop)
+            is_embedded = config.data_plane == "embedded"
+            if is_embedded:
+                self._loaded, layout = _load(config, None)
+                self._backend = _embedded(config, layout)
+            else:
+                self._backend = RemoteBackend(loop, config.timeout_s, config.client_tls)
             self._closing.callback(self._backend.stop)
             self._link = ControlLink(
                 loop, config.control_plane, config.pool_id, config.timeout_s, config.client_tls
             )
             self._closing.callback(self._link.close)
-            layout = _layout(config, self._link.pool_layout(config.recovery_timeout_s))
-            self._loaded = loader.load(
-                config.model,
-                layout.dtype,
-                probe=config.probe,
-                latent=bool(layout.latent_layers),
-            )
+            pool = self._link.pool_layout(config.recovery_timeout_s)
+            if not is_embedded:
+                self._loaded, layout = _load(config, pool)
             self._backend.open(self._link.open(layout))
             self._core = _core(config, layout, self._loaded, self._link, self._backend)
             self._closing = self._closing.pop_all()
@@ -235,30 +236,18 @@ class LLM:
         self._core.settle()
 
 
-def _backend(config: EngineConfig, loop: LoopThread) -> DataBackend:
-    if config.data_plane == "embedded":
-        return _embedded(config)
-    return RemoteBackend(loop, config.timeout_s, config.client_tls)
-
-
-def _embedded(config: EngineConfig) -> DataBackend:
-    # They need the data plane's own packages.
-    from data_plane.server.config import DataPlaneConfig
+def _embedded(config: EngineConfig, layout: Layout) -> DataBackend:
+    # It needs the data plane's own packages.
     from kvplane.transformers.embedded import EmbeddedBackend
 
-    plane = DataPlaneConfig(
+    return EmbeddedBackend(
+        layout,
+        config.recovery_timeout_s,
         control_plane=config.control_plane,
-        bind="127.0.0.1:0",
         pool_id=config.pool_id,
-        model=config.model,
-        block_size_tokens=config.block_size_tokens,
-        dtype="float32" if config.dtype == "auto" else config.dtype,
-        kv_dtype="" if config.kv_dtype == "auto" else config.kv_dtype,
         num_device_blocks=config.num_device_blocks,
         num_host_blocks=config.num_host_blocks,
-        latent=config.latent,
         num_threads=config.num_threads,
-        metrics_port=-1,
         control_plane_tls=config.planes_tls,
         control_plane_ca=config.planes_ca,
         control_plane_name=config.planes_name,
@@ -266,7 +255,6 @@ def _embedded(config: EngineConfig) -> DataBackend:
         tls_certificate=config.planes_certificate,
         tls_key=config.planes_key,
     )
-    return EmbeddedBackend(plane, config.recovery_timeout_s)
 
 
 def _core(
@@ -286,18 +274,33 @@ def _core(
     )
 
 
-def _layout(config: EngineConfig, pool: Layout) -> Layout:
-    """The model's layout, in the pool's block size and types where nothing else is asked for, with
-    the pool's scales, and latents where the pool has them: it decides how values are stored.
+def _load(config: EngineConfig, pool: Layout | None) -> tuple[loader.LoadedModel, Layout]:
+    """The model and its layout. Where the settings ask for nothing else, block size and types are
+    the pool's; scales, and whether latents are kept, are the pool's always, because it decides how
+    values are stored.
+    ``pool``: None for one that is yet to be embedded.
     """
+    dtype, kv_dtype = config.dtype, config.kv_dtype
+    if dtype == "auto":
+        dtype = "float32" if pool is None else pool.dtype
+    if kv_dtype == "auto":
+        kv_dtype = dtype if pool is None else pool.kv_dtype
+    latent = _embeds_latents(config) if pool is None else bool(pool.latent_layers)
+    loaded = loader.load(config.model, dtype, probe=config.probe, latent=latent)
     layout = layout_from_hf(
         config.model,
-        block_size_tokens=pool.block_size_tokens,
-        dtype=pool.dtype if config.dtype == "auto" else config.dtype,
-        kv_dtype=pool.kv_dtype if config.kv_dtype == "auto" else config.kv_dtype,
-        latent=bool(pool.latent_layers),
+        block_size_tokens=config.block_size_tokens if pool is None else pool.block_size_tokens,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        groups=loaded.groups,
     )
-    return layout.with_scales_of(pool)
+    return loaded, layout if pool is None else layout.with_scales_of(pool)
+
+
+def _embeds_latents(config: EngineConfig) -> bool:
+    from kvplane.transformers.embedded import serves_latents
+
+    return config.latent and serves_latents()
 
 
 def _params_of_each(

@@ -193,7 +193,8 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-export PYTHONPATH="$SITE:$PWD:$PWD/tests/kernels:$PWD/tests/helpers${PYTHONPATH:+:$PYTHONPATH}"
+helpers=$PWD/tests/helpers
+export PYTHONPATH="$SITE:$PWD:$PWD/tests/kernels:$helpers:$helpers/data${PYTHONPATH:+:$PYTHONPATH}"
 [ -z "$BUILDS" ] || rm -rf "$SITE" "$BUILD/cmake"
 mkdir -p "$SITE"
 [ -z "$BUILDS" ] || take_wheels

@@ -10,6 +10,7 @@ from control_plane.planning.config import EVICTION_POLICIES, CoreConfig
 from kvplane.serving.config import (
     ServingConfig,
     bind_setting,
+    check_address,
     max_message_setting,
     metrics_port_setting,
 )
@@ -25,7 +26,12 @@ class ControlPlaneConfig(ServingConfig):
 
     bind: str = bind_setting("127.0.0.1:50051")
     metrics_port: int = metrics_port_setting(9101)
-    max_message_bytes: int = max_message_setting(1 << 24)  # a prompt of four million tokens
+    max_message_bytes: int = max_message_setting(1 << 23)  # a prompt of two million tokens
+    plane_bind: str = setting(
+        "",
+        help="Another address, host:port, whose connections are counted apart: where only data"
+        " planes can reach it, no number of other callers keeps them out.",
+    )
     lease_s: float = setting(
         _CORE.lease_s,
         help="How long a session stays open when no message renews it.",
@@ -171,6 +177,12 @@ class ControlPlaneConfig(ServingConfig):
         minimum=0,
         maximum=2**63 - 1,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.plane_bind:
+            check_address(self.plane_bind, "plane_bind")
+            self._check_safe(self.plane_bind, "plane_bind")
 
     @property
     def core(self) -> CoreConfig:

@@ -61,7 +61,15 @@ class ControlPlaneServer(PlaneServer):
         self._servicer = ControlPlaneService(core, registrar, self.metrics, __version__)
         add_service = add_ControlPlaneServiceServicer_to_server
         max_counts = dict.fromkeys(_OF_MAX_OPERATIONS, config.max_operations)
-        super().__init__(config, SERVICE, self._servicer, add_service, self.metrics, max_counts)
+        super().__init__(
+            config,
+            SERVICE,
+            self._servicer,
+            add_service,
+            self.metrics,
+            max_counts=max_counts,
+            also_bind=config.plane_bind,
+        )
 
     @classmethod
     async def start(cls, config: ControlPlaneConfig) -> ControlPlaneServer:

@@ -59,6 +59,11 @@ def _layout(argv: Sequence[str]) -> int:
     config = parse(LayoutConfig, "engine layout", argv, os.environ)
     from kvplane.models.hf import layout_from_hf
 
+    groups = None
+    if config.probe:
+        from engine.models import loader
+
+        groups = loader.load(config.model, config.dtype, latent=config.latent).groups
     make = partial(
         layout_from_hf,
         config.model,
@@ -66,7 +71,7 @@ def _layout(argv: Sequence[str]) -> int:
         dtype=config.dtype,
         kv_dtype=config.kv_dtype or None,
     )
-    layout = make(latent=config.latent)
+    layout = make(groups=groups, latent=config.latent)
     print(json.dumps(asdict(layout), indent=1))
     takes = f"a token takes {layout.token_bytes:,} bytes"
     if layout.latent_layers:

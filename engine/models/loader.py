@@ -15,6 +15,8 @@ from transformers.utils import logging as transformers_logging
 
 from engine.models import baichuan
 from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.layout import LayerGroup
+from kvplane.models.model_layers import layer_groups
 from kvplane.transformers import attention
 from kvplane.transformers.config import read_config
 from kvplane.transformers.models import adapters
@@ -41,7 +43,8 @@ Message = dict[str, str]
 class LoadedModel:
     """``tokenizer`` is None when the folder has none; then prompts are token ids. ``end_token_ids``
     end a text. ``repetition_penalty``: what the model's generation config asks for; 1 for none.
-    ``max_total_tokens``: ``NO_LIMIT`` where the config has none.
+    ``max_total_tokens``: ``NO_LIMIT`` where the config has none. ``groups``: what its layers keep,
+    by the probe, or else by the config.
     """
 
     model: PreTrainedModel
@@ -49,6 +52,7 @@ class LoadedModel:
     end_token_ids: frozenset[int]
     vocabulary_size: int
     max_total_tokens: int
+    groups: tuple[LayerGroup, ...]
     repetition_penalty: float = 1.0
 
     def encode(self, prompt: str, *, field: str) -> list[int]:
@@ -94,9 +98,8 @@ def load(folder: Path, dtype: str, *, probe: bool = True, latent: bool = True) -
     """Load ``folder`` in ``dtype`` with attention "kvplane".
 
     ``probe``: first compare the model's logits with those of transformers' own attention.
-    ``latent``: whether layers that have latents will keep them, as the probe then does. Raises
-    InvalidRequestError of the field "model" for a model that transformers cannot load, and for one
-    that the probe refuses.
+    ``latent``: as of ``layer_groups``. Raises InvalidRequestError of the field "model" for a model
+    that transformers cannot load, and for one that the probe refuses.
     """
     transformers_logging.disable_progress_bar()
     attention.register()
@@ -105,8 +108,7 @@ def load(folder: Path, dtype: str, *, probe: bool = True, latent: bool = True) -
     model = load_model(folder, TORCH_DTYPES[dtype])
     model.train(mode=False)
     adapters.adapt(model)
-    if probe:
-        run_probe(model, latent=latent)
+    groups = run_probe(model, latent=latent) if probe else layer_groups(model.config, latent=latent)
     adapters.set_attention(model, attention.NAME)
     text_config = model.config.get_text_config(decoder=True)
     has_tokenizer = any((folder / name).exists() for name in _TOKENIZER_FILES)
@@ -116,6 +118,7 @@ def load(folder: Path, dtype: str, *, probe: bool = True, latent: bool = True) -
         end_token_ids=_end_token_ids(model),
         vocabulary_size=text_config.vocab_size,
         max_total_tokens=_max_total_tokens(text_config),
+        groups=groups,
         repetition_penalty=getattr(model.generation_config, "repetition_penalty", None) or 1.0,
     )
 

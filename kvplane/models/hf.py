@@ -26,18 +26,21 @@ def layout_from_hf(
     dtype: str = "float32",
     kv_dtype: str | None = None,
     model_id: str | None = None,
+    groups: tuple[LayerGroup, ...] | None = None,
     latent: bool = True,
 ) -> Layout:
-    """The layout of the model in ``folder``; its groups are those of ``layer_groups``.
+    """The layout of the model in ``folder``.
 
+    ``groups`` are those of its config unless given, ``latent`` as of ``layer_groups``: the probe of
+    the loaded model finds others where its code does otherwise
+    (``kvplane/transformers/models/probe.py``).
     ``kv_dtype`` is ``dtype`` unless given; an 8-bit one has the checkpoint's scales, and if it has
     none, all are 1. ``model_id`` is, unless given, the folder's name and 16 hex digits of the
-    SHA-256 over config.json and the weights' files, in name order. ``latent``: as of
-    ``layer_groups``. Raises InvalidRequestError naming what is missing or wrong, transformers
-    included.
+    SHA-256 over config.json and the weights' files, in name order. Raises InvalidRequestError
+    naming what is missing or wrong, transformers included.
     """
     folder = Path(folder)
-    groups = _groups(folder, latent)
+    groups = _groups(folder, latent) if groups is None else groups
     kv_dtype = dtype if kv_dtype is None else kv_dtype
     if kv_dtype in FP8_BYTES:
         groups = _with_scales(groups, folder)

@@ -1,12 +1,14 @@
 """The layer groups of a transformers model, from its config.
 
 There is no list of model names here. A layer is described by entries that configs of many models
-share; where a model's own code does otherwise than its config says, the engine's probe finds it.
+share; where a model's own code does otherwise than its config says, the probe of the loaded model
+(``kvplane/transformers/models/probe.py``) finds it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -29,15 +31,21 @@ class LayerShape:
 
 
 def layer_groups(config: Any, *, latent: bool = True) -> tuple[LayerGroup, ...]:
-    """The groups of a transformers config: layers with equal KV heads, head sizes and window, in
-    the order of their first layers.
+    """The groups of a transformers config.
 
     ``latent``: layers with multi-head latent attention (MLA) keep their latents where the kernels
     serve the sizes; False for their keys and values. Raises InvalidRequestError naming the entry
     that is missing, wrong, or means attention of another kind.
     """
+    return groups_of(layer_shapes(config, latent=latent))
+
+
+def groups_of(shapes: Sequence[LayerShape]) -> tuple[LayerGroup, ...]:
+    """The groups of a model whose layer ``i`` has shape ``shapes[i]``: layers of equal shape, in
+    the order of their first layers.
+    """
     groups: dict[LayerShape, list[int]] = defaultdict(list)
-    for index, shape in enumerate(layer_shapes(config, latent=latent)):
+    for index, shape in enumerate(shapes):
         groups[shape].append(index)
     return tuple(
         LayerGroup(
@@ -65,13 +73,11 @@ def layer_shapes(config: Any, *, latent: bool = True) -> list[LayerShape]:
                 "but keys and values",
                 field="config.layer_types",
             )
-    shapes = [_shape(layer, kind) for layer, kind in zip(text.per_layer_config, types, strict=True)]
+    layers = list(text.per_layer_config)
+    shapes = [_shape(layer, kind) for layer, kind in zip(layers, types, strict=True)]
     if not latent:
         return shapes
-    return [
-        _of_latents(layer, shape)
-        for layer, shape in zip(text.per_layer_config, shapes, strict=True)
-    ]
+    return [_of_latents(layer, shape) for layer, shape in zip(layers, shapes, strict=True)]
 
 
 def _of_latents(layer: Any, shape: LayerShape) -> LayerShape:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.logs import FORMATS, LEVELS
-from kvplane.serving.server import ServerTls
+from kvplane.serving.server import MAX_CONNECTION_CALLS, ServerTls
 from kvplane.serving.settings import setting
 
 
@@ -57,6 +57,28 @@ class ServingConfig:
         minimum=0,
         maximum=3600,
     )
+    max_received_bytes: int = setting(
+        1 << 30,
+        help="Requests that were received and are not answered, of all callers.",
+        unit="bytes",
+        minimum=4096,
+    )
+    max_caller_received_bytes: int = setting(
+        1 << 28,
+        help="The same of one tenant, or of one connection where tenants are not known.",
+        unit="bytes",
+        minimum=4096,
+    )
+    max_connection_calls: int = setting(
+        MAX_CONNECTION_CALLS, help="Calls at one time on one connection.", unit="calls", minimum=1
+    )
+    max_connections: int = setting(
+        0,
+        help="Connections at one time; 0 means as many as the limit of open files allows, some left"
+        " free.",
+        unit="connections",
+        minimum=0,
+    )
     tls_certificate: Path | None = setting(None, help="PEM file of the server's certificate.")
     tls_key: Path | None = setting(None, help="PEM file of the certificate's key.")
     tls_client_ca: Path | None = setting(
@@ -81,11 +103,15 @@ class ServingConfig:
             raise InvalidRequestError("must be given with --tls-key", field="tls_certificate")
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise InvalidRequestError("needs --tls-certificate too", field="tls_client_ca")
-        if self.tls is None and not self.insecure and not is_loopback(self.bind):
+        self._check_safe(self.bind, "bind")
+
+    def _check_safe(self, address: str, field: str) -> None:
+        """Raise InvalidRequestError if others could listen to what is served there."""
+        if self.tls is None and not self.insecure and not is_loopback(address):
             raise InvalidRequestError(
-                f"{self.bind} can be reached from other machines: give --tls-certificate and "
+                f"{address} can be reached from other machines: give --tls-certificate and "
                 "--tls-key, or --insecure",
-                field="bind",
+                field=field,
             )
 
     @property

@@ -42,26 +42,35 @@ class Gate:
         }
 
     @property
+    def is_open(self) -> bool:
+        """Whether callers need not say who they are."""
+        return self._access.is_open
+
+    @property
     def num_reloads(self) -> int:
         """How often what the gate goes by has changed."""
         return self._access.num_reloads
 
-    def admit(self, method: str, context: Any) -> None:
+    def admit(self, method: str, context: Any) -> str:
         """Let a call through: ``caller`` then tells this task who makes it. ``method``:
-        "/SERVICE/METHOD".
+        "/SERVICE/METHOD". Returns whose requests it counts as: a tenant's, or those of a connection
+        whose tenant is not known.
 
         Raises UnauthenticatedError and NotPermittedError.
         """
+        connection: str = context.peer()
         roles = self._roles.get(method)
         if roles is None:
-            return
-        who = self._access.caller(_certificate_name(context), _bearer_token(context))
+            return connection
+        name = _certificate_name(context)
+        who = self._access.caller(name, _bearer_token(context))
         if roles and not roles & who.roles:
             raise NotPermittedError(
                 f"{method.rpartition('/')[2]} needs the role "
                 f"{' or '.join(_ROLE_NAMES[role] for role in sorted(roles))}"
             )
         _CALLER.set(who)
+        return connection if self._access.is_open and name is None else f"tenant {who.tenant}"
 
 
 def _certificate_name(context: Any) -> str | None:

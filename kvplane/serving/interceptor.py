@@ -1,10 +1,10 @@
 """One interceptor around every RPC: callers are let through or refused, typed errors become gRPC
 statuses, calls are counted, and no other error's text reaches the caller.
 
-It also decodes the requests, so that bytes that are not the method's message are the caller's error
-(INVALID_ARGUMENT) and not the server's. On a stream the decoding error is raised by the request
-iterator, which can still be read after it; ``ServicerContext.read`` is not decoded, so servicers
-here iterate.
+Requests are decoded here too (``kvplane.serving.requests``), so that bytes that are not the
+method's message are the caller's error (INVALID_ARGUMENT) and not the server's. On a stream it is
+raised by the request iterator, which can still be read after it; ``ServicerContext.read`` is not
+decoded, so servicers here iterate.
 """
 
 from __future__ import annotations
@@ -14,37 +14,34 @@ import contextlib
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from kvplane.errors import InternalError, InvalidRequestError, KvplaneError
-from kvplane.serving.identity import Gate
+from kvplane.errors import InternalError, KvplaneError
 from kvplane.serving.logs import frames_of
-from kvplane.serving.message_bounds import MessageBounds
 from kvplane.serving.metrics import RpcMetrics
+from kvplane.serving.requests import Admission, Requests
 from kvplane.wire.error_codec import to_rich_status
 
 _LOGGER: Final = logging.getLogger(__name__)
 
 _Context = Any  # grpc.aio's context classes are generic in the stubs and plain at run time
-_Decode = Callable[[bytes], Any]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps what handlers raise and counts what they answer."""
+    """Maps what handlers raise and counts what they answer.
 
-    def __init__(
-        self, metrics: RpcMetrics, gate: Gate, bounds: Mapping[str, MessageBounds]
-    ) -> None:
-        """``bounds``: of the requests, by method, "/SERVICE/METHOD"."""
+    Where callers have to be known, all calls stream their requests to gRPC: that of a unary one it
+    reads before it calls the handler, whoever sends it. That is faster, though.
+    """
+
+    def __init__(self, metrics: RpcMetrics, admission: Admission) -> None:
         self._metrics = metrics
-        self._gate = gate
-        self._bounds = bounds
+        self._admission = admission
 
     async def intercept_service(
         self,
@@ -54,64 +51,44 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:  # no such method: grpc answers UNIMPLEMENTED
             return None
-        method = handler_call_details.method
-        decode = _bounded(handler.request_deserializer, self._bounds.get(method))
-        call = _Call(self._metrics, self._gate, method, decode)
+        method, decode = handler_call_details.method, handler.request_deserializer
+        call = _Call(self._metrics, self._admission, method, decode)
         encode = handler.response_serializer
         if handler.unary_unary:
             unary = call.wrap_unary(handler.unary_unary)
-            return grpc.unary_unary_rpc_method_handler(unary, None, encode)
-        if handler.unary_stream:
-            stream = call.wrap_stream(handler.unary_stream, lambda data, _: call.decode(data))
-            return grpc.unary_stream_rpc_method_handler(stream, None, encode)
+            if self._admission.gate.is_open:
+                return grpc.unary_unary_rpc_method_handler(unary, None, encode)
+            return grpc.stream_unary_rpc_method_handler(unary, None, encode)
         if handler.stream_unary:
             raise TypeError(f"{handler_call_details.method}: no service here streams to unary")
-        stream = call.wrap_stream(handler.stream_stream, call.decode_all)
+        stream = call.wrap_stream(
+            handler.unary_stream or handler.stream_stream, bool(handler.unary_stream)
+        )
         return grpc.stream_stream_rpc_method_handler(stream, None, encode)
 
 
 class _Call:
     """One RPC."""
 
-    def __init__(
-        self, metrics: RpcMetrics, gate: Gate, method: str, decode: _Decode | None
-    ) -> None:
+    def __init__(self, metrics: RpcMetrics, admission: Admission, method: str, decode: Any) -> None:
         self._metrics = metrics
-        self._gate = gate
+        self._admission = admission
         self._method = method
         self._decode = decode
 
-    def decode(self, data: bytes) -> Any:
-        """The request in ``data``. Raises InvalidRequestError."""
-        if self._decode is None:
-            return data
-        try:
-            return self._decode(data)
-        except DecodeError as error:
-            wanted = self._method.rpartition("/")[2]
-            raise InvalidRequestError(f"the bytes are not a request of {wanted}") from error
-
-    def decode_all(self, requests: AsyncIterator[bytes], context: _Context) -> AsyncIterator[Any]:
-        """The requests on a stream, decoded as they come, while the caller may make the call."""
-        admitted_at = self._gate.num_reloads
-
-        def decode(data: bytes) -> Any:
-            nonlocal admitted_at
-            if admitted_at != self._gate.num_reloads:
-                admitted_at = self._gate.num_reloads
-                self._gate.admit(self._method, context)
-            return self.decode(data)
-
-        return _Decoded(requests, decode)
-
     def wrap_unary(self, handler: Callable[[Any, _Context], Any]) -> Callable[..., Any]:
-        async def handle(data: bytes, context: _Context) -> Any:
+        async def handle(incoming: bytes | AsyncIterator[bytes], context: _Context) -> Any:
             begin = time.perf_counter()
             code = grpc.StatusCode.OK
             try:
-                self._gate.admit(self._method, context)
-                response = handler(self.decode(data), context)
-                return await response if inspect.isawaitable(response) else response
+                streamed = None if isinstance(incoming, bytes) else incoming
+                with contextlib.closing(self._requests(streamed, context)) as requests:
+                    if isinstance(incoming, bytes):
+                        request = await requests.take(incoming)
+                    else:
+                        request = await requests.only()
+                    response = handler(request, context)
+                    return await response if inspect.isawaitable(response) else response
             except BaseException as error:
                 code, status = self._judge(error, context)
                 if status is None:
@@ -124,19 +101,21 @@ class _Call:
         return handle
 
     def wrap_stream(
-        self, handler: Callable[[Any, _Context], Any], decode: Callable[[Any, _Context], Any]
+        self, handler: Callable[[Any, _Context], Any], has_one_request: bool
     ) -> Callable[..., Any]:
         async def handle(incoming: Any, context: _Context) -> AsyncIterator[Any]:
             code = grpc.StatusCode.OK
             try:
-                self._gate.admit(self._method, context)
-                answers = handler(decode(incoming, context), context)
-                if hasattr(answers, "__aiter__"):
-                    async with contextlib.aclosing(answers):  # it is cleaned up at once
-                        async for answer in answers:
-                            yield answer
-                else:  # it writes to the context instead of yielding
-                    await answers
+                with contextlib.closing(self._requests(incoming, context)) as requests:
+                    request = await requests.only() if has_one_request else requests
+                    async with _while_permitted(requests):
+                        answers = handler(request, context)
+                        if hasattr(answers, "__aiter__"):
+                            async with contextlib.aclosing(answers):  # it is cleaned up at once
+                                async for answer in answers:
+                                    yield answer
+                        else:  # it writes to the context instead of yielding
+                            await answers
             except BaseException as error:
                 code, status = self._judge(error, context)
                 if status is None:
@@ -146,6 +125,9 @@ class _Call:
                 self._metrics.handled.inc(self._method, code.name)
 
         return handle
+
+    def _requests(self, incoming: AsyncIterator[bytes] | None, context: _Context) -> Requests:
+        return Requests(self._admission, self._method, self._decode, incoming, context)
 
     def _judge(
         self, error: BaseException, context: _Context
@@ -166,32 +148,22 @@ class _Call:
         return grpc.StatusCode.INTERNAL, rpc_status.to_status(to_rich_status(public))
 
 
-class _Decoded:
-    """An iterator that goes on after an element that could not be decoded, as a generator could
-    not.
-    """
-
-    def __init__(self, requests: AsyncIterator[bytes], decode: _Decode) -> None:
-        self._requests = requests.__aiter__()
-        self._decode = decode
-
-    def __aiter__(self) -> _Decoded:
-        return self
-
-    async def __anext__(self) -> Any:
-        return self._decode(await self._requests.__anext__())
-
-
-def _bounded(decode: _Decode | None, bounds: MessageBounds | None) -> _Decode | None:
-    """``decode``, after a look at what the bytes hold."""
-    if decode is None or bounds is None:
-        return decode
-
-    def check_and_decode(data: bytes) -> Any:
-        bounds.check(data)
-        return decode(data)
-
-    return check_and_decode
+@contextlib.asynccontextmanager
+async def _while_permitted(requests: Requests) -> AsyncIterator[None]:
+    """Cancels what is inside when the caller may not make the call any more, and raises why."""
+    inside = asyncio.current_task()
+    assert inside is not None
+    revoked = asyncio.create_task(requests.revoked())
+    revoked.add_done_callback(lambda told: told.cancelled() or inside.cancel())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if revoked.done() and not revoked.cancelled():
+            inside.uncancel()
+            raise revoked.result() from None
+        raise
+    finally:
+        revoked.cancel()
 
 
 async def _abort(context: _Context, status: grpc.Status) -> None:

@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 from kvplane import __version__
 from kvplane.errors import REASONS
 from kvplane.serving.histogram import Histogram
+from kvplane.serving.receive_budget import ReceiveBudget
 
 # From the cost of an empty call on loopback to that of the slowest one that anybody would wait for.
 LATENCY_BUCKETS_S: Final = (
@@ -75,7 +76,12 @@ LOOP_LAG: Final = Declaration(
     (),
     LATENCY_BUCKETS_S,
 )
-SHARED: Final = (BUILD, RPC_HANDLED, RPC_DURATION, REJECTIONS, LOOP_LAG)
+RECEIVED: Final = Declaration(
+    "gauge",
+    "kvplane_received_bytes",
+    "Requests that were received and are not answered yet.",
+)
+SHARED: Final = (BUILD, RPC_HANDLED, RPC_DURATION, REJECTIONS, LOOP_LAG, RECEIVED)
 
 
 class Counts:
@@ -157,6 +163,7 @@ class RpcMetrics:
         self.handled = Counts()
         self.duration = Histograms(LATENCY_BUCKETS_S)
         self.rejected = Counts(REASONS)
+        self.received = ReceiveBudget()
 
 
 class PlaneMetrics(Collector):
@@ -192,6 +199,7 @@ class PlaneMetrics(Collector):
         samples.add_histograms(RPC_DURATION, self.rpc.duration)
         samples.add_counts(REJECTIONS, self.rpc.rejected)
         samples.add_histogram(LOOP_LAG, self.loop_lag)
+        samples.add(RECEIVED, self.rpc.received.num_bytes)
         self.read(samples)
         return samples.metrics()
 

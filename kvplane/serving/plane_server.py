@@ -20,6 +20,8 @@ from kvplane.serving.identity import Gate
 from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.message_bounds import MessageBounds
 from kvplane.serving.metrics import PlaneMetrics, serve_metrics
+from kvplane.serving.receive_budget import ReceiveBudget
+from kvplane.serving.requests import Admission
 from kvplane.serving.wrong_service import WrongServiceInterceptor
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -45,11 +47,14 @@ class PlaneServer:
         service: Service,
         add_service: Callable[[Any, grpc.aio.Server], None],
         metrics: PlaneMetrics,
+        *,
         max_counts: Mapping[str, int] | None = None,
+        also_bind: str = "",
     ) -> None:
         """Bind the addresses of ``config``, on the running event loop. ``service_name``: the full
         one. ``add_service``: the generated function that adds the servicer.
         ``max_counts``: bounds of requests other than those of ``message_bounds.MAX_COUNTS``.
+        ``also_bind``: a second address, or empty.
 
         Raises OSError when an address cannot be bound or a TLS file cannot be read, and
         InvalidRequestError when something is wrong in the access list.
@@ -63,13 +68,18 @@ class PlaneServer:
             f"/{service_name}/{method.name}": MessageBounds(method.input_type, max_counts)
             for method in service_descriptor.methods
         }
+        budget = ReceiveBudget(config.max_received_bytes, config.max_caller_received_bytes)
+        metrics.rpc.received = budget
         self._server = serving.build(
             config.bind,
+            also_bind=also_bind,
             tls=config.tls,
             max_message_bytes=config.max_message_bytes,
+            max_connections=config.max_connections or serving.most_connections(),
+            max_connection_calls=config.max_connection_calls,
             interceptors=[
                 WrongServiceInterceptor(service_name),
-                ErrorInterceptor(metrics.rpc, gate, bounds),
+                ErrorInterceptor(metrics.rpc, Admission(gate, bounds, budget)),
             ],
         )
         add_service(service, self._server.grpc_server)

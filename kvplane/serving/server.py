@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvplane.wire.protocol import MAX_MESSAGE_BYTES
+
+MAX_CONNECTION_CALLS: Final = 256
+_MOST_FILES: Final = 65_536
 
 _LOGGER: Final = logging.getLogger(__name__)
 
@@ -70,20 +74,28 @@ class Server:
 def build(
     bind: str,
     *,
+    also_bind: str = "",
     tls: ServerTls | None = None,
     max_message_bytes: int,
+    max_connections: int = 1024,
+    max_connection_calls: int = MAX_CONNECTION_CALLS,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> Server:
     """A server bound to ``bind``, "host:port"; port 0 picks a free one. Call it on the event loop
-    that will serve.
+    that will serve. ``also_bind``: a second address, whose connections are counted apart; or empty.
 
     Raises OSError when it cannot bind or a TLS file cannot be read. Messages above
-    ``max_message_bytes`` are refused with RESOURCE_EXHAUSTED.
+    ``max_message_bytes`` are refused with RESOURCE_EXHAUSTED, compressed ones with UNIMPLEMENTED:
+    they would be decompressed on the thread that serves all. Connections beyond
+    ``max_connections`` are closed; calls beyond ``max_connection_calls`` of one wait at the client.
     """
     host, _, _ = bind.rpartition(":")
     options = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max(max_message_bytes, MAX_MESSAGE_BYTES)),
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_concurrent_streams", max_connection_calls),
         ("grpc.so_reuseport", 0),  # else a second server on the port would take half of the calls
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -92,16 +104,28 @@ def build(
     ]
     server = grpc.aio.server(interceptors=list(interceptors), options=options)
     credentials = _credentials(tls) if tls is not None else None
-    try:
-        if credentials is not None:
-            port = server.add_secure_port(bind, credentials)
-        else:
-            port = server.add_insecure_port(bind)
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {bind}") from error
+    ports = []
+    for address in filter(None, (bind, also_bind)):
+        try:
+            if credentials is not None:
+                ports.append(server.add_secure_port(address, credentials))
+            else:
+                ports.append(server.add_insecure_port(address))
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}") from error
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    return Server(server, servicer, host, port)
+    return Server(server, servicer, host, ports[0])
+
+
+def most_connections() -> int:
+    """Connections of one address that the limit of open files has room for: as many are left for a
+    second address, and a quarter of the files for other things.
+    """
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if num_files == resource.RLIM_INFINITY:
+        num_files = _MOST_FILES
+    return min(num_files, _MOST_FILES) * 3 // 8
 
 
 def announce(server: Server, port_file: Path | None = None) -> None:

@@ -18,6 +18,11 @@ from torch import nn
 from kvplane.errors import InvalidRequestError
 
 
+def has_latents(module: Any) -> bool:
+    """Whether an attention module's code expands latents by a method that can be replaced."""
+    return hasattr(type(module), "expand_kv")
+
+
 def over_latents(module: Any, query: torch.Tensor) -> torch.Tensor:
     """[num_rows, num_heads, num_columns, head_size] to queries of latents, [..., size of a latent].
     Raises InvalidRequestError for a projection whose weight is not one of plain numbers.

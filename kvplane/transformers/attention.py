@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvplane.attention_options import AttentionOptions
@@ -78,10 +79,12 @@ def running(step: Step, tokens: torch.Tensor | None = None) -> Iterator[Running]
         _RUNNING.reset(token)
 
 
-def keeps_latents(layer: int) -> bool:
-    """Whether the step that runs now keeps a layer's latents; False outside a step."""
+def keeps_latents(module: Any) -> bool:
+    """Whether the step that runs now keeps the latents of ``module``; False outside a step."""
     forward = _RUNNING.get(None)
-    return forward is not None and layer in forward.step.latent_layers
+    if forward is None or not absorbed.has_latents(module):
+        return False
+    return module.layer_idx in forward.step.latent_layers
 
 
 def register() -> None:
@@ -99,8 +102,9 @@ def _attention(
     scaling: float | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Query [num_rows, num_heads, num_columns, head_size], key and value [num_rows, num_kv_heads,
-    num_columns, size] after RoPE; returns [num_rows, num_columns, num_heads, size of value].
+    """Query [num_rows, num_heads, num_queries, head_size] of the last columns, key and value
+    [num_rows, num_kv_heads, num_columns, size] after RoPE; returns [num_rows, num_queries,
+    num_heads, size of value].
     """
     if attention_mask is not None:
         raise InvalidRequestError(
@@ -122,10 +126,12 @@ def _attention(
         raise TypeError(f"layer_idx of {type(module).__name__} is {index!r}, not an int")
     if index == running.last_layer:
         raise InvalidRequestError(f"layer {index} calls attention twice", field="model")
-    num_rows, num_columns = query.shape[0], query.shape[2]
-    is_latent = index in running.step.latent_layers
+    is_latent = keeps_latents(module)
     if is_latent:
         query = absorbed.over_latents(module, query)
+    num_rows, num_columns, num_queries = query.shape[0], key.shape[2], query.shape[2]
+    # Layers that share keys with earlier ones may leave out columns whose logits nobody wants.
+    query = pad(query, (0, 0, num_columns - num_queries, 0))
     out = running.step.layer(
         index,
         _packed(query, running.tokens),
@@ -140,7 +146,7 @@ def _attention(
     if running.tokens is not None:
         every = out.new_zeros(num_rows * num_columns, *out.shape[1:])
         out = every.index_copy_(0, running.tokens, out)
-    return out.view(num_rows, num_columns, *out.shape[1:]), None
+    return out.view(num_rows, num_columns, *out.shape[1:])[:, -num_queries:], None
 
 
 def _packed(tensor: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 
@@ -16,13 +16,6 @@ from kvplane.sync.loop_thread import LoopThread
 from kvplane.tensor import Tensor
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
-
-_TORCH: Final = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-_NAMES: Final = {dtype: name for name, dtype in _TORCH.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +78,6 @@ class RemoteBackend:
         self._tls = tls
         self._client: DataClient | None = None
         self._execution: Execution | None = None
-        self.latent_layers: frozenset[int] = frozenset()
 
     def open(self, session: Session) -> None:
         """Open an Execute stream to the session's data plane. Raises InvalidRequestError for a pool
@@ -103,7 +95,6 @@ class RemoteBackend:
         )
         self._client = client
         self._execution = self._loop.run(client.open(session.grant))
-        self.latent_layers = session.layout.latent_layers
 
     def start(self, plan: pb.SignedPayload) -> Started:
         """Present the plan to the data plane."""
@@ -120,16 +111,13 @@ class RemoteBackend:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Send one layer's new tokens and wait for its attention."""
-        out = self._loop.run(
-            self._open_execution().layer(
-                index,
-                to_wire(query),
-                to_wire(key),
-                None if value is None else to_wire(value),
-                options=options,
-            )
+        tensors = (
+            None if each is None else Tensor.from_array(each.detach().cpu().contiguous())
+            for each in (query, key, value)
         )
-        return from_wire(out).to(query.device)
+        out = self._loop.run(self._open_execution().layer(index, *tensors, options=options))
+        there: torch.Tensor = out.torch().to(query.device)
+        return there
 
     def finish(self) -> pb.SignedPayload:
         """The receipt that came after the last layer. Raises InternalError when none did."""
@@ -155,18 +143,3 @@ class RemoteBackend:
         if self._execution is None:
             raise InternalError("no session is open")
         return self._execution
-
-
-def to_wire(tensor: torch.Tensor) -> Tensor:
-    """A tensor of any strides and device, as bytes in row-major order."""
-    dense = tensor.detach().cpu().contiguous()
-    data = dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
-    return Tensor(_NAMES[tensor.dtype], tuple(tensor.shape), data)
-
-
-def from_wire(tensor: Tensor) -> torch.Tensor:
-    """The inverse of ``to_wire``; the result owns its memory."""
-    if tensor.num_elements == 0:
-        return torch.empty(tensor.shape, dtype=_TORCH[tensor.dtype])
-    flat = torch.frombuffer(bytearray(tensor.data), dtype=_TORCH[tensor.dtype])
-    return flat.reshape(tensor.shape)

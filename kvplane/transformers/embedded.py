@@ -11,6 +11,7 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,22 +50,15 @@ def start_planes(
     config = ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=_GRACE_S)
     server = loop.run(ControlPlaneServer.start(config))
     closing.callback(lambda: loop.run(server.stop()))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "layout.json")
-        path.write_text(json.dumps(asdict(layout)), encoding="utf-8")
-        backend = EmbeddedBackend(
-            DataPlaneConfig(
-                control_plane=server.address,
-                bind="127.0.0.1:0",
-                pool_id=pool_id,
-                layout=path,
-                num_device_blocks=num_device_blocks,
-                num_threads=num_threads,
-                metrics_port=-1,
-                grace_s=_GRACE_S,
-            ),
-            start_timeout_s,
-        )
+    backend = EmbeddedBackend(
+        layout,
+        start_timeout_s,
+        control_plane=server.address,
+        pool_id=pool_id,
+        num_device_blocks=num_device_blocks,
+        num_threads=num_threads,
+        grace_s=_GRACE_S,
+    )
     closing.callback(backend.stop)
     return server.address, backend
 
@@ -75,13 +69,17 @@ def serves_latents() -> bool:
 
 
 class EmbeddedBackend:
-    """Starts a data plane, and calls its executor. Raises UnavailableError when it cannot register
-    in time.
+    """Starts a data plane of ``layout``, and calls its executor. ``settings``: fields of
+    DataPlaneConfig. Raises UnavailableError when it cannot register in time.
     """
 
-    def __init__(self, config: DataPlaneConfig, start_timeout_s: float) -> None:
-        self._plane = EmbeddedDataPlane(config)
-        self._executor = self._plane.start(start_timeout_s)
+    def __init__(self, layout: Layout, start_timeout_s: float, **settings: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "layout.json")
+            path.write_text(json.dumps(asdict(layout)), encoding="utf-8")
+            config = DataPlaneConfig(layout=path, bind="127.0.0.1:0", metrics_port=-1, **settings)
+            self._plane = EmbeddedDataPlane(config)
+            self._executor = self._plane.start(start_timeout_s)
         self._session_id: int | None = None
         self.latent_layers: frozenset[int] = frozenset()
 

@@ -29,7 +29,7 @@ from kvplane.errors import (
     StaleError,
     UnavailableError,
 )
-from kvplane.layout import Layout
+from kvplane.layout import LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.models.model_layers import layer_groups
 from kvplane.session import Session
@@ -107,8 +107,9 @@ class Planes:
             )
             closing.callback(self._link.close)
             pool = self._link.pool_layout(settings.start_timeout_s)
-            self._layout = _layout_in(pool, model, settings) if settings.control_plane else pool
-            _prepare(model, settings.probe, latent=bool(self._layout.latent_layers))
+            self._layout = pool
+            if settings.control_plane:
+                self._layout = _layout_in(pool, model, settings)
             self.backend.open(self._link.open(self._layout))
             self._close = closing.pop_all().close
         atexit.register(self._close)
@@ -246,8 +247,10 @@ _OPEN: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[PlaneSettings, Plan
     weakref.WeakKeyDictionary()
 )
 _OPEN_LOCK: Final = threading.Lock()
-_PROBED: Final[weakref.WeakKeyDictionary[PreTrainedModel, set[bool]]] = weakref.WeakKeyDictionary()
-"""With latents, without them, or with both."""
+_PROBED: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[LayerGroup, ...]]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The groups that the probe found, with latents and without."""
 
 
 def planes_of(model: PreTrainedModel, settings: PlaneSettings) -> Planes:
@@ -262,17 +265,18 @@ def planes_of(model: PreTrainedModel, settings: PlaneSettings) -> Planes:
         return planes
 
 
-def _prepare(model: PreTrainedModel, wants_probe: bool, *, latent: bool) -> None:
-    """Adapt and probe the model. Its attention is then what it was, but for models whose code asks
-    for none by name: of these it is "kvplane".
+def _prepare(model: PreTrainedModel, wants_probe: bool, *, latent: bool) -> tuple[LayerGroup, ...]:
+    """Adapt and probe the model; its layer groups. Its attention is then what it was, but for
+    models whose code asks for none by name: of these it is "kvplane". ``latent``: as of
+    ``layer_groups``.
     """
     adapters.adapt(model)
     before = model.config.get_text_config()._attn_implementation
     try:
-        probed = _PROBED.setdefault(model, set())
+        probed = _PROBED.setdefault(model, {})
         if wants_probe and latent not in probed:
-            probe(model, latent=latent)
-            probed.add(latent)
+            probed[latent] = probe(model, latent=latent)
+        return probed.get(latent) or layer_groups(model.config, latent=latent)
     finally:
         is_adapted = adapters.is_adapted(model)
         adapters.set_attention(model, attention.NAME if is_adapted else before)
@@ -286,7 +290,10 @@ def close_planes(model: PreTrainedModel) -> None:
 
 
 def _connect(
-    model: PreTrainedModel, settings: PlaneSettings, loop: LoopThread, closing: ExitStack
+    model: PreTrainedModel,
+    settings: PlaneSettings,
+    loop: LoopThread,
+    closing: ExitStack,
 ) -> tuple[str, DataBackend]:
     """The control plane's address, and what carries plans out."""
     if settings.control_plane:
@@ -301,13 +308,14 @@ def _connect(
             f"{error.name} is missing",
             field="control_plane",
         ) from error
+    groups = _prepare(model, settings.probe, latent=settings.latent and serves_latents())
     dtype = _dtype_of(model)
     layout = Layout(
         model_id=_MODEL_ID,
         block_size_tokens=settings.block_size_tokens,
         dtype=dtype,
         kv_dtype=settings.kv_dtype or dtype,
-        groups=layer_groups(model.config, latent=settings.latent and serves_latents()),
+        groups=groups,
     )
     return start_planes(
         closing,
@@ -323,6 +331,7 @@ def _layout_in(pool: Layout, model: PreTrainedModel, settings: PlaneSettings) ->
     """The model's layout in a pool of other processes, which the control plane compares with the
     pool's. Whether latents are kept is the pool's choice.
     """
+    groups = _prepare(model, settings.probe, latent=bool(pool.latent_layers))
     model_id = settings.model_id
     if not model_id:
         folder = Path(model.name_or_path or "")
@@ -331,7 +340,6 @@ def _layout_in(pool: Layout, model: PreTrainedModel, settings: PlaneSettings) ->
                 "must be given: the model was not loaded from a folder", field="model_id"
             )
         model_id = layout_from_hf(folder).model_id
-    groups = layer_groups(model.config, latent=bool(pool.latent_layers))
     own = replace(pool, model_id=model_id, dtype=_dtype_of(model), groups=groups)
     return own.with_scales_of(pool)
 

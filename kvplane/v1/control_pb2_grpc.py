@@ -294,7 +294,8 @@ class ControlPlaneServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExplainPrefix(self, request, context):
-        """Describes the cached blocks of a prompt's prefix. Nothing is held, and no block counts as used by it.
+        """Describes the cached blocks of a prompt's prefix. Nothing is held, and no block counts as used by it. Of several layer groups it
+        describes the first without an attention window; an admission finds less where the others have less.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -310,7 +311,8 @@ class ControlPlaneServiceServicer(object):
     def Watch(self, request, context):
         """Follows a pool's prefix index, of the caller's tenant and one namespace: a snapshot, then every change. A follower that applies
         them in order has what the pool has. FAILED_PRECONDITION (REVISION_TOO_OLD) when the changes since the revision asked for are not
-        kept any more, and as the end of the stream when the follower is too slow: start again from a snapshot.
+        kept any more, and as the end of the stream when the follower is too slow: start again from a snapshot. Of several layer groups it
+        follows the first without an attention window.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

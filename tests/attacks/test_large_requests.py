@@ -19,9 +19,10 @@ from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
 
 MIB = 1 << 20
+LARGE = 8 * MIB - 128
 ATTACK_S = 0.3
 # The largest request, as received, decoded, and read field by field.
-MAX_GROWTH_BYTES = 8 * 16 * MIB
+MAX_GROWTH_BYTES = 8 * LARGE
 
 
 def delimited(number: int, data: bytes) -> bytes:
@@ -72,49 +73,49 @@ def late_tokens(num: int) -> bytes:
 Request = Callable[[tpb.SessionRef], bytes]
 # Method, request, and the field that the refusal names.
 REFUSED: dict[str, tuple[str, Request, str]] = {
-    "operations": ("RunStep", lambda s: step(s, b"\x1a\x00" * 2 * MIB), "step.operations"),
-    "receipts": ("RunStep", lambda s: step(s, b"\x22\x00" * 2 * MIB), "step.receipts"),
-    "messages of late tokens": ("RunStep", lambda s: step(s, b"\x2a\x00" * 2 * MIB), "step"),
+    "operations": ("RunStep", lambda s: step(s, b"\x1a\x00" * MIB), "step.operations"),
+    "receipts": ("RunStep", lambda s: step(s, b"\x22\x00" * MIB), "step.receipts"),
+    "messages of late tokens": ("RunStep", lambda s: step(s, b"\x2a\x00" * MIB), "step"),
     "late tokens": (
         "RunStep",
-        lambda s: step(s, delimited(5, late_tokens(300_000))),
+        lambda s: step(s, delimited(5, late_tokens(100_000))),
         "deferred_tokens.sequence_ids",
     ),
     "fields of one operation": (
         "RunStep",
-        lambda s: step(s, delimited(3, b"\x0a\x02\x08\x01" * 3 * MIB)),
+        lambda s: step(s, delimited(3, b"\x0a\x02\x08\x01" * (MIB // 2))),
         "step.operations",
     ),
     "operations to check": (
         "CheckOperations",
-        lambda s: pb.CheckOperationsRequest(session=s).SerializeToString() + b"\x12\x00" * 2 * MIB,
+        lambda s: pb.CheckOperationsRequest(session=s).SerializeToString() + b"\x12\x00" * MIB,
         "operations",
     ),
     "layers": ("OpenSession", lambda s: open_with(layers(10**6)), "layout.groups.layers"),
     "scales": ("OpenSession", lambda s: open_with(scales(10**6)), "layout.groups.key_scales"),
     "groups": ("OpenSession", lambda s: open_with(groups(10**6)), "layout.groups"),
-    "unknown fields": ("OpenSession", lambda s: open_with(b"\xf8\x07\x01" * 5 * MIB), "layout"),
-    "wire groups": ("OpenSession", lambda s: open_with(b"\xfb\x07\xfc\x07" * 3 * MIB), "layout"),
+    "unknown fields": ("OpenSession", lambda s: open_with(b"\xf8\x07\x01" * MIB), "layout"),
+    "wire groups": ("OpenSession", lambda s: open_with(b"\xfb\x07\xfc\x07" * (MIB // 2)), "layout"),
     "pools to search": (
         "FindPrefix",
-        lambda s: pb.FindPrefixRequest(hashes=bytes(16), pool_ids=["pool"] * 10**6),
+        lambda s: pb.FindPrefixRequest(hashes=bytes(16), pool_ids=["pool"] * 500_000),
         "pool_ids",
     ),
     "a pool's name": (
         "DescribePool",
-        lambda s: pb.DescribePoolRequest(pool_id="x" * 15 * MIB),
+        lambda s: pb.DescribePoolRequest(pool_id="x" * LARGE),
         "pool_id",
     ),
     "a client's name": (
         "OpenSession",
-        lambda s: pb.OpenSessionRequest(pool_id="pool", client_name="x" * 15 * MIB),
+        lambda s: pb.OpenSessionRequest(pool_id="pool", client_name="x" * LARGE),
         "client_name",
     ),
 }
 # What may be as long as a message: it is answered soon.
 ANSWERED: dict[str, tuple[str, Request]] = {
-    "tokens to search": ("FindPrefix", lambda s: pb.FindPrefixRequest(token_ids=bytes(15 * MIB))),
-    "hashes to search": ("FindPrefix", lambda s: pb.FindPrefixRequest(hashes=bytes(15 * MIB))),
+    "tokens to search": ("FindPrefix", lambda s: pb.FindPrefixRequest(token_ids=bytes(LARGE))),
+    "hashes to search": ("FindPrefix", lambda s: pb.FindPrefixRequest(hashes=bytes(LARGE))),
 }
 
 

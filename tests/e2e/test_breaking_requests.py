@@ -16,7 +16,6 @@ from engine import LLM, SamplingParams
 from kvplane import ControlClient, ops
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
-from kvplane.results import require_done
 from kvplane.v1 import control_pb2
 
 NUM_DEVICE_BLOCKS = 24
@@ -132,7 +131,7 @@ def test_a_full_pool_says_later_and_takes_the_same_prompt_once_something_was_fre
                 shortage = results[first].failures[0].shortage
                 assert shortage.num_blocks_needed == 3 > shortage.num_blocks_available
                 # Blocks of a plan that has not run come back to the session at once.
-                require_done(await session.step([ops.free([1]), admissions[first]]))
+                (await session.step([ops.free([1]), admissions[first]])).raise_for_status()
 
     asyncio.run(fill())
     llm.generate(["and it serves"], SamplingParams(max_tokens=2, ignore_eos=True))

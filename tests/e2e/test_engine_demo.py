@@ -15,7 +15,7 @@ from engine_planes import ROOT
 from kernel_faults import FAULTS
 
 SUBTLEST = "skip-newest-slot"
-HELPERS = str(ROOT / "tests" / "helpers")
+HELPERS = os.pathsep.join(str(ROOT / "tests" / name) for name in ("helpers", "helpers/data"))
 TIMEOUT_S = 280
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -132,6 +133,12 @@ class HonestCaller:
         return latencies
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
 def environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), str(HELPERS), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path}
@@ -152,7 +159,11 @@ def assert_calm(during: list[float], quiet_s: float) -> None:
 
 
 def refusal(
-    channel: grpc.Channel, method: str, requests: bytes | Iterator[Any]
+    channel: grpc.Channel,
+    method: str,
+    requests: bytes | Iterator[Any],
+    *,
+    timeout_s: float = PATIENCE_S,
 ) -> KvplaneError | None:
     """What a call is refused with; None when it is answered. ``requests``: the bytes of a unary
     call's, or the messages of a stream's. ``method``: "SERVICE/METHOD".
@@ -160,10 +171,10 @@ def refusal(
     path = f"/kvplane.v1.{method}"
     try:
         if isinstance(requests, bytes):
-            channel.unary_unary(path)(requests, timeout=PATIENCE_S)
+            channel.unary_unary(path)(requests, timeout=timeout_s)
         else:
             encoded = (request.SerializeToString() for request in requests)
-            next(channel.stream_stream(path)(encoded, timeout=PATIENCE_S))
+            next(channel.stream_stream(path)(encoded, timeout=timeout_s))
     except grpc.RpcError as error:
         return from_rpc_error(error)
     return None

@@ -13,6 +13,8 @@ from kvplane.serving.access import AccessList
 from kvplane.serving.identity import Gate
 from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.metrics import RpcMetrics
+from kvplane.serving.receive_budget import ReceiveBudget
+from kvplane.serving.requests import Admission
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
 from kvplane.v1 import data_pb2 as dpb
@@ -95,7 +97,8 @@ def interceptor() -> ErrorInterceptor:
         file.DESCRIPTOR.services_by_name[name]
         for file, name in ((cpb, "ControlPlaneService"), (dpb, "DataPlaneService"))
     ]
-    return ErrorInterceptor(RpcMetrics(), Gate(AccessList(None), services), {})
+    admission = Admission(Gate(AccessList(None), services), {}, ReceiveBudget())
+    return ErrorInterceptor(RpcMetrics(), admission)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
-from engine import loader
+from engine.models import loader
 from engine.models.baichuan_tokenizer import BaichuanTokenizer
 from kvplane.errors import InvalidRequestError
 from tests.e2e.engine_planes import ROOT

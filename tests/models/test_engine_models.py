@@ -10,16 +10,21 @@ from transformers import AutoModelForCausalLM
 
 from engine import LLM, SamplingParams
 from tests.models.test_census import documented
-from tests.models.tiny_models import VOCABULARY, tiny_model
+from tests.models.tiny_models import VOCABULARY, save_tiny
 
-ON_PUSH = ("bloom", "deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_oss")
-"""Between them: ALiBi, latents, soft cap, windows, two head sizes, sinks."""
+ON_PUSH = (
+    "bloom", "deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_oss",
+    "mimo_v2_flash",
+)  # fmt: skip
+"""Between them: ALiBi, latents, soft cap, windows, two head sizes, sinks, and KV heads
+that the config does not tell.
+"""
 EXACT = [name for name, row in documented().items() if row.split(" | ")[1] == "exact"]
 PROMPTS_TOKENS = (50, 3, 50, 21)
 
 
 def check(model_type: str, folder: Path, control_plane: str) -> None:
-    tiny_model(model_type).save_pretrained(folder)
+    save_tiny(model_type, folder)
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in PROMPTS_TOKENS]
     prompts[2] = torch.cat([prompts[0][:40], prompts[2][40:]])

@@ -1,4 +1,4 @@
-"""``model.generate()`` on a PlaneCache gives what it gives with eager attention: 13 families, and
+"""``model.generate()`` on a PlaneCache gives what it gives with eager attention: 14 families, and
 three whose own attention is adapted.
 """
 
@@ -19,6 +19,7 @@ FAMILIES = (
     "deepseek_v3",
     "gemma2",
     "gemma3_text",
+    "gemma4_text",
     "glm4_moe",
     "gpt2",
     "gpt_oss",

@@ -11,8 +11,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvplane.errors import InvalidRequestError
+from kvplane.models.model_layers import layer_groups
 from kvplane.transformers import attention
-from kvplane.transformers.models import probe as probe_module
+from kvplane.transformers.models import part
 from kvplane.transformers.models.probe import probe
 from tests.models.tiny_models import tiny_model
 
@@ -60,10 +61,6 @@ def skipped(model: PreTrainedModel) -> None:
     model.model.layers[3].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
 
 
-def heads(model: PreTrainedModel) -> None:
-    model.config.num_key_value_heads = 4
-
-
 def fails(model: PreTrainedModel) -> None:
     """Reads the mask, which is none with "kvplane"."""
     layer = model.model.layers[0].self_attn
@@ -78,7 +75,6 @@ def fails(model: PreTrainedModel) -> None:
         ("llama", state, "state besides keys and values"),
         ("llama", twice, "layer 2 calls attention twice"),
         ("llama", skipped, "layer 3 calls no attention"),
-        ("llama", heads, "layer 0 has 2 KV heads"),
         ("llama", fails, "fails on two sequences in one row: AttributeError"),
         ("gemma3_text", window, "a part that kvplane's options do not express"),
     ],
@@ -95,6 +91,28 @@ def test_a_model_that_differs_is_refused_by_its_reason(
         probe(model)
     assert caught.value.field == "model"
     assert repr(family) in caught.value.message
+
+
+def other_heads(model: PreTrainedModel) -> None:
+    model.config.num_key_value_heads = 4
+
+
+def other_window(model: PreTrainedModel) -> None:
+    model.config.sliding_window = 6
+
+
+@pytest.mark.parametrize("change", [other_heads, other_window])
+@pytest.mark.parametrize("is_large", [False, True])
+def test_what_layers_give_counts_where_the_config_says_otherwise(
+    change: Callable[[PreTrainedModel], None], is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_llama()
+    wanted = layer_groups(model.config)
+    change(model)
+    assert layer_groups(model.config) != wanted
+    if is_large:
+        monkeypatch.setattr(part, "_SMALL", 1000)
+    assert probe(model) == wanted
 
 
 def small_llama(num_layers: int = 4, hidden_size: int = 64, dtype: Any = None) -> PreTrainedModel:
@@ -121,7 +139,7 @@ def test_half_precision_is_probed_in_single(dtype: torch.dtype) -> None:
 
 
 def test_a_large_model_is_probed_by_its_first_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_module, "_SMALL", 1000)
+    monkeypatch.setattr(part, "_SMALL", 1000)
     model = small_llama(num_layers=6)
     calls: list[int] = []
     for index, layer in enumerate(model.model.layers):
@@ -135,7 +153,7 @@ def test_a_large_model_is_probed_by_its_first_layers(monkeypatch: pytest.MonkeyP
 def test_a_large_model_is_probed_in_its_own_precision(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(probe_module, "_SMALL", 1000)
+    monkeypatch.setattr(part, "_SMALL", 1000)
     model = small_llama(dtype=dtype)
     probe(model)
     bias(model)
@@ -144,7 +162,7 @@ def test_a_large_model_is_probed_in_its_own_precision(
 
 
 def test_layers_of_each_kind_are_among_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_module, "_SMALL", 1000)
+    monkeypatch.setattr(part, "_SMALL", 1000)
     model = tiny_model("gemma3_text")
     calls: list[int] = []
     for index, layer in enumerate(model.model.layers):

@@ -6,10 +6,18 @@ units, so that a wrong mask, window or scale moves the logits.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+import transformers
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 TYPES: Final = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
@@ -78,36 +86,75 @@ _SIZES: Final = {
 """Entries that a config gets where its class has them, by the names most classes use."""
 
 
-NOT_BUILT: Final = {
-    "blt": "its parts do not shrink together",
-}
-"""Types whose tiny model could not be made, and why."""
-
+_SHARED: Final = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+_ROPE: Final = {"rope_type": "default", "rope_theta": 10_000.0}
 _OF_TYPE: Final[dict[str, dict[str, Any]]] = {
-    "cohere_compass_text": {"rope_parameters": None},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 16, "mamba_d_head": 8},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "falcon_h1": {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_ssm": 128},
+    "gemma2": {"attn_logit_softcapping": 2.0},
     "gemma4": {"global_head_dim": 32},
+    "gemma4_assistant": _SHARED | {"global_head_dim": 32, "num_kv_shared_layers": NUM_LAYERS},
     "gemma4_text": {"global_head_dim": 32},
     "gemma4_unified": {"global_head_dim": 32},
     "gemma4_unified_assistant": {"global_head_dim": 32},
     "gemma4_unified_text": {"global_head_dim": 32},
-    "gemma2": {"attn_logit_softcapping": 2.0},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "jetmoe": {"kv_channels": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
     "mpt": {"max_seq_len": 128},
+    "prophetnet": {"num_hidden_layers": None},
+    "reformer": {
+        "axial_pos_shape": [8, 16], "axial_pos_embds_dim": [16, 48],
+        "attn_layers": ["local", "lsh"] * 2, "local_attn_chunk_length": 8,
+        "lsh_attn_chunk_length": 8,
+    },
     "vaultgemma": {"attn_logit_softcapping": 2.0},
+    "xlnet": {"max_position_embeddings": None},
+    "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
-}
-"""What a type needs to be built, or else would not be exercised: caps and windows that bite."""
+}  # fmt: skip
+"""What a type needs to be built, or else would not be exercised: caps and windows that bite. None:
+an entry that it does not take.
+"""
+
+for _type in ("qwen4_exp", "qwen4_exp_text"):
+    _OF_TYPE[_type] = {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    }  # fmt: skip
+
+
+_PART: Final = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 96, "max_position_embeddings": 128,
+}  # fmt: skip
+_DEFAULTS: Final[dict[str, dict[str, Any]]] = {
+    "blt": {
+        "vocab_size": VOCABULARY, "patcher_config": _PART, "global_config": _PART,
+        "encoder_config": _PART | {"hidden_size_global": 64},
+        "decoder_config": _PART | {"hidden_size_global": 64}, "encoder_hash_byte_group_vocab": 100,
+    },
+    "gemma4_assistant": {"text_config": _SHARED | {"num_kv_shared_layers": 30}},
+}  # fmt: skip
+"""Arguments without which a type's default config is none, or is not small."""
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
     """A small config of a type; layer types and what is mixed by layer stay mixed."""
-    default = CONFIG_MAPPING[model_type]()
-    text = default.get_text_config(decoder=not default.is_encoder_decoder)
+    default = CONFIG_MAPPING[model_type](**_DEFAULTS.get(model_type, {}))
+    if model_type == "blt":  # of parts that have layers of their own
+        return default
+    text = getattr(default, "decoder", None) or default.get_text_config(
+        decoder=not default.is_encoder_decoder
+    )
     layer = next(iter(text.per_layer_config), text)
     values = {
         name: value for name, value in _SIZES.items() if getattr(layer, name, None) is not None
@@ -115,26 +162,40 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     if hasattr(layer, "num_key_value_heads"):
         is_grouped = layer.num_key_value_heads not in (None, layer.num_attention_heads)
         values["num_key_value_heads"] = 2 if is_grouped else 4
-    if hasattr(layer, "head_dim") and not isinstance(
-        getattr(type(text), "head_dim", None), property
-    ):
+    if hasattr(layer, "head_dim"):
         values["head_dim"] = 8 if "qk_rope_head_dim" in values else 16
     if getattr(layer, "sliding_window", None) is not None:
         values["sliding_window"] = WINDOW_TOKENS
     values |= _layer_lists(text)
+    values = {name: value for name, value in values.items() if not _is_derived(text, name)}
     values |= _OF_TYPE.get(model_type, {})
-    names = text.attribute_map
-    return type(text)(**{names.get(name, name): value for name, value in values.items()})
+    if model_type.endswith("_assistant"):  # its text config alone is another type's
+        values = {name: value for name, value in values.items() if value is not None}
+        return type(default)(text_config=type(text)(**values))
+    named = {text.attribute_map.get(name, name): value for name, value in values.items()}
+    return type(text)(**{name: value for name, value in named.items() if value is not None})
 
 
 def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     """A float32 model of ``tiny_config``."""
     config = tiny_config(model_type)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    else:  # made of a part of the type's config
+        model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+        model = model_class._from_config(config, attn_implementation="eager")
     model.train(mode=False)
     draw_weights(model, seed)
     return model
+
+
+def save_tiny(model_type: str, folder: Path) -> None:
+    """``tiny_model`` as a folder that AutoModelForCausalLM takes."""
+    model = tiny_model(model_type)
+    model.save_pretrained(folder)
+    if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        CONFIG_MAPPING[model_type](text_config=model.config).save_pretrained(folder)
 
 
 def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
@@ -157,7 +218,13 @@ def _layer_lists(text: PreTrainedConfig) -> dict[str, Any]:
     lists = {}
     for name in ("layer_types", "mlp_layer_types"):
         kinds = getattr(text, name, None)
-        if kinds and not isinstance(getattr(type(text), name, None), property):
+        if kinds:
             distinct = list(dict.fromkeys(kinds))
             lists[name] = (distinct * NUM_LAYERS)[:NUM_LAYERS]
     return lists
+
+
+def _is_derived(text: PreTrainedConfig, name: str) -> bool:
+    """Whether the config's class computes the entry from others."""
+    entry = getattr(type(text), text.attribute_map.get(name, name), None)
+    return isinstance(entry, property) and entry.fset is None

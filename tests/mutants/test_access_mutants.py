@@ -14,7 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
 SOCKETS = "tests/rpc/test_access.py"
-LIST = "tests/unit/test_access_list.py"
+LIST = "tests/unit/client/test_access_list.py"
+LARGE = "tests/attacks/test_large_requests.py"
+FLOODS = "tests/attacks/test_floods.py"
 
 
 class Fault(NamedTuple):
@@ -37,7 +39,7 @@ BASIC = {
         SOCKETS,
     ),
     "what_a_request_holds_is_not_counted": Fault(
-        "kvplane/serving/interceptor.py", "bounds.check(data)", "pass", "tests/attacks"
+        "kvplane/serving/requests.py", "self._bounds.check(data)", "pass", LARGE
     ),
     "grants_open_for_other_tenants": Fault(
         "data_plane/executor.py",
@@ -48,10 +50,40 @@ BASIC = {
 }
 MORE = {
     "streams_outlive_their_roles": Fault(
-        "kvplane/serving/interceptor.py",
-        "if admitted_at != self._gate.num_reloads:",
+        "kvplane/serving/requests.py",
+        "if self._admitted_at != self._gate.num_reloads:",
         "if False:",
         SOCKETS,
+    ),
+    "silent_streams_outlive_their_roles": Fault(
+        "kvplane/serving/interceptor.py",
+        "lambda told: told.cancelled() or inside.cancel()",
+        "lambda told: None",
+        SOCKETS,
+    ),
+    "requests_are_read_before_their_caller_is_known": Fault(
+        "kvplane/serving/requests.py",
+        "self._caller = self._gate.admit(method, context)\n        self._incoming",
+        "self._caller = ''\n        self._incoming",
+        FLOODS,
+    ),
+    "what_waits_for_its_answer_is_not_counted": Fault(
+        "kvplane/serving/receive_budget.py",
+        "self._callers[caller] = held + num_bytes",
+        "self._callers[caller] = 0",
+        FLOODS,
+    ),
+    "compressed_requests_are_taken": Fault(
+        "kvplane/serving/server.py",
+        '("grpc.compression_enabled_algorithms_bitset", 1),',
+        "",
+        FLOODS,
+    ),
+    "any_number_of_connections_is_taken": Fault(
+        "kvplane/serving/server.py",
+        '("grpc.max_allowed_incoming_connections", max_connections),',
+        "",
+        FLOODS,
     ),
     "elementary_calls_are_anybodys": Fault(
         "data_plane/server/service.py",

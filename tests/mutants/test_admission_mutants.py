@@ -30,7 +30,9 @@ FAULTS = _load(HERE / "admission" / "faults.py")
 BEHAVIOURS = [
     function
     for part in ("line", "turns", "yielding")
-    for name, function in vars(_load(HERE.parent / "unit" / f"test_admission_{part}.py")).items()
+    for name, function in vars(
+        _load(HERE.parent / "unit" / "admission" / f"test_admission_{part}.py")
+    ).items()
     if name.startswith("test_") and not inspect.signature(function).parameters
 ]
 

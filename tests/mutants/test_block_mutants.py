@@ -19,7 +19,7 @@ TESTS = [f"tests/unit/blocks/test_native_{name}.py" for name in (
     "admit", "growth", "tiers", "aborts", "input", "walk",
 )]  # fmt: skip
 TESTS[:0] = ["tests/unit/blocks/test_announcing.py", "tests/unit/blocks/test_rebuilding.py"]
-GROUP_TESTS = ["tests/unit/test_groups_walk.py"]
+GROUP_TESTS = ["tests/unit/planning/test_groups_walk.py"]
 
 
 def _load_mutants() -> ModuleType:

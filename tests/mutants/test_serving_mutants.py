@@ -24,7 +24,7 @@ def _load(path: Path) -> ModuleType:
 
 HERE = Path(__file__).parent
 FAULTS = _load(HERE / "serving" / "faults.py")
-TESTS = _load(HERE.parent / "unit" / "test_engine_worker.py")
+TESTS = _load(HERE.parent / "unit" / "engine" / "test_engine_worker.py")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from control_plane.planning.pools.pool import Pool
 
 
 def _load_tests() -> ModuleType:
-    path = Path(__file__).parents[1] / "unit" / "test_withdrawals.py"
+    path = Path(__file__).parents[1] / "unit" / "core" / "test_withdrawals.py"
     spec = importlib.util.spec_from_file_location("withdrawals", path)
     assert spec is not None
     assert spec.loader is not None

@@ -27,8 +27,9 @@ from kvplane.errors import (
     NotPermittedError,
     UnauthenticatedError,
 )
-from kvplane.serving import access
+from kvplane.serving import access, requests
 from kvplane.transport.connection import typed_errors
+from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
 from kvplane.v1 import data_pb2 as pb
 
@@ -216,6 +217,23 @@ async def test_a_role_that_is_taken_away_ends_at_once(peers: Peers) -> None:
             await control.list_pools()
     async with peers.client("engine-b") as other:
         assert await other.list_pools() == [POOL_ID]
+
+
+async def test_a_follower_and_a_silent_stream_of_a_role_that_is_taken_away_are_cut(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "_RECHECK_S", 0.05)
+    async with raw(peers, "router") as routers, raw(peers, "engine-a") as engines:
+        stub: Stub = control_pb2_grpc.ControlPlaneServiceStub(routers)
+        watch = stub.Watch(cpb.WatchRequest(pool_id=POOL_ID))
+        assert (await watch.read()).snapshot.last
+        step = control_pb2_grpc.ControlPlaneServiceStub(engines).Step()
+        await step.wait_for_connection()
+        peers.access_file.write_text(listed("plane"))
+        for call in (watch, step):
+            code = await asyncio.wait_for(call.code(), PATIENCE_S)
+            assert code == grpc.StatusCode.UNAUTHENTICATED
+    assert peers.data.registered.is_set()
 
 
 async def test_a_token_file_that_changes_counts_from_the_next_call(peers: Peers) -> None:

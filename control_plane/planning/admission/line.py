@@ -1,8 +1,8 @@
 """The line for the device blocks of one pool: what may be admitted, what may grow, who yields.
 
 Nothing is reserved, and nothing that a client declares is believed. Without most of these rules a
-checker (``tests/helpers/admission_checker.py``) finds a session that can be starved; for each part
-of them ``tests/mutants/admission/faults.py`` says which test fails when it is left out.
+checker (``tests/helpers/planning/admission_checker.py``) finds a session that can be starved; for
+each part of them ``tests/mutants/admission/faults.py`` says which test fails when it is left out.
 
 1. **One place a session, first come, first served.** A waiting admission stands until it is
    admitted or withdrawn, and nobody passes the head. Without it, who asks often or for little

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvplane.transformers import attention
+from kvplane.transformers import absorbed, attention
 
 
 def adapt(model: PreTrainedModel) -> None:
     """Let the layers of ``model`` that have latents hand them on."""
     modules: list[Any] = list(model.modules())
     for module in modules:
-        if hasattr(type(module), "expand_kv"):
+        if absorbed.has_latents(module):
             module.expand_kv = MethodType(_expand_kv, module)
 
 
@@ -30,7 +30,7 @@ def _expand_kv(
     """[num_rows, 1, num_columns, kv_lora_rank] and [..., qk_rope_head_dim]: keys and values, or the
     latent that is stored, and the part of it that takes the value's place.
     """
-    if attention.keeps_latents(module.layer_idx):
+    if attention.keeps_latents(module):
         return torch.cat((latent, rotary), dim=-1), latent
     expanded: tuple[torch.Tensor, torch.Tensor]
     expanded = type(module).expand_kv(module, latent, rotary)

@@ -4,7 +4,6 @@ this file signs itself, because no control plane takes part.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -12,7 +11,6 @@ import torch
 
 from data_plane.executor import Executor
 from kvplane.attention_options import AttentionOptions
-from kvplane.errors import InvalidRequestError
 from kvplane.layout import LATENT, LayerGroup, Layout
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns, signing
@@ -24,10 +22,7 @@ _SESSION: Final = pb.SessionRef(incarnation=1, session_id=1)
 
 
 class ProbePlanes:
-    """Blocks for sequences of ``lengths`` tokens in every group; one forward pass after another.
-
-    ``num_calls`` counts attention calls by layer since the pass began.
-    """
+    """Blocks for sequences of ``lengths`` tokens in every group; one forward pass after another."""
 
     def __init__(self, groups: Sequence[LayerGroup], dtype: str, lengths: Sequence[int]) -> None:
         self._planes = [_Plane(group, dtype, lengths) for group in groups]
@@ -38,16 +33,9 @@ class ProbePlanes:
         }
         kept = (group.layers for group in groups if group.cache_kind == LATENT)
         self.latent_layers = frozenset(layer for layers in kept for layer in layers)
-        self.num_calls: Counter[int] = Counter()
-
-    @property
-    def layers(self) -> set[int]:
-        """The layers of all groups."""
-        return set(self._of_layer)
 
     def begin(self, spans: Sequence[tuple[int, int, int]]) -> None:
         """Start a pass. ``spans``: (sequence's index, first position, number of tokens)."""
-        self.num_calls.clear()
         for plane in self._planes:
             plane.begin(spans)
 
@@ -60,33 +48,14 @@ class ProbePlanes:
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """As in ``Step``. Raises InvalidRequestError for a second call and for an unknown layer."""
-        self.num_calls[index] += 1
-        if self.num_calls[index] > 1:
-            raise InvalidRequestError(f"layer {index} calls attention twice", field="model")
-        if index not in self._of_layer:
-            raise InvalidRequestError(
-                f"a layer calls attention as number {index}, which its config does not have",
-                field="model",
-            )
-        plane = self._of_layer[index]
-        value_size = plane.group.value_size if value is None else value.shape[2]
-        found = (key.shape[1], key.shape[2], value_size)
-        said = (plane.group.num_kv_heads, plane.group.head_size, plane.group.value_size)
-        if found != said:
-            raise InvalidRequestError(
-                f"layer {index} has {found[0]} KV heads with keys of {found[1]} and values of "
-                f"{found[2]}, but by its config {said[0]}, {said[1]} and {said[2]}",
-                field="model",
-            )
-        return plane.layer(index, query, key, value, options)
+        """As in ``Step``."""
+        return self._of_layer[index].layer(index, query, key, value, options)
 
 
 class _Plane:
     """One executor, its session and the number of its latest plan."""
 
     def __init__(self, group: LayerGroup, dtype: str, lengths: Sequence[int]) -> None:
-        self.group = group
         layout = Layout("probe", BLOCK_SIZE_TOKENS, dtype, dtype, (group,))
         counts = [-(-length // BLOCK_SIZE_TOKENS) for length in lengths]
         self._executor = Executor(

@@ -23,7 +23,7 @@ from kvplane.serving.settings import parse
 from kvplane.shard import Shard
 from kvplane.v1 import types_pb2 as pb
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 
 

@@ -18,7 +18,7 @@ from data_plane.kernels.backend import Kernels
 from data_plane.kernels.cuda import CudaKernels
 from data_plane.kernels.cuda_streams import DeviceStreams
 
-_KERNEL_TESTS = Path(__file__).parents[1] / "kernels"
+_KERNEL_TESTS = Path(__file__).parents[2] / "kernels"
 
 
 def emulated_kernels(*, split_tokens: int = 64) -> Kernels:

@@ -23,7 +23,6 @@ from engine.scheduling.intents import Span
 from engine.scheduling.sequence import EngineSequence
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
-from kvplane.transformers.backend import from_wire, to_wire
 
 
 class DenseStep:
@@ -173,12 +172,3 @@ def test_what_the_engine_must_know_is_read_from_the_folder(tmp_path: Path) -> No
     with pytest.raises(InvalidRequestError, match="no tokenizer") as caught:
         loaded.encode("text", field="prompts[3]")
     assert caught.value.field == "prompts[3]"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_tensors_travel_bit_for_bit_whatever_their_strides(dtype: torch.dtype) -> None:
-    tensor = torch.randn(3, 4, 8).to(dtype).transpose(0, 1)
-    back = from_wire(to_wire(tensor))
-    assert back.dtype == dtype
-    assert torch.equal(back, tensor)
-    assert from_wire(to_wire(tensor[:0])).shape == (0, 3, 8)

@@ -1,0 +1,95 @@
+// A session in Go, with the stubs that protoc makes of protos/ and nothing else of kvplane.
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"fmt"
+	"log"
+	"os"
+	"time"
+
+	pb "kvplane/v1"
+
+	"google.golang.org/grpc"
+)
+
+func main() {
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	protocol := &pb.ProtocolRange{Oldest: 2, Newest: 2}
+
+	control := pb.NewControlPlaneServiceClient(dial(os.Args[1]))
+	pool, err := control.DescribePool(ctx, &pb.DescribePoolRequest{PoolId: "default"})
+	check(err)
+	opened, err := control.OpenSession(ctx, &pb.OpenSessionRequest{
+		PoolId: "default", Protocol: protocol, Layout: &pb.Layout{Fingerprint: pool.Layout.Fingerprint}})
+	check(err)
+	admit := &pb.Operation_Admit{Admit: &pb.Admit{SequenceId: 1, TokenIds: column([]int32{97, 98, 99})}}
+	step := &pb.StepRequest{Session: opened.Session, Number: 1, Operations: []*pb.Operation{{Operation: admit}}}
+	planned, err := control.RunStep(ctx, &pb.RunStepRequest{Step: step})
+	check(err)
+
+	data := pb.NewDataPlaneServiceClient(dial(opened.Shards[0].Address))
+	stream, err := data.Execute(ctx)
+	check(err)
+	ask := func(request *pb.ExecuteRequest) *pb.ExecuteResponse {
+		check(stream.Send(request))
+		return receive(stream)
+	}
+	open := &pb.OpenExecution{Protocol: protocol, Grant: opened.Grant}
+	layers := ask(&pb.ExecuteRequest{Message: &pb.ExecuteRequest_Open{Open: open}}).GetOpened().Layers
+	plan := &pb.ExecuteRequest_Plan{Plan: planned.Result.Plan}
+	numTokens := ask(&pb.ExecuteRequest{Message: plan}).GetStarted().NumTokens
+	qkv := zeros(numTokens, pool.Layout.Groups[0])
+	for _, layer := range layers {
+		input := &pb.LayerInput{Layer: layer, Query: qkv, Key: qkv, Value: qkv}
+		output := ask(&pb.ExecuteRequest{Message: &pb.ExecuteRequest_Layer{Layer: input}}).GetOutput()
+		fmt.Printf("layer %d: attention %v\n", layer, output.Output.Shape)
+	}
+	receipt := receive(stream).GetReceipt()
+
+	free := &pb.Operation_Free{Free: &pb.Free{SequenceIds: column([]int64{1})}}
+	step = &pb.StepRequest{Session: opened.Session, Number: 2, Operations: []*pb.Operation{{Operation: free}},
+		Receipts: []*pb.SignedPayload{receipt}}
+	_, err = control.RunStep(ctx, &pb.RunStepRequest{Step: step})
+	check(err)
+	_, err = control.CloseSession(ctx, &pb.CloseSessionRequest{Session: opened.Session})
+	check(err)
+}
+
+func dial(address string) *grpc.ClientConn {
+	connection, err := grpc.Dial(address, grpc.WithInsecure())
+	check(err)
+	return connection
+}
+
+// receive returns the next answer, such as the receipt after the last layer.
+func receive(stream pb.DataPlaneService_ExecuteClient) *pb.ExecuteResponse {
+	answer, err := stream.Recv()
+	check(err)
+	if failure := answer.GetError(); failure != nil {
+		log.Fatalf("%s: %s: %s", failure.Reason, failure.Field, failure.Message)
+	}
+	return answer
+}
+
+// column packs integers of a fixed width side by side, little-endian.
+func column(values interface{}) []byte {
+	var packed bytes.Buffer
+	check(binary.Write(&packed, binary.LittleEndian, values))
+	return packed.Bytes()
+}
+
+func zeros(numTokens int64, group *pb.LayerGroup) *pb.Tensor {
+	shape := []int64{numTokens, int64(group.NumKvHeads), int64(group.HeadSize)}
+	return &pb.Tensor{Dtype: pb.ElementType_ELEMENT_TYPE_FLOAT32, Shape: shape,
+		Storage: &pb.Tensor_Data{Data: make([]byte, 4*shape[0]*shape[1]*shape[2])}}
+}
+
+func check(err error) {
+	if err != nil {
+		log.Fatal(err)
+	}
+}

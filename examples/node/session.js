@@ -1,0 +1,30 @@
+import { connect, int32, int64, zeros } from "./kvplane.js";
+
+const [address, source] = process.argv.slice(2);
+const protocol = { oldest: 2, newest: 2 };
+
+const control = await connect("ControlPlaneService", address, source);
+const { layout } = await control.call("DescribePool", { pool_id: "default" });
+const opened = await control.call("OpenSession", { pool_id: "default", protocol, layout: { fingerprint: layout.fingerprint } });
+const { session, grant, shards } = opened;
+const admit = { sequence_id: 1, token_ids: int32([97, 98, 99]) };
+const { result } = await control.call("RunStep", { step: { session, number: 1, operations: [{ admit }] } });
+
+const data = await connect("DataPlaneService", shards[0].address, source);
+const execution = data.stream("Execute");
+const { layers } = (await execution.ask({ open: { protocol, grant } })).opened;
+const { num_tokens } = (await execution.ask({ plan: result.plan })).started;
+const [{ num_kv_heads, head_size }] = layout.groups;
+const qkv = zeros(num_tokens, num_kv_heads, head_size);
+for (const layer of layers) {
+  const { output } = await execution.ask({ layer: { layer, query: qkv, key: qkv, value: qkv } });
+  console.log(`layer ${layer}: attention [${output.output.shape}]`);
+}
+const { receipt } = await execution.next();
+execution.end();
+
+const free = { sequence_ids: int64([1]) };
+await control.call("RunStep", { step: { session, number: 2, operations: [{ free }], receipts: [receipt] } });
+await control.call("CloseSession", { session });
+control.close();
+data.close();

@@ -1,0 +1,48 @@
+"""How many bytes of requests may be in a server at one time: received, and not answered yet."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvplane.errors import QuotaExceededError
+
+_RETRY_DELAY_S: Final = 0.1
+_NO_BOUND: Final = 2**62
+
+
+class ReceiveBudget:
+    """The bytes of all callers, and of each."""
+
+    def __init__(self, max_bytes: int = _NO_BOUND, max_caller_bytes: int = _NO_BOUND) -> None:
+        self._max_bytes = max_bytes
+        self._max_caller_bytes = max_caller_bytes
+        self._callers: dict[str, int] = {}
+        self.num_bytes = 0
+        """Those held now."""
+
+    def take(self, caller: str, num_bytes: int) -> None:
+        """Count a request of ``caller``. Raises QuotaExceededError when there is no room for it. A
+        caller that has no other request here is always let in: its request is in memory already.
+        """
+        held = self._callers.get(caller, 0)
+        if held and held + num_bytes > self._max_caller_bytes:
+            raise QuotaExceededError(
+                f"{held} bytes of this caller's requests are not answered yet, of at most "
+                f"{self._max_caller_bytes}",
+                retry_delay_s=_RETRY_DELAY_S,
+            )
+        if self.num_bytes and self.num_bytes + num_bytes > self._max_bytes:
+            raise QuotaExceededError(
+                f"{self.num_bytes} bytes of requests are not answered yet, of at most "
+                f"{self._max_bytes}",
+                retry_delay_s=_RETRY_DELAY_S,
+            )
+        self._callers[caller] = held + num_bytes
+        self.num_bytes += num_bytes
+
+    def give_back(self, caller: str, num_bytes: int) -> None:
+        """The request was answered."""
+        self.num_bytes -= num_bytes
+        self._callers[caller] -= num_bytes
+        if not self._callers[caller]:
+            del self._callers[caller]

@@ -1,0 +1,129 @@
+"""The requests of a call, from their bytes to their messages: who sends them, and whether there is
+room for them, is looked at first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError
+
+from kvplane.errors import DeadlineExceededError, InvalidRequestError, KvplaneError
+from kvplane.serving.identity import Gate
+from kvplane.serving.message_bounds import MessageBounds
+from kvplane.serving.receive_budget import ReceiveBudget
+
+# How long the request of a unary call may be under way.
+_ARRIVAL_S: Final = 30.0
+# What takes a millisecond or more to read.
+_LARGE_BYTES: Final = 1 << 20
+# How soon a call ends whose caller may not make it any more, and that has no request to refuse.
+_RECHECK_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What all requests of a server pass. ``bounds``: by method, "/SERVICE/METHOD"."""
+
+    gate: Gate
+    bounds: Mapping[str, MessageBounds]
+    budget: ReceiveBudget
+    large: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Large requests are decoded and begun in turn, so that others come between them."""
+
+
+class Requests:
+    """The requests of one call, as they come. Iteration can go on after one that is refused, as
+    that of a generator could not. ``close`` must be called.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        method: str,
+        decode: Callable[[bytes], Any] | None,
+        incoming: AsyncIterator[bytes] | None,
+        context: Any,
+    ) -> None:
+        """Let the call through, before anything of it is read. ``decode``: the bytes to a message.
+        ``incoming``: None where gRPC has read the only request.
+
+        Raises UnauthenticatedError, NotPermittedError.
+        """
+        self._gate, self._budget, self._large = admission.gate, admission.budget, admission.large
+        self._bounds = admission.bounds.get(method)
+        self._method = method
+        self._decode = decode
+        self._context = context
+        self._num_held = 0
+        self._admitted_at = self._gate.num_reloads
+        self._caller = self._gate.admit(method, context)
+        # An iterator of gRPC's that was made expects to be read.
+        self._incoming = None if incoming is None else incoming.__aiter__()
+
+    def __aiter__(self) -> Requests:
+        return self
+
+    async def __anext__(self) -> Any:
+        """The next request; the one before counts as answered.
+
+        Raises QuotaExceededError when too much waits to be answered, InvalidRequestError for bytes
+        that are no request or hold too much, and as the constructor when the access list changed.
+        """
+        self.close()
+        assert self._incoming is not None
+        return await self.take(await self._incoming.__anext__())
+
+    async def take(self, data: bytes) -> Any:
+        """The request in ``data``, of the call's. Raises as iteration does."""
+        self.check_caller()
+        self._budget.take(self._caller, len(data))
+        self._num_held = len(data)
+        if self._bounds is not None:
+            self._bounds.check(data)
+        if len(data) >= _LARGE_BYTES:
+            await self._large.acquire()
+            asyncio.get_running_loop().call_soon(self._large.release)
+        if self._decode is None:
+            return data
+        try:
+            return self._decode(data)
+        except DecodeError as error:
+            wanted = self._method.rpartition("/")[2]
+            raise InvalidRequestError(f"the bytes are not a request of {wanted}") from error
+
+    async def only(self) -> Any:
+        """The request of a call that has one. Raises as iteration does, and DeadlineExceededError
+        when it does not come.
+        """
+        try:
+            async with asyncio.timeout(_ARRIVAL_S):
+                return await anext(self)
+        except TimeoutError:
+            raise DeadlineExceededError(f"no request came within {_ARRIVAL_S:g} s") from None
+        except StopAsyncIteration:
+            raise InvalidRequestError("the call ended without a request") from None
+
+    def check_caller(self) -> None:
+        """Look the caller up again if the access list has changed. Raises as the constructor."""
+        if self._admitted_at != self._gate.num_reloads:
+            self._admitted_at = self._gate.num_reloads
+            self._caller = self._gate.admit(self._method, self._context)
+
+    async def revoked(self) -> KvplaneError:
+        """Wait until the caller may not make the call any more; returns why."""
+        while True:
+            await asyncio.sleep(_RECHECK_S)
+            try:
+                self.check_caller()
+            except KvplaneError as error:
+                return error
+
+    def close(self) -> None:
+        """The last request is answered, or nobody waits for its answer."""
+        if self._num_held:
+            self._budget.give_back(self._caller, self._num_held)
+            self._num_held = 0

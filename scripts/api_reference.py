@@ -1,0 +1,59 @@
+"""Writes the reference of the Python API under build/api/ from the docstrings, and checks its links
+and those of every document.
+
+make api
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import pdoc
+
+import kvplane
+
+ROOT = Path(__file__).resolve().parent.parent
+# Not for callers: stubs, the command, and what servers and engines share.
+LEFT_OUT = ("v1", "cli", "serving", "transformers", "__main__")
+
+
+def modules() -> list[str]:
+    """The modules that the reference has."""
+    found = [info.name for info in pkgutil.walk_packages(kvplane.__path__, "kvplane.")]
+    return ["kvplane", *(name for name in found if name.split(".")[1] not in LEFT_OUT)]
+
+
+def broken_links(folder: Path, pattern: str, link: re.Pattern[str], anchor: str) -> list[str]:
+    """Links from files of ``folder`` to files or places that are not there. ``anchor``: how a
+    place looks in a page.
+    """
+    faults = []
+    for page in sorted(folder.glob(pattern)):
+        for target in link.findall(page.read_text()):
+            if re.match(r"[a-z]+:", target):
+                continue
+            name, _, place = unquote(target).partition("#")
+            there = page.parent / name if name else page
+            if not there.exists() or (
+                place and there.is_file() and anchor.format(place) not in there.read_text()
+            ):
+                faults.append(f"{page.relative_to(folder)}: {target}")
+    return faults
+
+
+def main(out: Path) -> int:
+    """Write the reference. The exit code is 1 when a link leads nowhere."""
+    pdoc.pdoc(*modules(), output_directory=out)
+    faults = broken_links(out, "**/*.html", re.compile(r'href="([^"$]+)"'), 'id="{}"')
+    faults += broken_links(ROOT, "*.md", re.compile(r"\]\(([^)#\s]+)\)"), "")
+    faults += broken_links(ROOT, "docs/**/*.md", re.compile(r"\]\(([^)#\s]+)\)"), "")
+    print(*faults, f"{len(modules())} modules, {len(faults)} broken links: {out}", sep="\n")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(ROOT / "build" / "api"))

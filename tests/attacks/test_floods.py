@@ -1,0 +1,175 @@
+"""Many requests, calls and connections at once: honest callers go on, and the memory stays in
+bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from attacked_planes import HonestCaller, PlaneProcess, assert_calm, free_port, refusal
+from data_server import serving
+
+from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.server import ControlPlaneServer
+from kvplane.errors import DeadlineExceededError, KvplaneError, QuotaExceededError
+from kvplane.serving import requests
+from kvplane.v1 import control_pb2 as pb
+from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
+from kvplane.v1 import data_pb2 as dpb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol
+from kvplane.wire.error_codec import from_rpc_error
+
+MIB = 1 << 20
+LARGE = 4 * MIB - 128
+NUM_CALLS = 16
+SEARCH = pb.FindPrefixRequest(token_ids=bytes(LARGE))
+
+
+def search(stub: control_pb2_grpc.ControlPlaneServiceStub, compression: grpc.Compression) -> str:
+    """What one large request, sent so, is answered: a status's name."""
+    try:
+        stub.FindPrefix(SEARCH, timeout=30, compression=compression)
+    except grpc.RpcError as error:
+        return str(error.code().name)
+    return "OK"
+
+
+@pytest.mark.parametrize(
+    ("compression", "answer", "max_growth_bytes"),
+    [
+        (grpc.Compression.Gzip, "UNIMPLEMENTED", 16 * MIB),
+        (grpc.Compression.NoCompression, "OK", NUM_CALLS * 4 * LARGE),
+    ],
+)
+def test_large_requests_at_once_keep_nobody_waiting(
+    control_plane: PlaneProcess,
+    honest: HonestCaller,
+    quiet_s: float,
+    channel: grpc.Channel,
+    compression: grpc.Compression,
+    answer: str,
+    max_growth_bytes: int,
+) -> None:
+    stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+    begin_bytes = control_plane.begin_peak()
+    with ThreadPoolExecutor(NUM_CALLS) as pool, honest.meanwhile(1.0) as during:
+        answers = [*pool.map(lambda _: search(stub, compression), range(NUM_CALLS))]
+    assert {*answers} == {answer}
+    assert_calm(during, quiet_s)
+    assert control_plane.peak_bytes() - begin_bytes < max_growth_bytes
+
+
+def test_streams_on_one_connection_are_bounded(
+    control_plane: PlaneProcess, honest: HonestCaller, quiet_s: float
+) -> None:
+    def never() -> Iterator[bytes]:
+        idle.wait()
+        yield from ()
+
+    idle = threading.Event()
+    with grpc.insecure_channel(control_plane.address) as channel:
+        step = channel.stream_stream("/kvplane.v1.ControlPlaneService/Step")
+        calls = [step(never()) for _ in range(300)]
+        with honest.meanwhile(0.3) as during:
+            error = refusal(channel, "ControlPlaneService/ListPools", b"", timeout_s=0.5)
+        assert isinstance(error, DeadlineExceededError), "it has as many calls as it may"
+        assert_calm(during, quiet_s)
+        for call in calls:
+            call.cancel()
+        idle.set()
+        assert refusal(channel, "ControlPlaneService/ListPools", b"") is None
+
+
+def test_idle_connections_leave_room_for_the_planes(tmp_path: Path) -> None:
+    plane_port = free_port()
+    flags = ("--max-connections", "8", "--plane-bind", f"127.0.0.1:{plane_port}")
+    with PlaneProcess("control_plane", tmp_path, *flags) as plane, contextlib.ExitStack() as stack:
+        host, _, port = plane.address.rpartition(":")
+        before = plane.num_descriptors()
+        for _ in range(40):
+            stack.enter_context(socket.create_connection((host, int(port)), 5))
+        with grpc.insecure_channel(plane.address) as late:
+            error = refusal(late, "ControlPlaneService/ListPools", b"", timeout_s=2)
+            assert isinstance(error, KvplaneError)
+        assert plane.num_descriptors() - before <= 12
+        with grpc.insecure_channel(f"127.0.0.1:{plane_port}") as channel:
+            assert refusal(channel, "ControlPlaneService/ListPools", b"") is None
+
+
+async def test_a_caller_whose_requests_wait_is_refused_more_and_others_are_not(
+    tmp_path: Path,
+) -> None:
+    """On a data plane, whose thread is busy: a caller is a connection here."""
+    write = dpb.ReshapeAndCacheRequest(key=tpb.Tensor(data=bytes(3 * MIB)))
+    busy = asyncio.Event()
+    async with serving(tmp_path, max_caller_received_bytes=4 * MIB) as (server, _):
+        loop = asyncio.get_running_loop()
+        blocked = asyncio.create_task(
+            server._worker.run(asyncio.run_coroutine_threadsafe(busy.wait(), loop).result)
+        )
+        async with (
+            grpc.aio.insecure_channel(server.address, options=protocol.CHANNEL_OPTIONS) as greedy,
+            grpc.aio.insecure_channel(server.address, options=protocol.CHANNEL_OPTIONS) as other,
+        ):
+            first = data_pb2_grpc.DataPlaneServiceStub(greedy).ReshapeAndCache(write)
+            neighbour = data_pb2_grpc.DataPlaneServiceStub(other).ReshapeAndCache(write)
+            async with asyncio.timeout(10):
+                while server.metrics.rpc.received.num_bytes < 6 * MIB:
+                    await asyncio.sleep(0.01)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await data_pb2_grpc.DataPlaneServiceStub(greedy).ReshapeAndCache(write)
+            assert isinstance(from_rpc_error(refused.value), QuotaExceededError)
+            assert server.metrics.rpc.rejected.values["QUOTA_EXCEEDED",] == 1
+            busy.set()
+            await blocked
+            for call in (first, neighbour):  # they were let in, and are wrong
+                assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert server.metrics.rpc.received.num_bytes == 0
+
+
+async def test_a_request_that_does_not_come_ends_its_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "_ARRIVAL_S", 0.1)
+    access = tmp_path / "access.toml"
+    digest = hashlib.sha256(b"token").hexdigest()
+    access.write_text(f'[[callers]]\ntoken_sha256 = "{digest}"\ntenant = "a"\nroles = ["router"]\n')
+    server = await ControlPlaneServer.start(
+        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, access_file=access)
+    )
+    metadata = [("authorization", "Bearer token")]
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        method = channel.stream_unary("/kvplane.v1.ControlPlaneService/ListPools")
+        call = method(metadata=metadata)
+        assert await asyncio.wait_for(call.code(), 10) == grpc.StatusCode.DEADLINE_EXCEEDED
+        silent = method(metadata=metadata)
+        await silent.done_writing()
+        assert await asyncio.wait_for(silent.code(), 10) == grpc.StatusCode.INVALID_ARGUMENT
+    await server.stop()
+
+
+def test_nothing_is_read_of_a_caller_that_is_not_known(tmp_path: Path) -> None:
+    access = tmp_path / "access.toml"
+    access.write_text('[[callers]]\ncertificate = "somebody"\nroles = ["engine"]\n')
+    with (
+        PlaneProcess("control_plane", tmp_path, "--access-file", str(access)) as plane,
+        grpc.insecure_channel(plane.address, options=protocol.CHANNEL_OPTIONS) as channel,
+        ThreadPoolExecutor(NUM_CALLS) as pool,
+    ):
+        stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+        search(stub, grpc.Compression.NoCompression)
+        begin_bytes = plane.begin_peak()
+        answers = pool.map(lambda _: search(stub, grpc.Compression.NoCompression), range(NUM_CALLS))
+        assert {*answers} == {"UNAUTHENTICATED"}
+        assert plane.peak_bytes() - begin_bytes < NUM_CALLS * LARGE / 2

@@ -1,0 +1,102 @@
+"""A session from Python, Node and Go: admit, attend in every layer, hand in the receipt, free."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from go_stubs import go, write_stubs
+
+from demo.processes import Planes
+from kvplane import LayerGroup, Layout
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CLIENTS = (ROOT / "docs" / "clients.md").read_text()
+LAYOUT = Layout("clients", 16, "float32", "float32", (LayerGroup("full", (0, 1), 2, 16),))
+ATTENDED = "".join(f"layer {layer}: attention [3{{0}}2{{0}}16]\n" for layer in (0, 1))
+# Compilers and registries share the machine with other tests.
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture
+def planes(tmp_path: Path) -> Iterator[Planes]:
+    layout = tmp_path / "layout.json"
+    layout.write_text(json.dumps(asdict(LAYOUT)))
+    flags = ["--layout", str(layout), "--num-device-blocks", "64", "--num-host-blocks", "4"]
+    with Planes(tmp_path, flags) as planes:
+        yield planes
+        counted = planes.control.metrics()
+        sessions, sequences = (
+            sum(value for name, value in counted.items() if name.startswith(prefix))
+            for prefix in ("kvplane_sessions{", 'kvplane_sequences{pool="default"')
+        )
+        assert (sessions, sequences) == (0, 0), "a client left something behind"
+
+
+def run(*command: str, cwd: Path = ROOT) -> str:
+    """What a program prints when it runs without a fault."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def shown(language: str) -> list[str]:
+    """The programs of a language on the page."""
+    return re.findall(rf"```{language}\n(.*?)```", CLIENTS, re.DOTALL)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["sync", "async"])
+def test_the_python_programs_of_the_page_attend(planes: Planes, number: int) -> None:
+    program = shown("python")[number].replace("127.0.0.1:50051", planes.control.address)
+    assert run(sys.executable, "-c", program) == ATTENDED.format(", ")
+
+
+@pytest.fixture(scope="session")
+def node_folder() -> Path:
+    """The example with what npm installs, kept under build/ for as long as it asks for the same."""
+    example, folder = ROOT / "examples" / "node", ROOT / "build" / "clients" / "examples" / "node"
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = (example / "package.json").read_text()
+    if not (folder / "installed").exists() or (folder / "installed").read_text() != wanted:
+        for name in ("package.json", "package-lock.json"):
+            shutil.copy(example / name, folder)
+        run("npm", "install", "--no-audit", "--no-fund", "--silent", cwd=folder)
+        (folder / "installed").write_text(wanted)
+    for file in example.glob("*.js"):
+        shutil.copy(file, folder)
+    shutil.copytree(ROOT / "protos", folder.parents[1] / "protos", dirs_exist_ok=True)
+    return folder
+
+
+@pytest.mark.parametrize("source", ["protos", "reflection"])
+def test_node_attends_with_the_contract_from_files_or_from_the_planes(
+    planes: Planes, node_folder: Path, source: str
+) -> None:
+    said = run("node", "session.js", planes.control.address, source, cwd=node_folder)
+    assert said == ATTENDED.format(",")
+
+
+def test_go_attends(planes: Planes, tmp_path: Path) -> None:
+    cache = ROOT / "build" / "clients" / "go-cache"
+    write_stubs(tmp_path, cache)
+    program = tmp_path / "session"
+    source = ROOT / "examples" / "go" / "main.go"
+    go("build", "-o", str(program), str(source), path=tmp_path, cache=cache)
+    assert run(str(program), planes.control.address) == ATTENDED.format(" ")
+
+
+@pytest.mark.parametrize(
+    ("language", "file"), [("js", "examples/node/session.js"), ("go", "examples/go/main.go")]
+)
+def test_the_page_shows_what_is_run(language: str, file: str) -> None:
+    source = (ROOT / file).read_text()
+    for program in shown(language):
+        assert program in source
+    assert shown(language)
