@@ -26,7 +26,7 @@ class EngineConfig:
     """How an engine computes, and the planes that it uses."""
 
     HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "The model": ("model", "probe", "dtype", "kv_dtype", "num_threads"),
+        "The model": ("model", "probe", "dtype", "kv_dtype", "num_threads", "tensor_parallel"),
         "Batches": ("max_batch_tokens", "max_sequences"),
         "The planes": (
             *("control_plane", "data_plane", "pool_id", "timeout_s", "recovery_timeout_s"),
@@ -95,6 +95,14 @@ class EngineConfig:
         unit="threads",
         minimum=0,
         help="Threads that compute the model; 0 leaves torch's choice.",
+    )
+    tensor_parallel: int = setting(
+        1,
+        unit="processes",
+        minimum=1,
+        maximum=64,
+        help="Processes that compute the model, each with its heads and its shard of the pool: of a"
+        " remote pool that has as many, or of one that they embed.",
     )
     block_size_tokens: int = setting(
         16, unit="tokens", minimum=8, maximum=256, help="Block size of an embedded pool."

@@ -14,6 +14,8 @@ import torch
 from engine.config import EngineConfig
 from engine.models import loader
 from engine.models.loader import Message
+from engine.parallel.backends import backend_of
+from engine.parallel.leader import ParallelBackend
 from engine.request import Delta, RequestOutput, SamplingParams
 from engine.running.core import EngineCore
 from engine.scheduling.scheduler import Scheduler
@@ -22,7 +24,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.transformers.backend import DataBackend, RemoteBackend
+from kvplane.transformers.backend import DataBackend
 from kvplane.transformers.link import ControlLink
 from kvplane.v1 import control_pb2 as pb
 
@@ -169,19 +171,17 @@ class LLM:
             loop = LoopThread("engine-planes")
             self._closing.callback(loop.close)
             is_embedded = config.data_plane == "embedded"
-            if is_embedded:
-                self._loaded, layout = _load(config, None)
-                self._backend = _embedded(config, layout)
-            else:
-                self._backend = RemoteBackend(loop, config.timeout_s, config.client_tls)
-            self._closing.callback(self._backend.stop)
+            plane = self._closing.enter_context(ExitStack())  # to end after the session
             self._link = ControlLink(
                 loop, config.control_plane, config.pool_id, config.timeout_s, config.client_tls
             )
             self._closing.callback(self._link.close)
-            pool = self._link.pool_layout(config.recovery_timeout_s)
-            if not is_embedded:
-                self._loaded, layout = _load(config, pool)
+            pool = None if is_embedded else self._link.pool_layout(config.recovery_timeout_s)
+            self._loaded, layout = _load(config, pool)
+            self._backend = _backend(config, loop, self._loaded, layout)
+            plane.callback(self._backend.stop)
+            if is_embedded:
+                self._link.pool_layout(config.recovery_timeout_s)  # until its shards are there
             self._backend.open(self._link.open(layout))
             self._core = _core(config, layout, self._loaded, self._link, self._backend)
             self._closing = self._closing.pop_all()
@@ -236,25 +236,12 @@ class LLM:
         self._core.settle()
 
 
-def _embedded(config: EngineConfig, layout: Layout) -> DataBackend:
-    # It needs the data plane's own packages.
-    from kvplane.transformers.embedded import EmbeddedBackend
-
-    return EmbeddedBackend(
-        layout,
-        config.recovery_timeout_s,
-        control_plane=config.control_plane,
-        pool_id=config.pool_id,
-        num_device_blocks=config.num_device_blocks,
-        num_host_blocks=config.num_host_blocks,
-        num_threads=config.num_threads,
-        control_plane_tls=config.planes_tls,
-        control_plane_ca=config.planes_ca,
-        control_plane_name=config.planes_name,
-        control_plane_token_file=config.planes_token_file,
-        tls_certificate=config.planes_certificate,
-        tls_key=config.planes_key,
-    )
+def _backend(
+    config: EngineConfig, loop: LoopThread, loaded: loader.LoadedModel, layout: Layout
+) -> DataBackend:
+    if config.tensor_parallel == 1:
+        return backend_of(config, layout, loop)
+    return ParallelBackend(config, layout, loop, loaded.model)
 
 
 def _core(

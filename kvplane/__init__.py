@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvplane.clients.control_client import ControlClient
     from kvplane.clients.data_client import DataClient
     from kvplane.clients.execution import Execution, Started
+    from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
     from kvplane.errors import KvplaneError
     from kvplane.layout import LayerGroup, Layout
     from kvplane.models.hf import layout_from_hf
@@ -44,6 +45,8 @@ __all__ = [
     "SequenceState",
     "Session",
     "Shard",
+    "ShardedDataClient",
+    "ShardedExecution",
     "Started",
     "StepResult",
     "Tensor",
@@ -67,6 +70,8 @@ _HOMES: Final = {
     "SequenceState": "kvplane.results",
     "Session": "kvplane.session",
     "Shard": "kvplane.shard",
+    "ShardedDataClient": "kvplane.clients.sharded_execution",
+    "ShardedExecution": "kvplane.clients.sharded_execution",
     "Started": "kvplane.clients.execution",
     "StepResult": "kvplane.results",
     "Tensor": "kvplane.tensor",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -60,6 +60,14 @@ class AttentionOptions:
         if self.sliding_window_tokens or not sliding_window_tokens:
             return self
         return replace(self, sliding_window_tokens=sliding_window_tokens)
+
+    def of_heads(self, heads: Sequence[range]) -> AttentionOptions:
+        """The options for these query heads, one range after another."""
+        if not (self.alibi_slopes or self.sinks):
+            return self
+        slopes = tuple(x for each in heads for x in self.alibi_slopes[each.start : each.stop])
+        sinks = tuple(x for each in heads for x in self.sinks[each.start : each.stop])
+        return replace(self, alibi_slopes=slopes, sinks=sinks)
 
     def to_proto(self) -> pb.AttentionOptions:
         """As a message."""

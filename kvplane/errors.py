@@ -15,6 +15,7 @@
     ├── StaleError                                        open a new session and admit again
     │   ├── SessionExpiredError     FAILED_PRECONDITION
     │   ├── StaleEpochError         FAILED_PRECONDITION
+    │   ├── MissingReceiptError     FAILED_PRECONDITION   a shard did not say that a plan ran
     │   ├── StaleIncarnationError   FAILED_PRECONDITION
     │   └── StaleGenerationError    FAILED_PRECONDITION
     ├── ConflictError
@@ -129,6 +130,10 @@ class SessionExpiredError(StaleError):
 
 class StaleEpochError(StaleError):
     """The data plane has restarted since the plan, grant or session was made."""
+
+
+class MissingReceiptError(StaleError):
+    """The session ended, because a shard has not receipted in time a plan that others have."""
 
 
 class StaleIncarnationError(StaleError):
@@ -257,6 +262,7 @@ CODES: Final[dict[type[KvplaneError], str]] = {
     TooManyPlansInFlightError: "RESOURCE_EXHAUSTED",
     SessionExpiredError: "FAILED_PRECONDITION",
     StaleEpochError: "FAILED_PRECONDITION",
+    MissingReceiptError: "FAILED_PRECONDITION",
     StaleIncarnationError: "FAILED_PRECONDITION",
     StaleGenerationError: "FAILED_PRECONDITION",
     LayoutMismatchError: "FAILED_PRECONDITION",

@@ -1,11 +1,13 @@
 """The part of a pool that one data plane process holds: a range of layers and one of KV heads.
 
-A pool of several layer groups has one shard, which holds all.
+Shards are copies of each other where they hold the same part: a model on more processes than it has
+KV heads. Copies are numbered, and each computes its own query heads (``QueryHeads``).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvplane.errors import InvalidRequestError
@@ -15,7 +17,11 @@ from kvplane.v1 import types_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one process holds; see the message of the same name. ``whole`` is the usual one."""
+    """What one process holds; see the message of the same name. ``whole`` is the usual one.
+
+    KV heads are counted in the layer group that has most of them; of a group with fewer a shard
+    holds the same share.
+    """
 
     index: int
     num_shards: int
@@ -23,33 +29,68 @@ class Shard:
     num_layers: int
     first_kv_head: int
     num_kv_heads: int
+    copy: int = 0
 
     @classmethod
     def whole(cls, layout: Layout) -> Shard:
         """The only shard of an undivided pool."""
         first = min(group.layers[0] for group in layout.groups)
         num_layers = max(group.layers[-1] for group in layout.groups) + 1 - first
-        return cls(0, 1, first, num_layers, 0, max(g.num_kv_heads for g in layout.groups))
+        return cls(0, 1, first, num_layers, 0, most_kv_heads(layout))
+
+    @classmethod
+    def of_heads(cls, layout: Layout, index: int, num_shards: int) -> Shard:
+        """One of ``num_shards`` that divide the KV heads evenly (tensor parallel). Where they are
+        more than the heads, neighbouring shards hold copies of one head.
+
+        Raises InvalidRequestError when neither number divides the other.
+        """
+        whole, num_heads = cls.whole(layout), most_kv_heads(layout)
+        if num_shards < 1 or (num_heads % num_shards and num_shards % num_heads):
+            raise InvalidRequestError(
+                f"must divide the model's {num_heads} KV heads, or be a multiple of them",
+                field="num_shards",
+            )
+        num_held = max(1, num_heads // num_shards)
+        num_copies = max(1, num_shards // num_heads)
+        first = index // num_copies * num_held
+        return cls(
+            index,
+            num_shards,
+            whole.first_layer,
+            whole.num_layers,
+            first,
+            num_held,
+            index % num_copies,
+        )
+
+    @property
+    def part(self) -> tuple[int, int, int, int]:
+        """What is held: equal for copies of each other, and for no others."""
+        return self.first_layer, self.num_layers, self.first_kv_head, self.num_kv_heads
 
     def layers(self, layout: Layout) -> tuple[int, ...]:
-        """The model layers held, ascending, over all groups. Raises InvalidRequestError when the
-        shard does not fit the layout.
+        """The model layers held, ascending, over all groups. Raises InvalidRequestError naming a
+        field of ``shard`` when it does not fit the layout.
         """
         _require(self.num_shards >= 1 and 0 <= self.index < self.num_shards, "index")
         _require(self.num_layers >= 1, "num_layers")
-        if len(layout.groups) > 1:
-            _require(self == Shard.whole(layout), "num_shards")
         _require(
             self.first_kv_head >= 0
             and self.num_kv_heads >= 1
-            and self.first_kv_head + self.num_kv_heads
-            <= max(group.num_kv_heads for group in layout.groups),
+            and self.first_kv_head + self.num_kv_heads <= most_kv_heads(layout),
             "num_kv_heads",
         )
-        groups = range(len(layout.groups))
-        held = sorted(layer for group in groups for layer in self.group_layers(layout, group))
-        _require(len(held) >= 1, "first_layer")
-        return tuple(held)
+        _require(0 <= self.copy < self.num_shards, "copy")
+        held: list[int] = []
+        for i, group in enumerate(layout.groups):
+            # A block without layers would be no memory, and its table nobody's.
+            _require(len(self.group_layers(layout, i)) >= 1, "first_layer")
+            ends = (self.first_kv_head, self.first_kv_head + self.num_kv_heads)
+            rests = [end * group.num_kv_heads % most_kv_heads(layout) for end in ends]
+            _require(not any(rests), "num_kv_heads")
+            held += self.group_layers(layout, i)
+        return tuple(sorted(held))
 
     def group_layers(self, layout: Layout, group: int) -> tuple[int, ...]:
         """The model layers of a group that are held, ascending."""
@@ -58,8 +99,9 @@ class Shard:
 
     def kv_heads(self, layout: Layout, group: int) -> range:
         """The KV heads of a group's layers that are held."""
+        num_heads, most = layout.groups[group].num_kv_heads, most_kv_heads(layout)
         end = self.first_kv_head + self.num_kv_heads
-        return range(self.first_kv_head, min(end, layout.groups[group].num_kv_heads))
+        return range(self.first_kv_head * num_heads // most, end * num_heads // most)
 
     def block_bytes(self, layout: Layout, group: int = 0) -> int:
         """Bytes of one block of a group in this shard: K and V of the layers and heads held."""
@@ -78,6 +120,7 @@ class Shard:
             num_layers=message.num_layers,
             first_kv_head=message.first_kv_head,
             num_kv_heads=message.num_kv_heads,
+            copy=message.copy,
         )
 
     def to_proto(self) -> pb.Shard:
@@ -89,7 +132,52 @@ class Shard:
             num_layers=self.num_layers,
             first_kv_head=self.first_kv_head,
             num_kv_heads=self.num_kv_heads,
+            copy=self.copy,
         )
+
+
+def most_kv_heads(layout: Layout) -> int:
+    """KV heads of the layer group that has most."""
+    return max(group.num_kv_heads for group in layout.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryHeads:
+    """Which query heads of a layer a shard computes: those of its KV heads, or a part of each
+    where the shard has copies.
+
+    A KV head's query heads follow each other, as everywhere in grouped attention. Shard's and
+    model's order are the same.
+    """
+
+    kv_heads: range
+    num_model_kv_heads: int
+    copy: int
+    num_copies: int
+
+    @classmethod
+    def of(cls, shard: Shard, shards: Sequence[Shard], layout: Layout, group: int) -> QueryHeads:
+        """Of ``shard``, one of all the ``shards`` of a pool, in the layers of a group."""
+        num_copies = sum(other.part == shard.part for other in shards)
+        num_kv_heads = layout.groups[group].num_kv_heads
+        return cls(shard.kv_heads(layout, group), num_kv_heads, shard.copy, num_copies)
+
+    def ranges(self, num_heads: int) -> list[range]:
+        """The model's query heads that are computed, of ``num_heads`` in all, ascending. Raises
+        InvalidRequestError when some copy would have none.
+        """
+        of_kv_head, rest = divmod(num_heads, self.num_model_kv_heads)
+        if rest or of_kv_head < self.num_copies:
+            raise InvalidRequestError(
+                f"has {num_heads} heads: must be a multiple of the {self.num_model_kv_heads} KV "
+                f"heads, of at least the {self.num_copies} copies of each",
+                field="query",
+            )
+        first = self.copy * of_kv_head // self.num_copies
+        last = (self.copy + 1) * of_kv_head // self.num_copies
+        if self.num_copies == 1:  # all of neighbouring KV heads
+            return [range(self.kv_heads.start * of_kv_head, self.kv_heads.stop * of_kv_head)]
+        return [range(x * of_kv_head + first, x * of_kv_head + last) for x in self.kv_heads]
 
 
 def _require(ok: bool, field: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
@@ -110,3 +111,42 @@ class Tensor:
             return cls(dtype, tuple(message.shape), message.data)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message, field=f"{field}.{error.field}") from None
+
+    def of_heads(self, heads: Sequence[range]) -> Tensor:
+        """These ``heads``, one range after another, of a tensor [num_tokens, num_heads, size]."""
+        num_tokens, num_heads, size = self.shape
+        num_taken = sum(len(each) for each in heads)
+        if num_taken == num_heads:
+            return self
+        view, head_bytes = memoryview(self.data), size * ELEMENT_BYTES[self.dtype]
+        data = b"".join(
+            view[(first + each.start) * head_bytes : (first + each.stop) * head_bytes]
+            for first in range(0, num_tokens * num_heads, num_heads)
+            for each in heads
+        )
+        return Tensor(self.dtype, (num_tokens, num_taken, size), data)
+
+
+def join_heads(parts: Sequence[tuple[Tensor, Sequence[range]]]) -> Tensor:
+    """The inverse of ``of_heads``: tensors [num_tokens, heads of the part, size] and which heads
+    each has. Together they have every head once.
+    """
+    if len(parts) == 1:
+        return parts[0][0]
+    num_tokens, _, size = parts[0][0].shape
+    pieces = []  # of a range: its first head, its tensor, and which bytes of a token it takes
+    for tensor, heads in parts:
+        head_bytes, before = size * ELEMENT_BYTES[tensor.dtype], 0
+        token_bytes = tensor.shape[1] * head_bytes
+        for each in heads:
+            after = before + len(each) * head_bytes
+            pieces.append((each.start, memoryview(tensor.data), token_bytes, before, after))
+            before = after
+    pieces.sort(key=lambda piece: piece[0])
+    data = b"".join(
+        view[token * token_bytes + before : token * token_bytes + after]
+        for token in range(num_tokens)
+        for _, view, token_bytes, before, after in pieces
+    )
+    num_heads = sum(tensor.shape[1] for tensor, _ in parts)
+    return Tensor(parts[0][0].dtype, (num_tokens, num_heads, size), data)

@@ -19,6 +19,9 @@ class CoreConfig:
     tables refer to, each counted once, ``max_tenant_steps_per_s``. ``max_retained_share``: of a
     pool's device blocks, those that a tenant may retain.
 
+    ``receipt_timeout_s``: after which a plan that some shards of a pool have receipted and others
+    not ends its session.
+
     Other bounds: ``max_followers`` of prefix indexes, ``num_kept_changes`` of each index for them,
     ``max_pools``, of which one without data planes is forgotten after ``pool_expiry_s``,
     ``max_blocks`` of all data planes, of both tiers,
@@ -44,5 +47,6 @@ class CoreConfig:
     max_pools: int = 64
     max_blocks: int = 2**23
     pool_expiry_s: float = 3600.0
+    receipt_timeout_s: float = 30.0
     max_tenant_namespaces: int = 4096
     max_unfenced_sessions: int = 4096

@@ -30,9 +30,10 @@ from control_plane.planning.pools.publications import MAX_NAMESPACE_CHARACTERS, 
 from control_plane.planning.pools.registration import Registration
 from control_plane.planning.queries import states
 from control_plane.planning.quotas import Quotas
-from control_plane.planning.session import EndedSessions, Session
+from control_plane.planning.session import END_CAUSES, EndedSessions, Session
 from control_plane.planning.sharing.member import Member
 from control_plane.planning.sharing.sharing import Sharing
+from control_plane.planning.silent_shards import lost_sessions
 from control_plane.planning.steps import checks
 from control_plane.planning.steps.abort import abort_from, abort_plans
 from control_plane.planning.steps.deferred_tokens import take_deferred_tokens
@@ -50,6 +51,7 @@ from control_plane.planning.watching import Follower, Followers
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
+    MissingReceiptError,
     PoolNotFoundError,
     PoolNotReadyError,
     QuotaExceededError,
@@ -66,12 +68,6 @@ from kvplane.wire.error_messages import duration_of
 _LOGGER: Final = logging.getLogger(__name__)
 _RETRY_DELAY_S: Final = 0.5
 _MAX_CLIENT_NAME: Final = 128
-# Why sessions end, for metrics.
-_ENDS: Final[dict[type[KvplaneError], str]] = {
-    SessionNotFoundError: "closed",
-    SessionExpiredError: "expired",
-    StaleEpochError: "epoch",
-}
 _MAX_SESSION_ID: Final = 2**53 - 1
 
 _Answer = TypeVar("_Answer")
@@ -224,6 +220,10 @@ class ControlPlane:
             delay_s = min(delay_s, pool_delay_s)
             for session in overdue:
                 self._end(session, SessionExpiredError)
+            for session in lost_sessions(
+                pool, self._sessions_of(pool), self._config.receipt_timeout_s
+            ):
+                self._end(session, MissingReceiptError)
         return delay_s
 
     # Requests with numbers
@@ -492,8 +492,8 @@ class ControlPlane:
             session_ends(self._observer, session)
         statistics = session.pool.statistics
         statistics.num_expired_sessions += reason is SessionExpiredError
-        statistics.reclaimed_blocks[_ENDS[reason]] += session.num_held()
-        session.end()
+        statistics.reclaimed_blocks[END_CAUSES[reason]] += session.num_held()
+        session.end(lacks_receipt=reason is MissingReceiptError)
         self._touch(session.pool)
         del self._sessions[session.id]
         self._ended.add(session, reason)

@@ -10,6 +10,7 @@ from control_plane.planning.pools.reports import TIERS
 from control_plane.planning.pools.statistics import BlockTimes, PoolStatistics
 from control_plane.planning.session import Session
 from control_plane.planning.sharing.member import Member
+from control_plane.planning.silent_shards import num_missing_receipts
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 
@@ -17,8 +18,10 @@ from kvplane.v1 import types_pb2 as tpb
 @dataclass(frozen=True, slots=True)
 class PoolObservation:
     """A pool at one moment. ``num_sequences``: live ones, by tier. ``num_waiting``: admissions and
-    swap-ins in the line. ``oldest_plan_s``: the age of the plan that waits longest for a receipt, 0
-    for none. ``oldest_release_s``: how long the blocks have been retired that have been so longest.
+    swap-ins in the line. ``num_missing_receipts``: plans that another shard has receipted and this
+    one has not, by shard index. ``oldest_plan_s``: the age of the plan that waits longest for a
+    receipt, 0 for none. ``oldest_release_s``: how long the blocks have been retired that have been
+    so longest.
     """
 
     pool_id: str
@@ -27,6 +30,7 @@ class PoolObservation:
     revision: int
     num_sequences: dict[tpb.Tier, int]
     num_waiting: int
+    num_missing_receipts: list[int]
     num_plans_in_flight: int
     oldest_plan_s: float
     oldest_release_s: float
@@ -49,6 +53,7 @@ def observe(
         revision=pool.revision(),
         num_sequences=sequences,
         num_waiting=sum(member.waiting is not None for member in members),
+        num_missing_receipts=num_missing_receipts(pool.shards.num_shards, [*sessions]),
         num_plans_in_flight=sum(len(session.plans) for session in sessions),
         oldest_plan_s=now_s - min(made_s, default=now_s),
         oldest_release_s=max(group.oldest_release_s() for group in pool.groups),

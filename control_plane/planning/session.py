@@ -13,6 +13,7 @@ from control_plane.planning.pools.pool import Pool
 from control_plane.planning.steps.numbering import Numbering
 from kvplane.errors import (
     KvplaneError,
+    MissingReceiptError,
     SessionExpiredError,
     SessionNotFoundError,
     StaleEpochError,
@@ -21,6 +22,13 @@ from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
 
 _MAX_VOIDED: Final = 1024
+END_CAUSES: Final[dict[type[KvplaneError], str]] = {
+    SessionNotFoundError: "closed",
+    SessionExpiredError: "expired",
+    StaleEpochError: "epoch",
+    MissingReceiptError: "receipt",
+}
+"""Why sessions end, for metrics, by what their callers are then told."""
 
 
 class PlanRecord(NamedTuple):
@@ -98,10 +106,10 @@ class Session:
         """Blocks in its tables, of all layer groups and both tiers."""
         return sum(group.num_blocks_held(self.slot) for group in self.pool.groups)
 
-    def end(self) -> None:
+    def end(self, *, lacks_receipt: bool = False) -> None:
         """Release all blocks. They are retired until every shard has fenced the session."""
         self.plans.clear()
-        self.pool.end(self.ref, self.ordinal)
+        self.pool.end(self.ref, self.ordinal, lacks_receipt=lacks_receipt)
 
     # Plans
 
@@ -150,6 +158,7 @@ _WHY_ENDED: Final[dict[type[KvplaneError], str]] = {
     SessionExpiredError: "ended when nothing had renewed its lease in time",
     SessionNotFoundError: "is not open: it was closed, or never opened by this tenant",
     StaleEpochError: "ended when a data plane of its pool was restarted",
+    MissingReceiptError: "ended because a shard did not receipt in time a plan that others had",
 }
 
 

@@ -121,6 +121,14 @@ class ControlPlaneConfig(ServingConfig):
         minimum=0.1,
         maximum=31_536_000,
     )
+    receipt_timeout_s: float = setting(
+        _CORE.receipt_timeout_s,
+        help="How long some shards of a pool may take to receipt a plan that others have receipted,"
+        " before its session ends; and then to stop that session, before all others end too.",
+        unit="s",
+        minimum=0.1,
+        maximum=86_400,
+    )
     max_tenant_namespaces: int = setting(
         _CORE.max_tenant_namespaces,
         help="Namespaces of a tenant in a pool in which something is cached or a session is open.",
@@ -204,6 +212,7 @@ class ControlPlaneConfig(ServingConfig):
             max_pools=self.max_pools,
             max_blocks=self.max_blocks,
             pool_expiry_s=self.pool_expiry_s,
+            receipt_timeout_s=self.receipt_timeout_s,
             max_tenant_namespaces=self.max_tenant_namespaces,
             max_unfenced_sessions=self.max_unfenced_sessions,
             max_followers=self.max_followers,

@@ -50,6 +50,11 @@ PLANS_IN_FLIGHT: Final = _gauge("plans_in_flight", "Plans made and not yet recei
 OLDEST_PLAN: Final = _gauge(
     "oldest_plan_age_seconds", "Age of the plan that waits longest for its receipt; 0 for none."
 )
+MISSING_RECEIPTS: Final = _gauge(
+    "missing_receipts",
+    "Plans that another shard of the pool has receipted and this one has not.",
+    "shard",
+)
 OLDEST_RETIRED: Final = _gauge(
     "oldest_retired_age_seconds",
     "How long the blocks have been retired that have been so longest; 0 for none.",
@@ -141,7 +146,8 @@ CUT: Final = _counter(
 EXPIRED: Final = _counter("sessions_expired", "Sessions whose lease ran out.")
 RECLAIMED: Final = _counter(
     "reclaimed_blocks",
-    "Blocks in the tables of sessions when they ended: closed, expired, or a shard's new epoch.",
+    "Blocks in the tables of sessions when they ended: closed, expired, a shard's new epoch, or a "
+    "receipt that a shard did not give.",
     "cause",
 )
 ABORTS: Final = _counter("aborts", "Plans aborted by request.")

@@ -12,6 +12,7 @@ from typing import Final
 
 from control_plane.planning.observing import PoolObservation
 from control_plane.planning.pools.statistics import EVICTION_REASONS
+from control_plane.planning.session import END_CAUSES
 from control_plane.server import metric_declarations as declared
 from kvplane.serving.histogram import Histogram
 from kvplane.serving.metrics import LATENCY_BUCKETS_S, Counts, PlaneMetrics, Samples
@@ -30,7 +31,6 @@ _TIER_NAMES: Final = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
 # Operations of several items; the others are one item.
 _COLUMN_OPERATIONS: Final = ("append", "fork", "free", "truncate")
 _CUT_REASONS: Final = ("growth", "turn", "idle")
-_END_CAUSES: Final = ("closed", "expired", "epoch")
 _COUNTERS: Final = (
     (declared.LOOKUP_TOKENS, "num_lookup_tokens"),
     (declared.DEMOTED, "num_demoted_blocks"),
@@ -147,6 +147,8 @@ def _add_gauges(samples: Samples, pool: PoolObservation) -> None:
         (declared.FOLLOWERS, pool.num_followers),
     ):
         samples.add(declaration, value, pool_id)
+    for shard, num_missing in enumerate(pool.num_missing_receipts):
+        samples.add(declared.MISSING_RECEIPTS, num_missing, pool_id, str(shard))
     for live_on, num_sequences in pool.num_sequences.items():
         samples.add(declared.SEQUENCES, num_sequences, pool_id, _TIER_NAMES[live_on])
     samples.add(declared.SEQUENCES, pool.num_waiting, pool_id, "waiting")
@@ -166,7 +168,7 @@ def _add_counters(samples: Samples, pool: PoolObservation) -> None:
     samples.add(declared.SWAPPED, counters.num_swapped_in_blocks, pool_id, "in")
     for reason in _CUT_REASONS:
         samples.add(declared.CUT, statistics.cut_sequences[reason], pool_id, reason)
-    for cause in _END_CAUSES:
+    for cause in END_CAUSES.values():
         samples.add(declared.RECLAIMED, statistics.reclaimed_blocks[cause], pool_id, cause)
 
 

@@ -35,11 +35,12 @@ def build_executor(
     kernels = kernels if kernels is not None else kernels_of(device, config.num_threads)
     _LOGGER.info("kernels backend=%s %s", kernels.backend, kernels.detail)
     layout = load_layout(config, kernels.cache_kinds)
+    shard = shard_of(config, layout)
     num_device_blocks = config.num_device_blocks
     expected_tokens = config.expected_context_tokens
     host_blocks = share_blocks(layout, config.num_host_blocks, expected_tokens)
     if num_device_blocks == 0:
-        block_bytes = partial(Shard.whole(layout).block_bytes, layout)
+        block_bytes = partial(shard.block_bytes, layout)
         free = free_bytes(device)
         on_cpu = device.type == "cpu"
         host_tier_bytes = sum(n * block_bytes(i) for i, n in enumerate(host_blocks)) * on_cpu
@@ -56,11 +57,35 @@ def build_executor(
         pool_id=config.pool_id,
         num_device_blocks=share_blocks(layout, num_device_blocks, expected_tokens),
         num_host_blocks=host_blocks,
+        shard=shard,
         device=device,
         kernels=kernels,
         epoch=config.epoch,
         observe=observe,
     )
+
+
+def shard_of(config: DataPlaneConfig, layout: Layout) -> Shard:
+    """The part of the pool that the settings name. Raises InvalidRequestError when it does not fit
+    the layout.
+    """
+    index, num_shards = config.shard_index, config.num_shards
+    ranges = (config.first_layer, config.num_layers, config.first_kv_head, config.num_kv_heads)
+    if not any((*ranges, config.shard_copy)):
+        return Shard.of_heads(layout, index, num_shards)
+    whole = Shard.whole(layout)
+    first_layer = max(config.first_layer, whole.first_layer)
+    shard = Shard(
+        index,
+        num_shards,
+        first_layer,
+        config.num_layers or whole.first_layer + whole.num_layers - first_layer,
+        config.first_kv_head,
+        config.num_kv_heads or whole.num_kv_heads - config.first_kv_head,
+        config.shard_copy,
+    )
+    shard.layers(layout)  # whether it fits
+    return shard
 
 
 def load_layout(

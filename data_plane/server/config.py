@@ -37,6 +37,32 @@ class DataPlaneConfig(ServingConfig):
         "", help="Address for clients to connect to, host:port; empty means the one bound."
     )
     pool_id: str = setting("default", help="The pool that this process is a shard of.")
+    num_shards: int = setting(
+        1,
+        help="Data planes that the pool is divided among, copies counted.",
+        unit="shards",
+        minimum=1,
+        maximum=1024,
+    )
+    shard_index: int = setting(0, help="Which of them this is, from 0.", minimum=0)
+    first_layer: int = setting(
+        0, help="The first of the model's layers that this shard holds.", minimum=0
+    )
+    num_layers: int = setting(
+        0, help="Layers that it holds from there; 0 for all.", unit="layers", minimum=0
+    )
+    first_kv_head: int = setting(
+        0,
+        help="The first KV head that it holds, in the layer group that has most. Without any range"
+        " shards divide the KV heads evenly, or hold copies of one where they are more.",
+        minimum=0,
+    )
+    num_kv_heads: int = setting(
+        0, help="KV heads that it holds from there; 0 for all.", unit="heads", minimum=0
+    )
+    shard_copy: int = setting(
+        0, help="Which of the shards that hold the same range this is, from 0.", minimum=0
+    )
     epoch: int = setting(
         0,
         help="Number of this run, higher than that of the process that it replaces; 0 takes the"
@@ -140,6 +166,8 @@ class DataPlaneConfig(ServingConfig):
             raise InvalidRequestError("give either --model or --layout", field="model")
         if not 1 <= len(self.pool_id) <= 128:
             raise InvalidRequestError("must be 1 to 128 characters", field="pool_id")
+        if self.shard_index >= self.num_shards:
+            raise InvalidRequestError("must be below --num-shards", field="shard_index")
         if self.block_size_tokens not in BLOCK_SIZES:
             raise InvalidRequestError(f"must be one of {BLOCK_SIZES}", field="block_size_tokens")
 

@@ -206,16 +206,16 @@ class EngineCore:
     def _execute(self, plan: types.SignedPayload, spans: list[Span]) -> torch.Tensor:
         """Carry a plan out. Returns float32 logits [spans with is_last, vocabulary]."""
         started = self._backend.start(plan)
-        receipt, logits = started.receipt, torch.empty(0)
-        if receipt is None:
+        receipts, logits = started.receipts, torch.empty(0)
+        if not receipts:
             num_tokens = sum(span.num_tokens for span in spans)
             if started.num_tokens != num_tokens:
                 raise InternalError(
                     f"the plan computes {started.num_tokens} tokens, not {num_tokens}"
                 )
             logits = self._runner.run(spans, self._backend)
-            receipt = self._backend.finish()
-        self._link.add_receipt(receipt)
+            receipts = self._backend.finish()
+        self._link.add_receipts(receipts)
         return logits
 
     def _expects_news(self) -> bool:

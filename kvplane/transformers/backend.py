@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from kvplane.attention_options import AttentionOptions
-from kvplane.clients.data_client import DataClient
-from kvplane.clients.execution import Execution
-from kvplane.errors import InternalError, InvalidRequestError
-from kvplane.session import Session
+from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
+from kvplane.errors import InternalError
+from kvplane.layout import Layout
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.tensor import Tensor
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
+from kvplane.v1.control_pb2 import ShardInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A plan was started. ``receipt`` is set already when it has nothing to compute."""
+    """A plan was started. ``receipts``: of all shards when it has nothing to compute, else none."""
 
     num_tokens: int
-    receipt: pb.SignedPayload | None
+    receipts: Sequence[pb.SignedPayload] = ()
+
+
+class OpenedSession(Protocol):
+    """What a backend needs of a session."""
+
+    @property
+    def grant(self) -> pb.SignedPayload:
+        """Says what the session may do at a data plane."""
+        ...
+
+    @property
+    def shards(self) -> Sequence[ShardInfo]:
+        """The pool's, by index."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """The pool's."""
+        ...
 
 
 class DataBackend(Protocol):
@@ -36,7 +56,7 @@ class DataBackend(Protocol):
         """As in ``kvplane.transformers.attention.Step``; of the session."""
         ...
 
-    def open(self, session: Session) -> None:
+    def open(self, session: OpenedSession) -> None:
         """Serve ``session`` from now on, and no other."""
         ...
 
@@ -56,8 +76,8 @@ class DataBackend(Protocol):
         """As in ``kvplane.transformers.attention.Step``."""
         ...
 
-    def finish(self) -> pb.SignedPayload:
-        """The receipt, after the last layer."""
+    def finish(self) -> Sequence[pb.SignedPayload]:
+        """The receipts of all shards, after the last layer."""
         ...
 
     def close(self) -> None:
@@ -70,36 +90,33 @@ class DataBackend(Protocol):
 
 
 class RemoteBackend:
-    """A data plane in another process: tensors travel as bytes over one Execute stream."""
+    """Data planes in other processes: tensors travel as bytes, on an Execute stream to each."""
 
     def __init__(self, loop: LoopThread, timeout_s: float, tls: TlsOptions | None = None) -> None:
         self._loop = loop
         self._timeout_s = timeout_s
         self._tls = tls
-        self._client: DataClient | None = None
-        self._execution: Execution | None = None
+        self._client: ShardedDataClient | None = None
+        self._execution: ShardedExecution | None = None
+        self.latent_layers: frozenset[int] = frozenset()
 
-    def open(self, session: Session) -> None:
-        """Open an Execute stream to the session's data plane. Raises InvalidRequestError for a pool
-        of several shards.
-        """
-        if len(session.shards) != 1:
-            raise InvalidRequestError(
-                f"has {len(session.shards)} shards: this engine needs a pool of one",
-                field="pool_id",
-            )
+    def open(self, session: OpenedSession) -> None:
+        """Open an Execute stream to each of the session's data planes."""
         self.close()
-        address = session.shards[0].address
         client = self._loop.call(
-            lambda: DataClient(address, tls=self._tls, timeout_s=self._timeout_s)
+            lambda: ShardedDataClient(
+                session.shards, session.layout, tls=self._tls, timeout_s=self._timeout_s
+            )
         )
         self._client = client
         self._execution = self._loop.run(client.open(session.grant))
+        self.latent_layers = session.layout.latent_layers
 
     def start(self, plan: pb.SignedPayload) -> Started:
-        """Present the plan to the data plane."""
-        started = self._loop.run(self._open_execution().start(plan))
-        return Started(started.num_tokens, started.receipt)
+        """Present the plan to the data planes."""
+        execution = self._open_execution()
+        started = self._loop.run(execution.start(plan))
+        return Started(started.num_tokens, execution.receipts if started.has_run else ())
 
     def layer(
         self,
@@ -111,23 +128,27 @@ class RemoteBackend:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Send one layer's new tokens and wait for its attention."""
-        tensors = (
-            None if each is None else Tensor.from_array(each.detach().cpu().contiguous())
-            for each in (query, key, value)
+        out = self._loop.run(
+            self._open_execution().layer(
+                index,
+                _to_wire(query),
+                _to_wire(key),
+                None if value is None else _to_wire(value),
+                options=options,
+            )
         )
-        out = self._loop.run(self._open_execution().layer(index, *tensors, options=options))
         there: torch.Tensor = out.torch().to(query.device)
         return there
 
-    def finish(self) -> pb.SignedPayload:
-        """The receipt that came after the last layer. Raises InternalError when none did."""
-        receipt = self._open_execution().receipt
-        if receipt is None:
+    def finish(self) -> Sequence[pb.SignedPayload]:
+        """The receipts that came after the last layer. Raises InternalError when one did not."""
+        execution = self._open_execution()
+        if not execution.has_run:
             raise InternalError("no receipt came after the last layer")
-        return receipt
+        return execution.receipts
 
     def close(self) -> None:
-        """Close stream and channel."""
+        """Close streams and channels."""
         execution, self._execution = self._execution, None
         client, self._client = self._client, None
         if execution is not None:
@@ -139,7 +160,11 @@ class RemoteBackend:
         """Close the session: there is nothing else to release."""
         self.close()
 
-    def _open_execution(self) -> Execution:
+    def _open_execution(self) -> ShardedExecution:
         if self._execution is None:
             raise InternalError("no session is open")
         return self._execution
+
+
+def _to_wire(tensor: torch.Tensor) -> Tensor:
+    return Tensor.from_array(tensor.detach().cpu().contiguous())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -25,9 +26,8 @@ from data_plane.server.embedded import EmbeddedDataPlane
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError
 from kvplane.layout import LATENT, Layout
-from kvplane.session import Session
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.transformers.backend import Started
+from kvplane.transformers.backend import OpenedSession, Started
 from kvplane.v1 import types_pb2 as pb
 
 _GRACE_S = 1.0  # for calls of others, when the planes are stopped
@@ -83,7 +83,7 @@ class EmbeddedBackend:
         self._session_id: int | None = None
         self.latent_layers: frozenset[int] = frozenset()
 
-    def open(self, session: Session) -> None:
+    def open(self, session: OpenedSession) -> None:
         """Present the session's grant to the executor."""
         self._session_id = self._executor.open(session.grant)
         self.latent_layers = session.layout.latent_layers
@@ -91,7 +91,7 @@ class EmbeddedBackend:
     def start(self, plan: pb.SignedPayload) -> Started:
         """Change tables and run transfers."""
         started = self._executor.start(self._open_session(), plan)
-        return Started(started.num_tokens, started.receipt)
+        return Started(started.num_tokens, [] if started.receipt is None else [started.receipt])
 
     def layer(
         self,
@@ -114,12 +114,12 @@ class EmbeddedBackend:
         with device_errors():
             return out.to(query.device)
 
-    def finish(self) -> pb.SignedPayload:
+    def finish(self) -> Sequence[pb.SignedPayload]:
         """The receipt, after the last layer."""
         receipt = self._executor.receipt(self._open_session())
         if receipt is None:
             raise InternalError("no receipt came after the last layer")
-        return receipt
+        return [receipt]
 
     def close(self) -> None:
         """Forget the session; the pool stays for others, and for the next session."""

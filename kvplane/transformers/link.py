@@ -7,7 +7,7 @@ the next step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvplane.clients.control_client import ControlClient
@@ -84,10 +84,15 @@ class ControlLink:
         """
         return self._loop.run(self.session.wait_for_news(wait_s))
 
-    def add_receipt(self, receipt: types.SignedPayload) -> None:
-        """Submit this with the next step."""
+    def add_receipts(self, receipts: Iterable[types.SignedPayload]) -> None:
+        """Submit these with the next step."""
         session = self.session
-        self._loop.call(lambda: session.add_receipt(receipt))
+
+        def add() -> None:
+            for receipt in receipts:
+                session.add_receipt(receipt)
+
+        self._loop.call(add)
 
     def submit_receipts(self) -> None:
         """Submit receipts now: there is no next step."""

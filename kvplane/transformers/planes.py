@@ -162,9 +162,9 @@ class Planes:
             del result.results[: len(frees)]  # such a sequence may have ended with another plan
             result.raise_for_status()
             if result.plan is not None:
-                receipt = self.backend.start(result.plan).receipt
-                if receipt is not None:
-                    self._link.add_receipt(receipt)
+                receipts = self.backend.start(result.plan).receipts
+                if receipts:
+                    self._link.add_receipts(receipts)
                     self._has_plan = False
         except BaseException as error:
             self._unused += unused
@@ -176,7 +176,7 @@ class Planes:
         """After the last layer: take the receipt."""
         try:
             if self._has_plan:
-                self._link.add_receipt(self.backend.finish())
+                self._link.add_receipts(self.backend.finish())
                 self._has_plan = False
         except BaseException as error:
             self._fail(error)

@@ -41,7 +41,8 @@ class ControlPlaneServiceStub(object):
 
     - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message, it holds more
     operations, receipts or fields than it may, or RunStepRequest has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
-    - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
+    - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, STALE_EPOCH when a restarted shard ended the session, and
+    MISSING_RECEIPT when a shard has not receipted a plan in time that others have.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
     - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.
 
@@ -177,7 +178,8 @@ class ControlPlaneServiceServicer(object):
 
     - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message, it holds more
     operations, receipts or fields than it may, or RunStepRequest has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
-    - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
+    - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, STALE_EPOCH when a restarted shard ended the session, and
+    MISSING_RECEIPT when a shard has not receipted a plan in time that others have.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
     - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.
 
@@ -472,7 +474,8 @@ class ControlPlaneService(object):
 
     - Those that come before the request is read: it is too large (RESOURCE_EXHAUSTED), its bytes are no such message, it holds more
     operations, receipts or fields than it may, or RunStepRequest has no `step` (INVALID_ARGUMENT), the caller is not authenticated (UNAUTHENTICATED).
-    - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, and STALE_EPOCH when a restarted shard ended the session.
+    - Those of `session`: STALE_INCARNATION, SESSION_NOT_FOUND, SESSION_EXPIRED, STALE_EPOCH when a restarted shard ended the session, and
+    MISSING_RECEIPT when a shard has not receipted a plan in time that others have.
     - Those of `number`: INVALID_ARGUMENT when it is below 1, STEP_CONFLICT, STEP_OUT_OF_ORDER.
     - QUOTA_EXCEEDED when the tenant makes more steps a second than it may; the retry delay says when to come again.
 

@@ -129,20 +129,22 @@ class Layout(_message.Message):
     def __init__(self, model_id: _Optional[str] = ..., block_size_tokens: _Optional[int] = ..., dtype: _Optional[_Union[ElementType, str]] = ..., kv_dtype: _Optional[_Union[ElementType, str]] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class Shard(_message.Message):
-    __slots__ = ("index", "num_shards", "first_layer", "num_layers", "first_kv_head", "num_kv_heads")
+    __slots__ = ("index", "num_shards", "first_layer", "num_layers", "first_kv_head", "num_kv_heads", "copy")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     FIRST_KV_HEAD_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    COPY_FIELD_NUMBER: _ClassVar[int]
     index: int
     num_shards: int
     first_layer: int
     num_layers: int
     first_kv_head: int
     num_kv_heads: int
-    def __init__(self, index: _Optional[int] = ..., num_shards: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_kv_head: _Optional[int] = ..., num_kv_heads: _Optional[int] = ...) -> None: ...
+    copy: int
+    def __init__(self, index: _Optional[int] = ..., num_shards: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_kv_head: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., copy: _Optional[int] = ...) -> None: ...
 
 class BlockRef(_message.Message):
     __slots__ = ("tier", "index", "generation")

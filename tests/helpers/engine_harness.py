@@ -5,7 +5,7 @@ The control plane's core and the data plane's executor are the real ones; only t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,8 +173,8 @@ class Link:
         self.planes.noticed.discard(self.session.id)
         return has_news
 
-    def add_receipt(self, receipt: types.SignedPayload) -> None:
-        self.receipts.append(receipt)
+    def add_receipts(self, receipts: Iterable[types.SignedPayload]) -> None:
+        self.receipts.extend(receipts)
 
     def submit_receipts(self) -> None:
         self._call(self.planes.core.submit_receipts, pb.SubmitReceiptsRequest())
@@ -216,7 +216,7 @@ class Backend:
     def start(self, plan: types.SignedPayload) -> Started:
         started = self.planes.executor.start(self.session_id, plan)
         self.batch_sizes.append(started.num_tokens)
-        return Started(started.num_tokens, started.receipt)
+        return Started(started.num_tokens, [] if started.receipt is None else [started.receipt])
 
     def layer(
         self,
@@ -236,10 +236,10 @@ class Backend:
         assert out is not None
         return out
 
-    def finish(self) -> types.SignedPayload:
+    def finish(self) -> list[types.SignedPayload]:
         receipt = self.planes.executor.receipt(self.session_id)
         assert receipt is not None
-        return receipt
+        return [receipt]
 
     def close(self) -> None:
         self.session_id = 0

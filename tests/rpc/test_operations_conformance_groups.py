@@ -107,7 +107,10 @@ async def test_a_hit_is_as_long_as_both_groups_have_what_it_needs(world, caller)
         ({}, "groups"),
         ({"groups": HELLO["groups"][:1]}, "groups"),
         ({"groups": [HELLO["groups"][0], pb.GroupBlocks()]}, "groups[1].num_device_blocks"),
-        ({**HELLO, "shard": tpb.Shard(num_shards=1, num_layers=1, num_kv_heads=2)}, "shard"),
+        (
+            {**HELLO, "shard": tpb.Shard(num_shards=1, num_layers=1, num_kv_heads=2)},
+            "shard.first_layer",
+        ),
     ],
 )
 async def test_a_data_plane_says_what_each_group_has(start_world, hello, field) -> None:

@@ -98,6 +98,7 @@ class Pool:
         self._roots: dict[str, set[bytes]] = {}  # by tenant; some may not be in use any more
         # Slots of ended sessions that are being fenced, and since when.
         self._ended_slots: dict[int, tuple[int, float]] = {}
+        self._suspect: dict[int, float] = {}  # of these, those of which a receipt was missing
         self.followers: set[Follower] = set()
         self._followed_revision = 0
         self._has_forgotten = False  # blocks, which the shards are to withdraw
@@ -145,7 +146,14 @@ class Pool:
     @property
     def ready(self) -> bool:
         """Whether sessions can be opened."""
-        return self.built and self.shards.are_connected
+        return self.built and self.shards.are_connected and not self.silent_shards
+
+    @property
+    def silent_shards(self) -> set[int]:
+        """Shards that have not receipted a plan in time, and since then not fenced its session."""
+        last_s = self.now_s - self._config.receipt_timeout_s
+        late = [i for i, since_s in self._suspect.items() if since_s <= last_s]
+        return {shard for i in late for shard in self.shards.not_fenced_by(i)}
 
     @property
     def is_abandoned(self) -> bool:
@@ -220,6 +228,7 @@ class Pool:
         self._earlier_times = self._block_times()
         self._earlier_revision += self._revision
         self._ended_slots.clear()
+        self._suspect.clear()
         self.is_forgetting = False
         self._use(groups)
         self._roots.clear()
@@ -305,16 +314,21 @@ class Pool:
         slot = self._slots[session_id] = self.native.open_session(root, owner)
         return slot
 
-    def end(self, session: tpb.SessionRef, ordinal: int) -> None:
-        """Remove a session and release all it held; every shard must fence it."""
+    def end(self, session: tpb.SessionRef, ordinal: int, *, lacks_receipt: bool = False) -> None:
+        """Remove a session and release all it held; every shard must fence it. ``lacks_receipt``:
+        it ends because a shard has not receipted a plan in time.
+        """
         slot = self._slots.pop(session.session_id)
         self._ended_slots[session.session_id] = slot, self.now_s
+        if lacks_receipt:
+            self._suspect[session.session_id] = self.now_s
         self.native.end_session(slot)
         self.shards.fence(session, ordinal)
 
     def fence_done(self, session_id: int, shard_index: int) -> None:
         """The shard will never again run a plan of the session, if that has ended."""
         if self.shards.fence_done(session_id, shard_index):
+            self._suspect.pop(session_id, None)
             ended = self._ended_slots.pop(session_id, None)
             if ended is not None:  # else it was of an earlier build
                 slot, since_s = ended

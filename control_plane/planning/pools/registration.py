@@ -25,7 +25,7 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.layout import Layout
-from kvplane.shard import Shard
+from kvplane.shard import Shard, most_kv_heads
 from kvplane.v1 import control_pb2 as cpb
 
 MAX_POOL_ID_CHARACTERS: Final = 128
@@ -273,7 +273,8 @@ def _reshapes(pool: Pool, hello: cpb.Hello, layout: Layout) -> bool:
     for i in overlapping:
         if not is_alone:
             raise InvalidRequestError(
-                f"overlaps with shard {i}: each KV head of each layer is held by one shard",
+                f"overlaps with shard {i}: each KV head of each layer is held by one shard, or by "
+                "copies of one part",
                 field="hello.shard",
             )
     return bool(overlapping)
@@ -307,8 +308,6 @@ def _validate(hello: cpb.Hello) -> Layout:
     num_groups = len(layout.groups)
     if num_groups > 1:
         _require(len(hello.groups) == num_groups, "groups", f"{num_groups}, one for each group")
-        whole = Shard.whole(layout)
-        _require(Shard.from_proto(shard) == whole, "shard", f"{whole}, as there are several groups")
     else:
         _require(not hello.groups, "groups", "empty where there is one layer group")
     for i, group in enumerate(hello.groups):
@@ -319,15 +318,19 @@ def _validate(hello: cpb.Hello) -> Layout:
             shard.num_layers,
             max(group.layers[-1] for group in layout.groups) + 1,
         ),
-        "kv_head": (
-            shard.first_kv_head,
-            shard.num_kv_heads,
-            max(group.num_kv_heads for group in layout.groups),
-        ),
+        "kv_head": (shard.first_kv_head, shard.num_kv_heads, most_kv_heads(layout)),
     }
     for name, (first, num, end) in held.items():
         _require(0 <= first < end, f"shard.first_{name}", f"from 0 to {end - 1}")
         _require(1 <= num <= end - first, f"shard.num_{name}s", f"from 1 to {end - first}")
+    try:
+        Shard.from_proto(shard).layers(layout)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            "must have layers of each layer group, and whole KV heads of them; copies are numbered "
+            "below num_shards",
+            field=f"hello.{error.field}",
+        ) from error
     return layout
 
 

@@ -10,11 +10,12 @@ fenced by every shard: until all have done so, ``is_fencing`` holds and its bloc
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from control_plane.planning.pools.reports import Reports
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
+from kvplane.shard import Shard, most_kv_heads
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
@@ -141,7 +142,7 @@ class PoolShards:
 
     @property
     def are_complete(self) -> bool:
-        """Whether they hold each KV head of each layer once, and all have reported."""
+        """Whether they hold each KV head of each layer, and all have reported."""
         return self._hold_everything() and all(state.complete for state in self.states.values())
 
     @property
@@ -163,6 +164,11 @@ class PoolShards:
     def fenced_sessions(self) -> set[int]:
         """Ended sessions that some shard has not fenced yet."""
         return set(self._fencing)
+
+    def not_fenced_by(self, session_id: int) -> set[int]:
+        """Shards that have not fenced an ended session yet."""
+        waiting, _ = self._fencing.get(session_id, (set[int](), None))
+        return waiting
 
     @property
     def epochs(self) -> list[int]:
@@ -191,15 +197,18 @@ class PoolShards:
             return f"shards {', '.join(lost)} have lost their connection"
         if silent:
             return f"shards {', '.join(silent)} have not reported their blocks yet"
-        return "its shards are still stopping sessions that ended"
+        unfenced = sorted({i for waiting, _ in self._fencing.values() for i in waiting})
+        return f"shards {', '.join(map(str, unfenced))} have not stopped sessions that ended yet"
 
     def overlapping(self, shard: tpb.Shard) -> list[int]:
-        """Indices of the other shards that hold a part of what this one would."""
-        held = self._parts(shard)
+        """Indices of the other shards that hold a part of what this one would, and are not copies
+        of it.
+        """
+        new = Shard.from_proto(shard)
         return [
             i
             for i, state in sorted(self.states.items())
-            if i != shard.index and _overlap(held, self._parts(state.hello.shard))
+            if i != shard.index and self._overlap(new, Shard.from_proto(state.hello.shard))
         ]
 
     # Messages
@@ -257,22 +266,31 @@ class PoolShards:
     # Parts of the pool
 
     def _hold_everything(self) -> bool:
-        """Shards that do not overlap hold everything when their parts add up to it."""
+        """Shards that do not overlap hold everything when their parts add up to it, and copies
+        beside the first of a part are numbered without gaps.
+        """
         if len(self.states) < self.num_shards:
             return False
-        num_held = 0
-        for state in self.states.values():
-            layers, heads = self._parts(state.hello.shard)
-            num_held += len(layers) * len(heads)
-        if len(self.layout.groups) > 1:
-            return True  # its one shard holds all
-        return num_held == len(self.layout.groups[0].layers) * self.layout.groups[0].num_kv_heads
+        shards = [Shard.from_proto(state.hello.shard) for state in self.states.values()]
+        num_copies = Counter(shard.part for shard in shards)
+        if any(shard.copy >= num_copies[shard.part] for shard in shards):
+            return False
+        num_held = sum(len(self._layers(x)) * x.num_kv_heads for x in shards if x.copy == 0)
+        num_layers = sum(len(group.layers) for group in self.layout.groups)
+        return num_held == num_layers * most_kv_heads(self.layout)
 
-    def _parts(self, shard: tpb.Shard) -> tuple[set[int], range]:
-        """The model layers and the KV heads that a shard holds."""
-        layers = range(shard.first_layer, shard.first_layer + shard.num_layers)
-        heads = range(shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads)
-        return {x for group in self.layout.groups for x in group.layers if x in layers}, heads
+    def _layers(self, shard: Shard) -> set[int]:
+        """The model layers that a shard holds."""
+        held = range(shard.first_layer, shard.first_layer + shard.num_layers)
+        return {x for group in self.layout.groups for x in group.layers if x in held}
+
+    def _overlap(self, a: Shard, b: Shard) -> bool:
+        if a.part == b.part and a.copy != b.copy:
+            return False
+        share_heads = max(a.first_kv_head, b.first_kv_head) < min(
+            a.first_kv_head + a.num_kv_heads, b.first_kv_head + b.num_kv_heads
+        )
+        return share_heads and not self._layers(a).isdisjoint(self._layers(b))
 
 
 def num_blocks_of(hello: cpb.Hello) -> list[dict[tpb.Tier, int]]:
@@ -286,8 +304,3 @@ def num_blocks_of(hello: cpb.Hello) -> list[dict[tpb.Tier, int]]:
 def total_blocks(hello: cpb.Hello) -> int:
     """Blocks of a shard, of all layer groups and both tiers."""
     return sum(sum(of_group.values()) for of_group in num_blocks_of(hello))
-
-
-def _overlap(a: tuple[set[int], range], b: tuple[set[int], range]) -> bool:
-    heads = max(a[1].start, b[1].start) < min(a[1].stop, b[1].stop)
-    return heads and not a[0].isdisjoint(b[0])

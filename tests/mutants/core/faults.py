@@ -36,8 +36,8 @@ def receipts_of_one_shard_suffice(patch: pytest.MonkeyPatch) -> None:
 def fence_ignored(patch: pytest.MonkeyPatch) -> None:
     """An ended session's blocks are free before its data planes have fenced it."""
 
-    def end(self: Pool, session: tpb.SessionRef, ordinal: int) -> None:
-        original(self, session, ordinal)
+    def end(self: Pool, session: tpb.SessionRef, ordinal: int, **why: bool) -> None:
+        original(self, session, ordinal, **why)
         slot, _ = self._ended_slots.pop(session.session_id)
         self.native.session_fenced(slot)
 

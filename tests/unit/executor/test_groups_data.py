@@ -142,11 +142,17 @@ def test_publications_belong_to_a_group() -> None:
         rig.executor.publish(message)
 
 
-def test_a_pool_of_several_groups_has_one_shard() -> None:
-    half = replace(Shard.whole(BOTH), num_shards=2, num_layers=3)
+def test_a_shard_has_layers_of_each_group_and_whole_heads_of_them() -> None:
+    whole = Shard.whole(BOTH)
+    lacks_a_group = replace(whole, num_shards=2, num_layers=1)
     with pytest.raises(InvalidRequestError) as caught:
-        Executor(BOTH, pool_id=POOL_ID, num_device_blocks=2, shard=half)
-    assert caught.value.field == "shard.num_shards"
+        Executor(BOTH, pool_id=POOL_ID, num_device_blocks=2, shard=lacks_a_group)
+    assert caught.value.field == "shard.first_layer"
+    groups = BOTH.groups[0], replace(BOTH.groups[1], num_kv_heads=1)
+    half = replace(whole, num_shards=2, num_kv_heads=whole.num_kv_heads // 2)
+    with pytest.raises(InvalidRequestError) as caught:
+        half.layers(replace(BOTH, groups=groups))
+    assert caught.value.field == "shard.num_kv_heads"
     with pytest.raises(InvalidRequestError) as caught:
         Executor(BOTH, pool_id=POOL_ID, num_device_blocks=(2, 2, 2))
     assert caught.value.field == "num_device_blocks"

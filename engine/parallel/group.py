@@ -1,0 +1,95 @@
+"""What the processes of one engine say to each other: sums of tensors, and messages of rank 0.
+
+Gloo's process group, on the loopback interface, with a file to meet in: nothing listens on others.
+Every call is made by all ranks in the same order. When a rank dies the others' calls raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch._C import _distributed_c10d
+
+from kvplane.errors import InternalError
+
+# What torch.distributed offers of these its stubs do not have.
+_C10D: Final[Any] = _distributed_c10d
+_LONG: Final = timedelta(days=365)
+
+
+class RankGroup:
+    """``rank`` of ``num_ranks`` processes. ``timeout_s``: how long they may take to meet, and to
+    come to a sum; for messages they wait until a process has ended.
+    """
+
+    def __init__(self, meeting: Path, rank: int, num_ranks: int, timeout_s: float) -> None:
+        """Meet the others in the file ``meeting``, which need not be there. Raises InternalError
+        when they do not come.
+        """
+        self.rank = rank
+        self.num_ranks = num_ranks
+        gloo = _C10D.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=timeout_s)
+        with _typed():
+            store = _C10D.FileStore(str(meeting), num_ranks)
+            store.set_timeout(timedelta(seconds=timeout_s))
+            self._gloo = gloo(store, rank, num_ranks, options)
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place: the same bits on each."""
+        with _typed():
+            self._gloo.allreduce([tensor]).wait()
+        return tensor
+
+    def tell(self, message: bytes = b"") -> bytes:
+        """The message of rank 0; the others' is not looked at."""
+        size = torch.tensor([len(message)])
+        self._broadcast(size)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        if self.rank == 0 and message:
+            data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        if len(data):
+            self._broadcast(data)
+        return data.numpy().tobytes()
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, in their order."""
+        sizes = torch.cat(self._all(torch.tensor([len(message)]))).tolist()
+        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+        if message:
+            padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        messages = self._all(padded)
+        return [data[:size].numpy().tobytes() for data, size in zip(messages, sizes, strict=True)]
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        options = _C10D.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = _LONG
+        with _typed():
+            self._gloo.broadcast([tensor], options).wait()
+
+    def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        of_ranks = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
+        options = _C10D.AllgatherOptions()
+        options.timeout = _LONG
+        with _typed():
+            self._gloo.allgather([of_ranks], [tensor], options).wait()
+        return of_ranks
+
+
+@contextmanager
+def _typed() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise InternalError(
+            "a process of this engine has ended or does not answer: start the engine again "
+            f"({str(error).splitlines()[0]})"
+        ) from error

@@ -1,0 +1,147 @@
+"""Rank 0: the engine itself, whose backend has all ranks do what it is asked to do."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.config import EngineConfig
+from engine.parallel import rank as ranks
+from engine.parallel.backends import backend_of
+from engine.parallel.group import RankGroup
+from engine.parallel.model_part import keep_part
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import InternalError, KvplaneError
+from kvplane.layout import Layout
+from kvplane.sync.loop_thread import LoopThread
+from kvplane.transformers.backend import DataBackend, OpenedSession, Started
+from kvplane.v1 import types_pb2 as pb
+
+_END_TIMEOUT_S: Final = 10.0
+
+
+class ParallelBackend:
+    """Starts the other ranks, and tells them each call. Raises InternalError once a rank has ended:
+    the engine must then be started again.
+    """
+
+    def __init__(
+        self, config: EngineConfig, layout: Layout, loop: LoopThread, model: PreTrainedModel
+    ) -> None:
+        """``model``: whole; of it this rank's part is kept. Raises what ``keep_part`` and
+        ``backend_of`` raise on any rank.
+        """
+        self._own: DataBackend | None = None
+        self._step: ranks.PatientStep | None = None  # of a forward pass that has begun
+        self._closing = ExitStack()
+        with self._closing:
+            meeting = Path(self._closing.enter_context(tempfile.TemporaryDirectory()), "meeting")
+            for rank in range(1, config.tensor_parallel):
+                self._start_rank(ranks.Assignment(config, layout, meeting, rank))
+            self._group = RankGroup(meeting, 0, config.tensor_parallel, config.recovery_timeout_s)
+            self._closing.callback(self._stop_others)
+
+            def begin() -> None:
+                keep_part(model, layout, self._group)
+                self._own = backend_of(config, layout, loop)
+                self._closing.callback(self._own.stop)
+
+            ranks.together(self._group, begin)
+            model.register_forward_pre_hook(self._share_batch, with_kwargs=True)
+            self._closing = self._closing.pop_all()
+
+    @property
+    def latent_layers(self) -> frozenset[int]:
+        """Of this rank's backend."""
+        return self._backend.latent_layers
+
+    def open(self, session: OpenedSession) -> None:
+        """Serve this session on all ranks."""
+        shared = ranks.SharedSession(session.grant, session.shards, session.layout)
+        self._tell(ranks.OPEN + shared.encode())
+        ranks.together(self._group, lambda: self._backend.open(shared))
+
+    def start(self, plan: pb.SignedPayload) -> Started:
+        """Start a plan on all ranks."""
+        self._tell(ranks.START + plan.SerializeToString())
+        answers = ranks.together(self._group, lambda: ranks.start(self._backend, plan))
+        has_run = all(answer.HasField("receipt") for answer in answers)
+        receipts = [answer.receipt for answer in answers] if has_run else []
+        return Started(max(answer.started.num_tokens for answer in answers), receipts)
+
+    def layer(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        *,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Attend with this rank's heads."""
+        if self._step is None:
+            raise InternalError("no forward pass has begun")
+        return self._step.layer(index, query, key, value, options=options)
+
+    def finish(self) -> Sequence[pb.SignedPayload]:
+        """The receipts of all ranks, after the last layer."""
+        step, self._step = self._step, None
+        if step is None:
+            raise InternalError("no forward pass has begun")
+        return [answer.receipt for answer in ranks.together(self._group, step.finish)]
+
+    def close(self) -> None:
+        """Forget the session on all ranks."""
+        self._tell(ranks.CLOSE)
+        ranks.together(self._group, lambda: self._backend.close())
+
+    def stop(self) -> None:
+        """Stop all ranks. Harmless when called again."""
+        self._closing.close()
+
+    @property
+    def _backend(self) -> DataBackend:
+        if self._own is None:
+            raise InternalError("it was stopped")
+        return self._own
+
+    def _start_rank(self, assignment: ranks.Assignment) -> None:
+        command = [sys.executable, "-m", "engine.parallel.worker"]
+        # In a session of its own: an interrupt at the terminal is for this process, which stops it.
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._closing.callback(_end, process)
+        assert process.stdin is not None
+        with process.stdin:
+            pickle.dump(assignment, process.stdin)
+
+    def _stop_others(self) -> None:
+        with suppress(KvplaneError):  # those that have ended need not be told
+            self._group.tell(ranks.STOP)
+
+    def _tell(self, message: bytes) -> None:
+        if self._step is not None:
+            raise InternalError("a forward pass was interrupted: start the engine again")
+        self._group.tell(message)
+
+    def _share_batch(self, _: Any, __: Any, arguments: dict[str, Any]) -> None:
+        """Before a forward pass of this rank's model: the others begin the same."""
+        batch = torch.cat([arguments["input_ids"], arguments["position_ids"]])
+        self._tell(ranks.FORWARD + batch.numpy().tobytes())
+        self._step = ranks.PatientStep(self._backend)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

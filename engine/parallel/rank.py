@@ -1,0 +1,209 @@
+"""What every rank does, and how ranks agree on how it ended.
+
+    begin ──► open ──► start ──► forward, unless the plan computes nothing ──► close
+
+Rank 0 tells each command to all ranks. All do it, and say how that ended; when one of them failed,
+rank 0 raises its error. In a forward pass ranks wait for each other in every layer, so one that
+fails goes on with zeros, and says so at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.config import EngineConfig
+from engine.models import loader
+from engine.parallel.backends import backend_of
+from engine.parallel.group import RankGroup
+from engine.parallel.model_part import keep_part
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import InternalError, KvplaneError
+from kvplane.layout import Layout
+from kvplane.sync.loop_thread import LoopThread
+from kvplane.transformers.backend import DataBackend
+from kvplane.transformers.models.packed import packed_logits
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.v1.data_pb2 import ExecuteResponse, PlanStarted
+from kvplane.wire.error_messages import from_wire, to_wire
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+# What a command's message begins with.
+OPEN: Final = b"O"
+START: Final = b"S"
+FORWARD: Final = b"F"
+CLOSE: Final = b"C"
+STOP: Final = b"Q"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSession:
+    """What ranks must know of a session that rank 0 opened."""
+
+    grant: tpb.SignedPayload
+    shards: Sequence[cpb.ShardInfo]
+    layout: Layout
+
+    def encode(self) -> bytes:
+        """For ``decode`` of another rank."""
+        return cpb.OpenSessionResponse(
+            grant=self.grant, shards=self.shards, layout=self.layout.to_proto()
+        ).SerializeToString()
+
+    @classmethod
+    def decode(cls, message: bytes) -> SharedSession:
+        """The inverse of ``encode``."""
+        response = cpb.OpenSessionResponse.FromString(message)
+        return cls(response.grant, list(response.shards), Layout.from_proto(response.layout))
+
+
+class PatientStep:
+    """The layers of one forward pass. After one that failed the others give zeros, and ``finish``
+    raises its error.
+    """
+
+    def __init__(self, backend: DataBackend) -> None:
+        self._backend = backend
+        self._error: KvplaneError | None = None
+
+    @property
+    def latent_layers(self) -> frozenset[int]:
+        """Of the backend."""
+        return self._backend.latent_layers
+
+    def layer(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        *,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """As ``kvplane.transformers.attention.Step.layer``."""
+        assert value is not None, "keep_part refuses latents"
+        if self._error is None:
+            try:
+                return self._backend.layer(index, query, key, value, options=options)
+            except KvplaneError as error:
+                self._error = error
+        return query.new_zeros(*query.shape[:2], value.shape[-1])
+
+    def finish(self) -> ExecuteResponse:
+        """The receipt of this rank."""
+        if self._error is not None:
+            raise self._error
+        return ExecuteResponse(receipt=self._backend.finish()[0])
+
+
+def together(group: RankGroup, act: Callable[[], ExecuteResponse | None]) -> list[ExecuteResponse]:
+    """Do this rank's part of a command; what all of them answer, by rank. Raises the error of the
+    first that failed.
+    """
+    try:
+        own = act() or ExecuteResponse()
+    except KvplaneError as error:
+        own = ExecuteResponse(error=to_wire(error))
+    except Exception as error:  # a bug; the others wait for an answer
+        _LOGGER.exception("rank %d failed", group.rank)
+        text = f"rank {group.rank} failed: {type(error).__name__}: {error}"
+        own = ExecuteResponse(error=to_wire(InternalError(text)))
+    messages = group.gather(own.SerializeToString())
+    answers = [ExecuteResponse.FromString(message) for message in messages]
+    for answer in answers:
+        if answer.HasField("error"):
+            raise from_wire(answer.error)
+    return answers
+
+
+def start(backend: DataBackend, plan: tpb.SignedPayload) -> ExecuteResponse:
+    """Start a plan on this rank: how many tokens it computes, or its receipt."""
+    started = backend.start(plan)
+    if started.receipts:
+        return ExecuteResponse(receipt=started.receipts[0])
+    return ExecuteResponse(started=PlanStarted(num_tokens=started.num_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a rank other than 0 has to know. ``meeting``: see ``RankGroup``."""
+
+    config: EngineConfig
+    layout: Layout
+    meeting: Path
+    rank: int
+
+
+def follow(assignment: Assignment) -> None:
+    """Do what rank 0 tells, until it says to stop. Raises InternalError when it has ended."""
+    config = assignment.config
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    group = RankGroup(
+        assignment.meeting, assignment.rank, config.tensor_parallel, config.recovery_timeout_s
+    )
+    with _Follower(assignment, group) as follower:
+        _agree(group, follower.begin)
+        while (message := group.tell())[:1] != STOP:
+            _agree(group, partial(follower.do, message[:1], message[1:]))
+
+
+def _agree(group: RankGroup, act: Callable[[], ExecuteResponse | None]) -> None:
+    """``together`` for ranks that leave it to rank 0 to act on an error."""
+    try:
+        together(group, act)
+    except KvplaneError as error:
+        _LOGGER.warning("rank=%d reason=%s: %s", group.rank, error.reason, error.message)
+
+
+class _Follower:
+    """A rank's part of the model, and its backend."""
+
+    _backend: DataBackend
+    _model: PreTrainedModel
+
+    def __init__(self, assignment: Assignment, group: RankGroup) -> None:
+        self._assignment = assignment
+        self._group = group
+        self._closing = ExitStack()
+
+    def __enter__(self) -> _Follower:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+    def begin(self) -> None:
+        """As rank 0 does; it has probed the model."""
+        config, layout = self._assignment.config, self._assignment.layout
+        loop = LoopThread("engine-planes")
+        self._closing.callback(loop.close)
+        self._model = loader.load(config.model, layout.dtype, probe=False).model
+        keep_part(self._model, layout, self._group)
+        self._backend = backend_of(config, layout, loop, self._group.rank)
+        self._closing.callback(self._backend.stop)
+
+    def do(self, kind: bytes, body: bytes) -> ExecuteResponse | None:
+        """One command."""
+        if kind == OPEN:
+            self._backend.open(SharedSession.decode(body))
+        elif kind == START:
+            return start(self._backend, tpb.SignedPayload.FromString(body))
+        elif kind == FORWARD:
+            tokens, positions = torch.frombuffer(bytearray(body), dtype=torch.int64).view(2, -1)
+            step = PatientStep(self._backend)
+            packed_logits(self._model, tokens.tolist(), positions.tolist(), [], step)
+            return step.finish()
+        elif kind == CLOSE:
+            self._backend.close()
+        return None

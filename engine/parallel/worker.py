@@ -1,0 +1,30 @@
+"""A rank other than 0: ``python -m engine.parallel.worker``. Rank 0 starts it and sends it an
+``Assignment``, pickled, on its standard input.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+
+from kvplane.errors import KvplaneError
+from kvplane.serving import logs
+from kvplane.serving.event_loop import tune_grpc
+
+
+def main() -> int:
+    """Follow rank 0; the exit code, 1 when it has ended without a word."""
+    tune_grpc()
+    from engine.parallel.rank import follow
+
+    logs.setup("warning", "text")
+    try:
+        follow(pickle.load(sys.stdin.buffer))
+    except KvplaneError as error:
+        print(f"engine: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

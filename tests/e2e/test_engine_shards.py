@@ -1,0 +1,162 @@
+"""An engine on a pool of several shards: one process that talks to all, or one for each shard."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from engine_planes import Process, save_byte_model
+from sharded_pool import BY_LAYERS, POOL, Ranges, ShardedPool, by_heads
+
+from engine import LLM, SamplingParams
+from engine.request import CompletionOutput
+from kvplane.errors import InternalError, InvalidRequestError
+from kvplane.models.hf import layout_from_hf
+from kvplane.sync.loop_thread import LoopThread
+
+PROMPTS = [[5, 9, 33, 44, 77] * 9, [8, 9, 10, 55], [5, 9, 33, 44, 77] * 8]
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, record_logits=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, two KV heads, four query heads."""
+    return save_byte_model(tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def pool_of(model: Path, folder: Path, shards: list[Ranges]) -> Iterator[ShardedPool]:
+    layout = layout_from_hf(model, block_size_tokens=16, dtype="float32")
+    loop = LoopThread("pool")
+    pool = ShardedPool(folder, shards, layout)
+    loop.run(pool.__aenter__())
+    try:
+        yield pool
+    finally:
+        loop.run(pool.__aexit__())
+        loop.close()
+
+
+def engine_on(model: Path, address: str, **settings: object) -> LLM:
+    defaults = {"num_threads": 1, "probe": False, "pool_id": POOL, "control_plane": address}
+    return LLM(model, **{**defaults, **settings})
+
+
+def answers(engine: LLM) -> list[CompletionOutput]:
+    return [output.outputs[0] for output in engine.generate(PROMPTS, PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[CompletionOutput]:
+    """With one shard."""
+    with (
+        pool_of(model, tmp_path_factory.mktemp("one"), by_heads(1)) as pool,
+        engine_on(model, pool.address) as engine,
+    ):
+        return answers(engine)
+
+
+@pytest.mark.parametrize("shards", [by_heads(2), by_heads(4), BY_LAYERS], ids=["2", "4", "layers"])
+def test_one_process_on_several_shards_computes_the_same_bits(
+    model, tmp_path, expected, shards
+) -> None:
+    with (
+        pool_of(model, tmp_path, shards) as pool,
+        engine_on(model, pool.address) as engine,
+    ):
+        for have, want in zip(answers(engine), expected, strict=True):
+            assert have.token_ids == want.token_ids
+            assert torch.equal(have.logits, want.logits)
+
+
+def check_parallel(engine: LLM, expected: list[CompletionOutput]) -> None:
+    """The same tokens; their logits are sums in another order."""
+    for have, want in zip(answers(engine), expected, strict=True):
+        assert have.token_ids == want.token_ids
+        torch.testing.assert_close(have.logits, want.logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_ranks_with_embedded_shards_give_the_same_tokens(
+    model, tmp_path, expected, num_ranks
+) -> None:
+    control = Process("control_plane", tmp_path / "control.log").start()
+    try:
+        with engine_on(
+            model, control.address, data_plane="embedded", tensor_parallel=num_ranks,
+            num_device_blocks=64, recovery_timeout_s=100.0,
+        ) as engine:  # fmt: skip
+            check_parallel(engine, expected)
+            shards = engine.describe_pool().shards
+            assert [info.shard.index for info in shards] == list(range(num_ranks))
+            check_parallel(engine, expected)
+    finally:
+        control.stop()
+
+
+def test_a_killed_shard_comes_back_and_the_answers_are_the_same(model, tmp_path, expected) -> None:
+    control = Process("control_plane", tmp_path / "control.log").start()
+    shards = [
+        Process(
+            "data_plane", tmp_path / f"data{i}.log", "--control-plane", control.address,
+            "--model", str(model), "--pool-id", POOL, "--num-device-blocks", "64",
+            "--num-shards", "2", "--shard-index", str(i), "--num-threads", "1",
+        ).start()
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        with engine_on(model, control.address, timeout_s=1.0, recovery_timeout_s=60.0) as engine:
+            stream = engine.stream(PROMPTS, PARAMS)
+            tokens: dict[str, list[int]] = {}
+            for i, delta in enumerate(stream):
+                tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+                if i == 20:
+                    shards[1].kill()
+                    threading.Timer(0.5, shards[1].start).start()
+            assert [*tokens.values()] == [want.token_ids for want in expected]
+            assert engine.stats.num_reopened_sessions == 1
+    finally:
+        for process in (*shards, control):
+            process.stop()
+
+
+def ranks_of_this_process() -> list[int]:
+    """Processes that it started as ranks."""
+    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = [int(pid) for file in children for pid in file.read_text().split()]
+    return [
+        pid
+        for pid in pids
+        if b"engine.parallel.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+
+def test_ranks_use_a_shard_each_and_end_with_a_typed_error_when_one_is_killed(
+    model, tmp_path, expected
+) -> None:
+    with pool_of(model, tmp_path, by_heads(2)) as pool:
+        engine = engine_on(model, pool.address, tensor_parallel=2, recovery_timeout_s=60.0)
+        with engine:
+            check_parallel(engine, expected)
+            (rank,) = ranks_of_this_process()
+            os.kill(rank, signal.SIGKILL)
+            started_s = time.monotonic()
+            with pytest.raises(InternalError, match="start the engine again"):
+                engine.generate(PROMPTS, PARAMS)
+            assert time.monotonic() - started_s < 30
+        assert ranks_of_this_process() == []
+
+
+def test_a_pool_that_is_divided_otherwise_is_refused(model, tmp_path) -> None:
+    with (
+        pool_of(model, tmp_path, BY_LAYERS) as pool,
+        pytest.raises(InvalidRequestError, match="tensor_parallel"),
+    ):
+        engine_on(model, pool.address, tensor_parallel=2)

@@ -1,0 +1,109 @@
+"""A pool of several data planes on loopback, each a server of its own in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.server import ControlPlaneServer
+from data_plane.server.config import DataPlaneConfig
+from data_plane.server.server import DataPlaneServer
+from kvplane import LayerGroup, Layout
+
+POOL = "sharded"
+LAYOUT = Layout("m", 8, "float32", "float32", (LayerGroup("full", (0, 1, 2, 3), 4, 8),))
+NUM_HEADS = 8
+
+Ranges = dict[str, int]
+"""Settings of one data plane that say which part of the pool it holds."""
+
+
+def by_heads(num_shards: int) -> list[Ranges]:
+    """Shards that divide the KV heads evenly."""
+    return [{"num_shards": num_shards, "shard_index": i} for i in range(num_shards)]
+
+
+BY_LAYERS: list[Ranges] = [
+    {"num_shards": 2, "shard_index": 0, "num_layers": 1},
+    {"num_shards": 2, "shard_index": 1, "first_layer": 1},
+]
+BY_BOTH: list[Ranges] = [
+    {
+        "num_shards": 4,
+        "shard_index": 2 * stage + half,
+        "first_layer": 2 * stage,
+        "num_layers": 2,
+        "first_kv_head": 2 * half,
+        "num_kv_heads": 2,
+    }
+    for stage in (0, 1)
+    for half in (0, 1)
+]
+
+
+class ShardedPool:
+    """``async with ShardedPool(folder, by_heads(2)) as pool``: ready when entered."""
+
+    def __init__(
+        self, folder: Path, shards: Sequence[Ranges], layout: Layout = LAYOUT, **control: Any
+    ) -> None:
+        self.layout = layout
+        self._file = folder / "layout.json"
+        self._file.write_text(json.dumps(asdict(layout)))
+        self._shards = shards
+        self._control_settings = control
+        self.control: ControlPlaneServer
+        self.planes: dict[int, DataPlaneServer] = {}
+
+    async def __aenter__(self) -> ShardedPool:
+        await self._start_control("127.0.0.1:0")
+        for index in range(len(self._shards)):
+            await self.start(index)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for plane in self.planes.values():
+            await plane.stop()
+        await self.control.stop()
+
+    @property
+    def address(self) -> str:
+        return self.control.address
+
+    async def start(self, index: int, bind: str = "127.0.0.1:0", **settings: Any) -> None:
+        """Start a shard, or a later process of one that was stopped."""
+        defaults = {"num_device_blocks": 32, "num_host_blocks": 8}
+        config = DataPlaneConfig(
+            control_plane=self.control.address,
+            bind=bind,
+            pool_id=POOL,
+            layout=self._file,
+            num_threads=1,
+            metrics_port=-1,
+            grace_s=0.2,
+            **{**defaults, **self._shards[index], **settings},
+        )
+        plane = self.planes[index] = await DataPlaneServer.start(config)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(plane.registered.wait(), 10)
+
+    async def stop(self, index: int) -> None:
+        await self.planes.pop(index).stop()
+
+    async def restart_control(self) -> None:
+        """Another control plane at the same address."""
+        address = self.control.address
+        await self.control.stop()
+        await self._start_control(address)
+
+    async def _start_control(self, bind: str) -> None:
+        config = ControlPlaneConfig(
+            bind=bind, metrics_port=-1, grace_s=0.2, **self._control_settings
+        )
+        self.control = await ControlPlaneServer.start(config)

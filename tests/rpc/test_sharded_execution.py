@@ -1,0 +1,208 @@
+"""A client over all shards of a pool: whichever way it is divided, attention has the same bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+from sharded_pool import BY_BOTH, BY_LAYERS, LAYOUT, NUM_HEADS, POOL, Ranges, ShardedPool, by_heads
+
+from kvplane import ControlClient, LayerGroup, Layout, Session, Tensor, ops
+from kvplane.attention_options import AttentionOptions
+from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
+from kvplane.errors import InvalidRequestError, PlaneUnavailableError, StaleEpochError
+
+WINDOWED = replace(
+    LAYOUT,
+    groups=(
+        LayerGroup("full", (0, 2), 4, 8),
+        LayerGroup("window", (1, 3), 2, 16, sliding_window_tokens=8),
+    ),
+)
+LATENT_LIKE = replace(LAYOUT, groups=(LayerGroup("full", (0, 1, 2, 3), 2, 16, value_head_size=8),))
+OPTIONS = AttentionOptions(
+    alibi_slopes=tuple(i / 16 for i in range(NUM_HEADS)), sinks=tuple(range(NUM_HEADS))
+)
+
+
+def numbers(shape: Sequence[int], seed: int) -> Tensor:
+    values = numpy.random.default_rng(seed).standard_normal(shape, dtype=numpy.float32)
+    return Tensor("float32", tuple(shape), values.tobytes())
+
+
+def layer_input(layout: Layout, layer: int, num_tokens: int, seed: int) -> list[Tensor]:
+    group = next(group for group in layout.groups if layer in group.layers)
+    kv_heads, seed = group.num_kv_heads, 100 * seed + 10 * layer
+    return [
+        numbers((num_tokens, NUM_HEADS, group.head_size), seed),
+        numbers((num_tokens, kv_heads, group.head_size), seed + 1),
+        numbers((num_tokens, kv_heads, group.value_size), seed + 2),
+    ]
+
+
+async def run(session: Session, execution: ShardedExecution, step: int, operation) -> list[Tensor]:
+    """One step's outputs, layer by layer; its receipts go with the next."""
+    result = await session.step([operation])
+    assert result.plan is not None, result
+    started = await execution.start(result.plan)
+    assert not started.has_run
+    outputs = [
+        await execution.layer(
+            layer,
+            *layer_input(session.layout, layer, started.num_tokens, step),
+            options=OPTIONS,
+        )
+        for layer in execution.layers
+    ]
+    assert len(execution.receipts) == len(session.shards)
+    for receipt in execution.receipts:
+        session.add_receipt(receipt)
+    return outputs
+
+
+def prompt(num_tokens: int) -> list[int]:
+    return random.Random(num_tokens).choices(range(100), k=num_tokens)
+
+
+async def outputs_of(folder: Path, shards: list[Ranges], layout: Layout) -> list[Tensor]:
+    """Prefill, two decode steps, and a second sequence that hits what the first one published."""
+    async with (
+        ShardedPool(folder, shards, layout) as pool,
+        ControlClient(pool.address) as control,
+        await control.open_session(POOL, layout) as session,
+        ShardedDataClient(session.shards, layout) as data,
+    ):
+        execution = await data.open(session.grant)
+        assert execution.layers == [0, 1, 2, 3]
+        outputs = await run(session, execution, 0, ops.admit(1, prompt(21)))
+        for step in (1, 2):
+            append = ops.append(1, [step], 1, first_position=20 + step)
+            outputs += await run(session, execution, step, append)
+        admit = ops.admit(2, [*prompt(21)[:16], 7, 8, 9])
+        outputs += await run(session, execution, 3, admit)
+        assert outputs[-1].shape[0] == 3  # the two blocks before were found
+        return outputs
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, WINDOWED, LATENT_LIKE], ids=["one", "groups", "latent"])
+async def test_attention_has_the_same_bits_however_the_pool_is_divided(tmp_path, layout) -> None:
+    divisions = {"2": by_heads(2), "4": by_heads(4), "layers": BY_LAYERS, "both": BY_BOTH}
+    if layout is WINDOWED:  # a quarter of its heads is half a head of the group with a window
+        divisions = {"2": by_heads(2), "both": BY_BOTH}
+        divisions["layers"] = [
+            {"num_shards": 2, "shard_index": 0, "num_layers": 2},
+            {"num_shards": 2, "shard_index": 1, "first_layer": 2},
+        ]
+    if layout is LATENT_LIKE:  # four shards have two KV heads: two copies of each
+        divisions = {"2": by_heads(2), "4": by_heads(4), "8": by_heads(8)}
+    expected = await outputs_of(tmp_path, by_heads(1), layout)
+    for name, shards in divisions.items():
+        outputs = await outputs_of(tmp_path, shards, layout)
+        assert [x.shape for x in outputs] == [x.shape for x in expected], name
+        for step, (have, want) in enumerate(zip(outputs, expected, strict=True)):
+            assert bytes(have.data) == bytes(want.data), (name, step)
+
+
+async def test_a_pool_has_the_blocks_of_its_smallest_shard(tmp_path) -> None:
+    pool = ShardedPool(tmp_path, by_heads(2))
+    async with pool, ControlClient(pool.address) as control:
+        async with await control.open_session(POOL, LAYOUT) as session:
+            assert session.num_device_blocks == 32
+        await pool.stop(1)
+        await pool.start(1, num_device_blocks=20, num_host_blocks=3)
+        async with await control.open_session(POOL, LAYOUT) as session:
+            assert (session.num_device_blocks, session.num_host_blocks) == (20, 3)
+
+
+async def test_a_layer_that_a_shard_did_not_answer_is_sent_again(tmp_path) -> None:
+    """The other shard had answered, and answers again; both then have one plan and one receipt."""
+    expected = await outputs_of(tmp_path, by_heads(1), LAYOUT)
+    pool = ShardedPool(tmp_path, by_heads(2))
+    async with (
+        pool,
+        ControlClient(pool.address) as control,
+        await control.open_session(POOL, LAYOUT) as session,
+        ShardedDataClient(session.shards, LAYOUT) as data,
+    ):
+        execution = await data.open(session.grant)
+        plan = (await session.step([ops.admit(1, prompt(21))])).plan
+        num_tokens = (await execution.start(plan)).num_tokens
+        outputs = []
+        for layer in execution.layers:
+            tensors = layer_input(LAYOUT, layer, num_tokens, 0)
+            half = [tensor.of_heads([range(tensor.shape[1] // 2)]) for tensor in tensors]
+            lone = await data.clients[0].open(session.grant)
+            await lone.start(plan)
+            await lone.layer(layer, *half, options=OPTIONS.of_heads([range(NUM_HEADS // 2)]))
+            await lone.close()
+            outputs.append(await execution.layer(layer, *tensors, options=OPTIONS))
+        assert [bytes(x.data) for x in outputs] == [bytes(x.data) for x in expected[:4]]
+        assert execution.has_run
+
+
+async def test_a_killed_shard_is_a_typed_error_and_its_successor_a_new_epoch(tmp_path) -> None:
+    pool = ShardedPool(tmp_path, by_heads(2))
+    async with pool, ControlClient(pool.address) as control:
+        session = await control.open_session(POOL, LAYOUT)
+        async with ShardedDataClient(session.shards, LAYOUT, timeout_s=0.5) as data:
+            execution = await data.open(session.grant)
+            await run(session, execution, 0, ops.admit(1, prompt(16)))
+            result = await session.step([ops.append(1, [1], 1, first_position=16)])
+            await pool.stop(1)
+            with pytest.raises(PlaneUnavailableError):
+                await execution.start(result.plan)
+            assert [len(execution.receipts), execution.has_run] == [0, False]
+        await pool.start(1)
+        with pytest.raises(StaleEpochError):
+            await session.step([])
+        epochs = [info.epoch for info in session.shards]
+        session = await session.reopen()
+        later = [info.epoch for info in session.shards]
+        assert epochs[0] == later[0]
+        assert epochs[1] < later[1]
+        async with ShardedDataClient(session.shards, LAYOUT) as data:
+            execution = await data.open(session.grant)
+            # One shard's report had the prompt, the other's did not: it is computed again.
+            outputs = await run(session, execution, 0, ops.admit(1, prompt(16)))
+            assert outputs[0].shape[0] == 16
+            outputs = await run(session, execution, 0, ops.admit(2, prompt(16)))
+            assert outputs[0].shape[0] == 1
+        await session.close()
+
+
+async def test_a_new_control_plane_finds_what_all_shards_report(tmp_path) -> None:
+    pool = ShardedPool(tmp_path, by_heads(2))
+    async with pool, ControlClient(pool.address, timeout_s=30) as control:
+        session = await control.open_session(POOL, LAYOUT)
+        async with ShardedDataClient(session.shards, LAYOUT) as data:
+            await run(session, await data.open(session.grant), 0, ops.admit(1, prompt(17)))
+            await session.submit_receipts()
+        await pool.restart_control()
+        session = await session.reopen()
+        async with ShardedDataClient(session.shards, LAYOUT) as data:
+            outputs = await run(
+                session, await data.open(session.grant), 0, ops.admit(1, prompt(17))
+            )
+            assert outputs[0].shape[0] == 1
+        await session.close()
+
+
+async def test_what_does_not_fit_the_shards_is_refused_by_name(tmp_path) -> None:
+    async with (
+        ShardedPool(tmp_path, by_heads(2)) as pool,
+        ControlClient(pool.address) as control,
+        await control.open_session(POOL, LAYOUT) as session,
+        ShardedDataClient(session.shards, LAYOUT) as data,
+    ):
+        execution = await data.open(session.grant)
+        plan = (await session.step([ops.admit(1, [1, 2])])).plan
+        await execution.start(plan)
+        query, key, value = layer_input(LAYOUT, 0, 2, 0)
+        with pytest.raises(InvalidRequestError, match="layer"):
+            await execution.layer(4, query, key, value)
+        with pytest.raises(InvalidRequestError, match="query"):
+            await execution.layer(0, query.of_heads([range(5)]), key, value)
