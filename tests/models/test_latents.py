@@ -15,9 +15,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import LATENT
+from kvplane.layout import KEYS_AND_VALUES, LATENT
 from kvplane.models.model_layers import layer_groups
-from kvplane.transformers import PlaneCache, attention, close_planes
+from kvplane.transformers import PlaneCache, absorbed, attention, close_planes
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.packed import packed_logits
 from kvplane.transformers.models.probe import probe
@@ -143,10 +143,10 @@ def test_a_projection_that_is_no_plain_layer_is_refused_with_what_helps() -> Non
     probe(model, latent=False)
 
 
-def test_a_model_that_does_not_hand_latents_on_is_refused() -> None:
+def test_a_model_that_does_not_hand_latents_on_keeps_keys_and_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Such as code of a checkpoint's own, which has no method that can be replaced."""
-    model = deepseek()
-    for layer in model.model.layers:
-        del layer.self_attn.expand_kv
-    with pytest.raises(InvalidRequestError, match="but by its config 1, 40 and 32"):
-        probe(model)
+    monkeypatch.setattr(absorbed, "has_latents", lambda module: False)
+    (group,) = probe(deepseek())
+    assert (group.cache_kind, group.num_kv_heads, group.head_size) == (KEYS_AND_VALUES, 4, 24)
