@@ -61,6 +61,13 @@ def test_a_block_has_the_bytes_of_one_row_for_each_token(rig: Rig) -> None:
     assert layout.token_bytes == 2 * LATENT_SIZE * pools.device_tier.element_size()
 
 
+def test_metrics_count_the_bytes_of_rows(rig: Rig) -> None:
+    admit(rig)
+    element_bytes = rig.executor.pools.device_tier.element_size()
+    written = rig.executor.counters.kernel_bytes["write"]
+    assert written == 2 * NUM_TOKENS * LATENT_SIZE * element_bytes
+
+
 def test_all_heads_attend_to_the_row_and_to_its_first_elements(rig: Rig) -> None:
     latent, outputs = admit(rig)
     is_exact = rig.executor.layout.kv_dtype == "float32"
