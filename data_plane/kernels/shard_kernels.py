@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from data_plane.counters import ExecutorCounters
 from data_plane.kernels.arguments import (
     AttentionArguments,
+    HostLengths,
     WriteArguments,
     are_latents,
     check_blocks,
@@ -22,6 +23,7 @@ from data_plane.kernels.bound_layers import BoundLayer
 from data_plane.kernels.cpu import CpuKernels
 from data_plane.kernels.cuda_streams import device_errors
 from data_plane.kernels.kernel_times import kernel_times
+from data_plane.kernels.row_pieces import PieceSizes
 from data_plane.kernels.scales import layer_scales
 from data_plane.memory.pool import TORCH_DTYPES, Pools
 from data_plane.places import Place, place_of, tier_of
@@ -69,6 +71,11 @@ class ShardKernels:
         self._scales = layer_scales(layout, shard, device)
         self._times = kernel_times(device, counters)
         self._bound = kernels.bound_layers()
+        self._piece_sizes = PieceSizes()
+
+    def group_of_layer(self, layer: int) -> int:
+        """The layer group that it is in."""
+        return self._pools.group_of_layer(layer)
 
     def write_arguments(
         self,
@@ -218,12 +225,22 @@ class ShardKernels:
             self._kernels.reshape_and_cache(arguments)
         self._counters.num_written_tokens += len(arguments.slots)
 
+    def pieces(self, lengths: HostLengths | None, piece_s: float | None) -> list[range]:
+        """The rows of an attention call that take ``piece_s`` at a time; none where it is not to be
+        cut.
+        """
+        if piece_s is None or lengths is None or self._device.type != "cpu":
+            return []
+        pieces = [*self._piece_sizes.pieces(lengths, piece_s)]
+        return pieces if len(pieces) > 1 else []
+
     def attend(self, arguments: AttentionArguments, num_context_tokens: int) -> torch.Tensor:
         """Attention of all spans in one layer: [num_tokens, num_heads, value_head_size].
         ``num_context_tokens``: positions that it reads, for metrics.
         """
         num_bytes = num_context_tokens * _token_bytes(arguments)
-        with self._streams.computing(), self._times.timing("attention", num_bytes):
+        timing = self._times.timing("attention", num_bytes)
+        with self._streams.computing(), timing, self._piece_sizes.timing(arguments):
             output = self._kernels.paged_attention(arguments)
         self._counters.num_attention_tokens += len(arguments.query)
         return output

@@ -14,7 +14,9 @@ from typing import Any, Final, TypeVar
 import grpc.aio
 
 from data_plane.executor import Executor
+from data_plane.pieces import Pieces, whole
 from data_plane.places import place_of
+from data_plane.server.fair_queue import Lane
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.attention_options import AttentionOptions
@@ -25,7 +27,7 @@ from kvplane.errors import (
     LayoutMismatchError,
     PlaneUnavailableError,
 )
-from kvplane.serving.identity import caller
+from kvplane.serving.identity import caller, payer
 from kvplane.serving.metrics import Counts
 from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import data_pb2 as pb
@@ -36,6 +38,8 @@ from kvplane.wire.error_codec import to_wire
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["DataPlaneService"].full_name
 _LOGGER: Final = logging.getLogger(__name__)
+# How long a long layer keeps the thread at a time.
+_PIECE_S: Final = 0.01
 # Upper bounds on what a response takes beside its tensor: in all, and for each block.
 _OVERHEAD_BYTES: Final = 1024
 _BLOCK_REF_BYTES: Final = 12
@@ -98,7 +102,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
                 request = await self._streams.next(request_iterator)
                 if request is None:
                     return
-                answers = await self._run(partial(stream.answer, request))
+                answers = await self._run_pieces(partial(stream.answer, request), stream.session_id)
             except PlaneUnavailableError:
                 raise
             except KvplaneError as error:
@@ -128,16 +132,21 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     ) -> pb.PagedAttentionResponse:
         tenant = self._tenant()
 
-        def command() -> pb.PagedAttentionResponse:
+        def command() -> Pieces[pb.PagedAttentionResponse]:
             query = self._tensor(request.query, "query")
             options = _options(request.options, "options")
             session_id, number = self._start(request, tenant)
-            output = self._executor.attend(
-                session_id, request.layer, query, options=options, plan_number=number
+            output = yield from self._executor.attend(
+                session_id,
+                request.layer,
+                query,
+                options=options,
+                plan_number=number,
+                piece_s=_PIECE_S,
             )
             return pb.PagedAttentionResponse(output=tensor_to_message(output))
 
-        return await self._run(command)
+        return await self._run_pieces(command)
 
     async def CopyBlocks(
         self, request: pb.CopyBlocksRequest, context: _Context
@@ -206,11 +215,16 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         return await self._run(command)
 
     async def _run(self, command: Callable[[], T]) -> T:
-        """Run ``command`` on the worker thread and return what it returns. Its copies of tensors to
-        and from a device are not commands of the executor, so their failures are checked here.
+        """What ``command`` returns, run on the worker thread in the caller's turn."""
+        return await self._run_pieces(lambda: whole(command))
+
+    async def _run_pieces(self, command: Callable[[], Pieces[T]], session_id: int = 0) -> T:
+        """As ``_run``, by pieces. ``session_id``: 0 where it is not known yet. The command's copies
+        of tensors to and from a device are not commands of the executor, so their failures are
+        checked here.
         """
         try:
-            return await self._worker.run(command)
+            return await self._worker.run_pieces(command, Lane(payer(), session_id))
         except InternalError:
             await self._worker.run(self._executor.device_watch.check)
             raise
@@ -267,7 +281,12 @@ class _ExecuteStream:
         self._session_id: int | None = None
         self._plan_number: int | None = None
 
-    def answer(self, request: pb.ExecuteRequest) -> list[pb.ExecuteResponse]:
+    @property
+    def session_id(self) -> int:
+        """The session that it was opened for; 0 before."""
+        return self._session_id or 0
+
+    def answer(self, request: pb.ExecuteRequest) -> Pieces[list[pb.ExecuteResponse]]:
         """The answers to one request. Raises KvplaneError."""
         kind = request.WhichOneof("message")
         if kind == "open":
@@ -275,7 +294,7 @@ class _ExecuteStream:
         if kind == "plan":
             return self._start(request)
         if kind == "layer":
-            return self._layer(request.layer)
+            return (yield from self._layer(request.layer))
         raise InvalidRequestError(
             "must be open, plan or layer: other messages are unknown to this data plane",
             field="message",
@@ -304,7 +323,7 @@ class _ExecuteStream:
             answers.append(pb.ExecuteResponse(receipt=started.receipt))
         return answers
 
-    def _layer(self, request: pb.LayerInput) -> list[pb.ExecuteResponse]:
+    def _layer(self, request: pb.LayerInput) -> Pieces[list[pb.ExecuteResponse]]:
         if self._session_id is None or self._plan_number is None:
             raise InvalidRequestError(
                 "no plan was started on this stream: send a plan before its layers", field="layer"
@@ -316,15 +335,15 @@ class _ExecuteStream:
             else None
             for name in ("query", "value")
         )
-        output = executor.layer(
+        key = tensor_from_message(request.key, executor.device, field="layer.key")
+        output = yield from executor.layer_pieces(
             self._session_id,
             request.layer,
-            query,
-            tensor_from_message(request.key, executor.device, field="layer.key"),
-            value,
-            options=_options(request.options, "layer.options"),
-            plan_number=self._plan_number,
-            field="layer.",
+            (query, key, value),
+            _options(request.options, "layer.options"),
+            self._plan_number,
+            "layer.",
+            _PIECE_S,
         )
         answer = pb.LayerOutput(layer=request.layer)
         if output is not None:

@@ -23,6 +23,11 @@ def has_latents(module: Any) -> bool:
     return hasattr(type(module), "expand_kv")
 
 
+def is_projection(module: Any, name: str) -> bool:
+    """Whether that child of ``module`` is the layer whose weight is absorbed."""
+    return has_latents(module) and name == "kv_b_proj"
+
+
 def over_latents(module: Any, query: torch.Tensor) -> torch.Tensor:
     """[num_rows, num_heads, num_columns, head_size] to queries of latents, [..., size of a latent].
     Raises InvalidRequestError for a projection whose weight is not one of plain numbers.

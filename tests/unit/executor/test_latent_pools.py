@@ -22,6 +22,7 @@ from plan_author import (
 
 from data_plane import Executor
 from data_plane.kernels.cpu import CpuKernels
+from data_plane.pieces import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup
@@ -116,7 +117,7 @@ def test_blocks_move_and_come_back_bit_for_bit(rig: Rig) -> None:
     rig.start(4, changes=[set_blocks(2, [(3, 1), (4, 1)])], spans=[span(2, 0, NUM_TOKENS)])
     assert rig.executor.write_blocks(1, 2, 0, before) is not None
     for layer, wanted in enumerate(outputs):
-        got = rig.executor.attend(1, layer, rows(NUM_TOKENS, 6), options=OPTIONS)
+        got = finish(rig.executor.attend(1, layer, rows(NUM_TOKENS, 6), options=OPTIONS))
         assert torch.equal(got, wanted)
 
 
