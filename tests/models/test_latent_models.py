@@ -14,6 +14,7 @@ from tiny_models import draw_weights, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from engine.models.linears import PackedLinear, pack_linears
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import KEYS_AND_VALUES, LATENT
 from kvplane.models.model_layers import layer_groups
@@ -141,6 +142,15 @@ def test_a_projection_that_is_no_plain_layer_is_refused_with_what_helps() -> Non
         probe(model)
     assert caught.value.field == "model"
     probe(model, latent=False)
+
+
+def test_packed_linear_layers_leave_the_projection_as_it_is() -> None:
+    model = deepseek()
+    pack_linears(model)
+    kinds = [type(layer.self_attn.kv_b_proj) for layer in model.model.layers]
+    assert set(kinds) == {nn.Linear}
+    assert type(model.model.layers[0].self_attn.o_proj) is PackedLinear
+    probe(model)
 
 
 def test_a_model_that_does_not_hand_latents_on_keeps_keys_and_values(
