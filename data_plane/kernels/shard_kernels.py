@@ -174,7 +174,7 @@ class ShardKernels:
         """``write`` and ``attend`` of a layer that ``bound_layer`` found."""
         assert self._bound is not None
         output, *seconds = self._bound.run(bound, batch, query, key, value)
-        token_bytes = _token_bytes(bound.held[0])
+        token_bytes = _token_bytes(bound)
         for name, duration_s, num_tokens in zip(
             ("write", "attention"), seconds, (batch.num_tokens, num_context_tokens), strict=True
         ):
@@ -335,9 +335,9 @@ class ShardKernels:
         require(has == wanted, f"must have the layout's dtype {wanted}, has {has}", name)
 
 
-def _token_bytes(arguments: WriteArguments | AttentionArguments) -> int:
+def _token_bytes(layer: WriteArguments | AttentionArguments | BoundLayer) -> int:
     """Of one position: what is stored of it in one layer."""
-    keys, values = arguments.keys, arguments.values
+    keys, values = layer.keys, layer.values
     value_bytes = 0 if are_latents(keys, values) else values[0].nbytes
     return (keys[0].nbytes + value_bytes) // keys.shape[2]
 

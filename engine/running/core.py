@@ -237,12 +237,12 @@ class EngineCore:
 
     def _execute(self, plan: types.SignedPayload, spans: list[Span]) -> torch.Tensor:
         """Carry a plan out. Returns float32 logits [spans with is_last, vocabulary]."""
-        started = self._backend.start(plan)
+        num_tokens = sum(span.num_tokens for span in spans)
+        started = self._backend.start(plan, num_tokens)
         if self._plans_ahead and self._scheduler.can_run_ahead:
             self._asked = self._ask()
         receipts, logits = started.receipts, torch.empty(0)
         if not receipts:
-            num_tokens = sum(span.num_tokens for span in spans)
             if started.num_tokens != num_tokens:
                 raise InternalError(
                     f"the plan computes {started.num_tokens} tokens, not {num_tokens}"

@@ -88,7 +88,7 @@ class EmbeddedBackend:
         self._session_id = self._executor.open(session.grant)
         self.latent_layers = session.layout.latent_layers
 
-    def start(self, plan: pb.SignedPayload) -> Started:
+    def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
         """Change tables and run transfers."""
         started = self._executor.start(self._open_session(), plan)
         return Started(started.num_tokens, [] if started.receipt is None else [started.receipt])

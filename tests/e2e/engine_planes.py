@@ -90,13 +90,16 @@ class Pair:
         num_host_blocks: int = 16,
         lease_s: float = 10.0,
         arguments: tuple[str, ...] = (),
+        shared_memory: bool = True,
     ) -> None:
         self.control = Process("control_plane", logs / "control.log", "--lease-s", str(lease_s))
         self.data = Process(
             "data_plane", logs / "data.log",
             "--control-plane", self.control.address, "--model", str(model), "--pool-id", POOL,
             "--num-device-blocks", str(num_device_blocks),
-            "--num-host-blocks", str(num_host_blocks), *arguments,
+            "--num-host-blocks", str(num_host_blocks),
+            *([] if shared_memory else ["--num-local-regions", "0"]),
+            *arguments,
         )  # fmt: skip
 
     def __enter__(self) -> Pair:
