@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -18,7 +18,7 @@ from data_plane.memory.shares import fit_blocks, share_blocks
 from data_plane.memory.sizing import free_bytes, measure_num_blocks
 from data_plane.server.config import DataPlaneConfig
 from kvplane.errors import InvalidRequestError, NeverFitsError
-from kvplane.layout import LayerGroup, Layout
+from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.shard import Shard
 
@@ -37,13 +37,13 @@ def build_executor(
     device = choose_device(config.device, this_machine)
     kernels = kernels if kernels is not None else kernels_of(device, config.num_threads)
     _LOGGER.info("kernels backend=%s %s", kernels.backend, kernels.detail)
-    layout = load_layout(config)
+    layout = load_layout(config, kernels.cache_kinds)
     shard = shard_of(config, layout)
     num_device_blocks = config.num_device_blocks
     expected_tokens = config.expected_context_tokens
     host_blocks = share_blocks(layout, config.num_host_blocks, expected_tokens)
+    block_bytes = partial(shard.block_bytes, layout)
     if num_device_blocks == 0:
-        block_bytes = partial(shard.block_bytes, layout)
         free = free_bytes(device)
         on_cpu = device.type == "cpu"
         host_tier_bytes = sum(n * block_bytes(i) for i, n in enumerate(host_blocks)) * on_cpu
@@ -56,7 +56,7 @@ def build_executor(
         )
         _LOGGER.info("measured free_bytes=%d num_device_blocks=%d", free, num_device_blocks)
     device_blocks = share_blocks(layout, num_device_blocks, expected_tokens)
-    _require_room(layout, device, device_blocks, host_blocks)
+    _require_room(device, device_blocks, host_blocks, block_bytes)
     executor = Executor(
         layout,
         pool_id=config.pool_id,
@@ -75,12 +75,15 @@ def build_executor(
 
 
 def _require_room(
-    layout: Layout, device: torch.device, device_blocks: Sequence[int], host_blocks: Sequence[int]
+    device: torch.device,
+    device_blocks: Sequence[int],
+    host_blocks: Sequence[int],
+    block_bytes: Callable[[int], int],
 ) -> None:
     """Raise NeverFitsError unless tiers of so many blocks of each layer group fit in what is free
     now: the system gives more memory than it has, and ends the process when it is used.
+    ``block_bytes``: of a block of each group.
     """
-    block_bytes = partial(Shard.whole(layout).block_bytes, layout)
     host = torch.device("cpu")
     taken = 0
     for field, blocks, where in (
@@ -126,14 +129,19 @@ def shard_of(config: DataPlaneConfig, layout: Layout) -> Shard:
     return shard
 
 
-def load_layout(config: DataPlaneConfig) -> Layout:
-    """The layout that the settings name. Raises InvalidRequestError."""
+def load_layout(
+    config: DataPlaneConfig, cache_kinds: Collection[str] = (KEYS_AND_VALUES, LATENT)
+) -> Layout:
+    """The layout that the settings name; a model's is of ``cache_kinds`` alone. Raises
+    InvalidRequestError.
+    """
     if config.model is not None:
         return layout_from_hf(
             config.model,
             block_size_tokens=config.block_size_tokens,
             dtype=config.dtype,
             kv_dtype=config.kv_dtype or None,
+            latent=config.latent and LATENT in cache_kinds,
         )
     if config.layout is None:
         raise InvalidRequestError("give either --model or --layout", field="model")
