@@ -179,6 +179,24 @@ async def test_a_follower_and_a_silent_stream_of_a_role_that_is_taken_away_are_c
     assert peers.data.registered.is_set()
 
 
+@pytest.mark.parametrize(
+    ("name", "num_sessions"), [("engine-b", 0), ("router", 0), ("operator", 1)]
+)
+async def test_only_operators_see_what_all_tenants_do(
+    peers: Peers, name: str, num_sessions: int
+) -> None:
+    async with (
+        peers.client("engine-a") as control,
+        peers.client(name) as client,
+        await control.open_session(POOL_ID, LAYOUT) as session,
+    ):
+        await session.step([ops.admit(1, range(20))])
+        described = await client.describe_pool(POOL_ID)
+        assert described.ready
+        assert described.num_sessions == described.num_sequences == num_sessions
+        assert bool(described.counters.num_lookup_tokens) == bool(num_sessions)
+
+
 async def test_a_token_file_that_changes_counts_from_the_next_call(peers: Peers) -> None:
     async with peers.client("nobody") as control:
         (peers.folder / "nobody.token").write_text("router")
