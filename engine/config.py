@@ -35,7 +35,9 @@ class EngineConfig:
             *("planes_tls", "planes_ca", "planes_certificate", "planes_key", "planes_name"),
             "planes_token_file",
         ),
-        "An embedded pool": ("block_size_tokens", "num_device_blocks", "num_host_blocks"),
+        "An embedded pool": (
+            *("block_size_tokens", "num_device_blocks", "num_host_blocks", "latent"),
+        ),
     }
     model: Path = setting(help="Folder of a Hugging Face model.")
     control_plane: str = setting("127.0.0.1:50051", help="Address of the control plane.")
@@ -125,6 +127,11 @@ class EngineConfig:
     num_host_blocks: int = setting(
         256, unit="blocks", minimum=0, help="Host blocks of an embedded pool."
     )
+    latent: bool = setting(
+        True,
+        help="Keep latents in an embedded pool, for a model that has them; a pool elsewhere has"
+        " its own --latent.",
+    )
 
     def __post_init__(self) -> None:
         if not self.model.is_dir():
@@ -175,6 +182,10 @@ class LayoutConfig:
         help="Load the model and run its probe: its layers may keep other sizes than its config"
         " says.",
     )
+    latent: bool = setting(
+        True,
+        help="Keep the latents of a model that has them; --no-latent for a data plane on a GPU.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +195,7 @@ class GenerateConfig(EngineConfig):
     HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
         "The text": (
             *("prompt", "prompts_file", "max_tokens", "temperature", "top_k", "top_p", "seed"),
-            *("n", "stop", "ignore_eos"),
+            *("n", "stop", "ignore_eos", "num_beams", "length_penalty", "early_stopping"),
         ),
         **EngineConfig.HELP_GROUPS,
     }
@@ -204,6 +215,15 @@ class GenerateConfig(EngineConfig):
     seed: int | None = setting(None, minimum=0, help="Seed of the random stream.")
     n: int = setting(1, minimum=1, maximum=256, help="Continuations of each prompt.")
     stop: str = setting("", help="Text that ends an answer and is left out of it.")
+    num_beams: int = setting(
+        1, minimum=1, maximum=64, help="Beams of a beam search for the --n best; 1: none."
+    )
+    length_penalty: float = setting(
+        1.0, help="Of a beam search: the power of its length by which a text's score is divided."
+    )
+    early_stopping: bool = setting(
+        False, help="End a beam search when as many texts have ended as there are beams."
+    )
     ignore_eos: bool = setting(False, help="Continue past the model's end of sequence.")
     log_level: str = setting("warning", choices=LEVELS, help="Least severe log level written.")
     log_format: str = setting("text", help="How a line of the log is written.", choices=FORMATS)

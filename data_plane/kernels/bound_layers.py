@@ -45,13 +45,17 @@ class Batch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BoundLayer:
-    """A layer, and tensors of one signature. ``held``: what ``native`` has addresses of."""
+    """A layer, and tensors of one signature. ``keys``, ``values``: its pages; with ``held``, all
+    that ``native`` uses the addresses of. The tensors of a call are the caller's to keep or free.
+    """
 
     native: Any
     signature: Signature
     output_shape: tuple[int, int, int]
     window_tokens: int
-    held: tuple[WriteArguments, AttentionArguments]
+    keys: torch.Tensor
+    values: torch.Tensor
+    held: tuple[torch.Tensor | None, ...]
 
 
 class BoundLayers:
@@ -75,7 +79,7 @@ class BoundLayers:
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         options: AttentionOptions,
     ) -> BoundLayer | None:
         """The layer as it is bound; None where it was not, and where these arguments differ from
@@ -99,7 +103,9 @@ class BoundLayers:
             _signature(attention.query, write.key, write.value, options),
             attention.output_shape,
             attention.options.sliding_window_tokens,
-            (write, attention),
+            write.keys,
+            write.values,
+            (attention.key_scales, attention.value_scales, attention.slopes, attention.sinks),
         )
 
     def run(
@@ -108,7 +114,7 @@ class BoundLayers:
         batch: Batch,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
     ) -> tuple[torch.Tensor, float, float]:
         """Write and attend. Returns the output, and the seconds that each of them took.
 
@@ -124,7 +130,7 @@ class BoundLayers:
         began_s = time.perf_counter()
         try:
             write_s = bound.native.write_and_attend(
-                native, *(tensor.data_ptr() for tensor in tensors), self._num_threads()
+                native, *(0 if t is None else t.data_ptr() for t in tensors), self._num_threads()
             )
         except IndexError as error:
             field, _, wanted = str(error).partition(" must ")
@@ -145,13 +151,15 @@ class BoundLayers:
 
 
 def _signature(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, options: AttentionOptions
 ) -> Signature:
     """All that the checks of arguments look at, but for the batch: tensors of equal signatures are
     both accepted, or both refused.
     """
-    return (
+    of_keys = (
         *(options, query.shape, query.stride(), query.dtype, query.device, query.layout),
         *(key.shape, key.stride(), key.dtype, key.device, key.layout),
-        *(value.shape, value.stride(), value.dtype, value.device, value.layout),
     )
+    if value is None:
+        return of_keys
+    return (*of_keys, value.shape, value.stride(), value.dtype, value.device, value.layout)

@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Final
 
 from engine.commands.program import run_program
 from engine.config import GenerateConfig, LayoutConfig
 from engine.serving.config import ServeConfig
+from engine.threads import tune_torch
 from kvplane import __version__
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, parse
 
@@ -42,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _generate(argv: Sequence[str]) -> int:
     config = parse(GenerateConfig, "engine generate", argv, os.environ)
+    tune_torch(config.num_threads)
     from engine.commands.generate import run
 
     return run(config)
@@ -49,6 +52,7 @@ def _generate(argv: Sequence[str]) -> int:
 
 def _serve(argv: Sequence[str]) -> int:
     config = parse(ServeConfig, "engine serve", argv, os.environ)
+    tune_torch(config.num_threads)
     from engine.serving.server import run
 
     return run(config)
@@ -62,15 +66,21 @@ def _layout(argv: Sequence[str]) -> int:
     if config.probe:
         from engine.models import loader
 
-        groups = loader.load(config.model, config.dtype).groups
-    layout = layout_from_hf(
+        groups = loader.load(config.model, config.dtype, latent=config.latent).groups
+    make = partial(
+        layout_from_hf,
         config.model,
         block_size_tokens=config.block_size_tokens,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype or None,
-        groups=groups,
     )
+    layout = make(groups=groups, latent=config.latent)
     print(json.dumps(asdict(layout), indent=1))
+    takes = f"a token takes {layout.token_bytes:,} bytes"
+    if layout.latent_layers:
+        expanded = make(latent=False, model_id=layout.model_id)
+        takes += f" in latents, {expanded.token_bytes:,} in keys and values (--no-latent)"
+    print(f"engine: {takes}", file=sys.stderr)
     return 0
 
 

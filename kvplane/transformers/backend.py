@@ -14,6 +14,7 @@ from kvplane.errors import InternalError
 from kvplane.layout import Layout
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.tensor import Tensor
+from kvplane.transformers.region_layers import RegionLayers
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
 from kvplane.v1.control_pb2 import ShardInfo
@@ -51,12 +52,19 @@ class DataBackend(Protocol):
     ``finish``.
     """
 
+    @property
+    def latent_layers(self) -> frozenset[int]:
+        """As in ``kvplane.transformers.attention.Step``; of the session."""
+        ...
+
     def open(self, session: OpenedSession) -> None:
         """Serve ``session`` from now on, and no other."""
         ...
 
-    def start(self, plan: pb.SignedPayload) -> Started:
-        """Start a plan."""
+    def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
+        """Start a plan. ``num_tokens``: what it computes, 0 where the caller does not know. With it
+        the answer need not be waited for, and what is wrong is raised by the first layer.
+        """
         ...
 
     def layer(
@@ -64,7 +72,7 @@ class DataBackend(Protocol):
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
@@ -85,29 +93,53 @@ class DataBackend(Protocol):
 
 
 class RemoteBackend:
-    """Data planes in other processes: tensors travel as bytes, on an Execute stream to each."""
+    """Data planes in other processes: tensors travel by shared memory to those on this machine, and
+    to others as bytes on an Execute stream to each.
+    """
 
-    def __init__(self, loop: LoopThread, timeout_s: float, tls: TlsOptions | None = None) -> None:
+    def __init__(
+        self,
+        loop: LoopThread,
+        timeout_s: float,
+        tls: TlsOptions | None = None,
+        *,
+        shared_memory: bool = True,
+    ) -> None:
+        """``shared_memory``: whether to use it where it can be had."""
         self._loop = loop
         self._timeout_s = timeout_s
         self._tls = tls
+        self._shared_memory = shared_memory
         self._client: ShardedDataClient | None = None
         self._execution: ShardedExecution | None = None
+        self.latent_layers: frozenset[int] = frozenset()
+        self._layers: RegionLayers | None = None  # of a pool of one shard
 
     def open(self, session: OpenedSession) -> None:
         """Open an Execute stream to each of the session's data planes."""
         self.close()
         client = self._loop.call(
             lambda: ShardedDataClient(
-                session.shards, session.layout, tls=self._tls, timeout_s=self._timeout_s
+                session.shards,
+                session.layout,
+                tls=self._tls,
+                timeout_s=self._timeout_s,
+                shared_memory=self._shared_memory,
             )
         )
         self._client = client
         self._execution = self._loop.run(client.open(session.grant))
+        self.latent_layers = session.layout.latent_layers
+        only = self._execution.only
+        self._layers = None if only is None else RegionLayers(only)
 
-    def start(self, plan: pb.SignedPayload) -> Started:
+    def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
         """Present the plan to the data planes."""
         execution = self._open_execution()
+        if num_tokens:
+            if self._layers is None or not self._layers.begin(plan, num_tokens):
+                self._loop.run(execution.begin(plan, num_tokens))
+            return Started(num_tokens)
         started = self._loop.run(execution.start(plan))
         return Started(started.num_tokens, execution.receipts if started.has_run else ())
 
@@ -116,15 +148,24 @@ class RemoteBackend:
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Send one layer's new tokens and wait for its attention."""
-        tensors = (
-            Tensor.from_array(each.detach().cpu().contiguous()) for each in (query, key, value)
+        if self._layers is not None:
+            output = self._layers.layer(index, query, key, value, options)
+            if output is not None:
+                return output
+        out = self._loop.run(
+            self._open_execution().layer(
+                index,
+                _to_wire(query),
+                _to_wire(key),
+                None if value is None else _to_wire(value),
+                options=options,
+            )
         )
-        out = self._loop.run(self._open_execution().layer(index, *tensors, options=options))
         there: torch.Tensor = out.torch().to(query.device)
         return there
 
@@ -137,7 +178,7 @@ class RemoteBackend:
 
     def close(self) -> None:
         """Close streams and channels."""
-        execution, self._execution = self._execution, None
+        execution, self._execution, self._layers = self._execution, None, None
         client, self._client = self._client, None
         if execution is not None:
             self._loop.run(execution.close())
@@ -152,3 +193,7 @@ class RemoteBackend:
         if self._execution is None:
             raise InternalError("no session is open")
         return self._execution
+
+
+def _to_wire(tensor: torch.Tensor) -> Tensor:
+    return Tensor.from_array(tensor.detach().cpu().contiguous())

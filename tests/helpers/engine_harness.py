@@ -218,10 +218,12 @@ class Backend:
         self.num_layers_run = 0
         self.batch_sizes: list[int] = []
 
+    latent_layers: frozenset[int] = frozenset()
+
     def open(self, session: OpenedSession) -> None:
         self.session_id = self.planes.executor.open(session.grant)
 
-    def start(self, plan: types.SignedPayload) -> Started:
+    def start(self, plan: types.SignedPayload, num_tokens: int = 0) -> Started:
         started = self.planes.executor.start(self.session_id, plan)
         self.batch_sizes.append(started.num_tokens)
         return Started(started.num_tokens, [] if started.receipt is None else [started.receipt])
