@@ -47,6 +47,7 @@ from control_plane.planning.steps.planner import (
 from control_plane.planning.steps.plans import finish_plan, sign_grant
 from control_plane.planning.steps.receipts import take_receipts
 from control_plane.planning.traffic import TrafficObserver, observed, session_ends
+from control_plane.planning.views import view
 from control_plane.planning.watching import Follower, Followers
 from kvplane.errors import (
     InvalidRequestError,
@@ -406,17 +407,19 @@ class ControlPlane:
         self, request: cpb.ListSessionsRequest, tenant: str
     ) -> cpb.ListSessionsResponse:
         """The tenant's open sessions. Raises PoolNotFoundError."""
-        sessions = self._sessions_of(self._pool(request.pool_id))
-        mine = [session for session in sessions if session.tenant == tenant]
-        return queries.list_sessions(mine, request, self._clock())
+        pool = self._pool(request.pool_id)
+        return queries.list_sessions(self._sessions_of(pool, tenant), request, self._clock())
+
+    def view_pools(self, tenant: str) -> list[dict[str, Any]]:
+        """The pools as a page shows them to this tenant."""
+        now_s = self._clock()
+        return [view(p, self._sessions_of(p, tenant), tenant, now_s) for p in self._pools.values()]
 
     def observe_pools(self) -> list[PoolObservation]:
         """What each pool is doing, for metrics."""
-        now_s = self._clock()
-        return [
-            observe(pool, self._sessions_of(pool), self._sharing_of(pool).members.values(), now_s)
-            for pool in self._pools.values()
-        ]
+        pools, now_s = self._pools.values(), self._clock()
+        members = {p.id: self._sharing_of(p).members.values() for p in pools}
+        return [observe(p, self._sessions_of(p), members[p.id], now_s) for p in pools]
 
     def list_pools(self) -> list[str]:
         """Ids of the pools that have registered, in order."""
@@ -436,10 +439,7 @@ class ControlPlane:
             raise InvalidRequestError("is missing: it names a pool", field=field)
         pool = self._pools.get(pool_id)
         if pool is None:
-            raise PoolNotFoundError(
-                f"no shard of pool {pool_id!r} has registered: ListPools names those that have",
-                field=field,
-            )
+            raise PoolNotFoundError(f"{pool_id!r} is not registered: see ListPools", field=field)
         return pool
 
     def _session(self, ref: tpb.SessionRef, tenant: str) -> Session:
@@ -465,8 +465,8 @@ class ControlPlane:
             sharing = self._sharing[pool.id] = Sharing(pool, config, self._quotas, self._observer)
         return sharing
 
-    def _sessions_of(self, pool: Pool) -> list[Session]:
-        return [self._sessions[i] for i in pool.session_ids]
+    def _sessions_of(self, pool: Pool, tenant: str | None = None) -> list[Session]:
+        return [s for i in pool.session_ids if tenant in (None, (s := self._sessions[i]).tenant)]
 
     def _unused_session_id(self) -> int:
         while True:

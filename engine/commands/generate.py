@@ -19,7 +19,7 @@ from kvplane.serving.settings import log_settings
 
 def run(config: GenerateConfig) -> int:
     """Generate and print; 1 when a prompt failed."""
-    logs.setup(config.log_level)
+    logs.setup(config.log_level, config.log_format)
     num_characters = len(config.prompt)  # prompts are never logged
     shown = replace(config, prompt=f"<{num_characters} characters>") if num_characters else config
     log_settings(shown, logging.getLogger("engine"))
