@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from engine.threads import tune_torch
 from kvplane.cli.extras import run_or_explain
 from kvplane.serving.event_loop import tune_grpc
 
@@ -12,7 +11,6 @@ from kvplane.serving.event_loop import tune_grpc
 def main() -> int:
     """Run one command; its exit code."""
     tune_grpc()
-    tune_torch()
 
     def run() -> int:
         from engine.commands.main import main

@@ -184,7 +184,7 @@ class GenerateConfig(EngineConfig):
     HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
         "The text": (
             *("prompt", "prompts_file", "max_tokens", "temperature", "top_k", "top_p", "seed"),
-            *("n", "stop", "ignore_eos"),
+            *("n", "stop", "ignore_eos", "num_beams", "length_penalty", "early_stopping"),
         ),
         **EngineConfig.HELP_GROUPS,
     }
@@ -204,6 +204,15 @@ class GenerateConfig(EngineConfig):
     seed: int | None = setting(None, minimum=0, help="Seed of the random stream.")
     n: int = setting(1, minimum=1, maximum=256, help="Continuations of each prompt.")
     stop: str = setting("", help="Text that ends an answer and is left out of it.")
+    num_beams: int = setting(
+        1, minimum=1, maximum=64, help="Beams of a beam search for the --n best; 1: none."
+    )
+    length_penalty: float = setting(
+        1.0, help="Of a beam search: the power of its length by which a text's score is divided."
+    )
+    early_stopping: bool = setting(
+        False, help="End a beam search when as many texts have ended as there are beams."
+    )
     ignore_eos: bool = setting(False, help="Continue past the model's end of sequence.")
     log_level: str = setting("warning", choices=LEVELS, help="Least severe log level written.")
     log_format: str = setting("text", help="How a line of the log is written.", choices=FORMATS)

@@ -6,18 +6,21 @@ import os
 from typing import Final
 
 # Turns of GNU OpenMP's waiting loop, some 50 µs, as long as the threads of our own kernels wait.
-# By default torch's threads wait for about a millisecond: beside them our kernels' threads find no
-# core, and on a busy machine a step takes many times as long. Without any, each of a model's many
-# small operations would wake them again.
 _SPIN: Final = "5000"
 _VARIABLES: Final = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
-def tune_torch() -> None:
-    """Choose how long torch's threads wait for work before they sleep, unless the environment does.
-    Works before torch is imported.
+def tune_torch(num_threads: int) -> None:
+    """Choose how long torch's ``num_threads`` threads (0: one for each CPU) wait for work before
+    they sleep, unless the environment does. Works before torch is imported.
+
+    By default they wait for milliseconds, which is right where each thread of torch and each of
+    our own kernels can have a CPU: waking them takes longer than a layer's attention. Where there
+    are fewer CPUs, those that wait would keep the others from working.
     """
-    if not any(name in os.environ for name in _VARIABLES):
+    num_cpus = len(os.sched_getaffinity(0))
+    num_both = 2 * (num_threads or num_cpus) - 1  # the calling thread works in both
+    if num_both > num_cpus and not any(name in os.environ for name in _VARIABLES):
         os.environ["GOMP_SPINCOUNT"] = _SPIN
 
 

@@ -1,68 +1,88 @@
-"""The service's share of an embedded engine's step: all but the model's own work and the kernels
-that write and attend.
+"""Where an embedded engine's step goes, and the service's share of it: all but the model's own work
+and the kernels that write and attend.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, Final
 
 from engine import LLM
 
+# Parts of a step: by which method of what. Model and layer calls are told apart below.
+_METHODS: Final = {
+    "ask for the next plan": ("_core", "_ask"),
+    "wait for a plan, apply it": ("_core", "_take_answer"),
+    "start the plan": ("_backend", "start"),
+    "receipt": ("_backend", "finish"),
+    "sample": ("_core", "_sample"),
+    "run": ("_runner", "run"),
+    "layers": ("_backend", "layer"),
+}
+OURS: Final = ("model", "kernels")
 
-class StepShares:
+
+class StepTimes:
     """Times the steps of ``llm``, whose data plane is in this process. Costs microseconds."""
 
     def __init__(self, llm: LLM) -> None:
         core: Any = llm._core
-        self._backend: Any = core._backend
-        self._counters = self._backend._executor.counters
-        self._steps: list[tuple[int, float, float]] = []  # tokens, wall and model seconds
-        self._layers_s = 0.0
-        self._model_s = 0.0
-        core.step = self._timed_step(core.step, llm.stats)
-        core._runner.run = self._timed_run(core._runner.run)
-        self._backend.layer = self._timed_layer(self._backend.layer)
+        of = {"_core": core, "_backend": core._backend, "_runner": core._runner}
+        self._counters = core._backend._executor.counters
+        self._stats = llm.stats
+        self._steps: list[tuple[int, dict[str, float]]] = []  # tokens, seconds by part
+        self._present = Counter[str]()
+        for part, (name, method) in _METHODS.items():
+            setattr(of[name], method, self._timed(getattr(of[name], method), part))
+        core.step = self._timed_step(core.step)
 
-    def take(self, num_tokens: int) -> float:
-        """The share of the steps so far that computed so many tokens, by medians; then they are
-        forgotten.
+    def take(self, num_tokens: int) -> dict[str, float]:
+        """Median seconds of each part, and of all, in the steps so far that computed so many
+        tokens; then they are forgotten.
         """
-        steps = [step for step in self._steps if step[0] == num_tokens]
+        steps = [parts for num, parts in self._steps if num == num_tokens]
         self._steps.clear()
-        walls_s, models_s = (statistics.median(step[i] for step in steps) for i in (1, 2))
-        return 1 - models_s / walls_s
+        return {part: statistics.median(step[part] for step in steps) for part in steps[0]}
 
-    def _timed_step(self, step: Callable[[], Any], stats: Any) -> Callable[[], Any]:
+    def _timed(self, method: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @wraps(method)
+        def timed(*arguments: Any, **options: Any) -> Any:
+            began_s = time.perf_counter()
+            try:
+                return method(*arguments, **options)
+            finally:
+                self._present[part] += time.perf_counter() - began_s  # type: ignore[assignment]
+
+        return timed
+
+    def _timed_step(self, step: Callable[[], Any]) -> Callable[[], Any]:
         def timed() -> Any:
-            num_before = stats.num_computed_tokens
-            self._model_s = 0.0
+            self._present.clear()
+            num_before = self._stats.num_computed_tokens
+            kernels_s = sum(self._counters.kernel_s.values())
             began_s = time.perf_counter()
             result = step()
             wall_s = time.perf_counter() - began_s
-            self._steps.append((stats.num_computed_tokens - num_before, wall_s, self._model_s))
+            kernels_s = sum(self._counters.kernel_s.values()) - kernels_s
+            parts: dict[str, float] = dict.fromkeys(_METHODS, 0.0) | self._present
+            layers_s = parts.pop("layers")
+            parts |= {
+                "model": parts.pop("run") - layers_s,
+                "kernels": kernels_s,
+                "layer calls": layers_s - kernels_s,
+            }
+            parts["the rest"] = wall_s - sum(parts.values())
+            num = self._stats.num_computed_tokens - num_before
+            self._steps.append((num, parts | {"all": wall_s}))
             return result
 
         return timed
 
-    def _timed_run(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            kernels_s, self._layers_s = sum(self._counters.kernel_s.values()), 0.0
-            began_s = time.perf_counter()
-            logits = run(*arguments)
-            self._model_s = time.perf_counter() - began_s - self._layers_s
-            self._model_s += sum(self._counters.kernel_s.values()) - kernels_s
-            return logits
 
-        return timed
-
-    def _timed_layer(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **options: Any) -> Any:
-            began_s = time.perf_counter()
-            out = layer(*arguments, **options)
-            self._layers_s += time.perf_counter() - began_s
-            return out
-
-        return timed
+def service_share(parts: dict[str, float]) -> float:
+    """Of a step as ``StepTimes.take`` gives it."""
+    return 1 - sum(parts[name] for name in OURS) / parts["all"]

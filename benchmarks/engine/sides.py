@@ -12,14 +12,15 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from benchmarks.engine.share import StepShares
+from benchmarks.engine.share import StepTimes
 from demo.processes import Planes
 from engine import LLM, SamplingParams
 from engine.models.linears import pack_linears
 from kvplane.transformers import PlaneCache, close_planes
 
 VOCABULARY = 8192
-NUM_BLOCKS = 2048
+NUM_BLOCKS = 2048  # of 16 tokens
+NUM_PAGES = 128  # of 256 tokens: what transformers takes by itself
 MAX_POSITIONS = 1024
 # hidden, intermediate, layers, heads, KV heads
 MODELS = {
@@ -27,7 +28,6 @@ MODELS = {
     "31m": (512, 1280, 8, 8, 4),
     "197m": (1024, 2816, 16, 16, 4),
 }
-SIDES = ("generate", "generate_batch", "plane_cache", "embedded", "remote")
 
 Prompts = list[list[int]]
 Side = Callable[[Prompts, int], Prompts]
@@ -100,11 +100,11 @@ def answer(llm: LLM, prompts: Prompts, num_new: int) -> Prompts:
 @contextmanager
 def sides(
     folder: Path, chosen: list[str], threads: int, linears: str
-) -> Iterator[tuple[dict[str, Side], StepShares | None]]:
-    """The chosen sides over one model, all with the same linear layers, and the shares of the
+) -> Iterator[tuple[dict[str, Side], StepTimes | None]]:
+    """The chosen sides over one model, all with the same linear layers, and the times of the
     embedded engine's steps.
     """
-    shares = None
+    times = None
     of: dict[str, Side] = {}
     blocks = ["--num-device-blocks", str(NUM_BLOCKS), "--num-threads", str(threads)]
     with ExitStack() as closing:
@@ -137,8 +137,8 @@ def sides(
                 )
                 of[name] = partial(answer, closing.enter_context(llm))
                 if name == "embedded":
-                    shares = StepShares(llm)
-        yield of, shares
+                    times = StepTimes(llm)
+        yield of, times
 
 
 def continuous_batching(model: PreTrainedModel) -> Any:
@@ -146,7 +146,7 @@ def continuous_batching(model: PreTrainedModel) -> Any:
     return model.continuous_batching_context_manager(  # type: ignore[operator]
         generation_config=GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1),
         continuous_batching_config=ContinuousBatchingConfig(
-            num_blocks=NUM_BLOCKS, max_batch_tokens=512
+            num_blocks=NUM_PAGES, max_batch_tokens=512
         ),
         block=True,
         timeout=5,

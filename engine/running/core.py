@@ -13,13 +13,15 @@ import logging
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from engine.models.loader import LoadedModel
-from engine.request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams
+from engine.request import Delta, Request, RequestOutput, SamplingParams
+from engine.running.beams import BeamRequest
+from engine.running.live_requests import LiveRequest
 from engine.running.runner import Runner
 from engine.sampling.detokenizer import Detokenizer
 from engine.sampling.sampler import logprobs_of, new_stream, sample
@@ -50,15 +52,6 @@ IDLE_DELAY_S: Final = 0.005
 NEWS_DELAY_S: Final = 1.0  # without a notice, after which an answer's news are asked for
 
 _log = logging.getLogger("engine")
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request that is not finished; ``sequences`` grows to ``n`` when the prompt is computed."""
-
-    request: Request
-    sequences: list[EngineSequence] = field(default_factory=list)
-    error: KvplaneError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +86,7 @@ class EngineCore:
         self._runner = Runner(loaded.model)
         self._recovery_timeout_s = recovery_timeout_s
         self._plans_ahead = plans_ahead
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._deltas: list[Delta] = []
         self._outputs: dict[str, RequestOutput] = {}
         self._to_abort: set[str] = set()
@@ -123,9 +116,11 @@ class EngineCore:
                 f"has {len(token_ids)} tokens, must have fewer than the model's {limit} positions",
                 field=field,
             )
-        if params.n > self._max_sequences:
+        if params.num_sequences > self._max_sequences:
+            name = "num_beams" if params.num_beams > 1 else "n"
             raise InvalidRequestError(
-                f"must be at most max_sequences, {self._max_sequences}", field="sampling_params.n"
+                f"must be at most max_sequences, {self._max_sequences}",
+                field=f"sampling_params.{name}",
             )
 
     def add_request(self, prompt: str, token_ids: list[int], params: SamplingParams) -> str:
@@ -148,7 +143,8 @@ class EngineCore:
             end_token_ids=ends | frozenset(params.stop_token_ids),
         )
         first = self._new_sequence(request, 0)
-        self._live[request.request_id] = _Live(request, [first])
+        beams = BeamRequest(request) if params.num_beams > 1 else None
+        self._live[request.request_id] = LiveRequest(request, [first], beams)
         self._scheduler.add(first)
         self.stats.num_requests += 1
         self.stats.num_prompt_tokens += len(token_ids)
@@ -197,7 +193,7 @@ class EngineCore:
     def _step(self) -> None:
         """Carry out the step that was asked for; the next one is asked for meanwhile."""
         started_s = time.monotonic()
-        asked = self._asked or self._ask()
+        asked = self._asked or self._ask(expects_news=True)
         if asked is None:
             self._pause()
             return
@@ -216,10 +212,12 @@ class EngineCore:
         num_tokens = sum(span.num_tokens for span in outcome.spans)
         self.stats.note_step(time.monotonic() - started_s, num_tokens)
 
-    def _ask(self) -> _Asked | None:
-        """Ask for the next step; None when there is nothing to ask for."""
+    def _ask(self, *, expects_news: bool) -> _Asked | None:
+        """Ask for the next step; None when there is nothing to ask for, nor news, which are waited
+        for a moment.
+        """
         intents = self._scheduler.schedule()
-        if not intents and not self._expects_news():
+        if not intents and not (expects_news and self._expects_news()):
             return None
         self._stepped_s = time.monotonic()
         return _Asked(intents, self._link.begin_step([each.operation for each in intents]))
@@ -240,7 +238,7 @@ class EngineCore:
         num_tokens = sum(span.num_tokens for span in spans)
         started = self._backend.start(plan, num_tokens)
         if self._plans_ahead and self._scheduler.can_run_ahead:
-            self._asked = self._ask()
+            self._asked = self._ask(expects_news=False)
         receipts, logits = started.receipts, torch.empty(0)
         if not receipts:
             if started.num_tokens != num_tokens:
@@ -285,9 +283,12 @@ class EngineCore:
         groups = [self._continuations(sequence) for sequence in due]
         rows = [sequence for group in groups for sequence in group]
         places = [place for place, group in enumerate(groups) for _ in group]
-        if not rows:
-            return
-        self._take_tokens(rows, logits if len(rows) == len(due) else logits[places])
+        for sequence, row in zip(due, logits, strict=True):
+            live = self._live.get(sequence.request.request_id)
+            if live is not None and live.beams is not None:
+                live.beams.note(sequence, row)
+        if rows:
+            self._take_tokens(rows, logits if len(rows) == len(due) else logits[places])
         for first, group in zip(due, groups, strict=True):
             if len(group) > 1:
                 self._scheduler.branch(first, group)
@@ -295,12 +296,13 @@ class EngineCore:
                 self._scheduler.finish(first)
         for request_id in dict.fromkeys(sequence.request.request_id for sequence in rows):
             self._complete(request_id)
+        self._advance_beams()
 
     def _continuations(self, sequence: EngineSequence) -> list[EngineSequence]:
         """Those that take a token from this one's logits: all of the request's from its prompt's;
-        none if it failed in this step.
+        none if it failed in this step, and of a beam search.
         """
-        if sequence.status is SequenceStatus.FINISHED:
+        if sequence.status is SequenceStatus.FINISHED or sequence.params.num_beams > 1:
             return []
         if sequence.num_continuations == 1:
             return [sequence]
@@ -308,6 +310,40 @@ class EngineCore:
         others = range(1, sequence.params.n)
         live.sequences += [self._new_sequence(sequence.request, i) for i in others]
         return live.sequences
+
+    def _advance_beams(self) -> None:
+        """Take the next tokens of searches whose beams are all computed."""
+        for request_id, live in list(self._live.items()):
+            if live.beams is None or not live.beams.is_due(live.sequences):
+                continue
+            going = live.beams.advance(live.sequences, self._scheduler, self._new_sequence)
+            if going:
+                live.sequences = going
+                continue
+            for sequence in live.sequences:
+                self._scheduler.finish(sequence)
+            live.sequences = [
+                self._found(live.request, index, tokens, live.sequences[0].num_cached_tokens)
+                for index, tokens in enumerate(live.beams.answers)
+            ]
+            self._complete(request_id)
+
+    def _found(
+        self, request: Request, index: int, tokens: list[int], num_cached_tokens: int
+    ) -> EngineSequence:
+        """A continuation that a beam search found."""
+        sequence = self._new_sequence(request, index)
+        sequence.tokens += tokens
+        sequence.num_cached_tokens = num_cached_tokens
+        sequence.finish_reason = "stop" if tokens[-1] in request.end_token_ids else "length"
+        for token in tokens:
+            sequence.detokenizer.add(token)
+        sequence.detokenizer.finish()
+        text = sequence.detokenizer.take(final=True)
+        reason = sequence.finish_reason
+        self.stats.num_generated_tokens += len(tokens)
+        self._deltas.append(Delta(request.request_id, index, text, tokens, reason))
+        return sequence
 
     def _take_tokens(self, sequences: list[EngineSequence], logits: torch.Tensor) -> None:
         """``logits``: float32 [len(sequences), vocabulary]."""
@@ -368,25 +404,18 @@ class EngineCore:
                 sequence.finish_reason = reason
                 self._scheduler.finish(sequence)
                 sequence.detokenizer.finish()
-                text = sequence.detokenizer.take(final=True)
-                self._deltas.append(Delta(request_id, sequence.index, text, [], reason, live.error))
+                if sequence.index < live.request.params.n:  # of beams, so many are answers
+                    text, index = sequence.detokenizer.take(final=True), sequence.index
+                    self._deltas.append(Delta(request_id, index, text, [], reason, live.error))
         self._complete(request_id)
 
     def _complete(self, request_id: str) -> None:
         """Make the answer when all continuations are finished."""
         live = self._live[request_id]
-        if not all(s.finish_reason for s in live.sequences):
-            return
-        del self._live[request_id]
-        self.stats.num_cached_prompt_tokens += live.sequences[0].num_cached_tokens
-        self._outputs[request_id] = RequestOutput(
-            request_id=request_id,
-            prompt=live.request.prompt,
-            prompt_token_ids=live.request.prompt_token_ids,
-            outputs=[_completion(s) for s in live.sequences],
-            num_cached_tokens=live.sequences[0].num_cached_tokens,
-            error=live.error,
-        )
+        if live.is_done:
+            del self._live[request_id]
+            output = self._outputs[request_id] = live.output()
+            self.stats.num_cached_prompt_tokens += output.num_cached_tokens
 
     # Recovery.
 
@@ -453,14 +482,3 @@ class EngineCore:
         counts = self._scheduler.counts
         self.stats.num_swap_preemptions = counts.num_swap_preemptions
         self.stats.num_recompute_preemptions = counts.num_recompute_preemptions
-
-
-def _completion(sequence: EngineSequence) -> CompletionOutput:
-    return CompletionOutput(
-        index=sequence.index,
-        text=sequence.detokenizer.text,
-        token_ids=sequence.output_token_ids,
-        finish_reason=sequence.finish_reason,
-        logits=torch.stack(sequence.logits) if sequence.logits else None,
-        logprobs=tuple(sequence.logprobs),
-    )

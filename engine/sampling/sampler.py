@@ -43,7 +43,7 @@ def new_stream(seed: int | None, index: int) -> int:
 
 def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     """The next token of each of ``rows`` from ``logits`` float32 [num_rows, vocabulary] on CPU."""
-    logits = _penalised(logits, rows)
+    logits = penalised(logits, rows)
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     for is_nucleus in (False, True):
         drawn = [
@@ -78,6 +78,30 @@ def logprobs_of(
         of_others = tuple(TokenLogprob(each, decode(each), value) for each, value in likeliest)
         found.append(TokenLogprob(token, decode(token), of_tokens[i], of_others))
     return found
+
+
+def penalised(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """``logits`` [num_rows, vocabulary] with the penalties of tokens that were seen."""
+    repeated = [i for i, row in enumerate(rows) if row.params.repetition_penalty not in (None, 1.0)]
+    if repeated:
+        of_rows = logits[repeated]
+        penalty = torch.tensor([[rows[i].params.repetition_penalty] for i in repeated])
+        seen = _counts([rows[i].tokens for i in repeated], logits.shape[1]) > 0
+        changed = torch.where(of_rows > 0, of_rows / penalty, of_rows * penalty)
+        logits = logits.index_copy(0, torch.tensor(repeated), torch.where(seen, changed, of_rows))
+    counted = [
+        i
+        for i, row in enumerate(rows)
+        if row.params.frequency_penalty or row.params.presence_penalty
+    ]
+    if counted:
+        generated = [rows[i].tokens[rows[i].num_prompt_tokens :] for i in counted]
+        counts = _counts(generated, logits.shape[1])
+        frequency = torch.tensor([[rows[i].params.frequency_penalty] for i in counted])
+        presence = torch.tensor([[rows[i].params.presence_penalty] for i in counted])
+        changed = logits[counted] - frequency * counts - presence * (counts > 0)
+        logits = logits.index_copy(0, torch.tensor(counted), changed)
+    return logits
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[Row], *, is_nucleus: bool) -> list[int]:
@@ -126,30 +150,6 @@ def _hashed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
-
-
-def _penalised(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Of tokens that were seen, as ``SamplingParams`` describes it."""
-    repeated = [i for i, row in enumerate(rows) if row.params.repetition_penalty not in (None, 1.0)]
-    if repeated:
-        of_rows = logits[repeated]
-        penalty = torch.tensor([[rows[i].params.repetition_penalty] for i in repeated])
-        seen = _counts([rows[i].tokens for i in repeated], logits.shape[1]) > 0
-        changed = torch.where(of_rows > 0, of_rows / penalty, of_rows * penalty)
-        logits = logits.index_copy(0, torch.tensor(repeated), torch.where(seen, changed, of_rows))
-    counted = [
-        i
-        for i, row in enumerate(rows)
-        if row.params.frequency_penalty or row.params.presence_penalty
-    ]
-    if counted:
-        generated = [rows[i].tokens[rows[i].num_prompt_tokens :] for i in counted]
-        counts = _counts(generated, logits.shape[1])
-        frequency = torch.tensor([[rows[i].params.frequency_penalty] for i in counted])
-        presence = torch.tensor([[rows[i].params.presence_penalty] for i in counted])
-        changed = logits[counted] - frequency * counts - presence * (counts > 0)
-        logits = logits.index_copy(0, torch.tensor(counted), changed)
-    return logits
 
 
 def _counts(tokens: Sequence[Sequence[int]], vocabulary: int) -> torch.Tensor:

@@ -173,7 +173,9 @@ class Scheduler(Queues):
                 self.add(sequence)
                 continue
             sequence.num_sent, sequence.num_blocks = state.num_tokens, state.num_blocks
-            sequence.num_computed, sequence.num_due = state.num_scheduled_tokens, 0
+            sequence.num_computed = state.num_scheduled_tokens
+            # What was computed stays: of a beam that waits for others.
+            sequence.num_due = int(sequence.num_due > 0 and sequence.num_uncomputed <= 1)
             on_host = state.tier == types.TIER_HOST
             sequence.status = SequenceStatus.SWAPPED if on_host else SequenceStatus.RUNNING
             self._queue_of(sequence).append(sequence)

@@ -86,11 +86,13 @@ class EngineSequence:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether its next token can be planned now: its value may be due, but not whether it is
-        the last by length, or the one where continuations separate.
+        """Whether its next token can be planned now. One that is due may be the last by length, or
+        the one where continuations separate; and which beams go on, all their tokens decide.
         """
         if self.num_due == 0:
             return True
+        if self.params.num_beams > 1:
+            return False
         is_last = self.num_output_tokens + self.num_due >= self.request.params.max_tokens
         return not is_last and self.num_continuations == 1
 
@@ -104,7 +106,7 @@ class EngineSequence:
         """How many of the request's continuations it stands for: all of them until the first token,
         then itself.
         """
-        return self.request.params.n if self.num_output_tokens == 0 else 1
+        return self.params.num_sequences if self.num_output_tokens == 0 else 1
 
     def start(self, num_blocks: int, num_cached_tokens: int) -> None:
         """It was admitted: what is not cached is to be computed."""

@@ -1,4 +1,4 @@
-"""The engine's session with a control plane, for a caller that is not asynchronous.
+"""A session with a control plane, for a caller that is not asynchronous: an engine, or caches.
 
 At any time there is at most one session. A receipt is added as soon as it is there and sent with
 the next step.
