@@ -244,6 +244,10 @@ class Executor:
                 raise NotPermittedError("the grant is another tenant's", field="grant.tenant")
             return self._sessions.open(verified).id
 
+    def is_open(self, session_id: int) -> bool:
+        """Whether the session was opened here and has not ended."""
+        return session_id in self._sessions
+
     def start(self, session: int | pb.SignedPayload, plan: pb.SignedPayload) -> StartedPlan:
         """Verify a plan, change the block tables as it says, and run its transfers.
 

@@ -172,7 +172,7 @@ class ShardKernels:
         """``write`` and ``attend`` of a layer that ``bound_layer`` found."""
         assert self._bound is not None
         output, *seconds = self._bound.run(bound, batch, query, key, value)
-        token_bytes = _token_bytes(bound.held[0])
+        token_bytes = _token_bytes(bound)
         for name, duration_s, num_tokens in zip(
             ("write", "attention"), seconds, (batch.num_tokens, num_context_tokens), strict=True
         ):
@@ -333,10 +333,10 @@ class ShardKernels:
         require(has == wanted, f"must have the layout's dtype {wanted}, has {has}", name)
 
 
-def _token_bytes(arguments: WriteArguments | AttentionArguments) -> int:
+def _token_bytes(layer: WriteArguments | AttentionArguments | BoundLayer) -> int:
     """Of one position: its keys and values in one layer."""
-    keys = arguments.keys
-    return (keys[0].nbytes + arguments.values[0].nbytes) // keys.shape[2]
+    keys = layer.keys
+    return (keys[0].nbytes + layer.values[0].nbytes) // keys.shape[2]
 
 
 def _check_window(window_tokens: int, most: int | None) -> None:

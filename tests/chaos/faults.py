@@ -5,7 +5,6 @@ broken no longer, or breaks it for good and leaves the rest to ``Fleet.heal``.
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 from collections.abc import Awaitable, Callable
 from random import Random
@@ -13,14 +12,17 @@ from random import Random
 from kvplane import ControlClient, ops
 from kvplane.errors import KvplaneError
 from kvplane.layout import Layout
-from tests.chaos.fleet import LEASE_S, NUM_DEVICE_BLOCKS, Fleet, Program
+from tests.chaos.fleet import DATA_PLANES, LEASE_S, NUM_DEVICE_BLOCKS, Fleet, Program
 
 Fault = Callable[[Fleet, Random], Awaitable[None]]
-CLOCK_JUMP_S = 3600
 
 
 def _engine(fleet: Fleet, random: Random) -> Program:
     return random.choice(fleet.engines).program
+
+
+def _data_plane(fleet: Fleet, random: Random) -> Program:
+    return fleet.planes[random.choice(list(DATA_PLANES))]
 
 
 async def _restart(plane: Program, random: Random) -> None:
@@ -40,10 +42,11 @@ async def kill_control(fleet: Fleet, random: Random) -> None:
 
 
 async def kill_data(fleet: Fleet, random: Random) -> None:
-    await _restart(fleet.planes["data"], random)
+    await _restart(_data_plane(fleet, random), random)
 
 
-async def kill_both(fleet: Fleet, random: Random) -> None:
+async def kill_planes(fleet: Fleet, random: Random) -> None:
+    """All of them at once."""
     await asyncio.gather(*(_restart(plane, random) for plane in fleet.planes.values()))
 
 
@@ -56,7 +59,7 @@ async def stop_control(fleet: Fleet, random: Random) -> None:
 
 
 async def stop_data(fleet: Fleet, random: Random) -> None:
-    await _stop(fleet.planes["data"], random)
+    await _stop(_data_plane(fleet, random), random)
 
 
 async def stop_engine(fleet: Fleet, random: Random) -> None:
@@ -99,13 +102,6 @@ async def half_close(fleet: Fleet, random: Random) -> None:
     random.choice(list(fleet.links.values())).half_close()
 
 
-async def jump_clock(fleet: Fleet, random: Random) -> None:
-    """The control plane comes back with a clock that is an hour off."""
-    control = fleet.planes["control"]
-    control.clock_offset_s = random.choice((-CLOCK_JUMP_S, 0, CLOCK_JUMP_S))
-    await _restart(control, random)
-
-
 async def fill_pool(fleet: Fleet, random: Random) -> None:
     """Another tenant's session takes every block that it is given, and holds them for a while."""
     try:
@@ -122,8 +118,7 @@ async def fill_pool(fleet: Fleet, random: Random) -> None:
 FAULTS: dict[str, Fault] = {
     fault.__name__: fault
     for fault in (
-        kill_control, kill_data, kill_both, kill_engine, stop_control, stop_data, stop_engine,
+        kill_control, kill_data, kill_planes, kill_engine, stop_control, stop_data, stop_engine,
         cut, lose_requests, lose_answers, delay, half_close, fill_pool,
-        *((jump_clock,) if shutil.which("faketime") else ()),
     )
 }  # fmt: skip

@@ -26,6 +26,12 @@ LEASE_S = 3.0
 # A pool that the engines on it cannot all fit into: they wait, swap and are cut.
 NUM_DEVICE_BLOCKS = 40
 NUM_HOST_BLOCKS = 16
+# By name: the pool, and the flags of a shard.
+DATA_PLANES = {
+    "data": ("one",),
+    "shard-0": ("two", "--num-shards", "2", "--shard-index", "0"),
+    "shard-1": ("two", "--num-shards", "2", "--shard-index", "1"),
+}
 PATIENCE_S = 120.0  # for an answer once nothing is broken any more
 
 Answer = list[list[list[int]]]
@@ -39,20 +45,16 @@ class Program:
         self._arguments = arguments
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
-        self.clock_offset_s = 0
 
     async def start(self) -> None:
-        faked = ["faketime", "-f", f"{self.clock_offset_s:+d}s"] if self.clock_offset_s else []
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *faked,
                 *(sys.executable, "-m", *self._arguments),
                 cwd=ROOT,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,  # faketime's child is signalled with it
             )
 
     @property
@@ -66,7 +68,7 @@ class Program:
 
     def signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+            self.process.send_signal(number)
 
     async def kill(self) -> None:
         """As a machine that loses power."""
@@ -82,7 +84,7 @@ class Engine:
     program: Program
     wanted: dict[int, Answer]
     num_answers: int = 0
-    num_restarts: int = 0
+    num_starts: int = 0
     wrong: list[str] = field(default_factory=list)
 
     async def answer(self, number: int) -> None:
@@ -90,7 +92,7 @@ class Engine:
         while True:
             if not self.program.is_running:
                 await self.program.start()
-                self.num_restarts += 1
+                self.num_starts += 1
                 if await self._line() is None:
                     continue
             with contextlib.suppress(ConnectionError):
@@ -115,18 +117,17 @@ class Engine:
 
 
 class Fleet:
-    """Pool "one" with two remote engines and pool "embedded" inside of a third. The control plane
-    and the remote data plane each are reached through a link.
+    """Pool "one" of one data plane with two engines, pool "two" of two shards with one, and pool
+    "embedded" inside of an engine. The control plane and each data plane is reached through a link.
     """
 
     def __init__(
         self, model: Path, logs: Path, data_plane: Sequence[str] = ("data_plane",)
     ) -> None:
         """``data_plane``: the module that is run as the data plane, and its first arguments."""
-        control, data = (f"127.0.0.1:{free_port()}" for _ in range(2))
-        self.links = {"control": LossyLink(control), "data": LossyLink(data)}
+        self._addresses = {name: f"127.0.0.1:{free_port()}" for name in ("control", *DATA_PLANES)}
+        self.links = {name: LossyLink(address) for name, address in self._addresses.items()}
         self._model, self._logs, self._data_plane = str(model), logs, data_plane
-        self._control_address, self._data_address = control, data
         self.planes: dict[str, Program] = {}
         self.engines: list[Engine] = []
 
@@ -137,21 +138,23 @@ class Fleet:
         common = ("--metrics-port", "-1", "--log-level", "warning")
         self.planes["control"] = Program(
             "control", self._logs / "control.log",
-            *("control_plane", "--bind", self._control_address, "--lease-s", str(LEASE_S), *common),
+            *("control_plane", "--bind", self._addresses["control"], "--lease-s", str(LEASE_S)),
+            *common,
         )  # fmt: skip
-        self.planes["data"] = Program(
-            "data", self._logs / "data.log",
-            *(*self._data_plane, "--bind", self._data_address, "--control-plane", via, *common),
-            *("--advertise", self.links["data"].address, "--model", self._model),
-            *("--pool-id", "one", "--num-device-blocks", str(NUM_DEVICE_BLOCKS)),
-            *("--num-host-blocks", str(NUM_HOST_BLOCKS)),
-        )  # fmt: skip
+        for name, (pool, *shard) in DATA_PLANES.items():
+            self.planes[name] = Program(
+                name, self._logs / f"{name}.log",
+                *(*self._data_plane, "--bind", self._addresses[name], "--control-plane", via),
+                *("--advertise", self.links[name].address, "--model", self._model, *common),
+                *("--pool-id", pool, "--num-device-blocks", str(NUM_DEVICE_BLOCKS)),
+                *("--num-host-blocks", str(NUM_HOST_BLOCKS), *shard),
+            )  # fmt: skip
         for plane in self.planes.values():
             await plane.start()
         wanted: dict[int, Answer] = {}  # by set: what the first answer was, when nothing was broken
-        for i, where in enumerate(("remote", "remote", "embedded")):
+        for i, pool in enumerate(("one", "one", "two", "embedded")):
             name = f"engine-{i}"
-            pool = "one" if where == "remote" else "embedded"
+            where = "embedded" if pool == "embedded" else "remote"
             program = Program(
                 name, self._logs / f"{name}.log",
                 *("tests.chaos.engine_worker", self._model, via, pool, where),
@@ -180,17 +183,18 @@ class Fleet:
 
     async def check_nothing_is_held(self) -> None:
         """Raises AssertionError when a block is in no state or in two, or stays in use."""
-        async with ControlClient(self._control_address) as control:
+        async with ControlClient(self._addresses["control"]) as control:
             deadline_s = asyncio.get_running_loop().time() + PATIENCE_S
-            while True:
-                try:
-                    pool = await control.describe_pool("one")
-                    if pool.ready and _num_in_use(pool) == 0:
-                        return
-                except KvplaneError:
-                    pool = None
-                assert asyncio.get_running_loop().time() < deadline_s, f"blocks stay in use: {pool}"
-                await asyncio.sleep(0.1)
+            for pool_id in ("one", "two"):
+                pool = None
+                while True:
+                    with contextlib.suppress(KvplaneError):
+                        pool = await control.describe_pool(pool_id)
+                        if pool.ready and _num_in_use(pool) == 0:
+                            break
+                    in_time = asyncio.get_running_loop().time() < deadline_s
+                    assert in_time, f"blocks stay in use: {pool}"
+                    await asyncio.sleep(0.1)
 
 
 def _num_in_use(pool: control_pb2.DescribePoolResponse) -> int:

@@ -64,7 +64,7 @@ async def run(
             result.num_phases += 1
             result.num_faults.update(names)
         result.num_answers = sum(engine.num_answers for engine in fleet.engines)
-        result.num_engine_restarts = sum(engine.num_restarts for engine in fleet.engines) - 3
+        result.num_engine_restarts = sum(engine.num_starts - 1 for engine in fleet.engines)
         result.wrong = [wrong for engine in fleet.engines for wrong in engine.wrong]
         return result
     finally:

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from planted_text import Fault, assert_noticed
 
-ROOT = Path(__file__).parents[2]
-TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
 SOCKETS = "tests/rpc/test_access.py"
 LIST = "tests/unit/client/test_access_list.py"
 LARGE = "tests/attacks/test_large_requests.py"
 FLOODS = "tests/attacks/test_floods.py"
-
-
-class Fault(NamedTuple):
-    """``old`` is in ``file`` once; ``tests`` must notice that ``new`` takes its place."""
-
-    file: str
-    old: str
-    new: str
-    tests: str
-
 
 BASIC = {
     "roles_are_not_asked_for": Fault(
@@ -118,23 +102,3 @@ def test_the_tests_notice(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MORE)
 def test_the_tests_notice_at_night(name: str, tmp_path: Path) -> None:
     assert_noticed(MORE[name], tmp_path)
-
-
-def assert_noticed(fault: Fault, folder: Path) -> None:
-    for part in ("kvplane", "control_plane", "data_plane", "tests", "pyproject.toml"):
-        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
-        copy(ROOT / part, folder / part)
-    path = folder / fault.file
-    sound = path.read_text()
-    assert sound.count(fault.old) == 1
-    path.write_text(sound.replace(fault.old, fault.new))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", fault.tests],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == TESTS_FAILED, done.stdout + done.stderr

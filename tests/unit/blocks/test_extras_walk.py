@@ -44,7 +44,7 @@ class ForgettingWalk(Walk):
 
     def act(self) -> None:
         super().act()
-        self.world.pool.check_integrity()
+        self.world.check_integrity()
         if not self.truncates:
             self.check_forgotten()
 

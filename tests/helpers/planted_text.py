@@ -1,0 +1,43 @@
+"""Faults planted in the text of a copy of the planes, which a test must notice."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
+
+
+class Fault(NamedTuple):
+    """``old`` is in ``file`` once; ``tests`` must notice that ``new`` takes its place."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+def assert_noticed(fault: Fault, folder: Path) -> None:
+    parts = ("kvplane", "control_plane", "data_plane", "tests", "scripts", "pyproject.toml")
+    for part in parts:
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        copy(ROOT / part, folder / part)
+    path = folder / fault.file
+    sound = path.read_text()
+    assert sound.count(fault.old) == 1
+    path.write_text(sound.replace(fault.old, fault.new))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", fault.tests],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == TESTS_FAILED, done.stdout + done.stderr
