@@ -10,6 +10,20 @@ Classes, methods and errors are those of ``kvplane``, and so is the documentatio
 objects may be used from any thread; calls of one session still run one after the other.
 """
 
-from kvplane.sync.clients import ControlClient, DataClient, Execution, Session
+from kvplane.sync.clients import (
+    ControlClient,
+    DataClient,
+    Execution,
+    Session,
+    ShardedDataClient,
+    ShardedExecution,
+)
 
-__all__ = ["ControlClient", "DataClient", "Execution", "Session"]
+__all__ = [
+    "ControlClient",
+    "DataClient",
+    "Execution",
+    "Session",
+    "ShardedDataClient",
+    "ShardedExecution",
+]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
-from kvplane.clients import control_client, data_client, execution
+from kvplane.clients import control_client, data_client, execution, sharded_execution
 from kvplane.clients.prefix_feed import PrefixEvent
 from kvplane.errors import KvplaneError
 from kvplane.layout import Layout
 from kvplane.session import session as sessions
-from kvplane.sync.portal import Portal, blocking, immediate, loop, wrapping
+from kvplane.sync.portal import Portal, blocking, immediate, in_this_thread, loop, wrapping
+from kvplane.transport.local.connection import LocalConnection
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1.control_pb2 import ShardInfo
 from kvplane.v1.types_pb2 import SessionRef, SignedPayload
@@ -115,11 +116,15 @@ class Execution(Portal[execution.Execution]):
 
     layers: list[int]
     receipt: SignedPayload | None
+    local: LocalConnection | None
 
     connect = blocking(execution.Execution.connect)
     start = blocking(execution.Execution.start)
     begin = blocking(execution.Execution.begin)
     layer = blocking(execution.Execution.layer)
+    begin_now = in_this_thread(execution.Execution.begin_now)
+    layer_now = in_this_thread(execution.Execution.layer_now)
+    leave = immediate(execution.Execution.leave)
     close = blocking(execution.Execution.close)
 
 
@@ -153,3 +158,43 @@ class DataClient(Portal[data_client.DataClient]):
     read_blocks = blocking(data_client.DataClient.read_blocks)
     write_blocks = blocking(data_client.DataClient.write_blocks)
     close = blocking(data_client.DataClient.close)
+
+
+class ShardedExecution(Portal[sharded_execution.ShardedExecution]):
+    """A ``kvplane.ShardedExecution``, made by ``ShardedDataClient.open``."""
+
+    only: execution.Execution | None
+    layers: list[int]
+    receipts: list[SignedPayload]
+    has_run: bool
+
+    start = blocking(sharded_execution.ShardedExecution.start)
+    begin = blocking(sharded_execution.ShardedExecution.begin)
+    layer = blocking(sharded_execution.ShardedExecution.layer)
+    close = blocking(sharded_execution.ShardedExecution.close)
+
+
+def _sharded(opened: sharded_execution.ShardedExecution) -> ShardedExecution:
+    return ShardedExecution(lambda: opened)
+
+
+class ShardedDataClient(Portal[sharded_execution.ShardedDataClient]):
+    """A ``kvplane.ShardedDataClient``, with its parameters."""
+
+    def __init__(
+        self,
+        shards: Sequence[ShardInfo],
+        layout: Layout,
+        *,
+        tls: TlsOptions | None = None,
+        timeout_s: float = 10.0,
+        shared_memory: bool = True,
+    ) -> None:
+        super().__init__(
+            lambda: sharded_execution.ShardedDataClient(
+                shards, layout, tls=tls, timeout_s=timeout_s, shared_memory=shared_memory
+            )
+        )
+
+    open = wrapping(sharded_execution.ShardedDataClient.open, _sharded)
+    close = blocking(sharded_execution.ShardedDataClient.close)

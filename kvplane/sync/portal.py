@@ -89,3 +89,15 @@ def immediate(
         return loop().call(lambda: method(portal._wrapped, *args, **kwargs))
 
     return call
+
+
+def in_this_thread(
+    method: Callable[Concatenate[Wrapped, Given], Result],
+) -> Callable[Concatenate[Portal[Wrapped], Given], Result]:
+    """A method that is meant for the calling thread, whatever loop there is."""
+
+    @functools.wraps(method)
+    def call(portal: Portal[Wrapped], /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        return method(portal._wrapped, *args, **kwargs)
+
+    return call

@@ -56,7 +56,7 @@ def test_the_wheel_holds_every_module_and_its_types(wheel: Path) -> None:
         str(path.relative_to(ROOT))
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".pyi") or path.name == "py.typed"
+        if path.suffix in (".py", ".pyi", ".html", ".js", ".css") or path.name == "py.typed"
     }
     assert wanted <= names
 
@@ -95,6 +95,36 @@ assert kvplane.__file__.startswith(sys.argv[1])
     subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], cwd=tmp_path, check=True, timeout=60
     )
+
+
+def test_a_source_distribution_holds_what_everything_is_built_from(
+    wheel: Path, tmp_path: Path
+) -> None:
+    tree = tmp_path / "tree"
+    left_out = shutil.ignore_patterns("__pycache__", "build", "node_modules", "*.so")
+    for name in (*PACKAGES, "protos", "csrc", "deploy", "docs", "examples"):
+        shutil.copytree(ROOT / name, tree / name, ignore=left_out)
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tree)
+    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    command = [sys.executable, "-c", build, str(tmp_path)]
+    subprocess.run(command, cwd=tree, check=True, timeout=100, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as unpacked:
+        names = {name.partition("/")[2] for name in unpacked.getnames()}
+    for wanted in (
+        "CHANGELOG.md",
+        "LICENSE",
+        "protos/kvplane/v1/control.proto",
+        "csrc/CMakeLists.txt",
+        "csrc/blocks/bindings/module.cpp",
+        "deploy/kubernetes/kustomization.yaml",
+        "docs/tutorial.md",
+        "examples/node/session.js",
+    ):
+        assert wanted in names
+    of_wheel = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    assert of_wheel <= names
 
 
 # What needs more than the base says so on one line.
@@ -185,8 +215,8 @@ def test_the_kernels_and_the_blocks_have_no_source_in_common(tmp_path: Path) -> 
     assert kernels & blocks == {"CMakeLists.txt", "PKG-INFO", "pyproject.toml"}
 
 
-def test_the_blocks_are_a_wheel_that_builds_without_a_warning_and_needs_nothing_else(
-    tmp_path: Path,
+def test_the_blocks_are_a_wheel_of_their_own_with_which_a_control_plane_runs(
+    wheel: Path, tmp_path: Path
 ) -> None:
     archive = source_distribution(ROOT / "csrc" / "blocks", tmp_path)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
@@ -209,3 +239,27 @@ def test_the_blocks_are_a_wheel_that_builds_without_a_warning_and_needs_nothing_
         [python, "-W", "error", "-c", program], capture_output=True, text=True, cwd=tmp_path
     )
     assert (done.stdout, done.stderr) == ("16\n", "")
+
+    extra = f"kvplane[control-plane] @ {wheel.as_uri()}"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    subprocess.run([*pip, "--only-binary", ":all:", extra], check=True, timeout=400)
+    port_file = tmp_path / "port"
+    plane = subprocess.Popen(
+        [python, "-m", "control_plane", "--bind", "127.0.0.1:0", "--port-file", str(port_file),
+         "--metrics-port", "-1", "--page-port", "0"],
+        cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert plane.stderr is not None
+        while "listening address=" not in (line := plane.stderr.readline()):
+            assert line, "the control plane has ended"
+        address = f"127.0.0.1:{port_file.read_text().strip()}"
+        asked = subprocess.run(
+            [python, "-m", "kvplane", "--control-plane", address, "ping"],
+            cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert (asked.returncode, "SERVING" in asked.stdout) == (0, True), asked
+    finally:
+        plane.terminate()
+        plane.communicate(timeout=20)
+    assert plane.returncode == 0

@@ -27,7 +27,7 @@ class Fault(NamedTuple):
 
 def assert_noticed(fault: Fault, folder: Path) -> None:
     """Copy the tree to ``folder``, plant the fault, and run its tests there."""
-    for part in ("kvplane", "control_plane", "data_plane", "tests", "pyproject.toml"):
+    for part in ("kvplane", "control_plane", "data_plane", "tests", "scripts", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         copy(ROOT / part, folder / part)
     path = folder / fault.file
@@ -38,7 +38,7 @@ def assert_noticed(fault: Fault, folder: Path) -> None:
     done = subprocess.run(
         [*command, "-k", fault.only] if fault.only else command,
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder)},
+        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
         timeout=300,

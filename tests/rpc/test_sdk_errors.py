@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 
+import grpc.aio
 import pytest
 from sdk_peers import ScriptedControlPlane, interceptor
 
@@ -93,6 +94,18 @@ async def test_a_refused_call_is_named_in_the_answer_and_in_the_log(
     assert ids[0] != ids[1]
     for request_id in ids:
         assert f"refused request_id={request_id} method=/kvplane.v1" in caplog.text
+
+
+async def test_the_text_of_a_status_begins_with_the_field(
+    plane: ScriptedControlPlane, client: ControlClient
+) -> None:
+    def script(request: object) -> object:
+        raise PoolNotFoundError("not here", field="pool_id")
+
+    plane.script = script
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client._stub.DescribePool(pb.DescribePoolRequest())
+    assert caught.value.details() == "pool_id: not here"
 
 
 @pytest.mark.parametrize(("given", "is_taken"), [("order-66:a.b", True), ("x" * 65, False)])

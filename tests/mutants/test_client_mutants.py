@@ -1,0 +1,113 @@
+"""The tests of the client, of what errors say and of the page notice a planted fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from source_faults import Fault, assert_noticed
+
+MISTAKES = "tests/rpc/test_common_mistakes.py::test_a_mistake_is_answered_with_what_to_do"
+ARRAYS = "tests/unit/client/test_tensor_arrays.py"
+ERRORS = "tests/rpc/test_sdk_errors.py"
+PAGE = "tests/rpc/test_page.py"
+PAGE_SERVER = "control_plane/server/page/page_server.py"
+SESSION = "kvplane/session/session.py"
+
+BASIC = {
+    "an_absent_plan_is_empty": Fault(
+        "kvplane/results.py",
+        'return self._message.plan if self._message.HasField("plan") else None',
+        "return self._message.plan",
+        "tests/unit/client/test_sdk_results.py",
+    ),
+    "rows_are_read_as_columns": Fault(
+        "kvplane/arrays/dlpack.py", "if tensor.strides and", "if False and", ARRAYS
+    ),
+    "anybody_may_look": Fault(
+        PAGE_SERVER,
+        'if ROLES["operator"] not in caller.roles:',
+        "if False:",
+        f"{PAGE}::test_a_listed_operator_is_let_in_by_its_token",
+    ),
+}
+MORE = {
+    "a_receipt_may_be_none": Fault(
+        SESSION,
+        "if receipt is None:",
+        "if False:",
+        f"{MISTAKES}[a_receipt_before_the_plan_has_run]",
+    ),
+    "a_session_forgets_why_it_ended": Fault(
+        SESSION,
+        'if over and error.field.startswith("session.")',
+        'if False and error.field.startswith("session.")',
+        "tests/rpc/test_sdk_control_plane.py"
+        "::test_a_lease_is_kept_by_the_client_and_lost_without_it",
+    ),
+    "swapped_addresses_are_not_told": Fault(
+        "kvplane/serving/wrong_service.py",
+        "if handler is not None or not wanted.startswith(_OURS):",
+        "if True:",
+        f"{MISTAKES}[control_client_for_a_data_plane]",
+    ),
+    "the_text_has_no_field": Fault(
+        "kvplane/wire/error_codec.py",
+        'text = f"{wire.field}: {wire.message}" if wire.field else wire.message',
+        "text = wire.message",
+        ERRORS,
+    ),
+    "a_call_has_no_name": Fault(
+        "kvplane/serving/interceptor.py",
+        "REQUEST_ID.set(_request_id(context))",
+        "pass",
+        ERRORS,
+    ),
+    "a_loop_is_touched_by_other_threads": Fault(
+        "kvplane/sync/portal.py",
+        "self._wrapped = loop().call(make)",
+        "self._wrapped = make()",
+        "tests/rpc/test_sync.py::test_a_thread_admits_attends_and_finds_its_prompt_cached",
+    ),
+    "any_name_is_answered": Fault(
+        PAGE_SERVER,
+        'if not _is_ours(headers.get("host", ""))',
+        "if False",
+        f"{PAGE}::test_a_name_that_points_here_is_not_answered",
+    ),
+    "a_browser_that_left_stays": Fault(
+        PAGE_SERVER,
+        "if not await asyncio.wait_for(reader.read(1), INTERVAL_S):",
+        "if await asyncio.sleep(INTERVAL_S):",
+        f"{PAGE}::test_a_browser_that_left_takes_up_no_place",
+    ),
+    "prefixes_of_other_tenants_are_shown": Fault(
+        "control_plane/planning/views.py",
+        "if owner == tenant",
+        "if owner",
+        f"{PAGE}::test_a_tenant_sees_no_session_and_no_prefix_of_another",
+    ),
+    "sessions_of_other_tenants_are_shown": Fault(
+        "control_plane/planning/core.py",
+        "self._sessions_of(p, tenant)",
+        "self._sessions_of(p)",
+        f"{PAGE}::test_a_tenant_sees_no_session_and_no_prefix_of_another",
+    ),
+    "a_view_is_never_made_again": Fault(
+        PAGE_SERVER,
+        "if now_s - made_s >= INTERVAL_S:",
+        "if not text:",
+        f"{PAGE}::test_an_event_follows_each_change_and_no_other",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BASIC)
+def test_a_test_of_the_client_notices(name: str, tmp_path: Path) -> None:
+    assert_noticed(BASIC[name], tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MORE)
+def test_a_test_of_the_client_notices_at_night(name: str, tmp_path: Path) -> None:
+    assert_noticed(MORE[name], tmp_path)
