@@ -104,7 +104,7 @@ class ControlPlane:
         self._next_tick_s: float | None = None
         self._registration = Registration(
             self._pools,
-            incarnation=incarnation,
+            incarnation=lambda: self.incarnation,
             config=config,
             new_key=new_key,
             end_sessions=self._end_all,
@@ -114,7 +114,7 @@ class ControlPlane:
         self.take_outgoing = self._registration.take_outgoing
         self.take_told = self._registration.take_told
         self.has_work, self.work = self._registration.has_work, self._registration.work
-        self._followers = Followers(incarnation, config.max_followers)
+        self._followers = Followers(lambda: self.incarnation, config.max_followers)
         self.unfollow = self._followers.remove
         self._touch = self._registration.touched.add
 

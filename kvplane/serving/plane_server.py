@@ -63,7 +63,7 @@ class PlaneServer:
         self._service_name = service_name
         self._service = service
         service_descriptor = descriptor_pool.Default().FindServiceByName(service_name)
-        gate = Gate(AccessList(config.access_file), [service_descriptor])
+        self._gate = Gate(AccessList(config.access_file), [service_descriptor])
         bounds = {
             f"/{service_name}/{method.name}": MessageBounds(method.input_type, max_counts)
             for method in service_descriptor.methods
@@ -79,7 +79,7 @@ class PlaneServer:
             max_connection_calls=config.max_connection_calls,
             interceptors=[
                 WrongServiceInterceptor(service_name),
-                ErrorInterceptor(metrics.rpc, Admission(gate, bounds, budget)),
+                ErrorInterceptor(metrics.rpc, Admission(self._gate, bounds, budget)),
             ],
         )
         add_service(service, self._server.grpc_server)
