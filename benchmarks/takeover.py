@@ -20,15 +20,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+import grpc.aio
+
 from benchmarks.control_plane.report import quantile
 from benchmarks.cpu import cpu_name
 from kvplane import ControlClient, LayerGroup, Layout
+from kvplane.clients.control_client import CONTROL_PLANE_SERVICE
 from kvplane.errors import KvplaneError
+from kvplane.transport.tls import open_channel
+from kvplane.v1.control_pb2 import DescribeControlPlaneRequest
+from kvplane.v1.control_pb2_grpc import ControlPlaneServiceStub
 from tests.helpers.etcd_cluster import EtcdCluster
 
 LAYOUT = Layout("takeover", 16, "float32", "float32", (LayerGroup("full", (0,), 1, 8),))
@@ -87,18 +92,23 @@ class ControlPlanes:
 async def one_round(planes: ControlPlanes, how: str) -> tuple[float, float]:
     """Seconds until another leads, and until the pool is ready."""
     leader = await planes.leader()
-    async with ControlClient(planes.addresses) as client:
+    async with (
+        ControlClient(planes.addresses) as client,
+        open_channel(planes.addresses, None, health_of=CONTROL_PLANE_SERVICE) as channel,
+    ):
+        describe = ControlPlaneServiceStub(channel).DescribeControlPlane
+        request = DescribeControlPlaneRequest()
         await client.wait_ready("pool", 60)
         await asyncio.sleep(1.0)
-        before = (await client.describe()).incarnation
+        before = (await describe(request)).incarnation
         os.kill(planes.processes[leader].pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         began_s = time.monotonic()
         while True:
             try:
-                if (await client.describe(timeout_s=0.25)).incarnation > before:
+                if (await describe(request, timeout=0.25)).incarnation > before:
                     break
-            except KvplaneError:
-                continue
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.002)
         took_over_s = time.monotonic() - began_s
         await client.wait_ready("pool", 60)
         ready_s = time.monotonic() - began_s
@@ -107,9 +117,7 @@ async def one_round(planes: ControlPlanes, how: str) -> tuple[float, float]:
     return took_over_s, ready_s
 
 
-def measure(
-    kind: str, ttl_s: int, hows: list[str], rounds: int, show: Callable[[str], None]
-) -> None:
+def measure(kind: str, ttl_s: int, hows: list[str], rounds: int) -> None:
     """All rounds with one elector; a line for each way to end."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -134,9 +142,10 @@ def measure(
                 continue  # whoever holds the lock leads
             times = [asyncio.run(one_round(planes, how)) for _ in range(rounds)]
             took, ready = ([each[i] for each in times] for i in (0, 1))
-            show(
+            print(
                 f"{kind:<6} {how:<5} {min(took):>9.3f} {quantile(took, 0.5):>7.3f} "
-                f"{quantile(took, 0.95):>7.3f} {quantile(ready, 0.5):>10.3f} {max(ready):>7.3f}"
+                f"{quantile(took, 0.95):>7.3f} {quantile(ready, 0.5):>10.3f} {max(ready):>7.3f}",
+                flush=True,
             )
 
 
@@ -153,9 +162,7 @@ def main() -> None:
     print("                 takeover                  ready")
     print("elector how         min     p50     p95        p50     max")
     for kind in options.election:
-        measure(
-            kind, options.ttl_s, options.how, options.rounds, lambda line: print(line, flush=True)
-        )
+        measure(kind, options.ttl_s, options.how, options.rounds)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from kvplane.errors import InvalidRequestError
-from kvplane.wire.protocol import CHANNEL_OPTIONS
+from kvplane.wire.protocol import CHANNEL_OPTIONS, FOLLOWER_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,10 @@ def open_channel(target: str, tls: TlsOptions | None, *, health_of: str = "") ->
     hosts = [each.rpartition(":")[0] for each in target.split(",")]
     if not all(hosts):
         raise InvalidRequestError(f"must be host:port, is {target!r}", field="target")
-    options: list[tuple[str, int | str]] = list(CHANNEL_OPTIONS)
+    options: dict[str, int | str] = dict(CHANNEL_OPTIONS)
     if len(hosts) > 1 or target.startswith("dns:"):
-        options.append(("grpc.service_config", _by_turns(health_of)))
+        options |= dict(FOLLOWER_OPTIONS if health_of else ())
+        options["grpc.service_config"] = _by_turns(health_of)
     if len(hosts) > 1:
         if tls is not None and not tls.server_name and len(set(hosts)) > 1:
             raise InvalidRequestError(
@@ -87,11 +88,11 @@ def open_channel(target: str, tls: TlsOptions | None, *, health_of: str = "") ->
             )
         target = _resolved(target)
     if tls is None:
-        return grpc.aio.insecure_channel(target, options=options)
+        return grpc.aio.insecure_channel(target, options=[*options.items()])
     name = tls.server_name or (hosts[0] if len(hosts) > 1 else "")
     if name:
-        options.append(("grpc.ssl_target_name_override", name))
-    return grpc.aio.secure_channel(target, tls.credentials(), options=options)
+        options["grpc.ssl_target_name_override"] = name
+    return grpc.aio.secure_channel(target, tls.credentials(), options=[*options.items()])
 
 
 def _by_turns(health_of: str) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from etcd_cluster import EtcdCluster, needs_etcd
@@ -22,7 +24,11 @@ from control_plane.election.elector import Elector, has_died, next_incarnation
 from control_plane.election.etcd_elector import EtcdElector
 from control_plane.election.file_elector import FileElector
 from control_plane.election.kubernetes_elector import KubernetesApi, KubernetesElector
+from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.server import ControlPlaneServer
+from kvplane import ControlClient, TlsOptions
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
+from kvplane.transport.health import check
 
 TTL_S = 2
 # A lock has no lease: the kernel releases it when its holder ends, and never before.
@@ -179,16 +185,15 @@ async def test_a_process_has_died_when_its_connection_ends_and_another_is_refuse
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connections.append(writer)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    host, port = server.sockets[0].getsockname()
-    dying = asyncio.create_task(has_died(f"{host}:{port}"))
-    while not connections:
-        await asyncio.sleep(0.01)
-    connections[0].close()
-    await asyncio.sleep(0.1)
-    assert len(connections) == 2  # it was asked again, and lives
-    assert not dying.done()
-    server.close()
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        dying = asyncio.create_task(has_died(f"{host}:{port}"))
+        while not connections:
+            await asyncio.sleep(0.01)
+        connections[0].close()
+        await asyncio.sleep(0.1)
+        assert len(connections) == 2  # it was asked again, and lives
+        assert not dying.done()
     connections[1].close()
     await asyncio.wait_for(dying, 5)
 
@@ -207,3 +212,63 @@ def test_the_settings_name_the_elector(tmp_path, monkeypatch) -> None:
     with pytest.raises(InvalidRequestError, match="not in a pod"):
         elector_of("kubernetes://ns/name", "h:1", ttl_s=5)
     assert next_incarnation(2**70) == 2**70 + 1
+
+
+@asynccontextmanager
+async def started(**settings: Any) -> AsyncIterator[ControlPlaneServer]:
+    config = ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.1, **settings)
+    server = await ControlPlaneServer.start(config)
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+async def test_a_server_stands_by_until_it_leads_and_ends_when_it_has_lost(tmp_path) -> None:
+    path = tmp_path / "leader"
+    async with (
+        started(election=f"file:{path}") as first,
+        started(election=f"file:{path}") as second,
+        ControlClient(f"{first.address},{second.address}") as both,
+        ControlClient(second.address, timeout_s=0.2) as standby,
+    ):
+        before = await both.describe()
+        assert await check(second.address) == "NOT_SERVING"
+        with pytest.raises(PlaneUnavailableError, match="stands by"):
+            await standby.describe()
+        with pytest.raises(PlaneUnavailableError):
+            await standby.wait_ready("pool", 0.1)
+        await first.stop()
+        after = await both.describe()
+        assert after.incarnation > before.incarnation
+        assert await check(second.address) == "SERVING"
+        path.rename(tmp_path / "other")  # somebody else may lock another file there
+        path.touch()
+        with pytest.raises(PlaneUnavailableError, match="does not lead any more"):
+            await asyncio.wait_for(second.run_until_signal(), 10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"election": "file:/x", "incarnation": 5}, "incarnation"),
+        ({"advertise": "nowhere"}, "advertise"),
+    ],
+)
+def test_settings_of_an_election_that_contradict_each_other_are_refused(settings, field) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        ControlPlaneConfig(**settings)
+    assert refused.value.field == field
+
+
+async def test_several_addresses_have_a_family_and_a_name_in_common() -> None:
+    for target, field in [
+        ("localhost", "target"),
+        ("127.0.0.1:1,nowhere", "target"),
+        ("127.0.0.1:1,no.such.host.invalid:1", "target"),
+    ]:
+        with pytest.raises(InvalidRequestError) as refused:
+            ControlClient(target)
+        assert refused.value.field == field
+    with pytest.raises(InvalidRequestError, match=r"tls\.server_name"):
+        ControlClient("127.0.0.1:1,127.0.0.2:1", tls=TlsOptions())
