@@ -1,6 +1,6 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-nightly serve bench lint fix protos board boards api metrics-page clean
+.PHONY: help setup run test test-nightly chaos serve bench lint fix protos board boards page-picture api metrics-page clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh benchmarks/gpu/*.sh)
@@ -24,6 +24,10 @@ test: setup  ## Run the push tier of the tests
 
 test-nightly: setup  ## Run the nightly tier: the long tests that make test leaves out
 	@$(PYTEST) -m nightly $(PYTEST_ARGS)
+
+SECONDS ?= 600
+chaos: setup  ## Break a running fleet for SECONDS and check every answer; SEED chooses how
+	@$(BIN)/python -m tests.chaos --seconds $(SECONDS) --seed $(or $(SEED),0)
 
 serve: setup  ## Run both planes with the shipped model's layout until Ctrl-C
 	@$(BIN)/python -m scripts.serve
@@ -54,6 +58,9 @@ boards: setup  ## Write the Grafana boards from scripts/boards.py
 
 board: setup build/board  ## Draw the overview board under load, into docs/board.png; needs prometheus
 	@PYTHONPATH=build/board $(BIN)/python -m scripts.board_picture
+
+page-picture: setup  ## Take a picture of the page under load, into docs/page.png; needs chromium
+	@$(BIN)/python -m scripts.page_picture
 
 build/board: requirements/board.txt
 	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<

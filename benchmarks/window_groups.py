@@ -66,9 +66,9 @@ class _Core:
         self.engine = Engine(self, session, key)
 
     async def step(self, request: cpb.StepRequest) -> tuple[cpb.StepResponse, float]:
-        result = self._core.step(request, _TENANT)
+        answer = self._core.step(request, _TENANT)
         self._core.take_outgoing(messages.POOL, 0)
-        return cpb.StepResponse(number=request.number, result=result), 0.0
+        return answer, 0.0
 
     async def abort(self, request: cpb.AbortPlanRequest) -> float:
         raise NotImplementedError

@@ -25,6 +25,7 @@ from data_plane.kernels.devices import with_index
 from data_plane.kernels.shard_kernels import ShardKernels
 from data_plane.layers import layer_index, layer_range
 from data_plane.memory.pool import Pools
+from data_plane.pieces import Pieces, finish, guarded
 from data_plane.places import check_group, place_of, tier_of
 from data_plane.plan_runner import PlanRunner, StartedPlan
 from data_plane.plans.block_report import block_report
@@ -115,7 +116,7 @@ class Executor:
             self._compute,
             self._verifier,
             self.counters,
-            num_layers=len(self.layers),
+            layers=self.layers,
             check_device=self.device_watch.check,
         )
         self._observe = observe
@@ -243,6 +244,10 @@ class Executor:
                 raise NotPermittedError("the grant is another tenant's", field="grant.tenant")
             return self._sessions.open(verified).id
 
+    def is_open(self, session_id: int) -> bool:
+        """Whether the session was opened here and has not ended."""
+        return session_id in self._sessions
+
     def start(self, session: int | pb.SignedPayload, plan: pb.SignedPayload) -> StartedPlan:
         """Verify a plan, change the block tables as it says, and run its transfers.
 
@@ -289,24 +294,16 @@ class Executor:
         *,
         options: AttentionOptions = AttentionOptions(),
         plan_number: int | None = None,
-    ) -> torch.Tensor:
+        piece_s: float | None = None,
+    ) -> Pieces[torch.Tensor]:
         """Attention of the latest plan's spans over their sequences, in a layer that was written.
 
         query: [num_tokens, num_heads, head_size], num_heads a multiple of the KV heads. The output
-        is [num_tokens, num_heads, value_head_size] of the query's dtype. Raises as ``write_layer``
-        does.
+        is [num_tokens, num_heads, value_head_size] of the query's dtype. ``piece_s``: how long a
+        piece is to take on a CPU; None for one piece. Raises as ``write_layer`` does.
         """
-        with self._command("attend"):
-            session, run = self._plans.latest(session_id, plan_number)
-            index = layer_index(self.layers, layer)
-            batch = run.attention[self.pools.group_of_layer(index)]
-            arguments = self._compute.attention_arguments(batch, index, query, options)
-            require(
-                run.progress.is_written(index),
-                f"layer {layer} of the plan has not been written yet: write it first",
-                "layer",
-            )
-            return self._plans.attend(session, run, arguments)
+        pieces = self._plans.attend_to(session_id, layer, query, options, plan_number, piece_s)
+        return guarded(pieces, lambda: self._command("attend"))
 
     def layer(
         self,
@@ -327,20 +324,24 @@ class Executor:
         run, attention is computed and nothing is written. ``receipt`` returns the receipt.
         ``field`` prefixes the field names in errors. Raises as ``write_layer`` does.
         """
-        with self._command("layer"):
-            session, run = self._plans.latest(session_id, plan_number)
-            index = layer_index(self.layers, layer, field)
-            require(
-                index == 0 or run.progress.is_written(index - 1),
-                f"layer {self.layers[index - 1]} of the plan comes before layer {layer}: send it "
-                "first",
-                f"{field}layer",
-            )
-            batch = run.attention[self.pools.group_of_layer(index)]
-            tensors = query, key, value
-            output = self._plans.layer(session, run, batch, index, tensors, options, field)
-            run.progress.finish_layer(index)
-            return output
+        tensors = query, key, value
+        return finish(
+            self.layer_pieces(session_id, layer, tensors, options, plan_number, field, None)
+        )
+
+    def layer_pieces(
+        self,
+        session_id: int,
+        layer: int,
+        tensors: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor],
+        options: AttentionOptions,
+        plan_number: int | None,
+        field: str,
+        piece_s: float | None,
+    ) -> Pieces[torch.Tensor | None]:
+        """``layer`` by pieces, as ``attend``. ``tensors``: query, key, value."""
+        pieces = self._plans.layer(session_id, layer, tensors, options, plan_number, field, piece_s)
+        return guarded(pieces, lambda: self._command("layer"))
 
     def receipt(self, session_id: int) -> pb.SignedPayload | None:
         """The latest plan's receipt; None while layers are missing. On a GPU, waits until the plan

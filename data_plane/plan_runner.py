@@ -7,17 +7,19 @@ start: tables change ──► blocks are cleared ──► transfers ──► 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from data_plane.counters import ExecutorCounters
-from data_plane.kernels.arguments import AttentionArguments, WriteArguments
+from data_plane.kernels.arguments import AttentionArguments, WriteArguments, require
+from data_plane.kernels.row_pieces import rows_of
 from data_plane.kernels.shard_kernels import ShardKernels
+from data_plane.layers import layer_index
+from data_plane.pieces import Pieces
 from data_plane.plans.attention_batch import (
-    AttentionBatch,
     check_current,
     check_unpublished,
     prepare_batch,
@@ -59,7 +61,7 @@ class PlanRunner:
         verifier: Verifier,
         counters: ExecutorCounters,
         *,
-        num_layers: int,
+        layers: Sequence[int],
         check_device: Callable[[], None],
     ) -> None:
         """``check_device`` is called after the device failed, to find out whether for good."""
@@ -69,7 +71,7 @@ class PlanRunner:
         self._compute = compute
         self._verifier = verifier
         self._counters = counters
-        self._num_layers = num_layers
+        self._layers = layers
         self._check_device = check_device
 
     def start(self, session: Session, plan: pb.Plan, digest: bytes) -> StartedPlan:
@@ -116,7 +118,7 @@ class PlanRunner:
             to_clear=self._tenants.to_clear(session.tenant, allocated, transfers),
             transfers=transfers,
             batches=transfers.batches(),
-            progress=Progress(self._num_layers, np.diff(attention[0].starts)),
+            progress=Progress(len(self._layers), np.diff(attention[0].starts)),
             checked_version=tables.num_messages_published,
             checked_taken=tables.num_taken,
         )
@@ -141,37 +143,87 @@ class PlanRunner:
         self.check_may_write(session, run)
         self._compute.write(arguments)
 
-    def attend(self, session: Session, run: Run, arguments: AttentionArguments) -> torch.Tensor:
-        """Attention in one layer. Raises StaleGenerationError if a block of the spans' tables was
-        allocated again.
+    def attend(
+        self, session: Session, run: Run, arguments: AttentionArguments, piece_s: float | None
+    ) -> Pieces[torch.Tensor]:
+        """Attention in one layer, in pieces of about ``piece_s``. Raises StaleGenerationError if a
+        block of the spans' tables was allocated again, and after a yield also as ``latest``.
         """
+        num_context = run.num_context_tokens(arguments.options.sliding_window_tokens)
+        pieces = self._compute.pieces(arguments.lengths, piece_s)
+        if not pieces:
+            self._check_may_read(session, run)
+            return self._compute.attend(arguments, num_context)
+        output = torch.empty(arguments.output_shape, dtype=arguments.query.dtype)
+        for rows in pieces:
+            if rows.start:
+                yield
+                self.latest(session.id, run.number)
+            self._check_may_read(session, run)
+            output[rows.start : rows.stop] = self._compute.attend(
+                rows_of(arguments, rows), num_context * len(rows) // len(output)
+            )
+        return output
+
+    def _check_may_read(self, session: Session, run: Run) -> None:
         self.check_still_current(session, run)
         run.used_after_receipt |= run.receipt is not None
-        num_context = run.num_context_tokens(arguments.options.sliding_window_tokens)
-        return self._compute.attend(arguments, num_context)
+
+    def attend_to(
+        self,
+        session_id: int,
+        layer: int,
+        query: torch.Tensor,
+        options: AttentionOptions,
+        plan_number: int | None,
+        piece_s: float | None,
+    ) -> Pieces[torch.Tensor]:
+        """``attend`` for the session's latest plan. Raises as it, and InvalidRequestError."""
+        session, run = self.latest(session_id, plan_number)
+        index = layer_index(self._layers, layer)
+        batch = run.attention[self._compute.group_of_layer(index)]
+        arguments = self._compute.attention_arguments(batch, index, query, options)
+        require(
+            run.progress.is_written(index),
+            f"layer {layer} of the plan has not been written yet: write it first",
+            "layer",
+        )
+        return (yield from self.attend(session, run, arguments, piece_s))
 
     def layer(
         self,
-        session: Session,
-        run: Run,
-        batch: AttentionBatch,
-        index: int,
+        session_id: int,
+        layer: int,
         tensors: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor],
         options: AttentionOptions,
+        plan_number: int | None,
         field: str,
-    ) -> torch.Tensor | None:
-        """Write a layer that was not written yet, and attend if there is a query: by one native
-        call where the layer was called with tensors like these before. Raises as ``write`` and
-        ``attend`` do, and InvalidRequestError naming a tensor after the prefix ``field``.
+        piece_s: float | None,
+    ) -> Pieces[torch.Tensor | None]:
+        """Write a layer of the session's latest plan that was not written yet, and attend if there
+        is a query: by one native call where the layer was called with tensors like these before.
+        Raises as ``latest``, ``write`` and ``attend`` do, and InvalidRequestError naming a field
+        after the prefix ``field``.
         """
+        session, run = self.latest(session_id, plan_number)
+        index = layer_index(self._layers, layer, field)
+        require(
+            index == 0 or run.progress.is_written(index - 1),
+            f"layer {self._layers[index - 1]} of the plan comes before layer {layer}: send it "
+            "first",
+            f"{field}layer",
+        )
+        batch = run.attention[self._compute.group_of_layer(index)]
         query, key, value = tensors
         compute, is_new = self._compute, not run.is_complete
-        if is_new and query is not None:
+        if is_new and query is not None and not compute.pieces(batch.lengths, piece_s):
             bound = compute.bound_layer(batch, index, query, key, value, options)
             if bound is not None:
                 self.check_may_write(session, run)
                 num_context = run.num_context_tokens(bound.window_tokens)
-                return compute.write_and_attend(bound, batch, query, key, value, num_context)
+                attended = compute.write_and_attend(bound, batch, query, key, value, num_context)
+                run.progress.finish_layer(index)
+                return attended
         to_write = compute.write_arguments(batch, index, key, value, field)
         to_attend = None
         if query is not None:
@@ -179,7 +231,11 @@ class PlanRunner:
             compute.bind(index, options, to_write, to_attend)
         if is_new:
             self.write(session, run, to_write)
-        return None if to_attend is None else self.attend(session, run, to_attend)
+        output = None
+        if to_attend is not None:
+            output = yield from self.attend(session, run, to_attend, piece_s)
+        run.progress.finish_layer(index)
+        return output
 
     def receipt(self, session: Session, run: Run) -> pb.SignedPayload | None:
         """The run's receipt, signed once the device has done all of it; None while something is

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import FP8_BYTES
-from kvplane.serving.logs import LEVELS
+from kvplane.serving.logs import FORMATS, LEVELS
 from kvplane.serving.settings import setting
 
 if TYPE_CHECKING:
@@ -26,8 +26,10 @@ class EngineConfig:
     """How an engine computes, and the planes that it uses."""
 
     HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "The model": ("model", "probe", "dtype", "kv_dtype", "num_threads", "tensor_parallel"),
-        "Batches": ("max_batch_tokens", "max_sequences"),
+        "The model": (
+            *("model", "probe", "dtype", "kv_dtype", "linears", "num_threads", "tensor_parallel"),
+        ),
+        "Batches": ("max_batch_tokens", "max_sequences", "plans_ahead"),
         "The planes": (
             *("control_plane", "data_plane", "pool_id", "timeout_s", "recovery_timeout_s"),
             *("planes_tls", "planes_ca", "planes_certificate", "planes_key", "planes_name"),
@@ -61,11 +63,20 @@ class EngineConfig:
         help="Type of keys and values as stored; auto takes the pool's, and for an embedded pool"
         " that of --dtype.",
     )
+    linears: str = setting(
+        "torch",
+        choices=("torch", "packed"),
+        help="The model's linear layers: torch's own, or oneDNN's with packed weights, which are"
+        " faster on a CPU, for the types that it serves there.",
+    )
     max_batch_tokens: int = setting(
         512, unit="tokens", minimum=1, help="Most tokens computed in one step."
     )
     max_sequences: int = setting(
         64, unit="sequences", minimum=1, help="Most sequences that compute in one step."
+    )
+    plans_ahead: bool = setting(
+        True, help="Ask for a step's plan while the step before is computed."
     )
     timeout_s: float = setting(10.0, unit="s", minimum=0.1, help="Deadline of one call to a plane.")
     recovery_timeout_s: float = setting(
@@ -175,7 +186,7 @@ class GenerateConfig(EngineConfig):
     HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
         "The text": (
             *("prompt", "prompts_file", "max_tokens", "temperature", "top_k", "top_p", "seed"),
-            *("n", "stop", "ignore_eos"),
+            *("n", "stop", "ignore_eos", "num_beams", "length_penalty", "early_stopping"),
         ),
         **EngineConfig.HELP_GROUPS,
     }
@@ -195,8 +206,18 @@ class GenerateConfig(EngineConfig):
     seed: int | None = setting(None, minimum=0, help="Seed of the random stream.")
     n: int = setting(1, minimum=1, maximum=256, help="Continuations of each prompt.")
     stop: str = setting("", help="Text that ends an answer and is left out of it.")
+    num_beams: int = setting(
+        1, minimum=1, maximum=64, help="Beams of a beam search for the --n best; 1: none."
+    )
+    length_penalty: float = setting(
+        1.0, help="Of a beam search: the power of its length by which a text's score is divided."
+    )
+    early_stopping: bool = setting(
+        False, help="End a beam search when as many texts have ended as there are beams."
+    )
     ignore_eos: bool = setting(False, help="Continue past the model's end of sequence.")
     log_level: str = setting("warning", choices=LEVELS, help="Least severe log level written.")
+    log_format: str = setting("text", help="How a line of the log is written.", choices=FORMATS)
 
     def __post_init__(self) -> None:
         super().__post_init__()

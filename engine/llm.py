@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,6 +21,7 @@ from engine.request import Delta, RequestOutput, SamplingParams
 from engine.running.core import EngineCore
 from engine.scheduling.scheduler import Scheduler
 from engine.stats import EngineStats
+from engine.threads import waiting
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
@@ -29,6 +31,8 @@ from kvplane.transformers.link import ControlLink
 from kvplane.v1 import control_pb2 as pb
 
 Prompt = str | Sequence[int]
+
+_log = logging.getLogger("engine")
 
 
 class LLM:
@@ -166,6 +170,7 @@ class LLM:
     def _connect(self, config: EngineConfig) -> None:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
+        _log.info("torch threads=%d %s", torch.get_num_threads(), waiting())
         self._closing = ExitStack()
         with self._closing:
             loop = LoopThread("engine-planes")
@@ -257,7 +262,13 @@ def _core(
         max_sequences=config.max_sequences,
     )
     return EngineCore(
-        loaded, layout, link, backend, scheduler, recovery_timeout_s=config.recovery_timeout_s
+        loaded,
+        layout,
+        link,
+        backend,
+        scheduler,
+        recovery_timeout_s=config.recovery_timeout_s,
+        plans_ahead=config.plans_ahead,
     )
 
 
@@ -271,7 +282,7 @@ def _load(config: EngineConfig, pool: Layout | None) -> tuple[loader.LoadedModel
         dtype = "float32" if pool is None else pool.dtype
     if kv_dtype == "auto":
         kv_dtype = dtype if pool is None else pool.kv_dtype
-    loaded = loader.load(config.model, dtype, probe=config.probe)
+    loaded = loader.load(config.model, dtype, probe=config.probe, packs=config.linears == "packed")
     layout = layout_from_hf(
         config.model,
         block_size_tokens=config.block_size_tokens if pool is None else pool.block_size_tokens,

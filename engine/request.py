@@ -15,6 +15,7 @@ from kvplane.errors import InvalidRequestError, KvplaneError
 
 MAX_SEED = 2**63
 MAX_LOGPROBS = 20
+MAX_BEAMS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ class SamplingParams:
     record_logits: keep the raw logits of every generated token.
     logprobs: record the log probability of every generated token, before penalties and temperature,
         and those of this many most likely ones.
+    num_beams: beams of a beam search, which gives its ``n`` best continuations; 1 searches nothing.
+    length_penalty: of a beam search, the power of a continuation's length by which its score is
+        divided; above 0 favours long ones.
+    early_stopping: end a beam search when ``num_beams`` continuations have ended, and not only when
+        no better one is to be expected.
     priority: requests of a lower one go first, and are preempted last; then those that came first.
     """
 
@@ -60,6 +66,14 @@ class SamplingParams:
     min_p: float = 0.0
     logprobs: int | None = None
     priority: int = 0
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+    @property
+    def num_sequences(self) -> int:
+        """The most sequences that a prompt becomes: continuations, or beams."""
+        return max(self.n, self.num_beams)
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", "at least 1")
@@ -83,6 +97,14 @@ class SamplingParams:
             "logprobs",
             f"0 to {MAX_LOGPROBS}",
         )
+        _require(1 <= self.num_beams <= MAX_BEAMS, "num_beams", f"1 to {MAX_BEAMS}")
+        _require(abs(self.length_penalty) <= 100, "length_penalty", "-100 to 100")
+        if self.num_beams > 1:
+            _require(self.n <= self.num_beams, "n", f"at most num_beams, {self.num_beams}")
+            _require(self.temperature == 0, "temperature", "0 in a beam search")
+            _require(not self.stop, "stop", "empty in a beam search")
+            _require(self.logprobs is None, "logprobs", "none in a beam search")
+            _require(not self.record_logits, "record_logits", "false in a beam search")
         _require(
             type(self.stop) is tuple and all(self.stop), "stop", "a tuple of non-empty strings"
         )

@@ -60,7 +60,10 @@ class KvplaneError(Exception):
     or is empty.
 
     ``retry_delay_s``: seconds to wait before trying again, None when trying again cannot help.
+    ``request_id``: of the call that a server refused, as its log names it; else empty.
     """
+
+    request_id = ""
 
     def __init__(
         self, message: str, *, field: str = "", retry_delay_s: float | None = None

@@ -40,6 +40,7 @@ async def serve(model: Path) -> int:
     data = os.environ.get("KVPLANE_DATA_PLANE_BIND", "127.0.0.1:50052")
     planes: list[Process] = []
     try:
+        page = os.environ.setdefault("KVPLANE_CONTROL_PLANE_PAGE_PORT", "9103")
         planes.append(await start("control_plane"))
         if not await first(told, planes, check(control, timeout_s=START_TIMEOUT_S)):
             return exit_code(told)
@@ -50,7 +51,8 @@ async def serve(model: Path) -> int:
         planes.append(await start("data_plane", *arguments))
         if not await first(told, planes, check(data, timeout_s=START_TIMEOUT_S)):
             return exit_code(told)
-        print(f"control plane  {control}\ndata plane     {data}\nCtrl-C stops both.", flush=True)
+        print(f"control plane  {control}\ndata plane     {data}", flush=True)
+        print(f"page           http://127.0.0.1:{page}\nCtrl-C stops both.", flush=True)
         await first(told, planes, asyncio.Event().wait())
         return exit_code(told)
     finally:

@@ -1,7 +1,7 @@
 """The control plane's core in this process: packed requests in, packed answers out.
 
-What is timed is what the gRPC service does for a request: parse it, call the core, take what is to
-be sent to data planes, and serialise the answer.
+What is timed is what the gRPC service does for a request before it answers: parse it, call the
+core, ask whom else it concerns, and serialise the answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class CorePool:
         self._key = self.core.register(messages.hello(num_device_blocks, num_host_blocks)).key
         self._num_engines = 0
         self.on_outgoing: Callable[[list[cpb.RegisterResponse]], None] = lambda outgoing: None
-        """Gets the messages for the data plane, outside of what is timed."""
+        """Gets the messages for the data plane."""
+        self.announce_s: list[float] = []
+        """Seconds that it took to tell the data plane what a step published, after its answer."""
 
     def report(self, part: bytes) -> float:
         """Seconds to take a part of the data plane's report, a serialised RegisterRequest."""
@@ -59,20 +61,29 @@ class CorePool:
     async def step(self, request: cpb.StepRequest) -> tuple[cpb.StepResponse, float]:
         data = request.SerializeToString()
         began = time.perf_counter()
-        result = self.core.step(cpb.StepRequest.FromString(data), TENANT)
-        outgoing = self.core.take_outgoing(POOL, 0)
-        answer = cpb.StepResponse(number=request.number, result=result).SerializeToString()
+        response = self.core.step(cpb.StepRequest.FromString(data), TENANT)
+        self.core.take_told()
+        answer = response.SerializeToString()
         seconds = time.perf_counter() - began
-        self.on_outgoing(outgoing)
+        self._announce()
         return cpb.StepResponse.FromString(answer), seconds
+
+    def _announce(self) -> None:
+        began = time.perf_counter()
+        outgoing = self.core.take_outgoing(POOL, 0)
+        if sum(len(message.SerializeToString()) for message in outgoing):
+            self.announce_s.append(time.perf_counter() - began)
+        self.on_outgoing(outgoing)
 
     async def abort(self, request: cpb.AbortPlanRequest) -> float:
         data = request.SerializeToString()
         began = time.perf_counter()
         answer = self.core.abort_plan(cpb.AbortPlanRequest.FromString(data), TENANT)
-        self.core.take_outgoing(POOL, 0)
+        self.core.take_told()
         answer.SerializeToString()
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self._announce()
+        return seconds
 
     def description(self) -> cpb.DescribePoolResponse:
         """The pool as it is now."""

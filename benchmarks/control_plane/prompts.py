@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 from benchmarks.control_plane.engine import Engine, World
 from benchmarks.control_plane.in_process import CorePool
 from benchmarks.control_plane.messages import Decoding, prompt
 from benchmarks.control_plane.report import Row
 from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
-from kvplane.v1 import control_pb2 as cpb
 
 _NUM_HELD_PROMPTS = 4
 _NUM_DECODING = 256
@@ -166,24 +163,15 @@ async def abort_256x2048(world: World, sizes: Sizes) -> list[Row]:
 
 
 async def announce_32k(world: World, sizes: Sizes) -> list[Row]:
-    """Serialise what the data plane is sent of a published prompt, which no step waits for."""
-    seconds: list[float] = []
-
-    def serialise(outgoing: list[cpb.RegisterResponse]) -> None:
-        began = time.perf_counter()
-        num_bytes = sum(len(message.SerializeToString()) for message in outgoing)
-        if num_bytes:
-            seconds.append(time.perf_counter() - began)
-
+    """Collect and serialise what the data plane is sent of a published prompt, after the answer."""
     async with world.pool(sizes.num_pool_blocks) as pool:
         assert isinstance(pool, CorePool), "measured in process only"
-        pool.on_outgoing = serialise
         engine = await pool.engine()
         for sequence_id in engine.new_ids(sizes.num_prompts):
             await engine.step(ops.admit(sequence_id, prompt(sequence_id, sizes.prompt_tokens)))
             await engine.settle()
             await engine.step(ops.free([sequence_id]))
-    return [Row.of_seconds("announce_32k", seconds)]
+    return [Row.of_seconds("announce_32k", pool.announce_s)]
 
 
 async def _hits(name: str, engine: Engine, seeds: list[int], sizes: Sizes) -> Row:

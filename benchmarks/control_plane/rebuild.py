@@ -1,4 +1,6 @@
-"""How long a control plane takes to learn a pool of a million published blocks from a report."""
+"""How long a control plane takes to learn a million published blocks from a report, and to forget
+them again.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from collections.abc import Iterator
 from benchmarks.control_plane import messages
 from benchmarks.control_plane.engine import World
 from benchmarks.control_plane.in_process import CorePool, InProcess
-from benchmarks.control_plane.messages import prompt, report_part
+from benchmarks.control_plane.messages import BLOCK_SIZE_TOKENS, prompt, report_part
 from benchmarks.control_plane.over_grpc import Connection, DataPlane, OverGrpc, Server
 from benchmarks.control_plane.report import MICROSECONDS, Row
 from benchmarks.control_plane.sizes import Sizes
@@ -17,29 +19,41 @@ from kvplane import ops
 from kvplane.v1 import control_pb2 as cpb
 
 _NAME = "rebuild_1M_blocks"
+_FIRST_BLOCK = prompt(0, BLOCK_SIZE_TOKENS)  # of all prompts
 
 
 async def rebuild_1m_blocks(world: World, sizes: Sizes) -> list[Row]:
     """Parts of 2,048 blocks until the pool is ready, and the longest time that others wait."""
-    num_entries = sizes.num_rebuilt_prompts * sizes.prompt_blocks
+    num_entries = sizes.num_rebuilt_prompts * sizes.prompt_blocks + 1
     num_blocks = num_entries + num_entries // 32
     parts = await _published(num_blocks, sizes)
     if isinstance(world, OverGrpc):
         return await _over_grpc(world, num_blocks, num_entries, parts)
     assert isinstance(world, InProcess), "there are two worlds"
     with world.counting_pauses():
-        return _in_process(num_blocks, num_entries, parts)
+        return await _in_process(num_blocks, num_entries, parts)
 
 
-def _in_process(num_blocks: int, num_entries: int, parts: list[cpb.RegisterRequest]) -> list[Row]:
+async def _in_process(
+    num_blocks: int, num_entries: int, parts: list[cpb.RegisterRequest]
+) -> list[Row]:
     pool = CorePool(num_blocks)
     seconds = [pool.report(part.SerializeToString()) for part in parts]
     while (piece_s := pool.work()) is not None:
         seconds.append(piece_s)
     _check(pool.description(), num_entries)
+    engine = await pool.engine()
+    forget_s = await engine.step(ops.forget(_FIRST_BLOCK))
+    pieces_s = list(iter(pool.work, None))
+    if num_left := pool.description().usage.tiers[0].num_cached_blocks:
+        raise RuntimeError(f"{num_left} blocks were not forgotten")
     return [
         Row.of_one(_NAME, MICROSECONDS, 1e6 * sum(seconds)),
         Row.of_one(f"{_NAME}/longest_call", MICROSECONDS, 1e6 * max(seconds)),
+        Row.of_one("forget_1M_blocks", MICROSECONDS, 1e6 * forget_s),
+        Row.of_one(
+            "forget_1M_blocks/longest_call", MICROSECONDS, 1e6 * max(forget_s, *pieces_s, 0)
+        ),
     ]
 
 
@@ -94,7 +108,8 @@ async def _published(num_blocks: int, sizes: Sizes) -> list[cpb.RegisterRequest]
         pool.on_outgoing = keep
         engine = await pool.engine()
         for sequence_id in engine.new_ids(sizes.num_rebuilt_prompts):
-            await engine.step(ops.admit(sequence_id, prompt(sequence_id, sizes.prompt_tokens)))
+            tokens = _FIRST_BLOCK + prompt(sequence_id, sizes.prompt_tokens)
+            await engine.step(ops.admit(sequence_id, tokens))
             await engine.settle()
             await engine.step(ops.free([sequence_id]))
     return list(_parts(publications))

@@ -85,7 +85,7 @@ class Cache:
             operations=[operation],
             receipts=self._receipts,
         )
-        result = self._core.step(request, _TENANT)
+        result = self._core.step(request, _TENANT).result
         self._core.take_outgoing(_POOL, 0)
         if result.results[0].failures:
             raise RuntimeError(f"the control plane refused: {result.results[0].failures}")

@@ -3,7 +3,7 @@
 Knows neither grpc nor torch. Single-threaded: it is only ever called from the event loop, and every
 call runs to its end. Invariant: ``check_integrity`` holds after every call, one that raises too.
 
-    registration   register, report, disconnect, fence_done, take_told, take_outgoing
+    registration   register, report, disconnect, fence_done, announce, take_told, take_outgoing
     work           what takes long, a few milliseconds at a time
     sessions       open_session, renew_session, close_session, tick
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
@@ -47,6 +47,7 @@ from control_plane.planning.steps.planner import (
 from control_plane.planning.steps.plans import finish_plan, sign_grant
 from control_plane.planning.steps.receipts import take_receipts
 from control_plane.planning.traffic import TrafficObserver, observed, session_ends
+from control_plane.planning.views import view
 from control_plane.planning.watching import Follower, Followers
 from kvplane.errors import (
     InvalidRequestError,
@@ -102,21 +103,20 @@ class ControlPlane:
         self._quotas = Quotas(config, self._sessions)
         self._ended = EndedSessions(max(4096, 4 * config.max_sessions))
         self._next_tick_s: float | None = None
-        self._registration = Registration(
+        registry = self._registration = Registration(
             self._pools,
             incarnation=lambda: self.incarnation,
             config=config,
             new_key=new_key,
             end_sessions=self._end_all,
         )
-        self.register, self.report = self._registration.register, self._registration.report
-        self.disconnect = self._registration.disconnect
-        self.take_outgoing = self._registration.take_outgoing
-        self.take_told = self._registration.take_told
-        self.has_work, self.work = self._registration.has_work, self._registration.work
+        self.register, self.report = registry.register, registry.report
+        self.disconnect, self.take_told = registry.disconnect, registry.take_told
+        self.has_work, self.work = registry.has_work, registry.work
+        self.has_announcements, self.announce = registry.has_announcements, registry.announce
+        self.take_outgoing, self._touch = registry.take_outgoing, registry.touched.add
         self._followers = Followers(lambda: self.incarnation, config.max_followers)
         self.unfollow = self._followers.remove
-        self._touch = self._registration.touched.add
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
         """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
@@ -228,7 +228,7 @@ class ControlPlane:
 
     # Requests with numbers
 
-    def step(self, request: cpb.StepRequest, tenant: str) -> cpb.StepResult:
+    def step(self, request: cpb.StepRequest, tenant: str) -> cpb.StepResponse:
         """Apply receipts, then deferred tokens, then each operation; answer with one plan.
 
         Raises InvalidRequestError, StepOutOfOrderError or StepConflictError when the number is
@@ -304,18 +304,19 @@ class ControlPlane:
             raise
         finally:
             sharing.serve()
-        if isinstance(message, cpb.StepResult) and (news := member.take_news()) is not None:
-            message.news.CopyFrom(news)
+        if isinstance(message, cpb.StepResponse) and (news := member.take_news()) is not None:
+            message.result.news.CopyFrom(news)
         session.numbers.remember(content, message)
         return message
 
-    def _step(self, member: Member, request: cpb.StepRequest) -> cpb.StepResult:
+    def _step(self, member: Member, request: cpb.StepRequest) -> cpb.StepResponse:
         self._take_past(member, request)
         session = member.session
         operations = read_operations(request.operations, self._config.max_operations)
         if len(session.plans) >= self._config.max_plans_in_flight:
             check_no_plan(member, operations)
-        result = cpb.StepResult()
+        response = cpb.StepResponse(number=request.number)
+        result = response.result
         session.native.begin(session.slot, request.number)
         planner = Planner(member, self._sharing_of(session.pool), self._quotas)
         run, add = observed(self._observer, session, planner.run), result.results.add
@@ -325,7 +326,7 @@ class ControlPlane:
         pool = session.pool
         result.usage.CopyFrom(pool.usage())
         result.revision = pool.revision()
-        return result
+        return response
 
     def _take_past(
         self, member: Member, request: cpb.StepRequest | cpb.SubmitReceiptsRequest
@@ -406,17 +407,19 @@ class ControlPlane:
         self, request: cpb.ListSessionsRequest, tenant: str
     ) -> cpb.ListSessionsResponse:
         """The tenant's open sessions. Raises PoolNotFoundError."""
-        sessions = self._sessions_of(self._pool(request.pool_id))
-        mine = [session for session in sessions if session.tenant == tenant]
-        return queries.list_sessions(mine, request, self._clock())
+        pool = self._pool(request.pool_id)
+        return queries.list_sessions(self._sessions_of(pool, tenant), request, self._clock())
+
+    def view_pools(self, tenant: str) -> list[dict[str, Any]]:
+        """The pools as a page shows them to this tenant."""
+        now_s = self._clock()
+        return [view(p, self._sessions_of(p, tenant), tenant, now_s) for p in self._pools.values()]
 
     def observe_pools(self) -> list[PoolObservation]:
         """What each pool is doing, for metrics."""
-        now_s = self._clock()
-        return [
-            observe(pool, self._sessions_of(pool), self._sharing_of(pool).members.values(), now_s)
-            for pool in self._pools.values()
-        ]
+        pools, now_s = self._pools.values(), self._clock()
+        members = {p.id: self._sharing_of(p).members.values() for p in pools}
+        return [observe(p, self._sessions_of(p), members[p.id], now_s) for p in pools]
 
     def list_pools(self) -> list[str]:
         """Ids of the pools that have registered, in order."""
@@ -436,10 +439,7 @@ class ControlPlane:
             raise InvalidRequestError("is missing: it names a pool", field=field)
         pool = self._pools.get(pool_id)
         if pool is None:
-            raise PoolNotFoundError(
-                f"no shard of pool {pool_id!r} has registered: ListPools names those that have",
-                field=field,
-            )
+            raise PoolNotFoundError(f"{pool_id!r} is not registered: see ListPools", field=field)
         return pool
 
     def _session(self, ref: tpb.SessionRef, tenant: str) -> Session:
@@ -465,8 +465,8 @@ class ControlPlane:
             sharing = self._sharing[pool.id] = Sharing(pool, config, self._quotas, self._observer)
         return sharing
 
-    def _sessions_of(self, pool: Pool) -> list[Session]:
-        return [self._sessions[i] for i in pool.session_ids]
+    def _sessions_of(self, pool: Pool, tenant: str | None = None) -> list[Session]:
+        return [s for i in pool.session_ids if tenant in (None, (s := self._sessions[i]).tenant)]
 
     def _unused_session_id(self) -> int:
         while True:

@@ -84,7 +84,8 @@ class Follower:
                     changes=cpb.Changes(changes=[cleared], revision=pool.revision())
                 )
         if self._cursor != _END:
-            return self._part() if pool.built else None
+            # What is being forgotten may still be there.
+            return self._part() if pool.built and not pool.is_forgetting else None
         return self._changes()
 
     def _part(self) -> cpb.WatchResponse:
@@ -163,6 +164,7 @@ class Followers:
             raise QuotaExceededError(f"{self._most} streams follow prefix indexes: end one first")
         follower = Follower(pool, (tenant, request.namespace), request, self._incarnation(), wake)
         pool.followers.add(follower)
+        pool.keep_changes()
         self._num += 1
         return follower
 

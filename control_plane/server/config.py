@@ -34,6 +34,13 @@ class ControlPlaneConfig(ServingConfig):
         help="Another address, host:port, whose connections are counted apart: where only data"
         " planes can reach it, no number of other callers keeps them out.",
     )
+    page_port: int = setting(
+        -1,
+        help="Port of a page for browsers that shows what the pools hold, on the same host; 0 picks"
+        " a free one, -1 is off.",
+        minimum=-1,
+        maximum=65_535,
+    )
     lease_s: float = setting(
         _CORE.lease_s,
         help="How long a session stays open when no message renews it.",

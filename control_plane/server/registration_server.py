@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from control_plane.planning.core import ControlPlane
-from control_plane.server.joined_publications import take_next
 from kvplane.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -34,9 +33,8 @@ from kvplane.wire import protocol
 
 _LOGGER: Final = logging.getLogger(__name__)
 _MISSED_HEARTBEATS: Final = 3
-# How long a stream rests that has sent publications and is empty, so that those of many steps go
-# together.
-_PUBLISH_INTERVAL_S: Final = 0.005
+# How long publications wait, so that those of many steps go together.
+_ANNOUNCE_DELAY_S: Final = 0.005
 _CUT_AFTER_S: Final = 2.0
 
 
@@ -52,6 +50,7 @@ class Registrar:
         self._heartbeat_s = heartbeat_s
         self._streams: dict[tuple[str, int], _Stream] = {}
         self._stopping = False
+        self._is_announcing = False
         self.has_work = asyncio.Event()
         """Is set when the core has long work to do."""
 
@@ -71,10 +70,7 @@ class Registrar:
         try:
             while stream.failure is None:
                 if stream.outbox:
-                    message = take_next(stream.outbox)
-                    yield message
-                    if message.HasField("publish") and not stream.outbox:
-                        await asyncio.sleep(_PUBLISH_INTERVAL_S)
+                    yield stream.outbox.popleft()
                 elif reader.done():
                     await reader
                     return
@@ -105,6 +101,14 @@ class Registrar:
                 self._send(stream, outgoing)
         if self._core.has_work():
             self.has_work.set()
+        if self._core.has_announcements() and not self._is_announcing:
+            self._is_announcing = True
+            asyncio.get_running_loop().call_later(_ANNOUNCE_DELAY_S, self._announce)
+
+    def _announce(self) -> None:
+        self._is_announcing = False
+        self._core.announce()
+        self.flush()
 
     def _send(self, stream: _Stream, messages: list[pb.RegisterResponse]) -> None:
         """Queue messages, or cut the stream of a data plane that does not read: it gets what it
@@ -184,11 +188,19 @@ class Registrar:
 
     async def _next(self, requests: AsyncIterator[pb.RegisterRequest]) -> pb.RegisterRequest | None:
         silence_s = self._heartbeat_s * _MISSED_HEARTBEATS
+        loop = asyncio.get_running_loop()
+        read = asyncio.ensure_future(anext(requests, None))
         try:
-            async with asyncio.timeout(silence_s):
-                return await anext(requests, None)
-        except TimeoutError:
-            raise DeadlineExceededError(f"no heartbeat for {silence_s:g} s") from None
+            while True:
+                due_s = loop.time() + silence_s
+                await asyncio.wait({read}, timeout=silence_s)
+                if read.done():
+                    return read.result()
+                # Where this process was held up, messages may wait that it has not read.
+                if loop.time() - due_s < self._heartbeat_s:
+                    raise DeadlineExceededError(f"no heartbeat for {silence_s:g} s")
+        finally:
+            read.cancel()
 
     def _close(self, stream: _Stream) -> None:
         if self._streams.get(stream.key) is not stream:

@@ -12,6 +12,7 @@ from control_plane.election.elector import Elector
 from control_plane.planning.core import ControlPlane
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.metrics import ControlPlaneMetrics
+from control_plane.server.page.page_server import PageServer
 from control_plane.server.registration_server import Registrar
 from control_plane.server.service import SERVICE, ControlPlaneService
 from control_plane.server.trace_writer import TraceWriter
@@ -78,6 +79,8 @@ class ControlPlaneServer(PlaneServer):
             max_counts=max_counts,
             also_bind=config.plane_bind,
         )
+        about = {"version": __version__, "incarnation": str(incarnation)}
+        self._page = PageServer(core.view_pools, self._access, about)
 
     @classmethod
     async def start(cls, config: ControlPlaneConfig) -> ControlPlaneServer:
@@ -85,6 +88,9 @@ class ControlPlaneServer(PlaneServer):
         not be bound or the port file not be written.
         """
         self = cls(config)
+        if config.page_port >= 0:
+            await self._page.start(self._server.host, config.page_port, config.tls)
+            _LOGGER.info("page address=%s:%d", self._server.host, self._page.port)
         elector = None
         if config.election:
             elector = elector_of(
@@ -103,6 +109,11 @@ class ControlPlaneServer(PlaneServer):
         self.metrics.leads = elector is None
         await self._announce()
         return self
+
+    @property
+    def page_address(self) -> str:
+        """Where the page is, "host:port"; port 0 when it is off."""
+        return f"{self._server.host}:{self._page.port}"
 
     async def run_until_signal(self) -> None:
         """Serve until SIGTERM or SIGINT, then stop. Raises PlaneUnavailableError when another may
@@ -139,6 +150,7 @@ class ControlPlaneServer(PlaneServer):
                 await self._set_serving(False)
 
     async def _finish(self) -> None:
+        await self._page.stop()
         self.ticks.cancel()
         self.work.cancel()
         if self._trace is not None:

@@ -161,7 +161,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def RunStep(self, request: pb.RunStepRequest, context: _Context) -> pb.RunStepResponse:
         if not request.HasField("step"):
             raise InvalidRequestError("is missing: it holds the step to run", field="step")
-        return pb.RunStepResponse(result=self._step(request.step, caller().tenant))
+        return pb.RunStepResponse(result=self._step(request.step, caller().tenant).result)
 
     async def SubmitReceipts(
         self, request: pb.SubmitReceiptsRequest, context: _Context
@@ -236,25 +236,23 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         return self._registrar.serve(request_iterator, caller())
 
     def _answer(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse:
-        number = request.number
         try:
-            result = self._step(request, tenant)
+            return self._step(request, tenant)
         except KvplaneError as error:
-            return self._refuse(number, error)
-        return pb.StepResponse(number=number, result=result)
+            return self._refuse(request.number, error)
 
     def _refuse(self, number: int, error: KvplaneError) -> pb.StepResponse:
         self._metrics.rpc.rejected.inc(error.reason)
         return pb.StepResponse(number=number, error=to_wire(error))
 
-    def _step(self, request: pb.StepRequest, tenant: str) -> pb.StepResult:
+    def _step(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse:
         begin = time.perf_counter()
         try:
-            result = self._core.step(request, tenant)
+            response = self._core.step(request, tenant)
         finally:  # a step that failed as a whole may have applied its receipts
             self.flush()
-        self._metrics.count_step(request.operations, result, time.perf_counter() - begin)
-        return result
+        self._metrics.count_step(request.operations, response.result, time.perf_counter() - begin)
+        return response
 
 
 class _StepStream:

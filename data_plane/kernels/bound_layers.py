@@ -45,13 +45,17 @@ class Batch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BoundLayer:
-    """A layer, and tensors of one signature. ``held``: what ``native`` has addresses of."""
+    """A layer, and tensors of one signature. ``keys``, ``values``: its pages; with ``held``, all
+    that ``native`` uses the addresses of. The tensors of a call are the caller's to keep or free.
+    """
 
     native: Any
     signature: Signature
     output_shape: tuple[int, int, int]
     window_tokens: int
-    held: tuple[WriteArguments, AttentionArguments]
+    keys: torch.Tensor
+    values: torch.Tensor
+    held: tuple[torch.Tensor | None, ...]
 
 
 class BoundLayers:
@@ -99,7 +103,9 @@ class BoundLayers:
             _signature(attention.query, write.key, write.value, options),
             attention.output_shape,
             attention.options.sliding_window_tokens,
-            (write, attention),
+            write.keys,
+            write.values,
+            (attention.key_scales, attention.value_scales, attention.slopes, attention.sinks),
         )
 
     def run(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from data_plane.counters import ExecutorCounters
 from data_plane.kernels.arguments import (
     AttentionArguments,
+    HostLengths,
     WriteArguments,
     check_blocks,
     require,
@@ -21,6 +22,7 @@ from data_plane.kernels.bound_layers import BoundLayer
 from data_plane.kernels.cpu import CpuKernels
 from data_plane.kernels.cuda_streams import device_errors
 from data_plane.kernels.kernel_times import kernel_times
+from data_plane.kernels.row_pieces import PieceSizes
 from data_plane.kernels.scales import layer_scales
 from data_plane.memory.pool import TORCH_DTYPES, Pools
 from data_plane.places import Place, place_of, tier_of
@@ -68,6 +70,11 @@ class ShardKernels:
         self._scales = layer_scales(layout, shard, device)
         self._times = kernel_times(device, counters)
         self._bound = kernels.bound_layers()
+        self._piece_sizes = PieceSizes()
+
+    def group_of_layer(self, layer: int) -> int:
+        """The layer group that it is in."""
+        return self._pools.group_of_layer(layer)
 
     def write_arguments(
         self,
@@ -165,7 +172,7 @@ class ShardKernels:
         """``write`` and ``attend`` of a layer that ``bound_layer`` found."""
         assert self._bound is not None
         output, *seconds = self._bound.run(bound, batch, query, key, value)
-        token_bytes = _token_bytes(bound.held[0])
+        token_bytes = _token_bytes(bound)
         for name, duration_s, num_tokens in zip(
             ("write", "attention"), seconds, (batch.num_tokens, num_context_tokens), strict=True
         ):
@@ -216,12 +223,22 @@ class ShardKernels:
             self._kernels.reshape_and_cache(arguments)
         self._counters.num_written_tokens += len(arguments.slots)
 
+    def pieces(self, lengths: HostLengths | None, piece_s: float | None) -> list[range]:
+        """The rows of an attention call that take ``piece_s`` at a time; none where it is not to be
+        cut.
+        """
+        if piece_s is None or lengths is None or self._device.type != "cpu":
+            return []
+        pieces = [*self._piece_sizes.pieces(lengths, piece_s)]
+        return pieces if len(pieces) > 1 else []
+
     def attend(self, arguments: AttentionArguments, num_context_tokens: int) -> torch.Tensor:
         """Attention of all spans in one layer: [num_tokens, num_heads, value_head_size].
         ``num_context_tokens``: positions that it reads, for metrics.
         """
         num_bytes = num_context_tokens * _token_bytes(arguments)
-        with self._streams.computing(), self._times.timing("attention", num_bytes):
+        timing = self._times.timing("attention", num_bytes)
+        with self._streams.computing(), timing, self._piece_sizes.timing(arguments):
             output = self._kernels.paged_attention(arguments)
         self._counters.num_attention_tokens += len(arguments.query)
         return output
@@ -316,10 +333,10 @@ class ShardKernels:
         require(has == wanted, f"must have the layout's dtype {wanted}, has {has}", name)
 
 
-def _token_bytes(arguments: WriteArguments | AttentionArguments) -> int:
+def _token_bytes(layer: WriteArguments | AttentionArguments | BoundLayer) -> int:
     """Of one position: its keys and values in one layer."""
-    keys = arguments.keys
-    return (keys[0].nbytes + arguments.values[0].nbytes) // keys.shape[2]
+    keys = layer.keys
+    return (keys[0].nbytes + layer.values[0].nbytes) // keys.shape[2]
 
 
 def _check_window(window_tokens: int, most: int | None) -> None:

@@ -183,6 +183,9 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open)
 
+    def __contains__(self, session_id: object) -> bool:
+        return session_id in self._open
+
     def running(self) -> list[Run]:
         """The plans that have started and not finished."""
         return [run for session in self._open.values() if (run := session.running) is not None]

@@ -135,6 +135,35 @@ class DataPlaneConfig(ServingConfig):
     num_threads: int = setting(
         0, help="Threads of a CPU kernel; 0 for as many as torch uses.", unit="threads", minimum=0
     )
+    num_local_regions: int = setting(
+        16,
+        help="Memory regions that engines on this machine may share with this process at the same"
+        " time, one for each execution; 0 means that all tensors travel over gRPC.",
+        unit="regions",
+        minimum=0,
+        maximum=1024,
+    )
+    local_region_bytes: int = setting(
+        64 * 1024 * 1024,
+        help="Size of such a region. A layer whose tensors do not fit travels over gRPC. Memory is"
+        " taken where tensors have been.",
+        unit="bytes",
+        minimum=4096,
+        maximum=2**40,
+    )
+    local_folder: Path | None = setting(
+        None,
+        help="Folder in which a folder for the Unix socket is made, which engines must find under"
+        " the same path; none means that of temporary files.",
+    )
+    local_spin_s: float = setting(
+        0.002,
+        help="How long after a message of such an engine to look for its next one instead of"
+        " sleeping. It takes a core for as long, and spares the time that waking up takes.",
+        unit="s",
+        minimum=0,
+        maximum=1,
+    )
     control_plane_tls: bool = setting(False, help="Reach the control plane over TLS.")
     control_plane_ca: Path | None = setting(
         None,

@@ -12,6 +12,7 @@ from data_plane.executor import Executor
 from data_plane.kernels.cpu import cpu_isa
 from data_plane.memory.pool import TIER_NAMES
 from data_plane.places import group_of, tier_of
+from data_plane.server.local.endpoint import LocalEndpoint
 from kvplane.serving.metrics import (
     LATENCY_BUCKETS_S,
     Declaration,
@@ -50,6 +51,13 @@ _OPEN_SESSIONS: Final = _gauge("open_sessions", "Open sessions.")
 _TABLES: Final = _gauge("block_tables", "Block tables of all sessions.")
 _PUBLISHED: Final = _gauge("published_blocks", "Device blocks that hold a published prefix.")
 _QUEUE: Final = _gauge("command_queue_depth", "Commands of gRPC calls that run or wait to run.")
+_LOCAL_REGIONS: Final = _gauge(
+    "local_regions", "Memory regions shared with engines on this machine."
+)
+_LOCAL_BYTES: Final = _gauge("local_region_bytes", "Size of these regions.")
+_LOCAL_PACKETS: Final = _counter(
+    "local_packets", "Packets of engines on this machine, by the Unix socket."
+)
 _POOL_BLOCKS: Final = _gauge("pool_blocks", "Blocks of a tier, by layer group.", "tier", "group")
 _POOL_BYTES: Final = _gauge("pool_bytes", "Bytes of a tier, by layer group.", "tier", "group")
 _DEVICE_BYTES: Final = _gauge(
@@ -107,20 +115,32 @@ class DataPlaneMetrics(PlaneMetrics):
         self._command_duration = Histograms(LATENCY_BUCKETS_S)
         self._executor: Executor | None = None
         self._num_waiting: Callable[[], int] = lambda: 0
+        self._local: LocalEndpoint | None = None
 
     def observe_command(self, name: str, duration_s: float) -> None:
         """Count one command of the executor."""
         self._command_duration.add(duration_s, name)
 
-    def watch(self, executor: Executor, num_waiting: Callable[[], int]) -> None:
-        """Export the executor's state and counters, and how many commands wait for it."""
-        self._executor, self._num_waiting = executor, num_waiting
+    def watch(
+        self,
+        executor: Executor,
+        num_waiting: Callable[[], int],
+        local: LocalEndpoint | None = None,
+    ) -> None:
+        """Export the executor's state and counters, how many commands wait for it, and what engines
+        on this machine share with it.
+        """
+        self._executor, self._num_waiting, self._local = executor, num_waiting, local
 
     def read(self, samples: Samples) -> None:
         samples.add(_ISA, 1, cpu_isa())
         samples.add(_REGISTERED, self.registered)
         samples.add(_QUEUE, self._num_waiting())
         samples.add_histograms(_COMMAND_DURATION, self._command_duration)
+        if self._local is not None:
+            samples.add(_LOCAL_REGIONS, self._local.num_regions)
+            samples.add(_LOCAL_BYTES, self._local.num_bytes)
+            samples.add(_LOCAL_PACKETS, self._local.num_packets)
         executor = self._executor
         if executor is None:
             return

@@ -11,12 +11,13 @@ from typing import Any, Final
 from data_plane.kernels.backend import Kernels
 from data_plane.server.build import build_executor
 from data_plane.server.config import DataPlaneConfig
+from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.metrics import DataPlaneMetrics
 from data_plane.server.registration_client import RegistrationClient
 from data_plane.server.service import SERVICE, DataPlaneService
 from data_plane.server.worker_thread import WorkerThread
 from kvplane import __version__
-from kvplane.errors import InternalError
+from kvplane.errors import InternalError, KvplaneError
 from kvplane.serving.logs import frames_of
 from kvplane.serving.plane_server import PlaneServer
 from kvplane.serving.server import wait_for_signal
@@ -42,14 +43,29 @@ class DataPlaneServer(PlaneServer):
         self.registered = asyncio.Event()
         self.lost = asyncio.Event()
         """The device has failed for good: only a new process can use it again."""
-        self._worker = worker = WorkerThread(self.executor.use_own_stream)
-        self.metrics.watch(self.executor, lambda: worker.num_waiting)
+        self._loop = asyncio.get_running_loop()
+        self._worker = worker = WorkerThread(
+            self.executor.use_own_stream, spin_s=config.local_spin_s
+        )
+        self.local: LocalEndpoint | None = None
+        """Where engines on this machine get shared memory; None where none do."""
+        if config.num_local_regions > 0:
+            self.local = LocalEndpoint(
+                self.executor,
+                worker,
+                folder=config.local_folder,
+                num_regions=config.num_local_regions,
+                region_bytes=config.local_region_bytes,
+                on_error=self._count_rejection,
+            )
+        self.metrics.watch(self.executor, lambda: worker.num_waiting, self.local)
         service = DataPlaneService(
             self.executor,
             self._worker,
             version=__version__,
             rejected=self.metrics.rpc.rejected,
             max_message_bytes=config.max_message_bytes,
+            local=self.local,
             knows_callers=config.knows_callers,
         )
         super().__init__(
@@ -68,6 +84,8 @@ class DataPlaneServer(PlaneServer):
         """
         self = cls(config, kernels)
         executor = self.executor
+        if self.local is not None:
+            self.local.start()
         await self._serve(serving=False)
         self._watch_device()
         registration = RegistrationClient(
@@ -117,8 +135,14 @@ class DataPlaneServer(PlaneServer):
         await super().stop()
 
     async def _finish(self) -> None:
+        if self.local is not None:
+            self.local.stop()
         await asyncio.to_thread(self._worker.close)
         await asyncio.to_thread(self.executor.finish)
+
+    def _count_rejection(self, error: KvplaneError) -> None:
+        """On any thread."""
+        self._loop.call_soon_threadsafe(self.metrics.rpc.rejected.inc, error.reason)
 
     async def _on_registration(self, registered: bool) -> None:
         self.metrics.registered = registered

@@ -14,10 +14,13 @@ from typing import Any, Final, TypeVar
 import grpc.aio
 
 from data_plane.executor import Executor
+from data_plane.pieces import Pieces, whole
 from data_plane.places import place_of
+from data_plane.server.execute_stream import PIECE_S, ExecuteStream, attention_options
+from data_plane.server.fair_queue import Lane
+from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from data_plane.server.worker_thread import WorkerThread
-from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
@@ -25,8 +28,9 @@ from kvplane.errors import (
     LayoutMismatchError,
     PlaneUnavailableError,
 )
-from kvplane.serving.identity import caller
+from kvplane.serving.identity import caller, payer
 from kvplane.serving.metrics import Counts
+from kvplane.serving.requests import Requests
 from kvplane.serving.streams import RequestStreams
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1 import data_pb2_grpc
@@ -55,9 +59,11 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         version: str,
         max_message_bytes: int,
         rejected: Counts,
+        local: LocalEndpoint | None = None,
         knows_callers: bool = False,
     ) -> None:
         """``rejected`` counts the requests of streams that are refused, by the error's reason.
+        ``local``: where clients on this machine may go on; None for nowhere.
         ``knows_callers``: callers have to say who they are, so their grants must be theirs.
         """
         self._executor = executor
@@ -65,6 +71,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         self._version = version
         self._max_message_bytes = max_message_bytes
         self._rejected = rejected
+        self._local = local
         self._knows_callers = knows_callers
         self._streams = RequestStreams("data plane")
 
@@ -90,22 +97,30 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         )
 
     async def Execute(
-        self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: _Context
+        self, request_iterator: Requests, context: _Context
     ) -> AsyncIterator[pb.ExecuteResponse]:
-        stream = _ExecuteStream(self._executor, self._tenant())
-        while True:
-            try:
-                request = await self._streams.next(request_iterator)
-                if request is None:
-                    return
-                answers = await self._run(partial(stream.answer, request))
-            except PlaneUnavailableError:
-                raise
-            except KvplaneError as error:
-                self._rejected.inc(error.reason)
-                answers = [pb.ExecuteResponse(error=to_wire(error))]
-            for answer in answers:
+        stream = ExecuteStream(self._executor, self._tenant())
+        try:
+            while True:
+                try:
+                    request = await self._streams.next(request_iterator)
+                    if request is None:
+                        return
+                    command = partial(stream.answer, request)
+                    answer = await self._run_pieces(command, stream.session_id)
+                    if answer.HasField("opened"):
+                        admit = request_iterator.check_caller
+                        offer = self._offer(stream, request.open.host_id, admit)
+                        answer.opened.MergeFrom(pb.ExecutionOpened(local=offer))
+                except PlaneUnavailableError:
+                    raise
+                except KvplaneError as error:
+                    self._rejected.inc(error.reason)
+                    answer = pb.ExecuteResponse(error=to_wire(error))
                 yield answer
+        finally:
+            if self._local is not None:
+                self._local.withdraw(stream)
 
     async def ReshapeAndCache(
         self, request: pb.ReshapeAndCacheRequest, context: _Context
@@ -128,16 +143,21 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     ) -> pb.PagedAttentionResponse:
         tenant = self._tenant()
 
-        def command() -> pb.PagedAttentionResponse:
+        def command() -> Pieces[pb.PagedAttentionResponse]:
             query = self._tensor(request.query, "query")
-            options = _options(request.options, "options")
+            options = attention_options(request.options, "options")
             session_id, number = self._start(request, tenant)
-            output = self._executor.attend(
-                session_id, request.layer, query, options=options, plan_number=number
+            output = yield from self._executor.attend(
+                session_id,
+                request.layer,
+                query,
+                options=options,
+                plan_number=number,
+                piece_s=PIECE_S,
             )
             return pb.PagedAttentionResponse(output=tensor_to_message(output))
 
-        return await self._run(command)
+        return await self._run_pieces(command)
 
     async def CopyBlocks(
         self, request: pb.CopyBlocksRequest, context: _Context
@@ -206,14 +226,24 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         return await self._run(command)
 
     async def _run(self, command: Callable[[], T]) -> T:
-        """Run ``command`` on the worker thread and return what it returns. Its copies of tensors to
-        and from a device are not commands of the executor, so their failures are checked here.
+        """What ``command`` returns, run on the worker thread in the caller's turn."""
+        return await self._run_pieces(lambda: whole(command))
+
+    async def _run_pieces(self, command: Callable[[], Pieces[T]], session_id: int = 0) -> T:
+        """As ``_run``, by pieces. ``session_id``: 0 where it is not known yet. The command's copies
+        of tensors to and from a device are not commands of the executor, so their failures are
+        checked here.
         """
         try:
-            return await self._worker.run(command)
+            return await self._worker.run_pieces(command, Lane(payer(), session_id))
         except InternalError:
             await self._worker.run(self._executor.device_watch.check)
             raise
+
+    def _offer(
+        self, stream: ExecuteStream, host_id: str, admit: Callable[[], None]
+    ) -> pb.LocalOffer | None:
+        return None if self._local is None else self._local.offer(stream, host_id, admit, payer())
 
     def _tenant(self) -> str | None:
         """The caller's tenant; None where callers do not say who they are."""
@@ -256,83 +286,3 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
                 "or layers at a time",
                 field="num_blocks",
             )
-
-
-class _ExecuteStream:
-    """The session and plan of one execution stream. Used on the worker thread."""
-
-    def __init__(self, executor: Executor, tenant: str | None) -> None:
-        self._executor = executor
-        self._tenant = tenant
-        self._session_id: int | None = None
-        self._plan_number: int | None = None
-
-    def answer(self, request: pb.ExecuteRequest) -> list[pb.ExecuteResponse]:
-        """The answers to one request. Raises KvplaneError."""
-        kind = request.WhichOneof("message")
-        if kind == "open":
-            return self._open(request.open)
-        if kind == "plan":
-            return self._start(request)
-        if kind == "layer":
-            return self._layer(request.layer)
-        raise InvalidRequestError(
-            "must be open, plan or layer: other messages are unknown to this data plane",
-            field="message",
-        )
-
-    def _open(self, request: pb.OpenExecution) -> list[pb.ExecuteResponse]:
-        version = protocol.negotiate(request.protocol, field="open.protocol")
-        session_id = self._executor.open(request.grant, tenant=self._tenant)
-        self._session_id, self._plan_number = session_id, None
-        opened = pb.ExecutionOpened(protocol_version=version, layers=self._executor.layers)
-        return [pb.ExecuteResponse(opened=opened)]
-
-    def _start(self, request: pb.ExecuteRequest) -> list[pb.ExecuteResponse]:
-        self._plan_number = None
-        if self._session_id is None:
-            raise InvalidRequestError(
-                "the stream is not open: send an open message first", field="open"
-            )
-        started = self._executor.start(self._session_id, request.plan)
-        self._plan_number = started.number
-        answer = pb.PlanStarted(
-            plan_number=started.number, num_tokens=started.num_tokens, finished=started.had_run
-        )
-        answers = [pb.ExecuteResponse(started=answer)]
-        if started.receipt is not None:
-            answers.append(pb.ExecuteResponse(receipt=started.receipt))
-        return answers
-
-    def _layer(self, request: pb.LayerInput) -> list[pb.ExecuteResponse]:
-        if self._session_id is None or self._plan_number is None:
-            raise InvalidRequestError(
-                "no plan was started on this stream: send a plan before its layers", field="layer"
-            )
-        executor = self._executor
-        query = None
-        if request.HasField("query"):
-            query = tensor_from_message(request.query, executor.device, field="layer.query")
-        output = executor.layer(
-            self._session_id,
-            request.layer,
-            query,
-            tensor_from_message(request.key, executor.device, field="layer.key"),
-            tensor_from_message(request.value, executor.device, field="layer.value"),
-            options=_options(request.options, "layer.options"),
-            plan_number=self._plan_number,
-            field="layer.",
-        )
-        answer = pb.LayerOutput(layer=request.layer)
-        if output is not None:
-            answer.output.CopyFrom(tensor_to_message(output))
-        answers = [pb.ExecuteResponse(output=answer)]
-        receipt = executor.receipt(self._session_id)
-        if receipt is not None:
-            answers.append(pb.ExecuteResponse(receipt=receipt))
-        return answers
-
-
-def _options(message: pb.AttentionOptions, field: str) -> AttentionOptions:
-    protocol.refuse_unknown_fields(message, field=field)
-    return AttentionOptions.from_proto(message, field=field)

@@ -1,36 +1,188 @@
-"""One thread that runs an executor's commands in order, outside of the event loop."""
+"""One thread that runs an executor's commands, outside of the event loop: those that the event loop
+gives it, and those that come by sockets.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import select
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from data_plane.pieces import Pieces, whole
+from data_plane.server.fair_queue import FairQueue, Lane
+from kvplane.transport.local.spin import Spin
 
 T = TypeVar("T")
 
+_Work = Callable[[], bool]  # runs the next piece of a command; returns whether it was the last
+
+
+class _Served(NamedTuple):
+    """A socket. ``serve``: what is to be done when it can be read; it must not raise."""
+
+    lane: Lane
+    serve: Callable[[], Pieces[None]]
+
 
 class WorkerThread:
-    """Runs commands one after the other, in the order of the calls to ``run``."""
+    """Runs commands one after the other: those of a lane in the order in which they came, and lanes
+    in the order that ``FairQueue`` gives them.
+    """
 
-    def __init__(self, begin: Callable[[], None] | None = None) -> None:
-        """``begin`` is called first, on the thread."""
+    def __init__(self, begin: Callable[[], None] | None = None, *, spin_s: float = 0.0) -> None:
+        """``begin`` is called first, on the thread; what it raises is raised here. ``spin_s``: how
+        long after a command of a socket the thread looks for more instead of sleeping.
+        """
         self.num_waiting = 0
-        """Commands that run or wait for the thread; for the event loop."""
-        self._thread = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="data-plane", initializer=begin
+        """Commands of ``run`` that run or wait for the thread; for the event loop."""
+        self._given: deque[tuple[Lane | None, _Work]] = deque()
+        self._commands: FairQueue[_Work] = FairQueue()
+        self._served: dict[int, _Served] = {}
+        self._queued: set[int] = set()  # sockets that have a command in the queue
+        self._spin = Spin(spin_s)
+        self._spin_until_s = 0.0
+        self._ready = select.epoll()
+        self._doorbell = os.eventfd(0, os.EFD_CLOEXEC)
+        self._ready.register(self._doorbell, select.EPOLLIN)
+        self._is_closing = False
+        began: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._work, args=(begin, began), name="data-plane", daemon=True
         )
+        self._thread.start()
+        began.result()
 
-    async def run(self, command: Callable[[], T]) -> T:
-        """What ``command`` returns or raises. It runs even if the caller stops waiting for it."""
+    async def run(self, command: Callable[[], T], lane: Lane | None = None) -> T:
+        """What ``command`` returns or raises. It runs even if the caller stops waiting for it.
+        Commands of no lane run before all others.
+        """
+        return await self.run_pieces(lambda: whole(command), lane)
+
+    async def run_pieces(self, command: Callable[[], Pieces[T]], lane: Lane | None) -> T:
+        """As ``run``; other commands run between the pieces."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: Any, error: BaseException | None) -> None:
+            self.num_waiting -= 1
+            if answer.cancelled():
+                return
+            if error is None:
+                answer.set_result(result)
+            else:
+                answer.set_exception(error)
+
+        rest = command()
+
+        def work() -> bool:
+            result, error = None, None
+            try:
+                next(rest)
+                return False
+            except StopIteration as end:
+                result = end.value
+            except BaseException as raised:
+                error = raised
+            with suppress(RuntimeError):  # the loop has ended, and nobody waits
+                loop.call_soon_threadsafe(settle, result, error)
+            return True
+
+        self._give(lane, work)
         self.num_waiting += 1
-        running = asyncio.get_running_loop().run_in_executor(self._thread, command)
-        running.add_done_callback(self._ended)
-        return await running
+        return await answer
 
-    def _ended(self, _: object) -> None:
-        self.num_waiting -= 1
+    def post(self, command: Callable[[], None]) -> None:
+        """Have ``command``, which must not raise, run before what waits in lanes."""
+
+        def work() -> bool:
+            command()
+            return True
+
+        self._give(None, work)
+
+    def watch(self, fd: int, lane: Lane, serve: Callable[[], Pieces[None]]) -> None:
+        """On the thread: run ``serve``, which must not raise, whenever ``fd`` can be read."""
+        self._served[fd] = _Served(lane, serve)
+        self._ready.register(fd, select.EPOLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        """On the thread: the opposite of ``watch``. A command that waits still runs."""
+        del self._served[fd]
+        self._queued.discard(fd)
+        self._ready.unregister(fd)
 
     def close(self) -> None:
-        """Wait for the commands that were given to ``run``, and accept no more."""
-        self._thread.shutdown()
+        """Wait for the commands that were given to ``run``, and accept no more. Harmless when
+        called again.
+        """
+        if self._is_closing:
+            return
+        self._is_closing = True
+        os.eventfd_write(self._doorbell, 1)
+        self._thread.join()
+        self._ready.close()
+        os.close(self._doorbell)
+
+    def _give(self, lane: Lane | None, work: _Work) -> None:
+        """Raises RuntimeError after ``close``."""
+        if self._is_closing:
+            raise RuntimeError("the worker thread was closed")
+        self._given.append((lane, work))
+        os.eventfd_write(self._doorbell, 1)
+
+    def _work(self, begin: Callable[[], None] | None, began: Future[None]) -> None:
+        try:
+            if begin is not None:
+                begin()
+        except BaseException as error:
+            began.set_exception(error)
+            return
+        began.set_result(None)
+        while True:
+            self._collect()
+            if not len(self._commands):
+                if self._is_closing:
+                    return
+                continue
+            lane, work = self._commands.take()
+            begin_s = time.perf_counter()
+            if not work():
+                self._commands.put_back(lane, work)
+            self._commands.charge(lane, time.perf_counter() - begin_s)
+            del work
+
+    def _collect(self) -> None:
+        """Queue all that has come. Wait for something where nothing is queued."""
+        ready = self._look()
+        if not ready and not len(self._commands):
+            ready = self._spin.look(self._look, until_s=self._spin_until_s) or self._ready.poll()
+        for fd, _ in ready:
+            if fd == self._doorbell:
+                os.eventfd_read(fd)
+            elif fd not in self._queued:
+                self._queued.add(fd)
+                lane, serve = self._served[fd]
+                self._commands.put(lane, partial(self._serve, fd, serve()))
+        while self._given:
+            self._commands.put(*self._given.popleft())
+
+    def _look(self) -> list[tuple[int, int]]:
+        return self._ready.poll(0)
+
+    def _serve(self, fd: int, rest: Pieces[None]) -> bool:
+        """Run a piece of a socket's command."""
+        try:
+            next(rest)
+            return False
+        except StopIteration:
+            self._queued.discard(fd)
+            self._spin_until_s = time.monotonic() + self._spin.spin_s
+            return True

@@ -19,7 +19,7 @@ from kvplane.serving.settings import log_settings
 
 def run(config: GenerateConfig) -> int:
     """Generate and print; 1 when a prompt failed."""
-    logs.setup(config.log_level)
+    logs.setup(config.log_level, config.log_format)
     num_characters = len(config.prompt)  # prompts are never logged
     shown = replace(config, prompt=f"<{num_characters} characters>") if num_characters else config
     log_settings(shown, logging.getLogger("engine"))
@@ -33,6 +33,9 @@ def run(config: GenerateConfig) -> int:
         n=config.n,
         stop=(config.stop,) if config.stop else (),
         ignore_eos=config.ignore_eos,
+        num_beams=config.num_beams,
+        length_penalty=config.length_penalty,
+        early_stopping=config.early_stopping,
     )
     with LLM.from_config(config) as llm:
         deltas = llm.stream(prompts, params)

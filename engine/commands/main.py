@@ -12,6 +12,7 @@ from typing import Final
 from engine.commands.program import run_program
 from engine.config import GenerateConfig, LayoutConfig
 from engine.serving.config import ServeConfig
+from engine.threads import tune_torch
 from kvplane import __version__
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, parse
 
@@ -42,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _generate(argv: Sequence[str]) -> int:
     config = parse(GenerateConfig, "engine generate", argv, os.environ)
+    tune_torch(config.num_threads)
     from engine.commands.generate import run
 
     return run(config)
@@ -49,6 +51,7 @@ def _generate(argv: Sequence[str]) -> int:
 
 def _serve(argv: Sequence[str]) -> int:
     config = parse(ServeConfig, "engine serve", argv, os.environ)
+    tune_torch(config.num_threads)
     from engine.serving.server import run
 
     return run(config)

@@ -4,6 +4,7 @@ Nothing is downloaded.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from engine.models import baichuan
+from engine.models.linears import pack_linears
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.layout import LayerGroup
 from kvplane.models.model_layers import layer_groups
@@ -37,6 +39,8 @@ _TOKENIZER_FILES: Final = (
 _LIMITS: Final = ("max_position_embeddings", "max_seq_len", "model_max_length")
 
 Message = dict[str, str]
+
+_log = logging.getLogger("engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +98,11 @@ class LoadedModel:
         return self.tokenizer
 
 
-def load(folder: Path, dtype: str, *, probe: bool = True) -> LoadedModel:
+def load(folder: Path, dtype: str, *, probe: bool = True, packs: bool = False) -> LoadedModel:
     """Load ``folder`` in ``dtype`` with attention "kvplane".
 
-    ``probe``: first compare the model's logits with those of transformers' own attention. Raises
+    ``probe``: first compare the model's logits with those of transformers' own attention.
+    ``packs``: pack the weights of linear layers (``engine.models.linears``). Raises
     InvalidRequestError of the field "model" for a model that transformers cannot load, and for one
     that the probe refuses.
     """
@@ -108,6 +113,8 @@ def load(folder: Path, dtype: str, *, probe: bool = True) -> LoadedModel:
     model = load_model(folder, TORCH_DTYPES[dtype])
     model.train(mode=False)
     adapters.adapt(model)
+    if packs:
+        _log.info("linear layers with packed weights num=%d", pack_linears(model))
     groups = run_probe(model) if probe else layer_groups(model.config)
     adapters.set_attention(model, attention.NAME)
     text_config = model.config.get_text_config(decoder=True)

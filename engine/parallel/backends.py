@@ -16,6 +16,7 @@ from kvplane.shard import Shard
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.tensor import Tensor
 from kvplane.transformers.backend import DataBackend, OpenedSession, RemoteBackend, Started
+from kvplane.transformers.region_layers import RegionLayers
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
 
@@ -74,6 +75,7 @@ class RankBackend:
         self._num_ranks = num_ranks
         self._client: DataClient | None = None
         self._execution: Execution | None = None
+        self._layers: RegionLayers | None = None
 
     def open(self, session: OpenedSession) -> None:
         """Open an Execute stream to the rank's shard. Raises InvalidRequestError of the field
@@ -91,8 +93,9 @@ class RankBackend:
             lambda: DataClient(address, tls=self._tls, timeout_s=self._timeout_s)
         )
         self._execution = self._loop.run(client.open(session.grant))
+        self._layers = RegionLayers(self._execution)
 
-    def start(self, plan: pb.SignedPayload) -> Started:
+    def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
         """Present the plan to the shard."""
         started = self._loop.run(self._open_execution().start(plan))
         return Started(started.num_tokens, [] if started.receipt is None else [started.receipt])
@@ -107,6 +110,10 @@ class RankBackend:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Send one layer's new tokens, of the rank's heads, and wait for their attention."""
+        if self._layers is not None:
+            output = self._layers.layer(index, query, key, value, options)
+            if output is not None:
+                return output
         tensors = (
             Tensor.from_array(each.detach().cpu().contiguous()) for each in (query, key, value)
         )
@@ -123,7 +130,7 @@ class RankBackend:
 
     def close(self) -> None:
         """Close stream and channel."""
-        execution, self._execution = self._execution, None
+        execution, self._execution, self._layers = self._execution, None, None
         client, self._client = self._client, None
         if execution is not None:
             self._loop.run(execution.close())

@@ -65,12 +65,12 @@ class ParallelBackend:
         self._tell(ranks.OPEN + shared.encode())
         ranks.together(self._group, lambda: self._backend.open(shared))
 
-    def start(self, plan: pb.SignedPayload) -> Started:
+    def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
         """Start a plan on all ranks."""
         self._tell(ranks.START + plan.SerializeToString())
         answers = ranks.together(self._group, lambda: ranks.start(self._backend, plan))
-        has_run = all(answer.HasField("receipt") for answer in answers)
-        receipts = [answer.receipt for answer in answers] if has_run else []
+        has_run = all(answer.started.HasField("receipt") for answer in answers)
+        receipts = [answer.started.receipt for answer in answers] if has_run else []
         return Started(max(answer.started.num_tokens for answer in answers), receipts)
 
     def layer(
@@ -92,7 +92,7 @@ class ParallelBackend:
         step, self._step = self._step, None
         if step is None:
             raise InternalError("no forward pass has begun")
-        return [answer.receipt for answer in ranks.together(self._group, step.finish)]
+        return [answer.output.receipt for answer in ranks.together(self._group, step.finish)]
 
     def close(self) -> None:
         """Forget the session on all ranks."""

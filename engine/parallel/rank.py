@@ -33,7 +33,7 @@ from kvplane.transformers.backend import DataBackend
 from kvplane.transformers.models.packed import packed_logits
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
-from kvplane.v1.data_pb2 import ExecuteResponse, PlanStarted
+from kvplane.v1.data_pb2 import ExecuteResponse, LayerOutput, PlanStarted
 from kvplane.wire.error_messages import from_wire, to_wire
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class PatientStep:
         """The receipt of this rank."""
         if self._error is not None:
             raise self._error
-        return ExecuteResponse(receipt=self._backend.finish()[0])
+        return ExecuteResponse(output=LayerOutput(receipt=self._backend.finish()[0]))
 
 
 def together(group: RankGroup, act: Callable[[], ExecuteResponse | None]) -> list[ExecuteResponse]:
@@ -123,9 +123,8 @@ def together(group: RankGroup, act: Callable[[], ExecuteResponse | None]) -> lis
 def start(backend: DataBackend, plan: tpb.SignedPayload) -> ExecuteResponse:
     """Start a plan on this rank: how many tokens it computes, or its receipt."""
     started = backend.start(plan)
-    if started.receipts:
-        return ExecuteResponse(receipt=started.receipts[0])
-    return ExecuteResponse(started=PlanStarted(num_tokens=started.num_tokens))
+    receipt = started.receipts[0] if started.receipts else None
+    return ExecuteResponse(started=PlanStarted(num_tokens=started.num_tokens, receipt=receipt))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The engine's loop: schedule, step, compute, add the receipt, sample.
+"""The engine's loop: ask for a plan, compute it, sample; the next plan is asked for meanwhile.
 
 No token of a request is lost or returned twice, whatever happens to the planes: a token exists once
 it was sampled, that is after its plan was receipted, and stays with its sequence; KV that is lost
@@ -12,17 +12,20 @@ import dataclasses
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from engine.models.loader import LoadedModel
-from engine.request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams
+from engine.request import Delta, Request, RequestOutput, SamplingParams
+from engine.running.beams import BeamRequest
+from engine.running.live_requests import LiveRequest
 from engine.running.runner import Runner
 from engine.sampling.detokenizer import Detokenizer
-from engine.sampling.sampler import logprob_of, new_generator, sample
-from engine.scheduling.intents import Span
+from engine.sampling.sampler import logprobs_of, new_stream, sample
+from engine.scheduling.intents import Intent, Outcome, Span
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import EngineSequence, SequenceStatus
 from engine.stats import EngineStats
@@ -37,6 +40,8 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.layout import Layout
+from kvplane.results import StepResult
+from kvplane.sync.loop_thread import wait
 from kvplane.transformers.backend import DataBackend
 from kvplane.transformers.link import ControlLink
 from kvplane.v1 import types_pb2 as types
@@ -49,13 +54,12 @@ NEWS_DELAY_S: Final = 1.0  # without a notice, after which an answer's news are 
 _log = logging.getLogger("engine")
 
 
-@dataclass(slots=True)
-class _Live:
-    """A request that is not finished; ``sequences`` grows to ``n`` when the prompt is computed."""
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A step that was sent to the control plane."""
 
-    request: Request
-    sequences: list[EngineSequence] = field(default_factory=list)
-    error: KvplaneError | None = None
+    intents: list[Intent]
+    answer: Future[StepResult]
 
 
 class EngineCore:
@@ -70,7 +74,9 @@ class EngineCore:
         scheduler: Scheduler,
         *,
         recovery_timeout_s: float,
+        plans_ahead: bool = True,
     ) -> None:
+        """``plans_ahead``: ask for a step's plan while the one before is computed."""
         self._loaded = loaded
         self._layout = layout
         self._link = link
@@ -79,7 +85,8 @@ class EngineCore:
         self._max_sequences = scheduler.max_sequences
         self._runner = Runner(loaded.model)
         self._recovery_timeout_s = recovery_timeout_s
-        self._live: dict[str, _Live] = {}
+        self._plans_ahead = plans_ahead
+        self._live: dict[str, LiveRequest] = {}
         self._deltas: list[Delta] = []
         self._outputs: dict[str, RequestOutput] = {}
         self._to_abort: set[str] = set()
@@ -87,6 +94,7 @@ class EngineCore:
         self._num_arrivals = 0
         self._num_failures = 0
         self._has_plan = False  # the present step has a plan, which an error would have to abort
+        self._asked: _Asked | None = None  # of the control plane, and not applied yet
         self._stalled_since_s: float | None = None
         self._stepped_s = 0.0
         self.stats = EngineStats()
@@ -108,9 +116,11 @@ class EngineCore:
                 f"has {len(token_ids)} tokens, must have fewer than the model's {limit} positions",
                 field=field,
             )
-        if params.n > self._max_sequences:
+        if params.num_sequences > self._max_sequences:
+            name = "num_beams" if params.num_beams > 1 else "n"
             raise InvalidRequestError(
-                f"must be at most max_sequences, {self._max_sequences}", field="sampling_params.n"
+                f"must be at most max_sequences, {self._max_sequences}",
+                field=f"sampling_params.{name}",
             )
 
     def add_request(self, prompt: str, token_ids: list[int], params: SamplingParams) -> str:
@@ -133,7 +143,8 @@ class EngineCore:
             end_token_ids=ends | frozenset(params.stop_token_ids),
         )
         first = self._new_sequence(request, 0)
-        self._live[request.request_id] = _Live(request, [first])
+        beams = BeamRequest(request) if params.num_beams > 1 else None
+        self._live[request.request_id] = LiveRequest(request, [first], beams)
         self._scheduler.add(first)
         self.stats.num_requests += 1
         self.stats.num_prompt_tokens += len(token_ids)
@@ -153,7 +164,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step has something to do."""
-        return self._scheduler.has_work or bool(self._to_abort)
+        return self._scheduler.has_work or bool(self._to_abort) or self._asked is not None
 
     # Steps.
 
@@ -163,7 +174,7 @@ class EngineCore:
         Raises what went wrong when recovering does not help; sequences are then as they were.
         """
         self._apply_aborts()
-        if self._scheduler.has_work:
+        if self.has_work:
             self._has_plan = False
             try:
                 self._step()
@@ -180,35 +191,56 @@ class EngineCore:
             _log.warning("receipts were not submitted: %s", error)
 
     def _step(self) -> None:
+        """Carry out the step that was asked for; the next one is asked for meanwhile."""
         started_s = time.monotonic()
-        intents = self._scheduler.schedule()
-        if not intents and not self._expects_news():
+        asked = self._asked or self._ask(expects_news=True)
+        if asked is None:
             self._pause()
             return
-        self._stepped_s = started_s
-        result = self._link.step([intent.operation for intent in intents])
-        self._has_plan = result.plan is not None
-        outcome = self._scheduler.apply(intents, result)
-        self._note_counts()
-        for sequence, error in outcome.failed:
-            self._fail(sequence.request.request_id, error)
-        if result.plan is None:
+        outcome, plan = self._take_answer(asked)
+        if plan is None:
             self._pause()
             return
         self._stalled_since_s = None
-        logits = self._execute(result.plan, outcome.spans)
+        if outcome.spans and all(s.sequence.finish_reason for s in outcome.spans):
+            self._abort_plan()  # all that it computes has ended since it was asked for
+            return
+        logits = self._execute(plan, outcome.spans)
         if outcome.spans:
             self._num_failures = 0
         self._sample(outcome.spans, logits)
         num_tokens = sum(span.num_tokens for span in outcome.spans)
         self.stats.note_step(time.monotonic() - started_s, num_tokens)
 
+    def _ask(self, *, expects_news: bool) -> _Asked | None:
+        """Ask for the next step; None when there is nothing to ask for, nor news, which are waited
+        for a moment.
+        """
+        intents = self._scheduler.schedule()
+        if not intents and not (expects_news and self._expects_news()):
+            return None
+        self._stepped_s = time.monotonic()
+        return _Asked(intents, self._link.begin_step([each.operation for each in intents]))
+
+    def _take_answer(self, asked: _Asked) -> tuple[Outcome, types.SignedPayload | None]:
+        """Wait for a step's answer and learn what came of it."""
+        self._asked = None
+        result = wait(asked.answer)
+        self._has_plan = result.plan is not None
+        outcome = self._scheduler.apply(asked.intents, result)
+        self._note_counts()
+        for sequence, error in outcome.failed:
+            self._fail(sequence.request.request_id, error)
+        return outcome, result.plan
+
     def _execute(self, plan: types.SignedPayload, spans: list[Span]) -> torch.Tensor:
         """Carry a plan out. Returns float32 logits [spans with is_last, vocabulary]."""
-        started = self._backend.start(plan)
+        num_tokens = sum(span.num_tokens for span in spans)
+        started = self._backend.start(plan, num_tokens)
+        if self._plans_ahead and self._scheduler.can_run_ahead:
+            self._asked = self._ask(expects_news=False)
         receipts, logits = started.receipts, torch.empty(0)
         if not receipts:
-            num_tokens = sum(span.num_tokens for span in spans)
             if started.num_tokens != num_tokens:
                 raise InternalError(
                     f"the plan computes {started.num_tokens} tokens, not {num_tokens}"
@@ -244,43 +276,97 @@ class EngineCore:
     # Tokens.
 
     def _sample(self, spans: list[Span], logits: torch.Tensor) -> None:
-        due = (span.sequence for span in spans if span.is_last)
-        for sequence, span_logits in zip(due, logits, strict=True):
-            if sequence.status is SequenceStatus.FINISHED:  # its request failed in this step
+        """Take the tokens that are due. A prompt's continuations draw their first tokens from the
+        same logits, and separate.
+        """
+        due = [span.sequence for span in spans if span.is_last]
+        groups = [self._continuations(sequence) for sequence in due]
+        rows = [sequence for group in groups for sequence in group]
+        places = [place for place, group in enumerate(groups) for _ in group]
+        for sequence, row in zip(due, logits, strict=True):
+            live = self._live.get(sequence.request.request_id)
+            if live is not None and live.beams is not None:
+                live.beams.note(sequence, row)
+        if rows:
+            self._take_tokens(rows, logits if len(rows) == len(due) else logits[places])
+        for first, group in zip(due, groups, strict=True):
+            if len(group) > 1:
+                self._scheduler.branch(first, group)
+            elif group and first.finish_reason:
+                self._scheduler.finish(first)
+        for request_id in dict.fromkeys(sequence.request.request_id for sequence in rows):
+            self._complete(request_id)
+        self._advance_beams()
+
+    def _continuations(self, sequence: EngineSequence) -> list[EngineSequence]:
+        """Those that take a token from this one's logits: all of the request's from its prompt's;
+        none if it failed in this step, and of a beam search.
+        """
+        if sequence.status is SequenceStatus.FINISHED or sequence.params.num_beams > 1:
+            return []
+        if sequence.num_continuations == 1:
+            return [sequence]
+        live = self._live[sequence.request.request_id]
+        others = range(1, sequence.params.n)
+        live.sequences += [self._new_sequence(sequence.request, i) for i in others]
+        return live.sequences
+
+    def _advance_beams(self) -> None:
+        """Take the next tokens of searches whose beams are all computed."""
+        for request_id, live in list(self._live.items()):
+            if live.beams is None or not live.beams.is_due(live.sequences):
                 continue
-            if sequence.num_continuations > 1:
-                self._branch(sequence, span_logits)
-            else:
-                self._take_token(sequence, span_logits)
-                if sequence.finish_reason:
-                    self._scheduler.finish(sequence)
-            self._complete(sequence.request.request_id)
+            going = live.beams.advance(live.sequences, self._scheduler, self._new_sequence)
+            if going:
+                live.sequences = going
+                continue
+            for sequence in live.sequences:
+                self._scheduler.finish(sequence)
+            live.sequences = [
+                self._found(live.request, index, tokens, live.sequences[0].num_cached_tokens)
+                for index, tokens in enumerate(live.beams.answers)
+            ]
+            self._complete(request_id)
 
-    def _branch(self, first: EngineSequence, logits: torch.Tensor) -> None:
-        """The prompt is computed: its ``n`` continuations draw their first tokens and separate."""
-        live = self._live[first.request.request_id]
-        others = range(1, first.request.params.n)
-        live.sequences += [self._new_sequence(first.request, i) for i in others]
-        for sequence in live.sequences:
-            self._take_token(sequence, logits)
-        alive = [s for s in live.sequences if not s.finish_reason]
-        self._scheduler.branch(first, alive)
-        for sequence in live.sequences:
-            if sequence.finish_reason:
-                sequence.status = SequenceStatus.FINISHED
+    def _found(
+        self, request: Request, index: int, tokens: list[int], num_cached_tokens: int
+    ) -> EngineSequence:
+        """A continuation that a beam search found."""
+        sequence = self._new_sequence(request, index)
+        sequence.tokens += tokens
+        sequence.num_cached_tokens = num_cached_tokens
+        sequence.finish_reason = "stop" if tokens[-1] in request.end_token_ids else "length"
+        for token in tokens:
+            sequence.detokenizer.add(token)
+        sequence.detokenizer.finish()
+        text = sequence.detokenizer.take(final=True)
+        reason = sequence.finish_reason
+        self.stats.num_generated_tokens += len(tokens)
+        self._deltas.append(Delta(request.request_id, index, text, tokens, reason))
+        return sequence
 
-    def _take_token(self, sequence: EngineSequence, logits: torch.Tensor) -> None:
-        request, params = sequence.request, sequence.request.params
-        token = sample(
-            logits, params, sequence.generator, sequence.tokens, sequence.num_prompt_tokens
-        )
+    def _take_tokens(self, sequences: list[EngineSequence], logits: torch.Tensor) -> None:
+        """``logits``: float32 [len(sequences), vocabulary]."""
+        tokens = sample(logits, sequences)
+        told = [i for i, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+        if told:
+            found = logprobs_of(
+                logits[told],
+                [tokens[i] for i in told],
+                [sequences[i].params.logprobs or 0 for i in told],
+                self._loaded.decode,
+            )
+            for i, logprob in zip(told, found, strict=True):
+                sequences[i].logprobs.append(logprob)
+        for sequence, token, row in zip(sequences, tokens, logits, strict=True):
+            if sequence.params.record_logits:
+                sequence.logits.append(row.clone())
+            self._take_token(sequence, token)
+
+    def _take_token(self, sequence: EngineSequence, token: int) -> None:
+        request, params = sequence.request, sequence.params
+        sequence.num_due = 0
         sequence.tokens.append(token)
-        logprob = None
-        if params.logprobs is not None:
-            logprob = logprob_of(logits, token, params.logprobs, self._loaded.decode)
-            sequence.logprobs.append(logprob)
-        if params.record_logits:
-            sequence.logits.append(logits.clone())
         if token in request.end_token_ids or sequence.detokenizer.add(token):
             sequence.finish_reason = "stop"
         elif sequence.num_output_tokens >= params.max_tokens:
@@ -289,8 +375,10 @@ class EngineCore:
         if sequence.finish_reason:
             sequence.detokenizer.finish()
         text = sequence.detokenizer.take(final=bool(sequence.finish_reason))
-        delta = Delta(request.request_id, sequence.index, text, [token], sequence.finish_reason)
-        self._deltas.append(dataclasses.replace(delta, logprob=logprob))
+        logprob = sequence.logprobs[-1] if sequence.logprobs else None
+        reason = sequence.finish_reason
+        delta = Delta(request.request_id, sequence.index, text, [token], reason, logprob=logprob)
+        self._deltas.append(delta)
 
     # The end of a request.
 
@@ -316,30 +404,23 @@ class EngineCore:
                 sequence.finish_reason = reason
                 self._scheduler.finish(sequence)
                 sequence.detokenizer.finish()
-                text = sequence.detokenizer.take(final=True)
-                self._deltas.append(Delta(request_id, sequence.index, text, [], reason, live.error))
+                if sequence.index < live.request.params.n:  # of beams, so many are answers
+                    text, index = sequence.detokenizer.take(final=True), sequence.index
+                    self._deltas.append(Delta(request_id, index, text, [], reason, live.error))
         self._complete(request_id)
 
     def _complete(self, request_id: str) -> None:
         """Make the answer when all continuations are finished."""
         live = self._live[request_id]
-        if not all(s.finish_reason for s in live.sequences):
-            return
-        del self._live[request_id]
-        self.stats.num_cached_prompt_tokens += live.sequences[0].num_cached_tokens
-        self._outputs[request_id] = RequestOutput(
-            request_id=request_id,
-            prompt=live.request.prompt,
-            prompt_token_ids=live.request.prompt_token_ids,
-            outputs=[_completion(s) for s in live.sequences],
-            num_cached_tokens=live.sequences[0].num_cached_tokens,
-            error=live.error,
-        )
+        if live.is_done:
+            del self._live[request_id]
+            output = self._outputs[request_id] = live.output()
+            self.stats.num_cached_prompt_tokens += output.num_cached_tokens
 
     # Recovery.
 
     def _recover(self, error: KvplaneError) -> None:
-        """Abort the plan if the session is still open, else open another and compute again what is
+        """Abort the plans if the session is still open, else open another and compute again what is
         lost.
         """
         self._num_failures += 1
@@ -347,26 +428,29 @@ class EngineCore:
             raise error
         _log.warning("step failed reason=%s: %s", error.reason, error.message)
         lost = isinstance(error, StaleError | SessionNotFoundError | UnavailableError)
-        if self._has_plan and not lost and self._abort_plan():
-            return
+        if not lost and (self._has_plan or self._asked is not None):
+            try:
+                if self._asked is not None:
+                    self._take_answer(self._asked)
+                self._abort_plan()
+                self.stats.num_aborted_plans += 1
+                return
+            except KvplaneError as failure:
+                _log.warning("abort failed reason=%s: %s", failure.reason, failure.message)
         self._reopen()
 
-    def _abort_plan(self) -> bool:
-        """Abort the plan; whether that worked and the session continues."""
-        try:
-            states = self._link.abort_last_plan()
-        except KvplaneError as error:
-            _log.warning("abort failed reason=%s: %s", error.reason, error.message)
-            return False
-        self._scheduler.reconcile(states)
-        self.stats.num_aborted_plans += 1
-        return True
+    def _abort_plan(self) -> None:
+        """Abort the plans that have no receipt, and go on from what the control plane says."""
+        self._scheduler.reconcile(self._link.abort_last_plan())
 
     def _reopen(self) -> None:
         """Open a new session, waiting for planes that are away; everything is admitted and computed
         again.
         """
         deadline_s = time.monotonic() + self._recovery_timeout_s
+        if self._asked is not None:
+            self._asked.answer.cancel()
+            self._asked = None
         self._scheduler.reset()
         while True:
             try:
@@ -390,7 +474,7 @@ class EngineCore:
             request=request,
             index=index,
             tokens=list(request.prompt_token_ids),
-            generator=new_generator(request.params.seed, index),
+            stream=new_stream(request.params.seed, index),
             detokenizer=Detokenizer(self._loaded.tokenizer, request.params.stop),
         )
 
@@ -398,14 +482,3 @@ class EngineCore:
         counts = self._scheduler.counts
         self.stats.num_swap_preemptions = counts.num_swap_preemptions
         self.stats.num_recompute_preemptions = counts.num_recompute_preemptions
-
-
-def _completion(sequence: EngineSequence) -> CompletionOutput:
-    return CompletionOutput(
-        index=sequence.index,
-        text=sequence.detokenizer.text,
-        token_ids=sequence.output_token_ids,
-        finish_reason=sequence.finish_reason,
-        logits=torch.stack(sequence.logits) if sequence.logits else None,
-        logprobs=tuple(sequence.logprobs),
-    )

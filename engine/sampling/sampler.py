@@ -1,95 +1,161 @@
-"""From logits to tokens.
+"""From logits to tokens, of all rows of a step at once.
 
-A token depends on its row of logits, the parameters and the sequence's own random generator, never
-on what else is in the batch: every row is handled by itself.
+A row's token depends on its logits, its parameters and its random stream, never on what else is in
+the batch. A stream has no state: its number at a place is a hash of its seed and of that place.
 """
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Final, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.request import MAX_SEED, SamplingParams, TokenLogprob
 
+_STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 
-def new_generator(seed: int | None, index: int) -> torch.Generator:
-    """The random stream of continuation ``index``: seeded ``seed + index``, or freshly when
-    ``seed`` is None.
+
+class Row(Protocol):
+    """What is sampled for. ``stream``: from ``new_stream``."""
+
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def stream(self) -> int: ...
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+
+def new_stream(seed: int | None, index: int) -> int:
+    """The random stream of continuation ``index``: of the seed ``seed + index``, or of a fresh one
+    when ``seed`` is None. An unsigned integer of 64 bits.
     """
-    generator = torch.Generator(device="cpu")
     base = secrets.randbelow(MAX_SEED) if seed is None else seed
-    generator.manual_seed((base + index) % MAX_SEED)
-    return generator
+    return int(_hashed(np.array([(base + index) % MAX_SEED], np.uint64))[0])
 
 
-def sample(
+def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    """The next token of each of ``rows`` from ``logits`` float32 [num_rows, vocabulary] on CPU."""
+    logits = penalised(logits, rows)
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    for is_nucleus in (False, True):
+        drawn = [
+            i
+            for i, row in enumerate(rows)
+            if row.params.temperature > 0 and (row.params.top_p < 1) is is_nucleus
+        ]
+        if drawn:
+            of_rows = logits if len(drawn) == len(rows) else logits[drawn]
+            found = _draw(of_rows, [rows[i] for i in drawn], is_nucleus=is_nucleus)
+            for i, token in zip(drawn, found, strict=True):
+                tokens[i] = token
+    return tokens
+
+
+def logprobs_of(
     logits: torch.Tensor,
-    params: SamplingParams,
-    generator: torch.Generator,
-    seen: Sequence[int] = (),
-    num_prompt_tokens: int = 0,
-) -> int:
-    """The next token from ``logits`` float32 [vocabulary] on CPU. Greedy takes no random number;
-    sampling takes one. ``seen``: the tokens so far, for the penalties.
+    tokens: Sequence[int],
+    nums_likeliest: Sequence[int],
+    decode: Callable[[int], str],
+) -> list[TokenLogprob]:
+    """Each row's token's log probability in ``logits`` float32 [num_rows, vocabulary], and those of
+    so many likeliest tokens.
     """
-    if params.repetition_penalty not in (None, 1.0):
-        logits = _penalised(logits, params.repetition_penalty, seen)
-    if params.frequency_penalty or params.presence_penalty:
-        logits = _less_often(logits, params, seen[num_prompt_tokens:])
-    if params.temperature == 0:
-        return int(logits.argmax())
-    probabilities = torch.softmax(_cut(logits / params.temperature, params), dim=-1)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
-def logprob_of(
-    logits: torch.Tensor, token_id: int, num_likeliest: int, decode: Callable[[int], str]
-) -> TokenLogprob:
-    """A token's log probability in ``logits`` float32 [vocabulary], and the likeliest tokens'."""
     logprobs = torch.log_softmax(logits, dim=-1)
-    top = torch.topk(logprobs, min(num_likeliest, logprobs.numel()))
-    likeliest = (
-        TokenLogprob(each, decode(each), logprob)
-        for each, logprob in zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    )
-    return TokenLogprob(token_id, decode(token_id), float(logprobs[token_id]), tuple(likeliest))
+    top = torch.topk(logprobs, min(max(nums_likeliest), logits.shape[1]))
+    of_tokens = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    ids, values = top.indices.tolist(), top.values.tolist()
+    found = []
+    for i, token in enumerate(tokens):
+        likeliest = zip(ids[i][: nums_likeliest[i]], values[i], strict=False)
+        of_others = tuple(TokenLogprob(each, decode(each), value) for each, value in likeliest)
+        found.append(TokenLogprob(token, decode(token), of_tokens[i], of_others))
+    return found
 
 
-def _penalised(logits: torch.Tensor, penalty: float, seen: Sequence[int]) -> torch.Tensor:
-    tokens = torch.tensor(sorted(set(seen)), dtype=torch.long)
-    of_seen = logits[tokens]
-    of_seen = torch.where(of_seen > 0, of_seen / penalty, of_seen * penalty)
-    return logits.index_copy(0, tokens, of_seen)
-
-
-def _less_often(
-    logits: torch.Tensor, params: SamplingParams, generated: Sequence[int]
-) -> torch.Tensor:
-    tokens = torch.tensor(generated, dtype=torch.long)
-    counts = torch.bincount(tokens, minlength=logits.numel())
-    return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
-
-
-def _cut(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """``logits`` with everything outside of top-k, then of min-p, then of top-p (nucleus sampling,
-    arXiv:1904.09751), at minus infinity.
-
-    The most likely token always stays.
-    """
-    if 0 < params.top_k < logits.numel():
-        least = torch.topk(logits, params.top_k).values[-1]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    if params.min_p > 0:
-        least = logits.max() + math.log(params.min_p)
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    if params.top_p < 1:
-        ordered, order = torch.sort(logits, descending=True, stable=True)
-        before = torch.softmax(ordered, dim=-1).cumsum(dim=-1) - torch.softmax(ordered, dim=-1)
-        outside = before >= params.top_p
-        logits = logits.masked_fill(
-            torch.zeros_like(outside).scatter(0, order, outside), -torch.inf
-        )
+def penalised(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """``logits`` [num_rows, vocabulary] with the penalties of tokens that were seen."""
+    repeated = [i for i, row in enumerate(rows) if row.params.repetition_penalty not in (None, 1.0)]
+    if repeated:
+        of_rows = logits[repeated]
+        penalty = torch.tensor([[rows[i].params.repetition_penalty] for i in repeated])
+        seen = _counts([rows[i].tokens for i in repeated], logits.shape[1]) > 0
+        changed = torch.where(of_rows > 0, of_rows / penalty, of_rows * penalty)
+        logits = logits.index_copy(0, torch.tensor(repeated), torch.where(seen, changed, of_rows))
+    counted = [
+        i
+        for i, row in enumerate(rows)
+        if row.params.frequency_penalty or row.params.presence_penalty
+    ]
+    if counted:
+        generated = [rows[i].tokens[rows[i].num_prompt_tokens :] for i in counted]
+        counts = _counts(generated, logits.shape[1])
+        frequency = torch.tensor([[rows[i].params.frequency_penalty] for i in counted])
+        presence = torch.tensor([[rows[i].params.presence_penalty] for i in counted])
+        changed = logits[counted] - frequency * counts - presence * (counts > 0)
+        logits = logits.index_copy(0, torch.tensor(counted), changed)
     return logits
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[Row], *, is_nucleus: bool) -> list[int]:
+    """One random number for each row, looked up in the sums of its probabilities: after the cuts
+    to top-k, to min-p and, if ``is_nucleus``, to top-p (arXiv:1904.09751), in this order. The most
+    likely token always stays.
+    """
+
+    def column(name: str) -> torch.Tensor:
+        return torch.tensor([[getattr(row.params, name)] for row in rows])
+
+    logits = logits / column("temperature")
+    vocabulary = logits.shape[1]
+    top_k, min_p = column("top_k"), column("min_p")
+    if (top_k > 0).any():
+        most = top_k.where((top_k > 0) & (top_k < vocabulary), vocabulary)
+        least = torch.topk(logits, int(most.max())).values.gather(1, most - 1)
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if (min_p > 0).any():
+        least = logits.max(dim=-1, keepdim=True).values + min_p.log()
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    order = None
+    if is_nucleus:
+        logits, order = torch.sort(logits, descending=True, stable=True)
+        probabilities = torch.softmax(logits, dim=-1)
+        outside = probabilities.cumsum(dim=-1) - probabilities >= column("top_p")
+        logits = logits.masked_fill(outside, -torch.inf)
+    sums = torch.softmax(logits, dim=-1).double().cumsum(dim=-1)
+    places = torch.searchsorted(sums, _uniform(rows) * sums[:, -1:], right=True)
+    found: list[int] = (places if order is None else order.gather(1, places))[:, 0].tolist()
+    return found
+
+
+def _uniform(rows: Sequence[Row]) -> torch.Tensor:
+    """Each row's random number for its next token: float64 [num_rows, 1] in [0, 1)."""
+    streams = np.array([row.stream for row in rows], np.uint64)
+    places = np.array([len(row.tokens) - row.num_prompt_tokens for row in rows], np.uint64)
+    # 32 bits: a product with a sum of probabilities never rounds up to that sum.
+    bits = _hashed(streams + places * _STEP) >> np.uint64(32)
+    return torch.from_numpy(bits.astype(np.float64) / 2.0**32)[:, None]
+
+
+def _hashed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64 (Steele, Lea and Flood, 2014)."""
+    values = values + _STEP
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _counts(tokens: Sequence[Sequence[int]], vocabulary: int) -> torch.Tensor:
+    """How often each token is in each of ``tokens``: float32 [len(tokens), vocabulary]."""
+    lengths = [len(each) for each in tokens]
+    ids = np.fromiter(chain.from_iterable(tokens), np.int64, sum(lengths))
+    ids += np.repeat(np.arange(len(tokens)) * vocabulary, lengths)
+    counts = np.bincount(ids, minlength=len(tokens) * vocabulary).astype(np.float32)
+    return torch.from_numpy(counts).view(len(tokens), vocabulary)

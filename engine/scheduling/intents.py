@@ -24,13 +24,16 @@ class Kind(Enum):
 @dataclass(frozen=True, slots=True)
 class Intent:
     """One operation of a step. ``sequences``: those that its items concern, in order.
-    ``num_slots``: what an APPEND computes of each.
+
+    Of an APPEND, for each of them: ``num_slots``, what it computes, and ``num_known``, the tokens
+    that the control plane knows afterwards.
     """
 
     kind: Kind
     operation: pb.Operation
     sequences: tuple[EngineSequence, ...] = ()
     num_slots: tuple[int, ...] = ()
+    num_known: tuple[int, ...] = ()
 
 
 Failures = dict[int, pb.ItemFailure]
@@ -42,7 +45,8 @@ class Span:
     """Tokens ``[first_position, first_position + num_tokens)`` of ``sequence``, computed in this
     step.
 
-    ``is_last``: it ends with the sequence's last known token, whose logits give the next one.
+    ``is_last``: it ends with the sequence's last known token, whose logits give the next one. Of a
+    sequence that ended after it was planned, nothing is taken.
     """
 
     sequence: EngineSequence

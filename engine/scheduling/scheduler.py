@@ -1,9 +1,5 @@
 """Which sequences compute in the next step, and what to do when blocks run short.
 
-    waiting --admit--> running --swap out--> swapped
-       ^                 |  ^                   |
-       |---- recompute --|  |----- swap in -----|
-
 The scheduler owns no block. It asks the control plane by operations and learns from the status of
 each of their items: LATER means that blocks run short. An admission then stands in the control
 plane's line, and is not asked for again: the news of a later answer say that it was granted. For
@@ -12,18 +8,20 @@ after that preempts the sequence that came last: by swapping it out while the ho
 else by freeing it to be computed again. So does what the control plane would cut otherwise. The
 sequence that goes first is never preempted by another of this engine, so there is always progress.
 
-One step is scheduled, carried out and applied before the next one is scheduled.
+A step may be scheduled while the plan of the one before is computed: tokens that are due are
+planned before they are known. What ends meanwhile is computed for nothing, and freed by the step
+after.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Final
 
 from engine.scheduling.intents import Counts, Failures, Intent, Kind, Outcome, Span
 from engine.scheduling.policy import Policy, PriorityThenArrival
+from engine.scheduling.queues import Queues
 from engine.scheduling.room import Room
 from engine.scheduling.sequence import EngineSequence, SequenceStatus
 from kvplane import ops
@@ -37,9 +35,9 @@ from kvplane.wire import columns
 PATIENCE_STEPS: Final = 32
 
 
-class Scheduler:
-    """Queues of sequences. ``max_batch_tokens``: tokens computed in a step; ``max_sequences``:
-    sequences on the device tier.
+class Scheduler(Queues):
+    """Decides what the next step asks for. ``max_batch_tokens``: tokens computed in a step;
+    ``max_sequences``: sequences on the device tier.
     """
 
     def __init__(
@@ -50,16 +48,10 @@ class Scheduler:
         max_sequences: int,
         policy: Policy | None = None,
     ) -> None:
+        super().__init__(policy or PriorityThenArrival())
         self._block_size_tokens = block_size_tokens
         self._max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
-        self._key = (policy or PriorityThenArrival()).key
-        self._next_kv_id = 1
-        self.waiting: list[EngineSequence] = []
-        self.running: list[EngineSequence] = []
-        self.swapped: list[EngineSequence] = []
-        self._forks: list[tuple[int, EngineSequence]] = []
-        self._frees: list[int] = []
         self._blocked: list[EngineSequence] = []
         self._must_preempt = False
         self._asked: set[int] = set()  # kv ids of sequences that the control plane will cut
@@ -71,54 +63,13 @@ class Scheduler:
         self._room = Room()
         self.counts = Counts()
 
-    # What comes in and goes out.
-
-    def add(self, sequence: EngineSequence) -> None:
-        """Queue a sequence that has no blocks."""
-        sequence.forget_blocks()
-        insort(self.waiting, sequence, key=self._key)
-
-    def branch(self, parent: EngineSequence, alive: Sequence[EngineSequence]) -> None:
-        """Continue the computed prompt of ``parent`` as ``alive`` (which may or may not hold
-        ``parent`` itself).
-
-        The first of them takes over the parent's blocks; the next step forks the others from it.
-        """
-        kv_id, computed, blocks = parent.kv_id, parent.num_computed, parent.num_blocks
-        self.running.remove(parent)
-        if parent not in alive:
-            parent.status, parent.kv_id = SequenceStatus.FINISHED, 0
-        if not alive:
-            self._frees.append(kv_id)
-            return
-        for i, sequence in enumerate(alive):
-            sequence.num_sent = sequence.num_computed = computed
-            sequence.num_blocks = blocks
-            if i == 0:
-                sequence.kv_id, sequence.status = kv_id, SequenceStatus.RUNNING
-                self.running.append(sequence)
-            else:
-                sequence.kv_id, sequence.status = self._new_kv_id(), SequenceStatus.FORKING
-                self._forks.append((kv_id, sequence))
-
     def finish(self, sequence: EngineSequence) -> None:
         """Take a sequence out of its queue; its blocks are freed by the next step."""
-        if sequence.status is SequenceStatus.FORKING:
-            self._forks = [(p, s) for p, s in self._forks if s is not sequence]
-        elif sequence.status is not SequenceStatus.FINISHED:
-            self._queue_of(sequence).remove(sequence)
-            if sequence.kv_id:
-                self._frees.append(sequence.kv_id)
+        super().finish(sequence)
         if sequence is self._in_line:
             self._in_line = None
-        sequence.status, sequence.kv_id = SequenceStatus.FINISHED, 0
         self._blocked = [s for s in self._blocked if s is not sequence]
         self._tight = False
-
-    @property
-    def has_work(self) -> bool:
-        """Whether there is a sequence to go on with, or something to free."""
-        return bool(self.waiting or self.running or self.swapped or self._forks or self._frees)
 
     @property
     def num_idle_steps(self) -> int:
@@ -130,11 +81,14 @@ class Scheduler:
         """Whether an admission waits for the control plane to grant it."""
         return self._in_line is not None
 
-    def head(self) -> EngineSequence | None:
-        """The live sequence that goes first."""
-        return min((*self.waiting, *self.running, *self.swapped), key=self._key, default=None)
-
     # One step.
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether the next step can be scheduled while the plan of the last is computed. Who is
+        preempted has to be at rest.
+        """
+        return not self._must_preempt and not self._asked
 
     def schedule(self) -> list[Intent]:
         """The operations of the next step, in the order in which the control plane is to apply
@@ -142,9 +96,7 @@ class Scheduler:
         """
         intents = self._fork_intents()
         preempted = self._preempt() if self._must_preempt or self._asked else []
-        if self._frees:
-            intents.append(Intent(Kind.FREE, ops.free(self._frees)))
-            self._frees = []
+        intents += self._free_intents()
         intents += preempted
         victims = {s.kv_id for intent in preempted for s in intent.sequences}
         appends = self._append_intents(victims)
@@ -191,7 +143,8 @@ class Scheduler:
     def reset(self) -> None:
         """Every block is lost: all live sequences wait to be admitted and computed again."""
         live = [*self.running, *self.swapped, *(s for _, s in self._forks)]
-        self.running, self.swapped, self._forks, self._frees = [], [], [], []
+        self.running, self.swapped, self._forks = [], [], []
+        self._frees, self._finished = [], []
         self._blocked, self._must_preempt, self._num_waits, self._num_idle = [], False, 0, 0
         self._in_line = None
         self._asked.clear()
@@ -221,10 +174,12 @@ class Scheduler:
                 continue
             sequence.num_sent, sequence.num_blocks = state.num_tokens, state.num_blocks
             sequence.num_computed = state.num_scheduled_tokens
+            # What was computed stays: of a beam that waits for others.
+            sequence.num_due = int(sequence.num_due > 0 and sequence.num_uncomputed <= 1)
             on_host = state.tier == types.TIER_HOST
             sequence.status = SequenceStatus.SWAPPED if on_host else SequenceStatus.RUNNING
             self._queue_of(sequence).append(sequence)
-        self._frees = list(known)
+        self._frees, self._finished = list(known), []
 
     # Scheduling.
 
@@ -239,30 +194,50 @@ class Scheduler:
         forks = ops.forks(parent_ids, [s.kv_id for s in sequences])
         return [Intent(Kind.FORK, forks, sequences)]
 
+    def _free_intents(self) -> list[Intent]:
+        """Free what is done with. Before that, tokens of finished sequences that were not sent yet
+        are sent where a block is full with them, so that others find it.
+        """
+        if not self._frees:
+            return []
+        size = self._block_size_tokens
+        late = [
+            (kv_id, s) for kv_id, s in self._finished if s.num_computed // size > s.num_sent // size
+        ]
+        intents = [Intent(Kind.FREE, ops.free(self._frees))]
+        self._frees, self._finished = [], []
+        if late:
+            intents.insert(0, self._append([(kv_id, s, 0) for kv_id, s in late]))
+        return intents
+
     def _append_intents(self, victims: set[int]) -> list[Intent]:
         """One operation for all running sequences but ``victims``, up to the batch's size."""
         budget = self._max_batch_tokens
-        due: list[EngineSequence] = []
-        num_slots: list[int] = []
+        due: list[tuple[int, EngineSequence, int]] = []
         for sequence in self._compute_order(victims):
             if budget == 0:
                 break
             num = min(sequence.num_uncomputed, budget)
-            if num > 0:
-                due.append(sequence)
-                num_slots.append(num)
+            if num > 0 and sequence.can_run_ahead:
+                due.append((sequence.kv_id, sequence, num))
                 budget -= num
-        if not due:
-            return []
-        new_tokens = [s.tokens[s.num_sent :] for s in due]
+        return [self._append(due)] if due else []
+
+    def _append(self, items: Sequence[tuple[int, EngineSequence, int]]) -> Intent:
+        """Send the tokens that are known, and compute so many slots of each: kv id, sequence,
+        slots.
+        """
+        kv_ids, sequences, num_slots = zip(*items, strict=True)
+        new_tokens = [s.tokens[s.num_sent :] for s in sequences]
         operation = ops.appends(
-            [s.kv_id for s in due],
-            [s.num_computed for s in due],
+            kv_ids,
+            [s.num_computed for s in sequences],
             num_slots,
             [len(tokens) for tokens in new_tokens],
             chain.from_iterable(new_tokens),
         )
-        return [Intent(Kind.APPEND, operation, tuple(due), tuple(num_slots))]
+        num_known = tuple(len(s.tokens) for s in sequences)
+        return Intent(Kind.APPEND, operation, sequences, num_slots, num_known)
 
     def _preempt(self) -> list[Intent]:
         """Swap out, or free, the sequences that go last."""
@@ -358,11 +333,11 @@ class Scheduler:
         self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
     ) -> None:
         for item, sequence in enumerate(intent.sequences):
-            if item in failures:
+            if item not in failures:
+                self.counts.num_forks += 1
+            elif sequence.status is not SequenceStatus.FINISHED:
                 self.running.remove(sequence)
                 self.add(sequence)
-            else:
-                self.counts.num_forks += 1
 
     def _applied_free(
         self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
@@ -391,6 +366,8 @@ class Scheduler:
             return
         self.counts.num_swap_ins += len(intent.sequences)
         for sequence in intent.sequences:
+            if sequence.status is SequenceStatus.FINISHED:
+                continue
             self.swapped.remove(sequence)
             sequence.status = SequenceStatus.RUNNING
             self.running.append(sequence)
@@ -401,13 +378,15 @@ class Scheduler:
         num_blocks = columns.read(columns.INT32, done.append.num_blocks, "append.num_blocks")
         for item, sequence in enumerate(intent.sequences):
             failure = failures.get(item)
-            if sequence.status is not SequenceStatus.RUNNING:  # its fork failed in this step
+            if sequence.status is SequenceStatus.WAITING:  # its fork failed in this step
                 continue
             if failure is None:
                 num_slots = intent.num_slots[item]
                 self._compute(sequence, sequence.num_computed, num_slots, outcome)
-                sequence.num_sent = len(sequence.tokens)
+                sequence.num_sent = intent.num_known[item]
                 sequence.num_blocks = num_blocks[item]
+            elif sequence.status is SequenceStatus.FINISHED:
+                continue
             elif failure.status == pb.OPERATION_STATUS_LATER:
                 self._blocked.append(sequence)
             else:
@@ -420,14 +399,17 @@ class Scheduler:
         self, intent: Intent, done: pb.OperationResult, failures: Failures, outcome: Outcome
     ) -> None:
         (sequence,) = intent.sequences
-        if failures and failures[0].shortage.place_in_line:
+        cached, scheduled = done.admit.num_cached_tokens, done.admit.num_scheduled_tokens
+        if sequence.status is SequenceStatus.FINISHED:  # it is freed by the next step
+            if not failures:
+                self._compute(sequence, cached, scheduled, outcome)
+        elif failures and failures[0].shortage.place_in_line:
             self._in_line = sequence
         elif failures:
             sequence.kv_id = 0
             if failures[0].status != pb.OPERATION_STATUS_LATER:
                 outcome.failed.append((sequence, error_of(failures[0])))
         else:
-            cached, scheduled = done.admit.num_cached_tokens, done.admit.num_scheduled_tokens
             self._start(sequence, done.admit.num_blocks, cached)
             self._compute(sequence, cached, scheduled, outcome)
 
@@ -458,8 +440,9 @@ class Scheduler:
     ) -> None:
         sequence.num_computed = first + num_tokens
         if num_tokens > 0:
-            is_last = sequence.num_uncomputed == 0
-            outcome.spans.append(Span(sequence, first, num_tokens, is_last))
+            is_live = sequence.status is not SequenceStatus.FINISHED
+            sequence.num_due = int(is_live and sequence.num_uncomputed == 0)
+            outcome.spans.append(Span(sequence, first, num_tokens, bool(sequence.num_due)))
 
     # Helpers.
 
@@ -476,18 +459,6 @@ class Scheduler:
         swapped, self.swapped = self.swapped, []
         for sequence in swapped:
             self._recompute(sequence)
-
-    def _queue_of(self, sequence: EngineSequence) -> list[EngineSequence]:
-        queues = {
-            SequenceStatus.WAITING: self.waiting,
-            SequenceStatus.RUNNING: self.running,
-            SequenceStatus.SWAPPED: self.swapped,
-        }
-        return queues[sequence.status]
-
-    def _new_kv_id(self) -> int:
-        kv_id, self._next_kv_id = self._next_kv_id, self._next_kv_id + 1
-        return kv_id
 
 
 _APPLY: Final = {

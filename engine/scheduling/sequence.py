@@ -4,8 +4,9 @@
                 |  KV planned  |  no KV yet     |  not sent yet  |
                 |--------------------- known to the control plane ... to num_sent
 
-``num_computed <= num_sent <= len(tokens)`` always. A running sequence whose ``num_computed`` is
-``len(tokens)`` has no next token yet: its logits are being computed in this step. The engine holds
+A running sequence whose ``num_computed`` is ``len(tokens)`` has no next token yet: its logits are
+being computed. That token counts as ``num_due``, and the next step may plan its slot before it is
+known, which puts ``num_computed`` past ``num_sent`` until the token is sent. The engine holds
 tokens and counts, never K or V.
 """
 
@@ -16,7 +17,7 @@ from enum import Enum
 
 import torch
 
-from engine.request import Request, TokenLogprob
+from engine.request import Request, SamplingParams, TokenLogprob
 from engine.sampling.detokenizer import Detokenizer
 
 
@@ -33,24 +34,30 @@ class SequenceStatus(Enum):
 @dataclass(slots=True, eq=False)
 class EngineSequence:
     """One of a request's ``n`` continuations. ``kv_id``: its id at the control plane; 0 while it
-    has no blocks.
+    has no blocks. ``stream``: of its random numbers.
     """
 
     request: Request
     index: int
     tokens: list[int]
-    generator: torch.Generator
+    stream: int
     detokenizer: Detokenizer
     status: SequenceStatus = SequenceStatus.WAITING
     kv_id: int = 0
     num_sent: int = 0
     num_computed: int = 0
+    num_due: int = 0  # tokens that the plan which runs will give: 0 or 1
     num_blocks: int = 0
     num_cached_tokens: int = 0
     num_admissions: int = 0
     finish_reason: str = ""
     logits: list[torch.Tensor] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def params(self) -> SamplingParams:
+        """The request's."""
+        return self.request.params
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -74,8 +81,20 @@ class EngineSequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Known tokens whose KV no plan computes yet."""
-        return len(self.tokens) - self.num_computed
+        """Tokens, those due included, whose KV no plan computes yet."""
+        return len(self.tokens) + self.num_due - self.num_computed
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether its next token can be planned now. One that is due may be the last by length, or
+        the one where continuations separate; and which beams go on, all their tokens decide.
+        """
+        if self.num_due == 0:
+            return True
+        if self.params.num_beams > 1:
+            return False
+        is_last = self.num_output_tokens + self.num_due >= self.request.params.max_tokens
+        return not is_last and self.num_continuations == 1
 
     @property
     def max_total_tokens(self) -> int:
@@ -87,7 +106,7 @@ class EngineSequence:
         """How many of the request's continuations it stands for: all of them until the first token,
         then itself.
         """
-        return self.request.params.n if self.num_output_tokens == 0 else 1
+        return self.params.num_sequences if self.num_output_tokens == 0 else 1
 
     def start(self, num_blocks: int, num_cached_tokens: int) -> None:
         """It was admitted: what is not cached is to be computed."""
@@ -103,4 +122,4 @@ class EngineSequence:
         state stay.
         """
         self.status = SequenceStatus.WAITING
-        self.kv_id = self.num_sent = self.num_computed = self.num_blocks = 0
+        self.kv_id = self.num_sent = self.num_computed = self.num_due = self.num_blocks = 0

@@ -9,7 +9,7 @@ from typing import ClassVar
 from engine.config import EngineConfig
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.config import check_address, is_loopback
-from kvplane.serving.logs import LEVELS
+from kvplane.serving.logs import FORMATS, LEVELS
 from kvplane.serving.settings import setting
 
 
@@ -47,6 +47,7 @@ class ServeConfig(EngineConfig):
         1 << 20, unit="bytes", minimum=1024, maximum=1 << 30, help="Largest request accepted."
     )
     log_level: str = setting("info", choices=LEVELS, help="Least severe log level written.")
+    log_format: str = setting("text", help="How a line of the log is written.", choices=FORMATS)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,13 +18,17 @@ _DEFAULT_MAX_TOKENS: Final = 16
 _NO_MAX_TOKENS: Final = 2**31 - 1  # as many as the model has positions for
 
 # What both kinds of request have: name in the request, and in SamplingParams.
-_NUMBERS: Final = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty")
-_INTEGERS: Final = ("top_k", "seed", "n", "priority")
+_NUMBERS: Final = (
+    *("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"),
+    "length_penalty",
+)
+_INTEGERS: Final = ("top_k", "seed", "n", "priority", "num_beams")
 _SHARED: Final = {
     *_NUMBERS,
     *_INTEGERS,
     *("model", "stream", "stream_options", "stop", "repetition_penalty", "ignore_eos"),
     *("stop_token_ids", "logprobs", "max_tokens", "user", "metadata", "store", "logit_bias"),
+    "early_stopping",
     *("safety_identifier", "prompt_cache_key", "service_tier"),
 }
 _OF_COMPLETIONS: Final = _SHARED | {"prompt", "echo", "best_of", "suffix"}
@@ -108,7 +112,8 @@ def _request(
     logprobs: int | None,
     max_tokens: int,
 ) -> CompletionRequest:
-    values: dict[str, Any] = {"temperature": 1.0}
+    searches = "num_beams" in fields and fields["num_beams"] != 1
+    values: dict[str, Any] = {"temperature": 0.0 if searches else 1.0}
     values |= {name: _number(fields[name], name) for name in _NUMBERS if name in fields}
     values |= {name: _integer(fields[name], name) for name in _INTEGERS if name in fields}
     values["top_k"] = max(values.get("top_k", 0), 0)  # others write -1 for no limit
@@ -119,6 +124,7 @@ def _request(
             max_tokens=max_tokens,
             stop=_stops(fields.get("stop", ())),
             stop_token_ids=tuple(_integers(fields.get("stop_token_ids", []), "stop_token_ids")),
+            early_stopping=_boolean(fields.get("early_stopping", False), "early_stopping"),
             ignore_eos=_boolean(fields.get("ignore_eos", False), "ignore_eos"),
             logprobs=logprobs,
             **values,

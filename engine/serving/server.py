@@ -23,7 +23,7 @@ _GRACE_S: Final = 5
 
 def run(config: ServeConfig) -> int:
     """Serve until SIGTERM or SIGINT; the exit code."""
-    logs.setup(config.log_level)
+    logs.setup(config.log_level, config.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     log_settings(config, _LOGGER)
     with LLM.from_config(config) as llm:

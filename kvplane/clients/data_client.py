@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import TracebackType
 
 from kvplane.attention_options import AttentionOptions
@@ -17,14 +18,23 @@ from kvplane.v1.types_pb2 import SignedPayload
 class DataClient:
     """Calls a data plane at ``target`` ("host:port").
 
-    ``timeout_s``: default deadline of each call. Every call may be repeated, and is while the
-    plane is UNAVAILABLE. Errors raised are those of ``kvplane.errors``: BadSignatureError,
-    StaleError, ConflictError for payloads that do not fit, InvalidRequestError naming the field.
+    ``timeout_s``: default deadline of each call. ``shared_memory``: whether tensors of executions
+    travel through memory that a data plane on this machine shares, where it does, and else over
+    gRPC. Every call may be repeated, and is while the plane is UNAVAILABLE. Errors raised are those
+    of ``kvplane.errors``: BadSignatureError, StaleError, ConflictError for payloads that do not
+    fit, InvalidRequestError naming the field.
     """
 
     def __init__(
-        self, target: str, *, tls: TlsOptions | None = None, timeout_s: float = 10.0
+        self,
+        target: str,
+        *,
+        tls: TlsOptions | None = None,
+        timeout_s: float = 10.0,
+        shared_memory: bool = True,
     ) -> None:
+        self._shared_memory = shared_memory
+        self._executions: weakref.WeakSet[Execution] = weakref.WeakSet()
         self._connection = Connection(target, tls=tls, timeout_s=timeout_s)
         self._stub = data_pb2_grpc.DataPlaneServiceStub(self._connection.channel)
 
@@ -48,7 +58,8 @@ class DataClient:
 
     async def open(self, grant: SignedPayload, *, timeout_s: float | None = None) -> Execution:
         """Open an execution, which runs the plans of the session of ``grant``."""
-        execution = Execution(self._connection, self._stub, grant)
+        execution = Execution(self._connection, self._stub, grant, local=self._shared_memory)
+        self._executions.add(execution)
         await execution.connect(timeout_s=timeout_s)
         return execution
 
@@ -188,4 +199,6 @@ class DataClient:
 
     async def close(self) -> None:
         """Ends every call and execution."""
+        for execution in self._executions:
+            execution.leave()
         await self._connection.close()

@@ -1,4 +1,5 @@
-"""Executions: plans run layer by layer on a stream.
+"""Executions: plans run layer by layer on a stream, and beside it through shared memory where the
+data plane is on the same machine.
 
 Invariant: a lost connection, or a wait that was cancelled, loses nothing. The plan is presented
 again on a new stream and continues from where it is, and the layer is sent again; its slots then
@@ -8,20 +9,34 @@ hold the same bytes as before.
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from kvplane.attention_options import AttentionOptions
-from kvplane.errors import InternalError, InvalidRequestError, PlanOutOfOrderError
+from kvplane.errors import (
+    InternalError,
+    InvalidRequestError,
+    KvplaneError,
+    PlaneUnavailableError,
+    PlanOutOfOrderError,
+)
 from kvplane.tensor import Tensor
 from kvplane.transport.connection import Connection
+from kvplane.transport.local import packets
+from kvplane.transport.local.connection import LocalConnection
+from kvplane.transport.local.layer import LocalLayer
 from kvplane.transport.retry import retry_until
 from kvplane.transport.stream import Stream
 from kvplane.v1 import data_pb2 as pb
 from kvplane.v1.types_pb2 import SignedPayload
 from kvplane.wire.error_codec import from_wire
 from kvplane.wire.protocol import check_chosen, supported
+
+_LOGGER: Final = logging.getLogger(__name__)
+# Data planes on this machine whose offers could not be taken: it is logged once.
+_NOT_JOINED: Final[set[str]] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +51,35 @@ class Started:
     receipt: SignedPayload | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A plan that was sent ``by`` a local connection, or over gRPC for None."""
+
+    num_tokens: int
+    by: LocalConnection | None
+
+
 class Execution:
-    """Made by ``DataClient.open``. One call at a time: ``start``, then ``layer`` for each layer.
+    """Made by ``DataClient.open``. One call at a time: ``start`` or ``begin``, then ``layer`` for
+    each layer.
 
     ``layers``: the layers held, ascending. ``receipt``: that of the plan started last, once it has
     run; a layer sent again after that is answered again and writes nothing.
     """
 
-    def __init__(self, connection: Connection, stub: Any, grant: SignedPayload) -> None:
+    def __init__(
+        self, connection: Connection, stub: Any, grant: SignedPayload, *, local: bool = True
+    ) -> None:
+        """``local``: whether to go on through shared memory where that can be."""
         self.layers: list[int] = []
         self.receipt: SignedPayload | None = None
         self._connection = connection
-        self._stub = stub
         self._grant = grant
+        self._host_id = packets.host_id() if local else ""
         self._plan: SignedPayload | None = None
+        self._begun: _Begun | None = None  # a plan that was sent and not answered yet
         self._stream: Stream[pb.ExecuteRequest, pb.ExecuteResponse] = Stream(lambda: stub.Execute())
+        self._local: LocalConnection | None = None
         self._lock = asyncio.Lock()
 
     async def __aenter__(self) -> Execution:
@@ -63,6 +92,11 @@ class Execution:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+    @property
+    def local(self) -> LocalConnection | None:
+        """The shared memory, while there is some."""
+        return self._local if self._local is not None and self._local.is_open else None
 
     async def connect(self, *, timeout_s: float | None = None) -> None:
         """Open the stream and learn ``layers``. ``start`` and ``layer`` do so by themselves."""
@@ -79,10 +113,19 @@ class Execution:
             raise InvalidRequestError("is None: the step has nothing to carry out", field="plan")
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
-            self._plan, self.receipt = None, None
-            started = await retry_until(deadline, lambda: self._start(plan))
-            self._plan, self.receipt = plan, started.receipt
-            return started
+            self._forget_plan()
+            return self._note_started(plan, await retry_until(deadline, lambda: self._start(plan)))
+
+    async def begin(
+        self, plan: SignedPayload, num_tokens: int, *, timeout_s: float | None = None
+    ) -> None:
+        """``start`` of a plan that computes ``num_tokens``, at least one, without waiting for the
+        answer. The first ``layer`` takes it, and raises what ``start`` would have raised.
+        """
+        deadline = self._connection.deadline(timeout_s)
+        async with deadline.guard(), self._lock:
+            self._forget_plan()
+            await retry_until(deadline, lambda: self._begin(plan, num_tokens))
 
     async def layer(
         self,
@@ -100,6 +143,150 @@ class Execution:
         ``key``, ``value`` [num_tokens, num_kv_heads, head_size], of ``value`` value_head_size. Safe
         to repeat.
         """
+        deadline = self._connection.deadline(timeout_s)
+        async with deadline.guard(), self._lock:
+            plan = self._started_plan()
+
+            async def attempt() -> Tensor:
+                await self._present(plan)
+                if self._begun is None or self._begun.by is not None:
+                    output = await self._layer_in_region(index, query, key, value, options)
+                    if output is not None:
+                        return output
+                return await self._layer(index, query, key, value, options)
+
+            return await retry_until(deadline, attempt)
+
+    def begin_now(self, plan: SignedPayload, num_tokens: int) -> bool:
+        """``begin`` in the calling thread. False where that cannot be: use ``begin``."""
+        self._forget_plan()
+        local, packet = self._local_for(plan)
+        if local is None:
+            return False
+        try:
+            local.send(packet)
+        except PlaneUnavailableError:
+            return False
+        self._plan, self._begun = plan, _Begun(num_tokens, local)
+        return True
+
+    def layer_now(self, layer: LocalLayer, *, timeout_s: float | None = None) -> bool:
+        """``layer`` in the calling thread, of tensors that are in the region; the output is there
+        then. False where that cannot be: use ``layer``.
+        """
+        self._started_plan()
+        local, begun = self.local, self._begun
+        if local is None or (begun is not None and begun.by is not local):
+            return False
+        timeout_s = timeout_s or self._connection.timeout_s
+        try:
+            local.send(layer.packet)
+            if begun is not None:
+                self._check_begun(_parse(local.receive(timeout_s)))
+            answer = local.receive(timeout_s)
+        except PlaneUnavailableError:
+            return False
+        self._check_local(answer, layer)
+        return True
+
+    def leave(self) -> None:
+        """Give the shared memory up. The next call opens the stream again."""
+        if self._local is not None:
+            self._local.close()
+            self._local = None
+
+    async def close(self) -> None:
+        """End the stream. Another execution can continue what was started."""
+        self.leave()
+        await self._stream.close()
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the stream is open, and the local connection too if there was one."""
+        return self._stream.is_open and (self._local is None or self._local.is_open)
+
+    def _started_plan(self) -> SignedPayload:
+        if self._plan is None:
+            raise PlanOutOfOrderError("no plan was started: call start first")
+        return self._plan
+
+    def _forget_plan(self) -> None:
+        if self._begun is not None:
+            self._drop()  # an answer is under way that nobody wants
+        self._plan, self.receipt, self._begun = None, None, None
+
+    def _note_started(self, plan: SignedPayload, started: Started) -> Started:
+        self._plan, self.receipt, self._begun = plan, started.receipt, None
+        return started
+
+    def _local_for(self, plan: SignedPayload) -> tuple[LocalConnection | None, bytes]:
+        """The plan as a packet, and the connection to send it by; None where it does not fit."""
+        packet = pb.ExecuteRequest(plan=plan).SerializeToString()
+        return self.local if len(packet) <= packets.MAX_PACKET_BYTES else None, packet
+
+    def _drop(self) -> None:
+        """Forget the stream and the shared memory; answers still under way are lost."""
+        self.leave()
+        self._stream.drop()
+
+    async def _open(self) -> None:
+        if self._is_open:
+            return
+        self.leave()
+        request = pb.OpenExecution(protocol=supported(), grant=self._grant, host_id=self._host_id)
+        self._stream.open()
+        try:
+            await self._stream.send(pb.ExecuteRequest(open=request))
+            opened = (await self._receive("opened")).opened
+            check_chosen(opened.protocol_version)
+            if opened.HasField("local"):
+                self._local = await self._join(opened.local)
+        except BaseException:
+            self._stream.drop()  # an open stream is always one whose execution was opened
+            raise
+        self.layers = list(opened.layers)
+
+    async def _join(self, offer: pb.LocalOffer) -> LocalConnection | None:
+        """None where the offer cannot be taken, as in a container that has other folders."""
+        try:
+            return await LocalConnection.join(offer)
+        except (OSError, KvplaneError) as error:
+            target = self._connection.target
+            if target not in _NOT_JOINED:
+                _NOT_JOINED.add(target)
+                _LOGGER.info("no shared memory with %s, going on over gRPC: %s", target, error)
+            return None
+
+    async def _start(self, plan: SignedPayload) -> Started:
+        await self._open()
+        local, packet = self._local_for(plan)
+        if local is None:
+            await self._stream.send(pb.ExecuteRequest(plan=plan))
+            return _started(await self._receive("started"))
+        local.send(packet)
+        return _started(_expect("started", _parse(await local.receive_soon())))
+
+    async def _begin(self, plan: SignedPayload, num_tokens: int) -> None:
+        await self._open()
+        if not self.begin_now(plan, num_tokens):
+            await self._stream.send(pb.ExecuteRequest(plan=plan))
+            self._plan, self._begun = plan, _Begun(num_tokens, None)
+
+    async def _present(self, plan: SignedPayload) -> None:
+        """Show the plan again on a new stream where the one that it was shown on has ended."""
+        if not self._is_open:
+            self._begun = None
+            self._note_started(plan, await self._start(plan))
+
+    async def _layer(
+        self,
+        index: int,
+        query: Tensor | None,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Over gRPC."""
         request = pb.LayerInput(
             layer=index,
             query=None if query is None else query.to_proto(),
@@ -107,72 +294,118 @@ class Execution:
             value=value.to_proto(),
             options=options.to_proto(),
         )
-        deadline = self._connection.deadline(timeout_s)
-        async with deadline.guard(), self._lock:
-            if self._plan is None:
-                raise PlanOutOfOrderError("no plan was started: call start first")
-            plan = self._plan
-            return await retry_until(deadline, lambda: self._layer(plan, request))
-
-    async def close(self) -> None:
-        """End the stream. Another execution can continue what was started."""
-        await self._stream.close()
-
-    async def _open(self) -> None:
-        if self._stream.is_open:
-            return
-        request = pb.OpenExecution(protocol=supported(), grant=self._grant)
-        self._stream.open()
-        try:
-            await self._stream.send(pb.ExecuteRequest(open=request))
-            opened = (await self._receive("opened")).opened
-        except BaseException:
-            self._stream.drop()  # an open stream is always one whose execution was opened
-            raise
-        check_chosen(opened.protocol_version)
-        self.layers = list(opened.layers)
-
-    async def _start(self, plan: SignedPayload) -> Started:
-        await self._open()
-        await self._stream.send(pb.ExecuteRequest(plan=plan))
-        started = (await self._receive("started")).started
-        receipt = None
-        if started.finished or started.num_tokens == 0:
-            receipt = (await self._receive("receipt")).receipt
-        return Started(started.plan_number, started.num_tokens, receipt)
-
-    async def _layer(self, plan: SignedPayload, request: pb.LayerInput) -> Tensor:
-        if not self._stream.is_open:
-            self.receipt = (await self._start(plan)).receipt
+        if self._begun is not None and self._begun.by is not None:
+            self._check_begun(_parse(await self._begun.by.receive_soon()))
         await self._stream.send(pb.ExecuteRequest(layer=request))
+        if self._begun is not None:
+            self._check_begun(await self._stream.receive())
         answer = (await self._receive("output")).output
-        if answer.layer != request.layer:
+        if answer.layer != index:
             self._stream.drop()
-            raise InternalError(f"layer {request.layer} was answered as {answer.layer}")
-        # Once a plan has run, each layer sent again is answered with the receipt too.
-        if self.receipt is not None or request.layer == self.layers[-1]:
-            self.receipt = (await self._receive("receipt")).receipt
-        return _output(answer.output, request)
+            raise InternalError(f"layer {index} was answered as {answer.layer}")
+        self._take_receipt(answer)
+        return _output(answer.output) if query is not None else Tensor(key.dtype, (0,), b"")
+
+    def _check_begun(self, answer: pb.ExecuteResponse) -> None:
+        """Take the answer to a plan that was sent by ``begin``. Raises what is wrong with it."""
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        try:
+            num_tokens = _started(_expect("started", answer)).num_tokens
+            if num_tokens != begun.num_tokens:
+                raise InternalError(
+                    f"the plan computes {num_tokens} tokens, not {begun.num_tokens}"
+                )
+        except KvplaneError:
+            self._drop()  # with the layer's answer
+            raise
+
+    async def _layer_in_region(
+        self,
+        index: int,
+        query: Tensor | None,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor | None:
+        """None when the tensors do not fit the region."""
+        layer = self._place(index, query, key, value, options)
+        if self.local is None or layer is None:
+            return None
+        memory = memoryview(self.local.memory)
+        for tensor, there in ((query, layer.query), (key, layer.key), (value, layer.value)):
+            if tensor is not None and there is not None:
+                memory[there[0] : there[0] + tensor.num_bytes] = memoryview(tensor.data).cast("B")
+        local = self.local
+        local.send(layer.packet)
+        if self._begun is not None:
+            self._check_begun(_parse(await local.receive_soon()))
+        self._check_local(await local.receive_soon(), layer)
+        if layer.output is None:
+            return Tensor(layer.dtype, (0,), b"")
+        first, shape = layer.output
+        num_bytes = Tensor.size_bytes(layer.dtype, shape)
+        return Tensor(layer.dtype, shape, bytes(memory[first : first + num_bytes]))
+
+    def _place(
+        self,
+        index: int,
+        query: Tensor | None,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> LocalLayer | None:
+        if self.local is None or len({t.dtype for t in (query, key, value) if t is not None}) > 1:
+            return None
+        shape = None if query is None else query.shape
+        return LocalLayer.make(self.local, index, key.dtype, shape, key.shape, value.shape, options)
+
+    def _check_local(self, answer: bytes, layer: LocalLayer) -> None:
+        """Take the answer to a layer that was sent by the local connection."""
+        if answer == layer.usual:
+            return
+        output = _expect("output", _parse(answer)).output
+        self._take_receipt(output)
+        output.ClearField("receipt")
+        if pb.ExecuteResponse(output=output).SerializeToString() != layer.usual:
+            self.leave()
+            raise InternalError("a layer was answered as another one")
+
+    def _take_receipt(self, answer: pb.LayerOutput) -> None:
+        if answer.HasField("receipt"):
+            self.receipt = answer.receipt
 
     async def _receive(self, wanted: str) -> pb.ExecuteResponse:
         response = await self._stream.receive()
-        kind = response.WhichOneof("message")
-        if kind == "error":
-            raise from_wire(response.error)
-        if kind != wanted:
+        if response.WhichOneof("message") not in (wanted, "error"):
             self._stream.drop()
-            raise InternalError(f"expected {wanted}, got {kind}")
-        return response
+        return _expect(wanted, response)
 
 
-def _output(output: Any, request: pb.LayerInput) -> Tensor:
-    if not request.HasField("query"):
-        return _nothing(request)
+def _parse(answer: bytes) -> pb.ExecuteResponse:
+    return packets.parse(pb.ExecuteResponse, answer)
+
+
+def _expect(wanted: str, response: pb.ExecuteResponse) -> pb.ExecuteResponse:
+    """The response, if it is of the kind wanted. Raises the error that it is, or InternalError."""
+    kind = response.WhichOneof("message")
+    if kind == "error":
+        raise from_wire(response.error)
+    if kind != wanted:
+        raise InternalError(f"expected {wanted}, got {kind}")
+    return response
+
+
+def _started(response: pb.ExecuteResponse) -> Started:
+    started = response.started
+    receipt = started.receipt if started.HasField("receipt") else None
+    if receipt is None and (started.finished or not started.num_tokens):
+        raise InternalError("a plan that has run has no receipt")
+    return Started(started.plan_number, started.num_tokens, receipt)
+
+
+def _output(output: Any) -> Tensor:
     try:
         return Tensor.from_proto(output, field="output")
     except InvalidRequestError as error:
         raise InternalError(f"the data plane's answer is malformed: {error}") from error
-
-
-def _nothing(request: pb.LayerInput) -> Tensor:
-    return Tensor(Tensor.from_proto(request.key, field="key").dtype, (0,), b"")

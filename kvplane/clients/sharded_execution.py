@@ -31,8 +31,8 @@ T = TypeVar("T")
 class ShardedDataClient:
     """Calls the data planes of all shards of a pool, as ``Session.shards`` names them.
 
-    ``clients``: one for each shard, by index, for what concerns one shard alone. ``timeout_s``: as
-    of ``DataClient``.
+    ``clients``: one for each shard, by index, for what concerns one shard alone. ``timeout_s``,
+    ``shared_memory``: as of ``DataClient``.
     """
 
     def __init__(
@@ -42,10 +42,14 @@ class ShardedDataClient:
         *,
         tls: TlsOptions | None = None,
         timeout_s: float = 10.0,
+        shared_memory: bool = True,
     ) -> None:
         self._shards = [Shard.from_proto(info.shard) for info in shards]
         self._layout = layout
-        self.clients = [DataClient(info.address, tls=tls, timeout_s=timeout_s) for info in shards]
+        self.clients = [
+            DataClient(info.address, tls=tls, timeout_s=timeout_s, shared_memory=shared_memory)
+            for info in shards
+        ]
 
     async def __aenter__(self) -> ShardedDataClient:
         return self
@@ -101,6 +105,11 @@ class ShardedExecution:
                     self._held.setdefault(layer, []).append(part)
 
     @property
+    def only(self) -> Execution | None:
+        """The one execution of a pool that is not sharded."""
+        return self._executions[0] if len(self._executions) == 1 else None
+
+    @property
     def layers(self) -> list[int]:
         """The layers that the shards hold together, ascending."""
         return sorted(self._held)
@@ -119,6 +128,13 @@ class ShardedExecution:
         """Present a plan to every shard. Safe to repeat."""
         started = await all_of([x.start(plan, timeout_s=timeout_s) for x in self._executions])
         return ShardsStarted(started[0].plan_number, started[0].num_tokens, self.has_run)
+
+    async def begin(
+        self, plan: SignedPayload, num_tokens: int, *, timeout_s: float | None = None
+    ) -> None:
+        """``Execution.begin`` on every shard."""
+        begun = [x.begin(plan, num_tokens, timeout_s=timeout_s) for x in self._executions]
+        await all_of(begun)
 
     async def layer(
         self,

@@ -15,6 +15,7 @@ from kvplane.serving.access import ROLES, AccessList, Caller
 from kvplane.v1 import types_pb2 as pb
 
 _CALLER: ContextVar[Caller] = ContextVar("kvplane_caller")
+_PAYER: ContextVar[str] = ContextVar("kvplane_payer")
 _ROLE_NAMES: Final = {number: name for name, number in ROLES.items()}
 _BEARER: Final = "bearer "
 
@@ -22,6 +23,13 @@ _BEARER: Final = "bearer "
 def caller() -> Caller:
     """Who makes the call that is being served."""
     return _CALLER.get()
+
+
+def payer() -> str:
+    """Whose requests and time the call that is being served counts as: a tenant's, or those of a
+    connection whose tenant is not known.
+    """
+    return _PAYER.get()
 
 
 class Gate:
@@ -55,17 +63,16 @@ class Gate:
         return self._access.num_reloads
 
     def admit(self, method: str, context: Any) -> str:
-        """Let a call through: ``caller`` then tells this task who makes it. ``method``:
-        "/SERVICE/METHOD". Returns whose requests it counts as: a tenant's, or those of a connection
-        whose tenant is not known.
+        """Let a call through: ``caller`` and ``payer`` then tell this task who makes it. Returns
+        what ``payer`` tells. ``method``: "/SERVICE/METHOD".
 
         Raises UnauthenticatedError and NotPermittedError, and PlaneUnavailableError when the server
         stands by.
         """
-        connection: str = context.peer()
+        counts_as: str = context.peer()
         roles = self._roles.get(method)
         if roles is None:
-            return connection
+            return counts_as
         if self.stands_by:
             raise PlaneUnavailableError(
                 "this server stands by: call the one that leads, which is the one that is SERVING"
@@ -78,7 +85,10 @@ class Gate:
                 f"{' or '.join(_ROLE_NAMES[role] for role in sorted(roles))}"
             )
         _CALLER.set(who)
-        return connection if self._access.is_open and name is None else f"tenant {who.tenant}"
+        if name is not None or not self._access.is_open:
+            counts_as = f"tenant {who.tenant}"
+        _PAYER.set(counts_as)
+        return counts_as
 
 
 def _certificate_name(context: Any) -> str | None:

@@ -13,6 +13,8 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
@@ -26,8 +28,11 @@ from kvplane.serving.logs import frames_of
 from kvplane.serving.metrics import RpcMetrics
 from kvplane.serving.requests import Admission, Requests
 from kvplane.wire.error_codec import to_rich_status
+from kvplane.wire.error_messages import REQUEST_ID
 
 _LOGGER: Final = logging.getLogger(__name__)
+
+_REQUEST_ID: Final = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 _Context = Any  # grpc.aio's context classes are generic in the stubs and plain at run time
 
@@ -127,6 +132,7 @@ class _Call:
         return handle
 
     def _requests(self, incoming: AsyncIterator[bytes] | None, context: _Context) -> Requests:
+        REQUEST_ID.set(_request_id(context))
         return Requests(self._admission, self._method, self._decode, incoming, context)
 
     def _judge(
@@ -135,6 +141,10 @@ class _Call:
         """The code to count ``error`` under, and the status to answer with; None lets it pass."""
         if isinstance(error, KvplaneError):
             self._metrics.rejected.inc(error.reason)
+            _LOGGER.debug(
+                "refused request_id=%s method=%s reason=%s field=%s",
+                *(REQUEST_ID.get(), self._method, error.reason, error.field),
+            )
             status = rpc_status.to_status(to_rich_status(error))
             return status.code, status
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
@@ -143,9 +153,21 @@ class _Call:
             return context.code() or grpc.StatusCode.UNKNOWN, None
         if not isinstance(error, Exception):
             return grpc.StatusCode.UNKNOWN, None
-        _LOGGER.error("unexpected error method=%s error=%s", self._method, frames_of(error))
-        public = InternalError("internal error; the server's log has more")
+        request_id = REQUEST_ID.get()
+        _LOGGER.error(
+            "unexpected error request_id=%s method=%s error=%s",
+            *(request_id, self._method, frames_of(error)),
+        )
+        public = InternalError(f"internal error; the server's log has more of request {request_id}")
         return grpc.StatusCode.INTERNAL, rpc_status.to_status(to_rich_status(public))
+
+
+def _request_id(context: _Context) -> str:
+    """The caller's own, or one made up."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "x-request-id" and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
+            return value
+    return secrets.token_hex(8)
 
 
 @contextlib.asynccontextmanager

@@ -63,7 +63,8 @@ class PlaneServer:
         self._service_name = service_name
         self._service = service
         service_descriptor = descriptor_pool.Default().FindServiceByName(service_name)
-        self._gate = Gate(AccessList(config.access_file), [service_descriptor])
+        self._access = AccessList(config.access_file)
+        self._gate = Gate(self._access, [service_descriptor])
         bounds = {
             f"/{service_name}/{method.name}": MessageBounds(method.input_type, max_counts)
             for method in service_descriptor.methods

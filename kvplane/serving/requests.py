@@ -108,10 +108,13 @@ class Requests:
             raise InvalidRequestError("the call ended without a request") from None
 
     def check_caller(self) -> None:
-        """Look the caller up again if the access list has changed. Raises as the constructor."""
-        if self._admitted_at != self._gate.num_reloads:
-            self._admitted_at = self._gate.num_reloads
+        """Look the caller up again if the access list has changed; on any thread. Raises as the
+        constructor.
+        """
+        num_reloads = self._gate.num_reloads
+        if self._admitted_at != num_reloads:
             self._caller = self._gate.admit(self._method, self._context)
+            self._admitted_at = num_reloads
 
     async def revoked(self) -> KvplaneError:
         """Wait until the caller may not make the call any more; returns why."""

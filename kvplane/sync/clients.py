@@ -118,6 +118,7 @@ class Execution(Portal[execution.Execution]):
 
     connect = blocking(execution.Execution.connect)
     start = blocking(execution.Execution.start)
+    begin = blocking(execution.Execution.begin)
     layer = blocking(execution.Execution.layer)
     close = blocking(execution.Execution.close)
 
@@ -130,9 +131,18 @@ class DataClient(Portal[data_client.DataClient]):
     """A ``kvplane.DataClient``, with its parameters."""
 
     def __init__(
-        self, target: str, *, tls: TlsOptions | None = None, timeout_s: float = 10.0
+        self,
+        target: str,
+        *,
+        tls: TlsOptions | None = None,
+        timeout_s: float = 10.0,
+        shared_memory: bool = True,
     ) -> None:
-        super().__init__(lambda: data_client.DataClient(target, tls=tls, timeout_s=timeout_s))
+        super().__init__(
+            lambda: data_client.DataClient(
+                target, tls=tls, timeout_s=timeout_s, shared_memory=shared_memory
+            )
+        )
 
     describe = blocking(data_client.DataClient.describe)
     open = wrapping(data_client.DataClient.open, _execution)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -19,14 +20,17 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
+    def begin(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Start a coroutine; its result is waited for by ``wait``."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """The coroutine's result. An interrupt while waiting cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return wait(self.begin(coroutine))
+
+    def post(self, function: Callable[[], object]) -> None:
+        """Have ``function`` called on the loop, before whatever is started from now on."""
+        self._loop.call_soon_threadsafe(function)
 
     def call(self, function: Callable[[], Result]) -> Result:
         """What ``function`` returns when called on the loop: gRPC binds a channel to the loop
@@ -46,6 +50,15 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def wait(future: Future[Result]) -> Result:
+    """What ``begin`` began gives. An interrupt while waiting cancels it."""
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

@@ -14,6 +14,7 @@ from kvplane.errors import InternalError
 from kvplane.layout import Layout
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.tensor import Tensor
+from kvplane.transformers.region_layers import RegionLayers
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
 from kvplane.v1.control_pb2 import ShardInfo
@@ -55,8 +56,10 @@ class DataBackend(Protocol):
         """Serve ``session`` from now on, and no other."""
         ...
 
-    def start(self, plan: pb.SignedPayload) -> Started:
-        """Start a plan."""
+    def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
+        """Start a plan. ``num_tokens``: what it computes, 0 where the caller does not know. With it
+        the answer need not be waited for, and what is wrong is raised by the first layer.
+        """
         ...
 
     def layer(
@@ -85,29 +88,51 @@ class DataBackend(Protocol):
 
 
 class RemoteBackend:
-    """Data planes in other processes: tensors travel as bytes, on an Execute stream to each."""
+    """Data planes in other processes: tensors travel by shared memory to those on this machine, and
+    to others as bytes on an Execute stream to each.
+    """
 
-    def __init__(self, loop: LoopThread, timeout_s: float, tls: TlsOptions | None = None) -> None:
+    def __init__(
+        self,
+        loop: LoopThread,
+        timeout_s: float,
+        tls: TlsOptions | None = None,
+        *,
+        shared_memory: bool = True,
+    ) -> None:
+        """``shared_memory``: whether to use it where it can be had."""
         self._loop = loop
         self._timeout_s = timeout_s
         self._tls = tls
+        self._shared_memory = shared_memory
         self._client: ShardedDataClient | None = None
         self._execution: ShardedExecution | None = None
+        self._layers: RegionLayers | None = None  # of a pool of one shard
 
     def open(self, session: OpenedSession) -> None:
         """Open an Execute stream to each of the session's data planes."""
         self.close()
         client = self._loop.call(
             lambda: ShardedDataClient(
-                session.shards, session.layout, tls=self._tls, timeout_s=self._timeout_s
+                session.shards,
+                session.layout,
+                tls=self._tls,
+                timeout_s=self._timeout_s,
+                shared_memory=self._shared_memory,
             )
         )
         self._client = client
         self._execution = self._loop.run(client.open(session.grant))
+        only = self._execution.only
+        self._layers = None if only is None else RegionLayers(only)
 
-    def start(self, plan: pb.SignedPayload) -> Started:
+    def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
         """Present the plan to the data planes."""
         execution = self._open_execution()
+        if num_tokens:
+            if self._layers is None or not self._layers.begin(plan, num_tokens):
+                self._loop.run(execution.begin(plan, num_tokens))
+            return Started(num_tokens)
         started = self._loop.run(execution.start(plan))
         return Started(started.num_tokens, execution.receipts if started.has_run else ())
 
@@ -121,6 +146,10 @@ class RemoteBackend:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Send one layer's new tokens and wait for its attention."""
+        if self._layers is not None:
+            output = self._layers.layer(index, query, key, value, options)
+            if output is not None:
+                return output
         tensors = (
             Tensor.from_array(each.detach().cpu().contiguous()) for each in (query, key, value)
         )
@@ -137,7 +166,7 @@ class RemoteBackend:
 
     def close(self) -> None:
         """Close streams and channels."""
-        execution, self._execution = self._execution, None
+        execution, self._execution, self._layers = self._execution, None, None
         client, self._client = self._client, None
         if execution is not None:
             self._loop.run(execution.close())

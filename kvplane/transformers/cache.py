@@ -18,12 +18,13 @@ from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.session import Session
 from kvplane.transformers import attention
+from kvplane.transformers.column_layer import ColumnLayer, Extent
 from kvplane.transformers.planes import Planes, PlaneSettings, planes_of
 from kvplane.transformers.rows import Row, computed_tokens, padding_of, positions_of
 from kvplane.v1 import control_pb2 as pb
@@ -53,8 +54,8 @@ class PlaneCache(Cache):
         self._model = weakref.ref(model)
         self._settings = settings
         self._planes = planes_of(model, PlaneSettings(**settings))
-        self._extent = _Extent()
-        super().__init__(layers=[_Layer(self._extent)] * self._planes.num_layers)
+        self._extent = Extent()
+        super().__init__(layers=[ColumnLayer(self._extent)] * self._planes.num_layers)
         self._rows: list[Row] = []
         self._pending: list[pb.Operation] = []  # for the next step
         self._held = _Held(self._planes)
@@ -366,44 +367,6 @@ class _Held:
         session, self.session = self.session, None
         ids, self.ids = sorted(self.ids), set()
         return session, ids
-
-
-class _Extent:
-    """How many columns the model has seen."""
-
-    num_columns = 0
-
-
-class _Layer(CacheLayerMixin):
-    """A layer as transformers sees it: a number of columns. One stands for all layers."""
-
-    is_croppable = True
-
-    def __init__(self, extent: _Extent) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._extent = extent
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """There is nothing to allocate."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``PlaneCache.update``."""
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """All columns, from the first on."""
-        return self._extent.num_columns + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Columns so far."""
-        return self._extent.num_columns
-
-    def get_max_length(self) -> int:
-        """No limit of its own."""
-        return -1
 
 
 def _before_forward(

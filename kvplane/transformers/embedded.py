@@ -79,7 +79,7 @@ class EmbeddedBackend:
         """Present the session's grant to the executor."""
         self._session_id = self._executor.open(session.grant)
 
-    def start(self, plan: pb.SignedPayload) -> Started:
+    def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
         """Change tables and run transfers."""
         started = self._executor.start(self._open_session(), plan)
         return Started(started.num_tokens, [] if started.receipt is None else [started.receipt])

@@ -1,4 +1,4 @@
-"""The engine's session with a control plane, for a caller that is not asynchronous.
+"""A session with a control plane, for a caller that is not asynchronous: an engine, or caches.
 
 At any time there is at most one session. A receipt is added as soon as it is there and sent with
 the next step.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Final
 
 from kvplane.clients.control_client import ControlClient
@@ -15,7 +16,7 @@ from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
 from kvplane.results import SequenceState, StepResult
 from kvplane.session import Session
-from kvplane.sync.loop_thread import LoopThread
+from kvplane.sync.loop_thread import LoopThread, wait
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
@@ -64,19 +65,24 @@ class ControlLink:
         self._session = self._loop.run(session)
         return self._session
 
-    def step(self, operations: Sequence[pb.Operation]) -> StepResult:
-        """One step, with all receipts that were added."""
+    def begin_step(self, operations: Sequence[pb.Operation]) -> Future[StepResult]:
+        """Send one step, with all receipts that were added, and do not wait for its answer. The
+        next step, and every other call, is made after it.
+        """
         session = self.session
 
         async def step() -> StepResult:
             result = await session.step(operations)
             session.take_notices()  # the answer has their news
+            if result.plan is not None:
+                self._last_plan_number = session.last_number
             return result
 
-        result = self._loop.run(step())
-        if result.plan is not None:
-            self._last_plan_number = self.session.last_number
-        return result
+        return self._loop.begin(step())
+
+    def step(self, operations: Sequence[pb.Operation]) -> StepResult:
+        """One step, with all receipts that were added."""
+        return wait(self.begin_step(operations))
 
     def has_news(self, wait_s: float) -> bool:
         """Whether a notice has come since the last step, or comes within ``wait_s`` seconds: the
@@ -85,14 +91,14 @@ class ControlLink:
         return self._loop.run(self.session.wait_for_news(wait_s))
 
     def add_receipts(self, receipts: Iterable[types.SignedPayload]) -> None:
-        """Submit these with the next step."""
+        """Submit these with the next step that is begun."""
         session = self.session
 
         def add() -> None:
             for receipt in receipts:
                 session.add_receipt(receipt)
 
-        self._loop.call(add)
+        self._loop.post(add)
 
     def submit_receipts(self) -> None:
         """Submit receipts now: there is no next step."""

@@ -20,12 +20,9 @@ class _Kept:
     identity and count of changes, because comparing values would cost more than making options.
     """
 
-    scale: float
-    window_tokens: int
-    soft_cap: float
+    numbers: tuple[float, ...]
     sinks: torch.Tensor | None
     slopes: torch.Tensor | None
-    num_changes: int
     options: AttentionOptions
 
 
@@ -39,34 +36,31 @@ def options_of(
     transformers has no argument for them. Raises InvalidRequestError for a position bias, which no
     option expresses.
     """
+    if arguments.get("position_bias") is not None:
+        raise InvalidRequestError("attention has a position bias", field="model")
     scale = float(scaling or 0.0)
     window = arguments.get("sliding_window") or 0
     soft_cap = float(arguments.get("softcap") or 0.0)
     sinks, slopes = arguments.get("s_aux"), getattr(module, "alibi_slopes", None)
+    num_changes = _num_changes(sinks), _num_changes(slopes)
+    numbers: tuple[float, ...] = (scale, window, soft_cap, *num_changes)
     kept: _Kept | None = getattr(module, _KEPT, None)
     if (
-        kept is not None
-        and kept.scale == scale
-        and kept.window_tokens == window
-        and kept.soft_cap == soft_cap
-        and kept.sinks is sinks
-        and kept.slopes is slopes
-        and kept.num_changes == _num_changes(sinks) + _num_changes(slopes)
-        and arguments.get("position_bias") is None
+        kept is None
+        or kept.numbers != numbers
+        or kept.sinks is not sinks
+        or kept.slopes is not slopes
     ):
-        return kept.options
-    if arguments.get("position_bias") is not None:
-        raise InvalidRequestError("attention has a position bias", field="model")
-    num_changes = _num_changes(sinks) + _num_changes(slopes)
-    options = AttentionOptions(
-        scale=scale,
-        sliding_window_tokens=window,
-        alibi_slopes=_floats(slopes),
-        sinks=_floats(sinks),
-        logit_soft_cap=soft_cap,
-    )
-    setattr(module, _KEPT, _Kept(scale, window, soft_cap, sinks, slopes, num_changes, options))
-    return options
+        options = AttentionOptions(
+            scale=scale,
+            sliding_window_tokens=window,
+            alibi_slopes=_floats(slopes),
+            sinks=_floats(sinks),
+            logit_soft_cap=soft_cap,
+        )
+        kept = _Kept(numbers, sinks, slopes, options)
+        setattr(module, _KEPT, kept)
+    return kept.options
 
 
 def _num_changes(tensor: torch.Tensor | None) -> int:

@@ -98,6 +98,7 @@ class Planes:
         self._unused: list[tuple[Session, Sequence[int]]] = []  # to be freed with the next step
         self._is_lost = False
         self._has_plan = False
+        self._is_closed = threading.Event()
         closing = ExitStack()
         with closing:
             loop = LoopThread("kvplane-transformers")
@@ -112,6 +113,7 @@ class Planes:
             if settings.control_plane:
                 self._layout = _layout_in(pool, model, groups, settings)
             self.backend.open(self._link.open(self._layout))
+            closing.callback(self._is_closed.set)
             self._close = closing.pop_all().close
         atexit.register(self._close)
         # In a thread of its own: a finalizer may run in one that closing waits for.
@@ -120,8 +122,8 @@ class Planes:
 
     @property
     def is_open(self) -> bool:
-        """Whether ``close`` was not called yet."""
-        return self._finalizer.alive
+        """Whether they were not closed yet, by ``close`` or at the process's end."""
+        return self._finalizer.alive and not self._is_closed.is_set()
 
     @property
     def num_layers(self) -> int:
@@ -200,7 +202,8 @@ class Planes:
             self.begin([])
             self.finish()
         except KvplaneError as error:
-            _LOGGER.warning("sequences not freed yet: %s", error)
+            if self.is_open:  # else they were freed with the session
+                _LOGGER.warning("sequences not freed yet: %s", error)
 
     def free_later(self, session: Session, sequence_ids: Sequence[int]) -> None:
         """``free`` from a finalizer."""

@@ -36,68 +36,110 @@ class DescribeDataPlaneResponse(_message.Message):
     def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., version: _Optional[str] = ..., pool_id: _Optional[str] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.Layout, _Mapping]] = ..., num_device_blocks: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
 
 class ExecuteRequest(_message.Message):
-    __slots__ = ("open", "plan", "layer")
+    __slots__ = ("open", "plan", "layer", "join")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
+    JOIN_FIELD_NUMBER: _ClassVar[int]
     open: OpenExecution
     plan: _types_pb2.SignedPayload
     layer: LayerInput
-    def __init__(self, open: _Optional[_Union[OpenExecution, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[_Union[LayerInput, _Mapping]] = ...) -> None: ...
+    join: JoinExecution
+    def __init__(self, open: _Optional[_Union[OpenExecution, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., layer: _Optional[_Union[LayerInput, _Mapping]] = ..., join: _Optional[_Union[JoinExecution, _Mapping]] = ...) -> None: ...
 
 class ExecuteResponse(_message.Message):
-    __slots__ = ("opened", "started", "output", "receipt", "error")
+    __slots__ = ("opened", "started", "output", "error", "joined")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
-    RECEIPT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
     opened: ExecutionOpened
     started: PlanStarted
     output: LayerOutput
-    receipt: _types_pb2.SignedPayload
     error: _types_pb2.Error
-    def __init__(self, opened: _Optional[_Union[ExecutionOpened, _Mapping]] = ..., started: _Optional[_Union[PlanStarted, _Mapping]] = ..., output: _Optional[_Union[LayerOutput, _Mapping]] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
+    joined: ExecutionJoined
+    def __init__(self, opened: _Optional[_Union[ExecutionOpened, _Mapping]] = ..., started: _Optional[_Union[PlanStarted, _Mapping]] = ..., output: _Optional[_Union[LayerOutput, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., joined: _Optional[_Union[ExecutionJoined, _Mapping]] = ...) -> None: ...
 
 class OpenExecution(_message.Message):
-    __slots__ = ("protocol", "grant")
+    __slots__ = ("protocol", "grant", "host_id")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
     protocol: _types_pb2.ProtocolRange
     grant: _types_pb2.SignedPayload
-    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+    host_id: str
+    def __init__(self, protocol: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ..., grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class ExecutionOpened(_message.Message):
-    __slots__ = ("protocol_version", "layers")
+    __slots__ = ("protocol_version", "layers", "local")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     layers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, protocol_version: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
+    local: LocalOffer
+    def __init__(self, protocol_version: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., local: _Optional[_Union[LocalOffer, _Mapping]] = ...) -> None: ...
+
+class LocalOffer(_message.Message):
+    __slots__ = ("socket_path", "secret")
+    SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    socket_path: str
+    secret: bytes
+    def __init__(self, socket_path: _Optional[str] = ..., secret: _Optional[bytes] = ...) -> None: ...
+
+class JoinExecution(_message.Message):
+    __slots__ = ("secret",)
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    secret: bytes
+    def __init__(self, secret: _Optional[bytes] = ...) -> None: ...
+
+class ExecutionJoined(_message.Message):
+    __slots__ = ("regions",)
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    regions: _containers.RepeatedCompositeFieldContainer[MemoryRegion]
+    def __init__(self, regions: _Optional[_Iterable[_Union[MemoryRegion, _Mapping]]] = ...) -> None: ...
+
+class MemoryRegion(_message.Message):
+    __slots__ = ("region_id", "size_bytes", "cuda_ipc_handle", "cuda_device_uuid")
+    REGION_ID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CUDA_IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    CUDA_DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    region_id: int
+    size_bytes: int
+    cuda_ipc_handle: bytes
+    cuda_device_uuid: str
+    def __init__(self, region_id: _Optional[int] = ..., size_bytes: _Optional[int] = ..., cuda_ipc_handle: _Optional[bytes] = ..., cuda_device_uuid: _Optional[str] = ...) -> None: ...
 
 class PlanStarted(_message.Message):
-    __slots__ = ("plan_number", "num_tokens", "finished")
+    __slots__ = ("plan_number", "num_tokens", "finished", "receipt")
     PLAN_NUMBER_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
     plan_number: int
     num_tokens: int
     finished: bool
-    def __init__(self, plan_number: _Optional[int] = ..., num_tokens: _Optional[int] = ..., finished: bool = ...) -> None: ...
+    receipt: _types_pb2.SignedPayload
+    def __init__(self, plan_number: _Optional[int] = ..., num_tokens: _Optional[int] = ..., finished: bool = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
 
 class LayerInput(_message.Message):
-    __slots__ = ("layer", "query", "key", "value", "options")
+    __slots__ = ("layer", "query", "key", "value", "options", "output")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
     layer: int
     query: _types_pb2.Tensor
     key: _types_pb2.Tensor
     value: _types_pb2.Tensor
     options: AttentionOptions
-    def __init__(self, layer: _Optional[int] = ..., query: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ...) -> None: ...
+    output: _types_pb2.MemoryRange
+    def __init__(self, layer: _Optional[int] = ..., query: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ..., output: _Optional[_Union[_types_pb2.MemoryRange, _Mapping]] = ...) -> None: ...
 
 class AttentionOptions(_message.Message):
     __slots__ = ("scale", "sliding_window_tokens", "alibi_slopes", "logit_soft_cap", "sinks")
@@ -114,12 +156,14 @@ class AttentionOptions(_message.Message):
     def __init__(self, scale: _Optional[float] = ..., sliding_window_tokens: _Optional[int] = ..., alibi_slopes: _Optional[_Iterable[float]] = ..., logit_soft_cap: _Optional[float] = ..., sinks: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LayerOutput(_message.Message):
-    __slots__ = ("layer", "output")
+    __slots__ = ("layer", "output", "receipt")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
     layer: int
     output: _types_pb2.Tensor
-    def __init__(self, layer: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    receipt: _types_pb2.SignedPayload
+    def __init__(self, layer: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
 
 class ReshapeAndCacheRequest(_message.Message):
     __slots__ = ("grant", "plan", "layer", "key", "value")

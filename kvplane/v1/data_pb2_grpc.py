@@ -110,9 +110,11 @@ class DataPlaneServiceServicer(object):
 
     def Execute(self, request_iterator, context):
         """Runs plans layer by layer on a long-lived stream. The first request opens it; then, for each plan, the plan itself and one
-        LayerInput for each layer held, in ascending order. Answers: one for each request, and the receipt after the last layer (or
-        right after PlanStarted when the plan has no spans). A layer of a plan that has run is answered with its output and the receipt,
-        and writes nothing. A request that fails is answered with an Error and writes nothing; the stream stays open.
+        LayerInput for each layer held, in ascending order. Each request is answered once, in order; a client may send a layer before the
+        plan is answered. The receipt comes with the last layer's output, or with PlanStarted when the plan has no spans. A layer of a plan
+        that has run is answered with its output and the receipt, and writes nothing. A request that fails is answered with an Error and
+        writes nothing; the stream stays open. A client on the same machine may send the same messages by a Unix socket, with the tensors
+        in memory that both have mapped: see LocalOffer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

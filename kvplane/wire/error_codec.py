@@ -31,6 +31,8 @@ def to_rich_status(error: KvplaneError) -> status_pb2.Status:
     info = error_details_pb2.ErrorInfo(reason=wire.reason, domain=DOMAIN)
     if wire.field:
         info.metadata["field"] = wire.field
+    if wire.request_id:
+        info.metadata["request_id"] = wire.request_id
     details = [_any(info)]
     if isinstance(error, InvalidRequestError):
         violation = error_details_pb2.BadRequest.FieldViolation(
@@ -58,14 +60,17 @@ def from_rpc_error(error: grpc.Call | grpc.aio.AioRpcError) -> KvplaneError:
         return make_error("", code.value[0], text or code.name, "", None)
     info = error_details_pb2.ErrorInfo()
     retry = error_details_pb2.RetryInfo()
-    reason, field, delay_s = "", "", None
+    reason, field, request_id, delay_s = "", "", "", None
     for detail in status.details:
         if detail.Unpack(info) and info.domain == DOMAIN:
             reason, field = info.reason, info.metadata.get("field", "")
+            request_id = info.metadata.get("request_id", "")
         elif detail.Unpack(retry):
             delay_s = seconds_of(retry.retry_delay)
     text = status.message.removeprefix(f"{field}: ") if field else status.message
-    return make_error(reason, status.code, text, field, delay_s)
+    typed = make_error(reason, status.code, text, field, delay_s)
+    typed.request_id = request_id
+    return typed
 
 
 def _any(message: error_details_pb2.ErrorInfo) -> any_pb2.Any:

@@ -7,6 +7,7 @@ the right kind. Does not import gRPC: the control plane's core answers with such
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Final
 
 from google.protobuf import duration_pb2
@@ -56,6 +57,10 @@ _BY_CODE: Final[dict[str, type[KvplaneError]]] = {
 }
 
 
+REQUEST_ID: Final[ContextVar[str]] = ContextVar("kvplane_request_id", default="")
+"""Of the call that a server is answering."""
+
+
 def to_wire(error: KvplaneError) -> pb.Error:
     """As the message that streams carry."""
     return pb.Error(
@@ -64,13 +69,16 @@ def to_wire(error: KvplaneError) -> pb.Error:
         message=error.message[:_MAX_MESSAGE_CHARS],
         field=error.field[:_MAX_FIELD_CHARS],
         retry_delay=duration_of(error.retry_delay_s),
+        request_id=REQUEST_ID.get(),
     )
 
 
 def from_wire(message: pb.Error) -> KvplaneError:
     """The inverse of ``to_wire``."""
     delay_s = seconds_of(message.retry_delay) if message.HasField("retry_delay") else None
-    return make_error(message.reason, message.code, message.message, message.field, delay_s)
+    error = make_error(message.reason, message.code, message.message, message.field, delay_s)
+    error.request_id = message.request_id
+    return error
 
 
 def make_error(

@@ -94,6 +94,7 @@ class Pair:
         num_device_blocks: int = 64,
         num_host_blocks: int = 16,
         lease_s: float = 10.0,
+        shared_memory: bool = True,
     ) -> None:
         self.control = Process("control_plane", logs / "control.log", "--lease-s", str(lease_s))
         self.data = Process(
@@ -101,6 +102,7 @@ class Pair:
             "--control-plane", self.control.address, "--model", str(model), "--pool-id", POOL,
             "--num-device-blocks", str(num_device_blocks),
             "--num-host-blocks", str(num_host_blocks),
+            *([] if shared_memory else ["--num-local-regions", "0"]),
         )  # fmt: skip
 
     def __enter__(self) -> Pair:

@@ -138,9 +138,10 @@ def test_a_request_that_can_never_fit_fails_alone(model: Path, tmp_path: Path) -
         assert never.outputs[0].finish_reason == "error"
 
 
-def test_an_embedded_data_plane_gives_the_same_as_a_remote_one(
-    llm: LLM, model: Path, pair: Pair
+def test_an_embedded_data_plane_gives_the_same_as_remote_ones(
+    llm: LLM, model: Path, pair: Pair, tmp_path: Path
 ) -> None:
+    """Over shared memory, and over gRPC where the data plane shares none."""
     params = [
         SamplingParams(max_tokens=24),
         SamplingParams(max_tokens=16, n=3, temperature=1, seed=1),
@@ -154,9 +155,14 @@ def test_an_embedded_data_plane_gives_the_same_as_a_remote_one(
         num_device_blocks=20,
     ) as embedded:
         got = embedded.generate(prompts, params)
-    want = llm.generate(prompts, params)
-    for a, b in zip(got, want, strict=True):
-        assert [o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs]
+    with (
+        Pair(model, tmp_path, shared_memory=False) as other,
+        LLM(model, control_plane=other.control.address, pool_id=POOL, timeout_s=30.0) as over_grpc,
+    ):
+        remote = [llm.generate(prompts, params), over_grpc.generate(prompts, params)]
+    for outputs in remote:
+        for a, b in zip(got, outputs, strict=True):
+            assert [o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs]
 
 
 def test_bfloat16_and_float16_answer(model: Path, pair: Pair) -> None:

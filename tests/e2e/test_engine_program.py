@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -87,10 +88,15 @@ def test_planes_that_are_away_are_a_clear_error() -> None:
     done = program(
         "engine", "generate", "--model", "models/recall", "--prompt", "x",
         "--recovery-timeout-s", "0.5", "--control-plane", "127.0.0.1:1",
+        "--log-level", "info", "--log-format", "json",
     )  # fmt: skip
     assert done.returncode == 1
-    assert "PLANE_UNAVAILABLE" in done.stderr
-    assert "Traceback" not in done.stderr
+    *log, error = done.stderr.splitlines()
+    assert "PLANE_UNAVAILABLE" in error
+    first = json.loads(log[0])
+    assert first["logger"] == "engine"
+    assert "recovery_timeout_s=0.5" in first["message"], "the settings come first"
+    assert all(json.loads(line)["level"] for line in log)
 
 
 @pytest.mark.parametrize("config", [GenerateConfig, ServeConfig])
@@ -98,7 +104,7 @@ def test_every_heading_of_the_help_names_settings_that_exist(config: Any) -> Non
     names = [name for group in config.HELP_GROUPS.values() for name in group]
     left = {field.name for field in dataclasses.fields(config)} - set(names)
     assert len(names) == len(set(names))
-    assert left == {"log_level"}
+    assert left == {"log_level", "log_format"}
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

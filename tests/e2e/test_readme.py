@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo.processes import Planes
 from kvplane import LayerGroup, Layout
-from kvplane.transformers import close_planes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -53,16 +53,31 @@ def test_the_client_of_the_readme_passes_a_strict_type_checker(tmp_path: Path) -
     assert done.returncode == 0, done.stdout
 
 
-def test_the_three_lines_of_the_readme_generate_what_transformers_does() -> None:
-    model = AutoModelForCausalLM.from_pretrained(ROOT / "models" / "recall")
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "recall")
-    inputs = tokenizer("abc=xyz;def=uvw;?abc=", add_special_tokens=False, return_tensors="pt")
-    want = model.generate(**inputs, max_new_tokens=8)
-    names = {"model": model, "inputs": inputs}
-    exec(PROGRAMS[0], names)
-    assert names["ids"].tolist() == want.tolist()
-    assert tokenizer.decode(want[0]).startswith("abc=xyz;def=uvw;?abc=xyz")
-    close_planes(model)
+def test_the_three_lines_of_the_readme_generate_what_transformers_does(tmp_path: Path) -> None:
+    """As a program in an empty folder, which ends without a word of what it left open."""
+    folder = ROOT / "models" / "recall"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = "abc=xyz;def=uvw;?abc="
+    how = "add_special_tokens=False, return_tensors='pt'"
+    inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
+    want = model.generate(**inputs, max_new_tokens=8)[0]
+    assert tokenizer.decode(want).startswith(f"{prompt}xyz")
+    program = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({str(folder)!r})\n"
+        f"inputs = tokenizer({prompt!r}, {how})\n"
+        f"{PROGRAMS[0]}print(ids[0].tolist())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{want.tolist()}\n"
+    assert "Traceback" not in done.stderr and "sequences" not in done.stderr
 
 
 def test_every_make_target_that_the_readme_names_exists() -> None:

@@ -39,6 +39,7 @@ def serve(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         **os.environ,
         "KVPLANE_CONTROL_PLANE_BIND": free_address(),
         "KVPLANE_CONTROL_PLANE_METRICS_PORT": "-1",
+        "KVPLANE_CONTROL_PLANE_PAGE_PORT": free_address().rpartition(":")[2],
         "KVPLANE_DATA_PLANE_BIND": free_address(),
         "KVPLANE_DATA_PLANE_METRICS_PORT": "-1",
         "KVPLANE_DATA_PLANE_NUM_DEVICE_BLOCKS": "16",

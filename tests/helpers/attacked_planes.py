@@ -140,7 +140,8 @@ def free_port() -> int:
 
 
 def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), str(HELPERS), os.environ.get("PYTHONPATH", "")])
+    folders = [ROOT, HELPERS, *(path for path in HELPERS.iterdir() if path.is_dir())]
+    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path}
 
 

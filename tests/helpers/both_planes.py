@@ -6,12 +6,15 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
-from kvplane import LayerGroup, Layout
+from kvplane import Execution, LayerGroup, Layout, Session, Tensor
+from kvplane.v1 import control_pb2 as pb
 
 StartServer = Callable[..., Awaitable[ControlPlaneServer]]
 LAYOUT = Layout("m", 8, "float32", "float32", (LayerGroup("full", (0, 1, 2), 1, 8),))
@@ -21,8 +24,9 @@ POOL = "default"
 class Planes:
     """Both planes; ``restart_control`` and ``restart_data`` begin another run of one of them."""
 
-    def __init__(self, start_control: StartServer, folder: Path) -> None:
-        self._start_control = start_control
+    def __init__(self, start_control: StartServer, folder: Path, **settings: Any) -> None:
+        """``settings``: the control plane's."""
+        self._start_control = partial(start_control, **settings)
         self._layout_file = folder / "layout.json"
         self._layout_file.write_text(json.dumps(asdict(LAYOUT)))
         self.control: ControlPlaneServer
@@ -54,3 +58,18 @@ class Planes:
         )
         self.data = await DataPlaneServer.start(config)
         await asyncio.wait_for(self.data.registered.wait(), 10)
+
+
+async def run_step(session: Session, execution: Execution, *operations: pb.Operation) -> None:
+    """A step, its plan and the receipt, as they are meant."""
+    result = (await session.step(operations)).raise_for_status()
+    num_tokens = (await execution.start(result.plan)).num_tokens
+    for layer in execution.layers if num_tokens else []:
+        await execution.layer(layer, *3 * [zeros(num_tokens)])
+    session.add_receipt(execution.receipt)
+
+
+def zeros(num_tokens: int) -> Tensor:
+    """Queries, keys or values."""
+    shape = (num_tokens, 1, 8)
+    return Tensor("float32", shape, bytes(Tensor.size_bytes("float32", shape)))

@@ -23,20 +23,33 @@ def key_of(positions: torch.Tensor) -> torch.Tensor:
 class Engine:
     """One session that runs what it is given and checks every output.
 
-    ``window_tokens``: that the layout's layers see, 0 for all.
+    ``window_tokens``: that the layout's layers see, 0 for all. ``begins``: whether plans that
+    compute something are sent without waiting for their answers.
     """
 
-    def __init__(self, session: Session, execution: Execution, window_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        session: Session,
+        execution: Execution,
+        window_tokens: int = 0,
+        *,
+        begins: bool = False,
+    ) -> None:
         self.session = session
         self.execution = execution
         self._window_tokens = window_tokens
+        self._begins = begins
 
     async def step(self, *operations: pb.Operation, spans: list[tuple[int, int]]) -> StepResult:
         """``spans``: first position and number of tokens of each span of the plan."""
         result = (await self.session.step(operations)).raise_for_status()
-        started = await self.execution.start(result.plan)
-        assert started.num_tokens == sum(num for _, num in spans)
-        if started.receipt is None:
+        num_tokens = sum(num for _, num in spans)
+        if self._begins and num_tokens:
+            assert result.plan is not None
+            await self.execution.begin(result.plan, num_tokens)
+        else:
+            assert (await self.execution.start(result.plan)).num_tokens == num_tokens
+        if self.execution.receipt is None:
             for layer in self.execution.layers:
                 await self._layer(layer, spans)
         assert self.execution.receipt is not None

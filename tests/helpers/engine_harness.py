@@ -6,6 +6,7 @@ The control plane's core and the data plane's executor are the real ones; only t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from engine.models import loader
 from engine.request import Delta, RequestOutput, SamplingParams
 from engine.running.core import EngineCore
 from engine.scheduling.scheduler import Scheduler
-from kvplane.errors import SessionNotFoundError, StaleError
+from kvplane.errors import KvplaneError, SessionNotFoundError, StaleError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.results import SequenceState, StepResult, sequence_states
@@ -156,11 +157,20 @@ class Link:
         self.planes.pump()
         return self.session
 
-    def step(self, operations: Sequence[pb.Operation]) -> StepResult:
+    def begin_step(self, operations: Sequence[pb.Operation]) -> Future[StepResult]:
+        """The control plane answers at once, and its answer is looked at when the engine waits."""
+        answer: Future[StepResult] = Future()
+        try:
+            answer.set_result(self._step(operations))
+        except KvplaneError as error:
+            answer.set_exception(error)
+        return answer
+
+    def _step(self, operations: Sequence[pb.Operation]) -> StepResult:
         if self.faults:
             raise self.faults.pop(0)
         request = pb.StepRequest(operations=operations)
-        result = StepResult(self._call(self.planes.core.step, request))
+        result = StepResult(self._call(self.planes.core.step, request).result)
         self.steps.append(list(operations))
         self.results.append(result)
         if result.plan is not None:
@@ -211,7 +221,7 @@ class Backend:
     def open(self, session: OpenedSession) -> None:
         self.session_id = self.planes.executor.open(session.grant)
 
-    def start(self, plan: types.SignedPayload) -> Started:
+    def start(self, plan: types.SignedPayload, num_tokens: int = 0) -> Started:
         started = self.planes.executor.start(self.session_id, plan)
         self.batch_sizes.append(started.num_tokens)
         return Started(started.num_tokens, [] if started.receipt is None else [started.receipt])
@@ -254,6 +264,7 @@ class Engine:
     max_sequences: int = 16
     block_size_tokens: int = 8
     recovery_timeout_s: float = 1.0
+    plans_ahead: bool = True
     shared_with: Engine | None = None
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
     deltas: list[Delta] = field(default_factory=list)
@@ -281,6 +292,7 @@ class Engine:
             self.backend,  # type: ignore[arg-type]
             self.scheduler,
             recovery_timeout_s=self.recovery_timeout_s,
+            plans_ahead=self.plans_ahead,
         )
 
     def add(self, prompt: list[int], **params: Any) -> str:

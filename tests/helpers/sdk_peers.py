@@ -177,10 +177,9 @@ def answer_execution(request: Any) -> Any:
         started = dpb.PlanStarted(plan_number=1, num_tokens=2)
         return [dpb.ExecuteResponse(started=started)]
     output = dpb.LayerOutput(layer=request.layer.layer, output=request.layer.query)
-    answers = [dpb.ExecuteResponse(output=output)]
     if request.layer.layer == 2:
-        answers.append(dpb.ExecuteResponse(receipt=payload(b"receipt")))
-    return answers
+        output.receipt.CopyFrom(payload(b"receipt"))
+    return [dpb.ExecuteResponse(output=output)]
 
 
 def plan_of(number: int) -> SignedPayload:

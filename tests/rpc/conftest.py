@@ -23,6 +23,15 @@ StartServer = Callable[..., Awaitable[ControlPlaneServer]]
 StartWorld = Callable[..., Awaitable[World]]
 
 
+@pytest.fixture(params=[True, False], ids=["shared memory", "grpc"])
+def shared_memory(request: pytest.FixtureRequest) -> bool:
+    """The transports of an execution's tensors. Whether a client gets shared memory on its own
+    machine is tested by ``test_local_executions``.
+    """
+    wanted: bool = request.param
+    return wanted
+
+
 @pytest.fixture
 async def start_control_plane() -> AsyncIterator[StartServer]:
     """Start control planes with the settings given; each ends with its integrity checked."""

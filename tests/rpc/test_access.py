@@ -219,6 +219,27 @@ async def test_a_role_that_is_taken_away_ends_at_once(peers: Peers) -> None:
         assert await other.list_pools() == [POOL_ID]
 
 
+async def test_a_caller_that_is_taken_off_the_list_loses_its_shared_memory(peers: Peers) -> None:
+    async with (
+        peers.client("engine-a") as control,
+        peers.data_client("engine-a") as data,
+        await control.open_session(POOL_ID, LAYOUT) as session,
+        await data.open(session.grant) as execution,
+    ):
+        engine = Engine(session, execution)
+        await engine.step(ops.admit(1, range(20)), spans=[(0, 20)])
+        assert execution.local is not None
+        assert peers.data.local.num_regions == 1
+        result = await session.append(1, [20], num_slots=1, first_position=20)
+        peers.access_file.write_text(listed("plane", "engine-b"))
+        with pytest.raises(UnauthenticatedError):
+            await execution.start(result.plan)
+        async with asyncio.timeout(10):
+            while peers.data.local.num_regions:
+                await asyncio.sleep(0.01)
+        peers.access_file.write_text(listed(*ROLES))  # so that the session can be closed
+
+
 async def test_a_follower_and_a_silent_stream_of_a_role_that_is_taken_away_are_cut(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ brings about.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -367,6 +368,29 @@ async def test_a_later_process_takes_the_shard_over_and_old_sessions_are_stale(
     fresh = await RawSession.open(stub, second)
     assert (await fresh.admit(1, PROMPT)).results[0].admit.num_blocks == 3
     second.hang_up()
+
+
+async def test_a_data_plane_is_not_gone_when_the_control_plane_was_held_up(
+    start_control_plane: Any, connect: Connect
+) -> None:
+    server = await start_control_plane(heartbeat_s=0.2)
+    shard = RawShard(connect(server))
+    await shard.register()
+    await shard.report()
+
+    async def beat() -> None:
+        while True:
+            await shard.send(heartbeat=pb.Heartbeat())
+            await asyncio.sleep(0.1)
+
+    beats = asyncio.create_task(beat())
+    await asyncio.sleep(0.2)
+    time.sleep(1.0)
+    await asyncio.sleep(0.5)
+    assert not shard.call.done()
+    assert await is_ready(connect(server))
+    beats.cancel()
+    shard.hang_up()
 
 
 async def test_a_data_plane_without_heartbeats_counts_as_gone(

@@ -53,7 +53,7 @@ async def side() -> AsyncIterator[RegisterSide]:
 
 
 async def test_an_answer_lost_on_its_way_is_an_error_in_a_stream_that_stays_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_memory: bool
 ) -> None:
     num_lost = 0
 
@@ -66,7 +66,10 @@ async def test_an_answer_lost_on_its_way_is_an_error_in_a_stream_that_stays_open
 
     use(monkeypatch, with_operations(CpuKernels(1), paged_attention=attention))
     async with serving(tmp_path) as (server, side):
-        author, client = author_of(server, side), DataClient(server.address)
+        author, client = (
+            author_of(server, side),
+            DataClient(server.address, shared_memory=shared_memory),
+        )
         parts = [Tensor.from_proto(tensor_to_message(tokens(3, n))) for n in (4, 2, 2)]
         async with await client.open(author.grant()) as execution:
             plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
@@ -118,7 +121,7 @@ async def test_a_device_that_is_lost_ends_the_server_with_an_error(
 
 
 async def test_a_device_that_is_lost_while_an_answer_is_on_its_way_is_noticed(
-    tmp_path: Path, runtime: LateRuntime, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, runtime: LateRuntime, monkeypatch: pytest.MonkeyPatch, shared_memory: bool
 ) -> None:
     def attention(arguments: AttentionArguments) -> torch.Tensor:
         runtime.is_lost = True
@@ -129,7 +132,10 @@ async def test_a_device_that_is_lost_while_an_answer_is_on_its_way_is_noticed(
     kernels.streams = DeviceStreams(runtime)  # type: ignore[misc]
     use(monkeypatch, kernels)
     async with serving(tmp_path) as (server, side):
-        author, client = author_of(server, side), DataClient(server.address)
+        author, client = (
+            author_of(server, side),
+            DataClient(server.address, shared_memory=shared_memory),
+        )
         parts = [Tensor.from_proto(tensor_to_message(tokens(3, n))) for n in (4, 2, 2)]
         async with await client.open(author.grant()) as execution:
             plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])

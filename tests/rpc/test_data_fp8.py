@@ -45,14 +45,16 @@ class Peer:
 
 
 @pytest.fixture(params=["float8_e4m3fn", "float8_e5m2"])
-async def peer(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Peer]:
+async def peer(
+    tmp_path: Path, request: pytest.FixtureRequest, shared_memory: bool
+) -> AsyncIterator[Peer]:
     layout = replace(LAYOUT, kv_dtype=request.param, groups=(GROUP,))
     path = tmp_path / "fp8.json"
     path.write_text(json.dumps(asdict(layout)))
     async with serving(tmp_path, layout=path) as (server, side):
         author = author_of(server, side)
         author.layout = layout
-        async with DataClient(server.address) as client:
+        async with DataClient(server.address, shared_memory=shared_memory) as client:
             yield Peer(layout, author, client)
 
 

@@ -163,6 +163,8 @@ async def test_two_followers_end_equal_whenever_they_began(start_world: StartWor
 async def test_a_feed_goes_on_from_a_revision(world, caller) -> None:
     await caller.admit(1, prompt(2))
     since = await revision_of(caller)
+    async with following(world.client) as follower:  # changes are kept from now on
+        await follower.until(since)
     await caller.admit(2, prompt(1, seed=1))
     request = pb.WatchRequest(
         pool_id=POOL, since_revision=since, incarnation=world.server.core.incarnation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,10 +14,15 @@ from kvplane.errors import (
     DeadlineExceededError,
     InternalError,
     KvplaneError,
+    PoolNotFoundError,
     UnavailableError,
 )
 from kvplane.serving import server as serving
+from kvplane.transport.connection import typed_errors
+from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import control_pb2_grpc
+from kvplane.wire.error_codec import from_wire, to_wire
+from kvplane.wire.error_messages import REQUEST_ID
 
 
 @pytest.fixture
@@ -55,8 +61,8 @@ async def test_an_error_comes_back_as_it_was_raised(
     assert len(plane.requests) == 1
 
 
-async def test_a_bug_in_the_server_is_internal_and_tells_nothing(
-    plane: ScriptedControlPlane, client: ControlClient
+async def test_a_bug_in_the_server_is_internal_and_tells_nothing_but_where_to_look(
+    plane: ScriptedControlPlane, client: ControlClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     def script(request: object) -> object:
         raise ValueError("a secret")
@@ -65,6 +71,52 @@ async def test_a_bug_in_the_server_is_internal_and_tells_nothing(
     with pytest.raises(InternalError) as caught:
         await client.describe_pool("p")
     assert "secret" not in str(caught.value)
+    assert str(caught.value).endswith(f"has more of request {caught.value.request_id}")
+    assert f"request_id={caught.value.request_id} " in caplog.text
+    assert "secret" not in caplog.text
+
+
+async def test_a_refused_call_is_named_in_the_answer_and_in_the_log(
+    plane: ScriptedControlPlane, client: ControlClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(request: object) -> object:
+        raise PoolNotFoundError("not here", field="pool_id")
+
+    plane.script = script
+    caplog.set_level("DEBUG", "kvplane.serving.interceptor")
+    ids = []
+    for _ in range(2):
+        with pytest.raises(PoolNotFoundError) as caught:
+            await client.describe_pool("p")
+        ids.append(caught.value.request_id)
+    assert re.fullmatch(r"[0-9a-f]{16}", ids[0])
+    assert ids[0] != ids[1]
+    for request_id in ids:
+        assert f"refused request_id={request_id} method=/kvplane.v1" in caplog.text
+
+
+@pytest.mark.parametrize(("given", "is_taken"), [("order-66:a.b", True), ("x" * 65, False)])
+async def test_a_caller_may_name_its_call(
+    plane: ScriptedControlPlane, client: ControlClient, given: str, is_taken: bool
+) -> None:
+    def script(request: object) -> object:
+        raise PoolNotFoundError("not here", field="pool_id")
+
+    plane.script = script
+    describe = client._stub.DescribePool
+    with pytest.raises(PoolNotFoundError) as caught, typed_errors():
+        await describe(pb.DescribePoolRequest(), metadata=(("x-request-id", given),))
+    assert (caught.value.request_id == given) is is_taken
+
+
+def test_an_error_in_a_stream_names_the_call_that_it_answers() -> None:
+    token = REQUEST_ID.set("one")
+    try:
+        wire = to_wire(PoolNotFoundError("not here"))
+    finally:
+        REQUEST_ID.reset(token)
+    assert (wire.request_id, from_wire(wire).request_id) == ("one", "one")
+    assert to_wire(PoolNotFoundError("not here")).request_id == ""
 
 
 async def test_an_error_of_the_network_has_a_place_in_the_tree_too() -> None:

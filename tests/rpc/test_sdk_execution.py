@@ -81,6 +81,66 @@ async def test_a_plan_runs_layer_by_layer_to_its_receipt(plane, execution) -> No
     assert plane.kinds == ["open", "plan", "layer", "layer", "layer"]
 
 
+async def test_a_plan_and_its_first_layer_travel_without_waiting(plane, execution) -> None:
+    """Neither is waited for while the plan is not answered."""
+    may_answer = asyncio.Event()
+
+    async def answer_late(request: Any) -> Any:
+        await may_answer.wait()
+        return answer_execution(request)
+
+    plane.script = on("plan", answer_late)
+    await execution.begin(plan_of(1), 2)
+    first = asyncio.create_task(execution.layer(0, QUERY, KV, KV))
+    await asyncio.sleep(0.05)
+    assert not first.done()
+    may_answer.set()
+    assert await first == QUERY
+    for index in execution.layers[1:]:
+        assert await execution.layer(index, QUERY, KV, KV) == QUERY
+    assert execution.receipt == payload(b"receipt")
+    assert plane.kinds == ["open", "plan", "layer", "layer", "layer"]
+
+
+async def test_a_plan_that_was_begun_and_is_refused_is_refused_at_each_layer(
+    plane, execution
+) -> None:
+    error = StaleEpochError("another process")
+
+    def script(request: Any) -> Any:
+        if request.WhichOneof("message") == "open":
+            return answer_execution(request)
+        return [pb.ExecuteResponse(error=to_wire(error))]
+
+    plane.script = script
+    await execution.begin(plan_of(1), 2)
+    for _ in range(2):
+        with pytest.raises(StaleEpochError):
+            await execution.layer(0, QUERY, KV, KV)
+    plane.script = answer_execution
+    await execution.start(plan_of(2))
+    assert await execution.layer(0, QUERY, KV, KV) == QUERY
+
+
+async def test_a_plan_that_was_begun_computes_what_its_caller_said(plane, execution) -> None:
+    await execution.begin(plan_of(1), 3)
+    with pytest.raises(InternalError, match="2 tokens, not 3"):
+        await execution.layer(0, QUERY, KV, KV)
+
+
+async def test_a_stream_that_breaks_after_begin_presents_the_plan_again(plane, execution) -> None:
+    plane.script = on("layer", hang_up)
+    await execution.begin(plan_of(1), 2)
+    assert await execution.layer(0, QUERY, KV, KV) == QUERY
+    assert plane.kinds == ["open", "plan", "layer", "open", "plan", "layer"]
+
+
+async def test_a_plan_that_was_begun_and_dropped_answers_for_no_other(plane, execution) -> None:
+    await execution.begin(plan_of(1), 2)
+    assert (await execution.start(plan_of(2))).num_tokens == 2
+    assert await execution.layer(0, QUERY, KV, KV) == QUERY
+
+
 async def test_options_of_attention_travel_with_the_layer(plane, execution) -> None:
     await execution.start(plan_of(1))
     options = AttentionOptions(scale=0.5, sliding_window_tokens=4, alibi_slopes=(0.25,))
@@ -95,8 +155,7 @@ async def test_a_plan_without_spans_brings_its_receipt_at_once(plane, execution)
     plane.script = on(
         "plan",
         lambda _: [
-            pb.ExecuteResponse(started=pb.PlanStarted(plan_number=1)),
-            pb.ExecuteResponse(receipt=payload(b"receipt")),
+            pb.ExecuteResponse(started=pb.PlanStarted(plan_number=1, receipt=payload(b"receipt")))
         ],
     )
     assert (await execution.start(plan_of(1))).receipt == payload(b"receipt")
@@ -121,7 +180,7 @@ async def test_a_stream_that_breaks_in_a_layer_goes_on_with_that_layer(plane, ex
 
 class RunsOnce:
     """A script of a data plane that remembers whether its plan has run; ``act`` is done once, in
-    place of the last layer's answers or after their first.
+    place of the last layer's answer.
     """
 
     def __init__(self, act: Any) -> None:
@@ -129,27 +188,24 @@ class RunsOnce:
         self._has_run = False
 
     def __call__(self, request: pb.ExecuteRequest) -> Any:
-        receipt = pb.ExecuteResponse(receipt=payload(b"receipt"))
+        receipt = payload(b"receipt")
         kind = request.WhichOneof("message")
         if kind == "plan" and self._has_run:
-            started = pb.PlanStarted(plan_number=1, num_tokens=2, finished=True)
-            return [pb.ExecuteResponse(started=started), receipt]
+            started = pb.PlanStarted(plan_number=1, num_tokens=2, finished=True, receipt=receipt)
+            return [pb.ExecuteResponse(started=started)]
         if kind == "layer" and self._has_run:
-            return [answer_execution(request)[0], receipt]
+            (answer,) = answer_execution(request)
+            answer.output.receipt.CopyFrom(receipt)
+            return [answer]
         if kind == "layer" and request.layer.layer == 2:
             self._has_run = True
             return self._act(request)
         return answer_execution(request)
 
 
-def lose_the_receipt(request: Any) -> Any:
-    return [answer_execution(request)[0], Hangup()]
-
-
-@pytest.mark.parametrize("act", [hang_up, lose_the_receipt])
-async def test_a_last_layers_lost_answer_is_got_by_the_same_layer(plane, execution, act) -> None:
+async def test_a_last_layers_lost_answer_is_got_by_the_same_layer(plane, execution) -> None:
     """The plan has run: the layer, sent again, is answered with its output and the receipt."""
-    plane.script = RunsOnce(act)
+    plane.script = RunsOnce(hang_up)
     await execution.start(plan_of(1))
     for index in execution.layers:
         assert await execution.layer(index, QUERY, KV, KV) == QUERY

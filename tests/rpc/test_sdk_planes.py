@@ -110,7 +110,10 @@ async def test_a_lossy_network_changes_no_bit_of_the_attention(
             return found
 
     undisturbed = await outputs(data, lambda: None)
-    async with FlakyProxy(planes.data.address) as proxy, DataClient(proxy.address) as disturbed:
+    async with (
+        FlakyProxy(planes.data.address) as proxy,
+        DataClient(proxy.address, shared_memory=False) as disturbed,
+    ):
         loop = asyncio.get_running_loop()
 
         def break_soon() -> None:
@@ -127,7 +130,7 @@ async def test_a_last_layers_lost_answer_and_receipt_are_got_again(
     plan = (await session.admit(1, [5] * 12)).plan
     async with (
         FlakyProxy(planes.data.address) as proxy,
-        DataClient(proxy.address) as data,
+        DataClient(proxy.address, shared_memory=False) as data,
         await data.open(session.grant) as execution,
     ):
         await execution.start(plan)

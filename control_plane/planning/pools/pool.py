@@ -100,6 +100,7 @@ class Pool:
         self._ended_slots: dict[int, tuple[int, float]] = {}
         self._suspect: dict[int, float] = {}  # of these, those of which a receipt was missing
         self.followers: set[Follower] = set()
+        self._keeps_changes = False
         self._followed_revision = 0
         self._has_forgotten = False  # blocks, which the shards are to withdraw
         self._earlier_counters = [0] * len(_COUNTERS)  # of the cores before this one
@@ -162,14 +163,13 @@ class Pool:
 
     @property
     def has_work(self) -> bool:
-        """Whether it is being built, entries that were forgotten are still to be taken apart, or
-        more is to be announced than was at once.
-        """
-        return self.is_building or self.is_forgetting or self._has_publications
+        """Whether it is being built, or entries that were forgotten are still to be taken apart."""
+        return self.is_building or self.is_forgetting
 
     @property
-    def _has_publications(self) -> bool:
-        return any(core.has_publications for core in self.groups)
+    def has_announcements(self) -> bool:
+        """Whether shards are to be told of blocks that were published or forgotten."""
+        return self._has_forgotten or any(core.has_publications for core in self.groups)
 
     def num_blocks(self, tier: tpb.Tier) -> int:
         """Blocks of a tier, of the smallest group; 0 while the pool is not built."""
@@ -234,7 +234,9 @@ class Pool:
         self._roots.clear()
         for root in self.roots():
             self._roots.setdefault(owner_of(root)[0], set()).add(root)
-        self.lead.watch_enable(self._config.num_kept_changes)
+        self._keeps_changes = False
+        if self.followers:
+            self.keep_changes()
         self.set_time(self.now_s)
 
     def _use(self, groups: list[NativePool]) -> None:
@@ -355,13 +357,16 @@ class Pool:
         """Take entries apart that were forgotten, for a few milliseconds."""
         self._has_forgotten = True
         self.is_forgetting = any(core.forget_some(_PIECE_ENTRIES) for core in self.groups)
+        if not self.is_forgetting:  # they may wait for it
+            for follower in self.followers:
+                follower.wake()
 
     def missed(self, shard_index: int) -> list[cpb.RegisterResponse]:
         """What a shard that came back may not have been sent: fences, what was forgotten, and all
         publications.
         """
         self.announce()  # to the others: all of it is in what follows
-        while self._has_publications:
+        while self.has_announcements:
             self.announce()
         messages = self.shards.fences_for(shard_index)
         for group, core in enumerate(self.groups):
@@ -404,6 +409,12 @@ class Pool:
     def native_revision_of(self, revision: int) -> int:
         """The present core's revision for one of the pool; negative for one of an earlier core."""
         return revision - self._earlier_revision
+
+    def keep_changes(self) -> None:
+        """Keep the changes of the index from now on, for followers."""
+        if not self._keeps_changes:
+            self.lead.watch_enable(self._config.num_kept_changes)
+            self._keeps_changes = True
 
     def wake_followers(self) -> None:
         """Wake the followers if the index has changed since the last call."""

@@ -55,6 +55,7 @@ class Registration:
         self._end_sessions = end_sessions
         self.touched: set[Pool] = set()  # what their shards are to be told may have changed
         self._working: set[Pool] = set()  # have work that is done in pieces
+        self._announcing: set[Pool] = set()  # have something to announce
 
     def register(self, hello: cpb.Hello) -> cpb.Welcome:
         """Register a shard, or resume it. Unless it is resumed, it must report next.
@@ -138,6 +139,7 @@ class Registration:
                 del self._pools[pool.id]
                 self.touched.discard(pool)
                 self._working.discard(pool)
+                self._announcing.discard(pool)
                 forgotten.append(pool.id)
         return forgotten
 
@@ -155,7 +157,8 @@ class Registration:
         """
         told = []
         for pool in self.touched:
-            pool.announce()
+            if pool.has_announcements:
+                self._announcing.add(pool)
             if pool.followers:
                 pool.wake_followers()
             if pool.has_work:
@@ -163,6 +166,20 @@ class Registration:
             told += [(pool.id, i) for i in pool.shards.take_told()]
         self.touched.clear()
         return told
+
+    def has_announcements(self) -> bool:
+        """Whether ``announce`` has something to do, once ``take_told`` has been called."""
+        return bool(self._announcing)
+
+    def announce(self) -> None:
+        """Tell shards what was published and forgotten, for a few milliseconds. No step waits for
+        this, and what many steps published goes together.
+        """
+        for pool in [*self._announcing]:
+            self.touched.add(pool)
+            pool.announce()
+            if not pool.has_announcements:
+                self._announcing.remove(pool)
 
     def has_work(self) -> bool:
         """Whether ``work`` has something to do, once ``take_told`` has been called."""

@@ -45,14 +45,14 @@ void bind_prefixes(py::class_<P>& pool) {
       py::arg("slot"), py::arg("token_ids"));
   pool.def(
       "forget",
-      [](P& self, Slot slot, const py::bytes& token_ids, bool force) {
+      [](P& self, Slot slot, const py::bytes& token_ids, bool force, int64_t most_counted) {
         const auto tokens = read<int32_t>(token_ids, "token_ids");
         checked(self, slot);
         return in_groups(self, [&](Groups groups) {
-          return as_pair(Pool::forget(groups, slot, tokens, force));
+          return as_pair(Pool::forget(groups, slot, tokens, force, most_counted));
         });
       },
-      py::arg("slot"), py::arg("token_ids"), py::arg("force"));
+      py::arg("slot"), py::arg("token_ids"), py::arg("force"), py::arg("most_counted"));
   pool.def(
       "forget_roots",
       [](P& self, const py::list& roots, bool force) {

@@ -6,4 +6,5 @@ PYBIND11_MODULE(_native, module) {
   kvplane::blocks::bind_pool(module);
   kvplane::blocks::bind_steps(module);
   kvplane::blocks::bind_extras(module);
+  kvplane::blocks::bind_views(module);
 }

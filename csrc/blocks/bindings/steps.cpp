@@ -198,11 +198,17 @@ void bind_steps_of(py::class_<P>& pool) {
       "finish",
       [](P& self, Slot slot, const py::bytes& prefix) -> py::object {
         checked(self, slot);
-        const std::string plan = in_groups(self, [&](Groups groups) {
-          return Pool::finish(groups, slot, std::string_view(prefix));
+        py::object plan = py::none();
+        const auto make = [&](size_t num_bytes) {
+          plan = py::reinterpret_steal<py::object>(
+              PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(num_bytes)));
+          if (!plan) throw py::error_already_set();
+          return PyBytes_AS_STRING(plan.ptr());
+        };
+        in_groups(self, [&](Groups groups) {
+          return Pool::finish(groups, slot, std::string_view(prefix), make);
         });
-        if (plan.empty()) return py::none();
-        return py::bytes(plan);
+        return plan;
       },
       py::arg("slot"), py::arg("prefix"));
   pool.def(

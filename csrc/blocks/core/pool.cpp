@@ -95,8 +95,7 @@ void Pool::end_session(Slot slot) {
 
 void Pool::session_fenced(Slot slot) {
   Session& session = sessions_[slot];
-  for (const Release& release : session.releases)
-    for (const auto& [tier, block] : release.blocks) store(tier).finished(block);
+  for (const Release& release : session.releases) end_release(release);
   session.releases.clear();
   session.ended = false;
   for (auto& blocks : stores_) blocks->close(slot);
@@ -239,7 +238,8 @@ void Pool::check() const {
   for (const Session& session : sessions_) {
     for (const Release& release : session.releases) {
       require(release.plan > session.done, "a release waits for a plan that has run");
-      for (const auto& [tier, block] : release.blocks) ++pending[tier - 1][block];
+      for (int t = 0; t < 2; ++t)
+        for (const Block b : release.blocks[t]) ++pending[t][b];
     }
     if (!session.open) continue;
     check_session(session, table_owners, token_owners, refs);

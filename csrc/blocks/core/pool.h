@@ -8,6 +8,7 @@
 
 #include <deque>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -74,6 +75,12 @@ struct Span {
   const T& operator[](int64_t i) const { return data[i]; }
 };
 
+inline bool any_negative(const int32_t* values, int64_t num) {
+  int32_t all = 0;
+  for (int64_t i = 0; i < num; ++i) all |= values[i];
+  return all < 0;
+}
+
 // What came of an operation on several sequences: a value for each item, and those refused.
 struct ItemResults {
   std::vector<int32_t> values;
@@ -121,6 +128,7 @@ struct Retained {
 struct Forgotten {
   int64_t num_blocks = 0;
   int64_t num_in_use = 0;
+  bool is_large = false;  // there are more blocks
 };
 
 struct Counters {
@@ -182,8 +190,9 @@ class Pool final : private Listener {
                                              Tier destination, int64_t headroom);
   int64_t cut(Slot slot, int64_t sequence_id);
   static bool reserve(Groups groups, Slot slot, int64_t sequence_id, int64_t num_blocks);
-  // Empty when there is nothing to carry out.
-  static std::string finish(Groups groups, Slot slot, std::string_view prefix);
+  // Writes the plan to where `make(num_bytes)` says; false when there is nothing to carry out.
+  static bool finish(Groups groups, Slot slot, std::string_view prefix,
+                     const std::function<char*(size_t)>& make);
 
   // What follows
   std::vector<Failure> deferred_tokens(Slot slot, const DeferredColumns& columns);
@@ -240,14 +249,19 @@ class Pool final : private Listener {
 
   // Forgetting (forget.cpp): nothing of it can be found at once; `forget_some` takes the entries
   // apart, and says whether some are left. Without `force` nothing is changed if tables have some.
-  static Forgotten forget(Groups groups, Slot slot, Span<int32_t> tokens, bool force);
+  // Of more than `most_counted` entries the answer says less than there are.
+  static Forgotten forget(Groups groups, Slot slot, Span<int32_t> tokens, bool force,
+                          int64_t most_counted);
   static Forgotten forget_roots(Groups groups, const std::vector<std::string_view>& roots,
                                 bool force);
   bool forget_some(int64_t max_entries);
   std::deque<std::pair<Block, int64_t>>& forgotten() { return forgotten_; }
 
   // What has changed since a revision; off at first.
-  void watch(size_t max_events) { log_.restart(max_events, index_.block_size(), revision_); }
+  void watch(size_t max_events) {
+    log_size_ = max_events;
+    if (!num_large_forgotten_) log_.restart(max_events, index_.block_size(), revision_);
+  }
   const ChangeLog& log() const { return log_; }
 
   // Rebuilding (rebuild.h). `restore` enters a reported block below its parent; kNoEntry if its
@@ -280,12 +294,12 @@ class Pool final : private Listener {
   // Forgetting (forget.cpp)
   uint64_t prefix_key(EntryId e, int64_t num, Span<int32_t> tokens) const;
   EntryId find_path(EntryId root, Span<int32_t> tokens, int64_t num) const;
-  Forgotten count_below(EntryId top) const;
+  Forgotten count_below(EntryId top, int64_t most) const;
+  int64_t num_in_use(const std::vector<EntryId>& roots, Span<int32_t> tokens, EntryId top) const;
   void forget_prefix(Slot slot, Span<int32_t> tokens, const Forgotten& result);
-  Forgotten count_below_roots(const std::vector<EntryId>& roots) const;
   std::vector<uint32_t> keep_private(EntryId root, Span<int32_t> tokens, int64_t num_blocks);
   void forget_root(EntryId root);
-  void take_apart(EntryId e);
+  void take_apart(EntryId e, EntryId root);
 
   // Sequences (sequences.cpp)
   uint32_t new_sequence(Session& session, int64_t id, int64_t admitted_by);
@@ -312,13 +326,16 @@ class Pool final : private Listener {
 
   // Tables (tables.cpp): references of pieces are counted here.
   void own_piece(Session& session, Sequence& sequence, size_t piece);
-  void push_block(Session& session, Sequence& sequence, Block b);
+  void push_blocks(Session& session, Sequence& sequence, const std::vector<Block>& blocks);
   void put_block(Session& session, Sequence& sequence, int64_t i, Block b);
   int64_t cut_table(Session& session, Sequence& sequence, int64_t num, int64_t plan);
   void trim_table(Session& session, Sequence& sequence, int64_t num, int64_t plan);
-  void share(Session& session, Tier tier, Block b);
-  bool release(Session& session, Tier tier, Block b, int64_t plan);
-  bool remember(Session& session, Tier tier, Block b, int64_t plan);
+  void share(Session& session, Tier tier, const std::vector<Block>& blocks);
+  int64_t release(Session& session, Tier tier, const Block* blocks, size_t num, int64_t plan);
+  bool remember(Session& session, Tier tier, const Block* blocks, size_t num, int64_t plan);
+  void end_release(const Release& release);
+  void add_entries(const Sequence& sequence, int64_t first, int64_t end,
+                   TableChanges& changes) const;
   void set_entries(Session& session, Sequence& sequence, ChangeKind kind, int64_t first,
                    int64_t end, const std::vector<uint8_t>* allocated);
   void allocate(Session& session, Tier tier, int64_t num, std::vector<Block>& out);
@@ -426,12 +443,22 @@ class Pool final : private Listener {
   std::vector<Announcement> re_announced_;  // whose turn is before the rest of these
   Retention retention_;
   ChangeLog log_;
-  std::vector<std::pair<EntryId, uint32_t>> forgetting_;  // a path down: (entry, uid)
-  std::deque<std::pair<Block, int64_t>> forgotten_;       // device blocks: (block, generation)
+  // What is to be taken apart. `old_root`: that its entries say they are of, if it is large.
+  struct Forgetting {
+    EntryId root;
+    uint32_t uid;
+    EntryId old_root;
+  };
+  std::deque<Forgetting> forgetting_;
+  std::vector<std::pair<EntryId, uint32_t>> path_;  // down in the first of these: (entry, uid)
+  int64_t num_large_forgotten_ = 0;  // of these: there is no log of changes until they are gone
+  size_t log_size_ = 0;
+  std::deque<std::pair<Block, int64_t>> forgotten_;  // device blocks: (block, generation)
 
   DryRun dry_;
   Session* allocating_ = nullptr;  // for whom device blocks are allocated now
   std::vector<Block> scratch_;
+  std::vector<Block> cut_;  // scratch of cut_table
 };
 
 }  // namespace kvplane::blocks

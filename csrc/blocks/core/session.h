@@ -108,8 +108,8 @@ struct PlanRecord {
 // Table references released while the session's plan may touch the blocks.
 struct Release {
   int64_t plan;
-  double since_s;  // when the first of them was released
-  std::vector<std::pair<Tier, Block>> blocks;
+  double since_s;                // when the first of them was released
+  std::vector<Block> blocks[2];  // by tier
 };
 
 struct Session {

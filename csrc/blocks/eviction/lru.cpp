@@ -15,14 +15,14 @@ void LeastRecentlyUsed::set_parent(uint32_t block, uint32_t parent) {
 }
 
 void LeastRecentlyUsed::add_idle(const uint32_t* blocks, size_t num_blocks) {
-  for (size_t i = 0; i < num_blocks; ++i) {
-    tree_.add_idle(blocks[i]);
-    push(blocks[i]);
-  }
+  // Heads first, as then no block is added below one that is not idle yet.
+  for (size_t i = num_blocks; i-- > 0;) tree_.add_idle(blocks[i]);
+  for (size_t i = 0; i < num_blocks; ++i) push(blocks[i]);
 }
 
 void LeastRecentlyUsed::remove_idle(const uint32_t* blocks, size_t num_blocks) {
-  for (size_t i = 0; i < num_blocks; ++i) {
+  // Tails first, for the same reason.
+  for (size_t i = num_blocks; i-- > 0;) {
     tree_.remove_idle(blocks[i]);
     remove(blocks[i]);
   }

@@ -1,5 +1,9 @@
 // Forgetting: prefixes leave the index at once, by being moved under a root that has no name; their
-// entries are taken apart later, a few at a time. Idle blocks are free then; tables keep theirs.
+// entries are taken apart later, a few at a time, what was forgotten first before the rest. Idle
+// blocks are free then; tables keep theirs.
+//
+// Of a large prefix nothing but its first entry is looked at when it is forgotten. Those below are
+// counted as the old root's until they are taken apart, and followers start again afterwards.
 //
 // What was written before must not come back. A live sequence that begins with what is forgotten,
 // or may when its tokens are known, publishes nothing of that part and of what follows it, and lets
@@ -10,19 +14,25 @@
 
 namespace kvplane::blocks {
 
-Forgotten Pool::forget(Groups groups, Slot slot, Span<int32_t> tokens, bool force) {
+Forgotten Pool::forget(Groups groups, Slot slot, Span<int32_t> tokens, bool force,
+                       int64_t most_counted) {
   const int64_t num = tokens.size / groups[0]->block_size_;
   if (num == 0) return {};
   Forgotten all;
   std::vector<Forgotten> results;
   for (int64_t g = 0; g < groups.size; ++g) {
     const Pool& pool = *groups[g];
-    const EntryId top = pool.find_path(pool.sessions_[slot].root, tokens, num);
-    results.push_back(top == kNoEntry ? Forgotten{} : pool.count_below(top));
+    const EntryId root = pool.sessions_[slot].root, top = pool.find_path(root, tokens, num);
+    results.emplace_back();
+    if (top != kNoEntry) {
+      results.back() = pool.count_below(top, most_counted);
+      results.back().num_in_use = pool.num_in_use({root}, tokens, top);
+    }
     all.num_blocks += results.back().num_blocks;
     all.num_in_use += results.back().num_in_use;
   }
   if (all.num_in_use && !force) return {0, all.num_in_use};
+  all.num_blocks = std::max(all.num_blocks, all.num_in_use);  // where not all were counted
   if (groups[0]->dry_.on) return all;
   for (int64_t g = 0; g < groups.size; ++g)
     groups[g]->forget_prefix(slot, tokens, results[static_cast<size_t>(g)]);
@@ -43,22 +53,26 @@ void Pool::forget_prefix(Slot slot, Span<int32_t> tokens, const Forgotten& resul
     sequence.chain = above;
     sequence.chain_uid = index_[above].uid;
   }
+  retention_.end_below(top);
   auto leave = [&](EntryId e) {
-    retention_.end_at(e);
     for (const Tier tier : {kDevice, kHost})
       if (index_[e].block(tier) != kNoBlock) changed(Change::kRemoved, e, tier);
   };
-  leave(top);
-  index_.walk(top, leave);
-  const EntryId detached = index_.detach(top);
-  forgetting_.emplace_back(detached, index_[detached].uid);
-  counters_.num_forgotten += result.num_blocks;
+  if (result.is_large) {
+    log_.restart(0, index_.block_size(), revision_);
+    index_.hold_root(root);
+    ++num_large_forgotten_;
+  } else {
+    leave(top);
+    index_.walk(top, leave);
+  }
+  const EntryId detached = index_.detach(top, !result.is_large);
+  forgetting_.push_back({detached, index_[detached].uid, result.is_large ? root : kNoEntry});
 }
 
 Forgotten Pool::forget_roots(Groups groups, const std::vector<std::string_view>& names,
                              bool force) {
   std::vector<std::vector<EntryId>> roots(static_cast<size_t>(groups.size));
-  std::vector<Forgotten> results;
   Forgotten all;
   for (int64_t g = 0; g < groups.size; ++g) {
     std::vector<EntryId>& found = roots[static_cast<size_t>(g)];
@@ -66,16 +80,13 @@ Forgotten Pool::forget_roots(Groups groups, const std::vector<std::string_view>&
       if (const EntryId root = groups[g]->index_.find_root(name);
           root != kNoEntry && std::find(found.begin(), found.end(), root) == found.end())
         found.push_back(root);
-    results.push_back(groups[g]->count_below_roots(found));
-    all.num_blocks += results.back().num_blocks;
-    all.num_in_use += results.back().num_in_use;
+    for (const EntryId root : found) all.num_blocks += groups[g]->index_.num_blocks_below(root);
+    all.num_in_use += groups[g]->num_in_use(found, {}, kNoEntry);
   }
   if (all.num_in_use && !force) return {0, all.num_in_use};
   if (groups[0]->dry_.on) return all;
-  for (int64_t g = 0; g < groups.size; ++g) {
+  for (int64_t g = 0; g < groups.size; ++g)
     for (const EntryId root : roots[static_cast<size_t>(g)]) groups[g]->forget_root(root);
-    groups[g]->counters_.num_forgotten += results[static_cast<size_t>(g)].num_blocks;
-  }
   return all;
 }
 
@@ -84,8 +95,8 @@ void Pool::forget_root(EntryId root) {
   const std::vector<uint32_t> kept = keep_private(root, {}, 1);
   if (index_[root].child == kNoEntry) return;
   changed(Change::kCleared, root, kDevice);
-  index_.detach(root);
-  forgetting_.emplace_back(root, index_[root].uid);
+  index_.detach(root, false);
+  forgetting_.push_back({root, index_[root].uid, kNoEntry});
   const EntryId fresh = index_.find_root(name);
   for (Session& session : sessions_)
     if (session.open && session.root == root) session.root = fresh;
@@ -104,41 +115,51 @@ EntryId Pool::find_path(EntryId e, Span<int32_t> tokens, int64_t num) const {
   return e;
 }
 
-Forgotten Pool::count_below(EntryId top) const {
+// The blocks of an entry and of those below it, if they are at most `most` entries.
+Forgotten Pool::count_below(EntryId top, int64_t most) const {
   Forgotten found;
-  auto count = [&](Tier tier, Block b) {
-    ++found.num_blocks;
-    found.num_in_use += store(tier).ref_count(b) > 0;
-  };
-  auto visit = [&](EntryId e) {
-    const Entry& entry = index_[e];
-    for (const Tier tier : {kDevice, kHost})
-      if (entry.block(tier) != kNoBlock) count(tier, entry.block(tier));
-    for (Block b = entry.spares; b != kNoBlock; b = index_.next_spare(b)) count(kDevice, b);
-  };
-  visit(top);
-  index_.walk(top, visit);
+  std::vector<EntryId> stack{top};
+  for (; !stack.empty(); --most) {
+    if (most <= 0) {
+      found.is_large = true;
+      break;
+    }
+    const EntryId e = stack.back();
+    stack.pop_back();
+    found.num_blocks += index_.num_blocks_of(e);
+    for (EntryId c = index_[e].child; c != kNoEntry; c = index_[c].next) stack.push_back(c);
+  }
   return found;
 }
 
-// One pass over all blocks for those in use: a large root's entries lie all over the memory.
-Forgotten Pool::count_below_roots(const std::vector<EntryId>& roots) const {
-  Forgotten found;
-  if (roots.empty()) return found;
-  std::vector<uint8_t> is_one(index_.end());
-  for (const EntryId root : roots) {
-    is_one[root] = 1;
-    found.num_blocks += index_.num_blocks_below(root);
-  }
-  for (const auto& blocks : stores_) {
-    if (!blocks->num_in(State::kHeld)) continue;
-    for (Block b = 0; b < blocks->num_blocks; ++b) {
-      if (!blocks->ref_count(b)) continue;
-      const EntryId e = index_.entry_of(blocks->tier, b);
-      found.num_in_use += e != kNoEntry && is_one[index_.root_of(e)];
+// Blocks at entries of the roots to which tables refer; with tokens, at the entry `top`, where
+// these end, and below it. Tables of the roots' sequences are all that can refer to them.
+int64_t Pool::num_in_use(const std::vector<EntryId>& roots, Span<int32_t> tokens,
+                         EntryId top) const {
+  int64_t num = 0;
+  std::vector<uint8_t> is_counted[2];
+  for (const auto& blocks : stores_) is_counted[blocks->tier - 1].resize(blocks->num_blocks);
+  const int64_t first = std::max<int64_t>(0, tokens.size / block_size_ - 1);
+  for (uint32_t i = 0; i < sequences_.size(); ++i) {
+    const Sequence& sequence = sequences_[i];
+    const EntryId root = sequence.live ? sessions_[sequence.slot].root : kNoEntry;
+    if (std::find(roots.begin(), roots.end(), root) == roots.end()) continue;
+    const int64_t num_same = std::min(sequence.tokens.size, tokens.size);
+    if (!sequence.tokens.equals(token_store_, 0, tokens.data, num_same)) continue;
+    const int64_t end = std::min(sequence.table.size, sequence.private_from);
+    for (int64_t k = std::max(first, sequence.num_trimmed); k < end; ++k) {
+      const Block b = sequence.table.at(table_store_, k);
+      EntryId e = index_.entry_of(sequence.tier, b);
+      if (e == kNoEntry || is_counted[sequence.tier - 1][b]) continue;
+      if (num_same < tokens.size) {  // its last blocks may hold other tokens
+        for (int64_t up = first; up < k; ++up) e = index_[e].parent;
+        if (e != top) continue;
+      }
+      is_counted[sequence.tier - 1][b] = 1;
+      ++num;
     }
   }
-  return found;
+  return num;
 }
 
 // Keeps private what the root's sequences wrote from block num_blocks - 1 on, if they begin with
@@ -161,23 +182,31 @@ std::vector<uint32_t> Pool::keep_private(EntryId root, Span<int32_t> tokens, int
 
 bool Pool::forget_some(int64_t max_entries) {
   for (; max_entries > 0 && !forgetting_.empty(); --max_entries) {
-    const auto [e, uid] = forgetting_.back();
-    if (!index_.alive(e, uid)) {
-      forgetting_.pop_back();
-    } else if (const EntryId child = index_[e].child; child != kNoEntry) {
-      forgetting_.emplace_back(child, index_[child].uid);
-    } else {
-      forgetting_.pop_back();
-      take_apart(e);
+    const Forgetting now = forgetting_.front();
+    if (path_.empty()) path_.emplace_back(now.root, now.uid);
+    const auto [e, uid] = path_.back();
+    const bool is_alive = index_.alive(e, uid);
+    if (const EntryId child = is_alive ? index_[e].child : kNoEntry; child != kNoEntry) {
+      path_.emplace_back(child, index_[child].uid);
+      continue;
     }
+    path_.pop_back();
+    if (is_alive) take_apart(e, now.root);
+    if (!path_.empty()) continue;
+    forgetting_.pop_front();
+    if (now.old_root == kNoEntry) continue;
+    index_.drop_root(now.old_root);
+    if (--num_large_forgotten_ == 0) log_.restart(log_size_, index_.block_size(), revision_);
   }
   return !forgetting_.empty();
 }
 
-// Removes a detached entry that nothing is below.
-void Pool::take_apart(EntryId e) {
+// Removes an entry below a detached root, or that root, when nothing is below it.
+void Pool::take_apart(EntryId e, EntryId root) {
+  if (!index_.is_root(e)) index_.move(e, root);
   Entry& entry = index_[e];
   const bool has_blocks = entry.has_blocks();
+  counters_.num_forgotten += index_.num_blocks_of(e);
   entry.num_arriving = 0;  // copies under way are dropped when their plans have run
   while (entry.spares != kNoBlock) index_.clear_block(kDevice, entry.spares);
   const Block blocks[2] = {entry.block(kDevice), entry.block(kHost)};

@@ -14,7 +14,8 @@ constexpr std::string_view kRootPrefix("kvplane.v1.tenant\0", 18);
 
 // Of two parts as if they were one. Short inputs are hashed at once: xxHash's streams cost more to
 // set up than a block of 16 tokens to hash.
-Hash hash_of(const void* first, size_t first_bytes, const void* second, size_t second_bytes) {
+[[gnu::always_inline]] inline Hash hash_of(const void* first, size_t first_bytes,
+                                           const void* second, size_t second_bytes) {
   constexpr size_t kShortBytes = 2048;
   XXH128_hash_t hash;
   if (first_bytes + second_bytes <= kShortBytes) {
@@ -44,6 +45,8 @@ Hash root_hash(std::string_view root) {
 }
 
 Hash chained_hash(const Hash& parent, const void* tokens, size_t num_bytes) {
+  // Blocks of 16 tokens are the most frequent: for one size the compiler does half of the work.
+  if (num_bytes == 64) return hash_of(parent.data(), parent.size(), tokens, 64);
   return hash_of(parent.data(), parent.size(), tokens, num_bytes);
 }
 

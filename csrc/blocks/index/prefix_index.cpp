@@ -66,13 +66,21 @@ std::vector<EntryId> PrefixIndex::roots() const {
 
 // Look-ups
 
+// Of one block, which is too short for the call of a function to be worth it.
+bool PrefixIndex::has_tokens(EntryId e, const int32_t* tokens) const {
+  const int32_t* own = tokens_.row(e);
+  int32_t differs = 0;
+  for (uint32_t i = 0; i < block_size_; ++i) differs |= own[i] ^ tokens[i];
+  return differs == 0;
+}
+
 EntryId PrefixIndex::find(EntryId parent, const int32_t* tokens) const {
   const EntryId first = entries_[parent].child;
   if (first == kNoEntry) return kNoEntry;
-  const size_t num_bytes = block_size_ * sizeof(int32_t);
-  if (std::memcmp(tokens_.row(first), tokens, num_bytes) == 0) return first;
+  if (has_tokens(first, tokens)) return first;
   if (entries_[first].next == kNoEntry) return kNoEntry;
-  return lookup(parent, tokens, chained_hash(entries_[parent].hash, tokens, num_bytes));
+  return lookup(parent, tokens,
+                chained_hash(entries_[parent].hash, tokens, block_size_ * sizeof(int32_t)));
 }
 
 EntryId PrefixIndex::find_hash(EntryId parent, const Hash& hash) const {
@@ -84,8 +92,7 @@ EntryId PrefixIndex::lookup(EntryId parent, const int32_t* tokens, const Hash& h
   const EntryId first = entries_[parent].child;
   if (first == kNoEntry || entries_[first].next == kNoEntry) {
     const bool is_it =
-        first != kNoEntry && entries_[first].hash == hash &&
-        (!tokens || std::memcmp(tokens_.row(first), tokens, block_size_ * sizeof(int32_t)) == 0);
+        first != kNoEntry && entries_[first].hash == hash && (!tokens || has_tokens(first, tokens));
     return is_it ? first : kNoEntry;
   }
   const uint32_t tag = tag_of(hash);
@@ -94,7 +101,7 @@ EntryId PrefixIndex::lookup(EntryId parent, const int32_t* tokens, const Hash& h
   for (size_t i = tag & mask; keys_[i].entry != kNoEntry; i = (i + 1) & mask) {
     const EntryId e = keys_[i].entry;
     if (keys_[i].tag == tag && entries_[e].parent == parent && entries_[e].hash == hash &&
-        (!tokens || std::memcmp(tokens_.row(e), tokens, block_size_ * sizeof(int32_t)) == 0))
+        (!tokens || has_tokens(e, tokens)))
       return e;
   }
   return kNoEntry;
@@ -114,7 +121,7 @@ EntryId PrefixIndex::find_or_add(EntryId parent, const int32_t* tokens, const Ha
   return e != kNoEntry ? e : add(parent, tokens, hash);
 }
 
-EntryId PrefixIndex::detach(EntryId top) {
+EntryId PrefixIndex::detach(EntryId top, bool moves_all) {
   if (is_root(top)) {
     const std::string* name = root_names_.at(top);
     const auto users = root_users_.find(top);
@@ -140,17 +147,23 @@ EntryId PrefixIndex::detach(EntryId top) {
   entry.parent = root;
   entry.next = entry.prev = kNoEntry;
   entries_[root].child = top;
-  const EntryId old = entry.root;
-  walk(root, [&](EntryId e) {
-    Entry& moved = entries_[e];
-    moved.root = root;
-    uint32_t num = (moved.block(kDevice) != kNoBlock) + (moved.block(kHost) != kNoBlock);
-    for (Block b = moved.spares; b != kNoBlock; b = next_spare(b)) ++num;
-    entries_[old].num_uses -= num;
-    entries_[root].num_uses += num;
-  });
+  if (moves_all) walk(root, [&](EntryId e) { move(e, root); });
   prune(above);
   return root;
+}
+
+void PrefixIndex::move(EntryId e, EntryId root) {
+  const uint32_t num = num_blocks_of(e);
+  entries_[entries_[e].root].num_uses -= num;
+  entries_[root].num_uses += num;
+  entries_[e].root = root;
+}
+
+uint32_t PrefixIndex::num_blocks_of(EntryId e) const {
+  const Entry& entry = entries_[e];
+  uint32_t num = (entry.block(kDevice) != kNoBlock) + (entry.block(kHost) != kNoBlock);
+  for (Block b = entry.spares; b != kNoBlock; b = next_spare(b)) ++num;
+  return num;
 }
 
 void PrefixIndex::unlink(const Entry& entry) {
@@ -343,6 +356,7 @@ size_t PrefixIndex::num_bytes_of_entries() const {
 void PrefixIndex::check() const {
   size_t num_found = 0, num_keys = 0;
   size_t num_blocks[2] = {0, 0};
+  std::unordered_map<EntryId, uint32_t> below;  // blocks, by root
   auto require = [](bool ok, const char* what) {
     if (!ok) throw std::logic_error(std::string("prefix index: ") + what);
   };
@@ -350,18 +364,20 @@ void PrefixIndex::check() const {
     require(root_names_.at(root) == &name, "a root has another name");
   for (const auto& named : root_names_) {
     const EntryId root = named.first;
-    const size_t num_before = num_blocks[0] + num_blocks[1];
     ++num_found;
     require(is_root(root) && entries_[root].root == root, "a root is none");
-    require(entries_[root].child != kNoEntry || root_users_.count(root),
-            "a root that nobody needs");
+    require(
+        entries_[root].child != kNoEntry || root_users_.count(root) || entries_[root].num_arriving,
+        "a root that nobody needs");
     walk(root, [&](EntryId e) {
       const Entry& entry = entries_[e];
       ++num_found;
       num_keys += entry.has_key;
       require(find(entry.parent, tokens_.row(e)) == e && find_hash(entry.parent, entry.hash) == e,
               "an entry cannot be found");
-      require(entry.root == root, "an entry has another root");
+      require(entry.root == root || (!named.second && root_names_.count(entry.root)),
+              "an entry has another root");
+      below[entry.root] += num_blocks_of(e);
       require(entry.child != kNoEntry || entry.block(kDevice) != kNoBlock ||
                   entry.block(kHost) != kNoBlock || entry.leader != kNoEntry || entry.num_arriving,
               "an entry that nothing needs");
@@ -377,9 +393,9 @@ void PrefixIndex::check() const {
         require(entry_of(kDevice, b) == e, "a spare is another entry's");
       }
     });
-    require(num_blocks[0] + num_blocks[1] - num_before == num_blocks_below(root),
-            "a root's blocks are miscounted");
   }
+  for (const auto& named : root_names_)
+    require(below[named.first] == num_blocks_below(named.first), "a root's blocks are miscounted");
   require(num_found == num_entries_, "entries are lost");
   do_delayed();
   require(num_keys_ == num_keys, "the hash table differs");

@@ -43,10 +43,11 @@ struct Entry {
   // session.
   uint32_t leader = kNoEntry;
   uint32_t leader_uid = 0;
-  uint32_t num_uses = 0;       // hits; of a root: blocks below it, spares too
-  uint32_t num_arriving : 31;  // plans in flight that copy the block to the host tier
-  uint32_t has_key : 1;        // in the hash table
-  uint32_t retention = 0;      // see Retention; 0: not retained
+  uint32_t num_uses = 0;  // hits; of a root: blocks below it, spares too
+  uint32_t num_arriving
+      : 31;                // plans in flight that copy the block to the host tier; see hold_root
+  uint32_t has_key : 1;    // in the hash table
+  uint32_t retention = 0;  // see Retention; 0: not retained
   float published_s = 0;
   float used_s = 0;
   Hash hash{};
@@ -83,6 +84,7 @@ class PrefixIndex {
   const std::string& root_name(EntryId root) const { return *root_names_.at(root); }
   EntryId root_of(EntryId entry) const { return entries_[entry].root; }
   uint32_t num_blocks_below(EntryId root) const { return entries_[root].num_uses; }
+  uint32_t num_blocks_of(EntryId e) const;  // spares too
   // Not if it was detached.
   bool is_named(EntryId root) const {
     if (root == last_named_) return true;
@@ -115,10 +117,18 @@ class PrefixIndex {
   EntryId find_or_add(EntryId parent, const int32_t* tokens);
   // As find_or_add, when the chained hash is known.
   EntryId find_or_add(EntryId parent, const int32_t* tokens, const Hash& hash);
-  // Hides an entry, and all below it, from every look-up and listing. Returns the root, without a
-  // name, under which the entries are until they are removed. Of a root, what is below it goes; if
-  // it is in use, its name has a new root then. The entry has a child or a block.
-  EntryId detach(EntryId top);
+  // Hides an entry, and all below it, from every look-up. Returns the root, without a name, under
+  // which the entries are until they are removed. Of a root, what is below it goes; if it is in
+  // use, its name has a new root then. The entry has a child or a block. Unless `moves_all`, those
+  // below it say that they are of the old root, which is held, until they are moved one by one.
+  EntryId detach(EntryId top, bool moves_all);
+  void move(EntryId e, EntryId root);
+  // Keeps a root though nothing is below it.
+  void hold_root(EntryId root) { ++entries_[root].num_arriving; }
+  void drop_root(EntryId root) {
+    --entries_[root].num_arriving;
+    prune(root);
+  }
   // The block holds the entry's tokens. True: it is published now; false: it is a spare.
   bool set_block(EntryId e, Tier tier, Block b);
   // The block no longer holds what it held: it is neither published nor a spare. Returns the spare
@@ -152,6 +162,7 @@ class PrefixIndex {
  private:
   EntryId add(EntryId parent, const int32_t* tokens, const Hash& hash);
   void unlink(const Entry& entry);
+  bool has_tokens(EntryId e, const int32_t* tokens) const;
   EntryId lookup(EntryId parent, const int32_t* tokens, const Hash& hash) const;
   void remove_spare(Entry& entry, Block b);
   // The hash table: see prefix_index.cpp.

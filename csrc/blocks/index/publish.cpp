@@ -20,7 +20,7 @@ void Pool::receipted(Slot slot, int64_t plan) {
     for (const auto& [index, uid] : record.touched)
       if (sequences_[index].uid == uid) advance(session, index, plan);
   while (!session.releases.empty() && session.releases.front().plan <= plan) {
-    for (const auto& [tier, block] : session.releases.front().blocks) store(tier).finished(block);
+    end_release(session.releases.front());
     session.releases.pop_front();
   }
   for (const PlanRecord& record : finished) {

@@ -67,7 +67,7 @@ Block BlockStore::take(Slot slot) {
     b = own.kept.head;
     leave(b);
   }
-  if (index_.is_published(tier, b)) {
+  if (infos_[b].published) {
     ++num_evictions_;
     if (on_evict) on_evict(b, Eviction::kOwn);
     policy_->unpublish(b);
@@ -104,6 +104,7 @@ Block BlockStore::pop_cached() {
 
 // The block, in no state, no longer holds what it held.
 void BlockStore::forget(Block b) {
+  infos_[b].published = false;
   const uint8_t priority = std::exchange(infos_[b].priority, 0);
   const Block spare = index_.clear_block(tier, b);
   if (spare == kNoBlock) return;
@@ -117,32 +118,44 @@ void BlockStore::published(Block b) {
   const EntryId e = index_.entry_of(tier, b);
   for (EntryId c = index_[e].child; c != kNoEntry; c = index_[c].next)
     if (index_[c].block(tier) != kNoBlock) policy_->set_parent(index_[c].block(tier), b);
+  if (infos_[b].state == State::kHeld) return;
   settle(b);
+  tell_policy();
 }
 
 void BlockStore::unpublish(Block b) {
   leave(b);
+  tell_policy();
   policy_->unpublish(b);
   forget(b);
   enter(b);
 }
 
 void BlockStore::publish_to_policy(Block b) {
+  infos_[b].published = true;
   const Entry& entry = index_[index_.entry_of(tier, b)];
   uint64_t key;
   std::memcpy(&key, entry.hash.data(), sizeof key);
   policy_->publish(&b, &key, 1, index_[entry.parent].block(tier));
 }
 
-void BlockStore::share(Block b) {
-  if (infos_[b].ref_count++ == 0) settle(b);
+void BlockStore::share(const Block* blocks, size_t num) {
+  for (size_t i = 0; i < num; ++i)
+    if (infos_[blocks[i]].ref_count++ == 0) settle(blocks[i]);
+  tell_policy();
 }
 
-bool BlockStore::release(Block b, Slot slot, bool pending) {
-  if (pending) add_pending(b, slot);
-  if (--infos_[b].ref_count) return false;
-  settle(b);
-  return true;
+size_t BlockStore::release(const Block* blocks, size_t num, Slot slot, bool pending) {
+  size_t num_released = 0;
+  for (size_t i = 0; i < num; ++i) {
+    const Block b = blocks[i];
+    if (pending) add_pending(b, slot);
+    if (--infos_[b].ref_count) continue;
+    settle(b);
+    ++num_released;
+  }
+  tell_policy();
+  return num_released;
 }
 
 void BlockStore::add_pending(Block b, Slot slot) {
@@ -153,10 +166,14 @@ void BlockStore::add_pending(Block b, Slot slot) {
   }
 }
 
-void BlockStore::finished(Block b) {
-  if (--infos_[b].num_pending) return;
-  settle(b);
-  infos_[b].owner = kNoSlot;
+void BlockStore::finished(const Block* blocks, size_t num) {
+  for (size_t i = 0; i < num; ++i) {
+    const Block b = blocks[i];
+    if (--infos_[b].num_pending) continue;
+    settle(b);
+    infos_[b].owner = kNoSlot;
+  }
+  tell_policy();
 }
 
 void BlockStore::pin(Block b, Slot slot, uint32_t num_tokens) {
@@ -164,6 +181,7 @@ void BlockStore::pin(Block b, Slot slot, uint32_t num_tokens) {
     infos_[b].pin_owner = slot;
     infos_[b].pinned_tokens = static_cast<uint16_t>(num_tokens);
     settle(b);
+    tell_policy();
     return;
   }
   if (infos_[b].pin_owner != slot) infos_[b].pin_owner = kManySlots;
@@ -174,11 +192,13 @@ void BlockStore::unpin(Block b) {
   if (--infos_[b].num_pins) return;
   infos_[b].pin_owner = kNoSlot;
   settle(b);
+  tell_policy();
 }
 
 void BlockStore::keep(Block b) {
   infos_[b].keep = true;
   settle(b);
+  tell_policy();
 }
 
 void BlockStore::set_priority(Block b, uint8_t priority) {
@@ -186,6 +206,7 @@ void BlockStore::set_priority(Block b, uint8_t priority) {
   if (cached) leave(b);
   infos_[b].priority = priority;
   if (cached) enter(b);
+  tell_policy();
 }
 
 std::vector<int64_t> BlockStore::generations() const {
@@ -210,10 +231,21 @@ void BlockStore::remove(List& list, Block b) {
   --list.size;
 }
 
-// Puts the block in the state that its counts give it.
+// Puts the block in the state that its counts give it; `tell_policy` follows.
 void BlockStore::settle(Block b) {
   leave(b);
   enter(b);
+}
+
+void BlockStore::tell_policy() {
+  if (!no_longer_idle_.empty()) {
+    policy_->remove_idle(no_longer_idle_.data(), no_longer_idle_.size());
+    no_longer_idle_.clear();
+  }
+  if (!idle_.empty()) {
+    policy_->add_idle(idle_.data(), idle_.size());
+    idle_.clear();
+  }
 }
 
 void BlockStore::leave(Block b) {
@@ -228,7 +260,7 @@ void BlockStore::leave(Block b) {
       remove(own_[infos_[b].owner].kept, b);
       break;
     case kPolicy:
-      policy_->remove_idle(&b, 1);
+      no_longer_idle_.push_back(b);
       break;
     case kRetained:
       remove(retained_[infos_[b].priority], b);
@@ -246,18 +278,18 @@ void BlockStore::enter(Block b) {
   } else if (infos_[b].num_pending) {
     infos_[b].state = State::kRetired;
     if (infos_[b].owner != kManySlots) {
-      const bool kept = infos_[b].keep || index_.is_published(tier, b);
+      const bool kept = infos_[b].keep || infos_[b].published;
       push_back(kept ? own_[infos_[b].owner].kept : own_[infos_[b].owner].plain, b);
       infos_[b].place = kept ? kKept : kPlain;
     }
-  } else if (index_.is_published(tier, b)) {
+  } else if (infos_[b].published) {
     infos_[b].state = State::kCached;
     if (infos_[b].priority) {
       push_back(retained_[infos_[b].priority], b);
       ++num_retained_;
       infos_[b].place = kRetained;
     } else {
-      policy_->add_idle(&b, 1);
+      idle_.push_back(b);
       infos_[b].place = kPolicy;
     }
   } else {
@@ -284,6 +316,7 @@ void BlockStore::check() const {
                        : published             ? State::kCached
                                                : State::kFree;
     require(infos_[b].state == want, b, "in another state than its counts say");
+    require(infos_[b].published == published, b, "published, or not, and does not know it");
     ++num_in[static_cast<int>(want)];
     require((infos_[b].num_pending == 0) == (infos_[b].owner == kNoSlot), b, "pending for nobody");
     const bool kept = infos_[b].keep || published;

@@ -89,13 +89,13 @@ class BlockStore {
   // Changes
   // Appends blocks for one table, each of a new generation.
   void allocate(Slot slot, int64_t num, std::vector<Block>& out);
-  // Adds a reference. An idle block becomes held.
-  void share(Block b);
-  // Removes a reference. If `pending`, the slot's plan may touch the block: `finished` follows.
-  // Returns whether no reference is left.
-  bool release(Block b, Slot slot, bool pending);
+  // Adds a reference to each. Idle blocks become held.
+  void share(const Block* blocks, size_t num);
+  // Removes a reference from each. If `pending`, the slot's plan may touch the blocks: `finished`
+  // follows. Returns how many have no reference left. Tails come first.
+  size_t release(const Block* blocks, size_t num, Slot slot, bool pending);
   // The plan that a `release` was pending for has finished.
-  void finished(Block b);
+  void finished(const Block* blocks, size_t num);
   // A transfer of the session's plan reads the first num_tokens of the block.
   void pin(Block b, Slot slot, uint32_t num_tokens);
   void unpin(Block b);
@@ -127,7 +127,7 @@ class BlockStore {
     policy_->add_idle(&b, 1);
   }
   void restored_rest(Block b) {
-    if (!index_.is_published(tier, b)) free_.push_back(b);
+    if (!infos_[b].published) free_.push_back(b);
   }
   size_t num_bytes() const {
     return infos_.capacity() * sizeof(Info) + free_.capacity() * sizeof(Block);
@@ -158,7 +158,8 @@ class BlockStore {
     State state = State::kFree;
     Place place = kNowhere;
     bool keep = false;
-    uint8_t priority = 0;  // 0: not retained
+    bool published = false;  // as the index has it
+    uint8_t priority = 0;    // 0: not retained
   };
 
   void forget(Block b);
@@ -168,6 +169,7 @@ class BlockStore {
   void settle(Block b);
   void leave(Block b);
   void enter(Block b);
+  void tell_policy();
   Block take(Slot slot);
   Block evict();
   Block pop_cached();
@@ -183,6 +185,9 @@ class BlockStore {
   uint32_t num_in_[kNumStates] = {};
   uint64_t num_evictions_ = 0;
   std::vector<Block> promoted_;
+  // What the policy is told when an operation has settled its blocks.
+  std::vector<Block> no_longer_idle_;
+  std::vector<Block> idle_;
 };
 
 }  // namespace kvplane::blocks

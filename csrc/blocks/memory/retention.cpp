@@ -65,11 +65,18 @@ void Retention::release(uint32_t owner, const std::vector<EntryId>& path, uint64
   }
 }
 
-void Retention::end_at(EntryId e) {
-  const auto it = at_.find(e);
-  if (it == at_.end()) return;
-  const std::vector<uint32_t> here = it->second;
-  for (const uint32_t r : here) end(r);
+void Retention::end_below(EntryId top) {
+  std::vector<EntryId> stack{top};
+  std::vector<uint32_t> found;
+  while (!stack.empty()) {
+    const EntryId e = stack.back();
+    stack.pop_back();
+    if (!index_[e].retention) continue;  // nor is anything below it
+    if (const auto it = at_.find(e); it != at_.end())
+      found.insert(found.end(), it->second.begin(), it->second.end());
+    for (EntryId c = index_[e].child; c != kNoEntry; c = index_[c].next) stack.push_back(c);
+  }
+  for (const uint32_t r : found) end(r);
 }
 
 void Retention::expire(double now_s) {

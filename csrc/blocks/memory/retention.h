@@ -50,8 +50,8 @@ class Retention {
               double expires_at_s, uint64_t key);
   // Ends the owner's retentions with this key that lie on the path.
   void release(uint32_t owner, const std::vector<EntryId>& path, uint64_t key);
-  // Ends those that lie at the entry.
-  void end_at(EntryId e);
+  // Ends those that lie at the entry or below it; costs as much as there are entries retained.
+  void end_below(EntryId top);
   // Ends those whose time has come; what is left after some thousand entries waits for the next
   // call.
   void expire(double now_s);

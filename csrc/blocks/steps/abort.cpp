@@ -62,7 +62,8 @@ void Pool::end_plans(Session& session, int64_t next_plan) {
     for (auto it = record.transfers.rbegin(); it != record.transfers.rend(); ++it) {
       if (!it->pins) continue;
       const auto& [tier, block, generation] = it->source;
-      if (remember(session, tier, block, next_plan)) store(tier).add_pending(block, session.slot);
+      if (remember(session, tier, &it->source.block, 1, next_plan))
+        store(tier).add_pending(block, session.slot);
       store(tier).unpin(block);
     }
     end_demotions(session, record, false, next_plan);
@@ -98,21 +99,22 @@ void Pool::cut_to_written(Session& session, uint32_t index, const Origins& origi
     if (sequence.table.size == 0) sequence.tier = kDevice;  // it is in no tier
     return;
   }
-  std::vector<BlockRef> kept;
+  std::vector<Block> kept;
+  Tier tier = kDevice;
   const std::vector<Block> old = table_of(sequence);
   const int64_t num_trimmed = std::min(sequence.num_trimmed, num_kept);
   for (int64_t i = 0; i < num_kept; ++i) {
     const Block b = old[static_cast<size_t>(i)];
     BlockRef ref{sequence.tier, b, b == kNoBlock ? 0 : store(sequence.tier).generation(b)};
     const auto it = b == kNoBlock ? origins.end() : origins.find(ref);
-    kept.push_back(it == origins.end() ? ref : it->second);
+    if (it != origins.end()) ref = it->second;
+    kept.push_back(ref.block);
+    tier = ref.tier;
   }
-  const Tier tier = kept.empty() ? kDevice : kept.back().tier;
-  for (const BlockRef& ref : kept)
-    if (ref.block != kNoBlock) share(session, tier, ref.block);
+  share(session, tier, {kept.begin() + num_trimmed, kept.end()});
   cut_table(session, sequence, 0, next_plan);
   sequence.tier = tier;
-  for (const BlockRef& ref : kept) push_block(session, sequence, ref.block);
+  push_blocks(session, sequence, kept);
   sequence.num_trimmed = num_trimmed;
 }
 

@@ -130,8 +130,11 @@ Failure Pool::check_admission(const Session& session, const Admission& admission
     if (!ids.insert(id).second) return Failure{1 + i, Code::kExists, id};
   }
   const int64_t num_tokens = admission.tokens.size;
-  for (int64_t i = 0; i < num_tokens; ++i)
-    if (admission.tokens[i] < 0) return Failure{0, Code::kNegative, 1, i};
+  if (any_negative(admission.tokens.data, num_tokens)) {
+    int64_t i = 0;
+    while (admission.tokens[i] >= 0) ++i;
+    return Failure{0, Code::kNegative, 1, i};
+  }
   const int64_t num_device = store(kDevice).num_blocks;
   const int64_t quota = config_.max_owner_blocks;
   const int64_t most = div_ceil(std::max(num_tokens, admission.max_total_tokens), block_size_);
@@ -281,6 +284,7 @@ void Pool::find_hits(const Session& session, const Admission& admission, int64_t
   for (int64_t i = 0; i < num_full; ++i) {
     e = index_.find(e, admission.tokens.data + i * block_size_);
     if (e == kNoEntry) break;
+    if (hits.empty()) hits.reserve(static_cast<size_t>(num_full));
     const Entry& entry = index_[e];
     if (entry.block(kDevice) != kNoBlock) {
       hits.push_back({e, Hit::kShared, entry.block(kDevice), 0});
@@ -351,15 +355,17 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
   sequence.chain_uid = index_[session.root].uid;
   BlockStore& device = store(kDevice);
   BlockStore& host = store(kHost);
-  std::vector<Block> used[2];  // by tier
-  for (const Hit& hit : hits)
+  std::vector<Block> used[2], table;  // by tier
+  for (const Hit& hit : hits) {
     if (hit.kind == Hit::kShared || hit.kind == Hit::kHosted)
       used[hit.kind == Hit::kHosted].push_back(hit.block);
+    if (hit.kind == Hit::kShared || hit.kind == Hit::kLed) table.push_back(hit.block);
+  }
   device.policy().use(used[0].data(), used[0].size());
   if (host.num_blocks) host.policy().use(used[1].data(), used[1].size());
   if (hits.empty()) return;
-  for (const Hit& hit : hits)  // before anything is allocated, which could evict them
-    if (hit.kind == Hit::kShared || hit.kind == Hit::kLed) share(session, kDevice, hit.block);
+  share(session, kDevice, table);  // before anything is allocated, which could evict them
+  table.clear();
   const auto num_hosted = static_cast<int64_t>(used[1].size());
   for (const Block b : used[1]) host.pin(b, session.slot, 0);
   scratch_.clear();
@@ -367,18 +373,11 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
   std::vector<uint8_t> allocated;  // of the entries that are not trimmed
   int64_t plan = 0, position = 0, num_taken = 0;
   bool all_published = true;
-  float used_s = 0;  // of the hit before: those of one prompt were mostly used together
-  size_t range = Durations::range_of(now_s_);
   for (size_t i = 0; i < hits.size(); ++i) {
     const Hit& hit = hits[i];
     Entry& entry = index_[hit.entry];
-    if (hit.kind == Hit::kShared || hit.kind == Hit::kHosted) {
-      if (entry.used_s != used_s) {
-        used_s = entry.used_s;
-        range = Durations::range_of(now_s_ - used_s);
-      }
-      block_times_[hit.kind == Hit::kHosted].reuse_gap.add(now_s_ - used_s, range);
-    }
+    if (hit.kind == Hit::kShared || hit.kind == Hit::kHosted)
+      block_times_[hit.kind == Hit::kHosted].reuse_gap.add(now_s_ - entry.used_s);
     ++entry.num_uses;
     entry.used_s = static_cast<float>(now_s_);
     Block b = hit.block;
@@ -390,7 +389,7 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
       sequence.copied_by = session.number;
       counters_.num_host_hit_tokens += block_size_;
     }
-    push_block(session, sequence, b);
+    table.push_back(b);
     if (hit.kind == Hit::kNone)
       ++sequence.num_trimmed;
     else
@@ -411,6 +410,7 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
       sequence.pending.emplace_back(plan, position);
     }
   }
+  push_blocks(session, sequence, table);
   for (const Block b : used[1]) host.unpin(b);  // their transfers have pinned them
   set_entries(session, sequence, sequence.num_trimmed ? ChangeKind::kReplace : ChangeKind::kSet,
               sequence.num_trimmed, sequence.table.size, &allocated);
@@ -422,6 +422,7 @@ void Pool::set_leaders(uint32_t index, const int32_t* tokens, EntryId e, int64_t
                        int64_t end) {
   Sequence& sequence = sequences_[index];
   sequence.first_led = first;
+  sequence.led.reserve(static_cast<size_t>(std::max<int64_t>(0, end - first)));
   for (int64_t i = first; i < end; ++i) {
     e = index_.find_or_add(e, tokens + i * block_size_);
     if (index_[e].leader == kNoEntry) index_.set_leader(e, index, sequence.uid);

@@ -9,12 +9,6 @@ namespace kvplane::blocks {
 
 namespace {
 
-bool any_negative(const int32_t* values, int64_t num) {
-  int32_t all = 0;
-  for (int64_t i = 0; i < num; ++i) all |= values[i];
-  return all < 0;
-}
-
 // 0 where there is none.
 template <typename Map>
 typename Map::mapped_type value_of(const Map& map, typename Map::key_type key) {
@@ -398,7 +392,7 @@ void Pool::grow(Session& session, uint32_t index, int64_t first, int64_t end, in
   if (num_grown <= 0) return;
   scratch_.clear();
   allocate(session, kDevice, num_grown, scratch_);
-  for (const Block b : scratch_) push_block(session, sequence, b);
+  push_blocks(session, sequence, scratch_);
   set_entries(session, sequence, ChangeKind::kSet, size, size + num_grown, nullptr);
 }
 
@@ -419,7 +413,7 @@ void Pool::copy_on_write(Session& session, uint32_t index, int64_t i, int64_t fi
   }
   put_block(session, sequence, i, copy);
   set_entries(session, sequence, ChangeKind::kSet, i, i + 1, nullptr);
-  release(session, kDevice, old, session.number);
+  release(session, kDevice, &old, 1, session.number);
   touch(session, index);
 }
 

@@ -4,6 +4,55 @@
 
 namespace kvplane::blocks {
 
+namespace {
+
+template <typename Fields, typename T>
+void column(Fields& fields, uint32_t field, const std::vector<T>& values) {
+  fields.column(field, values.data(), values.size());
+}
+
+template <typename Fields>
+void write(Fields& fields, const TableChanges& changes) {
+  column(fields, 1, changes.kinds);
+  column(fields, 2, changes.sequence_ids);
+  column(fields, 3, changes.groups);
+  column(fields, 4, changes.tiers);
+  column(fields, 5, changes.first_blocks);
+  column(fields, 6, changes.num_blocks);
+  column(fields, 7, changes.parents);
+  column(fields, 8, changes.indices);
+  column(fields, 9, changes.generations);
+  column(fields, 10, changes.allocated);
+}
+
+template <typename Fields>
+void write(Fields& fields, const TransferColumns& transfers) {
+  column(fields, 1, transfers.groups);
+  column(fields, 2, transfers.source_tiers);
+  column(fields, 3, transfers.source_indices);
+  column(fields, 4, transfers.source_generations);
+  column(fields, 5, transfers.destination_tiers);
+  column(fields, 6, transfers.destination_indices);
+  column(fields, 7, transfers.destination_generations);
+}
+
+template <typename Fields>
+void write(Fields& fields, const Spans& spans) {
+  column(fields, 1, spans.sequence_ids);
+  column(fields, 2, spans.first_positions);
+  column(fields, 3, spans.num_tokens);
+}
+
+template <typename Fields>
+void write(Fields& fields, const Allocations& allocations) {
+  column(fields, 1, allocations.tiers);
+  column(fields, 2, allocations.indices);
+  column(fields, 3, allocations.generations);
+  column(fields, 4, allocations.groups);
+}
+
+}  // namespace
+
 void TableChanges::add(ChangeKind kind, int64_t sequence_id, Tier tier, int64_t first,
                        int64_t num) {
   kinds.push_back(static_cast<uint8_t>(kind));
@@ -26,23 +75,6 @@ void TableChanges::clear() {
   allocated.clear();
 }
 
-std::string TableChanges::encoded() const {
-  std::string out;
-  out.reserve(22 * kinds.size() + 13 * indices.size() + 64);
-  ProtoWriter writer(out);
-  writer.column(1, kinds.data(), kinds.size());
-  writer.column(2, sequence_ids.data(), sequence_ids.size());
-  writer.column(3, groups.data(), groups.size());
-  writer.column(4, tiers.data(), tiers.size());
-  writer.column(5, first_blocks.data(), first_blocks.size());
-  writer.column(6, num_blocks.data(), num_blocks.size());
-  writer.column(7, parents.data(), parents.size());
-  writer.column(8, indices.data(), indices.size());
-  writer.column(9, generations.data(), generations.size());
-  writer.column(10, allocated.data(), allocated.size());
-  return out;
-}
-
 void TransferColumns::clear() {
   groups.clear();
   source_tiers.clear();
@@ -53,33 +85,10 @@ void TransferColumns::clear() {
   destination_generations.clear();
 }
 
-std::string TransferColumns::encoded() const {
-  std::string out;
-  ProtoWriter writer(out);
-  writer.column(1, groups.data(), groups.size());
-  writer.column(2, source_tiers.data(), source_tiers.size());
-  writer.column(3, source_indices.data(), source_indices.size());
-  writer.column(4, source_generations.data(), source_generations.size());
-  writer.column(5, destination_tiers.data(), destination_tiers.size());
-  writer.column(6, destination_indices.data(), destination_indices.size());
-  writer.column(7, destination_generations.data(), destination_generations.size());
-  return out;
-}
-
 void Spans::clear() {
   sequence_ids.clear();
   first_positions.clear();
   num_tokens.clear();
-}
-
-std::string Spans::encoded() const {
-  std::string out;
-  out.reserve(20 * sequence_ids.size() + 16);
-  ProtoWriter writer(out);
-  writer.column(1, sequence_ids.data(), sequence_ids.size());
-  writer.column(2, first_positions.data(), first_positions.size());
-  writer.column(3, num_tokens.data(), num_tokens.size());
-  return out;
 }
 
 void Allocations::clear() {
@@ -87,16 +96,6 @@ void Allocations::clear() {
   tiers.clear();
   indices.clear();
   generations.clear();
-}
-
-std::string Allocations::encoded() const {
-  std::string out;
-  ProtoWriter writer(out);
-  writer.column(1, tiers.data(), tiers.size());
-  writer.column(2, indices.data(), indices.size());
-  writer.column(3, generations.data(), generations.size());
-  writer.column(4, groups.data(), groups.size());
-  return out;
 }
 
 void Draft::add(const Draft& other, uint8_t group) {
@@ -134,24 +133,29 @@ void Draft::clear() {
   allocations.clear();
 }
 
-std::string Draft::encode(std::string_view prefix, int64_t number, int64_t previous,
-                          bool resync) const {
-  std::string parts[4];
-  if (!changes.empty()) parts[0] = changes.encoded();
-  if (!transfers.empty()) parts[1] = transfers.encoded();
-  if (!spans.empty()) parts[2] = spans.encoded();
-  if (!allocations.empty()) parts[3] = allocations.encoded();
-  std::string out;
-  size_t size = prefix.size() + 64;
-  for (const std::string& part : parts) size += part.size() + 8;
-  out.reserve(size);
-  out.append(prefix);
-  ProtoWriter writer(out);
-  writer.varint(5, number);
-  writer.varint(6, previous);
-  writer.varint(7, resync);
-  for (uint32_t i = 0; i < 4; ++i) writer.bytes(8 + i, parts[i]);
-  return out;
+void Draft::encode(std::string_view prefix, int64_t number, int64_t previous, bool resync,
+                   const std::function<char*(size_t)>& make) const {
+  const auto write_part = [](auto& fields, uint32_t field, const auto& part) {
+    if (part.empty()) return;
+    ProtoSize size;
+    write(size, part);
+    fields.message(field, size.num_bytes());
+    write(fields, part);
+  };
+  const auto write_plan = [&](auto& fields) {
+    fields.put(prefix.data(), prefix.size());
+    fields.varint(5, number);
+    fields.varint(6, previous);
+    fields.varint(7, resync);
+    write_part(fields, 8, changes);
+    write_part(fields, 9, transfers);
+    write_part(fields, 10, spans);
+    write_part(fields, 11, allocations);
+  };
+  ProtoSize size;
+  write_plan(size);
+  ProtoWriter writer(make(size.num_bytes()));
+  write_plan(writer);
 }
 
 }  // namespace kvplane::blocks

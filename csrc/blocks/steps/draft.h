@@ -1,7 +1,7 @@
 // The columns of a session's next plan, and their protobuf encoding (message Plan).
 #pragma once
 
-#include <string>
+#include <functional>
 #include <string_view>
 #include <vector>
 
@@ -30,14 +30,9 @@ struct TableChanges {
   std::vector<int64_t> generations;
   std::vector<uint8_t> allocated;
 
-  // A SET or REPLACE; the caller adds num entries with `entry`.
+  // A SET or REPLACE; the caller adds num entries.
   void set(ChangeKind kind, int64_t sequence_id, Tier tier, int64_t first, int64_t num) {
     add(kind, sequence_id, tier, first, num);
-  }
-  void entry(Block b, int64_t generation, bool is_allocated) {
-    indices.push_back(static_cast<int32_t>(b));
-    generations.push_back(generation);
-    allocated.push_back(is_allocated);
   }
   void fork(int64_t sequence_id, int64_t parent_id, int64_t num) {
     add(ChangeKind::kFork, sequence_id, Tier(0), 0, num);
@@ -50,7 +45,6 @@ struct TableChanges {
   }
   bool empty() const { return kinds.empty(); }
   void clear();
-  std::string encoded() const;
 
  private:
   void add(ChangeKind kind, int64_t sequence_id, Tier tier, int64_t first, int64_t num);
@@ -76,7 +70,6 @@ struct TransferColumns {
   }
   bool empty() const { return source_tiers.empty(); }
   void clear();
-  std::string encoded() const;
 };
 
 struct Spans {
@@ -86,7 +79,6 @@ struct Spans {
 
   bool empty() const { return sequence_ids.empty(); }
   void clear();
-  std::string encoded() const;
 };
 
 // Blocks allocated for no table.
@@ -98,7 +90,6 @@ struct Allocations {
 
   bool empty() const { return tiers.empty(); }
   void clear();
-  std::string encoded() const;
 };
 
 struct Draft {
@@ -113,8 +104,10 @@ struct Draft {
   // Adds what a layer group drafted. All groups have the same spans.
   void add(const Draft& other, uint8_t group);
   void clear();
-  // Fields 5 to 11 of Plan, after `prefix`, which holds the fields before them, encoded.
-  std::string encode(std::string_view prefix, int64_t number, int64_t previous, bool resync) const;
+  // Writes fields 5 to 11 of Plan, after `prefix`, which holds the fields before them, encoded, to
+  // where `make(num_bytes)` says.
+  void encode(std::string_view prefix, int64_t number, int64_t previous, bool resync,
+              const std::function<char*(size_t)>& make) const;
 };
 
 }  // namespace kvplane::blocks

@@ -56,7 +56,8 @@ void Pool::end_draft(Session& session) {
   session.draft.clear();
 }
 
-std::string Pool::finish(Groups groups, Slot slot, std::string_view prefix) {
+bool Pool::finish(Groups groups, Slot slot, std::string_view prefix,
+                  const std::function<char*(size_t)>& make) {
   bool has_any = false;
   for (int64_t g = 0; g < groups.size; ++g) {
     Pool& pool = *groups[g];
@@ -66,7 +67,7 @@ std::string Pool::finish(Groups groups, Slot slot, std::string_view prefix) {
                           int64_t{device.num_in(State::kHeld)} + device.num_in(State::kPinned));
     has_any = has_any || pool.has_plan(pool.sessions_[slot]);
   }
-  if (!has_any) return {};
+  if (!has_any) return false;
   Draft merged;
   const Session& first = groups[0]->sessions_[slot];
   for (int64_t g = 0; g < groups.size; ++g) {
@@ -74,10 +75,10 @@ std::string Pool::finish(Groups groups, Slot slot, std::string_view prefix) {
     groups[g]->complete_draft(session);
     if (groups.size > 1) merged.add(session.draft, static_cast<uint8_t>(g));
   }
-  std::string plan = (groups.size > 1 ? merged : first.draft)
-                         .encode(prefix, first.number, first.last_plan, first.resync_due);
+  const Draft& draft = groups.size > 1 ? merged : first.draft;
+  draft.encode(prefix, first.number, first.last_plan, first.resync_due, make);
   for (int64_t g = 0; g < groups.size; ++g) groups[g]->end_step(groups[g]->sessions_[slot]);
-  return plan;
+  return true;
 }
 
 bool Pool::has_plan(const Session& session) const {
@@ -111,6 +112,8 @@ void Pool::write_whole_tables(Session& session, Draft& draft) {
   std::unordered_map<uint32_t, const Sequence*> sent;  // first piece -> a table that begins with it
   std::unordered_set<uint64_t> in_tables;
   TableChanges& changes = draft.changes;
+  changes.indices.reserve(static_cast<size_t>(session.num_held));
+  changes.generations.reserve(static_cast<size_t>(session.num_held));
   for (const Sequence* found : sequences_of(session.slot)) {
     Sequence& sequence = sequences_[*session.sequences.find(found->id)];
     sequence.table_sent = sequence.table.size > 0;
@@ -126,17 +129,16 @@ void Pool::write_whole_tables(Session& session, Draft& draft) {
       kind = ChangeKind::kSet;
     }
     changes.set(kind, sequence.id, sequence.tier, first, sequence.table.size - first);
-    const BlockStore& blocks = store(sequence.tier);
-    sequence.table.runs(
-        table_store_, first, sequence.table.size, [&](const Block* items, int64_t num) {
-          for (int64_t i = 0; i < num; ++i) {
-            const uint64_t key = key_of(sequence.tier, items[i]);
-            // Only the first table that refers to a block says that it is allocated.
-            const bool is_new = !session.allocated.empty() && session.allocated.erase(key);
-            changes.entry(items[i], blocks.generation(items[i]), is_new);
-            if (!session.record.transfers.empty()) in_tables.insert(key);
-          }
-        });
+    size_t i = changes.indices.size();
+    add_entries(sequence, first, sequence.table.size, changes);
+    changes.allocated.resize(changes.indices.size());
+    if (session.allocated.empty() && session.record.transfers.empty()) continue;
+    for (; i < changes.indices.size(); ++i) {
+      const uint64_t key = key_of(sequence.tier, static_cast<Block>(changes.indices[i]));
+      // Only the first table that refers to a block says that it is allocated.
+      changes.allocated[i] = session.allocated.erase(key) > 0;
+      in_tables.insert(key);
+    }
   }
   // A block that a later operation of this step replaced is in no table, so the data plane never
   // learns of it: a copy of such a block is made from the block that it was itself copied from.
@@ -196,7 +198,7 @@ void Pool::end_demotions(Session& session, const PlanRecord& record, bool has_ru
       }
       index_.prune(e);
     }
-    release(session, kHost, demotion.copy, next_plan);
+    release(session, kHost, &demotion.copy, 1, next_plan);
   }
 }
 

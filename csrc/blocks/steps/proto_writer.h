@@ -2,13 +2,13 @@
 //
 // As proto3 asks, a field with its default value is left out; the header of a nested message is
 // always written, because an empty message is not an absent one. A nested message's length must be
-// known before it: the functions *_size give the bytes that their counterparts write.
+// known before it: what writes its fields is given a ProtoSize first, which counts their bytes.
 
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
+#include <cstring>
 #include <string_view>
 #include <type_traits>
 
@@ -16,10 +16,11 @@ namespace kvplane::blocks {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "columns are written as they lie");
 
-class ProtoWriter {
+// The fields of a message; `Sink::put(data, num_bytes)` gets what is written.
+template <typename Sink>
+class ProtoFields : public Sink {
  public:
-  // Appends to `out`, which must outlive the writer.
-  explicit ProtoWriter(std::string& out) : out_(out) {}
+  using Sink::Sink;
 
   // Any of int32, int64, uint32, uint64, bool and enum. Negative values take 10 bytes.
   template <typename T>
@@ -33,13 +34,13 @@ class ProtoWriter {
   void fixed64(uint32_t field, uint64_t value) {
     if (value == 0) return;
     tag(field, kFixed64);
-    out_.append(reinterpret_cast<const char*>(&value), sizeof(value));
+    Sink::put(&value, sizeof(value));
   }
 
   void bytes(uint32_t field, std::string_view value) {
     if (value.empty()) return;
     message(field, value.size());
-    out_.append(value);
+    Sink::put(value.data(), value.size());
   }
 
   // The integers as they lie, in a field of type bytes.
@@ -55,43 +56,43 @@ class ProtoWriter {
     raw_varint(num_bytes);
   }
 
-  template <typename T>
-  static size_t varint_size(uint32_t field, T value) {
-    return value == T{} ? 0 : tag_size(field) + raw_varint_size(static_cast<uint64_t>(value));
-  }
-
-  static size_t fixed64_size(uint32_t field, uint64_t value) {
-    return value == 0 ? 0 : tag_size(field) + sizeof(value);
-  }
-
-  static size_t bytes_size(uint32_t field, size_t num_bytes) {
-    return num_bytes == 0 ? 0 : message_size(field, num_bytes);
-  }
-
-  // Of the header and the fields.
-  static size_t message_size(uint32_t field, size_t num_bytes) {
-    return tag_size(field) + raw_varint_size(num_bytes) + num_bytes;
-  }
-
  private:
   enum WireType : uint32_t { kVarint = 0, kFixed64 = 1, kLengthDelimited = 2 };
-
-  static size_t tag_size(uint32_t field) { return raw_varint_size(uint64_t{field} << 3); }
-
-  static size_t raw_varint_size(uint64_t value) {
-    size_t num_bytes = 1;
-    for (; value >= 0x80; value >>= 7) ++num_bytes;
-    return num_bytes;
-  }
 
   void tag(uint32_t field, WireType type) { raw_varint(uint64_t{field} << 3 | type); }
 
   void raw_varint(uint64_t value) {
-    for (; value >= 0x80; value >>= 7) out_.push_back(static_cast<char>(value | 0x80));
-    out_.push_back(static_cast<char>(value));
+    uint8_t bytes[10];
+    size_t num = 0;
+    for (; value >= 0x80; value >>= 7) bytes[num++] = static_cast<uint8_t>(value | 0x80);
+    bytes[num++] = static_cast<uint8_t>(value);
+    Sink::put(bytes, num);
+  }
+};
+
+class CountingSink {
+ public:
+  void put(const void*, size_t num_bytes) { num_bytes_ += num_bytes; }
+  size_t num_bytes() const { return num_bytes_; }
+
+ private:
+  size_t num_bytes_ = 0;
+};
+
+// There must be room at `out` for all that is written.
+class MemorySink {
+ public:
+  explicit MemorySink(char* out) : out_(out) {}
+  void put(const void* data, size_t num_bytes) {
+    std::memcpy(out_, data, num_bytes);
+    out_ += num_bytes;
   }
 
-  std::string& out_;
+ private:
+  char* out_;
 };
+
+using ProtoSize = ProtoFields<CountingSink>;
+using ProtoWriter = ProtoFields<MemorySink>;
 
 }  // namespace kvplane::blocks

@@ -392,17 +392,17 @@ void Pool::move(Session& session, uint32_t index, Tier destination,
   const int64_t num_trimmed = sequence.num_trimmed;
   cut_table(session, sequence, 0, session.number);
   sequence.tier = destination;
+  std::vector<Block> table;
   std::vector<uint8_t> allocated;
   for (const Block b : old) {
-    const Block copy = b == kNoBlock ? kNoBlock : copies.at(b);
-    if (copy != kNoBlock) {
-      bool& is_used = used[copy];
-      if (is_used) store(destination).share(copy);
-      allocated.push_back(!is_used);
-      is_used = true;
-    }
-    push_block(session, sequence, copy);
+    table.push_back(b == kNoBlock ? kNoBlock : copies.at(b));
+    if (b == kNoBlock) continue;
+    bool& is_used = used[table.back()];
+    if (is_used) store(destination).share(&table.back(), 1);
+    allocated.push_back(!is_used);
+    is_used = true;
   }
+  push_blocks(session, sequence, table);
   sequence.num_trimmed = num_trimmed;
   sequence.moved_by = session.number;
   sequence.progress_s = now_s_;

@@ -14,28 +14,31 @@ void Pool::own_piece(Session& session, Sequence& sequence, size_t piece) {
   const uint32_t copy = table_store_.add();
   const Block* items = table_store_[id].items;
   std::memcpy(table_store_[copy].items, items, static_cast<size_t>(num) * sizeof(Block));
-  BlockStore& blocks = store(sequence.tier);
-  for (int64_t i = 0; i < num; ++i) {
-    if (items[i] == kNoBlock) continue;
-    blocks.share(items[i]);
-    ++session.num_held;
-  }
+  const Block* first = std::find_if(items, items + num, [](Block b) { return b != kNoBlock; });
+  store(sequence.tier).share(first, static_cast<size_t>(items + num - first));
+  session.num_held += items + num - first;
   table_store_.drop(id);
   id = copy;
 }
 
-// Adds an entry for a block whose reference the caller holds.
-void Pool::push_block(Session& session, Sequence& sequence, Block b) {
+// Adds entries for blocks whose references the caller holds.
+void Pool::push_blocks(Session& session, Sequence& sequence, const std::vector<Block>& blocks) {
   Table& table = sequence.table;
-  if (table.size % Table::kItems == 0) {
-    table.pieces.push_back(table_store_.add());
-  } else {
+  if (table.size % Table::kItems && !blocks.empty())
     own_piece(session, sequence, table.pieces.size() - 1);
+  const Block* next = blocks.data();
+  for (auto num = static_cast<int64_t>(blocks.size()); num > 0;) {
+    const int64_t first = table.size % Table::kItems;
+    if (first == 0) table.pieces.push_back(table_store_.add());
+    const int64_t now = std::min<int64_t>(Table::kItems - first, num);
+    std::copy(next, next + now, table_store_[table.pieces.back()].items + first);
+    next += now;
+    num -= now;
+    table.size += now;
   }
-  table_store_[table.pieces.back()].items[table.size % Table::kItems] = b;
-  ++table.size;
-  ++session.num_entries;
-  session.num_held += b != kNoBlock;
+  session.num_entries += static_cast<int64_t>(blocks.size());
+  session.num_held +=
+      static_cast<int64_t>(blocks.size()) - std::count(blocks.begin(), blocks.end(), kNoBlock);
 }
 
 // Replaces an entry of a piece that the sequence owns alone; the caller sees to the references.
@@ -59,11 +62,11 @@ int64_t Pool::cut_table(Session& session, Sequence& sequence, int64_t num, int64
     const uint32_t id = table.pieces[last];
     if (table_store_[id].num_owners == 1) {
       const Block* items = table_store_[id].items;
-      for (int64_t i = table.size - 1; i >= keep; --i) {
-        if (items[i - begin] == kNoBlock) continue;
-        num_released += release(session, sequence.tier, items[i - begin], plan);
-        --session.num_held;
-      }
+      cut_.clear();
+      for (int64_t i = table.size - 1; i >= keep; --i)
+        if (items[i - begin] != kNoBlock) cut_.push_back(items[i - begin]);
+      num_released += release(session, sequence.tier, cut_.data(), cut_.size(), plan);
+      session.num_held -= static_cast<int64_t>(cut_.size());
     }
     table.size = keep;
     if (keep == begin) {
@@ -81,36 +84,42 @@ void Pool::trim_table(Session& session, Sequence& sequence, int64_t num, int64_t
     own_piece(session, sequence, static_cast<size_t>(i / Table::kItems));
     const Block b = sequence.table.at(table_store_, i);
     put_block(session, sequence, i, kNoBlock);
-    release(session, sequence.tier, b, plan);
+    release(session, sequence.tier, &b, 1, plan);
     --session.num_held;
   }
   sequence.num_trimmed = num;
 }
 
-// Adds a reference to a block that may have none.
-void Pool::share(Session& session, Tier tier, Block b) {
-  BlockStore& blocks = store(tier);
-  if (tier == kDevice) held_[session.owner] += blocks.ref_count(b) == 0;
-  blocks.share(b);
+// Adds a reference to each, which may have none.
+void Pool::share(Session& session, Tier tier, const std::vector<Block>& blocks) {
+  BlockStore& there = store(tier);
+  if (tier == kDevice)
+    for (const Block b : blocks) held_[session.owner] += there.ref_count(b) == 0;
+  there.share(blocks.data(), blocks.size());
 }
 
-// Removes a reference to a block that the session may touch until `plan` has run.
-bool Pool::release(Session& session, Tier tier, Block b, int64_t plan) {
-  BlockStore& blocks = store(tier);
-  if (!session.destinations.empty() && blocks.ref_count(b) == 1 &&
-      session.destinations.count(key_of(tier, b))) {
+// Removes a reference from each block, which the session may touch until `plan` has run. Returns
+// how many have none left.
+int64_t Pool::release(Session& session, Tier tier, const Block* blocks, size_t num, int64_t plan) {
+  if (num == 0) return 0;
+  BlockStore& there = store(tier);
+  for (size_t i = 0; i < num && !session.destinations.empty(); ++i) {
+    const Block b = blocks[i];
+    if (there.ref_count(b) > 1 || !session.destinations.count(key_of(tier, b))) continue;
     // A later operation of this step must not allocate it: two transfers of one plan would write
     // two generations of one block.
-    blocks.pin(b, session.slot, 0);
+    there.pin(b, session.slot, 0);
     session.kept.emplace_back(tier, b);
   }
-  const bool is_last = blocks.release(b, session.slot, remember(session, tier, b, plan));
-  if (tier == kDevice) held_[session.owner] -= is_last;
-  return is_last;
+  const bool is_pending = remember(session, tier, blocks, num, plan);
+  const auto num_released =
+      static_cast<int64_t>(there.release(blocks, num, session.slot, is_pending));
+  if (tier == kDevice) held_[session.owner] -= num_released;
+  return num_released;
 }
 
-// Remembers that the session may touch the block until `plan` has run; false if it has.
-bool Pool::remember(Session& session, Tier tier, Block b, int64_t plan) {
+// Remembers that the session may touch the blocks until `plan` has run; false if it has.
+bool Pool::remember(Session& session, Tier tier, const Block* blocks, size_t num, int64_t plan) {
   if (plan <= session.done) return false;
   auto& releases = session.releases;
   auto it = releases.end();
@@ -119,8 +128,17 @@ bool Pool::remember(Session& session, Tier tier, Block b, int64_t plan) {
     it = releases.insert(it, Release{plan, now_s_, {}});
   else
     --it;
-  it->blocks.emplace_back(tier, b);
+  std::vector<Block>& there = it->blocks[tier - 1];
+  there.insert(there.end(), blocks, blocks + num);
   return true;
+}
+
+// The plan that the blocks were released in has run.
+void Pool::end_release(const Release& release) {
+  for (const Tier tier : {kDevice, kHost}) {
+    const std::vector<Block>& blocks = release.blocks[tier - 1];
+    store(tier).finished(blocks.data(), blocks.size());
+  }
 }
 
 void Pool::allocate(Session& session, Tier tier, int64_t num, std::vector<Block>& out) {
@@ -133,6 +151,21 @@ void Pool::allocate(Session& session, Tier tier, int64_t num, std::vector<Block>
   announce_promoted();
 }
 
+// Adds table entries [first, end), but not whether they are allocated.
+void Pool::add_entries(const Sequence& sequence, int64_t first, int64_t end,
+                       TableChanges& changes) const {
+  const BlockStore& blocks = store(sequence.tier);
+  size_t i = changes.indices.size();
+  changes.indices.resize(i + static_cast<size_t>(end - first));
+  changes.generations.resize(changes.indices.size());
+  sequence.table.runs(table_store_, first, end, [&](const Block* items, int64_t num) {
+    for (int64_t k = 0; k < num; ++k, ++i) {
+      changes.indices[i] = static_cast<int32_t>(items[k]);
+      changes.generations[i] = blocks.generation(items[k]);
+    }
+  });
+}
+
 // Sends table entries [first, end) to the data plane. allocated[i] is 1 for an entry that this plan
 // allocates; null: all are.
 void Pool::set_entries(Session& session, Sequence& sequence, ChangeKind kind, int64_t first,
@@ -141,12 +174,11 @@ void Pool::set_entries(Session& session, Sequence& sequence, ChangeKind kind, in
   if (session.resync_due) return;  // the plan will carry whole tables
   TableChanges& changes = session.draft.changes;
   changes.set(kind, sequence.id, sequence.tier, first, end - first);
-  const BlockStore& blocks = store(sequence.tier);
-  size_t i = 0;
-  sequence.table.runs(table_store_, first, end, [&](const Block* items, int64_t num) {
-    for (int64_t k = 0; k < num; ++k, ++i)
-      changes.entry(items[k], blocks.generation(items[k]), allocated ? (*allocated)[i] : 1);
-  });
+  add_entries(sequence, first, end, changes);
+  if (allocated)
+    changes.allocated.insert(changes.allocated.end(), allocated->begin(), allocated->end());
+  else
+    changes.allocated.resize(changes.indices.size(), 1);
 }
 
 std::vector<Block> Pool::table_of(const Sequence& sequence) const {

@@ -1,5 +1,6 @@
-// Sizes are those of what is written. The messages go to standard output, each after its length in
-// four bytes: tests/unit/blocks/test_native_programs.py reads them with protobuf.
+// AddressSanitizer sees that sizes are those of what is written. The messages go to standard
+// output, each after its length in four bytes: tests/unit/blocks/test_native_programs.py reads them
+// with protobuf.
 
 #include <cstdint>
 #include <cstdio>
@@ -22,32 +23,31 @@ void print(const std::string& message) {
 }
 
 // One message of every kind of field, with `value` as far as it fits.
-void write(uint64_t value, const std::string& text) {
+template <typename Fields>
+void write(Fields& fields, uint64_t value, const std::string& text) {
   const std::vector<int32_t> column(text.size(), static_cast<int32_t>(value));
   const auto narrow = static_cast<int32_t>(value);
-  const auto wide = static_cast<int64_t>(value);
-  const size_t nested_size = ProtoWriter::varint_size(2000, narrow);
+  ProtoSize nested;
+  nested.varint(2000, narrow);
 
-  std::string out;
-  ProtoWriter writer(out);
-  writer.varint(1, narrow);
-  writer.varint(2, wide);
-  writer.varint(3, value);
-  writer.varint(15, value % 2 == 1);
-  writer.varint(16, value % 2 == 1 ? Tier::kDevice : Tier{});
-  writer.fixed64(17, value);
-  writer.bytes(18, text);
-  writer.column(19, column.data(), column.size());
-  writer.message(20, nested_size);
-  writer.varint(2000, narrow);
+  fields.varint(1, narrow);
+  fields.varint(2, static_cast<int64_t>(value));
+  fields.varint(3, value);
+  fields.varint(15, value % 2 == 1);
+  fields.varint(16, value % 2 == 1 ? Tier::kDevice : Tier{});
+  fields.fixed64(17, value);
+  fields.bytes(18, text);
+  fields.column(19, column.data(), column.size());
+  fields.message(20, nested.num_bytes());
+  fields.varint(2000, narrow);
+}
 
-  const size_t size =
-      ProtoWriter::varint_size(1, narrow) + ProtoWriter::varint_size(2, wide) +
-      ProtoWriter::varint_size(3, value) + ProtoWriter::varint_size(15, value % 2 == 1) +
-      ProtoWriter::varint_size(16, value % 2 == 1 ? Tier::kDevice : Tier{}) +
-      ProtoWriter::fixed64_size(17, value) + ProtoWriter::bytes_size(18, text.size()) +
-      ProtoWriter::bytes_size(19, 4 * column.size()) + ProtoWriter::message_size(20, nested_size);
-  CHECK(out.size() == size);
+void write(uint64_t value, const std::string& text) {
+  ProtoSize size;
+  write(size, value, text);
+  std::string out(size.num_bytes(), '\0');
+  ProtoWriter writer(out.data());
+  write(writer, value, text);
   print(out);
 }
 

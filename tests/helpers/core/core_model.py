@@ -223,7 +223,7 @@ class Engine:
         request = cpb.StepRequest(operations=operations, receipts=receipts)
         if deferred:
             request.deferred_tokens.CopyFrom(self.deferred_tokens())
-        result: cpb.StepResult = self.call("step", request)
+        result: cpb.StepResult = self.call("step", request).result
         if deferred:
             self._believe_deferred()
         for operation, done in zip(operations, result.results, strict=True):

@@ -8,29 +8,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from native_pool import DEVICE, HOST, Code
-from native_sessions import Engine, Known, World
+from native_pool import DEVICE, HOST, Code, View
+from native_sessions import Engine, Group, Known, World
 
-Shape = tuple[int, int, int, int, int]
-"""Block size in tokens, device blocks, host blocks, window in tokens, device blocks of an owner."""
 
-SHAPES: list[Shape] = [
-    (4, 8, 0, 0, 0),
-    (4, 8, 5, 0, 0),
-    (4, 12, 12, 0, 0),
-    (4, 16, 3, 0, 0),
-    (4, 10, 4, 6, 0),
-    (4, 10, 4, 1, 0),
-    (2, 14, 6, 3, 0),
-    (1, 240, 60, 0, 0),
-    (1, 200, 40, 70, 0),
-    (4, 16, 5, 0, 7),
-    (2, 14, 6, 3, 6),
+@dataclass(frozen=True)
+class Shape:
+    """A pool: ``quota`` is the device blocks of an owner, 0 for no limit."""
+
+    block_size: int
+    groups: tuple[Group, ...]
+    quota: int = 0
+
+    def __str__(self) -> str:
+        groups = "-".join(f"{g.num_device}+{g.num_host}w{g.window}" for g in self.groups)
+        return f"{self.block_size}-{groups}-{self.quota}"
+
+
+SHAPES = [
+    Shape(4, (Group(8, 0),)),
+    Shape(4, (Group(8, 5),)),
+    Shape(4, (Group(12, 12),)),
+    Shape(4, (Group(16, 3),)),
+    Shape(4, (Group(10, 4, window=6),)),
+    Shape(4, (Group(10, 4, window=1),)),
+    Shape(2, (Group(14, 6, window=3),)),
+    Shape(1, (Group(240, 60),)),
+    Shape(1, (Group(200, 40, window=70),)),
+    Shape(4, (Group(16, 5),), quota=7),
+    Shape(2, (Group(14, 6, window=3),), quota=6),
+]
+GROUPED_SHAPES = [
+    Shape(4, (Group(12, 5), Group(12, 5, window=6))),
+    Shape(4, (Group(10, 4, window=6), Group(16, 6))),
+    Shape(2, (Group(20, 6), Group(12, 8, window=3), Group(14, 5, window=9))),
+    Shape(1, (Group(200, 60), Group(120, 40, window=30))),
 ]
 ROOTS = [b"ann", b"ann", b"ann", b"bob"]
 WAITS = (Code.LATER, Code.LATER_HEADROOM, Code.LATER_QUOTA)
@@ -41,8 +59,7 @@ class Walk:
 
     def __init__(self, rng: Random, shape: Shape) -> None:
         self.rng = rng
-        block_size, num_device, num_host, window, quota = shape
-        self.world = World(num_device, num_host, block_size, window, quota)
+        self.world = World(shape.groups, shape.block_size, shape.quota)
         self.world.open()
         self.world.open()
 
@@ -98,17 +115,17 @@ class Walk:
             operation = self.operation(engine)
             if operation:
                 self.do(engine, operation)
-        self.world.pool.check_integrity()
+        self.world.check_integrity()
         engine.finish()
 
     def do(self, engine: Engine, operation: Operation) -> Any:
         """Run an operation and believe its answer; what fails changes nothing."""
         call, believe = operation
         before = self.world.dump()
-        quota, pool, owner = self.world.quota, self.world.pool, engine.caller.owner
-        num_owned = pool.num_owned(owner)
+        quota, core, owner = self.world.quota, self.world.cores[0], engine.caller.owner
+        num_owned = core.num_owned(owner)
         answer = call()
-        assert not quota or pool.num_owned(owner) <= max(quota, num_owned)
+        assert not quota or core.num_owned(owner) <= max(quota, num_owned)
         if failed(answer):
             assert self.world.dump() == before, f"{answer} changed something"
         believe(answer)
@@ -160,7 +177,7 @@ class Walk:
                 quota = self.world.quota * size
                 assert 0 < quota < longest or answer[1] != Code.NEVER_QUOTA
                 never = never or 0 < quota < longest
-                assert not never or self.world.window or answer[1] not in WAITS
+                assert not never or self.world.has_windows or answer[1] not in WAITS
                 return
             cached, _, scheduled = answer
             assert cached < len(tokens)
@@ -287,8 +304,8 @@ class Walk:
     def run_halfway(self) -> None:
         engine = self.pick()
         for issued in engine.queue:
-            if issued.plan.number > self.world.plane.finished.get(engine.id, 0):
-                self.world.plane.run(engine.id, issued.plan, self.rng)
+            if issued.plan.number > self.world.finished(engine):
+                self.world.run(engine, issued.plan, self.rng)
                 return
 
     def run_a_voided_plan(self) -> None:
@@ -296,7 +313,7 @@ class Walk:
         for engine in self.world.engines + self.world.ended:
             for issued in engine.voided[:1] + engine.queue[:1]:
                 halfway = self.rng.random() < 0.3
-                self.world.plane.run(engine.id, issued.plan, self.rng if halfway else None)
+                self.world.run(engine, issued.plan, self.rng if halfway else None)
 
     def receive(self) -> None:
         engine = self.pick()
@@ -357,7 +374,7 @@ class Walk:
         engine = self.pick()
         if engine.sequences:
             i = self.rng.choice(sorted(engine.sequences))
-            engine.caller.pool.cut(engine.caller.slot, i)
+            self.world.pool.cut(engine.caller.slot, i)
             del engine.sequences[i]
             engine.has_draft = True
 
@@ -367,21 +384,28 @@ class Walk:
         before = self.world.dump()
         pool, root = self.world.pool, engine.caller.root
         tokens = self.prompt()
-        num_device, num_host, hashes = pool.match(root, _bytes(tokens))
-        if not self.world.window:  # then all leading blocks are there
-            assert pool.match_hashes(root, hashes) == (num_device, num_host, hashes)
-            assert len(pool.explain(root, _bytes(tokens))[0]) == num_device + num_host
-        live = sorted(engine.sequences)
-        if live:
-            tables = [engine.caller.table(i) for i in live]
-            num = 0
-            for refs in zip(*tables, strict=False):
-                if None in refs or len(set(refs)) > 1:
-                    break
-                num += 1
-            asked = pool.common_prefix(engine.caller.slot, b"".join(_id(i) for i in live))
-            assert asked == num
+        num_device, num_host, _ = pool.match(root, _bytes(tokens))
+        for core, group, view in zip(
+            self.world.cores, self.world.groups, engine.views, strict=True
+        ):
+            found = core.match(root, _bytes(tokens))
+            if not group.window:  # then all leading blocks are there
+                assert core.match_hashes(root, found[2]) == found
+                assert len(core.explain(root, _bytes(tokens))[0]) == found[0] + found[1]
+                assert num_device + num_host <= found[0] + found[1]
+            self.ask_what_is_common(view, sorted(engine.sequences))
         assert self.world.dump() == before
+
+    def ask_what_is_common(self, view: View, sequence_ids: list[int]) -> None:
+        if not sequence_ids:
+            return
+        num = 0
+        for refs in zip(*(view.table(i) for i in sequence_ids), strict=False):
+            if None in refs or len(set(refs)) > 1:
+                break
+            num += 1
+        asked = view.pool.common_prefix(view.slot, b"".join(_id(i) for i in sequence_ids))
+        assert asked == num
 
     def open(self) -> None:
         if len(self.world.engines) < 3:
@@ -404,8 +428,9 @@ class Walk:
             world.fence(engine)
         world.check()
         for tier in (DEVICE, HOST):
-            _, _, _, held, retired = world.pool.usage(tier)
-            assert held == retired == 0
+            for core in world.cores:
+                _, _, _, held, retired = core.usage(tier)
+                assert held == retired == 0
         engine = world.open(b"eve")
         engine.caller.begin()
         num = min(world.sizes[DEVICE], world.quota or math.inf) * world.block_size
@@ -442,7 +467,7 @@ def _id(sequence_id: int) -> bytes:
 class NativeMachine(RuleBasedStateMachine):
     """Walks that hypothesis chooses, and shortens when one fails."""
 
-    @initialize(seed=st.integers(0, 2**32), shape=st.sampled_from(SHAPES))
+    @initialize(seed=st.integers(0, 2**32), shape=st.sampled_from([*SHAPES, *GROUPED_SHAPES]))
     def begin(self, seed: int, shape: Shape) -> None:
         self.walk = Walk(Random(seed), shape)
 

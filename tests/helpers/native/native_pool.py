@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import Message
@@ -20,6 +20,7 @@ NO_BLOCK = 0xFFFFFFFF
 
 Failure = tuple[int, int, int, int, int]
 Rows = tuple[list[int], list[Failure]]
+Row = TypeVar("Row")
 
 
 class Code(enum.IntEnum):
@@ -79,6 +80,7 @@ class Change(NamedTuple):
     parent_id: int
     blocks: list[Ref]
     allocated: list[bool]
+    group: int = 0
 
 
 class Span(NamedTuple):
@@ -111,7 +113,22 @@ class MadePlan:
     transfers: list[tuple[Ref, Ref]]
     spans: list[Span]
     allocations: list[Ref]
+    transfer_groups: list[int]
+    allocation_groups: list[int]
     expected: dict[int, list[int]] = field(default_factory=dict)  # for the simulation
+
+    def in_group(self, group: int) -> MadePlan:
+        """What the plan does in one layer group."""
+        return replace(
+            self,
+            changes=[change for change in self.changes if change.group == group],
+            transfers=_of(group, self.transfers, self.transfer_groups),
+            allocations=_of(group, self.allocations, self.allocation_groups),
+        )
+
+
+def _of(group: int, rows: list[Row], groups: list[int]) -> list[Row]:
+    return [row for row, its_group in zip(rows, groups, strict=True) if its_group == group]
 
 
 def i32(values: Iterable[int]) -> bytes:
@@ -138,12 +155,17 @@ def refs(tiers: bytes, indices: bytes, generations: bytes) -> list[Ref]:
     ]
 
 
+def groups(column: bytes, num: int) -> list[int]:
+    """A column of groups of ``num`` rows, which may be left out."""
+    return ints(column, "B") or [0] * num
+
+
 def _tail_class() -> type[Message]:
     """Plan's field 11, the blocks allocated for no table."""
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="plan_tail.proto", syntax="proto3")
     part = file.message_type.add(name="Allocations")
-    for number, name in enumerate(("tiers", "indices", "generations"), 1):
+    for number, name in enumerate(("tiers", "indices", "generations", "groups"), 1):
         part.field.add(name=name, number=number, type=kinds.TYPE_BYTES)
     tail = file.message_type.add(name="Tail")
     tail.field.add(name="allocations", number=11, type=kinds.TYPE_MESSAGE, type_name="Allocations")
@@ -186,6 +208,8 @@ def decoded(payload: bytes) -> MadePlan:
             )
         ],
         allocations=refs(extra.tiers, extra.indices, extra.generations),
+        transfer_groups=groups(moves.groups, len(moves.source_tiers)),
+        allocation_groups=groups(extra.groups, len(extra.tiers)),
     )
 
 
@@ -198,7 +222,8 @@ def _changes(message: tpb.TableChanges) -> list[Change]:
     )
     parents = iter(ints(message.parent_sequence_ids, "q"))
     changes = []
-    for kind, sequence_id, tier, first, num in zip(
+    for group, kind, sequence_id, tier, first, num in zip(
+        groups(message.groups, len(message.kinds)),
         ints(message.kinds, "B"),
         ints(message.sequence_ids, "q"),
         ints(message.tiers, "B"),
@@ -211,7 +236,9 @@ def _changes(message: tpb.TableChanges) -> list[Change]:
         parent = next(parents) if kind == Kind.FORK else 0
         blocks = [Ref(tier, index, generation) for index, generation, _ in own]
         allocated = [bool(flag) for _, _, flag in own]
-        changes.append(Change(kind, sequence_id, tier, first, num, parent, blocks, allocated))
+        changes.append(
+            Change(kind, sequence_id, tier, first, num, parent, blocks, allocated, group)
+        )
     assert not list(entries)
     assert not list(parents)
     return changes
@@ -222,12 +249,42 @@ def new_pool(num_device: int, num_host: int = 0, *, block_size: int = 4, **optio
     return Pool(block_size, num_device, num_host, b"", b"", "lru", **options)
 
 
-class Caller:
-    """A session of a pool. Items that are refused are returned, never raised."""
+class View:
+    """What the core, of one layer group, says of a session."""
 
-    def __init__(self, pool: Pool, root: bytes = b"root", owner: int = 1) -> None:
-        self.pool, self.root, self.owner = pool, root, owner
-        self.slot = pool.open_session(root, owner)
+    def __init__(self, pool: Pool, slot: int) -> None:
+        self.pool, self.slot = pool, slot
+
+    def states(self) -> list[State]:
+        """Of all sequences, by id."""
+        columns = self.pool.states(self.slot, None)
+        widths = ("q", "q", "q", "q", "q", "q", "i", "B")
+        rows = zip(*(ints(c, w) for c, w in zip(columns, widths, strict=True)), strict=True)
+        return [State(*row) for row in rows]
+
+    def state(self, sequence_id: int) -> State:
+        (found,) = (state for state in self.states() if state.sequence_id == sequence_id)
+        return found
+
+    def table(self, sequence_id: int) -> list[Ref | None]:
+        """A sequence's blocks; None where one was trimmed."""
+        tier, blocks, generations, _, num_trimmed = self.pool.table(self.slot, sequence_id)
+        found = [
+            None if block == NO_BLOCK else Ref(tier, block, generation)
+            for block, generation in zip(ints(blocks, "I"), ints(generations, "q"), strict=True)
+        ]
+        assert all((ref is None) == (i < num_trimmed) for i, ref in enumerate(found))
+        return found
+
+
+class Caller(View):
+    """A session of a pool, of one layer group or of several. Items that are refused are returned,
+    never raised.
+    """
+
+    def __init__(self, pool: Any, root: bytes = b"root", owner: int = 1) -> None:
+        super().__init__(pool, pool.open_session(root, owner))
+        self.root, self.owner = root, owner
         self.number = 0
 
     # Steps
@@ -324,36 +381,13 @@ class Caller:
         )
         return answer
 
-    # Queries
-
-    def states(self) -> list[State]:
-        """Of all sequences, by id."""
-        columns = self.pool.states(self.slot, None)
-        widths = ("q", "q", "q", "q", "q", "q", "i", "B")
-        rows = zip(*(ints(c, w) for c, w in zip(columns, widths, strict=True)), strict=True)
-        return [State(*row) for row in rows]
-
-    def state(self, sequence_id: int) -> State:
-        (found,) = (state for state in self.states() if state.sequence_id == sequence_id)
-        return found
-
-    def table(self, sequence_id: int) -> list[Ref | None]:
-        """A sequence's blocks; None where one was trimmed."""
-        tier, blocks, generations, _, num_trimmed = self.pool.table(self.slot, sequence_id)
-        found = [
-            None if block == NO_BLOCK else Ref(tier, block, generation)
-            for block, generation in zip(ints(blocks, "I"), ints(generations, "q"), strict=True)
-        ]
-        assert all((ref is None) == (i < num_trimmed) for i, ref in enumerate(found))
-        return found
-
 
 def _rows(answer: tuple[bytes, list[Failure] | None]) -> Rows:
     values, failures = answer
     return ints(values, "i"), failures or []
 
 
-def dump(pool: Pool, callers: Iterable[Caller]) -> tuple[Any, ...]:
+def dump(pool: Pool, callers: Iterable[View]) -> tuple[Any, ...]:
     """Everything that a query shows."""
     return (
         [pool.usage(tier) for tier in (DEVICE, HOST)],

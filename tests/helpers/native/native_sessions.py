@@ -8,10 +8,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 
-from kvplane_blocks._native import Pool
+from kvplane_blocks._native import GroupedPool, Pool
 from native_plane import Place, Plane, Table, allocated_by, changed, values_of
-from native_pool import DEVICE, HOST, Caller, MadePlan, Ref, Span, State, dump, ints
+from native_pool import DEVICE, HOST, Caller, MadePlan, Ref, Span, State, View, dump, ints
+
+Touched = tuple[int, Place]
+"""Layer group and place."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A layer group's blocks, and its window in tokens, 0 for none."""
+
+    num_device: int
+    num_host: int
+    window: int = 0
 
 
 @dataclass
@@ -40,7 +53,7 @@ class Issued:
     """A plan, and every block that it may touch."""
 
     plan: MadePlan
-    touches: set[Place] = field(default_factory=set)
+    touches: set[Touched] = field(default_factory=set)
 
 
 class Engine:
@@ -49,12 +62,14 @@ class Engine:
     def __init__(self, world: World, root: bytes) -> None:
         self.world = world
         self.caller = Caller(world.pool, root, owner=root[0])  # distinct for the roots in use
+        self.views = [View(core, self.caller.slot) for core in world.cores]
         self.id = world.num_sessions = world.num_sessions + 1
         self.start = hash(root)
         self.sequences: dict[int, Known] = {}
         self.queue: list[Issued] = []  # issued, not known to have run
         self.voided: list[Issued] = []  # aborted; they may run until whole tables have
-        self.tables: dict[int, Table] = {}  # as they are once all plans have run
+        # By group, as they are once all plans have run.
+        self.tables: list[dict[int, Table]] = [{} for _ in world.cores]
         self.has_draft = False  # a grant or a cut waits for the next plan
         self.has_ended = False
 
@@ -65,36 +80,45 @@ class Engine:
         if made is None:
             return
         self.has_draft = False
-        self.tables = changed({} if made.resync else self.tables, made.changes)
         issued = Issued(made)
         for span in made.spans:
             known = self.sequences[span.sequence_id]
             made.expected[span.sequence_id] = values_of(
                 known.truth[: span.first + span.num], self.start
             )
-            issued.touches |= {ref.place for ref in self.tables[span.sequence_id] if ref}
-            self._check_alone(made, span)
+        for group in range(len(self.views)):
+            self._take(made.in_group(group), issued, group)
+        self.queue.append(issued)
+
+    def _take(self, made: MadePlan, issued: Issued, group: int) -> None:
+        """What a plan does in one group."""
+        before = {} if made.resync else self.tables[group]
+        tables = self.tables[group] = changed(before, made.changes)
+        places: set[Place] = set()
+        for span in made.spans:
+            places |= {ref.place for ref in tables[span.sequence_id] if ref}
+            self._check_alone(made, span, group)
         for pair in made.transfers:
-            issued.touches |= {ref.place for ref in pair}
-        issued.touches |= {ref.place for ref in made.allocations}
+            places |= {ref.place for ref in pair}
+        places |= {ref.place for ref in made.allocations}
+        issued.touches |= {(group, place) for place in places}
         new = allocated_by(made)
         assert len(new) == len(set(new)), "a block is allocated twice at one generation"
-        self.world.check_quiet(self, [ref.place for ref in new])
-        self.queue.append(issued)
+        self.world.check_quiet(self, group, [ref.place for ref in new])
         for i, known in self.sequences.items():
-            table = self.caller.table(i)
-            assert self.tables.get(i, []) == table, f"the plan's table of {i} differs"
+            table = self.views[group].table(i)
+            assert tables.get(i, []) == table, f"the plan's table of {i} differs"
             assert all(ref is None or ref.tier == known.tier for ref in table)
 
-    def _check_alone(self, made: MadePlan, span: Span) -> None:
+    def _check_alone(self, made: MadePlan, span: Span, group: int) -> None:
         """Nobody writes a slot in which another table has content."""
-        size, table = self.world.block_size, self.tables[span.sequence_id]
+        size, table = self.world.block_size, self.tables[group][span.sequence_id]
         values = made.expected[span.sequence_id]
         for other in self.world.engines:
             for i, known in other.sequences.items():
                 if (other, i) == (self, span.sequence_id):
                     continue
-                shared = other.caller.table(i)
+                shared = other.views[group].table(i)
                 for block in range(span.first // size, len(table)):
                     if table[block] not in shared:
                         continue
@@ -105,10 +129,9 @@ class Engine:
 
     def run_next(self) -> bool:
         """Run the first plan of the queue that the data plane has not run."""
-        plane = self.world.plane
         for issued in self.queue:
-            if issued.plan.number > plane.finished.get(self.id, 0):
-                return plane.run(self.id, issued.plan)
+            if issued.plan.number > self.world.finished(self):
+                return self.world.run(self, issued.plan)
         return False
 
     def run_all(self) -> None:
@@ -117,7 +140,7 @@ class Engine:
 
     def receive(self, number: int | None = None) -> None:
         """Receipts of plans up to ``number`` arrive: by default of all that have run."""
-        done = self.world.plane.finished.get(self.id, 0)
+        done = self.world.finished(self)
         done = done if number is None else min(done, number)
         arrived = [issued for issued in self.queue if issued.plan.number <= done]
         if not arrived:
@@ -131,17 +154,18 @@ class Engine:
     def abort(self) -> None:
         """Abort everything in flight: what receipts say was written stays, and no more."""
         before = {state.sequence_id: state for state in self.caller.states()}
-        tables = {i: self.caller.table(i) for i in before}
+        tables = [{i: view.table(i) for i in before} for view in self.views]
         self.caller.abort()
         self.voided += self.queue
         self.queue = []
         for state in self.caller.states():
             known, was = self.sequences[state.sequence_id], before[state.sequence_id]
             kept = min(was.num_written, was.num_tokens)
-            num_trimmed = tables[state.sequence_id].count(None)
-            fewest = num_trimmed * self.world.block_size + self.world.window - 1
-            if num_trimmed and kept < fewest:
-                kept = 0  # the next position would see what was trimmed
+            for group, of_group in zip(self.world.groups, tables, strict=True):
+                num_trimmed = of_group[state.sequence_id].count(None)
+                fewest = num_trimmed * self.world.block_size + group.window - 1
+                if num_trimmed and kept < fewest:
+                    kept = 0  # the next position would see what was trimmed
             assert state.num_tokens == state.num_scheduled == state.num_written == kept
             known.cut(kept)
             known.tier = state.tier
@@ -160,6 +184,9 @@ class Engine:
             return
         states = self.caller.states()
         assert [state.sequence_id for state in states] == sorted(self.sequences)
+        for view in self.views:
+            in_step = [state._replace(num_blocks=0) for state in view.states()]
+            assert in_step == [state._replace(num_blocks=0) for state in states]
         is_quiet = not self.queue and not self.has_draft
         for state in states:
             known = self.sequences[state.sequence_id]
@@ -167,10 +194,11 @@ class Engine:
             if is_quiet:
                 assert state.num_written == state.num_scheduled, f"a receipt was lost: {state}"
                 values = values_of(known.truth[: state.num_written], self.start)
-                table = self.caller.table(state.sequence_id)
-                assert self.world.plane.holds(table, values, state.num_written), (
-                    f"sequence {state.sequence_id} of session {self.id} has lost its content"
-                )
+                for view, plane in zip(self.views, self.world.planes, strict=True):
+                    table = view.table(state.sequence_id)
+                    assert plane.holds(table, values, state.num_written), (
+                        f"sequence {state.sequence_id} of session {self.id} has lost its content"
+                    )
 
     def _check_state(self, state: State, known: Known) -> None:
         assert state.num_tokens == known.num_known
@@ -182,26 +210,42 @@ class Engine:
 
 
 class World:
-    """One pool, its data plane, and the engines on it."""
+    """One pool, its data plane, and the engines on it. ``pool`` is what sessions call; ``cores``
+    and ``planes`` have one for each group.
+    """
 
-    def __init__(
-        self,
-        num_device: int,
-        num_host: int,
-        block_size: int = 4,
-        window: int = 0,
-        quota: int = 0,
-    ) -> None:
-        self.pool = Pool(
-            block_size, num_device, num_host, b"", b"", "lru", window_tokens=window,
-            max_sequences=12, max_owner_blocks=quota, seed=7,
-        )  # fmt: skip
-        self.block_size, self.window, self.quota = block_size, window, quota
-        self.sizes = {DEVICE: num_device, HOST: num_host}
-        self.plane = Plane(block_size, window)
+    def __init__(self, groups: Sequence[Group], block_size: int = 4, quota: int = 0) -> None:
+        self.cores = [
+            Pool(
+                block_size, group.num_device, group.num_host, b"", b"", "lru",
+                window_tokens=group.window, max_sequences=12, max_owner_blocks=quota, seed=7,
+            )
+            for group in groups
+        ]  # fmt: skip
+        self.pool = self.cores[0] if len(groups) == 1 else GroupedPool(self.cores)
+        self.groups, self.block_size, self.quota = groups, block_size, quota
+        self.has_windows = any(group.window for group in groups)
+        self.sizes = {
+            DEVICE: min(group.num_device for group in groups),
+            HOST: min(group.num_host for group in groups),
+        }
+        self.planes = [Plane(block_size, group.window) for group in groups]
         self.num_sessions = 0
         self.engines: list[Engine] = []
         self.ended: list[Engine] = []  # their fences are not done
+
+    def finished(self, engine: Engine) -> int:
+        """The last plan of a session that has run."""
+        (number,) = {plane.finished.get(engine.id, 0) for plane in self.planes}
+        return number
+
+    def run(self, engine: Engine, plan: MadePlan, halfway: Random | None = None) -> bool:
+        """As ``Plane.run``, in all groups."""
+        (ran,) = {
+            plane.run(engine.id, plan.in_group(group), halfway)
+            for group, plane in enumerate(self.planes)
+        }
+        return ran
 
     def open(self, root: bytes = b"ann") -> Engine:
         engine = Engine(self, root)
@@ -214,16 +258,21 @@ class World:
         self.ended.append(engine)
 
     def fence(self, engine: Engine) -> None:
-        self.plane.fence(engine.id)
+        for plane in self.planes:
+            plane.fence(engine.id)
         self.pool.session_fenced(engine.caller.slot)
         self.ended.remove(engine)
 
     def take_publications(self) -> None:
         """What is published, and what is withdrawn, reaches the data plane at once."""
-        blocks, generations = self.pool.take_forgotten(1000)
+        for core, plane in zip(self.cores, self.planes, strict=True):
+            self._take_publications(core, plane)
+
+    def _take_publications(self, core: Pool, plane: Plane) -> None:
+        blocks, generations = core.take_forgotten(1000)
         for block, generation in zip(ints(blocks, "i"), ints(generations, "q"), strict=True):
-            self.plane.withdraw(block, generation)
-        for run in self.pool.take_publications(3):
+            plane.withdraw(block, generation)
+        for run in core.take_publications(3):
             root, *columns, _, tokens = run
             indices, generations, parents, above = (
                 ints(column, width) for column, width in zip(columns, "iqiq", strict=True)
@@ -232,7 +281,7 @@ class World:
             token_ids = ints(tokens, "i")
             for i, block in enumerate(indices):
                 parent = None if parents[i] == -1 else Ref(DEVICE, parents[i], above[i])
-                self.plane.publish(
+                plane.publish(
                     block,
                     generations[i],
                     parent,
@@ -240,7 +289,7 @@ class World:
                     hash(root),
                 )
 
-    def check_quiet(self, engine: Engine, places: Sequence[Place]) -> None:
+    def check_quiet(self, engine: Engine, group: int, places: Sequence[Place]) -> None:
         """No unfinished plan of another session may touch what the engine's plan allocates, and no
         table of another session refers to it.
         """
@@ -248,24 +297,38 @@ class World:
             if other is engine:
                 continue
             for issued in other.queue + other.voided:
-                both = issued.touches.intersection(places)
+                both = issued.touches.intersection((group, place) for place in places)
                 assert not both, f"{both} allocated while plan {issued.plan.number} may touch it"
             for i in other.sequences:
-                table = {ref.place for ref in other.caller.table(i) if ref}
+                table = {ref.place for ref in other.views[group].table(i) if ref}
                 assert not table.intersection(places), f"sequence {i} of {other.id} lost a block"
 
+    def check_integrity(self) -> None:
+        """The core's own checks."""
+        for core in self.cores:
+            core.check_integrity()
+
     def check(self) -> None:
-        self.pool.check_integrity()
-        in_tables: dict[int, set[int]] = {DEVICE: set(), HOST: set()}
+        self.check_integrity()
         for engine in self.engines:
             engine.check()
+        for group in range(len(self.cores)):
+            self._check_usage(group)
+
+    def _check_usage(self, group: int) -> None:
+        in_tables: dict[int, set[int]] = {DEVICE: set(), HOST: set()}
+        for engine in self.engines:
             for i in engine.sequences:
-                for ref in filter(None, engine.caller.table(i)):
+                for ref in filter(None, engine.views[group].table(i)):
                     in_tables[ref.tier].add(ref.index)
-        for tier, size in self.sizes.items():
-            num, free, cached, held, retired = self.pool.usage(tier)
+        of_group = self.groups[group]
+        for tier, size in {DEVICE: of_group.num_device, HOST: of_group.num_host}.items():
+            num, free, cached, held, retired = self.cores[group].usage(tier)
             assert num == size == free + cached + held + retired
             assert held >= len(in_tables[tier])
 
     def dump(self) -> tuple[object, ...]:
-        return dump(self.pool, [engine.caller for engine in self.engines])
+        return tuple(
+            dump(core, [engine.views[group] for engine in self.engines])
+            for group, core in enumerate(self.cores)
+        )

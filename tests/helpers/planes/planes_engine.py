@@ -17,6 +17,7 @@ from planes_values import LAYOUT_MESSAGE, Owner, check_blocks, tag_of, values_of
 from planes_world import POOL, ControlProcess, DataProcess, World, wire
 
 from control_plane.planning import queries
+from data_plane.pieces import finish
 from kvplane import ops
 from kvplane.errors import (
     BadSignatureError,
@@ -155,8 +156,8 @@ class Engine:
         request = cpb.StepRequest(operations=operations, receipts=self.take_receipts(receipts))
         if deferred:
             request.deferred_tokens.CopyFrom(self.deferred_tokens())
-        result: cpb.StepResult | None = self.call("step", request, rng)
-        return result
+        response: cpb.StepResponse | None = self.call("step", request, rng)
+        return None if response is None else response.result
 
     def submit(
         self,
@@ -236,7 +237,7 @@ class Engine:
             assert state.tier == known.tier
 
     def _believe_all(self, sent: Sent) -> None:
-        request, answer = sent.request, sent.answer
+        request, answer = sent.request, getattr(sent.answer, "result", sent.answer)  # a step's
         self._believe_past(request)
         if sent.method in ("abort_plan", "resync"):
             self._believe_states(answer.sequences)
@@ -424,13 +425,12 @@ class Engine:
         query, key, value = self._tensors(made, process, layer)
         call = LayerCall(process, made.number, layer, query, key, value)
         try:
-            if made.number % 3:
-                output = process.executor.layer(
-                    self.id, layer, query, key, value, plan_number=made.number
-                )
+            number, executor = made.number, process.executor
+            if number % 3:
+                output = executor.layer(self.id, layer, query, key, value, plan_number=number)
             else:
-                process.executor.write_layer(self.id, layer, key, value, plan_number=made.number)
-                output = process.executor.attend(self.id, layer, query, plan_number=made.number)
+                executor.write_layer(self.id, layer, key, value, plan_number=number)
+                output = finish(executor.attend(self.id, layer, query, plan_number=number))
         except StaleError as error:
             assert self.id in process.ended, f"a layer is refused: {error!r}"
             return False

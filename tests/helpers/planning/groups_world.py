@@ -100,7 +100,7 @@ class World:
         request = cpb.StepRequest(
             session=self.session, number=self.number, operations=operations, receipts=given
         )
-        result = self.core.step(request, TENANT)
+        result = self.core.step(request, TENANT).result
         self.believe(operations, result)
         if result.HasField("plan"):
             self.run(result.plan)

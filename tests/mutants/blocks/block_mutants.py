@@ -55,8 +55,8 @@ MORE = {
     ),
     "whole_tables_do_not_say_what_is_allocated": Mutant(
         "steps/plans.cpp",
-        "changes.entry(items[i], blocks.generation(items[i]), is_new);",
-        "changes.entry(items[i], blocks.generation(items[i]), is_new && false);",
+        "changes.allocated[i] = session.allocated.erase(key) > 0;",
+        "session.allocated.erase(key);",
     ),
     "copied_before_the_same_plan_computes_it": Mutant(
         "steps/append.cpp",
@@ -103,7 +103,7 @@ MORE = {
         "session.last_plan",
     ),
     "a_destination_is_allocated_again_by_its_plan": Mutant(
-        "steps/tables.cpp", "if (!session.destinations.empty() &&", "if (false &&"
+        "steps/tables.cpp", "if (there.ref_count(b) > 1 ||", "if (num > 0 ||"
     ),
     "a_dry_run_takes_nothing": Mutant(
         "steps/append.cpp", "dry_.num_taken += std::min(needed, available);", ""

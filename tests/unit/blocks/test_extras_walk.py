@@ -44,7 +44,7 @@ class ForgettingWalk(Walk):
 
     def act(self) -> None:
         super().act()
-        self.world.pool.check_integrity()
+        self.world.check_integrity()
         if not self.truncates:
             self.check_forgotten()
 
@@ -72,7 +72,8 @@ class ForgettingWalk(Walk):
         engine, pool, tokens = self.pick(), self.world.pool, self.part()
         force = self.rng.random() < 0.6
         before = dump(pool, [])
-        found, in_use = pool.forget(engine.caller.slot, i32(tokens), force)
+        most = self.rng.choice([1, 1000])
+        found, in_use = pool.forget(engine.caller.slot, i32(tokens), force, most)
         assert 0 <= in_use <= found or (not force and found == 0)
         if in_use and not force:
             assert dump(pool, []) == before

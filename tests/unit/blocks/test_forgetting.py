@@ -10,8 +10,10 @@ from index_writer import DEVICE, Writer, blocks, checked_pool, hashes_of, i32, i
 from kvplane_blocks import Pool
 
 
-def forget(writer: Writer, tokens: list[int], *, force: bool = False) -> tuple[int, int]:
-    answer: tuple[int, int] = writer.pool.forget(writer.slot, i32(tokens), force)
+def forget(
+    writer: Writer, tokens: list[int], *, force: bool = False, most: int = 100
+) -> tuple[int, int]:
+    answer: tuple[int, int] = writer.pool.forget(writer.slot, i32(tokens), force, most)
     return answer
 
 
@@ -260,6 +262,50 @@ def test_forgetting_at_random_leaves_the_index_sound(policy: str) -> None:
         finish(pool)
         assert num_free(pool) == 48
         assert pool.memory()[2] == 0
+
+
+def test_a_large_prefix_is_gone_at_once_though_its_blocks_are_not_counted() -> None:
+    with checked_pool(32) as pool:
+        writer = Writer(pool)
+        pool.watch_enable(100)
+        for last in (3, 4, 5):
+            writer.cache(blocks(1, 2, last))
+        running = writer.write(blocks(1, 2, 5))
+        pool.retain(writer.slot, i32(blocks(1, 2, 3)), 9, 1e9, 10)
+        assert forget(writer, blocks(1, 2), most=1) == (0, 2)
+        assert forget(writer, blocks(1, 2), most=1, force=True) == (2, 2)
+        assert pool.num_retained(1) == 0
+        assert writer.num_cached(blocks(1, 2, 3)) == (1, 0)
+        assert forget(writer, blocks(1, 2), most=1) == (0, 0)
+        assert pool.changes_since(pool.revision, b"root", 9) is None, "nothing is logged now"
+        writer.cache(blocks(1, 2, 3))
+        pool.check_integrity()
+        finish(pool)
+        assert pool.counters()[10] == 5
+        assert writer.num_cached(blocks(1, 2, 3)) == (3, 0)
+        writer.cache(blocks(6))
+        assert len(pool.changes_since(pool.revision - 1, b"root", 9)[1]) == 1
+        writer.free(running)
+        assert num_free(pool) == 32 - 4
+
+
+def test_what_is_forgotten_first_is_taken_apart_first() -> None:
+    with checked_pool(32) as pool:
+        writer, other = Writer(pool), Writer(pool, b"other")
+        writer.cache(blocks(1, 2, 3))
+        other.cache(blocks(1, 2))
+        forget(writer, blocks(1), most=1)
+        writer.end()
+        assert pool.forget_roots([b"root", b"other"], False) == (5, 0)
+        pool.check_integrity()
+        revisions = []
+        for _ in range(4):  # down to the last entry, and then up
+            assert pool.forget_some(1)
+            pool.check_integrity()
+            revisions.append(len(pool.take_forgotten(10)[0]) // 4)
+        assert revisions == [0, 0, 0, 1]
+        assert len(finish(pool)) == 4
+        assert num_free(pool) == 32
 
 
 def test_a_large_root_is_forgotten_in_pieces() -> None:

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from native_machine import SHAPES, NativeMachine, Shape, Walk
+from native_machine import GROUPED_SHAPES, SHAPES, NativeMachine, Shape, Walk
 
 SETTINGS = settings(
     deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False
@@ -28,9 +28,15 @@ def test_walks(shape: Shape) -> None:
         walk(seed, shape, num_steps=120)
 
 
+@pytest.mark.parametrize("shape", GROUPED_SHAPES, ids=str)
+def test_walks_of_several_groups(shape: Shape) -> None:
+    for seed in range(10):
+        walk(seed, shape, num_steps=120)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *GROUPED_SHAPES], ids=str)
 def test_long_walks(shape: Shape) -> None:
     for seed in range(100, 150):
         walk(seed, shape, num_steps=1000)

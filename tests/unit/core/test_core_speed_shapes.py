@@ -39,7 +39,7 @@ def counted_step(engine: Engine, *operations: cpb.Operation) -> tuple[cpb.StepRe
     gc.disable()  # a collection calls what others have asked it to call
     sys.setprofile(count)
     try:
-        result = engine.world.core.step(request, engine.tenant)
+        result = engine.world.core.step(request, engine.tenant).result
     finally:
         sys.setprofile(None)
         gc.enable()

@@ -166,6 +166,30 @@ def test_it_goes_on_from_a_revision() -> None:
         Copy(world, since_revision=-1)
 
 
+def test_after_a_large_prefix_is_forgotten_it_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("control_plane.planning.steps.prefixes._MOST_COUNTED", 1)
+    monkeypatch.setattr("control_plane.planning.pools.pool._PIECE_ENTRIES", 1)
+    world = World()
+    engine = world.engine()
+    write(engine, range(25))
+    write(engine, range(100, 109))
+    copy = Copy(world)
+    copy.catch_up()
+    engine.send(ops.forget(list(range(8))))
+    engine.admit(1, range(25))
+    with pytest.raises(RevisionTooOldError):
+        copy.take()
+    again = Copy(world)
+    assert not again.take(), "what is forgotten is not told"
+    world.core.take_told()
+    while world.core.work():
+        pass
+    assert again.num_wakes > 0
+    engine.settle()
+    again.catch_up()
+    assert len(again.held) == 4
+
+
 def test_a_data_plane_that_restarts_clears_it_and_a_snapshot_follows() -> None:
     world = World()
     write(world.engine(), range(17))

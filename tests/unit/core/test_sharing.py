@@ -77,7 +77,7 @@ def test_the_news_are_part_of_the_answer_and_come_again_with_it() -> None:
     other.step(ops.admit(5, prompt(3, 1), wait=True))
     free(one, 1)
     other.step()
-    again = other.world.core.step(other.sent[-1].request, other.tenant)
+    again = other.world.core.step(other.sent[-1].request, other.tenant).result
     assert [grant.sequence_id for grant in news_of(again).granted] == [5]
     assert not other.step().HasField("news")
 
@@ -237,7 +237,8 @@ def test_tokens_of_a_sequence_that_was_cut_do_not_fail_its_sessions_step() -> No
         other.renew()
     deferred = ops.deferred_tokens([1], [1], [57], [1], [9])
     one.call("step", cpb.StepRequest(deferred_tokens=deferred))
-    assert columns.read(INT64, one.sent[-1].answer.news.cut_sequence_ids, "ids").tolist() == [1]
+    cut_ids = one.sent[-1].answer.result.news.cut_sequence_ids
+    assert columns.read(INT64, cut_ids, "ids").tolist() == [1]
     others = ops.deferred_tokens([1, 7], [1, 1], [57, 1], [1, 1], [9, 9])
     with pytest.raises(SequenceNotFoundError) as caught:
         one.call("step", cpb.StepRequest(deferred_tokens=others))

@@ -18,7 +18,7 @@ from engine.models import loader
 from engine.request import Request, SamplingParams
 from engine.running.runner import Runner
 from engine.sampling.detokenizer import Detokenizer
-from engine.sampling.sampler import new_generator
+from engine.sampling.sampler import new_stream
 from engine.scheduling.intents import Span
 from engine.scheduling.sequence import EngineSequence
 from kvplane.attention_options import AttentionOptions
@@ -90,7 +90,7 @@ def save(config: LlamaConfig | OPTConfig, folder: Path) -> Path:
 def sequence(kv_id: int, tokens: list[int]) -> EngineSequence:
     request = Request(f"r{kv_id}", kv_id, "", tokens, SamplingParams())
     return EngineSequence(
-        request, 0, list(tokens), new_generator(0, 0), Detokenizer(None), kv_id=kv_id
+        request, 0, list(tokens), new_stream(0, 0), Detokenizer(None), kv_id=kv_id
     )
 
 

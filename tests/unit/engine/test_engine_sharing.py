@@ -22,10 +22,18 @@ def reference(folder: Path) -> Reference:
     return Reference(folder)
 
 
-def pair(folder: Path, num_host_blocks: int = 0) -> tuple[Engine, Engine]:
-    """Two engines on a pool of 12 blocks of 8 tokens."""
+def pair(
+    folder: Path, num_host_blocks: int = 0, *, plans_ahead: bool = True
+) -> tuple[Engine, Engine]:
+    """Two engines on a pool of 12 blocks of 8 tokens. ``plans_ahead``: of the first. Without it the
+    first is at rest between steps, and not at work on a plan.
+    """
     one = Engine(
-        folder, num_device_blocks=12, num_host_blocks=num_host_blocks, recovery_timeout_s=60.0
+        folder,
+        num_device_blocks=12,
+        num_host_blocks=num_host_blocks,
+        recovery_timeout_s=60.0,
+        plans_ahead=plans_ahead,
     )
     return one, Engine(folder, shared_with=one, recovery_timeout_s=60.0)
 
@@ -127,7 +135,7 @@ def test_a_request_that_waits_can_be_ended(folder: Path) -> None:
 
 
 def test_what_was_cut_is_computed_again(folder: Path, reference: Reference) -> None:
-    one, other = pair(folder)
+    one, other = pair(folder, plans_ahead=False)
     long, short = prompt_of(60, 1), prompt_of(40, 2)
     first = one.add(long, max_tokens=20)
     one.core.step()
@@ -147,7 +155,7 @@ def test_what_was_cut_is_computed_again(folder: Path, reference: Reference) -> N
 
 
 def test_what_would_be_cut_is_swapped_out(folder: Path, reference: Reference) -> None:
-    one, other = pair(folder, num_host_blocks=12)
+    one, other = pair(folder, num_host_blocks=12, plans_ahead=False)
     long, short = prompt_of(60, 1), prompt_of(40, 2)
     first = one.add(long, max_tokens=20)
     one.core.step()

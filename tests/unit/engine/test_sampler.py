@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 
 from engine.request import SamplingParams
-from engine.sampling.sampler import logprob_of, new_generator, sample
+from engine.sampling.sampler import logprobs_of, new_stream, sample
 from kvplane.errors import InvalidRequestError
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
 
 
+@dataclass
+class Row:
+    """One to be sampled for."""
+
+    params: SamplingParams
+    stream: int = 0
+    tokens: list[int] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+
+
+def draw(row: Row) -> int:
+    """The row's next token, which is added to it."""
+    (token,) = sample(LOGITS[None], [row])
+    row.tokens.append(token)
+    return token
+
+
 def draws(params: SamplingParams, num: int = 400, *, seed: int = 0, index: int = 0) -> list[int]:
-    generator = new_generator(seed, index)
-    return [sample(LOGITS, params, generator) for _ in range(num)]
+    row = Row(params, new_stream(seed, index))
+    return [draw(row) for _ in range(num)]
 
 
-def test_greedy_takes_the_most_likely_token_and_no_random_number() -> None:
-    generator = new_generator(7, 0)
-    before = generator.get_state()
-    assert sample(LOGITS, SamplingParams(), generator) == 1
-    assert torch.equal(generator.get_state(), before)
+def test_greedy_takes_the_most_likely_token() -> None:
+    assert draw(Row(SamplingParams())) == 1
 
 
 def test_sampling_at_temperature_one_follows_the_softmax() -> None:
@@ -62,13 +78,57 @@ def test_each_continuation_has_a_stream_of_its_own() -> None:
 def test_draws_do_not_touch_other_streams() -> None:
     params = SamplingParams(temperature=2.0)
     alone = draws(params, 20, seed=5)
-    one, other = new_generator(5, 0), new_generator(6, 0)
-    together = []
+    one, other = Row(params, new_stream(5, 0)), Row(params, new_stream(6, 0))
     for _ in range(20):
-        together.append(sample(LOGITS, params, one))
-        sample(LOGITS, params, other)
+        draw(one)
+        draw(other)
         torch.rand(3)
-    assert together == alone
+    assert one.tokens == alone
+
+
+def test_the_place_alone_says_which_number_of_a_stream_is_drawn() -> None:
+    """So nothing is lost when a sequence is computed again."""
+    params = SamplingParams(temperature=2.0)
+    row = Row(params, new_stream(5, 0))
+    whole = [draw(row) for _ in range(20)]
+    prompt = [4, 4, 4]
+    for place in range(20):
+        assert draw(Row(params, new_stream(5, 0), prompt + whole[:place], 3)) == whole[place]
+
+
+def test_all_numbers_are_drawn_and_none_is_preferred() -> None:
+    """Of neighbouring seeds too, whose streams could be alike."""
+    first = [draws(SamplingParams(temperature=100.0), 1, seed=seed)[0] for seed in range(2000)]
+    counts = torch.tensor(first).bincount(minlength=5)
+    assert counts.min() > 330
+    assert counts.max() < 470
+
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_k=3),
+    SamplingParams(temperature=1.3, top_p=0.9),
+    SamplingParams(temperature=1.3, top_p=0.8, top_k=20, min_p=0.01),
+    SamplingParams(temperature=2.0, min_p=0.2),
+    SamplingParams(repetition_penalty=1.5),
+    SamplingParams(temperature=1.0, frequency_penalty=0.5, presence_penalty=-0.5),
+    SamplingParams(temperature=1.0, repetition_penalty=0.8, frequency_penalty=1.0),
+]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_row_gets_the_token_that_it_gets_alone(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num, vocabulary = 30, 1000
+    logits = 3 * torch.randn(num, vocabulary, generator=generator)
+    chosen = torch.randint(len(PARAMS), (num,), generator=generator).tolist()
+    rows = [
+        Row(PARAMS[i], new_stream(seed, place), list(range(place % 7, 40)), 5 + place % 3)
+        for place, i in enumerate(chosen)
+    ]
+    alone = [sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(num)]
+    assert sample(logits, rows) == alone
 
 
 @pytest.mark.parametrize(
@@ -102,7 +162,7 @@ def test_min_p_leaves_out_what_is_less_likely_than_a_share_of_the_likeliest() ->
 def test_frequency_and_presence_count_what_was_generated_and_not_the_prompt() -> None:
     def token(seen: list[int], num_prompt_tokens: int, **penalties: float) -> int:
         params = SamplingParams(**penalties)
-        return sample(LOGITS, params, new_generator(0, 0), seen, num_prompt_tokens)
+        return sample(LOGITS[None], [Row(params, 0, seen, num_prompt_tokens)])[0]
 
     assert token([1, 1, 1, 3], 4, presence_penalty=2.0) == 1
     assert token([0, 1], 1, presence_penalty=0.9) == 1
@@ -115,13 +175,13 @@ def test_frequency_and_presence_count_what_was_generated_and_not_the_prompt() ->
 
 
 def test_a_log_probability_comes_with_the_likeliest() -> None:
-    found = logprob_of(LOGITS, 2, 2, str)
+    found = logprobs_of(LOGITS[None], [2], [2], str)[0]
     wanted = torch.log_softmax(LOGITS, -1)
     assert (found.token_id, found.text) == (2, "2")
     assert found.logprob == pytest.approx(float(wanted[2]))
     assert [(each.token_id, each.text) for each in found.likeliest] == [(1, "1"), (3, "3")]
     assert found.likeliest[0].logprob == pytest.approx(float(wanted[1]))
-    assert logprob_of(LOGITS, 2, 0, str).likeliest == ()
+    assert logprobs_of(LOGITS[None], [2], [0], str)[0].likeliest == ()
 
 
 @pytest.mark.parametrize(
@@ -138,11 +198,10 @@ def test_a_parameter_out_of_its_range_is_refused(name: str, value: float) -> Non
 
 
 def test_a_repetition_penalty_lowers_what_was_seen() -> None:
-    generator = new_generator(0, 0)
     logits = torch.tensor([0.0, 3.0, 1.0, 2.9, -1.0])
     params = SamplingParams(repetition_penalty=1.5)
-    assert sample(logits, params, generator, [1, 1]) == 3
-    assert sample(logits, params, generator, [0, 4]) == 1
+    assert sample(logits[None], [Row(params, 0, [1, 1])]) == [3]
+    assert sample(logits[None], [Row(params, 0, [0, 4])]) == [1]
     both = torch.tensor([-1.0, -1.1])  # what is below 0 is lowered too
-    assert sample(both, params, generator, [0]) == 1
+    assert sample(both[None], [Row(params, 0, [0])]) == [1]
     assert logits.tolist() == pytest.approx([0.0, 3.0, 1.0, 2.9, -1.0])

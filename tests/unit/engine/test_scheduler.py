@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
 from engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
 
 from engine.scheduling.sequence import SequenceStatus
@@ -326,3 +327,38 @@ def test_an_aborted_request_ends_with_what_it_has_and_others_go_on(
     assert {o.finish_reason for o in engine.outputs[gone].outputs} == {"abort"}
     assert engine.tokens(stays) == [reference.greedy(prompt_of(9, 2), 12)]
     engine.check_quiet()
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 64])
+def test_preemption_does_not_thrash(
+    folder: Path, reference: Reference, num_host_blocks: int
+) -> None:
+    """Eight requests, of which three fit at their full length, cost little more than one at a
+    time: who was preempted waits until another has ended.
+    """
+    engine = Engine(folder, num_device_blocks=24, num_host_blocks=num_host_blocks)
+    prompts = [prompt_of(20, seed) for seed in range(8)]
+    ids = [engine.add(prompt, max_tokens=40) for prompt in prompts]
+    engine.run()
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert engine.tokens(request_id) == [reference.greedy(prompt, 40)]
+    stats = engine.core.stats
+    assert 0 < stats.num_preemptions <= 8
+    assert stats.num_computed_tokens <= 1.5 * sum(len(prompt) + 39 for prompt in prompts)
+    engine.check_quiet()
+
+
+def test_a_prompt_in_parts_gives_the_logits_of_the_whole(folder: Path) -> None:
+    """Computed beside a sequence that decodes, ten tokens a step."""
+    logits = []
+    for max_batch_tokens in (64, 10):
+        engine = Engine(folder, max_batch_tokens=max_batch_tokens)
+        engine.add(prompt_of(4, 1), max_tokens=20)
+        engine.core.step()
+        request_id = engine.add(prompt_of(60, 2), max_tokens=5, record_logits=True)
+        engine.run()
+        output = engine.core.take_output(request_id)
+        assert output is not None
+        logits.append(output.outputs[0].logits)
+    assert max(engine.backend.batch_sizes) == 10
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)

@@ -27,6 +27,7 @@ from plan_author import (
 )
 
 from data_plane import Executor
+from data_plane.pieces import finish
 from kvplane.errors import (
     InvalidRequestError,
     PlanOutOfOrderError,
@@ -112,7 +113,7 @@ def test_layers_written_one_by_one_and_attended_later_agree_with_layer(rig: Rig)
     receipt = rig.executor.write_layer(1, 0, key, value)
     assert rig.author.read_receipt(receipt).plan_number == 1
     want = dense_attention(query, key, value)
-    got = rig.executor.attend(1, 1, query)
+    got = finish(rig.executor.attend(1, 1, query))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 

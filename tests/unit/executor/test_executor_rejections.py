@@ -22,6 +22,7 @@ from plan_author import (
     transfer,
 )
 
+from data_plane.pieces import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BadSignatureError,
@@ -223,7 +224,7 @@ def test_a_layer_is_refused_for(rig: Rig, name: str) -> None:
 def test_a_layer_that_was_not_written_is_not_attended(rig: Rig) -> None:
     rig.start(2, spans=[span(1, 12, 1)])
     with rig.refuses(InvalidRequestError, "layer"):
-        rig.executor.attend(1, 0, Q)
+        finish(rig.executor.attend(1, 0, Q))
 
 
 def test_a_layer_for_another_plan_than_the_latest_is_refused(rig: Rig) -> None:

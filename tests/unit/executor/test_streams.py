@@ -358,8 +358,8 @@ def test_a_fork_of_a_running_plan_is_shown_again_and_goes_on() -> None:
 
 async def test_the_servers_thread_computes_on_a_stream_of_its_own() -> None:
     rig = LateRig()
-    worker = WorkerThread(rig.executor.use_own_stream)
     assert rig.runtime.current_stream() == 0
+    worker = WorkerThread(rig.executor.use_own_stream)
     report = await worker.run(rig.executor.report)
     worker.close()
     assert report[-1].last

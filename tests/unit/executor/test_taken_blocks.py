@@ -13,6 +13,7 @@ import torch
 from data_rig import LAYERS, Rig
 from plan_author import HOST, drop, fork, ref, set_blocks, span, tokens, transfer, truncate
 
+from data_plane.pieces import finish
 from kvplane.errors import StaleGenerationError
 
 SPANS = "plan.spans.sequence_ids[0]"
@@ -44,7 +45,10 @@ QUERY, KEY = tokens(24, 4), tokens(24)
 USES: dict[str, tuple[Callable[[Rig], Any], str]] = {
     "its blocks are not read": (lambda r: r.executor.read_blocks(1, 1, 0, 2), "sequence_id"),
     "not even one": (lambda r: r.executor.read_blocks(1, 1, 1, 1), "sequence_id"),
-    "the last plan does not attend again": (lambda r: r.executor.attend(1, 0, QUERY), SPANS),
+    "the last plan does not attend again": (
+        lambda r: finish(r.executor.attend(1, 0, QUERY)),
+        SPANS,
+    ),
     "nor by its layers": (lambda r: r.executor.layer(1, 0, QUERY, KEY, KEY), SPANS),
     "no span computes it": (lambda r: r.start(2, spans=[span(1, 12, 1)]), SPANS),
     "nor one before what was taken": (lambda r: r.start(2, spans=[span(1, 0, 1)]), SPANS),

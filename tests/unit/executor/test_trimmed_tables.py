@@ -12,6 +12,7 @@ import torch
 from data_rig import LAYERS, Rig
 from plan_author import BLOCK_SIZE, LAYOUT, drop, fork, set_blocks, span, tokens, trim, truncate
 
+from data_plane.pieces import finish
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 
@@ -108,12 +109,12 @@ def test_a_window_that_reaches_a_trimmed_position_is_refused(rig: Rig) -> None:
     for window in (most + 1, 2**31 - 1):
         options = AttentionOptions(sliding_window_tokens=window)
         with rig.refuses(InvalidRequestError, "options.sliding_window_tokens"):
-            rig.executor.attend(1, 0, query, options=options)
+            finish(rig.executor.attend(1, 0, query, options=options))
         with rig.refuses(InvalidRequestError, "in.options.sliding_window_tokens"):
             rig.executor.layer(1, 0, query, key, key, options=options, field="in.")
     poison(rig, [2, 3])
     options = AttentionOptions(sliding_window_tokens=most)
-    assert bool(rig.executor.attend(1, 0, query, options=options).isfinite().all())
+    assert bool(finish(rig.executor.attend(1, 0, query, options=options)).isfinite().all())
 
 
 def test_without_a_window_no_span_of_a_trimmed_table_is_attended() -> None:

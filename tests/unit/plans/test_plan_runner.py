@@ -72,7 +72,7 @@ class Bench:
             self.compute,
             self.verifier,
             self.counters,
-            num_layers=2,
+            layers=(0, 1),
             check_device=self._check_device,
         )
         self.session = self.open(1)

@@ -11,6 +11,7 @@ from registration_messages import LAYOUT, hello, report
 
 from control_plane.planning.config import CoreConfig
 from control_plane.planning.core import ControlPlane
+from control_plane.planning.pools.publications import root_of
 from control_plane.server.registration_server import Registrar
 from kvplane.errors import CancelledError, InvalidRequestError, QuotaExceededError
 from kvplane.serving.access import everything
@@ -114,25 +115,22 @@ async def test_what_a_stream_may_not_say_ends_it(core: ControlPlane, registrar: 
 
 
 async def test_publications_of_steps_that_follow_each_other_go_together(
-    core: ControlPlane, registrar: Registrar, monkeypatch: pytest.MonkeyPatch
+    core: ControlPlane, registrar: Registrar
 ) -> None:
     stream, _ = await joined(registrar)
-    told: list[pb.RegisterResponse] = []
-    monkeypatch.setattr(core, "take_told", lambda: [("pool", 0)])
-    monkeypatch.setattr(core, "take_outgoing", lambda *key: [told.pop()])
-    monkeypatch.setattr(core, "take_told", lambda: [("pool", 0)])
-    heard = []
-    hearing = asyncio.create_task(stream.hear())
-    for index in range(1, 5):
-        indices = columns.pack(INT32, [index])
-        publications = tpb.Publications(tenant="default", indices=indices)
-        told.append(pb.RegisterResponse(publish=pb.PublishBlocks(publications=publications)))
+    pool = core._pools["pool"]
+    slot = pool.open(1, "default", root_of(LAYOUT.fingerprint, "default", ""))
+    for number in range(1, 4):
+        tokens = columns.pack(INT32, [number] * LAYOUT.block_size_tokens)
+        pool.native.begin(slot, number)
+        pool.native.admit(slot, number, tokens, b"", -1, 0, False, 0)
+        pool.native.finish(slot, b"")
+        pool.native.receipted(slot, number)
+        core._touch(pool)
         registrar.flush()
-        if index == 1:  # the stream was idle: it goes at once
-            heard.append(await hearing)
-    heard.append(await stream.hear())
-    indices = [message.publish.publications.indices for message in heard]
-    assert indices == [columns.pack(INT32, [1]), columns.pack(INT32, [2, 3, 4])]
+    publications = (await stream.hear()).publish.publications
+    assert len(columns.read(INT32, publications.indices, "indices")) == 3
+    assert not core.has_announcements()
 
 
 async def test_a_data_plane_that_does_not_read_is_cut_and_hears_what_it_missed(

@@ -34,15 +34,6 @@ def test_weights_of_any_precision_are_loaded_in_the_one_asked_for(
     assert {p.dtype for p in loaded.model.parameters()} == {loader.TORCH_DTYPES[asked]}
 
 
-def test_shards_of_weights_are_put_together(tmp_path: Path) -> None:
-    folder = save(tmp_path / "m", max_shard_size="50KB")
-    assert len(list(folder.glob("*.safetensors"))) > 2
-    loaded: Any = loader.load(folder, "float32").model
-    wanted = tiny_model("llama").state_dict()
-    for name, value in loaded.state_dict().items():
-        assert torch.equal(value, wanted[name]), name
-
-
 def test_experts_in_mxfp4_are_unpacked(tmp_path: Path) -> None:
     """As gpt-oss is published, loaded where there is no kernel for it."""
     folder = save(tmp_path / "m", "gpt_oss", torch.bfloat16)

@@ -15,7 +15,7 @@ from engine.models import loader
 from engine.models.baichuan_tokenizer import BaichuanTokenizer
 from kvplane.errors import InvalidRequestError
 from tests.e2e.engine_planes import ROOT
-from tests.models.test_baichuan import reference, write
+from tests.models.checkpoints.test_baichuan import reference, write
 
 VOCABULARY = 360
 TEXTS = ["the quick brown fox jumps over the lazy dog 345", "百川大模型 你好", "a b  c   d"]

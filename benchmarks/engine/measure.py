@@ -1,0 +1,174 @@
+"""Measures the sides on one workload after the other, and says how they stand."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.engine.share import StepTimes, service_share
+from benchmarks.engine.sides import VOCABULARY, Prompts, Side
+from engine.threads import waiting
+
+# What a ratio of tokens a second is to be, at which batches; None: at all.
+GOALS: tuple[tuple[str, str, float, tuple[int, ...] | None], ...] = (
+    ("embedded", "generate", 1.0, None),
+    ("embedded", "generate_batch", 1.0, None),
+    ("remote", "embedded", 0.8, (8,)),
+)
+PREFIX_GOAL = ("embedded", "generate", 2.0)
+# The service's share of a step is to be at most this, by model and batch.
+SHARE_GOALS = {("31m", 1): 0.20, ("197m", 8): 0.10}
+# Tokens that each prompt is continued by: fewer where a step takes long.
+NUM_NEW = {"tiny": 32, "31m": 48, "197m": 24}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """``batch`` prompts, each of ``prefix`` tokens that all share and a few of its own, continued
+    by ``num_new`` tokens.
+    """
+
+    name: str
+    batch: int
+    prefix: int
+    num_new: int
+
+    def prompts(self, seed: int) -> Prompts:
+        """Of lengths that differ, so that a padded batch has padding."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def tokens(num: int) -> list[int]:
+            return torch.randint(3, VOCABULARY, (num,), generator=generator).tolist()
+
+        prefix = tokens(self.prefix)
+        return [prefix + tokens(5 + (5 * i) % 12) for i in range(self.batch)]
+
+
+@dataclass(slots=True)
+class Row:
+    """Seconds of each side's runs of one workload, and the runs whose tokens are ``generate``'s."""
+
+    model: str
+    workload: Workload
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    num_equal: dict[str, int] = field(default_factory=dict)
+    step_s: dict[str, float] = field(default_factory=dict)
+    """Where a decode step of the embedded engine goes, if it is a side."""
+
+    def tokens_per_s(self, side: str) -> float:
+        """The median run's."""
+        num_tokens = self.workload.batch * self.workload.num_new
+        return num_tokens / statistics.median(self.seconds[side])
+
+    def goals(self) -> list[tuple[str, float, float]]:
+        """What is compared, how it stands, and how it should."""
+        if self.workload.prefix:
+            goals = [PREFIX_GOAL]
+        else:
+            goals = [g[:3] for g in GOALS if g[3] is None or self.workload.batch in g[3]]
+        return [
+            (f"{side} / {other}", self.tokens_per_s(side) / self.tokens_per_s(other), goal)
+            for side, other, goal in goals
+            if side in self.seconds and other in self.seconds
+        ]
+
+    @property
+    def share_goal(self) -> float | None:
+        """What the service's share is to be at most; None for no goal."""
+        if self.workload.prefix:
+            return None
+        return SHARE_GOALS.get((self.model, self.workload.batch))
+
+
+def measure(
+    model: str,
+    workload: Workload,
+    of: dict[str, Side],
+    times: StepTimes | None,
+    num_runs: int,
+    first_seed: int,
+) -> Row:
+    """The first run warms up and is not counted."""
+    row = Row(model, workload, {name: [] for name in of}, dict.fromkeys(of, 0))
+    for run in range(num_runs + 1):
+        prompts = workload.prompts(first_seed + run)
+        wanted: Prompts | None = None
+        for name, side in of.items():
+            began_s = time.perf_counter()
+            tokens = side(prompts, workload.num_new)
+            seconds = time.perf_counter() - began_s
+            wanted = tokens if wanted is None else wanted
+            if run > 0:
+                row.seconds[name].append(seconds)
+                row.num_equal[name] += tokens == wanted
+    if times is not None:
+        row.step_s = times.take(workload.batch)
+    return row
+
+
+def print_row(row: Row) -> None:
+    """A workload's lines: tokens a second by side, then the goals."""
+    name = f"{row.model} {row.workload.name}"
+    print(f"{name:28}" + "".join(f"{row.tokens_per_s(side):>15,.1f}" for side in row.seconds))
+    num_runs = len(next(iter(row.seconds.values())))
+    equal = (f"{row.num_equal[side]}/{num_runs}" for side in row.seconds)
+    print(f"{'  runs with equal tokens':28}" + "".join(f"{each:>15}" for each in equal))
+    for what, ratio, goal in row.goals():
+        print(f"  {what}: {ratio:.2f} (goal: {goal:.1f})")
+    if row.step_s:
+        goal = "" if row.share_goal is None else f" (goal: at most {row.share_goal:.0%})"
+        print(f"  service: {service_share(row.step_s):.1%} of a step{goal}")
+        parts = (f"{part} {1e3 * seconds:.2f}" for part, seconds in row.step_s.items())
+        print(f"  ms of a step: {', '.join(parts)}")
+    sys.stdout.flush()
+
+
+def as_json(rows: Sequence[Row], threads: int, linears: str) -> dict[str, Any]:
+    """The figures, for programs."""
+    return {
+        "machine": {
+            "cpu_count": os.cpu_count(),
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "threads": threads,
+            "waiting": waiting(),
+            "linears": linears,
+        },
+        "rows": [
+            {
+                "model": row.model,
+                "workload": asdict(row.workload),
+                "tokens_per_s": {side: round(row.tokens_per_s(side), 2) for side in row.seconds},
+                "seconds": row.seconds,
+                "num_equal": row.num_equal,
+                "goals": [
+                    {"what": what, "ratio": round(ratio, 3), "goal": goal}
+                    for what, ratio, goal in row.goals()
+                ],
+                "service_share": service_share(row.step_s) if row.step_s else None,
+                "step_ms": {part: 1e3 * seconds for part, seconds in row.step_s.items()},
+                "service_share_goal": row.share_goal,
+            }
+            for row in rows
+        ],
+    }
+
+
+def workloads(model: str, batches: Sequence[int], part: int) -> list[Workload]:
+    """Those of a model: one part of the whole. The largest has no shared prefix, which would
+    take minutes to compute again and again.
+    """
+    num_new = NUM_NEW[model] // part
+    made = [Workload(f"decode, batch {n}", n, 0, num_new) for n in batches]
+    if model != "197m":
+        made.append(Workload("shared prefix, batch 8", 8, 512 // part, 16 // min(part, 4)))
+    return made

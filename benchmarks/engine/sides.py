@@ -1,0 +1,153 @@
+"""The sides: transformers' own ways to generate, and the engine's, over one random model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from benchmarks.engine.share import StepTimes
+from demo.processes import Planes
+from engine import LLM, SamplingParams
+from engine.models.linears import pack_linears
+from kvplane.transformers import PlaneCache, close_planes
+
+VOCABULARY = 8192
+NUM_BLOCKS = 2048  # of 16 tokens
+NUM_PAGES = 128  # of 256 tokens: what transformers takes by itself
+MAX_POSITIONS = 1024
+# hidden, intermediate, layers, heads, KV heads
+MODELS = {
+    "tiny": (64, 128, 2, 4, 2),
+    "31m": (512, 1280, 8, 8, 4),
+    "197m": (1024, 2816, 16, 16, 4),
+}
+
+Prompts = list[list[int]]
+Side = Callable[[Prompts, int], Prompts]
+
+
+def make_model(name: str, folder: Path) -> Path:
+    """Save a random model."""
+    hidden, intermediate, layers, heads, kv_heads = MODELS[name]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model: PreTrainedModel = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, linears: str) -> PreTrainedModel:
+    """For transformers' own sides."""
+    model: PreTrainedModel = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.train(False)
+    if linears == "packed":
+        pack_linears(model)
+    return model
+
+
+def generate(
+    model: PreTrainedModel, prompts: Prompts, num_new: int, *, on_planes: bool = False
+) -> Prompts:
+    """A batch padded on the left."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    how: dict[str, Any] = {"max_new_tokens": num_new, "min_new_tokens": num_new}
+    with ExitStack() as closing:
+        if on_planes:
+            cache = PlaneCache(model, num_device_blocks=NUM_BLOCKS)
+            how["past_key_values"] = closing.enter_context(cache)
+        output: torch.Tensor = model.generate(ids, attention_mask=mask, do_sample=False, **how)
+    return output[:, width:].tolist()
+
+
+def generate_batch(manager: Any, prompts: Prompts, num_new: int) -> Prompts:
+    """Continuous batching, whose manager goes on running."""
+    ids = manager.add_requests(inputs=prompts, max_new_tokens=num_new)
+    tokens: dict[str, list[int]] = {}
+    while len(tokens) < len(ids):
+        result = manager.get_result(timeout=60)
+        if result.is_finished():
+            tokens[result.request_id] = result.generated_tokens
+    return [tokens[request_id] for request_id in ids]
+
+
+def answer(llm: LLM, prompts: Prompts, num_new: int) -> Prompts:
+    """An engine."""
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=num_new, ignore_eos=True))
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@contextmanager
+def sides(
+    folder: Path, chosen: list[str], threads: int, linears: str
+) -> Iterator[tuple[dict[str, Side], StepTimes | None]]:
+    """The chosen sides over one model, all with the same linear layers, and the times of the
+    embedded engine's steps.
+    """
+    times = None
+    of: dict[str, Side] = {}
+    blocks = ["--num-device-blocks", str(NUM_BLOCKS), "--num-threads", str(threads)]
+    with ExitStack() as closing:
+        planes = closing.enter_context(Planes(folder / "logs", ["--model", str(folder), *blocks]))
+        for name in chosen:
+            if name == "generate":
+                of[name] = partial(generate, load(folder, linears))
+            elif name == "generate_batch":
+                manager = closing.enter_context(continuous_batching(load(folder, linears)))
+                of[name] = partial(generate_batch, manager)
+            elif name == "plane_cache":
+                model = load(folder, linears)
+                closing.callback(close_planes, model)
+                with torch.no_grad():
+                    PlaneCache(model, num_device_blocks=NUM_BLOCKS).close()
+                model.set_attn_implementation("kvplane")
+                of[name] = partial(generate, model, on_planes=True)
+            else:
+                own: dict[str, Any] = {}
+                if name == "embedded":
+                    own = {"pool_id": name, "num_device_blocks": NUM_BLOCKS, "num_host_blocks": 0}
+                llm = LLM(
+                    folder,
+                    control_plane=planes.control.address,
+                    data_plane=name,
+                    num_threads=threads,
+                    timeout_s=60.0,
+                    linears=linears,
+                    **own,
+                )
+                of[name] = partial(answer, closing.enter_context(llm))
+                if name == "embedded":
+                    times = StepTimes(llm)
+        yield of, times
+
+
+def continuous_batching(model: PreTrainedModel) -> Any:
+    """Transformers' manager, as a context."""
+    return model.continuous_batching_context_manager(  # type: ignore[operator]
+        generation_config=GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1),
+        continuous_batching_config=ContinuousBatchingConfig(
+            num_blocks=NUM_PAGES, max_batch_tokens=512
+        ),
+        block=True,
+        timeout=5,
+    )

@@ -1,0 +1,207 @@
+"""Measures how an engine's layers get to a data plane: in the same process, through shared memory
+and over gRPC.
+
+    python -m benchmarks.transport [--steps 200] [--threads 1] [--json OUT]
+
+Both planes are processes, but for "embedded". Each side has a session of its own and the same
+decode steps, by turns: a plan, then eight layers of 8 heads of 64, whose tensors are made up. The
+layer's time is the whole of it, attention over 64 tokens included. "between" is how long the engine
+computes between two layers, as it does in its model: the data plane may have gone to sleep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from demo.processes import Planes
+from kvplane import LayerGroup, Layout, ops
+from kvplane.attention_options import AttentionOptions
+from kvplane.sync.loop_thread import LoopThread
+from kvplane.transformers.backend import DataBackend, RemoteBackend
+from kvplane.transformers.embedded import start_planes
+from kvplane.transformers.link import ControlLink
+
+NUM_LAYERS = 8
+NUM_HEADS = 8
+NUM_KV_HEADS = 4
+HEAD_SIZE = 64
+PROMPT_TOKENS = 64
+NUM_DEVICE_BLOCKS = 4096
+TIMEOUT_S = 30.0
+BATCHES = (1, 8, 64)
+BETWEEN_S = (0.0, 0.001)
+LAYOUT = Layout(
+    model_id="benchmark",
+    block_size_tokens=16,
+    dtype="float32",
+    kv_dtype="float32",
+    groups=(LayerGroup("full", tuple(range(NUM_LAYERS)), NUM_KV_HEADS, HEAD_SIZE),),
+)
+
+
+@dataclass
+class Times:
+    """Of one side in one case, in seconds."""
+
+    plan_s: list[float] = field(default_factory=list)
+    layer_s: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    """From the plan's start to the receipt, without what is between the layers."""
+
+
+class Side:
+    """A session, and what carries out its plans."""
+
+    def __init__(self, name: str, link: ControlLink, backend: DataBackend) -> None:
+        self.name = name
+        self._link = link
+        self._backend = backend
+        layout = link.pool_layout(TIMEOUT_S)
+        backend.open(link.open(layout))
+        self._next_id = 1
+
+    def admit(self, num_sequences: int) -> list[int]:
+        """New sequences, with their prompts computed."""
+        ids = list(range(self._next_id, self._next_id + num_sequences))
+        self._next_id += num_sequences
+        prompts = [ops.pack_tokens([i, *range(1, PROMPT_TOKENS)]) for i in ids]
+        plan = self._link.step([ops.admit(*each) for each in zip(ids, prompts, strict=True)]).plan
+        self._run(plan, num_sequences * PROMPT_TOKENS, 0.0, Times())
+        return ids
+
+    def decode(self, ids: list[int], position: int, between_s: float, times: Times) -> None:
+        """One token more of each sequence."""
+        ones = [1] * len(ids)
+        append = ops.appends(ids, [position] * len(ids), ones, ones, ones)
+        self._run(self._link.step([append]).plan, len(ids), between_s, times)
+
+    def free(self, ids: list[int]) -> None:
+        """Give the blocks back."""
+        plan = self._link.step([ops.free(ids)]).plan
+        self._link.add_receipts(self._backend.start(plan).receipts)
+
+    def _run(self, plan: object, num_tokens: int, between_s: float, times: Times) -> None:
+        query = torch.randn(num_tokens, NUM_HEADS, HEAD_SIZE)
+        key, value = (torch.randn(num_tokens, NUM_KV_HEADS, HEAD_SIZE) for _ in range(2))
+        began_s = time.perf_counter()
+        self._backend.start(plan, num_tokens)
+        times.plan_s.append(time.perf_counter() - began_s)
+        layers_s = []
+        for layer in range(NUM_LAYERS):
+            compute(between_s)
+            began_s = time.perf_counter()
+            self._backend.layer(layer, query, key, value, options=AttentionOptions())
+            layers_s.append(time.perf_counter() - began_s)
+        times.layer_s += layers_s
+        times.step_s.append(times.plan_s[-1] + sum(layers_s))
+        self._link.add_receipts(self._backend.finish())
+
+
+def compute(seconds: float) -> None:
+    """Keep this thread busy."""
+    end_s = time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        pass
+
+
+@contextmanager
+def sides(num_threads: int) -> Iterator[list[Side]]:
+    """All sides, over planes of their own."""
+    with ExitStack() as closing, tempfile.TemporaryDirectory() as folder:
+        loop = LoopThread("benchmark")
+        closing.callback(loop.close)
+        address, embedded = start_planes(
+            closing,
+            LAYOUT,
+            pool_id="default",
+            num_device_blocks=NUM_DEVICE_BLOCKS,
+            num_threads=num_threads,
+            start_timeout_s=TIMEOUT_S,
+        )
+        layout = Path(folder) / "layout.json"
+        layout.write_text(json.dumps(asdict(LAYOUT)))
+        flags = ["--layout", str(layout), "--num-device-blocks", str(NUM_DEVICE_BLOCKS)]
+        flags += ["--num-threads", str(num_threads)]
+        planes = closing.enter_context(Planes(Path(folder), flags))
+        backends: list[tuple[str, str, DataBackend]] = [("embedded", address, embedded)]
+        for name, shared_memory in (("shared memory", True), ("grpc", False)):
+            remote = RemoteBackend(loop, TIMEOUT_S, shared_memory=shared_memory)
+            closing.callback(remote.stop)
+            backends.append((name, planes.control.address, remote))
+        found = []
+        for name, address, backend in backends:
+            link = ControlLink(loop, address, "default", TIMEOUT_S)
+            closing.callback(link.close)
+            found.append(Side(name, link, backend))
+        yield found
+
+
+def measure(of: Sequence[Side], batch: int, between_s: float, num_steps: int) -> dict[str, Times]:
+    """Steps of all sides, by turns. The first tenth warms up and is not counted."""
+    times = {side.name: Times() for side in of}
+    ids = {side.name: side.admit(batch) for side in of}
+    for step in range(num_steps + num_steps // 10):
+        for side in of:
+            counted = times[side.name] if step >= num_steps // 10 else Times()
+            side.decode(ids[side.name], PROMPT_TOKENS + step, between_s, counted)
+    for side in of:
+        side.free(ids[side.name])
+    return times
+
+
+def quantile_us(seconds: Sequence[float], quantile: float) -> float:
+    """By the nearest rank, in microseconds."""
+    ordered = sorted(seconds)
+    return 1e6 * ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
+
+
+def cells(texts: Sequence[str]) -> str:
+    """The columns of figures."""
+    return "".join(f"{text:>11}" for text in texts)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print as it goes, write the JSON."""
+    parser = argparse.ArgumentParser(description="Measure the transports of a layer.")
+    parser.add_argument("--steps", type=int, default=200, help="decode steps of each case")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a kernel")
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="sizes of batches")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    rows = []
+    with sides(arguments.threads) as of:
+        heads = ("layer p10", "p50", "p99", "plan p50", "step p50")
+        print(f"{'microseconds':44}{cells(heads)}")
+        for batch in map(int, arguments.batches.split(",")):
+            for between_s in BETWEEN_S:
+                name = f"batch {batch}, {1000 * between_s:g} ms between"
+                for side, times in measure(of, batch, between_s, arguments.steps).items():
+                    row = {
+                        "layer_p10": quantile_us(times.layer_s, 0.1),
+                        "layer_p50": quantile_us(times.layer_s, 0.5),
+                        "layer_p99": quantile_us(times.layer_s, 0.99),
+                        "plan_p50": quantile_us(times.plan_s, 0.5),
+                        "step_p50": quantile_us(times.step_s, 0.5),
+                    }
+                    figures = cells([f"{figure:,.0f}" for figure in row.values()])
+                    print(f"{name:28}{side:16}{figures}", flush=True)
+                    rows.append({"case": name, "side": side, "unit": "us", **row})
+    if arguments.json is not None:
+        machine = {"cpu_count": os.cpu_count(), "python": platform.python_version()}
+        arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

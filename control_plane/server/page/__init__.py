@@ -1,0 +1,1 @@
+"""A page that shows, live, what the pools hold: read-only, over HTTP, for a browser."""

@@ -1,0 +1,212 @@
+"""One execution stream's session, plan and shared memory, whichever way its messages come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from data_plane.executor import Executor
+from data_plane.kernels.cuda_streams import device_errors
+from data_plane.memory.upload import upload
+from data_plane.pieces import Pieces
+from data_plane.server.local.region import Region
+from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import InvalidRequestError
+from kvplane.transport.local import packets
+from kvplane.v1 import data_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol
+
+PIECE_S: Final = 0.01
+"""How long a long layer keeps the thread at a time."""
+_MAX_KNOWN_LAYERS: Final = 1024
+
+
+@dataclass(slots=True)
+class _Layer:
+    """A LayerInput that was read, and its answer: that is all but a receipt, and but an output that
+    has no range in the region.
+    """
+
+    index: int
+    query: torch.Tensor | None
+    key: torch.Tensor
+    value: torch.Tensor
+    options: AttentionOptions
+    output: torch.Tensor | None
+    """The output's range."""
+    answer: pb.LayerOutput
+    packet: bytes = b""
+
+
+class ExecuteStream:
+    """Used on the worker thread."""
+
+    def __init__(self, executor: Executor, tenant: str | None) -> None:
+        """``tenant``: the caller's; None where callers do not say who they are."""
+        self.session_id = 0
+        """The session that it was opened for; 0 before."""
+        self._executor = executor
+        self._tenant = tenant
+        self._plan_number: int | None = None
+        self._region: Region | None = None
+        # Layers by the packet that asked for them: a step sends the packets of the step before
+        # again, as long as its tensors have the same shapes.
+        self._known: dict[bytes, _Layer] = {}
+
+    def use_region(self, region: Region | None) -> None:
+        """Let messages refer to ``region``, and to no other."""
+        self._region = region
+        self._known.clear()
+
+    def answer(self, request: pb.ExecuteRequest) -> Pieces[pb.ExecuteResponse]:
+        """Raises KvplaneError."""
+        kind = request.WhichOneof("message")
+        if kind == "open":
+            return self._open(request.open)
+        if kind == "plan":
+            return self._start(request)
+        if kind == "layer":
+            layer = self._read(request.layer)
+            output, receipt = yield from self._run(layer)
+            return _response(layer, output, receipt)
+        raise InvalidRequestError(
+            "must be open, plan or layer: other messages are unknown to this data plane, or not "
+            "served here",
+            field="message",
+        )
+
+    def answer_packet(self, packet: bytes) -> Pieces[bytes]:
+        """The answer to a packet of the local socket. Raises KvplaneError."""
+        layer = self._known.get(packet)
+        if layer is None:
+            request = packets.parse(pb.ExecuteRequest, packet)
+            if not request.HasField("layer"):
+                return (yield from self.answer(request)).SerializeToString()
+            layer = self._read(request.layer, is_local=True)
+            layer.packet = pb.ExecuteResponse(output=layer.answer).SerializeToString()
+            if len(self._known) >= _MAX_KNOWN_LAYERS:
+                self._known.clear()
+            self._known[packet] = layer
+        output, receipt = yield from self._run(layer)
+        if receipt is None:
+            return layer.packet
+        return _response(layer, output, receipt).SerializeToString()
+
+    def _open(self, request: pb.OpenExecution) -> pb.ExecuteResponse:
+        version = protocol.negotiate(request.protocol, field="open.protocol")
+        session_id = self._executor.open(request.grant, tenant=self._tenant)
+        self.session_id, self._plan_number = session_id, None
+        opened = pb.ExecutionOpened(protocol_version=version, layers=self._executor.layers)
+        return pb.ExecuteResponse(opened=opened)
+
+    def _start(self, request: pb.ExecuteRequest) -> pb.ExecuteResponse:
+        self._plan_number = None
+        if not self.session_id:
+            raise InvalidRequestError(
+                "the stream is not open: send an open message first", field="open"
+            )
+        started = self._executor.start(self.session_id, request.plan)
+        self._plan_number = started.number
+        return pb.ExecuteResponse(
+            started=pb.PlanStarted(
+                plan_number=started.number,
+                num_tokens=started.num_tokens,
+                finished=started.had_run,
+                receipt=started.receipt,
+            )
+        )
+
+    def _read(self, request: pb.LayerInput, *, is_local: bool = False) -> _Layer:
+        """``is_local``: the tensors and the output have to be in the region."""
+        self._running()
+        query = None
+        if request.HasField("query"):
+            query = self._tensor(request.query, "layer.query", is_local)
+        key = self._tensor(request.key, "layer.key", is_local)
+        value = self._tensor(request.value, "layer.value", is_local)
+        options = attention_options(request.options, "layer.options")
+        layer = pb.LayerOutput(layer=request.layer)
+        output = None
+        if query is not None and (is_local or request.HasField("output")):
+            if not query.dim() == value.dim() == 3:
+                raise InvalidRequestError("must have three dimensions", field="layer.query")
+            shape = (*query.shape[:2], value.shape[2])
+            output = self._shared("layer.output").view(
+                request.output, query.dtype, shape, "layer.output"
+            )
+            there = tpb.Tensor(dtype=request.query.dtype, shape=shape, memory=request.output)
+            layer.output.CopyFrom(there)
+        return _Layer(request.layer, query, key, value, options, output, layer)
+
+    def _run(self, layer: _Layer) -> Pieces[tuple[torch.Tensor | None, tpb.SignedPayload | None]]:
+        """The output, None where it is in the region, and the receipt."""
+        session_id, plan_number = self._running()
+        executor = self._executor
+        query, key, value = layer.query, layer.key, layer.value
+        if executor.device.type != "cpu":
+            with device_errors():
+                query = None if query is None else _on(query, executor.device)
+                key, value = _on(key, executor.device), _on(value, executor.device)
+        output = yield from executor.layer_pieces(
+            session_id,
+            layer.index,
+            (query, key, value),
+            layer.options,
+            plan_number,
+            "layer.",
+            PIECE_S,
+        )
+        if layer.output is not None and output is not None:
+            with device_errors():
+                layer.output.copy_(output)
+            output = None
+        return output, executor.receipt(session_id)
+
+    def _running(self) -> tuple[int, int]:
+        """The session's id, and the number of the plan that layers belong to."""
+        if self._plan_number is None:
+            raise InvalidRequestError(
+                "no plan was started on this stream: send a plan before its layers", field="layer"
+            )
+        return self.session_id, self._plan_number
+
+    def _tensor(self, message: tpb.Tensor, field: str, is_local: bool) -> torch.Tensor:
+        """On the CPU where it is in the region, otherwise on the executor's device."""
+        if is_local or message.HasField("memory"):
+            return self._shared(f"{field}.memory").tensor(message, field)
+        return tensor_from_message(message, self._executor.device, field=field)
+
+    def _shared(self, field: str) -> Region:
+        if self._region is None:
+            raise InvalidRequestError(
+                "names shared memory, but no region was agreed with this client: send the elements "
+                "as data",
+                field=field,
+            )
+        return self._region
+
+
+def attention_options(message: pb.AttentionOptions, field: str) -> AttentionOptions:
+    """Raises InvalidRequestError naming the part of ``field``."""
+    protocol.refuse_unknown_fields(message, field=field)
+    return AttentionOptions.from_proto(message, field=field)
+
+
+def _response(
+    layer: _Layer, output: torch.Tensor | None, receipt: tpb.SignedPayload | None
+) -> pb.ExecuteResponse:
+    response = pb.ExecuteResponse(output=layer.answer)
+    if output is not None:
+        response.output.output.CopyFrom(tensor_to_message(output))
+    if receipt is not None:
+        response.output.receipt.CopyFrom(receipt)
+    return response
+
+
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Elsewhere already, or uploaded."""
+    return tensor if tensor.device == device or not tensor.numel() else upload([tensor], device)[0]

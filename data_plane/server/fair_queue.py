@@ -1,0 +1,95 @@
+"""Whose command runs next on a thread that all share: of those who wait, that caller's who has used
+the least time, and of a caller's sessions the one that has.
+
+A caller that comes after a pause begins at the time that those who wait have used: a pause earns no
+credit. What a command will take is not known before it has run, so it counts afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Hashable
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Lane(NamedTuple):
+    """Whose commands run in the order in which they came. ``caller``: a tenant, or a connection."""
+
+    caller: str
+    session_id: int = 0
+
+
+class FairQueue(Generic[T]):
+    """Commands of many lanes. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._first: deque[T] = deque()
+        self._waiting: dict[Lane, deque[T]] = {}
+        self._of_callers = _Used()
+        self._of_lanes = _Used()
+
+    def __len__(self) -> int:
+        return len(self._first) + sum(map(len, self._waiting.values()))
+
+    def put(self, lane: Lane | None, command: T) -> None:
+        """Add a command. Those of no lane run before all others."""
+        if lane is None:
+            self._first.append(command)
+            return
+        if lane not in self._waiting:
+            self._waiting[lane] = deque()
+            self._of_callers.begin(lane.caller)
+            self._of_lanes.begin(lane)
+        self._waiting[lane].append(command)
+
+    def put_back(self, lane: Lane | None, command: T) -> None:
+        """Add the rest of a command, before the others of its lane."""
+        self.put(lane, command)
+        waiting = self._first if lane is None else self._waiting[lane]
+        waiting.rotate()
+
+    def take(self) -> tuple[Lane | None, T]:
+        """Remove the next command. There must be one."""
+        if self._first:
+            return None, self._first.popleft()
+        lane = min(
+            self._waiting, key=lambda each: (self._of_callers[each.caller], self._of_lanes[each])
+        )
+        waiting = self._waiting[lane]
+        command = waiting.popleft()
+        if not waiting:
+            del self._waiting[lane]
+        return lane, command
+
+    def charge(self, lane: Lane | None, seconds: float) -> None:
+        """The last command of the lane has run for so long."""
+        if lane is not None:
+            self._of_callers.charge(lane.caller, seconds, {each.caller for each in self._waiting})
+            self._of_lanes.charge(lane, seconds, self._waiting.keys())
+
+
+class _Used:
+    """Seconds that each has used, beyond what all had used when it began."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[Hashable, float] = {}
+        self._least = 0.0  # of those who waited when the last command ended
+
+    def __getitem__(self, who: Hashable) -> float:
+        return self._seconds[who]
+
+    def begin(self, who: Hashable) -> None:
+        self._seconds[who] = max(self._seconds.get(who, 0.0), self._least)
+
+    def charge(self, who: Hashable, seconds: float, waiting: Collection[Hashable]) -> None:
+        self._seconds[who] = self._seconds.get(who, self._least) + seconds
+        if waiting:
+            self._least = max(self._least, min(self._seconds[each] for each in waiting))
+        else:
+            self._least = max(self._seconds.values())
+        # Who has used no more than that begins there anyway.
+        for each in [each for each, used in self._seconds.items() if used <= self._least]:
+            if each not in waiting:
+                del self._seconds[each]

@@ -1,0 +1,102 @@
+"""One client on this machine: its socket and its region, until either side ends them."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from data_plane.executor import Executor
+from data_plane.pieces import Pieces
+from data_plane.server.execute_stream import ExecuteStream
+from data_plane.server.local.region import Region
+from kvplane.errors import InternalError, KvplaneError
+from kvplane.serving.logs import frames_of
+from kvplane.transport.local import packets
+from kvplane.v1 import data_pb2 as pb
+from kvplane.wire.error_messages import to_wire
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+
+class LocalConnection:
+    """Used on the worker thread."""
+
+    def __init__(
+        self,
+        peer: socket.socket,
+        region: Region,
+        stream: ExecuteStream,
+        executor: Executor,
+        *,
+        admit: Callable[[], None],
+        on_error: Callable[[KvplaneError], None],
+        on_end: Callable[[LocalConnection], None],
+    ) -> None:
+        """``admit`` raises for a caller that may call no more. ``on_error`` gets every error that
+        is answered; ``on_end`` is called once, before the socket is closed.
+        """
+        self.stream = stream
+        self.session_id = stream.session_id
+        self._peer = peer
+        self._executor = executor
+        self._admit = admit
+        self._on_error = on_error
+        self._on_end = on_end
+        self._has_ended = False
+        stream.use_region(region)
+
+    def fileno(self) -> int:
+        """Of the socket."""
+        return self._peer.fileno()
+
+    def serve(self) -> Pieces[None]:
+        """Answer one packet, if one has come. A peer that went away, or does not take its answers,
+        ends the connection and harms nobody else.
+        """
+        if self._has_ended:
+            return
+        try:
+            packet = packets.receive(self._peer)
+            if packet is not None:
+                packets.send(self._peer, (yield from self._answer(packet)))
+        except OSError:
+            self.end()
+
+    def end(self) -> None:
+        """Close the socket and forget the region. Harmless when called again."""
+        if not self._has_ended:
+            self._has_ended = True
+            self.stream.use_region(None)
+            self._on_end(self)
+            self._peer.close()
+
+    def end_if_due(self) -> None:
+        """End when the session has, and when the caller is no longer admitted."""
+        try:
+            self._admit()
+        except KvplaneError:
+            self.end()
+        if not self._is_of_session():
+            self.end()
+
+    def _is_of_session(self) -> bool:
+        """Whether the region's session is open, and the stream's."""
+        session_id = self.session_id
+        return session_id == self.stream.session_id and self._executor.is_open(session_id)
+
+    def _answer(self, packet: bytes) -> Pieces[bytes]:
+        try:
+            self._admit()
+            return (yield from self.stream.answer_packet(packet))
+        except Exception as error:
+            if isinstance(error, KvplaneError):
+                self._on_error(error)
+                public = error
+            else:
+                _LOGGER.error("unexpected error method=local error=%s", frames_of(error))
+                public = InternalError("internal error; the server's log has more")
+            if isinstance(public, InternalError):
+                self._executor.device_watch.check()  # copies are not commands of the executor
+            return pb.ExecuteResponse(error=to_wire(public)).SerializeToString()

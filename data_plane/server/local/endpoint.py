@@ -1,0 +1,287 @@
+"""Lets clients on this machine go on without gRPC, with regions of memory that both have mapped.
+
+    Execute stream (gRPC)  ── offer: path, secret ──►  client
+    Unix socket            ◄── join: secret ─────────  same user only
+                           ─── region, sealed ──────►
+
+An offer names one execution, to the caller that opened it over gRPC, once. The region ends with the
+execution's session, its stream or its socket, or when the caller is no longer admitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from data_plane.executor import Executor
+from data_plane.pieces import Pieces
+from data_plane.server.execute_stream import ExecuteStream
+from data_plane.server.fair_queue import Lane
+from data_plane.server.local.connection import LocalConnection
+from data_plane.server.local.region import REGION_ID, Region
+from data_plane.server.worker_thread import WorkerThread
+from kvplane.errors import (
+    InternalError,
+    InvalidRequestError,
+    KvplaneError,
+    QuotaExceededError,
+    UnauthenticatedError,
+)
+from kvplane.transport.local import packets
+from kvplane.v1 import data_pb2 as pb
+from kvplane.wire.error_messages import to_wire
+
+MAX_REGIONS_PER_SESSION: Final = 4
+_MAX_JOINING: Final = 64
+_JOIN_S: Final = 2.0
+_OFFER_S: Final = 10.0
+_SWEEP_INTERVAL_S: Final = 0.5
+_NAME: Final = "socket"
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    stream: ExecuteStream
+    admit: Callable[[], None]
+    payer: str
+    expires_s: float
+
+
+class LocalEndpoint:
+    """Clients are accepted on the event loop, and served on the worker thread."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        worker: WorkerThread,
+        *,
+        folder: Path | None,
+        num_regions: int,
+        region_bytes: int,
+        on_error: Callable[[KvplaneError], None],
+    ) -> None:
+        """``folder``: where the socket's folder is made; None for the system's temporary files.
+        ``num_regions``: of ``region_bytes`` each, at the same time. ``on_error``: called on the
+        worker thread with what clients are answered.
+
+        Raises InvalidRequestError when there can be no socket in ``folder``.
+        """
+        self.num_packets = 0
+        """Packets answered."""
+        self._executor = executor
+        self._worker = worker
+        self._num_regions = num_regions
+        self._region_bytes = region_bytes
+        self._on_error = on_error
+        self._host_id = packets.host_id()
+        self._offers: dict[bytes, _Offer] = {}
+        self._joining: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._connections: dict[ExecuteStream, LocalConnection] = {}
+        self._folder, self._listener = _listen(folder)
+        self._sweeper: asyncio.Task[None] | None = None
+
+    @property
+    def num_regions(self) -> int:
+        """Regions in use."""
+        return len(self._connections)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the regions in use."""
+        return len(self._connections) * self._region_bytes
+
+    def start(self) -> None:
+        """Accept clients on the running event loop."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._listener.fileno(), self._accept)
+        self._sweeper = loop.create_task(self._sweep_often())
+
+    def stop(self) -> None:
+        """Accept no more, end all connections, and remove the socket. Harmless when called
+        again.
+        """
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+            self._worker.post(self._end_all)
+        for peer in list(self._joining):
+            self._no_longer_joining(peer).close()
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def offer(
+        self, stream: ExecuteStream, host_id: str, admit: Callable[[], None], payer: str
+    ) -> pb.LocalOffer | None:
+        """What lets the caller of ``stream`` join; None for one on another machine. ``admit``
+        raises once the caller may call no more. ``payer``: whose time its commands use.
+        """
+        if not host_id or host_id != self._host_id:
+            return None
+        self.withdraw(stream)
+        secret = secrets.token_bytes(packets.SECRET_BYTES)
+        self._offers[secret] = _Offer(stream, admit, payer, time.monotonic() + _OFFER_S)
+        return pb.LocalOffer(socket_path=str(self._folder / _NAME), secret=secret)
+
+    def withdraw(self, stream: ExecuteStream) -> None:
+        """End what was offered for ``stream``, taken or not."""
+        for secret, offer in list(self._offers.items()):
+            if offer.stream is stream:
+                del self._offers[secret]
+        self._worker.post(partial(self._end, stream))
+
+    def _accept(self) -> None:
+        """Let one process of this user say which offer it takes, for a while."""
+        try:
+            peer, _ = self._listener.accept()
+        except OSError:
+            return
+        peer.setblocking(False)
+        if len(self._joining) >= _MAX_JOINING or not packets.is_same_user(peer):
+            peer.close()
+            return
+        loop = asyncio.get_running_loop()
+        loop.add_reader(peer.fileno(), self._greet, peer)
+        self._joining[peer] = loop.call_later(
+            _JOIN_S, lambda: self._no_longer_joining(peer).close()
+        )
+
+    def _greet(self, peer: socket.socket) -> None:
+        """The client's first packet is there, or its end."""
+        self._no_longer_joining(peer)
+        try:
+            packet = packets.receive(peer)
+        except OSError:
+            packet = None
+        if packet is None:
+            peer.close()
+        else:
+            self._worker.post(partial(self._join, peer, packet))
+
+    def _no_longer_joining(self, peer: socket.socket) -> socket.socket:
+        self._joining.pop(peer).cancel()
+        asyncio.get_running_loop().remove_reader(peer.fileno())
+        return peer
+
+    # On the worker thread.
+
+    def _join(self, peer: socket.socket, packet: bytes) -> None:
+        """Give the client a region, or say why not."""
+        try:
+            offer = self._take(packet)
+            region = self._new_region(offer.stream)
+        except KvplaneError as error:
+            self._on_error(error)
+            refusal = pb.ExecuteResponse(error=to_wire(error)).SerializeToString()
+            with peer, suppress(OSError):
+                packets.send(peer, refusal)
+            return
+        shared = pb.MemoryRegion(region_id=REGION_ID, size_bytes=region.size_bytes)
+        joined = pb.ExecuteResponse(joined=pb.ExecutionJoined(regions=[shared]))
+        connection = LocalConnection(
+            peer,
+            region,
+            offer.stream,
+            self._executor,
+            admit=offer.admit,
+            on_error=self._on_error,
+            on_end=self._forget,
+        )
+        self._connections[offer.stream] = connection
+        lane = Lane(offer.payer, connection.session_id)
+        self._worker.watch(peer.fileno(), lane, partial(self._serve, connection))
+        try:
+            socket.send_fds(peer, [joined.SerializeToString()], [region.fd], packets.NO_WAIT)
+        except OSError:
+            connection.end()
+        finally:
+            region.close_fd()
+
+    def _take(self, packet: bytes) -> _Offer:
+        """The offer that a packet names, which is then taken. Raises KvplaneError."""
+        join = packets.parse(pb.ExecuteRequest, packet).join
+        offer = self._offers.pop(join.secret, None)
+        if offer is None or offer.expires_s < time.monotonic():
+            raise UnauthenticatedError(
+                "is no offer's, or of one that was taken or is too old: open another execution",
+                field="join.secret",
+            )
+        offer.admit()
+        return offer
+
+    def _new_region(self, stream: ExecuteStream) -> Region:
+        """Raises QuotaExceededError, and InternalError when the system has no memory."""
+        of_session = [c for c in self._connections.values() if c.session_id == stream.session_id]
+        if len(of_session) >= MAX_REGIONS_PER_SESSION:
+            raise QuotaExceededError(
+                f"a session may have {MAX_REGIONS_PER_SESSION} regions", field="join"
+            )
+        if len(self._connections) >= self._num_regions:
+            raise QuotaExceededError(
+                f"all {self._num_regions} regions of this data plane are in use", field="join"
+            )
+        try:
+            return Region(self._region_bytes)
+        except OSError as error:
+            raise InternalError(f"no shared memory: {error}") from error
+
+    def _serve(self, connection: LocalConnection) -> Pieces[None]:
+        self.num_packets += 1
+        return connection.serve()
+
+    def _end(self, stream: ExecuteStream) -> None:
+        if stream in self._connections:
+            self._connections[stream].end()
+
+    def _end_all(self) -> None:
+        for connection in list(self._connections.values()):
+            connection.end()
+
+    def _forget(self, connection: LocalConnection) -> None:
+        del self._connections[connection.stream]
+        self._worker.unwatch(connection.fileno())
+
+    def _sweep(self) -> None:
+        """End the connections of ended sessions and of callers that are no longer admitted."""
+        for connection in list(self._connections.values()):
+            connection.end_if_due()
+
+    async def _sweep_often(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_INTERVAL_S)
+            now_s = time.monotonic()
+            for secret, offer in list(self._offers.items()):
+                if offer.expires_s < now_s:
+                    self._offers.pop(secret, None)
+            if self._connections:
+                self._worker.post(self._sweep)
+
+
+def _listen(folder: Path | None) -> tuple[Path, socket.socket]:
+    """A folder for this user alone, and the socket that listens in it."""
+    try:
+        own = Path(tempfile.mkdtemp(prefix="kvplane-", dir=folder))
+        listener = packets.new_socket()
+        try:
+            listener.bind(str(own / _NAME))
+            listener.listen()
+        except BaseException:
+            listener.close()
+            shutil.rmtree(own, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise InvalidRequestError(
+            f"there can be no Unix socket in {folder or tempfile.gettempdir()}: {error}",
+            field="local_folder",
+        ) from error
+    return own, listener

@@ -1,0 +1,30 @@
+"""Torch's threads. Without torch, so that it can be called before torch is imported."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+# Turns of GNU OpenMP's waiting loop, some 50 µs, as long as the threads of our own kernels wait.
+_SPIN: Final = "5000"
+_VARIABLES: Final = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
+
+def tune_torch(num_threads: int) -> None:
+    """Choose how long torch's ``num_threads`` threads (0: one for each CPU) wait for work before
+    they sleep, unless the environment does. Works before torch is imported.
+
+    By default they wait for milliseconds, which is right where each thread of torch and each of
+    our own kernels can have a CPU: waking them takes longer than a layer's attention. Where there
+    are fewer CPUs, those that wait would keep the others from working.
+    """
+    num_cpus = len(os.sched_getaffinity(0))
+    num_both = 2 * (num_threads or num_cpus) - 1  # the calling thread works in both
+    if num_both > num_cpus and not any(name in os.environ for name in _VARIABLES):
+        os.environ["GOMP_SPINCOUNT"] = _SPIN
+
+
+def waiting() -> str:
+    """How torch's threads wait, for the log: ``NAME=value`` of what the environment says."""
+    said = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+    return " ".join(said) or "GOMP_SPINCOUNT=default"

@@ -1,0 +1,170 @@
+"""The client's end of a local execution: its socket, and the region for its tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import mmap
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from kvplane.errors import (
+    DeadlineExceededError,
+    InternalError,
+    PlaneUnavailableError,
+)
+from kvplane.transport.local import packets
+from kvplane.transport.local.spin import Spin
+from kvplane.v1 import data_pb2 as pb
+from kvplane.wire.error_messages import from_wire
+
+_JOIN_S: Final = 2.0
+# For how long an answer is looked for before this thread sleeps; on an event loop, which serves
+# others too, it is shorter.
+_SPIN_S: Final = 0.002
+_SPIN_ON_LOOP_S: Final = 0.0002
+
+
+class LocalConnection:
+    """Made by ``join``. Whatever might break the order of requests and answers, such as a wait that
+    was given up, closes the connection, and every further call raises PlaneUnavailableError.
+    """
+
+    def __init__(self, peer: socket.socket, region_id: int, memory: mmap.mmap) -> None:
+        self.region_id = region_id
+        self.memory = memory
+        self._peer: socket.socket | None = peer
+        self._spin, self._spin_on_loop = Spin(_SPIN_S), Spin(_SPIN_ON_LOOP_S)
+        self._poll = select.poll()
+        self._poll.register(peer, select.POLLIN)
+
+    @classmethod
+    async def join(cls, offer: pb.LocalOffer) -> LocalConnection:
+        """Take a data plane's offer. Raises OSError where its socket or its memory cannot be had,
+        and the KvplaneError that it answers.
+        """
+        peer = packets.new_socket()
+        try:
+            peer.connect(offer.socket_path)
+            if not packets.is_same_user(peer):
+                raise PermissionError("the socket is another user's")
+            join = pb.ExecuteRequest(join=pb.JoinExecution(secret=offer.secret))
+            packets.send(peer, join.SerializeToString())
+            async with asyncio.timeout(_JOIN_S):
+                await _readable(peer)
+            return cls(peer, *_read_joined(peer))
+        except BaseException:
+            peer.close()
+            raise
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests can be sent, as far as this side knows."""
+        return self._peer is not None
+
+    def place(self, sizes_bytes: Sequence[int]) -> list[int] | None:
+        """Where in the region ranges of these sizes are put, one after another; None if they do not
+        fit.
+        """
+        offsets, end = [], 0
+        for size_bytes in sizes_bytes:
+            offsets.append(end)
+            end += -(-size_bytes // packets.ALIGNMENT_BYTES) * packets.ALIGNMENT_BYTES
+        return offsets if end <= len(self.memory) else None
+
+    def send(self, packet: bytes) -> None:
+        """Send a request. Raises PlaneUnavailableError when the connection ended."""
+        try:
+            packets.send(self._open_peer(), packet)
+        except OSError as error:
+            self.close()
+            raise PlaneUnavailableError(f"the local connection broke: {error}") from error
+
+    def receive(self, timeout_s: float) -> bytes:
+        """The answer to the oldest request that has none, waited for by this thread. Raises
+        PlaneUnavailableError when the connection ended, and DeadlineExceededError.
+        """
+        try:
+            peer = self._open_peer()
+            deadline_s = time.monotonic() + timeout_s
+            while (answer := self._receive(peer, self._spin)) is None:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise DeadlineExceededError(f"no answer within {timeout_s:g} s")
+                self._poll.poll(1000 * left_s)
+            return answer
+        except BaseException:
+            self.close()
+            raise
+
+    async def receive_soon(self) -> bytes:
+        """``receive`` on an event loop, without a deadline: cancel it."""
+        try:
+            peer = self._open_peer()
+            while (answer := self._receive(peer, self._spin_on_loop)) is None:
+                await _readable(peer)
+            return answer
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the connection; the data plane then forgets the region."""
+        peer, self._peer = self._peer, None
+        if peer is not None:
+            peer.close()
+
+    def _open_peer(self) -> socket.socket:
+        if self._peer is None:
+            raise PlaneUnavailableError("the local connection has ended")
+        return self._peer
+
+    def _receive(self, peer: socket.socket, spin: Spin) -> bytes | None:
+        """An answer, if it comes soon."""
+        if not spin.look(self._look):
+            return None
+        try:
+            return packets.receive(peer)
+        except OSError as error:
+            raise PlaneUnavailableError(f"the local connection broke: {error}") from error
+
+    def _look(self) -> list[tuple[int, int]]:
+        return self._poll.poll(0)
+
+
+async def _readable(peer: socket.socket) -> None:
+    """Wait until there is something to read."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(peer.fileno(), ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(peer.fileno())
+
+
+def _read_joined(peer: socket.socket) -> tuple[int, mmap.mmap]:
+    """The region that the data plane gives. Raises as ``join``."""
+    packet, fds, _, _ = socket.recv_fds(peer, packets.MAX_PACKET_BYTES, 1)
+    try:
+        answer = packets.parse(pb.ExecuteResponse, packet)
+        if answer.HasField("error"):
+            raise from_wire(answer.error)
+        regions = [r for r in answer.joined.regions if not r.cuda_ipc_handle]
+        if len(regions) != 1 or len(fds) != 1:
+            raise InternalError(f"expected one region, got {len(regions)} and {len(fds)} files")
+        size_bytes = regions[0].size_bytes
+        seals = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS)
+        if os.fstat(fds[0]).st_size != size_bytes or not seals & fcntl.F_SEAL_SHRINK:
+            raise InternalError("the region is not what the data plane says it is")
+        return regions[0].region_id, mmap.mmap(fds[0], size_bytes)
+    finally:
+        for fd in fds:
+            os.close(fd)

@@ -1,0 +1,76 @@
+"""A layer's messages where its tensors are in a region."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvplane.attention_options import AttentionOptions
+from kvplane.layout import dtype_to_wire
+from kvplane.tensor import Tensor
+from kvplane.transport.local import packets
+from kvplane.transport.local.connection import LocalConnection
+from kvplane.v1 import data_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLayer:
+    """What is sent for a layer, and where its tensors are in the region: query, key, value and
+    output, by offset and shape; the first and the last are None without a query.
+    """
+
+    packet: bytes
+    usual: bytes
+    """The answer, but for a receipt."""
+    dtype: str
+    query: tuple[int, Shape] | None
+    key: tuple[int, Shape]
+    value: tuple[int, Shape]
+    output: tuple[int, Shape] | None
+
+    @classmethod
+    def make(
+        cls,
+        connection: LocalConnection,
+        index: int,
+        dtype: str,
+        query: Shape | None,
+        key: Shape,
+        value: Shape,
+        options: AttentionOptions,
+    ) -> LocalLayer | None:
+        """For tensors of these shapes. None when they do not fit the region, or are not what a
+        layer takes: such a layer goes over gRPC, where it is refused.
+        """
+        if any(len(shape) != 3 for shape in (query or key, key, value)):
+            return None
+        shapes = [key, value] if query is None else [key, value, query, (*query[:2], value[2])]
+        offsets = connection.place([Tensor.size_bytes(dtype, shape) for shape in shapes])
+        if offsets is None:
+            return None
+        key_there, value_there, *rest = zip(offsets, shapes, strict=True)
+        request = pb.LayerInput(layer=index, options=options.to_proto())
+        answer = pb.LayerOutput(layer=index)
+        messages = {"key": key_there, "value": value_there}
+        query_there = output_there = None
+        if rest:
+            query_there, output_there = rest
+            messages["query"] = query_there
+            request.output.region_id = connection.region_id
+            request.output.offset_bytes = output_there[0]
+            answer.output.CopyFrom(_message(dtype, output_there, connection.region_id))
+        for name, there in messages.items():
+            getattr(request, name).CopyFrom(_message(dtype, there, connection.region_id))
+        packet = pb.ExecuteRequest(layer=request).SerializeToString()
+        if len(packet) > packets.MAX_PACKET_BYTES:
+            return None
+        usual = pb.ExecuteResponse(output=answer).SerializeToString()
+        return cls(packet, usual, dtype, query_there, key_there, value_there, output_there)
+
+
+def _message(dtype: str, there: tuple[int, Shape], region_id: int) -> tpb.Tensor:
+    offset_bytes, shape = there
+    memory = tpb.MemoryRange(region_id=region_id, offset_bytes=offset_bytes)
+    return tpb.Tensor(dtype=dtype_to_wire(dtype), shape=shape, memory=memory)

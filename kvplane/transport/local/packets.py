@@ -1,0 +1,75 @@
+"""The Unix socket of a local execution, as both ends see it: one packet is one message."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Final, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from kvplane.errors import InvalidRequestError
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+MAX_PACKET_BYTES: Final = 131_072
+SECRET_BYTES: Final = 32
+ALIGNMENT_BYTES: Final = 64
+"""Of every range in a region."""
+NO_WAIT: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+
+
+def host_id() -> str:
+    """What names this run of the machine's kernel, in all its containers; empty where there is no
+    such thing, and on systems that lack what local executions need.
+    """
+    if not (hasattr(os, "memfd_create") and hasattr(socket, "SOCK_SEQPACKET")):
+        return ""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def new_socket() -> socket.socket:
+    """A socket that does not block."""
+    return socket.socket(
+        socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+    )
+
+
+def is_same_user(peer: socket.socket) -> bool:
+    """Whether the process that connected, or listens, at the other end runs as this one's user."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
+
+
+def receive(peer: socket.socket) -> bytes | None:
+    """The next packet, None when there is none yet. Raises ConnectionError at the end, and for a
+    packet that is too long.
+    """
+    try:
+        packet = peer.recv(MAX_PACKET_BYTES + 1)
+    except BlockingIOError:
+        return None
+    if not 0 < len(packet) <= MAX_PACKET_BYTES:
+        raise ConnectionError("the peer went away, or sent a packet that is too long")
+    return packet
+
+
+def send(peer: socket.socket, packet: bytes) -> None:
+    """Never waits. Raises OSError, also for a peer that does not read what it was sent."""
+    peer.send(packet, NO_WAIT)
+
+
+def parse(kind: type[MessageT], packet: bytes) -> MessageT:
+    """The message in a packet. Raises InvalidRequestError."""
+    try:
+        return kind.FromString(packet)
+    except DecodeError as error:
+        raise InvalidRequestError(f"the packet is not an {kind.DESCRIPTOR.name}") from error

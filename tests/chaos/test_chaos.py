@@ -1,0 +1,62 @@
+"""A short run of chaos ends clean, and a run in which something is wrong says so."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from kvplane import ControlClient, ops
+from kvplane.layout import Layout
+from tests.chaos import fleet as fleets
+from tests.chaos.fleet import Fleet
+from tests.chaos.run import run
+from tests.e2e.engine_planes import ROOT, save_byte_model
+
+HELPERS = [str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "helpers" / "data")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_byte_model(tmp_path_factory.mktemp("byte-model"))
+
+
+@pytest.mark.timeout(600)
+async def test_half_a_minute_of_chaos_ends_clean(model: Path, tmp_path: Path) -> None:
+    result = await run(model, tmp_path, seed=1, seconds=30)
+    assert result.num_answers > 3 * result.num_phases
+    assert result.wrong == []
+
+
+@pytest.mark.timeout(300)
+async def test_a_data_plane_that_computes_wrongly_is_noticed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(HELPERS))
+    faulty = Fleet(model, tmp_path, ("faulty_data_plane", "skip-newest-slot"))
+    try:
+        await faulty.start()
+        assert any(engine.wrong for engine in faulty.engines)
+    finally:
+        await faulty.stop()
+
+
+@pytest.mark.timeout(300)
+async def test_blocks_that_stay_in_use_are_noticed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "PATIENCE_S", 5.0)
+    fleet = Fleet(model, tmp_path)
+    try:
+        await fleet.start()
+        async with ControlClient(fleet.links["control"].address) as control:
+            layout = Layout.from_proto((await control.describe_pool("one")).layout)
+            async with await control.open_session("one", layout) as session:
+                await session.step([ops.admit(1, [7] * 40)])
+                with pytest.raises(AssertionError, match="blocks stay in use"):
+                    await fleet.check_nothing_is_held()
+        await asyncio.wait_for(fleet.check_nothing_is_held(), 5.0)
+    finally:
+        await fleet.stop()

@@ -1,0 +1,155 @@
+"""A client of the data plane's Unix socket that may send anything."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import mmap
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+from plan_author import PlanAuthor, set_blocks, span, tokens
+
+from data_plane.server.server import DataPlaneServer
+from kvplane.transport.local import packets
+from kvplane.v1 import data_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol
+
+FLOAT32 = tpb.ELEMENT_TYPE_FLOAT32
+
+
+class LocalPeer:
+    """One execution stream, its socket and its region. ``call``: the stream over gRPC."""
+
+    def __init__(self, call: Any, offer: pb.LocalOffer) -> None:
+        self.call = call
+        self.offer = offer
+        self.peer = packets.new_socket()
+        self.region = pb.MemoryRegion()
+        self.memory: mmap.mmap | None = None
+        self.fd = -1
+
+    @classmethod
+    async def offered(cls, stub: Any, grant: tpb.SignedPayload) -> LocalPeer:
+        """Open a stream as a caller on the same machine."""
+        call = stub.Execute()
+        opening = pb.OpenExecution(
+            protocol=protocol.supported(), grant=grant, host_id=packets.host_id()
+        )
+        await call.write(pb.ExecuteRequest(open=opening))
+        opened = (await call.read()).opened
+        assert len(opened.local.secret) == packets.SECRET_BYTES
+        return cls(call, opened.local)
+
+    @classmethod
+    async def joined(cls, stub: Any, grant: tpb.SignedPayload) -> LocalPeer:
+        """Take the offer too."""
+        self = await cls.offered(stub, grant)
+        answer = await self.join()
+        assert answer.HasField("joined"), answer
+        return self
+
+    async def join(self, secret: bytes | None = None) -> pb.ExecuteResponse:
+        """Connect and present the secret."""
+        self.peer.connect(self.offer.socket_path)
+        join = pb.JoinExecution(secret=self.offer.secret if secret is None else secret)
+        self.send(pb.ExecuteRequest(join=join).SerializeToString())
+        await self._readable()
+        packet, fds, _, _ = socket.recv_fds(self.peer, packets.MAX_PACKET_BYTES, 4)
+        answer = pb.ExecuteResponse.FromString(packet)
+        if fds:
+            (self.fd,) = fds
+            (self.region,) = answer.joined.regions
+            self.memory = mmap.mmap(self.fd, self.region.size_bytes)
+        return answer
+
+    def send(self, packet: bytes) -> None:
+        self.peer.send(packet, packets.NO_WAIT)
+
+    async def ask(self, packet: bytes | None = None, **message: Any) -> pb.ExecuteResponse:
+        """The answer to a packet, or to a message; raises ConnectionError at the end."""
+        self.send(pb.ExecuteRequest(**message).SerializeToString() if packet is None else packet)
+        return await self.answer()
+
+    async def answer(self) -> pb.ExecuteResponse:
+        await self._readable()
+        packet = self.peer.recv(packets.MAX_PACKET_BYTES)
+        if not packet:
+            raise ConnectionError("the data plane closed the socket")
+        return pb.ExecuteResponse.FromString(packet)
+
+    async def ended(self) -> bool:
+        """Whether the data plane has closed the socket, or does soon."""
+        try:
+            await self.answer()
+        except ConnectionError:
+            return True
+        return False
+
+    def view(self, offset_bytes: int, *shape: int) -> torch.Tensor:
+        """A float32 tensor in the region."""
+        assert self.memory is not None
+        count = torch.Size(shape).numel()
+        flat = torch.frombuffer(self.memory, dtype=torch.float32, count=count, offset=offset_bytes)
+        return flat.view(shape)
+
+    def layer(self, layer: int, num_tokens: int, seed: int = 0) -> pb.LayerInput:
+        """The message of a layer whose tensors, of the layout of ``plan_author``, are put into the
+        region by this.
+        """
+        request = pb.LayerInput(layer=layer)
+        for i, name in enumerate(("query", "key", "value")):
+            tensor = tokens(num_tokens, 4 if name == "query" else 2, seed=seed + i)
+            self.view(4096 * i, *tensor.shape).copy_(tensor)
+            memory = tpb.MemoryRange(region_id=self.region.region_id, offset_bytes=4096 * i)
+            message = tpb.Tensor(dtype=FLOAT32, shape=tensor.shape, memory=memory)
+            getattr(request, name).CopyFrom(message)
+        request.output.region_id = self.region.region_id
+        request.output.offset_bytes = 4096 * 3
+        return request
+
+    def output(self, num_tokens: int) -> torch.Tensor:
+        """Where ``layer`` asks for the output."""
+        return self.view(4096 * 3, num_tokens, 4, 16).clone()
+
+    def close(self) -> None:
+        self.peer.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    async def _readable(self) -> None:
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        loop.add_reader(self.peer.fileno(), ready.set)
+        try:
+            async with asyncio.timeout(10):
+                await ready.wait()
+        finally:
+            loop.remove_reader(self.peer.fileno())
+
+
+def plan_of_two_tokens(author: PlanAuthor, number: int = 1, session_id: int = 1) -> Any:
+    """In a block of its own for each session."""
+    changes = [set_blocks(1, [(session_id - 1, 1)])] if number == 1 else []
+    first = 2 * (number - 1)
+    return author.plan(number, session_id, changes=changes, spans=[span(1, first, 2)])
+
+
+async def regions(server: DataPlaneServer, wanted: int) -> None:
+    """Wait until the data plane has so many regions, and no more memory of them mapped."""
+    async with asyncio.timeout(10):
+        while server.local.num_regions != wanted or num_mapped() > 2 * wanted:
+            await asyncio.sleep(0.01)
+
+
+def num_mapped() -> int:
+    """Regions that this process has mapped, on either side. Errors that were answered hold the
+    frames that they came from, and so tensors, until they are collected.
+    """
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:kvplane")

@@ -1,0 +1,430 @@
+"""Shared memory and the Unix socket beside an execution stream: what it serves, what it refuses,
+and when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import logging
+import os
+import stat
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+import torch
+from data_server import author_of, serving
+from local_peer import LocalPeer, num_mapped, plan_of_two_tokens, regions
+from plan_author import PlanAuthor, dense_attention, set_blocks, span, tokens
+
+from data_plane.server.local import endpoint
+from data_plane.server.server import DataPlaneServer
+from data_plane.server.tensor_codec import tensor_to_message
+from kvplane import DataClient, Execution
+from kvplane.clients import execution as executions
+from kvplane.errors import (
+    InvalidRequestError,
+    KvplaneError,
+    QuotaExceededError,
+    SessionExpiredError,
+    UnauthenticatedError,
+)
+from kvplane.tensor import Tensor
+from kvplane.transport.local import packets
+from kvplane.v1 import data_pb2 as pb
+from kvplane.v1 import data_pb2_grpc
+from kvplane.wire import protocol
+from kvplane.wire.error_messages import from_wire
+
+REGION_BYTES = 1 << 20
+
+
+@dataclass
+class Rig:
+    """A registered data plane and who writes its plans."""
+
+    server: DataPlaneServer
+    author: PlanAuthor
+    stub: Any
+
+    async def joined(self, session_id: int = 1) -> LocalPeer:
+        return await LocalPeer.joined(self.stub, self.author.grant(session_id))
+
+    async def started(self, session_id: int = 1) -> LocalPeer:
+        """With a plan of two tokens."""
+        peer = await self.joined(session_id)
+        plan = plan_of_two_tokens(self.author, session_id=session_id)
+        assert (await peer.ask(plan=plan)).started.num_tokens == 2
+        return peer
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with (
+        serving(tmp_path, local_region_bytes=REGION_BYTES, num_local_regions=6) as (server, side),
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        stub = data_pb2_grpc.DataPlaneServiceStub(channel)
+        yield Rig(server, author_of(server, side), stub)
+    assert num_mapped() == 0
+
+
+@pytest.fixture
+async def peer(rig: Rig) -> AsyncIterator[LocalPeer]:
+    peer = await rig.started()
+    yield peer
+    peer.close()
+    peer.memory = None
+
+
+def error_of(answer: pb.ExecuteResponse) -> KvplaneError:
+    assert answer.WhichOneof("message") == "error", answer
+    return from_wire(answer.error)
+
+
+async def test_a_layer_is_computed_in_the_region_and_the_last_brings_the_receipt(
+    rig: Rig, peer: LocalPeer
+) -> None:
+    want = dense_attention(tokens(2, 4, seed=0), tokens(2, seed=1), tokens(2, seed=2))
+    for layer in (0, 1):
+        answer = (await peer.ask(layer=peer.layer(layer, 2))).output
+        assert (answer.layer, list(answer.output.shape)) == (layer, [2, 4, 16])
+        assert answer.output.memory.offset_bytes == 4096 * 3
+        torch.testing.assert_close(peer.output(2), want, atol=1e-5, rtol=1e-5)
+    assert rig.author.read_receipt(answer.receipt).plan_number == 1
+
+
+async def test_the_region_can_neither_shrink_nor_grow(peer: LocalPeer) -> None:
+    for size_bytes in (0, REGION_BYTES - 1, REGION_BYTES + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(peer.fd, size_bytes)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(peer.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    assert os.fstat(peer.fd).st_size == peer.region.size_bytes == REGION_BYTES
+
+
+async def test_the_socket_is_in_a_folder_for_this_user_alone(rig: Rig, peer: LocalPeer) -> None:
+    folder = Path(peer.offer.socket_path).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    await rig.server.stop()
+    assert not folder.exists()
+
+
+async def test_a_process_of_another_user_is_not_spoken_to(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = await LocalPeer.offered(rig.stub, rig.author.grant())
+    monkeypatch.setattr(packets.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(OSError):
+        await peer.join()
+        raise ConnectionResetError  # closed without a word
+    peer.close()
+
+
+async def test_an_offer_is_taken_once_by_who_knows_its_secret(rig: Rig) -> None:
+    first = await rig.joined()
+    for secret in (first.offer.secret, bytes(32), b"", b"x" * 1000):
+        second = await LocalPeer.offered(rig.stub, rig.author.grant())
+        error = error_of(await second.join(secret))
+        assert (type(error), error.field) == (UnauthenticatedError, "join.secret")
+        assert await second.ended()
+        second.close()
+    assert rig.server.local.num_regions == 1
+    first.close()
+
+
+async def test_an_offer_that_is_old_is_void(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_OFFER_S", 0.01)
+    peer = await LocalPeer.offered(rig.stub, rig.author.grant())
+    await asyncio.sleep(0.02)
+    assert isinstance(error_of(await peer.join()), UnauthenticatedError)
+    peer.close()
+
+
+async def test_a_peer_that_does_not_join_is_hung_up_on(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "_JOIN_S", 0.05)
+    peer = await LocalPeer.offered(rig.stub, rig.author.grant())
+    peer.peer.connect(peer.offer.socket_path)
+    assert await peer.ended()
+    peer.close()
+
+
+async def test_a_caller_on_another_machine_is_offered_nothing(rig: Rig) -> None:
+    for host_id in ("", "another boot"):
+        call = rig.stub.Execute()
+        opening = pb.OpenExecution(
+            protocol=protocol.supported(), grant=rig.author.grant(), host_id=host_id
+        )
+        await call.write(pb.ExecuteRequest(open=opening))
+        assert not (await call.read()).opened.HasField("local")
+        call.cancel()
+
+
+REFUSED: dict[str, tuple[str, Callable[[pb.LayerInput], object]]] = {
+    "elements in the message": (
+        "layer.key.memory.region_id",
+        lambda m: m.key.CopyFrom(tensor_to_message(tokens(2))),
+    ),
+    "no output": ("layer.output.region_id", lambda m: m.ClearField("output")),
+    "no such region": ("layer.query.memory.region_id", lambda m: set_range(m.query, 0, 9)),
+    "before the region": ("layer.key.memory.offset_bytes", lambda m: set_range(m.key, -64)),
+    "not aligned": ("layer.value.memory.offset_bytes", lambda m: set_range(m.value, 4)),
+    "past the end": (
+        "layer.key.memory.offset_bytes",
+        lambda m: set_range(m.key, REGION_BYTES - 64),
+    ),
+    "far past the end": ("layer.key.memory.offset_bytes", lambda m: set_range(m.key, 2**63 - 64)),
+    "an output past the end": (
+        "layer.output.offset_bytes",
+        lambda m: setattr(m.output, "offset_bytes", REGION_BYTES - 64),
+    ),
+    "a shape below zero": ("layer.key.shape", lambda m: set_shape(m.key, 2, -2, 16)),
+    "a product that overflows": (
+        "layer.key.memory.offset_bytes",
+        lambda m: set_shape(m.key, 2**31 - 1, 2**31 - 1, 2**31 - 1),
+    ),
+    "an extent of 2**31": ("layer.key.shape", lambda m: set_shape(m.key, 0, 2**31, 16)),
+    "nine dimensions": ("layer.key.shape", lambda m: set_shape(m.key, *[1] * 9)),
+    "more tokens than the plan's": ("layer.key", lambda m: set_shape(m.key, 3, 2, 16)),
+    "a query of two dimensions": ("layer.query", lambda m: set_shape(m.query, 2, 64)),
+    "no such type": ("layer.query.dtype", lambda m: setattr(m.query, "dtype", 9)),
+    "a layer that is not next": ("layer.layer", lambda m: setattr(m, "layer", 7)),
+}
+
+
+def set_range(tensor: Any, offset_bytes: int, region_id: int | None = None) -> None:
+    tensor.memory.offset_bytes = offset_bytes
+    if region_id is not None:
+        tensor.memory.region_id = region_id
+
+
+def set_shape(tensor: Any, *shape: int) -> None:
+    tensor.shape[:] = shape
+
+
+@pytest.mark.parametrize("what", REFUSED)
+async def test_what_does_not_fit_is_refused_and_changes_nothing(
+    rig: Rig, peer: LocalPeer, what: str
+) -> None:
+    field, spoil = REFUSED[what]
+    before = rig.server.executor.pools.device_tier.clone()
+    request = peer.layer(0, 2)
+    spoil(request)
+    assert peer.memory is not None
+    in_region = bytes(peer.memory)
+    for _ in range(2):  # what was refused once is not remembered as good
+        error = error_of(await peer.ask(layer=request))
+        assert (type(error), error.field) == (InvalidRequestError, field)
+    assert torch.equal(rig.server.executor.pools.device_tier, before)
+    assert bytes(peer.memory) == in_region
+    assert (await peer.ask(layer=peer.layer(0, 2))).output.layer == 0
+
+
+async def test_packets_that_are_no_requests_are_answered(peer: LocalPeer) -> None:
+    error = error_of(await peer.ask(b"\xff\xff\xff"))
+    assert isinstance(error, InvalidRequestError)
+    for message in ({}, {"join": pb.JoinExecution(secret=peer.offer.secret)}):
+        error = error_of(await peer.ask(pb.ExecuteRequest(**message).SerializeToString() or b"\0"))
+        assert isinstance(error, InvalidRequestError)
+    assert (await peer.ask(layer=peer.layer(0, 2))).output.layer == 0
+
+
+@pytest.mark.parametrize("packet", [b"", bytes(packets.MAX_PACKET_BYTES + 1)], ids=["", "long"])
+async def test_a_packet_without_a_length_that_can_be_ends_the_connection(
+    rig: Rig, peer: LocalPeer, packet: bytes
+) -> None:
+    peer.send(packet)
+    assert await peer.ended()
+    peer.memory = None
+    await regions(rig.server, 0)
+
+
+async def test_a_layer_that_was_known_is_read_again_under_the_next_plan(
+    rig: Rig, peer: LocalPeer
+) -> None:
+    """A packet that was sent before means what its tensors now hold."""
+    for number in (1, 2):
+        if number == 2:
+            plan = plan_of_two_tokens(rig.author, 2)
+            assert (await peer.ask(plan=plan)).started.num_tokens == 2
+        for layer in (0, 1):
+            seed = 100 * number
+            answer = await peer.ask(layer=peer.layer(layer, 2, seed=seed))
+            assert answer.output.layer == layer
+        seeds = [100 * n for n in range(1, number + 1)]
+        key, value = (torch.cat([tokens(2, seed=s + i) for s in seeds]) for i in (1, 2))
+        want = dense_attention(tokens(2, 4, seed=seed), key, value)
+        torch.testing.assert_close(peer.output(2), want, atol=1e-5, rtol=1e-5)
+
+
+async def test_both_ways_of_a_stream_are_one_execution(rig: Rig, peer: LocalPeer) -> None:
+    """A layer over gRPC may follow one by the socket, and refer to the region too."""
+    assert (await peer.ask(layer=peer.layer(0, 2))).output.layer == 0
+    await peer.call.write(pb.ExecuteRequest(layer=peer.layer(1, 2)))
+    answer = (await peer.call.read()).output
+    assert answer.output.memory.region_id == peer.region.region_id
+    assert rig.author.read_receipt(answer.receipt).plan_number == 1
+
+
+@pytest.mark.parametrize("end", ["socket", "stream", "session", "reopened"])
+async def test_the_region_ends_with_what_it_belongs_to(rig: Rig, end: str) -> None:
+    peer = await rig.started()
+    assert rig.server.local.num_regions == 1
+    if end == "socket":
+        peer.close()
+    elif end == "stream":
+        peer.call.cancel()
+    elif end == "session":
+        rig.server.executor.fence(rig.author.session(1), 1)
+        error = error_of(await peer.ask(layer=peer.layer(0, 2)))
+        assert isinstance(error, SessionExpiredError)
+    else:
+        opening = pb.OpenExecution(protocol=protocol.supported(), grant=rig.author.grant(2))
+        await peer.call.write(pb.ExecuteRequest(open=opening))
+        assert (await peer.call.read()).HasField("opened")
+    peer.memory = None
+    await regions(rig.server, 0)
+    if end != "socket":
+        assert await peer.ended()
+        peer.close()
+
+
+async def test_regions_are_bounded_for_a_session_and_for_all(rig: Rig) -> None:
+    peers = [await rig.joined(1) for _ in range(endpoint.MAX_REGIONS_PER_SESSION)]
+    peers += [await rig.joined(2) for _ in range(2)]
+    for session_id in (1, 3):
+        refused = await LocalPeer.offered(rig.stub, rig.author.grant(session_id))
+        assert isinstance(error_of(await refused.join()), QuotaExceededError)
+        refused.close()
+    assert rig.server.local.num_bytes == 6 * REGION_BYTES
+    peers.pop().close()
+    await regions_left(rig, 5)
+    peers.append(await rig.joined(3))
+    for peer in peers:
+        peer.close()
+        peer.memory = None
+
+
+async def regions_left(rig: Rig, wanted: int) -> None:
+    async with asyncio.timeout(10):
+        while rig.server.local.num_regions != wanted:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_takes_no_answers_is_cut_off_and_others_go_on(rig: Rig) -> None:
+    hostile, honest = await rig.started(1), await rig.started(2)
+    packet = pb.ExecuteRequest(layer=hostile.layer(0, 2)).SerializeToString()
+    honest_layer = pb.ExecuteRequest(layer=honest.layer(0, 2)).SerializeToString()
+    with pytest.raises(OSError) as ended:
+        for i in range(100_000):
+            try:
+                hostile.send(packet)
+            except BlockingIOError:  # so many wait to be read
+                assert (await honest.ask(honest_layer)).output.layer == 0
+            if i % 64 == 0:
+                assert (await honest.ask(honest_layer)).output.layer == 0
+    assert ended.value.errno in (errno.EPIPE, errno.ECONNRESET)
+    assert (await honest.ask(layer=honest.layer(1, 2))).output.HasField("receipt")
+    for peer in (hostile, honest):
+        peer.close()
+        peer.memory = None
+
+
+async def test_a_client_that_stalls_keeps_nobody_waiting(rig: Rig, peer: LocalPeer) -> None:
+    """Neither one that has joined and says nothing, nor one in the middle of a plan."""
+    silent = await rig.joined(2)
+    async with DataClient(rig.server.address) as client:
+        grant = rig.author.grant(3)
+        async with await client.open(grant) as execution:
+            assert execution.local is not None
+            await run(execution, plan_of_two_tokens(rig.author, session_id=3))
+    silent.close()
+    silent.memory = None
+
+
+async def run(execution: Execution, plan: Any, num_tokens: int = 2, seed: int = 0) -> list[bytes]:
+    """The output of each layer."""
+    query, key, value = (
+        Tensor.from_proto(tensor_to_message(tokens(num_tokens, heads, seed=seed + i)))
+        for i, heads in enumerate((4, 2, 2))
+    )
+    started = await execution.start(plan)
+    assert started.num_tokens == num_tokens
+    outputs = [await execution.layer(i, query, key, value) for i in execution.layers]
+    assert execution.receipt is not None
+    return [bytes(output.data) for output in outputs]
+
+
+async def test_both_transports_give_the_same_bits(rig: Rig) -> None:
+    found = []
+    for session_id, shared_memory in ((1, True), (2, False)):
+        async with (
+            DataClient(rig.server.address, shared_memory=shared_memory) as client,
+            await client.open(rig.author.grant(session_id)) as execution,
+        ):
+            assert (execution.local is not None) == shared_memory
+            found.append(await run(execution, plan_of_two_tokens(rig.author, 1, session_id)))
+    assert found[0] == found[1]
+
+
+async def test_tensors_that_do_not_fit_the_region_go_over_grpc(tmp_path: Path) -> None:
+    async with serving(tmp_path, local_region_bytes=4096) as (server, side):
+        author = author_of(server, side)
+        async with (
+            DataClient(server.address) as client,
+            await client.open(author.grant()) as execution,
+        ):
+            num_packets = []
+            for number, first, num_tokens in ((1, 0, 2), (2, 2, 14)):
+                changes = [set_blocks(1, [(0, 1), (1, 1)])] if number == 1 else []
+                plan = author.plan(number, changes=changes, spans=[span(1, first, num_tokens)])
+                await run(execution, plan, num_tokens)
+                num_packets.append(server.local.num_packets)
+            assert num_packets == [3, 4]  # the second plan, and none of its layers
+
+
+@pytest.mark.parametrize("why", ["off", "out of reach", "full"])
+async def test_a_client_without_a_region_goes_on_over_grpc_and_says_so_once(
+    tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(executions, "_NOT_JOINED", set())
+    monkeypatch.setattr(endpoint, "MAX_REGIONS_PER_SESSION", 0 if why == "full" else 4)
+    caplog.set_level(logging.INFO, "kvplane")
+    async with serving(tmp_path, num_local_regions=int(why != "off")) as (server, side):
+        author = author_of(server, side)
+        if why == "out of reach":
+            Path(server.local.offer(None, packets.host_id(), lambda: None, "").socket_path).unlink()
+        async with DataClient(server.address) as client:
+            for session_id in (1, 2):
+                async with await client.open(author.grant(session_id)) as execution:
+                    assert execution.local is None
+                    await run(execution, plan_of_two_tokens(author, 1, session_id))
+    said = [r for r in caplog.records if "no shared memory" in r.message]
+    assert len(said) == int(why != "off")
+
+
+async def test_a_connection_that_breaks_between_layers_is_made_again(rig: Rig) -> None:
+    async with (
+        DataClient(rig.server.address) as client,
+        await client.open(rig.author.grant()) as execution,
+    ):
+        plan = plan_of_two_tokens(rig.author)
+        await execution.start(plan)
+        first = execution.local
+        assert first is not None
+        part = [
+            Tensor.from_proto(tensor_to_message(tokens(2, heads, seed=i)))
+            for i, heads in enumerate((4, 2, 2))
+        ]
+        output = await execution.layer(0, *part)
+        rig.server.local._end_all()
+        assert (await execution.layer(1, *part)) == output
+        assert execution.local not in (None, first)
+        assert rig.author.read_receipt(execution.receipt).plan_number == 1

@@ -1,0 +1,184 @@
+"""The plan of a step is asked for while the one before is computed; it changes no token."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
+
+from engine.scheduling.sequence import SequenceStatus
+from kvplane.errors import InternalError, StaleEpochError
+from kvplane.wire import columns
+
+NUM_LAYERS = LLAMA.num_hidden_layers
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(LLAMA, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference(folder)
+
+
+def test_a_plan_is_asked_for_before_the_one_before_is_computed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(folder)
+    engine.add(prompt_of(9, 1), max_tokens=6)
+    num_asked: list[int] = []
+    layer = engine.backend.layer
+
+    def noting(*tensors: Any, **options: Any) -> torch.Tensor:
+        num_asked.append(len(engine.link.steps))
+        return layer(*tensors, **options)
+
+    monkeypatch.setattr(engine.backend, "layer", noting)
+    engine.run()
+    # Six plans; the last token's place says that it is the last before it is known.
+    assert num_asked[::NUM_LAYERS] == [2, 3, 4, 5, 6, 6]
+    appends = [step[0].append for step in engine.link.steps[1:6]]
+    assert [columns.read(columns.INT32, a.num_tokens, "")[0] for a in appends] == [0, 1, 1, 1, 1]
+    assert [columns.read(columns.INT32, a.num_slots, "")[0] for a in appends] == [1] * 5
+    engine.check_quiet()
+
+
+def test_what_ends_unforeseen_is_computed_once_too_often_and_freed(
+    folder: Path, reference: Reference
+) -> None:
+    """One of two sequences meets a stop token; the row that was planned for it is passed over."""
+    engine = Engine(folder)
+    stopped, going = prompt_of(9, 1), prompt_of(12, 2)
+    wanted = reference.greedy(stopped, 10)
+    at = next(i for i, token in enumerate(wanted) if token not in wanted[:i] and i >= 3)
+    ids = [
+        engine.add(stopped, max_tokens=10, stop_token_ids=(wanted[at],)),
+        engine.add(going, max_tokens=10),
+    ]
+    engine.run()
+    assert engine.tokens(ids[0]) == [wanted[: at + 1]]
+    assert engine.tokens(ids[1]) == [reference.greedy(going, 10)]
+    assert engine.backend.batch_sizes[1:10] == [2] * (at + 1) + [1] * (8 - at)
+    engine.check_quiet()
+
+
+def test_a_plan_of_nothing_but_what_has_ended_is_not_computed(
+    folder: Path, reference: Reference
+) -> None:
+    engine = Engine(folder)
+    prompt = prompt_of(9, 1)
+    wanted = reference.greedy(prompt, 10)
+    at = next(i for i, token in enumerate(wanted) if token not in wanted[:i] and i >= 3)
+    request_id = engine.add(prompt, max_tokens=10, stop_token_ids=(wanted[at],))
+    engine.run()
+    assert engine.tokens(request_id) == [wanted[: at + 1]]
+    assert engine.backend.num_layers_run == (at + 1) * NUM_LAYERS
+    engine.check_quiet()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
+def test_a_request_that_is_ended_after_it_was_planned_leaves_others_alone(
+    folder: Path, reference: Reference, num_steps: int
+) -> None:
+    """``num_steps``: of the others before it comes. Its admission may be planned already."""
+    engine = Engine(folder)
+    stays = prompt_of(12, 2)
+    kept = engine.add(stays, max_tokens=12)
+    engine.core.step()
+    ended = engine.add(prompt_of(20, 3), max_tokens=10, n=2, temperature=1.0)
+    for _ in range(num_steps):
+        engine.core.step()
+    engine.core.abort(ended)
+    engine.run()
+    assert engine.tokens(kept) == [reference.greedy(stays, 12)]
+    assert {output.finish_reason for output in engine.core.take_output(ended).outputs} == {"abort"}
+    engine.check_quiet()
+
+
+@pytest.mark.parametrize("num_tokens", [7, 8, 9])  # 15 to 17 of prompt and answer, in blocks of 8
+def test_blocks_of_what_was_generated_are_found_again(folder: Path, num_tokens: int) -> None:
+    """The token that fills the last block is known only after its slot was computed."""
+    engine = Engine(folder)
+    prompt = prompt_of(9, 1)
+    first = engine.add(prompt, max_tokens=num_tokens)
+    engine.run()
+    engine.core.settle()
+    (tokens,) = engine.tokens(first)
+    again = engine.add(prompt + tokens, max_tokens=1)
+    engine.run()
+    output = engine.core.take_output(again)
+    assert output is not None
+    assert output.num_cached_tokens == (len(prompt) + num_tokens - 1) // 8 * 8
+    engine.check_quiet()
+
+
+def requests(random_: random.Random) -> list[dict[str, Any]]:
+    """Of all kinds: greedy and not, of several continuations, with stop tokens, with priorities."""
+    made = []
+    for seed in range(10):
+        sampled = random_.random() < 0.5
+        made.append(
+            {
+                "prompt": prompt_of(random_.randint(3, 40), seed % 7),
+                "max_tokens": random_.randint(1, 16),
+                "n": random_.choice([1, 1, 2, 3]) if sampled else 1,
+                "temperature": 0.8 if sampled else 0.0,
+                "seed": seed,
+                "stop_token_ids": tuple(random_.sample(range(97), 4)),
+                "priority": random_.randint(-1, 1),
+                "repetition_penalty": random_.choice([1.0, 1.3]),
+            }
+        )
+    return made
+
+
+def walk(folder: Path, seed: int, *, disturbed: bool, **settings: Any) -> list[list[list[int]]]:
+    """The tokens of random requests that come while others run. ``disturbed``: plans fail, and
+    requests come and are ended.
+    """
+    random_ = random.Random(seed)
+    engine = Engine(folder, **settings)
+    wanted = requests(random_)
+    if disturbed:
+        errors = (InternalError("planted"), StaleEpochError("planted"))
+        engine.backend.faults = {
+            at: random_.choice(errors) for at in range(random_.randint(5, 20), 400, 37)
+        }
+    ids: list[str] = []
+    others: list[str] = []
+    while wanted or engine.core.has_work:
+        if wanted and random_.random() < 0.4:
+            given = wanted.pop(0)
+            ids.append(engine.add(given.pop("prompt"), **given))
+        if disturbed and random_.random() < 0.1:
+            others.append(engine.add(prompt_of(random_.randint(3, 30), 50), max_tokens=9))
+        if others and random_.random() < 0.3:
+            engine.core.abort(others.pop())
+        engine.deltas += engine.core.step()
+        for sequence in engine.scheduler.running:
+            assert sequence.status is SequenceStatus.RUNNING
+            assert sequence.num_computed <= len(sequence.tokens) + 1
+    engine.check_quiet()
+    return [engine.tokens(request_id) for request_id in ids]
+
+
+ROOM = {"num_device_blocks": 64, "num_host_blocks": 16}
+TIGHT = {"num_device_blocks": 14, "num_host_blocks": 0}
+SWAPPING = {"num_device_blocks": 14, "num_host_blocks": 30}
+
+
+@pytest.mark.parametrize("disturbed", [False, True], ids=["calm", "disturbed"])
+@pytest.mark.parametrize("sizes", [ROOM, TIGHT, SWAPPING], ids=["room", "tight", "swapping"])
+@pytest.mark.parametrize("seed", range(2))
+def test_planning_ahead_changes_no_token(
+    folder: Path, sizes: dict[str, int], disturbed: bool, seed: int
+) -> None:
+    calm = walk(folder, seed, disturbed=False, plans_ahead=False, **ROOM)
+    ahead = walk(folder, seed, disturbed=disturbed, max_batch_tokens=24, **sizes)
+    assert ahead == calm

@@ -1,0 +1,34 @@
+"""How torch's threads wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.threads import tune_torch, waiting
+
+
+@pytest.fixture(autouse=True)
+def four_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an environment that says nothing, and is as it was afterwards."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "expected"),
+    [(1, "default"), (2, "default"), (3, "5000"), (4, "5000"), (0, "5000")],
+)
+def test_threads_wait_briefly_where_there_is_no_cpu_for_each(
+    num_threads: int, expected: str
+) -> None:
+    tune_torch(num_threads)
+    assert waiting() == f"GOMP_SPINCOUNT={expected}"
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_what_the_environment_says_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "7")
+    tune_torch(4)
+    assert waiting() == f"{name}=7"
