@@ -20,20 +20,17 @@ namespace py = pybind11;
 namespace kvplane {
 namespace {
 
-void bind_reshape_and_cache(const TensorView& key, const TensorView& value, const PagesView& pages,
+void bind_reshape_and_cache(const TensorView& key, const TensorView* value, const PagesView& pages,
                             const ScalesView& scales, uintptr_t slots, int num_threads) {
   ReshapeAndCacheParams p = {};
   p.key = key.data();
-  p.value = value.data();
   p.slots = pointer<const int64_t>(slots);
   p.pages = pages_of(pages, scales);
   p.key_dtype = key.dtype;
-  p.value_dtype = value.dtype;
   p.num_tokens = key.shape[0];
   p.key_token_stride = key.strides[0];
   p.key_head_stride = key.strides[1];
-  p.value_token_stride = value.strides[0];
-  p.value_head_stride = value.strides[1];
+  set_value(value, &p);
   p.num_threads = num_threads;
   reshape_and_cache(p);
 }

@@ -28,15 +28,13 @@ struct BoundBatch {
 
 class BoundLayer {
  public:
-  BoundLayer(const TensorView& query, const TensorView& key, const TensorView& value,
+  BoundLayer(const TensorView& query, const TensorView& key, const TensorView* value,
              const PagesView& pages, const ScalesView& scales, const AttentionOptions& options) {
     write_.pages = attend_.pages = pages_of(pages, scales);
     write_.key_dtype = key.dtype;
-    write_.value_dtype = value.dtype;
     write_.key_token_stride = key.strides[0];
     write_.key_head_stride = key.strides[1];
-    write_.value_token_stride = value.strides[0];
-    write_.value_head_stride = value.strides[1];
+    set_value(value, &write_);
     static_cast<AttentionOptions&>(attend_) = options;
     attend_.query_dtype = query.dtype;
     attend_.num_heads = query.shape[1];
@@ -97,7 +95,7 @@ inline void bind_bound_layers(pybind11::module_& m) {
            arg("max_blocks"), arg("query_starts"), arg("context_lens"), arg("num_sequences"),
            arg("num_tokens"));
   py::class_<BoundLayer>(m, "BoundLayer", py::module_local())
-      .def(py::init<const TensorView&, const TensorView&, const TensorView&, const PagesView&,
+      .def(py::init<const TensorView&, const TensorView&, const TensorView*, const PagesView&,
                     const ScalesView&, const AttentionOptions&>(),
            py::kw_only(), arg("query"), arg("key"), arg("value"), arg("pages"), arg("scales"),
            arg("options"))

@@ -62,6 +62,15 @@ inline PagesParams pages_of(const PagesView& pages, const ScalesView& scales) {
           scales.value_stride};
 }
 
+// `value`: null where values are the first elements of their keys.
+inline void set_value(const TensorView* value, ReshapeAndCacheParams* p) {
+  if (value == nullptr) return;
+  p->value = value->data();
+  p->value_dtype = value->dtype;
+  p->value_token_stride = value->strides[0];
+  p->value_head_stride = value->strides[1];
+}
+
 // The types that both modules have; local to the module, so that their names do not meet.
 inline void bind_types(pybind11::module_& m) {
   namespace py = pybind11;

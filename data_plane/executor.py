@@ -19,7 +19,7 @@ import torch
 
 from data_plane.counters import ExecutorCounters
 from data_plane.kernels.arguments import require
-from data_plane.kernels.backend import Kernels, kernels_of
+from data_plane.kernels.backend import Kernels, check_cache_kinds, kernels_of
 from data_plane.kernels.device_watch import DeviceWatch
 from data_plane.kernels.devices import with_index
 from data_plane.kernels.shard_kernels import ShardKernels
@@ -90,6 +90,7 @@ class Executor:
         self.layers = self.shard.layers(layout)
         self.device = with_index(torch.device(device))
         self.kernels = kernels if kernels is not None else kernels_of(self.device, num_threads)
+        check_cache_kinds(layout, self.kernels)
         self.device_watch = DeviceWatch(self.kernels.streams)
         self.counters = ExecutorCounters()
         self.pools = Pools(
@@ -264,17 +265,17 @@ class Executor:
         session_id: int,
         layer: int,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         plan_number: int | None = None,
     ) -> pb.SignedPayload | None:
         """Write one layer's keys and values to the slots of the latest plan's spans.
 
-        key, value: [num_tokens, num_kv_heads, head_size], value with value_head_size. Returns the
-        receipt once no layer is missing. ``plan_number``: the plan expected to be the latest, None
-        for any. Raises InvalidRequestError, PlanOutOfOrderError, BlockNotWritableError,
-        SessionExpiredError, StaleGenerationError when a block has been allocated again, and
-        InternalError when the device failed.
+        key, value: [num_tokens, num_kv_heads, head_size], value with value_head_size, or None where
+        the layer keeps latents. Returns the receipt once no layer is missing. ``plan_number``: the
+        plan expected to be the latest, None for any. Raises InvalidRequestError,
+        PlanOutOfOrderError, BlockNotWritableError, SessionExpiredError, StaleGenerationError when a
+        block has been allocated again, and InternalError when the device failed.
         """
         with self._command("write_layer"):
             session, run = self._plans.latest(session_id, plan_number)
@@ -311,7 +312,7 @@ class Executor:
         layer: int,
         query: torch.Tensor | None,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         options: AttentionOptions = AttentionOptions(),
         plan_number: int | None = None,
@@ -333,7 +334,7 @@ class Executor:
         self,
         session_id: int,
         layer: int,
-        tensors: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor],
+        tensors: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None],
         options: AttentionOptions,
         plan_number: int | None,
         field: str,

@@ -194,7 +194,7 @@ class PlanRunner:
         self,
         session_id: int,
         layer: int,
-        tensors: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor],
+        tensors: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None],
         options: AttentionOptions,
         plan_number: int | None,
         field: str,

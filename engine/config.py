@@ -35,7 +35,9 @@ class EngineConfig:
             *("planes_tls", "planes_ca", "planes_certificate", "planes_key", "planes_name"),
             "planes_token_file",
         ),
-        "An embedded pool": ("block_size_tokens", "num_device_blocks", "num_host_blocks"),
+        "An embedded pool": (
+            *("block_size_tokens", "num_device_blocks", "num_host_blocks", "latent"),
+        ),
     }
     model: Path = setting(help="Folder of a Hugging Face model.")
     control_plane: str = setting(
@@ -127,6 +129,11 @@ class EngineConfig:
     num_host_blocks: int = setting(
         256, unit="blocks", minimum=0, help="Host blocks of an embedded pool."
     )
+    latent: bool = setting(
+        True,
+        help="Keep latents in an embedded pool, for a model that has them; a pool elsewhere has"
+        " its own --latent.",
+    )
 
     def __post_init__(self) -> None:
         if not self.model.is_dir():
@@ -176,6 +183,10 @@ class LayoutConfig:
         False,
         help="Load the model and run its probe: its layers may keep other sizes than its config"
         " says.",
+    )
+    latent: bool = setting(
+        True,
+        help="Keep the latents of a model that has them; --no-latent for a data plane on a GPU.",
     )
 
 

@@ -274,7 +274,8 @@ def _core(
 
 def _load(config: EngineConfig, pool: Layout | None) -> tuple[loader.LoadedModel, Layout]:
     """The model and its layout. Where the settings ask for nothing else, block size and types are
-    the pool's; scales are the pool's always, because it decides how values are stored.
+    the pool's; scales, and whether latents are kept, are the pool's always, because it decides how
+    values are stored.
     ``pool``: None for one that is yet to be embedded.
     """
     dtype, kv_dtype = config.dtype, config.kv_dtype
@@ -282,7 +283,9 @@ def _load(config: EngineConfig, pool: Layout | None) -> tuple[loader.LoadedModel
         dtype = "float32" if pool is None else pool.dtype
     if kv_dtype == "auto":
         kv_dtype = dtype if pool is None else pool.kv_dtype
-    loaded = loader.load(config.model, dtype, probe=config.probe, packs=config.linears == "packed")
+    latent = _embeds_latents(config) if pool is None else bool(pool.latent_layers)
+    packs = config.linears == "packed"
+    loaded = loader.load(config.model, dtype, probe=config.probe, latent=latent, packs=packs)
     layout = layout_from_hf(
         config.model,
         block_size_tokens=config.block_size_tokens if pool is None else pool.block_size_tokens,
@@ -291,6 +294,12 @@ def _load(config: EngineConfig, pool: Layout | None) -> tuple[loader.LoadedModel
         groups=loaded.groups,
     )
     return loaded, layout if pool is None else layout.with_scales_of(pool)
+
+
+def _embeds_latents(config: EngineConfig) -> bool:
+    from kvplane.transformers.embedded import serves_latents
+
+    return config.latent and serves_latents()
 
 
 def _params_of_each(

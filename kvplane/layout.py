@@ -4,7 +4,8 @@ One block holds K and V of ``block_size_tokens`` tokens for every layer of one g
 its page is laid out ``[2, num_kv_heads, block_size_tokens, head_size]``, K before V (the order that
 vLLM and FlashInfer call HND). Where values are smaller than keys, a page is its keys
 ``[num_kv_heads, block_size_tokens, head_size]`` and then its values ``[num_kv_heads,
-block_size_tokens, value_head_size]``.
+block_size_tokens, value_head_size]``. A page of latents is their keys alone: a value is the first
+``value_head_size`` elements of its key.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from kvplane.wire.protocol import refuse_unknown_fields
 
 BLOCK_SIZES: Final = (8, 16, 32, 64, 128, 256)
 MAX_HEAD_SIZE: Final = 512
+MAX_LATENT_SIZE: Final = 576
+"""Elements of a latent, which all query heads share: DeepSeek's 512, and 64 with positions."""
 FLOAT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Types of queries, keys and values, with the bytes of an element."""
 FP8_BYTES: Final = {"float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -37,12 +40,14 @@ _TO_WIRE: Final = {
 }
 _FROM_WIRE: Final = {v: k for k, v in _TO_WIRE.items()}
 KEYS_AND_VALUES: Final = "keys_and_values"
+LATENT: Final = "latent"
 _CACHE_KINDS: Final = {
     pb.CACHE_KIND_UNSPECIFIED: KEYS_AND_VALUES,
     pb.CACHE_KIND_KEYS_AND_VALUES: KEYS_AND_VALUES,
-    pb.CACHE_KIND_LATENT: "latent",
+    pb.CACHE_KIND_LATENT: LATENT,
     pb.CACHE_KIND_STATE: "state",
 }
+_TO_KIND: Final = {name: kind for kind, name in _CACHE_KINDS.items()}
 _MAX_SHOWN_CHARS: Final = 60
 _SCALES: Final = ("key_scales", "value_scales")
 
@@ -91,13 +96,20 @@ class LayerGroup:
         """Elements of one head's value."""
         return self.value_head_size or self.head_size
 
+    @property
+    def stored_sizes(self) -> tuple[int, ...]:
+        """Elements of what is stored of one head and token: a key and a value, or a latent."""
+        if self.cache_kind == LATENT:
+            return (self.head_size,)
+        return (self.head_size, self.value_size)
+
     def page_shape(self, num_kv_heads: int, block_size_tokens: int) -> tuple[int, ...]:
         """The shape of one layer's page of one block: ``[2, num_kv_heads, block_size_tokens,
-        head_size]``, or its number of elements where values are smaller than keys.
+        head_size]``, or its number of elements where it does not hold two of one size.
         """
-        if self.value_size == self.head_size:
+        if self.stored_sizes == (self.head_size, self.head_size):
             return (2, num_kv_heads, block_size_tokens, self.head_size)
-        return (num_kv_heads * block_size_tokens * (self.head_size + self.value_size),)
+        return (num_kv_heads * block_size_tokens * sum(self.stored_sizes),)
 
     def canonical(self) -> dict[str, Any]:
         """The fields as they enter the fingerprint: scales as the bits of their float32, because
@@ -147,22 +159,12 @@ class Layout:
             )
             _require(seen.isdisjoint(group.layers), f"{at}.layers", "in no other group")
             seen.update(group.layers)
-            _require(1 <= group.num_kv_heads <= 65_536, f"{at}.num_kv_heads", "1 to 65,536")
             _require(
-                8 <= group.head_size <= MAX_HEAD_SIZE and group.head_size % 8 == 0,
-                f"{at}.head_size",
-                f"a multiple of 8 from 8 to {MAX_HEAD_SIZE}",
-            )
-            _require(
-                group.cache_kind == KEYS_AND_VALUES,
+                group.cache_kind in (KEYS_AND_VALUES, LATENT),
                 f"{at}.cache_kind",
-                f"{KEYS_AND_VALUES}, the only kind that this version serves",
+                f"{KEYS_AND_VALUES} or {LATENT}, the kinds that this version serves",
             )
-            _require(
-                8 <= group.value_size <= group.head_size and group.value_size % 8 == 0,
-                f"{at}.value_head_size",
-                "0, or a multiple of 8 up to head_size",
-            )
+            self._check_heads(group, at)
             _require(
                 0 <= group.sliding_window_tokens < 2**31,
                 f"{at}.sliding_window_tokens",
@@ -170,8 +172,32 @@ class Layout:
             )
             self._check_scales(group, at)
 
+    def _check_heads(self, group: LayerGroup, at: str) -> None:
+        is_latent = group.cache_kind == LATENT
+        most_heads, largest = (1, MAX_LATENT_SIZE) if is_latent else (65_536, MAX_HEAD_SIZE)
+        _require(
+            1 <= group.num_kv_heads <= most_heads,
+            f"{at}.num_kv_heads",
+            "1, which all query heads share" if is_latent else "1 to 65,536",
+        )
+        _require(
+            8 <= group.head_size <= largest and group.head_size % 8 == 0,
+            f"{at}.head_size",
+            f"a multiple of 8 from 8 to {largest}",
+        )
+        _require(
+            8 <= group.value_size <= group.head_size and group.value_size % 8 == 0,
+            f"{at}.value_head_size",
+            "0, or a multiple of 8 up to head_size",
+        )
+
     def _check_scales(self, group: LayerGroup, at: str) -> None:
         num_layers = len(group.layers)
+        _require(
+            not group.value_scales or group.cache_kind != LATENT,
+            f"{at}.value_scales",
+            "empty for latents: a value is a part of its key, and has the key's scale",
+        )
         for name in _SCALES:
             scales = getattr(group, name)
             _require(
@@ -222,8 +248,20 @@ class Layout:
         """Layers over all groups."""
         return sum(len(group.layers) for group in self.groups)
 
+    @property
+    def latent_layers(self) -> frozenset[int]:
+        """Layers that keep latents."""
+        groups = (group for group in self.groups if group.cache_kind == LATENT)
+        return frozenset(layer for group in groups for layer in group.layers)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in the layers of all groups."""
+        blocks = sum(self.block_bytes(group) for group in range(len(self.groups)))
+        return blocks // self.block_size_tokens
+
     def block_bytes(self, group: int = 0) -> int:
-        """Bytes of one block of ``group``: K and V of all its layers, all heads."""
+        """Bytes of one block of ``group``: what all its layers keep, all heads."""
         g = self.groups[group]
         page_elements = math.prod(g.page_shape(g.num_kv_heads, self.block_size_tokens))
         return len(g.layers) * page_elements * ELEMENT_BYTES[self.kv_dtype]
@@ -244,6 +282,7 @@ class Layout:
                     sliding_window_tokens=g.sliding_window_tokens,
                     key_scales=g.key_scales,
                     value_scales=g.value_scales,
+                    cache_kind=_TO_KIND[g.cache_kind],
                     value_head_size=g.value_head_size,
                 )
                 for g in self.groups

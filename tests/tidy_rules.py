@@ -220,7 +220,7 @@ NAMED_PATH = re.compile(
     rf"(?<![\w./*{{<-])((?:{TOP})/[\w./*-]*|(?:\.{{0,2}}/)?[\w.*/-]+\.(?:{SUFFIXES}))(?![\w*{{<])"
 )
 # A project, and files that a reader makes.
-NAMED_LIKE_A_FILE = {"llama.cpp", "access.toml"}
+NAMED_LIKE_A_FILE = {"llama.cpp", "access.toml", "layout.json"}
 
 
 def documents(root: Path) -> list[Path]:

@@ -28,6 +28,7 @@ CASES: Final[dict[str, dict[str, int]]] = {
     "overload": {"honest": 120},
     **{f"overload, {kind}": {"honest": 108, kind: 12} for kind in HOSTILE},
     "overload, one jumping": {"honest": 119, "jumping": 1},
+    "overload, jumping": {"honest": 108, "jumping": 12},
     "overload, large": {"honest": 108, "large": 12},
     "overload, all four": {"honest": 108, **dict.fromkeys(HOSTILE, 3)},
 }

@@ -32,6 +32,7 @@ CASES: Final = (
     Case("hit_in_use_32k", prompts.hit_in_use_32k),
     Case("miss_32k", prompts.miss_32k),
     Case("miss_32k_parts", prompts.miss_32k_parts, CORE),
+    Case("miss_32k_followed", prompts.miss_32k_followed, CORE),
     Case("announce_32k", prompts.announce_32k, CORE),
     Case("hit_free_32k_pool100k", prompts.hit_free_32k_pool100k),
     Case("empty_step", prompts.empty_step),

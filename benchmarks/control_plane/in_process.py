@@ -52,6 +52,10 @@ class CorePool:
         self.core.work()
         return time.perf_counter() - began
 
+    def follow(self) -> None:
+        """Follow the index from now on."""
+        self.core.follow(cpb.WatchRequest(pool_id=POOL), TENANT, lambda: None)
+
     async def engine(self) -> Engine:
         session = self.core.open_session(messages.open_session(), TENANT).session
         first_id = 1 + 1_000_000 * self._num_engines

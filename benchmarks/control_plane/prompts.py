@@ -37,7 +37,19 @@ async def miss_32k(world: World, sizes: Sizes) -> list[Row]:
     """Admit a new prompt to a pool that is full of others; each step carries the receipt of the
     one before, and so publishes the prompt before.
     """
+    return await _misses("miss_32k", world, sizes)
+
+
+async def miss_32k_followed(world: World, sizes: Sizes) -> list[Row]:
+    """``miss_32k`` while somebody follows the index, so that each change of it is kept."""
+    return (await _misses("miss_32k_followed", world, sizes))[:1]
+
+
+async def _misses(name: str, world: World, sizes: Sizes) -> list[Row]:
     async with world.pool(sizes.num_pool_blocks) as pool:
+        if name == "miss_32k_followed":
+            assert isinstance(pool, CorePool), "measured in process only"
+            pool.follow()
         engine = await pool.engine()
         await _fill(engine, sizes)
         most_held = sizes.num_pool_blocks // sizes.prompt_blocks // 2
@@ -53,7 +65,7 @@ async def miss_32k(world: World, sizes: Sizes) -> list[Row]:
                 await engine.settle()
                 free_s += [await engine.step(ops.free([i])) for i in held]
                 held.clear()
-        rows = [Row.of_seconds("miss_32k", admit_s)]
+        rows = [Row.of_seconds(name, admit_s)]
         return [*rows, Row.of_seconds("free_32k", free_s)] if free_s else rows
 
 

@@ -14,6 +14,7 @@ namespace kvplane {
 
 constexpr int64_t kSplitTokens = 512;
 constexpr int64_t kItemsOfThread = 4;  // with fewer, the splits of an item go to several threads
+constexpr int64_t kLeastHeads = 16;    // of an item: fewer would load tiles too often
 
 struct Item {
   int64_t sequence;
@@ -22,6 +23,8 @@ struct Item {
   int64_t first_position;  // of first_token in its sequence
   int64_t first_kv_head;
   int64_t num_kv_heads;
+  int64_t first_head;  // of the query heads of each of these KV heads
+  int64_t num_heads;
 };
 
 // Half-open range of positions, or of splits.
@@ -71,9 +74,19 @@ inline void check_batch(const PagedAttentionParams& p) {
                    [&] { return at("query_starts", p.num_sequences); });
 }
 
+// The size of items: query tokens, KV heads, and query heads of each KV head.
+struct ItemSize {
+  int64_t num_tokens;
+  int64_t num_kv_heads;
+  int64_t num_heads;
+};
+
 // One KV head after another reads its rows of the same blocks: an item with many KV heads reads
-// memory in longer runs. But there have to be items for all threads.
-inline int64_t kv_heads_of_item(const PagedAttentionParams& p, int64_t item_tokens) {
+// memory in longer runs. But there have to be items for all threads: for them, the query heads of
+// a KV head are given to several items too.
+inline ItemSize size_of_items(const PagedAttentionParams& p) {
+  const int64_t all = p.pages.num_kv_heads, group = p.num_heads / all;
+  const int64_t item_tokens = std::max<int64_t>(1, kAttendRows / group);
   int64_t num_splits = 0, most_tokens = 1;
   for (int64_t s = 0; s < p.num_sequences; ++s) {
     const int64_t query_len = p.query_starts[s + 1] - p.query_starts[s];
@@ -83,23 +96,31 @@ inline int64_t kv_heads_of_item(const PagedAttentionParams& p, int64_t item_toke
     num_splits += chunks * ((seen + kSplitTokens - 1) / kSplitTokens);
     most_tokens = std::max(most_tokens, std::min(item_tokens, query_len));
   }
-  const int64_t all = p.pages.num_kv_heads, rows = most_tokens * (p.num_heads / all);
-  int64_t heads = std::max<int64_t>(1, std::min(all, kAttendRows / rows));
-  while (heads > 1 && num_splits * (all / heads) < kItemsOfThread * p.num_threads) heads /= 2;
-  return heads;
+  const int64_t wanted = kItemsOfThread * p.num_threads;
+  int64_t kv_heads = std::max<int64_t>(1, std::min(all, kAttendRows / (most_tokens * group)));
+  while (kv_heads > 1 && num_splits * (all / kv_heads) < wanted) kv_heads /= 2;
+  int64_t heads = std::min(group, kAttendRows);
+  if (kv_heads == 1) {
+    while (heads >= 2 * kLeastHeads && num_splits * all * (group / heads) < wanted) heads /= 2;
+  }
+  return {item_tokens, kv_heads, heads};
 }
 
-inline std::vector<Item> cut_items(const PagedAttentionParams& p, int64_t item_tokens,
-                                   int64_t item_kv_heads) {
+inline std::vector<Item> cut_items(const PagedAttentionParams& p) {
+  const ItemSize size = size_of_items(p);
+  const int64_t group = p.num_heads / p.pages.num_kv_heads;
   std::vector<Item> items;
   for (int64_t s = 0; s < p.num_sequences; ++s) {
     const int64_t begin = p.query_starts[s], end = p.query_starts[s + 1];
-    for (int64_t token = begin; token < end; token += item_tokens) {
-      const int64_t num_tokens = std::min(item_tokens, end - token);
+    for (int64_t token = begin; token < end; token += size.num_tokens) {
+      const int64_t num_tokens = std::min(size.num_tokens, end - token);
       const int64_t position = first_position(p, s) + token - begin;
-      for (int64_t h = 0; h < p.pages.num_kv_heads; h += item_kv_heads) {
-        const int64_t num_kv_heads = std::min(item_kv_heads, p.pages.num_kv_heads - h);
-        items.push_back({s, token, num_tokens, position, h, num_kv_heads});
+      for (int64_t h = 0; h < p.pages.num_kv_heads; h += size.num_kv_heads) {
+        const int64_t num_kv_heads = std::min(size.num_kv_heads, p.pages.num_kv_heads - h);
+        for (int64_t g = 0; g < group; g += size.num_heads) {
+          const int64_t num_heads = std::min(size.num_heads, group - g);
+          items.push_back({s, token, num_tokens, position, h, num_kv_heads, g, num_heads});
+        }
       }
     }
   }

@@ -2,7 +2,8 @@
 //
 // - row: one query token at one query head.
 // - item: up to kAttendRows rows: some query tokens of one sequence, at all query heads of some KV
-//   heads. Rows are ordered by KV head, then query token, then query head.
+//   heads, or at some query heads of one. Rows are ordered by KV head, then query token, then query
+//   head.
 // - split: kSplitTokens positions of the sequence, from a multiple of kSplitTokens on.
 // - tile: kTileTokens positions, from a multiple of kTileTokens on.
 //
@@ -112,7 +113,7 @@ class Attention {
         group_(params.num_heads / params.pages.num_kv_heads),
         workspaces_(static_cast<size_t>(num_workers), Workspace(layout_, item_rows)) {}
 
-  int64_t rows_of_kv_head(const Item& item) const { return item.num_tokens * group_; }
+  int64_t rows_of_kv_head(const Item& item) const { return item.num_tokens * item.num_heads; }
   int64_t num_rows(const Item& item) const { return rows_of_kv_head(item) * item.num_kv_heads; }
   int64_t value_size() const { return layout_.value_size; }
 
@@ -155,10 +156,10 @@ class Attention {
     return item.first_kv_head + r / rows_of_kv_head(item);
   }
   int64_t token_of(const Item& item, int64_t r) const {
-    return item.first_token + r / group_ % item.num_tokens;
+    return item.first_token + r / item.num_heads % item.num_tokens;
   }
   int64_t head_of(const Item& item, int64_t r) const {
-    return kv_head_of(item, r) * group_ + r % group_;
+    return kv_head_of(item, r) * group_ + item.first_head + r % item.num_heads;
   }
 
   Span positions_of(const Item& item) const {
@@ -275,7 +276,7 @@ class Attention {
     const int64_t of_head = rows_of_kv_head(item),
                   begin_row = (kv_head - item.first_kv_head) * of_head;
     for (int64_t r = begin_row; r < begin_row + of_head; ++r) {
-      const int64_t position = item.first_position + (r - begin_row) / group_;
+      const int64_t position = item.first_position + (r - begin_row) / item.num_heads;
       const Span seen = visible(p_, position);
       const int64_t begin = std::max<int64_t>(0, seen.begin - first);
       const int64_t end = std::min(kTileTokens, seen.end - first);
@@ -293,11 +294,10 @@ class Attention {
     const auto attend = layout_.stored                      ? ops_.attend_stored
                         : layout_.dtype == Dtype::kBFloat16 ? ops_.attend_bf16
                                                             : ops_.attend;
-    for (int64_t r = 0; r < num; r += kAttendRows) {
-      attend({&tile, &next, &w.rows[static_cast<size_t>(r)], std::min(kAttendRows, num - r),
-              layout_.row_size, value_size(), layout_.in_place ? p_.pages.dtype : layout_.dtype,
-              prefetch_bytes, scale, p_.logit_soft_cap});
-    }
+    if (num == 0) return;
+    attend({&tile, &next, w.rows.data(), num, layout_.row_size, value_size(),
+            layout_.in_place ? p_.pages.dtype : layout_.dtype, prefetch_bytes, scale,
+            p_.logit_soft_cap});
   }
 
   void merge(const Item& item, const States& later, const States& states) const {
@@ -340,7 +340,7 @@ int num_workers(const PagedAttentionParams& p, const std::vector<Item>& items) {
   for (const Item& item : items) {
     const int64_t begin = visible(p, item.first_position).begin;
     const int64_t seen = item.first_position + item.num_tokens - begin;
-    const int64_t rows = item.num_tokens * item.num_kv_heads * p.num_heads / p.pages.num_kv_heads;
+    const int64_t rows = item.num_tokens * item.num_kv_heads * item.num_heads;
     work += rows * seen * p.pages.head_size;
     most += 1 + seen / kSplitTokens;
   }
@@ -387,15 +387,12 @@ void run_splits(const std::vector<Item>& items, int workers, Attention* attentio
 void paged_attention(const PagedAttentionParams& p) {
   check_batch(p);
   check_scales(p.pages);
-  const int64_t group = p.num_heads / p.pages.num_kv_heads;
-  const int64_t item_tokens = std::max<int64_t>(1, kAttendRows / group);
-  const int64_t item_kv_heads = kv_heads_of_item(p, item_tokens);
-  const std::vector<Item> items = cut_items(p, item_tokens, item_kv_heads);
+  const std::vector<Item> items = cut_items(p);
   if (items.empty()) return;
   const int workers = num_workers(p, items);
   int64_t most_rows = 0;
   for (const Item& item : items) {
-    most_rows = std::max(most_rows, item.num_tokens * group * item.num_kv_heads);
+    most_rows = std::max(most_rows, item.num_tokens * item.num_heads * item.num_kv_heads);
   }
   Attention attention(p, workers, most_rows);
   const int64_t num_items = static_cast<int64_t>(items.size());

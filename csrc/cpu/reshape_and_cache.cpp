@@ -44,12 +44,13 @@ void write_heads(const ReshapeAndCacheParams& p, int64_t first_head, int64_t end
     const int64_t offset = slot % pages.block_size;
     for (int64_t h = first_head; h < end_head; ++h) {
       const int64_t key_row = i * p.key_token_stride + h * p.key_head_stride;
-      const int64_t value_row = i * p.value_token_stride + h * p.value_head_stride;
       const int64_t to = block + h * pages.head_stride + offset * pages.token_stride;
-      const int64_t value_to =
-          block + pages.kv_stride + h * pages.value_head_stride + offset * pages.value_token_stride;
       write_row(key + key_row * key_bytes, p.key_dtype, pages.head_size, key_scale(pages, h),
                 pages.dtype, data + to * page_bytes);
+      if (value == nullptr) continue;
+      const int64_t value_row = i * p.value_token_stride + h * p.value_head_stride;
+      const int64_t value_to =
+          block + pages.kv_stride + h * pages.value_head_stride + offset * pages.value_token_stride;
       write_row(value + value_row * value_bytes, p.value_dtype, pages.value_head_size,
                 value_scale(pages, h), pages.dtype, data + value_to * page_bytes);
     }

@@ -60,7 +60,7 @@ class BoundLayer:
         *,
         query: TensorView,
         key: TensorView,
-        value: TensorView,
+        value: TensorView | None,
         pages: PagesView,
         scales: ScalesView,
         options: AttentionOptions,
@@ -75,7 +75,7 @@ def use_cpu_isa(isa: str) -> None: ...
 def reshape_and_cache(
     *,
     key: TensorView,
-    value: TensorView,
+    value: TensorView | None,
     pages: PagesView,
     scales: ScalesView,
     slots: int,

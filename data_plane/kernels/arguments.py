@@ -21,7 +21,7 @@ from data_plane.kernels.pages import Pages
 from data_plane.memory.upload import upload
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import MAX_HEAD_SIZE
+from kvplane.layout import MAX_HEAD_SIZE, MAX_LATENT_SIZE
 
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -39,7 +39,7 @@ class WriteArguments:
     """What ``reshape_and_cache`` writes, and where. All tensors are on the device of ``pages``.
 
     key, value: [num_tokens, num_kv_heads, head_size], contiguous in the last dimension; value's
-        last extent is that of the pages' values.
+        last extent is that of the pages' values. value is None where the pages hold latents.
     pages: one layer's.
     slots: int64 [num_tokens]; negative = do not write.
     key_scales, value_scales: float32 [1] or [num_kv_heads], for fp8 pages only. None = 1.
@@ -48,7 +48,7 @@ class WriteArguments:
     """
 
     key: torch.Tensor
-    value: torch.Tensor
+    value: torch.Tensor | None
     pages: Pages
     slots: torch.Tensor
     key_scales: torch.Tensor | None = None
@@ -60,11 +60,16 @@ class WriteArguments:
     def __post_init__(self) -> None:
         _set(self, keys_and_values(self.pages), "keys", "values")
         device = self.keys.device
+        is_latent = are_latents(self.keys, self.values)
+        wanted = "be absent: a latent's value is a part of its key" if is_latent else "be given"
+        require(is_latent == (self.value is None), f"must {wanted}", "value")
         check_tensor("slots", self.slots, "[num_tokens]", (_ANY,), (torch.int64,), device)
         for name, tensor, stored in (
             ("key", self.key, self.keys),
             ("value", self.value, self.values),
         ):
+            if tensor is None:
+                continue
             wanted = "[num_tokens, num_kv_heads, head_size]"
             shape = (self.slots.shape[0], stored.shape[1], stored.shape[3])
             check_tensor(name, tensor, wanted, shape, FLOATS, device)
@@ -103,7 +108,8 @@ class AttentionArguments:
     context_lens: int64 [num_sequences], tokens with KV in the pages, those of this call included.
         Query token i of query_len has position context_len - query_len + i and attends to positions
         up to its own.
-    options: with as many alibi_slopes and sinks as there are heads, or none.
+    options: with as many alibi_slopes and sinks as there are heads, or none; with a scale where
+        the pages hold latents.
     key_scales, value_scales: those that fp8 pages were written with.
     max_query_len: no sequence has more query tokens than this; 0 = not known. Saves a launch on a
         GPU.
@@ -158,6 +164,9 @@ class AttentionArguments:
         wanted = "[num_sequences, max_blocks]"
         check_tensor("block_tables", tables, wanted, (num, _ANY), integers, device)
         _check_scales(self.keys, self.key_scales, self.value_scales)
+        if are_latents(self.keys, self.values):
+            wanted = "must be given: the keys that latents stand for have another size"
+            require(self.options.scale != 0, wanted, "options.scale")
         for name in ("block_tables", "query_starts", "context_lens"):
             _make_contiguous(self, name)
         of_heads = [self._of_heads(name, device) for name in ("alibi_slopes", "sinks")]
@@ -191,12 +200,18 @@ def keys_and_values(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
     if values.dtype != keys.dtype or values.stride(0) != keys.stride(0):
         raise InvalidRequestError("must be keys and values of one pool", field="pages")
     _require_shape("pages", values, (*keys.shape[:3], _ANY))
+    largest = MAX_LATENT_SIZE if are_latents(keys, values) else MAX_HEAD_SIZE
     for tensor in (keys, values):
         _check_last_stride("pages", tensor)
-        _check_geometry("pages", tensor)
+        _check_geometry("pages", tensor, largest)
     if values.shape[3] > keys.shape[3]:
         raise InvalidRequestError("must have values no larger than keys", field="pages")
     return keys, values
+
+
+def are_latents(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether values are the first elements of their keys, and nothing of their own is stored."""
+    return keys.numel() > 0 and keys.data_ptr() == values.data_ptr()
 
 
 def check_pool(name: str, pool: torch.Tensor, *devices: torch.device) -> None:
@@ -303,7 +318,7 @@ def require(ok: bool, wanted: str, name: str) -> None:
         raise InvalidRequestError(wanted, field=name)
 
 
-def _check_geometry(name: str, tensor: torch.Tensor) -> None:
+def _check_geometry(name: str, tensor: torch.Tensor, largest: int = MAX_HEAD_SIZE) -> None:
     """Of pages and pools: [..., num_kv_heads, block_size, head_size]."""
     num_kv_heads, block_size, head_size = tensor.shape[-3:]
     if num_kv_heads < 1 or block_size < 1:
@@ -311,9 +326,9 @@ def _check_geometry(name: str, tensor: torch.Tensor) -> None:
             f"must hold at least one head and token, has shape {list(tensor.shape)}",
             field=name,
         )
-    if head_size % 8 != 0 or not 8 <= head_size <= MAX_HEAD_SIZE:
+    if head_size % 8 != 0 or not 8 <= head_size <= largest:
         raise InvalidRequestError(
-            f"must have a head size that is a multiple of 8 up to {MAX_HEAD_SIZE}, has {head_size}",
+            f"must have a head size that is a multiple of 8 up to {largest}, has {head_size}",
             field=name,
         )
 

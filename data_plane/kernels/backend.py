@@ -18,6 +18,8 @@ from data_plane.kernels.bound_layers import BoundLayers
 from data_plane.kernels.cpu import CpuKernels
 from data_plane.kernels.cuda import CudaKernels
 from data_plane.kernels.cuda_streams import CudaRuntime, DeviceStreams, Streams
+from kvplane.errors import InvalidRequestError
+from kvplane.layout import Layout
 
 
 class Kernels(Protocol):
@@ -36,6 +38,11 @@ class Kernels(Protocol):
     @property
     def detail(self) -> str:
         """More about it for the log, as ``key=value`` pairs."""
+        ...
+
+    @property
+    def cache_kinds(self) -> tuple[str, ...]:
+        """The cache kinds of layer groups that they attend to."""
         ...
 
     @property
@@ -112,6 +119,22 @@ class Kernels(Protocol):
         found since the last call.
         """
         ...
+
+
+def check_cache_kinds(layout: Layout, kernels: Kernels) -> None:
+    """Raise InvalidRequestError for a layer group whose cache kind ``kernels`` do not serve."""
+    for i, group in enumerate(layout.groups):
+        if group.cache_kind not in kernels.cache_kinds:
+            raise InvalidRequestError(
+                f"must be {' or '.join(kernels.cache_kinds)} for the {kernels.backend} kernels, "
+                f"is {group.cache_kind}",
+                field=f"layout.groups[{i}].cache_kind",
+            )
+
+
+def cache_kinds_of(device: torch.device) -> tuple[str, ...]:
+    """The cache kinds that the kernels for ``device`` serve."""
+    return (CpuKernels if device.type == "cpu" else CudaKernels).cache_kinds
 
 
 def kernels_of(device: torch.device, num_threads: int) -> Kernels:

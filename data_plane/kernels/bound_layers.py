@@ -79,7 +79,7 @@ class BoundLayers:
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         options: AttentionOptions,
     ) -> BoundLayer | None:
         """The layer as it is bound; None where it was not, and where these arguments differ from
@@ -114,7 +114,7 @@ class BoundLayers:
         batch: Batch,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
     ) -> tuple[torch.Tensor, float, float]:
         """Write and attend. Returns the output, and the seconds that each of them took.
 
@@ -130,7 +130,7 @@ class BoundLayers:
         began_s = time.perf_counter()
         try:
             write_s = bound.native.write_and_attend(
-                native, *(tensor.data_ptr() for tensor in tensors), self._num_threads()
+                native, *(0 if t is None else t.data_ptr() for t in tensors), self._num_threads()
             )
         except IndexError as error:
             field, _, wanted = str(error).partition(" must ")
@@ -151,13 +151,15 @@ class BoundLayers:
 
 
 def _signature(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, options: AttentionOptions
 ) -> Signature:
     """All that the checks of arguments look at, but for the batch: tensors of equal signatures are
     both accepted, or both refused.
     """
-    return (
+    of_keys = (
         *(options, query.shape, query.stride(), query.dtype, query.device, query.layout),
         *(key.shape, key.stride(), key.dtype, key.device, key.layout),
-        *(value.shape, value.stride(), value.dtype, value.device, value.layout),
     )
+    if value is None:
+        return of_keys
+    return (*of_keys, value.shape, value.stride(), value.dtype, value.device, value.layout)

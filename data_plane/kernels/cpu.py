@@ -11,6 +11,7 @@ from data_plane.kernels.bound_layers import BoundLayers
 from data_plane.kernels.cuda_streams import HostStreams
 from data_plane.kernels.native import NativeKernels
 from kvplane.errors import InvalidRequestError
+from kvplane.layout import KEYS_AND_VALUES, LATENT
 
 try:
     import kvplane_kernels
@@ -32,6 +33,7 @@ class CpuKernels(NativeKernels):
     """
 
     backend = "cpu"
+    cache_kinds = (KEYS_AND_VALUES, LATENT)
     scratch_bytes = 0
 
     def __init__(self, num_threads: int = 0) -> None:

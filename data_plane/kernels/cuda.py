@@ -16,10 +16,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data_plane.kernels.arguments import AttentionArguments, HostLengths, check_result
+from data_plane.kernels.arguments import (
+    AttentionArguments,
+    HostLengths,
+    WriteArguments,
+    are_latents,
+    check_result,
+    require,
+)
 from data_plane.kernels.cuda_streams import HostStreams, Streams
 from data_plane.kernels.native import NativeKernels
 from kvplane.errors import InvalidRequestError
+from kvplane.layout import KEYS_AND_VALUES, LATENT
 
 _FAULTS: Final = {
     "BAD_BLOCK_TABLES": (
@@ -58,6 +66,7 @@ class CudaKernels(NativeKernels):
     """
 
     backend = "cuda"
+    cache_kinds = (KEYS_AND_VALUES,)
 
     def __init__(
         self,
@@ -189,6 +198,12 @@ class CudaKernels(NativeKernels):
             "pages": self._pages(arguments),
             "num_sequences": arguments.context_lens.shape[0],
         }
+
+    def _pages(self, arguments: WriteArguments | AttentionArguments) -> Any:
+        is_latent = are_latents(arguments.keys, arguments.values)
+        wanted = f"must be of cache kind {KEYS_AND_VALUES}, the only one of these kernels"
+        require(not is_latent, f"{wanted}, are of {LATENT}", "pages")
+        return super()._pages(arguments)
 
     def check_faults(self) -> None:
         faults = int(self._faults.item())

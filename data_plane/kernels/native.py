@@ -42,7 +42,7 @@ class NativeKernels:
         self._call(
             "reshape_and_cache",
             key=self._view(a.key),
-            value=self._view(a.value),
+            value=self._view_of_value(a),
             pages=self._pages(a),
             scales=self._scales(a),
             slots=a.slots.data_ptr(),
@@ -122,7 +122,7 @@ class NativeKernels:
         return self._module.BoundLayer(
             query=self._view(attention.query),
             key=self._view(write.key),
-            value=self._view(write.value),
+            value=self._view_of_value(write),
             pages=self._pages(attention),
             scales=self._scales(attention),
             options=self._options(attention),
@@ -179,6 +179,9 @@ class NativeKernels:
         return self._module.TensorView(
             tensor.data_ptr(), self._dtypes[tensor.dtype], tensor.shape, tensor.stride()
         )
+
+    def _view_of_value(self, arguments: WriteArguments) -> Any:
+        return None if arguments.value is None else self._view(arguments.value)
 
     def _pages(self, arguments: WriteArguments | AttentionArguments) -> Any:
         return self._module.PagesView(self._view(arguments.keys), self._view(arguments.values))

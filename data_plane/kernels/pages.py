@@ -3,7 +3,8 @@
 Kernels take them as one tensor ``[num_blocks, 2, num_kv_heads, block_size, head_size]``, K before
 V, or as two: keys ``[num_blocks, num_kv_heads, block_size, head_size]`` and values ``[num_blocks,
 num_kv_heads, block_size, value_head_size]`` of the same memory, where values are smaller than keys.
-Such a page has one dimension in its pool: keys, and then values.
+Such a page has one dimension in its pool: keys, and then values. A page of latents, which has one
+dimension too, holds keys alone: values are views of their first elements.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ class PageShape:
         """The last dimensions of a pool."""
         return self.group.page_shape(self.num_kv_heads, self.block_size_tokens)
 
-    def split(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, views [..., num_kv_heads, block_size, elements of each], of [...,
-        *extents].
-        """
+    def keys_and_values(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views [..., num_kv_heads, block_size, elements of each], of [..., *extents]."""
+        stored = self.stored(pages)
+        return stored[0], stored[-1][..., : self.group.value_size]
+
+    def stored(self, pages: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of what is stored, which do not overlap: keys and values, or latents."""
         if len(self.extents) > 1:
-            keys, values = pages.unbind(-4)
-            return keys, values
-        head_sizes = (self.group.head_size, self.group.value_size)
-        heads = [(self.num_kv_heads, self.block_size_tokens, size) for size in head_sizes]
+            return pages.unbind(-4)
+        sizes = self.group.stored_sizes
+        heads = [(self.num_kv_heads, self.block_size_tokens, size) for size in sizes]
         parts = torch.split(pages, [math.prod(shape) for shape in heads], dim=-1)
-        keys, values = (
+        return tuple(
             part.view(*pages.shape[:-1], *shape) for part, shape in zip(parts, heads, strict=True)
         )
-        return keys, values

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvplane.layout import Layout
+from kvplane.layout import LATENT, Layout
 from kvplane.shard import Shard
 
 LayerScales = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -38,4 +38,6 @@ def _group_scales(
         of_heads = of_all.expand(-1, group.num_kv_heads)[held, heads.start : heads.stop]
         return list(of_heads.contiguous().to(device))
 
-    return list(zip(of_held(group.key_scales), of_held(group.value_scales), strict=True))
+    is_latent = group.cache_kind == LATENT  # a value is a part of its key
+    values = group.key_scales if is_latent else group.value_scales
+    return list(zip(of_held(group.key_scales), of_held(values), strict=True))

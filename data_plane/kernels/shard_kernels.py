@@ -14,6 +14,7 @@ from data_plane.kernels.arguments import (
     AttentionArguments,
     HostLengths,
     WriteArguments,
+    are_latents,
     check_blocks,
     require,
 )
@@ -81,18 +82,19 @@ class ShardKernels:
         batch: AttentionBatch,
         layer: int,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         prefix: str = "",
     ) -> WriteArguments:
         """The checked arguments of ``write``. Raises InvalidRequestError naming the tensor, after
         ``prefix``, unless key and value are [num_tokens, num_kv_heads, head_size] of the layout's
-        dtype, value with value_head_size.
+        dtype, value with value_head_size, and None where the layer keeps latents.
         """
         with _errors_under(prefix):
             pages = self._pools.pages(layer)
             arguments = WriteArguments(key, value, pages, batch.slots, *self._scales[layer])
             self._check_dtype("key", key)
-            self._check_dtype("value", value)
+            if value is not None:
+                self._check_dtype("value", value)
         return arguments
 
     def attention_arguments(
@@ -135,7 +137,7 @@ class ShardKernels:
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         options: AttentionOptions,
     ) -> BoundLayer | None:
         """The layer as ``bind`` bound it, for arguments that need no more checks; else None."""
@@ -166,7 +168,7 @@ class ShardKernels:
         batch: AttentionBatch,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         num_context_tokens: int,
     ) -> torch.Tensor:
         """``write`` and ``attend`` of a layer that ``bound_layer`` found."""
@@ -320,8 +322,8 @@ class ShardKernels:
             block_ids, offsets = slots // block_size, slots % block_size
             for i, layer in enumerate(layers):
                 page = self._pools.page_shapes[batch.group]
-                given = page.split(blocks[i].view(bits))
-                for stored, new in zip(page.split(pool[:, layer]), given, strict=True):
+                given = page.stored(blocks[i].view(bits))
+                for stored, new in zip(page.stored(pool[:, layer]), given, strict=True):
                     # [num_blocks, heads, block_size, elements] -> [tokens, heads, elements]
                     rows = new.transpose(1, 2).flatten(0, 1)[first : first + len(tokens)]
                     stored.view(bits)[block_ids, :, offsets] = rows
@@ -334,9 +336,10 @@ class ShardKernels:
 
 
 def _token_bytes(layer: WriteArguments | AttentionArguments | BoundLayer) -> int:
-    """Of one position: its keys and values in one layer."""
-    keys = layer.keys
-    return (keys[0].nbytes + layer.values[0].nbytes) // keys.shape[2]
+    """Of one position: what is stored of it in one layer."""
+    keys, values = layer.keys, layer.values
+    value_bytes = 0 if are_latents(keys, values) else values[0].nbytes
+    return (keys[0].nbytes + value_bytes) // keys.shape[2]
 
 
 def _check_window(window_tokens: int, most: int | None) -> None:

@@ -2,8 +2,8 @@
 
     pool   [num_blocks, num_layers, 2, num_kv_heads, block_size_tokens, head_size]
              block      layer   K, V
-    or, where values are smaller than keys,
-           [num_blocks, num_layers, page_elements]: a page's keys and then its values
+    or, where values are smaller than keys, or only latents are stored,
+           [num_blocks, num_layers, page_elements]: a page's keys and then its values, if any
 
 A block is contiguous over all its layers, so that a swap or a copy of it is one memcpy; a layer's
 pages are the strided view ``pool[:, layer]``. Both tiers of a group have this shape. The memory is
@@ -134,7 +134,7 @@ class Pools:
         head_size], and of its values. ``layer_index``: among the shard's layers.
         """
         place, at = self._pages[layer_index]
-        return self.page_shapes[group_of(place)].split(self._tiers[place][:, at])
+        return self.page_shapes[group_of(place)].keys_and_values(self._tiers[place][:, at])
 
 
 def _release(drain: Callable[[], None], unpins: list[Callable[[], None]]) -> None:

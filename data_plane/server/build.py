@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -15,7 +16,7 @@ from data_plane.memory.shares import fit_blocks, share_blocks
 from data_plane.memory.sizing import free_bytes, measure_num_blocks
 from data_plane.server.config import DataPlaneConfig
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import LayerGroup, Layout
+from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.shard import Shard
 
@@ -33,7 +34,7 @@ def build_executor(
     device = choose_device(config.device, this_machine)
     kernels = kernels if kernels is not None else kernels_of(device, config.num_threads)
     _LOGGER.info("kernels backend=%s %s", kernels.backend, kernels.detail)
-    layout = load_layout(config)
+    layout = load_layout(config, kernels.cache_kinds)
     shard = shard_of(config, layout)
     num_device_blocks = config.num_device_blocks
     expected_tokens = config.expected_context_tokens
@@ -87,14 +88,19 @@ def shard_of(config: DataPlaneConfig, layout: Layout) -> Shard:
     return shard
 
 
-def load_layout(config: DataPlaneConfig) -> Layout:
-    """The layout that the settings name. Raises InvalidRequestError."""
+def load_layout(
+    config: DataPlaneConfig, cache_kinds: Collection[str] = (KEYS_AND_VALUES, LATENT)
+) -> Layout:
+    """The layout that the settings name; a model's is of ``cache_kinds`` alone. Raises
+    InvalidRequestError.
+    """
     if config.model is not None:
         return layout_from_hf(
             config.model,
             block_size_tokens=config.block_size_tokens,
             dtype=config.dtype,
             kv_dtype=config.kv_dtype or None,
+            latent=config.latent and LATENT in cache_kinds,
         )
     if config.layout is None:
         raise InvalidRequestError("give either --model or --layout", field="model")

@@ -93,6 +93,11 @@ class DataPlaneConfig(ServingConfig):
         " checkpoint may have scales for an 8-bit type.",
         choices=("", *ELEMENT_BYTES),
     )
+    latent: bool = setting(
+        True,
+        help="Keep the latents of a model with multi-head latent attention (MLA), where the kernels"
+        " serve them; --no-latent keeps its keys and values, which take more memory. For --model.",
+    )
     num_device_blocks: int = setting(
         0,
         help="Blocks of the device tier of each layer group without an attention window, of which"

@@ -34,7 +34,7 @@ class _Layer:
     index: int
     query: torch.Tensor | None
     key: torch.Tensor
-    value: torch.Tensor
+    value: torch.Tensor | None
     options: AttentionOptions
     output: torch.Tensor | None
     """The output's range."""
@@ -127,11 +127,18 @@ class ExecuteStream:
         if request.HasField("query"):
             query = self._tensor(request.query, "layer.query", is_local)
         key = self._tensor(request.key, "layer.key", is_local)
-        value = self._tensor(request.value, "layer.value", is_local)
+        value = None
+        if request.HasField("value"):
+            value = self._tensor(request.value, "layer.value", is_local)
         options = attention_options(request.options, "layer.options")
         layer = pb.LayerOutput(layer=request.layer)
         output = None
         if query is not None and (is_local or request.HasField("output")):
+            if value is None:
+                raise InvalidRequestError(
+                    "must be given: latents are answered with data, not in a range",
+                    field="layer.value",
+                )
             if not query.dim() == value.dim() == 3:
                 raise InvalidRequestError("must have three dimensions", field="layer.query")
             shape = (*query.shape[:2], value.shape[2])
@@ -150,7 +157,8 @@ class ExecuteStream:
         if executor.device.type != "cpu":
             with device_errors():
                 query = None if query is None else _on(query, executor.device)
-                key, value = _on(key, executor.device), _on(value, executor.device)
+                key = _on(key, executor.device)
+                value = None if value is None else _on(value, executor.device)
         output = yield from executor.layer_pieces(
             session_id,
             layer.index,

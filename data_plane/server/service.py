@@ -129,7 +129,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
 
         def command() -> pb.ReshapeAndCacheResponse:
             key = self._tensor(request.key, "key")
-            value = self._tensor(request.value, "value")
+            value = self._tensor(request.value, "value") if request.HasField("value") else None
             session_id, number = self._start(request, tenant)
             receipt = self._executor.write_layer(
                 session_id, request.layer, key, value, plan_number=number

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Final
 
 from engine.commands.program import run_program
@@ -65,15 +66,21 @@ def _layout(argv: Sequence[str]) -> int:
     if config.probe:
         from engine.models import loader
 
-        groups = loader.load(config.model, config.dtype).groups
-    layout = layout_from_hf(
+        groups = loader.load(config.model, config.dtype, latent=config.latent).groups
+    make = partial(
+        layout_from_hf,
         config.model,
         block_size_tokens=config.block_size_tokens,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype or None,
-        groups=groups,
     )
+    layout = make(groups=groups, latent=config.latent)
     print(json.dumps(asdict(layout), indent=1))
+    takes = f"a token takes {layout.token_bytes:,} bytes"
+    if layout.latent_layers:
+        expanded = make(latent=False, model_id=layout.model_id)
+        takes += f" in latents, {expanded.token_bytes:,} in keys and values (--no-latent)"
+    print(f"engine: {takes}", file=sys.stderr)
     return 0
 
 

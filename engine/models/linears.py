@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from kvplane.transformers import absorbed
+
 
 class PackedLinear(torch.nn.Module):
     """``torch.nn.Linear`` without gradients. ``weight`` has its shape and type, and no memory."""
@@ -29,13 +31,15 @@ class PackedLinear(torch.nn.Module):
 
 def pack_linears(model: torch.nn.Module) -> int:
     """Pack the weights of a model's linear layers, those of a type that oneDNN computes with on
-    this machine. Returns how many were packed.
+    this machine, but for those that are absorbed. Returns how many were packed.
     """
     found = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is torch.nn.Linear and _is_served(child.weight)
+        if type(child) is torch.nn.Linear
+        and _is_served(child.weight)
+        and not absorbed.is_projection(parent, name)
     ]
     for parent, name, linear in found:
         setattr(parent, name, PackedLinear(linear))

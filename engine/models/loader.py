@@ -98,13 +98,15 @@ class LoadedModel:
         return self.tokenizer
 
 
-def load(folder: Path, dtype: str, *, probe: bool = True, packs: bool = False) -> LoadedModel:
+def load(
+    folder: Path, dtype: str, *, probe: bool = True, latent: bool = True, packs: bool = False
+) -> LoadedModel:
     """Load ``folder`` in ``dtype`` with attention "kvplane".
 
     ``probe``: first compare the model's logits with those of transformers' own attention.
-    ``packs``: pack the weights of linear layers (``engine.models.linears``). Raises
-    InvalidRequestError of the field "model" for a model that transformers cannot load, and for one
-    that the probe refuses.
+    ``latent``: as of ``layer_groups``. ``packs``: pack the weights of linear layers
+    (``engine.models.linears``). Raises InvalidRequestError of the field "model" for a model that
+    transformers cannot load, and for one that the probe refuses.
     """
     transformers_logging.disable_progress_bar()
     attention.register()
@@ -115,7 +117,7 @@ def load(folder: Path, dtype: str, *, probe: bool = True, packs: bool = False) -
     adapters.adapt(model)
     if packs:
         _log.info("linear layers with packed weights num=%d", pack_linears(model))
-    groups = run_probe(model) if probe else layer_groups(model.config)
+    groups = run_probe(model, latent=latent) if probe else layer_groups(model.config, latent=latent)
     adapters.set_attention(model, attention.NAME)
     text_config = model.config.get_text_config(decoder=True)
     has_tokenizer = any((folder / name).exists() for name in _TOKENIZER_FILES)

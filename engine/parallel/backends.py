@@ -75,6 +75,7 @@ class RankBackend:
         self._num_ranks = num_ranks
         self._client: DataClient | None = None
         self._execution: Execution | None = None
+        self.latent_layers: frozenset[int] = frozenset()
         self._layers: RegionLayers | None = None
 
     def open(self, session: OpenedSession) -> None:
@@ -93,6 +94,7 @@ class RankBackend:
             lambda: DataClient(address, tls=self._tls, timeout_s=self._timeout_s)
         )
         self._execution = self._loop.run(client.open(session.grant))
+        self.latent_layers = session.layout.latent_layers
         self._layers = RegionLayers(self._execution)
 
     def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
@@ -105,11 +107,12 @@ class RankBackend:
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Send one layer's new tokens, of the rank's heads, and wait for their attention."""
+        assert value is not None, "keep_part refuses latents"
         if self._layers is not None:
             output = self._layers.layer(index, query, key, value, options)
             if output is not None:

@@ -59,6 +59,11 @@ class ParallelBackend:
             model.register_forward_pre_hook(self._share_batch, with_kwargs=True)
             self._closing = self._closing.pop_all()
 
+    @property
+    def latent_layers(self) -> frozenset[int]:
+        """Of this rank's backend."""
+        return self._backend.latent_layers
+
     def open(self, session: OpenedSession) -> None:
         """Serve this session on all ranks."""
         shared = ranks.SharedSession(session.grant, session.shards, session.layout)
@@ -78,7 +83,7 @@ class ParallelBackend:
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:

@@ -42,8 +42,14 @@ def shards_of(layout: Layout, num_ranks: int) -> list[Shard]:
 
 def keep_part(model: PreTrainedModel, layout: Layout, group: RankGroup) -> None:
     """Cut ``model`` in place to the part of this rank. Raises InvalidRequestError of the field
-    "tensor_parallel" for a model that has no such plan, or one with other ways to cut.
+    "tensor_parallel" for a model that has no such plan, or one with other ways to cut, and for one
+    whose pool keeps latents.
     """
+    if layout.latent_layers:
+        raise InvalidRequestError(
+            "latents are of all heads together, and not divided among ranks",
+            field="tensor_parallel",
+        )
     plan, shards = _plan(model), shards_of(layout, group.num_ranks)
     modules = dict(model.get_decoder().named_modules())
     heads = {

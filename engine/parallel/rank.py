@@ -76,16 +76,22 @@ class PatientStep:
         self._backend = backend
         self._error: KvplaneError | None = None
 
+    @property
+    def latent_layers(self) -> frozenset[int]:
+        """Of the backend."""
+        return self._backend.latent_layers
+
     def layer(
         self,
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
         """As ``kvplane.transformers.attention.Step.layer``."""
+        assert value is not None, "keep_part refuses latents"
         if self._error is None:
             try:
                 return self._backend.layer(index, query, key, value, options=options)

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvplane import ops
+from kvplane.attention_options import AttentionOptions
 from kvplane.clients.control_client import ControlClient
 from kvplane.clients.data_client import DataClient
 from kvplane.clients.execution import Execution
 from kvplane.errors import KvplaneError
-from kvplane.layout import Layout
+from kvplane.layout import LATENT, LayerGroup, Layout
 from kvplane.results import StepResult
 from kvplane.session import Session
 from kvplane.tensor import Tensor
@@ -27,6 +28,7 @@ from kvplane.v1.types_pb2 import SignedPayload
 # A fork and a swap to the host tier and back come once in so many steps.
 _FORK_EVERY: Final = 16
 _SWAP_EVERY: Final = 24
+_OPTIONS: Final = AttentionOptions(scale=1.0)
 _LONGEST_TENSOR_TOKENS: Final = 4096
 
 
@@ -258,9 +260,12 @@ class _Load:
         begin_s = time.perf_counter()
         started = await self._execution.start(plan)
         if started.receipt is None:
-            tensor = _zeros(self._session.layout, started.num_tokens)
+            layout = self._session.layout
+            of_groups = [_zeros(layout, group, started.num_tokens) for group in layout.groups]
             for layer in self._execution.layers:
-                await self._execution.layer(layer, tensor, tensor, tensor)
+                index = next(i for i, group in enumerate(layout.groups) if layer in group.layers)
+                key, value = of_groups[index]
+                await self._execution.layer(layer, key, key, value, options=_OPTIONS)
         self.measured.num_computed_tokens += started.num_tokens
         self.measured.execute_s.append(time.perf_counter() - begin_s)
         if self._execution.receipt is None:
@@ -268,11 +273,15 @@ class _Load:
         self._session.add_receipt(self._execution.receipt)
 
 
-def _zeros(layout: Layout, num_tokens: int) -> Tensor:
-    """[num_tokens, num_kv_heads, head_size]."""
-    group = layout.groups[0]
-    shape = (num_tokens, group.num_kv_heads, group.head_size)
-    return Tensor(layout.dtype, shape, bytes(Tensor.size_bytes(layout.dtype, shape)))
+def _zeros(layout: Layout, group: LayerGroup, num_tokens: int) -> tuple[Tensor, Tensor | None]:
+    """Keys and values of a layer of ``group``, as a data plane takes them."""
+
+    def zeros(size: int) -> Tensor:
+        shape = (num_tokens, group.num_kv_heads, size)
+        return Tensor(layout.dtype, shape, bytes(Tensor.size_bytes(layout.dtype, shape)))
+
+    is_latent = group.cache_kind == LATENT
+    return zeros(group.head_size), None if is_latent else zeros(group.value_size)
 
 
 def _percentile(values: list[float], share: float) -> float:

@@ -69,15 +69,19 @@ class DataClient:
         plan: SignedPayload,
         layer: int,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         *,
         timeout_s: float | None = None,
     ) -> pb.ReshapeAndCacheResponse:
         """Write one layer's keys and values [num_tokens, num_kv_heads, head_size]; values may have
-        a size of their own.
+        a size of their own, and there are none where the layer keeps latents.
         """
         request = pb.ReshapeAndCacheRequest(
-            grant=grant, plan=plan, layer=layer, key=key.to_proto(), value=value.to_proto()
+            grant=grant,
+            plan=plan,
+            layer=layer,
+            key=key.to_proto(),
+            value=None if value is None else value.to_proto(),
         )
         response: pb.ReshapeAndCacheResponse = await self._connection.call(
             self._stub.ReshapeAndCache, request, timeout_s

@@ -132,7 +132,7 @@ class Execution:
         index: int,
         query: Tensor | None,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         *,
         options: AttentionOptions = AttentionOptions(),
         timeout_s: float | None = None,
@@ -140,8 +140,8 @@ class Execution:
         """Write one layer's keys and values, then attend: [num_tokens, num_heads, value_head_size].
 
         ``query`` [num_tokens, num_heads, head_size]; without it the answer has no elements.
-        ``key``, ``value`` [num_tokens, num_kv_heads, head_size], of ``value`` value_head_size. Safe
-        to repeat.
+        ``key``, ``value`` [num_tokens, num_kv_heads, head_size], of ``value`` value_head_size; none
+        where the layer keeps latents. Safe to repeat.
         """
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
@@ -283,7 +283,7 @@ class Execution:
         index: int,
         query: Tensor | None,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         options: AttentionOptions,
     ) -> Tensor:
         """Over gRPC."""
@@ -291,7 +291,7 @@ class Execution:
             layer=index,
             query=None if query is None else query.to_proto(),
             key=key.to_proto(),
-            value=value.to_proto(),
+            value=None if value is None else value.to_proto(),
             options=options.to_proto(),
         )
         if self._begun is not None and self._begun.by is not None:
@@ -325,7 +325,7 @@ class Execution:
         index: int,
         query: Tensor | None,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         options: AttentionOptions,
     ) -> Tensor | None:
         """None when the tensors do not fit the region."""
@@ -352,9 +352,11 @@ class Execution:
         index: int,
         query: Tensor | None,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         options: AttentionOptions,
     ) -> LocalLayer | None:
+        if value is None:  # of latents, whose output's size is not known here
+            return None
         if self.local is None or len({t.dtype for t in (query, key, value) if t is not None}) > 1:
             return None
         shape = None if query is None else query.shape

@@ -141,7 +141,7 @@ class ShardedExecution:
         index: int,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         *,
         options: AttentionOptions = AttentionOptions(),
         timeout_s: float | None = None,
@@ -150,7 +150,8 @@ class ShardedExecution:
         num_heads, value_head_size].
 
         ``query`` [num_tokens, num_heads, head_size], ``key``, ``value`` [num_tokens, num_kv_heads,
-        head_size], of ``value`` value_head_size. Safe to repeat.
+        head_size], of ``value`` value_head_size, and None where the layer keeps latents. Safe to
+        repeat.
         """
         parts = self._held.get(index)
         if parts is None:
@@ -162,7 +163,7 @@ class ShardedExecution:
                     index,
                     query.of_heads(heads),
                     key.of_heads([part.kv_heads]),
-                    value.of_heads([part.kv_heads]),
+                    None if value is None else value.of_heads([part.kv_heads]),
                     options=options.of_heads(heads),
                     timeout_s=timeout_s,
                 )

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import FP8_BYTES, LayerGroup, Layout
+from kvplane.layout import FP8_BYTES, LATENT, LayerGroup, Layout
 from kvplane.models.hf_scales import scales_from_hf
 from kvplane.models.model_layers import layer_groups
 
@@ -27,18 +27,20 @@ def layout_from_hf(
     kv_dtype: str | None = None,
     model_id: str | None = None,
     groups: tuple[LayerGroup, ...] | None = None,
+    latent: bool = True,
 ) -> Layout:
     """The layout of the model in ``folder``.
 
-    ``groups`` are those of its config unless given: the probe of the loaded model finds others
-    where its code does otherwise (``kvplane/transformers/models/probe.py``).
+    ``groups`` are those of its config unless given, ``latent`` as of ``layer_groups``: the probe of
+    the loaded model finds others where its code does otherwise
+    (``kvplane/transformers/models/probe.py``).
     ``kv_dtype`` is ``dtype`` unless given; an 8-bit one has the checkpoint's scales, and if it has
     none, all are 1. ``model_id`` is, unless given, the folder's name and 16 hex digits of the
     SHA-256 over config.json and the weights' files, in name order. Raises InvalidRequestError
     naming what is missing or wrong, transformers included.
     """
     folder = Path(folder)
-    groups = _groups(folder) if groups is None else groups
+    groups = _groups(folder, latent) if groups is None else groups
     kv_dtype = dtype if kv_dtype is None else kv_dtype
     if kv_dtype in FP8_BYTES:
         groups = _with_scales(groups, folder)
@@ -51,7 +53,7 @@ def layout_from_hf(
     )
 
 
-def _groups(folder: Path) -> tuple[LayerGroup, ...]:
+def _groups(folder: Path, latent: bool) -> tuple[LayerGroup, ...]:
     try:
         from kvplane.transformers.config import read_config
     except ImportError as error:
@@ -60,11 +62,13 @@ def _groups(folder: Path) -> tuple[LayerGroup, ...]:
             "a file that 'python -m engine layout' wrote",
             field="model",
         ) from error
-    return layer_groups(read_config(folder))
+    return layer_groups(read_config(folder), latent=latent)
 
 
 def _with_scales(groups: tuple[LayerGroup, ...], folder: Path) -> tuple[LayerGroup, ...]:
-    """Scales come layer after layer, one for each layer or one for each KV head of it."""
+    """Scales come layer after layer, one for each layer or one for each KV head of it. Latents have
+    those of keys.
+    """
     scaled = []
     num_layers = sum(len(group.layers) for group in groups)
     of_layers = [_by_layer(scales, num_layers) for scales in scales_from_hf(folder, num_layers)]
@@ -73,6 +77,8 @@ def _with_scales(groups: tuple[LayerGroup, ...], folder: Path) -> tuple[LayerGro
             tuple(scale for layer in group.layers for scale in scales[layer]) if scales else ()
             for scales in of_layers
         )
+        if group.cache_kind == LATENT:
+            values = ()
         scaled.append(replace(group, key_scales=keys, value_scales=values))
     return tuple(scaled)
 

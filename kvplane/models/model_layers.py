@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import LayerGroup
+from kvplane.layout import KEYS_AND_VALUES, LATENT, MAX_LATENT_SIZE, LayerGroup
 
 _SLIDING: Final = "sliding_attention"
 _ATTENTION: Final = ("full_attention", _SLIDING)
@@ -27,15 +27,17 @@ class LayerShape:
     head_size: int
     value_head_size: int
     window_tokens: int
+    cache_kind: str = KEYS_AND_VALUES
 
 
-def layer_groups(config: Any) -> tuple[LayerGroup, ...]:
+def layer_groups(config: Any, *, latent: bool = True) -> tuple[LayerGroup, ...]:
     """The groups of a transformers config.
 
-    Raises InvalidRequestError naming the entry that is missing, wrong, or means attention of
-    another kind.
+    ``latent``: layers with multi-head latent attention (MLA) keep their latents where the kernels
+    serve the sizes; False for their keys and values. Raises InvalidRequestError naming the entry
+    that is missing, wrong, or means attention of another kind.
     """
-    return groups_of(layer_shapes(config))
+    return groups_of(layer_shapes(config, latent=latent))
 
 
 def groups_of(shapes: Sequence[LayerShape]) -> tuple[LayerGroup, ...]:
@@ -52,14 +54,15 @@ def groups_of(shapes: Sequence[LayerShape]) -> tuple[LayerGroup, ...]:
             num_kv_heads=shape.num_kv_heads,
             head_size=shape.head_size,
             sliding_window_tokens=shape.window_tokens,
+            cache_kind=shape.cache_kind,
             value_head_size=shape.value_head_size,
         )
         for shape, layers in groups.items()
     )
 
 
-def layer_shapes(config: Any) -> list[LayerShape]:
-    """The shape of each layer. Raises as ``layer_groups``."""
+def layer_shapes(config: Any, *, latent: bool = True) -> list[LayerShape]:
+    """The shape of each layer. ``latent`` and errors: as of ``layer_groups``."""
     text = config.get_text_config(decoder=True)
     num_layers = _positive(text, "num_hidden_layers")
     types = getattr(text, "layer_types", None) or [None] * num_layers
@@ -70,7 +73,22 @@ def layer_shapes(config: Any) -> list[LayerShape]:
                 "but keys and values",
                 field="config.layer_types",
             )
-    return [_shape(layer, kind) for layer, kind in zip(text.per_layer_config, types, strict=True)]
+    layers = list(text.per_layer_config)
+    shapes = [_shape(layer, kind) for layer, kind in zip(layers, types, strict=True)]
+    if not latent:
+        return shapes
+    return [_of_latents(layer, shape) for layer, shape in zip(layers, shapes, strict=True)]
+
+
+def _of_latents(layer: Any, shape: LayerShape) -> LayerShape:
+    """The shape of a layer that keeps latents: of MLA, where the kernels serve the sizes."""
+    rank = getattr(layer, "kv_lora_rank", None)
+    if not rank or not getattr(layer, "qk_nope_head_dim", None):
+        return shape
+    size = rank + _positive(layer, "qk_rope_head_dim")
+    if size > MAX_LATENT_SIZE or size % 8 or rank % 8:
+        return shape
+    return replace(shape, num_kv_heads=1, head_size=size, value_head_size=rank, cache_kind=LATENT)
 
 
 def _shape(layer: Any, kind: str | None) -> LayerShape:
@@ -129,7 +147,8 @@ def _positive(config: Any, name: str, *, default: int | None = None) -> int:
 
 def _name(shape: LayerShape, shapes: list[LayerShape]) -> str:
     """Says the window, and the other sizes where groups differ in them."""
-    name = f"window-{shape.window_tokens}" if shape.window_tokens else "full"
+    whole = LATENT if shape.cache_kind == LATENT else "full"
+    name = f"window-{shape.window_tokens}" if shape.window_tokens else whole
     same = [other for other in shapes if other.window_tokens == shape.window_tokens]
     if len(same) == 1:
         return name

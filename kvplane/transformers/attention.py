@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
+from kvplane.transformers import absorbed
 from kvplane.transformers.options import options_of
 
 NAME: Final = "kvplane"
@@ -28,18 +29,24 @@ NAME: Final = "kvplane"
 class Step(Protocol):
     """What runs a plan, one layer after another."""
 
+    @property
+    def latent_layers(self) -> frozenset[int]:
+        """Layers that keep latents."""
+        ...
+
     def layer(
         self,
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Write ``key`` and ``value``, both [num_tokens, num_kv_heads, size], and attend from
         ``query``, [num_tokens, num_heads, head_size]; returns [num_tokens, num_heads, value's
-        size].
+        size]. Where latents are kept, ``key`` is the latent, ``value`` None, and the output's size
+        that of a latent without its rotary part.
         """
         ...
 
@@ -70,6 +77,14 @@ def running(step: Step, tokens: torch.Tensor | None = None) -> Iterator[Running]
         yield forward
     finally:
         _RUNNING.reset(token)
+
+
+def keeps_latents(module: Any) -> bool:
+    """Whether the step that runs now keeps the latents of ``module``; False outside a step."""
+    forward = _RUNNING.get(None)
+    if forward is None or not absorbed.has_latents(module):
+        return False
+    return module.layer_idx in forward.step.latent_layers
 
 
 def register() -> None:
@@ -111,14 +126,21 @@ def _attention(
         raise TypeError(f"layer_idx of {type(module).__name__} is {index!r}, not an int")
     if index == running.last_layer:
         raise InvalidRequestError(f"layer {index} calls attention twice", field="model")
+    is_latent = keeps_latents(module)
+    if is_latent:
+        query = absorbed.over_latents(module, query)
     num_rows, num_columns, num_queries = query.shape[0], key.shape[2], query.shape[2]
     # Layers that share keys with earlier ones may leave out columns whose logits nobody wants.
     query = pad(query, (0, 0, num_columns - num_queries, 0))
     out = running.step.layer(
         index,
-        *(_packed(tensor, running.tokens) for tensor in (query, key, value)),
+        _packed(query, running.tokens),
+        _packed(key, running.tokens),
+        None if is_latent else _packed(value, running.tokens),
         options=options_of(module, scaling, arguments),
     )
+    if is_latent:
+        out = absorbed.from_latents(module, out)
     running.last_layer = index
     running.num_layers += 1
     if running.tokens is not None:

@@ -52,6 +52,11 @@ class DataBackend(Protocol):
     ``finish``.
     """
 
+    @property
+    def latent_layers(self) -> frozenset[int]:
+        """As in ``kvplane.transformers.attention.Step``; of the session."""
+        ...
+
     def open(self, session: OpenedSession) -> None:
         """Serve ``session`` from now on, and no other."""
         ...
@@ -67,7 +72,7 @@ class DataBackend(Protocol):
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
@@ -107,6 +112,7 @@ class RemoteBackend:
         self._shared_memory = shared_memory
         self._client: ShardedDataClient | None = None
         self._execution: ShardedExecution | None = None
+        self.latent_layers: frozenset[int] = frozenset()
         self._layers: RegionLayers | None = None  # of a pool of one shard
 
     def open(self, session: OpenedSession) -> None:
@@ -123,6 +129,7 @@ class RemoteBackend:
         )
         self._client = client
         self._execution = self._loop.run(client.open(session.grant))
+        self.latent_layers = session.layout.latent_layers
         only = self._execution.only
         self._layers = None if only is None else RegionLayers(only)
 
@@ -141,7 +148,7 @@ class RemoteBackend:
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
@@ -150,10 +157,15 @@ class RemoteBackend:
             output = self._layers.layer(index, query, key, value, options)
             if output is not None:
                 return output
-        tensors = (
-            Tensor.from_array(each.detach().cpu().contiguous()) for each in (query, key, value)
+        out = self._loop.run(
+            self._open_execution().layer(
+                index,
+                _to_wire(query),
+                _to_wire(key),
+                None if value is None else _to_wire(value),
+                options=options,
+            )
         )
-        out = self._loop.run(self._open_execution().layer(index, *tensors, options=options))
         there: torch.Tensor = out.torch().to(query.device)
         return there
 
@@ -181,3 +193,7 @@ class RemoteBackend:
         if self._execution is None:
             raise InternalError("no session is open")
         return self._execution
+
+
+def _to_wire(tensor: torch.Tensor) -> Tensor:
+    return Tensor.from_array(tensor.detach().cpu().contiguous())

@@ -18,12 +18,14 @@ import torch
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
+from data_plane.kernels.backend import cache_kinds_of
 from data_plane.kernels.cuda_streams import device_errors
+from data_plane.kernels.devices import choose_device, this_machine
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.embedded import EmbeddedDataPlane
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError
-from kvplane.layout import Layout
+from kvplane.layout import LATENT, Layout
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers.backend import OpenedSession, Started
 from kvplane.v1 import types_pb2 as pb
@@ -61,6 +63,11 @@ def start_planes(
     return server.address, backend
 
 
+def serves_latents() -> bool:
+    """Whether the kernels of an embedded pool attend to latents."""
+    return LATENT in cache_kinds_of(choose_device("auto", this_machine))
+
+
 class EmbeddedBackend:
     """Starts a data plane of ``layout``, and calls its executor. ``settings``: fields of
     DataPlaneConfig. Raises UnavailableError when it cannot register in time.
@@ -74,10 +81,12 @@ class EmbeddedBackend:
             self._plane = EmbeddedDataPlane(config)
             self._executor = self._plane.start(start_timeout_s)
         self._session_id: int | None = None
+        self.latent_layers: frozenset[int] = frozenset()
 
     def open(self, session: OpenedSession) -> None:
         """Present the session's grant to the executor."""
         self._session_id = self._executor.open(session.grant)
+        self.latent_layers = session.layout.latent_layers
 
     def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
         """Change tables and run transfers."""
@@ -89,14 +98,16 @@ class EmbeddedBackend:
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Write and attend in this thread, on the pool's device."""
         executor, session_id = self._executor, self._open_session()
         with device_errors():
-            there = [tensor.to(executor.device) for tensor in (query, key, value)]
+            query_there, key_there = query.to(executor.device), key.to(executor.device)
+            value_there = None if value is None else value.to(executor.device)
+        there = query_there, key_there, value_there
         out = executor.layer(session_id, index, *there, options=options)
         if out is None:
             raise InternalError("a layer with queries has no output")

@@ -61,8 +61,8 @@ class PlaneSettings:
     pool_id: the pool, where the planes are elsewhere.
     model_id: the model's id in the layout of such a pool; empty computes it from the folder that
         the model was loaded from, as the data plane did.
-    block_size_tokens, num_device_blocks, kv_dtype, num_threads: of an embedded pool, as the flags
-        of ``python -m data_plane``.
+    block_size_tokens, num_device_blocks, kv_dtype, num_threads, latent: of an embedded pool, as the
+        flags of ``python -m data_plane``.
     tls: how to reach planes that are elsewhere; None is in the clear.
     probe: whether to compare the model's logits with those of transformers' own attention first.
         Without it a model that keeps other state, or attends in another way, gives wrong text.
@@ -76,6 +76,7 @@ class PlaneSettings:
     num_device_blocks: int = 1024
     kv_dtype: str = ""
     num_threads: int = 0
+    latent: bool = True
     tls: TlsOptions | None = None
     probe: bool = True
     timeout_s: float = 10.0
@@ -89,9 +90,7 @@ class Planes:
     InvalidRequestError for a pool or settings that are not the model's.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, groups: tuple[LayerGroup, ...], settings: PlaneSettings
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, settings: PlaneSettings) -> None:
         self._lock = threading.Lock()
         self._owner = 0  # the thread that holds the lock
         self._next_id = 1
@@ -103,7 +102,7 @@ class Planes:
         with closing:
             loop = LoopThread("kvplane-transformers")
             closing.callback(loop.close)
-            address, self.backend = _connect(model, groups, settings, loop, closing)
+            address, self.backend = _connect(model, settings, loop, closing)
             self._link = ControlLink(
                 loop, address, settings.pool_id, settings.timeout_s, settings.tls
             )
@@ -111,7 +110,7 @@ class Planes:
             pool = self._link.pool_layout(settings.start_timeout_s)
             self._layout = pool
             if settings.control_plane:
-                self._layout = _layout_in(pool, model, groups, settings)
+                self._layout = _layout_in(pool, model, settings)
             self.backend.open(self._link.open(self._layout))
             closing.callback(self._is_closed.set)
             self._close = closing.pop_all().close
@@ -251,9 +250,10 @@ _OPEN: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[PlaneSettings, Plan
     weakref.WeakKeyDictionary()
 )
 _OPEN_LOCK: Final = threading.Lock()
-_PROBED: Final[weakref.WeakKeyDictionary[PreTrainedModel, tuple[LayerGroup, ...]]] = (
+_PROBED: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[bool, tuple[LayerGroup, ...]]]] = (
     weakref.WeakKeyDictionary()
 )
+"""The groups that the probe found, with latents and without."""
 
 
 def planes_of(model: PreTrainedModel, settings: PlaneSettings) -> Planes:
@@ -264,21 +264,22 @@ def planes_of(model: PreTrainedModel, settings: PlaneSettings) -> Planes:
         of_model = _OPEN.setdefault(model, {})
         planes = of_model.get(settings)
         if planes is None or not planes.is_open:
-            groups = _prepare(model, settings.probe)
-            planes = of_model[settings] = Planes(model, groups, settings)
+            planes = of_model[settings] = Planes(model, settings)
         return planes
 
 
-def _prepare(model: PreTrainedModel, wants_probe: bool) -> tuple[LayerGroup, ...]:
+def _prepare(model: PreTrainedModel, wants_probe: bool, *, latent: bool) -> tuple[LayerGroup, ...]:
     """Adapt and probe the model; its layer groups. Its attention is then what it was, but for
-    models whose code asks for none by name: of these it is "kvplane".
+    models whose code asks for none by name: of these it is "kvplane". ``latent``: as of
+    ``layer_groups``.
     """
     adapters.adapt(model)
     before = model.config.get_text_config()._attn_implementation
     try:
-        if wants_probe and model not in _PROBED:
-            _PROBED[model] = probe(model)
-        return _PROBED.get(model) or layer_groups(model.config)
+        probed = _PROBED.setdefault(model, {})
+        if wants_probe and latent not in probed:
+            probed[latent] = probe(model, latent=latent)
+        return probed.get(latent) or layer_groups(model.config, latent=latent)
     finally:
         is_adapted = adapters.is_adapted(model)
         adapters.set_attention(model, attention.NAME if is_adapted else before)
@@ -293,7 +294,6 @@ def close_planes(model: PreTrainedModel) -> None:
 
 def _connect(
     model: PreTrainedModel,
-    groups: tuple[LayerGroup, ...],
     settings: PlaneSettings,
     loop: LoopThread,
     closing: ExitStack,
@@ -304,13 +304,14 @@ def _connect(
         closing.callback(remote.stop)
         return settings.control_plane, remote
     try:
-        from kvplane.transformers.embedded import start_planes
+        from kvplane.transformers.embedded import serves_latents, start_planes
     except ImportError as error:
         raise InvalidRequestError(
             "must be given: planes in this process need kvplane[control-plane,data-plane]; "
             f"{error.name} is missing",
             field="control_plane",
         ) from error
+    groups = _prepare(model, settings.probe, latent=settings.latent and serves_latents())
     dtype = _dtype_of(model)
     layout = Layout(
         model_id=_MODEL_ID,
@@ -329,15 +330,11 @@ def _connect(
     )
 
 
-def _layout_in(
-    pool: Layout,
-    model: PreTrainedModel,
-    groups: tuple[LayerGroup, ...],
-    settings: PlaneSettings,
-) -> Layout:
+def _layout_in(pool: Layout, model: PreTrainedModel, settings: PlaneSettings) -> Layout:
     """The model's layout in a pool of other processes, which the control plane compares with the
-    pool's.
+    pool's. Whether latents are kept is the pool's choice.
     """
+    groups = _prepare(model, settings.probe, latent=bool(pool.latent_layers))
     model_id = settings.model_id
     if not model_id:
         folder = Path(model.name_or_path or "")

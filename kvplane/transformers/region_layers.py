@@ -48,10 +48,14 @@ class RegionLayers:
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         options: AttentionOptions,
     ) -> torch.Tensor | None:
-        """The output, on the query's device; None where the layer has to go over gRPC."""
+        """The output, on the query's device; None where the layer has to go over gRPC, as latents
+        do.
+        """
+        if value is None:
+            return None
         known = self._find(index, query, key, value, options)
         if known is None:
             return None

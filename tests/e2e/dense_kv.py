@@ -21,6 +21,8 @@ LARGEST: Final = torch.finfo(torch.float8_e4m3fn).max
 class DenseKv:
     """Runs whole texts at once; neither pages nor kernels of ours have a part in it."""
 
+    latent_layers: frozenset[int] = frozenset()
+
     def __init__(
         self, folder: Path, dtype: torch.dtype | None = None, scales: LayerScales | None = None
     ) -> None:

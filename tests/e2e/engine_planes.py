@@ -94,6 +94,7 @@ class Pair:
         num_device_blocks: int = 64,
         num_host_blocks: int = 16,
         lease_s: float = 10.0,
+        arguments: tuple[str, ...] = (),
         shared_memory: bool = True,
     ) -> None:
         self.control = Process("control_plane", logs / "control.log", "--lease-s", str(lease_s))
@@ -103,6 +104,7 @@ class Pair:
             "--num-device-blocks", str(num_device_blocks),
             "--num-host-blocks", str(num_host_blocks),
             *([] if shared_memory else ["--num-local-regions", "0"]),
+            *arguments,
         )  # fmt: skip
 
     def __enter__(self) -> Pair:

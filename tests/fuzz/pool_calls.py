@@ -23,7 +23,7 @@ class Session:
     """An open session and its last number."""
 
     slot: int
-    number: int = 0
+    number: int = 1
 
 
 class Calls:
@@ -36,8 +36,14 @@ class Calls:
             4, NUM_BLOCKS, num_host, b"", b"", "lru",
             window_tokens=window, max_sequences=8, max_table_entries=64,
         )  # fmt: skip
-        self.sessions = [Session(self.pool.open_session(b"a", 1)) for _ in range(2)]
+        self.sessions = [self.open(b"a", 1) for _ in range(2)]
         self.ended: list[int] = []
+
+    def open(self, root: bytes, owner: int) -> Session:
+        """A session whose first step has begun."""
+        session = Session(self.pool.open_session(root, owner))
+        self.pool.begin(session.slot, session.number, False)
+        return session
 
     # Values
 
@@ -152,7 +158,7 @@ class Calls:
         self.pool.end_session(session.slot)
         self.ended.append(session.slot)
         root = self.data.PickValueInList([b"a", b"b", b""])
-        self.sessions[self.sessions.index(session)] = Session(self.pool.open_session(root, 2))
+        self.sessions[self.sessions.index(session)] = self.open(root, 2)
 
     def fence(self, session: Session) -> None:
         self.pool.session_fenced(self.ended.pop() if self.ended else self.number(9) % 2**32)

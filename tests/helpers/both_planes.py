@@ -32,9 +32,9 @@ class Planes:
         self.control: ControlPlaneServer
         self.data: DataPlaneServer
 
-    async def start(self) -> None:
+    async def start(self, pool_id: str = POOL) -> None:
         self.control = await self._start_control()
-        await self._start_data("127.0.0.1:0")
+        await self.start_data("127.0.0.1:0", pool_id)
 
     async def restart_control(self) -> None:
         await self.control.stop()
@@ -43,12 +43,14 @@ class Planes:
     async def restart_data(self) -> None:
         address = self.data.address
         await self.data.stop()
-        await self._start_data(address)
+        await self.start_data(address)
 
-    async def _start_data(self, bind: str) -> None:
+    async def start_data(self, bind: str, pool_id: str = POOL) -> None:
+        """Start a data plane, as ``data`` from now on."""
         config = DataPlaneConfig(
             control_plane=self.control.address,
             bind=bind,
+            pool_id=pool_id,
             layout=self._layout_file,
             num_device_blocks=32,
             num_host_blocks=8,

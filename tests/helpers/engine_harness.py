@@ -218,6 +218,8 @@ class Backend:
         self.num_layers_run = 0
         self.batch_sizes: list[int] = []
 
+    latent_layers: frozenset[int] = frozenset()
+
     def open(self, session: OpenedSession) -> None:
         self.session_id = self.planes.executor.open(session.grant)
 

@@ -20,7 +20,7 @@ from data_plane.kernels.backend import Kernels
 from data_plane.kernels.cpu import CpuKernels
 from data_plane.kernels.pages import PageShape
 from kvplane.attention_options import AttentionOptions
-from kvplane.layout import LayerGroup
+from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # of pages only
@@ -47,6 +47,7 @@ class Case:
     value_head_size: int = 0  # 0: head_size
     soft_cap: float = 0.0
     sinks: bool = False
+    latent: bool = False  # a value is the first value_head_size elements of its key
 
     def __str__(self) -> str:
         dtypes = f"{self.dtype}-{self.pages_dtype or self.dtype}".replace("torch.", "")
@@ -56,6 +57,7 @@ class Case:
         options = f"-w{self.window}" * (self.window > 0) + "-alibi" * self.alibi
         options += f"-v{self.value_head_size}" * (self.value_head_size > 0)
         options += f"-cap{self.soft_cap}" * (self.soft_cap > 0) + "-sinks" * self.sinks
+        options += "-latent" * self.latent
         return f"{lens}-{shape}-{dtypes}{options}"
 
 
@@ -78,6 +80,7 @@ class Batch:
     value_scales: torch.Tensor | None = None
     soft_cap: float = 0.0
     sinks: torch.Tensor | None = None
+    latent: bool = False
 
     @property
     def options(self) -> AttentionOptions:
@@ -92,8 +95,9 @@ class Batch:
 
     def to_write(self) -> WriteArguments:
         """The arguments of the kernel that writes."""
+        value = None if self.latent else self.value
         return WriteArguments(
-            self.key, self.value, self.pages, self.slots, self.key_scales, self.value_scales
+            self.key, value, self.pages, self.slots, self.key_scales, self.value_scales
         )
 
     def to_attend(self) -> AttentionArguments:
@@ -196,7 +200,11 @@ def build(case: Case) -> Batch:
         value_scales=scales(),
         soft_cap=case.soft_cap,
         sinks=2 * torch.randn(num_heads, generator=rng) if case.sinks else None,
+        latent=case.latent,
     )
+    if case.latent:
+        value = batch.key[..., : case.value_head_size]
+        batch = replace(batch, value=value, value_scales=batch.key_scales)
     batch.write()
     return batch
 
@@ -206,11 +214,16 @@ def _pages_of(case: Case, num_blocks: int) -> Any:
     heads = (case.heads[1], case.block_size)
     if not case.value_head_size:
         return torch.full((num_blocks, 2, *heads, case.head_size), torch.nan, dtype=dtype)
-    shape = PageShape(
-        LayerGroup("all", (0,), heads[0], case.head_size, value_head_size=case.value_head_size),
-        *heads,
+    group = LayerGroup(
+        "all",
+        (0,),
+        heads[0],
+        case.head_size,
+        cache_kind=LATENT if case.latent else KEYS_AND_VALUES,
+        value_head_size=case.value_head_size,
     )
-    return shape.split(torch.full((num_blocks, *shape.extents), torch.nan, dtype=dtype))
+    shape = PageShape(group, *heads)
+    return shape.keys_and_values(torch.full((num_blocks, *shape.extents), torch.nan, dtype=dtype))
 
 
 def _unwritten(pages: Any) -> Any:

@@ -69,12 +69,16 @@ class Observer:
     is_zero: bool = False
     needs: dict[str, None] = field(default_factory=dict)
 
+    @property
+    def latent_layers(self) -> frozenset[int]:
+        return self.planes.latent_layers
+
     def layer(
         self,
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
@@ -83,7 +87,8 @@ class Observer:
             "soft cap": options.logit_soft_cap,
             "sinks": options.sinks,
             "ALiBi": options.alibi_slopes,
-            "V narrower than K": value.shape[-1] < key.shape[-1],
+            "latents": value is None,
+            "V narrower than K": value is not None and value.shape[-1] < key.shape[-1],
         }.items():
             if is_needed:
                 self.needs[name] = None
@@ -107,6 +112,8 @@ def examine(model_type: str) -> Row:
         where = f"{error.field} " if error.message.startswith("must") else ""
         return Row(model_type, REFUSED, _plain(f"{where}{error.message}"))
     needs = check_exact(model, groups)
+    if "latents" in needs:  # their keys and values can be kept instead
+        check_exact(model, probe(model, latent=False))
     if len(groups) > 1:
         needs.append("several layer groups")
     if groups != layer_groups(model.config):

@@ -16,7 +16,7 @@ ON_PUSH = (
     "bloom", "deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_oss",
     "mimo_v2_flash",
 )  # fmt: skip
-"""Between them: ALiBi, V narrower than K, soft cap, windows, two head sizes, sinks, and KV heads
+"""Between them: ALiBi, latents, soft cap, windows, two head sizes, sinks, and KV heads
 that the config does not tell.
 """
 EXACT = [name for name, row in documented().items() if row.split(" | ")[1] == "exact"]

@@ -28,6 +28,7 @@ TRANSFERS = "plans/test_transfers.py"
 TRIMMED = "executor/test_trimmed_tables.py"
 TAKEN = "executor/test_taken_blocks.py"
 PUBLICATIONS = "plans/test_publications.py"
+LATENTS = "executor/test_latent_pools.py"
 KEPT = "executor/test_kept_blocks.py"
 BOUND = "data_kernels/test_bound_layers.py"
 
@@ -94,6 +95,9 @@ MORE = {
     "late_attention_not_waited_for": FAILURES,
     "scales_of_the_wrong_heads": SCALES,
     "fingerprint_without_scales": LAYOUT,
+    "latents_read_as_keys_and_values": LAYOUT,
+    "latents_without_their_values_scale": LATENTS,
+    "latents_counted_twice": LATENTS,
 }
 
 

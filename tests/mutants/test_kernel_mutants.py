@@ -32,6 +32,7 @@ MORE = {
     "two_blocks_swapped": ATTENTION,
     "table_shifted_by_one": ATTENTION,
     "keys_and_values_exchanged": ATTENTION,
+    "values_at_the_end_of_latents": "test_latents.py",
     "groups_interleaved": ATTENTION,
     "window_one_token_wider": ATTENTION,
     "alibi_dropped": ATTENTION,

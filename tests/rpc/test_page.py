@@ -158,6 +158,17 @@ async def test_a_head_that_does_not_end_and_too_many_streams_are_cut(
         assert await status(planes.control) == "503 Service Unavailable"
 
 
+async def test_a_browser_that_left_takes_up_no_place(
+    planes: Planes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_server, "_MAX_CONNECTIONS", 2)
+    for _ in range(4):
+        async with asked(planes.control) as (first, _, reader):
+            assert first == "200 OK"
+            await event(reader)
+        await asyncio.sleep(2 * page_server.INTERVAL_S)
+
+
 def access_file(folder: Path) -> Path:
     path = folder / "access.toml"
     entries = [("operator", "a"), ("engine", "b")]

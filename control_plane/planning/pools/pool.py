@@ -81,6 +81,10 @@ class Pool:
     """The core of each layer group."""
     native: Native
     """What operations call: the only group, or all of them, which it keeps in step."""
+    lead: NativePool
+    """The group that says of a prefix whether it is cached, to those who ask outside of a session:
+    the first without an attention window, in which a prefix is whole.
+    """
 
     def __init__(self, pool_id: str, shards: PoolShards, config: CoreConfig) -> None:
         self.id = pool_id
@@ -130,14 +134,6 @@ class Pool:
     def block_size(self) -> int:
         """Token slots of a block."""
         return self.layout.block_size_tokens
-
-    @property
-    def lead(self) -> NativePool:
-        """The group that says of a prefix whether it is cached, to those who ask outside of a
-        session: the first without an attention window, in which a prefix is whole.
-        """
-        windows = [group.sliding_window_tokens for group in self.layout.groups]
-        return self.groups[windows.index(0) if 0 in windows else 0]
 
     @property
     def session_ids(self) -> KeysView[int]:
@@ -242,6 +238,8 @@ class Pool:
     def _use(self, groups: list[NativePool]) -> None:
         self.groups = groups
         self.native = groups[0] if len(groups) == 1 else GroupedPool(groups)
+        windows = [group.sliding_window_tokens for group in self.layout.groups]
+        self.lead = groups[windows.index(0) if 0 in windows else 0]
         self._counted.clear()
         del self._usage.tiers[:]
         self._usage.tiers.extend(

@@ -120,7 +120,7 @@ class PageServer:
             await _answer(writer, status, f"{error}\n".encode(), headers=ask)
             return
         if path == "/events":
-            await self._send_events(writer, caller.tenant)
+            await self._send_events(reader, writer, caller.tenant)
         elif path in _FILES:
             name, kind = _FILES[path]
             await _answer(writer, "200 OK", (files(__package__) / name).read_bytes(), kind)
@@ -138,7 +138,9 @@ class PageServer:
             raise NotPermittedError("the page needs the role operator")
         return caller
 
-    async def _send_events(self, writer: asyncio.StreamWriter, tenant: str) -> None:
+    async def _send_events(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tenant: str
+    ) -> None:
         """The view now, and whenever it has changed, until the browser leaves."""
         writer.write(_head("200 OK", {"Content-Type": "text/event-stream"}))
         last, said_s = "", time.monotonic()
@@ -152,7 +154,9 @@ class PageServer:
                 writer.write(b":\n\n")
                 said_s = now_s
             await asyncio.wait_for(writer.drain(), _SEND_TIMEOUT_S)
-            await asyncio.sleep(INTERVAL_S)
+            with contextlib.suppress(TimeoutError):
+                if not await asyncio.wait_for(reader.read(1), INTERVAL_S):
+                    return  # the browser has left
 
     def _text(self, tenant: str) -> str:
         """The view as JSON, made at most once an interval however many look at it."""

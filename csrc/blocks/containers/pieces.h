@@ -95,7 +95,11 @@ struct Tokens : PiecedArray<TokenStore> {
         pieces.back() = copy;
       }
       const int64_t now = std::min<int64_t>(kItems - first, num);
-      std::memcpy(store[pieces.back()].items + first, tokens, size_t(now) * sizeof(int32_t));
+      int32_t* items = store[pieces.back()].items + first;
+      if (now == 1)
+        *items = *tokens;
+      else
+        std::memcpy(items, tokens, size_t(now) * sizeof(int32_t));
       tokens += now;
       num -= now;
       size += now;

@@ -10,6 +10,7 @@ namespace kvplane::blocks {
 Pool::Pool(PoolConfig config)
     : config_(std::move(config)),
       block_size_(config_.block_size_tokens),
+      block_shift_(__builtin_ctz(config_.block_size_tokens)),
       index_(config_.block_size_tokens, config_.num_blocks[0], config_.num_blocks[1], config_.seed),
       retention_(index_, stores_) {
   for (const Tier tier : {kDevice, kHost})

@@ -425,6 +425,7 @@ class Pool final : private Listener {
 
   PoolConfig config_;
   int64_t block_size_;
+  int block_shift_;  // its logarithm
   PrefixIndex index_;
   std::unique_ptr<BlockStore> stores_[2];
   TableStore table_store_;

@@ -3,7 +3,7 @@
 #include <stdexcept>
 
 #include "eviction/lru.h"
-#include "eviction/reuse_rate.h"
+#include "eviction/reuse/reuse_rate.h"
 
 namespace kvplane::blocks {
 

@@ -109,15 +109,16 @@ int64_t Pool::max_tokens() const {
 // Whether the slots lie in one block that the sequence may write as it is.
 bool Pool::is_in_place(const Session& session, const Sequence& sequence, int64_t first,
                        int64_t num_slots) const {
-  const int64_t i = first / block_size_;
-  if (sequence.num_scheduled != first || (first + num_slots - 1) / block_size_ != i ||
+  const int64_t i = first >> block_shift_;
+  if (sequence.num_scheduled != first || (first + num_slots - 1) >> block_shift_ != i ||
       i >= sequence.table.size || sequence.tier != kDevice ||
       sequence.computed_by == session.number)
     return false;
   const auto& piece = table_store_[sequence.table.pieces[static_cast<size_t>(i / Table::kItems)]];
   const Block b = piece.items[i % Table::kItems];
   return piece.num_owners == 1 &&
-         store(kDevice).is_writable(b, session.slot, static_cast<uint32_t>(first % block_size_));
+         store(kDevice).is_writable(b, session.slot,
+                                    static_cast<uint32_t>(first & (block_size_ - 1)));
 }
 
 // Whether a sequence can be extended, and what that takes.

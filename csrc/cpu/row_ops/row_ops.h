@@ -12,8 +12,8 @@
 namespace kvplane {
 
 constexpr int64_t kLanes = 16;
-constexpr int64_t kTileTokens = 32;  // KV tokens of one step of the online softmax.
-constexpr int64_t kMaxRowSize = 512;
+constexpr int64_t kTileTokens = 32;   // KV tokens of one step of the online softmax.
+constexpr int64_t kMaxRowSize = 576;  // of a latent: 512, and 64 with rotary positions
 
 // The state of one query row between tiles: out = sum over tokens of exp(score - max) * value.
 struct RowState {

@@ -3,7 +3,8 @@
 // Strides count elements, as int64; the last dimension of every tensor of heads has stride 1.
 // A layer's pages are keys [num_blocks, num_kv_heads, block_size, head_size] and values
 // [num_blocks, num_kv_heads, block_size, value_head_size] of one pool; slot block * block_size +
-// offset holds one token. data_plane/kernels/arguments.py checks shapes and types; the operations
+// offset holds one token. Of latents only keys are stored: a value is the first elements of its
+// key. data_plane/kernels/arguments.py checks shapes and types; the operations
 // check the values of ids and lengths.
 #pragma once
 
@@ -22,7 +23,7 @@ struct PagesParams {
   int64_t head_size;
   int64_t value_head_size;  // at most head_size
   int64_t block_stride;     // of keys and of values
-  int64_t kv_stride;        // from the first key to the first value
+  int64_t kv_stride;        // from the first key to the first value; 0: values begin their keys
   int64_t head_stride;
   int64_t token_stride;
   int64_t value_head_stride;
@@ -36,8 +37,8 @@ struct PagesParams {
 };
 
 struct ReshapeAndCacheParams {
-  const void* key;       // [num_tokens, num_kv_heads, head_size]
-  const void* value;     // [num_tokens, num_kv_heads, value_head_size]
+  const void* key;    // [num_tokens, num_kv_heads, head_size]
+  const void* value;  // [num_tokens, num_kv_heads, value_head_size]; null: values begin their keys
   const int64_t* slots;  // [num_tokens]; negative: do not write
   PagesParams pages;
   Dtype key_dtype;

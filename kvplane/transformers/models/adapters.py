@@ -19,13 +19,17 @@ from transformers.models.mpt import modeling_mpt
 from transformers.models.mpt.modeling_mpt import MptAttention
 
 from kvplane.transformers import attention
+from kvplane.transformers.models import latent
 
 Forward = Callable[..., Any]
 _ADAPTED: Final = "_kvplane_adapted"
 
 
 def adapt(model: PreTrainedModel) -> None:
-    """Let the attention modules of ``model`` that this file knows use "kvplane"."""
+    """Let the attention modules of ``model`` that this file knows use "kvplane", and those with
+    latents hand them on.
+    """
+    latent.adapt(model)
     modules: list[Any] = list(model.modules())
     for module in modules:
         if type(module) in _KINDS and not getattr(module, _ADAPTED, False):

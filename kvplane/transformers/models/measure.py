@@ -8,6 +8,7 @@ import torch
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
+from kvplane.layout import KEYS_AND_VALUES, LATENT
 from kvplane.models.model_layers import LayerShape
 from kvplane.transformers.attention import Step
 
@@ -20,7 +21,7 @@ def measure(
 
     Raises InvalidRequestError unless every layer that ran calls attention once.
     """
-    recorder = _Recorder()
+    recorder = _Recorder(of_config)
     run(recorder)
     found = recorder.shapes
     if not found:
@@ -42,24 +43,35 @@ def measure(
 class _Recorder:
     """Notes the shape of each layer's call, by the layer's index, and gives zeros."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_config: Sequence[LayerShape]) -> None:
+        self._of_config = of_config
         self.shapes: dict[int, LayerShape] = {}
+
+    @property
+    def latent_layers(self) -> frozenset[int]:
+        return frozenset(i for i, s in enumerate(self._of_config) if s.cache_kind == LATENT)
 
     def layer(
         self,
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
         if index in self.shapes:
             raise InvalidRequestError(f"layer {index} calls attention twice", field="model")
+        kind, value_size = KEYS_AND_VALUES, 0
+        if value is None:
+            kind, value_size = LATENT, self._of_config[index].value_head_size
+        else:
+            value_size = value.shape[2]
         self.shapes[index] = LayerShape(
             num_kv_heads=key.shape[1],
             head_size=key.shape[2],
-            value_head_size=value.shape[2],
+            value_head_size=value_size,
             window_tokens=options.sliding_window_tokens,
+            cache_kind=kind,
         )
-        return query.new_zeros(*query.shape[:2], value.shape[2])
+        return query.new_zeros(*query.shape[:2], value_size)

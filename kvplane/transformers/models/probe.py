@@ -37,15 +37,15 @@ _QUANTISED_TOLERANCE: Final = 0.2
 Spans = Sequence[tuple[int, int, int]]
 
 
-def probe(model: PreTrainedModel) -> tuple[LayerGroup, ...]:
+def probe(model: PreTrainedModel, *, latent: bool = True) -> tuple[LayerGroup, ...]:
     """The layer groups with which the model's logits are right: those of its config, or, where
-    these are wrong, of what its layers give to attention.
+    these are wrong, of what its layers give to attention. ``latent``: as of ``layer_groups``.
 
     Raises InvalidRequestError of the field "model", saying in what way the model cannot be served.
     Its attention implementation is "kvplane" afterwards.
     """
     try:
-        of_config = layer_shapes(model.config)
+        of_config = layer_shapes(model.config, latent=latent)
         with part_of(model) as (part, num_layers):
             return groups_of(_exact_shapes(part, num_layers, of_config))
     finally:

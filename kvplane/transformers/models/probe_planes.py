@@ -11,7 +11,7 @@ import torch
 
 from data_plane.executor import Executor
 from kvplane.attention_options import AttentionOptions
-from kvplane.layout import LayerGroup, Layout
+from kvplane.layout import LATENT, LayerGroup, Layout
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns, signing
 from kvplane.wire.protocol import PAYLOAD_VERSION
@@ -31,6 +31,8 @@ class ProbePlanes:
             for group, plane in zip(groups, self._planes, strict=True)
             for layer in group.layers
         }
+        kept = (group.layers for group in groups if group.cache_kind == LATENT)
+        self.latent_layers = frozenset(layer for layers in kept for layer in layers)
 
     def begin(self, spans: Sequence[tuple[int, int, int]]) -> None:
         """Start a pass. ``spans``: (sequence's index, first position, number of tokens)."""
@@ -42,7 +44,7 @@ class ProbePlanes:
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
@@ -103,7 +105,7 @@ class _Plane:
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
+        value: torch.Tensor | None,
         options: AttentionOptions,
     ) -> torch.Tensor:
         out = self._executor.layer(_SESSION.session_id, index, query, key, value, options=options)

@@ -40,7 +40,7 @@ def built_alone(sources: Path, name: str, build: Path) -> Path:
     """The test program ``name`` of a copy of csrc/blocks, built alone but for the policies."""
     program = build / name
     flags = ("-std=c++17", "-O1", "-g", "-D_GLIBCXX_ASSERTIONS", f"-fsanitize={SANITIZERS}")
-    used = sorted((sources / "eviction").glob("*.cpp")) if name == "test_eviction" else []
+    used = sorted((sources / "eviction").rglob("*.cpp")) if name == "test_eviction" else []
     used.append(sources / "tests" / f"{name}.cpp")
     command = [os.environ.get("CXX", "g++"), *flags, "-I", sources, *used, "-o", program]
     subprocess.run(command, check=True)

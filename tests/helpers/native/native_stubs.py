@@ -19,9 +19,10 @@ class Stub:
         self._body = ast.parse(path.read_text()).body
 
     def names(self) -> set[str]:
-        """Of everything in the stub."""
+        """Of everything in the stub that the module has; what begins with "_" is not there."""
         names = {ast.unparse(n.target) for n in self._body if isinstance(n, ast.AnnAssign)}
-        return names | {n.name for n in (*self.functions(), *self._classes())}
+        found = names | {n.name for n in (*self.functions(), *self._classes())}
+        return {name for name in found if not name.startswith("_")}
 
     def functions(self) -> list[ast.FunctionDef]:
         return [n for n in self._body if isinstance(n, ast.FunctionDef)]
@@ -40,7 +41,10 @@ class Stub:
 
     def check_classes(self) -> None:
         """Enums have the members of the module's, other classes the methods and properties."""
-        for stub in self._classes():
+        classes = {stub.name: stub for stub in self._classes()}
+        for stub in classes.values():
+            if stub.name.startswith("_"):
+                continue
             held = getattr(self.module, stub.name)
             if [ast.unparse(base) for base in stub.bases] == [Enum.__name__]:
                 members = {
@@ -50,7 +54,9 @@ class Stub:
                 }
                 assert members == {key: int(value) for key, value in held.__members__.items()}
                 continue
-            methods = [n for n in stub.body if isinstance(n, ast.FunctionDef)]
+            bases = [classes[name] for base in stub.bases if (name := ast.unparse(base)) in classes]
+            bodies = [*stub.body, *(n for base in bases for n in base.body)]
+            methods = [n for n in bodies if isinstance(n, ast.FunctionDef)]
             public = {n for n in vars(held) if not n.startswith("_")}
             assert {n.name for n in methods if not n.name.startswith("_")} == public, stub.name
             for method in methods:

@@ -42,8 +42,20 @@ def value_of(tokens: Sequence[int], end: int) -> int:
 class World:
     """One control plane, one data plane, one session."""
 
-    def __init__(self, device: tuple[int, int] = (16, 12), host: tuple[int, int] = (6, 4)) -> None:
+    def __init__(
+        self,
+        device: tuple[int, int] = (16, 12),
+        host: tuple[int, int] = (6, 4),
+        *,
+        max_tenant_blocks: int = 0,
+    ) -> None:
         self.blocks = device, host
+        self.config = CoreConfig(
+            lease_s=1e9,
+            max_plans_in_flight=3,
+            watermark=0.0,
+            max_tenant_blocks=max_tenant_blocks,
+        )
         self.executor = Executor(
             TWO_GROUPS,
             pool_id=POOL,
@@ -60,8 +72,9 @@ class World:
     def restart_control(self) -> None:
         """Another control plane learns the pool from its data plane; the session begins anew."""
         self.incarnation += 1
-        config = CoreConfig(lease_s=1e9, max_plans_in_flight=3, watermark=0.0)
-        self.core = ControlPlane(incarnation=self.incarnation, config=config, clock=lambda: 1.0)
+        self.core = ControlPlane(
+            incarnation=self.incarnation, config=self.config, clock=lambda: 1.0
+        )
         (device, host), executor = self.blocks, self.executor
         hello = cpb.Hello(
             pool_id=POOL,

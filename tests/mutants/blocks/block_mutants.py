@@ -34,7 +34,7 @@ MORE = {
     "written_in_place_though_shared": Mutant(
         "steps/append.cpp",
         "return piece.num_owners == 1 &&\n         store(kDevice).is_writable(b, "
-        "session.slot, static_cast",
+        "session.slot,\n                                    static_cast",
         "return store(kDevice).is_writable(b, session.slot, static_cast",
     ),
     "a_spare_does_not_take_over": Mutant(

@@ -27,7 +27,7 @@ from data_plane.plans import (
     verifier,
 )
 from kvplane.errors import InternalError
-from kvplane.layout import LayerGroup
+from kvplane.layout import KEYS_AND_VALUES, LayerGroup
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
 
@@ -363,6 +363,30 @@ def fingerprint_without_scales() -> None:
     LayerGroup.canonical = canonical  # type: ignore[method-assign]
 
 
+def latents_read_as_keys_and_values() -> None:
+    """A pool of latents and one of keys and values of the same sizes are taken for one another."""
+
+    def canonical(self: Any) -> Any:
+        return _canonical(replace(self, cache_kind=KEYS_AND_VALUES))
+
+    LayerGroup.canonical = canonical  # type: ignore[method-assign]
+
+
+def latents_without_their_values_scale() -> None:
+    """Only scores know the scale of what is stored."""
+
+    def of_keys(layout: Any, shard: Any, device: Any) -> Any:
+        return [(key_scales, None) for key_scales, _ in _layer_scales(layout, shard, device)]
+
+    scales.layer_scales = of_keys
+    shard_kernels.layer_scales = of_keys
+
+
+def latents_counted_twice() -> None:
+    """Metrics count values that are not stored."""
+    shard_kernels.are_latents = lambda *_: False
+
+
 def _fault(name: str) -> Callable[[], None]:
     """Executors that are not given kernels take faulty ones."""
 
@@ -412,6 +436,9 @@ MUTANTS: dict[str, Callable[[], None]] = {
         late_attention_not_waited_for,
         scales_of_the_wrong_heads,
         fingerprint_without_scales,
+        latents_read_as_keys_and_values,
+        latents_without_their_values_scale,
+        latents_counted_twice,
     )
 }
 MUTANTS |= TABLE_MUTANTS

@@ -77,6 +77,11 @@ def values_of_the_next_head(a: dict[str, Any]) -> None:
     a["pages"][:, 1] = a["pages"][:, 1].roll(1, dims=1)
 
 
+def values_at_the_end_of_latents(a: dict[str, Any]) -> None:
+    keys, values = a["pages"]
+    a["pages"] = keys, keys[..., keys.shape[3] - values.shape[3] :]
+
+
 def keys_and_values_exchanged(a: dict[str, Any]) -> None:
     a["pages"] = a["pages"].flip(1)
 
@@ -208,6 +213,7 @@ _CHANGES = (
     two_blocks_swapped,
     rows_see_one_token_less,
     values_of_the_next_head,
+    values_at_the_end_of_latents,
     keys_and_values_exchanged,
     groups_interleaved,
     window_one_token_wider,

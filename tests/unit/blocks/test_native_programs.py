@@ -95,7 +95,7 @@ def test_protobuf_reads_what_the_writer_writes(programs: dict[str, Path]) -> Non
         ),
         pytest.param(
             "test_eviction",
-            "eviction/age_groups.cpp",
+            "eviction/reuse/age_groups.cpp",
             "links_[end].next = moved.next;",
             "links_[end].next = to;",
             "Assertion",

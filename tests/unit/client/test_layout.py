@@ -19,6 +19,7 @@ from kvplane.v1 import types_pb2 as pb
 
 FULL = LayerGroup("full", (0, 1), 2, 64)
 LAYOUT = Layout("model-a", 16, "float32", "bfloat16", (FULL,))
+LATENTS = LayerGroup("latent", (0, 1), 1, 576, cache_kind="latent", value_head_size=512)
 SCALED = replace(FULL, key_scales=(0.5, 0.25), value_scales=(1.0, 2.0, 3.0, 4.0))
 FP8 = Layout("model-a", 16, "bfloat16", "float8_e4m3fn", (SCALED,))
 
@@ -147,7 +148,11 @@ def test_wider_types_have_no_scales(name: str) -> None:
         ("groups[0].head_size", {"groups": (replace(FULL, head_size=0),)}),
         ("groups[0].head_size", {"groups": (replace(FULL, head_size=12),)}),
         ("groups[0].head_size", {"groups": (replace(FULL, head_size=520),)}),
-        ("groups[0].cache_kind", {"groups": (replace(FULL, cache_kind="latent"),)}),
+        ("groups[0].cache_kind", {"groups": (replace(FULL, cache_kind="state"),)}),
+        ("groups[0].num_kv_heads", {"groups": (replace(LATENTS, num_kv_heads=2),)}),
+        ("groups[0].head_size", {"groups": (replace(LATENTS, head_size=584),)}),
+        ("groups[0].head_size", {"groups": (replace(LATENTS, cache_kind="keys_and_values"),)}),
+        ("groups[0].value_head_size", {"groups": (replace(LATENTS, value_head_size=584),)}),
         ("groups[0].value_head_size", {"groups": (replace(FULL, value_head_size=72),)}),
         ("groups[0].value_head_size", {"groups": (replace(FULL, value_head_size=12),)}),
         ("groups[0].value_head_size", {"groups": (replace(FULL, value_head_size=-8),)}),
@@ -186,11 +191,34 @@ def test_values_smaller_than_keys_take_fewer_bytes_and_come_back_from_their_mess
     assert Layout.from_proto(pb.Layout.FromString(layout.to_proto().SerializeToString())) == layout
 
 
-@pytest.mark.parametrize("kind", [pb.CACHE_KIND_LATENT, pb.CACHE_KIND_STATE, 99])
+def test_latents_are_one_row_for_each_token_and_come_back_from_their_message() -> None:
+    layout = replace(LAYOUT, groups=(LATENTS, LayerGroup("full", (2,), 4, 128)))
+    assert layout.block_bytes() == Shard.whole(layout).block_bytes(layout) == 2 * 16 * 576 * 2
+    assert layout.token_bytes == (2 * 576 + 2 * 4 * 128) * 2
+    assert layout.latent_layers == {0, 1}
+    message = pb.Layout.FromString(layout.to_proto().SerializeToString())
+    assert message.groups[0].cache_kind == pb.CACHE_KIND_LATENT
+    assert Layout.from_proto(message) == layout
+    message.groups[0].cache_kind = pb.CACHE_KIND_KEYS_AND_VALUES
+    message.groups[0].head_size = 512
+    with pytest.raises(InvalidRequestError) as caught:
+        Layout.from_proto(message)
+    assert caught.value.field == "layout.fingerprint"
+
+
+def test_latents_have_scales_of_keys_alone() -> None:
+    scaled = replace(FP8, groups=(replace(LATENTS, key_scales=(0.5, 0.25)),))
+    assert scaled.groups[0].key_scales == (0.5, 0.25)
+    with pytest.raises(InvalidRequestError, match="has the key's scale") as caught:
+        replace(FP8, groups=(replace(LATENTS, value_scales=(0.5, 0.25)),))
+    assert caught.value.field == "layout.groups[0].value_scales"
+
+
+@pytest.mark.parametrize("kind", [pb.CACHE_KIND_STATE, 99])
 def test_a_cache_kind_that_is_not_served_is_refused_with_what_is(kind: pb.CacheKind) -> None:
     message = LAYOUT.to_proto()
     message.groups[0].cache_kind = kind
-    with pytest.raises(InvalidRequestError, match="keys_and_values, the only kind") as caught:
+    with pytest.raises(InvalidRequestError, match="keys_and_values or latent, the kinds") as caught:
         Layout.from_proto(message)
     assert caught.value.field == "layout.groups[0].cache_kind"
 

@@ -30,12 +30,33 @@ def groups(model_type: str, **fields: Any) -> list[tuple[str, int, int, int, int
         ("gemma3_text", [("window-4096", 22, 4, 256, 256, 4096), ("full", 4, 4, 256, 256, 0)]),
         ("gemma3", [("window-4096", 22, 4, 256, 256, 4096), ("full", 4, 4, 256, 256, 0)]),
         ("gemma4_text", [("window-512", 25, 4, 256, 256, 512), ("full", 5, 4, 512, 512, 0)]),
-        ("deepseek_v3", [("full", 61, 128, 192, 128, 0)]),  # latent attention, expanded
+        ("deepseek_v3", [("latent", 61, 1, 576, 512, 0)]),
+        ("deepseek_v2", [("latent", 32, 1, 576, 512, 0)]),
+        ("kimi_k25", [("latent", 61, 1, 576, 512, 0)]),
+        ("glm4_moe_lite", [("latent", 47, 1, 576, 512, 0)]),
+        ("minicpm3", [("latent", 62, 1, 288, 256, 0)]),
         ("qwen2", [("full", 32, 32, 128, 128, 0)]),  # a window in its config that is turned off
     ],
 )
 def test_groups_of_a_types_defaults(model_type: str, wanted: list[Any]) -> None:
     assert groups(model_type) == wanted
+
+
+def test_latents_may_be_left_expanded_and_are_where_no_kernel_has_their_size() -> None:
+    expanded = LayerGroup("full", (0, 1), 4, 192, value_head_size=128)
+    for latent, sizes in (
+        (False, {}),
+        (True, {"kv_lora_rank": 520}),
+        (True, {"kv_lora_rank": 36}),
+    ):
+        config = AutoConfig.for_model(
+            "deepseek_v3",
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            **sizes,
+        )
+        assert layer_groups(config, latent=latent) == (expanded,)
 
 
 def test_falcon_has_one_head_eight_or_all() -> None:

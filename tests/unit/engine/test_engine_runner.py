@@ -28,6 +28,8 @@ from kvplane.errors import InvalidRequestError
 class DenseStep:
     """Attention over a cache of whole tensors, one for each sequence and layer."""
 
+    latent_layers: frozenset[int] = frozenset()
+
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.cache: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}

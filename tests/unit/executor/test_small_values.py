@@ -99,7 +99,7 @@ def test_blocks_move_and_come_back_bit_for_bit(rig: Rig) -> None:
 
 def heads(blocks: torch.Tensor) -> list[torch.Tensor]:
     """Keys and values of all layers, [num_layers, heads, tokens, elements]."""
-    views = PageShape(GROUP, NUM_HEADS, BLOCK_SIZE).split(blocks)
+    views = PageShape(GROUP, NUM_HEADS, BLOCK_SIZE).keys_and_values(blocks)
     return [view.transpose(1, 2).flatten(2, 3) for view in views]
 
 

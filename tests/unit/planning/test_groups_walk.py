@@ -68,6 +68,27 @@ def test_a_hit_needs_of_a_window_group_only_what_its_window_sees() -> None:
     world.check()
 
 
+def test_a_quota_holds_in_each_group() -> None:
+    world = World(device=(16, 12), max_tenant_blocks=6)
+    world.step(ops.admit(1, range(33)))
+    before = [core.usage(1) for core in world.pool.groups]
+    refused = world.step(ops.admit(2, range(300, 317))).results[0].failures[0]
+    assert refused.status == cpb.OPERATION_STATUS_LATER
+    assert refused.shortage.reason == cpb.SHORTAGE_REASON_QUOTA
+    assert [core.usage(1) for core in world.pool.groups] == before
+    never = world.step(ops.admit(2, range(300, 349))).results[0].failures[0]
+    assert never.status == cpb.OPERATION_STATUS_NEVER
+    assert never.shortage.reason == cpb.SHORTAGE_REASON_QUOTA
+    decode(world, 1, 15)
+    assert (held(world, 0), held(world, 1)) == (6, 3), "the window's group has room for more"
+    before = [core.usage(1) for core in world.pool.groups]
+    grown = world.step(ops.append(1, [5], 1, first_position=48)).results[0].failures[0]
+    assert grown.status == cpb.OPERATION_STATUS_NEVER
+    assert grown.shortage.reason == cpb.SHORTAGE_REASON_QUOTA
+    assert [core.usage(1) for core in world.pool.groups] == before
+    world.check()
+
+
 def test_what_has_no_room_in_one_group_is_done_in_none() -> None:
     world = World(device=(16, 4))
     world.step(ops.admit(1, range(17)))

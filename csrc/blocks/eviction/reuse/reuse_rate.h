@@ -3,12 +3,12 @@
 
 #include <vector>
 
-#include "eviction/age_groups.h"
-#include "eviction/evicted_prefixes.h"
 #include "eviction/idle_tree.h"
 #include "eviction/policy.h"
-#include "eviction/recency_list.h"
-#include "eviction/reuse_statistics.h"
+#include "eviction/reuse/age_groups.h"
+#include "eviction/reuse/evicted_prefixes.h"
+#include "eviction/reuse/recency_list.h"
+#include "eviction/reuse/reuse_statistics.h"
 
 namespace kvplane::blocks {
 

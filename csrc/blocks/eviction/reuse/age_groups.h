@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "eviction/reuse_statistics.h"
+#include "eviction/reuse/reuse_statistics.h"
 
 namespace kvplane::blocks {
 

@@ -1,4 +1,4 @@
-#include "eviction/recency_list.h"
+#include "eviction/reuse/recency_list.h"
 
 namespace kvplane::blocks {
 

@@ -1,4 +1,4 @@
-#include "eviction/evicted_prefixes.h"
+#include "eviction/reuse/evicted_prefixes.h"
 
 #include <cstddef>
 

@@ -1,4 +1,4 @@
-#include "eviction/reuse_rate.h"
+#include "eviction/reuse/reuse_rate.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "eviction/age_groups.h"
+#include "eviction/reuse/age_groups.h"
 
 #include <cstddef>
 #include <utility>

@@ -1,4 +1,4 @@
-#include "eviction/reuse_statistics.h"
+#include "eviction/reuse/reuse_statistics.h"
 
 #include <cmath>
 

@@ -1,0 +1,64 @@
+"""Multi-head latent attention (MLA) over latents: the projection that makes keys and values of them
+is absorbed into queries and outputs.
+
+    query . (W_keys latent)             = (query W_keys) . latent
+    sum of weight * (W_values latent)   = W_values (sum of weight * latent)
+
+A latent is ``kv_lora_rank`` numbers, and then the key's part with rotary positions, which all heads
+share and which is not projected.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvplane.errors import InvalidRequestError
+
+
+def has_latents(module: Any) -> bool:
+    """Whether an attention module's code expands latents by a method that can be replaced."""
+    return hasattr(type(module), "expand_kv")
+
+
+def is_projection(module: Any, name: str) -> bool:
+    """Whether that child of ``module`` is the layer whose weight is absorbed."""
+    return has_latents(module) and name == "kv_b_proj"
+
+
+def over_latents(module: Any, query: torch.Tensor) -> torch.Tensor:
+    """[num_rows, num_heads, num_columns, head_size] to queries of latents, [..., size of a latent].
+    Raises InvalidRequestError for a projection whose weight is not one of plain numbers.
+    """
+    sizes = [module.qk_nope_head_dim, module.qk_rope_head_dim]
+    plain, rotary = torch.split(query, sizes, dim=-1)
+    of_keys, _ = _projection(module, query.dtype)
+    return torch.cat((plain @ of_keys, rotary), dim=-1)
+
+
+def from_latents(module: Any, out: torch.Tensor) -> torch.Tensor:
+    """Weighted latents [num_tokens, num_heads, kv_lora_rank] to [num_tokens, num_heads,
+    v_head_dim].
+    """
+    _, of_values = _projection(module, out.dtype)
+    return torch.einsum("thr,hvr->thv", out, of_values)
+
+
+def _projection(module: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each head: [num_heads, qk_nope_head_dim, kv_lora_rank] for keys, and [num_heads,
+    v_head_dim, kv_lora_rank] for values, views of the weight.
+    """
+    linear = module.kv_b_proj
+    is_plain = type(linear) is nn.Linear and linear.weight.dtype == dtype and linear.bias is None
+    if not is_plain:
+        raise InvalidRequestError(
+            f"its kv_b_proj is no plain linear layer of {dtype}, which latents need: keep keys and "
+            "values instead, with --no-latent or latent=False",
+            field="model",
+        )
+    sizes = [module.qk_nope_head_dim, module.v_head_dim]
+    weight = linear.weight.view(-1, sum(sizes), module.kv_lora_rank)
+    of_keys, of_values = torch.split(weight, sizes, dim=1)
+    return of_keys, of_values

@@ -1,0 +1,86 @@
+"""A newcomer's first quarter of an hour: stack up, traffic, and every view says the same.
+
+That every panel has data is in ``test_boards``, that alerts fire and clear in ``test_alerts``, and
+clients in other languages are in ``test_clients``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from kvplane import ControlClient
+from kvplane.v1 import types_pb2
+from scripts.monitored_stack import ROOT, MonitoredStack, free_port
+
+POOL = ["--num-device-blocks", "96", "--num-host-blocks", "32"]
+STATES = ("free", "cached", "held", "retired")
+PATIENCE_S = 20.0
+
+
+def command(stack: MonitoredStack, *arguments: str) -> Any:
+    """What a command of kvplane prints as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvplane", "--json", "--control-plane", stack.control, *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def shown(port: int) -> dict[str, Any]:
+    """The only pool as the page shows it now."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/events", timeout=10) as events:
+        told = json.loads(events.readline().removeprefix(b"data: "))
+    (pool,) = told["pools"]
+    return pool  # type: ignore[no-any-return]
+
+
+async def test_page_command_metrics_and_api_agree_on_a_stack_that_had_traffic(
+    tmp_path: Path,
+) -> None:
+    port = free_port()
+    arguments = ["--model", str(ROOT / "models" / "recall"), *POOL]
+    pages = ["--page-port", str(port)]
+    with MonitoredStack(tmp_path, pages, arguments, with_alertmanager=False) as stack:
+        before = await asyncio.to_thread(shown, port)
+        load = asyncio.create_task(asyncio.to_thread(command, stack, "bench", "--duration-s", "5"))
+        while (await asyncio.to_thread(shown, port))["num_sequences"] == 0:
+            assert not load.done(), load
+        assert (await load)["steps"] > 0
+        page = await asyncio.to_thread(shown, port)
+        assert page["counters"]["num_lookup_tokens"] > before["counters"]["num_lookup_tokens"]
+
+        (top,) = await asyncio.to_thread(command, stack, "top", "--count", "1")
+        pools = await asyncio.to_thread(command, stack, "pools")
+        async with ControlClient(stack.control) as control:
+            api = await control.describe_pool("default")
+        assert (top["pool"], top["sessions"], top["sequences"]) == ("default", 0, 0)
+        assert (page["num_sessions"], page["num_sequences"]) == (0, 0)
+        assert page["counters"]["num_hit_tokens"] == api.counters.num_hit_tokens > 0
+        for tier, row, drawn in zip(api.usage.tiers, pools["tiers"], page["maps"], strict=True):
+            name = types_pb2.Tier.Name(tier.tier).removeprefix("TIER_").lower()
+            counts = {state: getattr(tier, f"num_{state}_blocks") for state in STATES}
+            assert drawn["tier"] == name
+            assert drawn["num_in"] == counts
+            assert {state: row[state] for state in STATES} == counts
+            await until_scraped(stack, name, counts)
+
+
+async def until_scraped(stack: MonitoredStack, tier: str, counts: dict[str, int]) -> None:
+    """Prometheus has these numbers of blocks, as soon as it has scraped them."""
+    expression = f'kvplane_blocks{{tier="{tier}"}}'
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        series = await asyncio.to_thread(stack.query, expression)
+        found = {each["metric"]["state"]: int(float(each["value"][1])) for each in series}
+        if {state: found.get(state) for state in STATES} == counts:
+            return
+        assert time.monotonic() < deadline_s, (found, counts)
+        await asyncio.sleep(0.5)

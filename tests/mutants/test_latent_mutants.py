@@ -1,0 +1,46 @@
+"""Each planted fault of models that keep latents is caught by the probe, and by a text that
+``generate`` makes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from plane_cache_checks import greedy_with_padding
+from tiny_models import tiny_model
+
+from kvplane.errors import InvalidRequestError
+from kvplane.transformers import attention, close_planes
+from kvplane.transformers.models import adapters
+from kvplane.transformers.models.probe import probe
+
+
+def _load_faults() -> ModuleType:
+    path = Path(__file__).parent / "latents" / "faults.py"
+    spec = importlib.util.spec_from_file_location("latent_faults", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+FAULTS = _load_faults().FAULTS
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_caught(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention.register()
+    model = tiny_model("deepseek_v3")
+    fault(monkeypatch)
+    adapters.adapt(model)
+    with pytest.raises(InvalidRequestError, match="options do not express"):
+        probe(model)
+    with pytest.raises(AssertionError):
+        greedy_with_padding(model, num_device_blocks=64, probe=False)
+    close_planes(model)

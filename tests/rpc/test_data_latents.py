@@ -1,0 +1,142 @@
+"""A pool of latents over a real socket: one tensor in for each token, attention and blocks out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_server import author_of, config_of, serving
+from plan_author import LAYOUT, POOL_ID, PlanAuthor, dense_attention, set_blocks, span
+
+from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.server import ControlPlaneServer
+from data_plane.server.server import DataPlaneServer
+from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
+from kvplane import ControlClient
+from kvplane.attention_options import AttentionOptions
+from kvplane.cli.program import run
+from kvplane.clients.data_client import DataClient
+from kvplane.errors import InvalidRequestError, LayoutMismatchError
+from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup, Layout
+from kvplane.tensor import Tensor
+
+NUM_TOKENS, NUM_HEADS, LATENT_SIZE, VALUE_SIZE = 12, 128, 576, 512
+GROUP = LayerGroup("latent", (0, 1), 1, LATENT_SIZE, cache_kind=LATENT, value_head_size=VALUE_SIZE)
+LATENTS = replace(LAYOUT, groups=(GROUP,))
+OPTIONS = AttentionOptions(scale=192**-0.5)
+
+
+@pytest.fixture
+async def peer(tmp_path: Path) -> AsyncIterator[tuple[PlanAuthor, DataClient]]:
+    path = tmp_path / "latents.json"
+    path.write_text(json.dumps(asdict(LATENTS)))
+    async with serving(tmp_path, layout=path) as (server, side):
+        author = author_of(server, side)
+        author.layout = LATENTS
+        async with DataClient(server.address) as client:
+            yield author, client
+
+
+def random(num_heads: int, seed: int) -> torch.Tensor:
+    made = torch.Generator().manual_seed(seed)
+    return torch.randn(NUM_TOKENS, num_heads, LATENT_SIZE, generator=made)
+
+
+def wire(tensor: torch.Tensor) -> Tensor:
+    return Tensor.from_proto(tensor_to_message(tensor))
+
+
+def received(tensor: Any) -> torch.Tensor:
+    return tensor_from_message(tensor, torch.device("cpu"), field="tensor")
+
+
+async def test_a_row_for_each_token_is_stored_attended_to_and_read(
+    peer: tuple[PlanAuthor, DataClient],
+) -> None:
+    author, client = peer
+    query, latent = random(NUM_HEADS, 0), random(1, 1)
+    grant = author.grant()
+    plan = author.plan(1, changes=[set_blocks(1, [(5, 1), (2, 1)])], spans=[span(1, 0, NUM_TOKENS)])
+    async with await client.open(grant) as execution:
+        await execution.start(plan)
+        for layer in (0, 1):
+            output = await execution.layer(layer, wire(query), wire(latent), None, options=OPTIONS)
+        assert execution.receipt is not None
+    wanted = dense_attention(
+        query * OPTIONS.scale * LATENT_SIZE**0.5, latent, latent[..., :VALUE_SIZE]
+    )
+    torch.testing.assert_close(received(output.to_proto()), wanted, atol=1e-5, rtol=1e-5)
+    read = await client.read_blocks(grant, 1, num_blocks=2)
+    blocks = received(read.blocks)
+    rows = blocks.view(2, 2 * LAYOUT.block_size_tokens, LATENT_SIZE)[:, :NUM_TOKENS]
+    assert torch.equal(rows, latent[:, 0].expand(2, -1, -1))
+    described = await client.describe()
+    assert Layout.from_proto(described.layout) == LATENTS
+
+
+async def test_unary_calls_take_one_tensor_too(peer: tuple[PlanAuthor, DataClient]) -> None:
+    author, client = peer
+    query, latent = random(NUM_HEADS, 0), wire(random(1, 1))
+    grant = author.grant()
+    plan = author.plan(1, changes=[set_blocks(1, [(5, 1), (2, 1)])], spans=[span(1, 0, NUM_TOKENS)])
+    for value, options, field in (
+        (latent, OPTIONS, "value"),
+        (None, AttentionOptions(), "options.scale"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            await client.reshape_and_cache(grant, plan, 0, latent, value)
+            await client.paged_attention(grant, plan, 0, wire(query), options=options)
+        assert caught.value.field == field
+    answer = await client.paged_attention(grant, plan, 0, wire(query), options=OPTIONS)
+    assert list(answer.output.shape) == [NUM_TOKENS, NUM_HEADS, VALUE_SIZE]
+
+
+async def test_a_pool_with_a_group_of_them_serves_sessions_of_a_control_plane(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    full = LayerGroup("full", (2, 5), 2, 16, value_head_size=8)
+    layout = replace(LAYOUT, groups=(replace(GROUP, layers=(0, 1, 3)), full))
+    path = tmp_path / "both.json"
+    path.write_text(json.dumps(asdict(layout)))
+    control = await ControlPlaneServer.start(
+        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0)
+    )
+    config = config_of(tmp_path, control.address, layout=path, num_device_blocks=64)
+    data = await DataPlaneServer.start(config)
+    async with ControlClient(control.address) as client:
+        await client.wait_ready(POOL_ID, timeout_s=20)
+        pool = await client.describe_pool(POOL_ID)
+        assert Layout.from_proto(pool.layout) == layout
+    arguments = ["--control-plane", control.address, "bench", "--duration-s", "0.3"]
+    assert await asyncio.to_thread(run, arguments) == 0
+    assert data.executor.counters.num_attention_tokens > 0
+    await data.stop()
+    await control.stop()
+
+
+async def test_a_layer_without_a_value_is_refused_where_values_are_stored(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, side), DataClient(server.address) as client:
+        author = author_of(server, side)
+        plan = author.plan(1, changes=[set_blocks(1, [(5, 1)])], spans=[span(1, 0, 4)])
+        async with await client.open(author.grant()) as execution:
+            await execution.start(plan)
+            key = wire(torch.zeros(4, 2, 16))
+            with pytest.raises(InvalidRequestError, match="must be given") as caught:
+                await execution.layer(0, None, key, None)
+            assert caught.value.field == "layer.value"
+
+
+async def test_a_session_of_the_same_sizes_as_keys_and_values_is_refused(
+    peer: tuple[PlanAuthor, DataClient],
+) -> None:
+    author, client = peer
+    same = replace(GROUP, head_size=512, value_head_size=448, cache_kind=KEYS_AND_VALUES)
+    author.layout = replace(LATENTS, groups=(same,))
+    with pytest.raises(LayoutMismatchError):
+        await client.open(author.grant())

@@ -1,0 +1,90 @@
+"""The examples do what they say, on two pools of one control plane."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from both_planes import LAYOUT, Planes, StartServer, run_step
+
+from kvplane import ControlClient, DataClient, ops
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+POOLS = ("east", "west")
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+async def two_pools(
+    start_control_plane: StartServer, tmp_path: Path
+) -> AsyncIterator[ControlClient]:
+    planes = Planes(start_control_plane, tmp_path)
+    await planes.start(POOLS[0])
+    first = planes.data
+    await planes.start_data("127.0.0.1:0", POOLS[1])
+    async with ControlClient(planes.control.address) as control:
+        for pool_id in POOLS:
+            await control.wait_ready(pool_id)
+        yield control
+    await first.stop()
+    await planes.data.stop()
+
+
+async def cache(control: ControlClient, pool_id: str, prompt: list[int]) -> None:
+    """Compute a prompt in a pool and leave it cached."""
+    session = await control.open_session(pool_id, LAYOUT)
+    data = DataClient(session.shards[0].address)
+    async with session, data, await data.open(session.grant) as execution:
+        await run_step(session, execution, ops.admit(1, prompt))
+        await session.submit_receipts()
+
+
+async def test_the_router_sends_a_prompt_where_most_of_it_is(two_pools: ControlClient) -> None:
+    rng = random.Random(3)
+    prompt = rng.choices(range(1000), k=48)
+    router = example("router").Router(two_pools)
+    await cache(two_pools, "east", prompt[:16])
+    await router.start()
+    assert router.choose(prompt) == ("east", 16)
+    await cache(two_pools, "west", prompt[:40])
+    for _ in range(100):  # the feed is not waited for by anybody
+        if router.choose(prompt) == ("west", 40):
+            break
+        await two_pools.describe()
+    matches = {
+        match.pool_id: match.num_device_tokens for match in await two_pools.find_prefix(prompt)
+    }
+    assert matches == {"east": 16, "west": 40}
+    assert router.choose(prompt) == ("west", 40)
+    assert router.choose(prompt[:7]) == ("east", 0)
+    session = await two_pools.open_session("west", LAYOUT)
+    async with session:
+        await session.forget(prompt[:8])
+        for _ in range(100):
+            if router.choose(prompt) == ("east", 16):
+                break
+            await two_pools.describe()
+    assert router.choose(prompt) == ("east", 16)
+    await router.stop()
+
+
+async def test_what_is_prefilled_in_one_pool_is_read_bit_for_bit_in_the_other(
+    two_pools: ControlClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = two_pools._connection.target
+    await example("prefill_elsewhere").main(address, *POOLS)
+    printed = capsys.readouterr().out
+    assert "the same there: True" in printed
+    assert "cached in west: 24 tokens" in printed
