@@ -7,10 +7,10 @@ import logging
 import time
 from typing import Final
 
-from control_plane.election.choice import elector_of
-from control_plane.election.elector import Elector
 from control_plane.planning.core import ControlPlane
 from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.election.choice import elector_of
+from control_plane.server.election.elector import Elector
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.page.page_server import PageServer
 from control_plane.server.registration_server import Registrar

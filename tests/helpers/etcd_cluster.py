@@ -11,19 +11,16 @@ import subprocess
 import urllib.request
 from pathlib import Path
 from time import monotonic, sleep
-
-import pytest
-
-needs_etcd = pytest.mark.skipif(
-    None in (shutil.which("etcd"), shutil.which("etcdctl")),
-    reason="etcd is not installed (apt install etcd-server etcd-client)",
-)
+from unittest import SkipTest
 
 
 class EtcdCluster:
     """``with EtcdCluster(folder, 3) as etcd``: ready when entered."""
 
     def __init__(self, folder: Path, num_members: int) -> None:
+        """Raises SkipTest, which pytest reports, where there is no etcd."""
+        if None in (shutil.which("etcd"), shutil.which("etcdctl")):
+            raise SkipTest("etcd is not installed (apt install etcd-server etcd-client)")
         self._folder = folder
         with_ports = [socket.create_server(("127.0.0.1", 0)) for _ in range(2 * num_members)]
         ports = [each.getsockname()[1] for each in with_ports]

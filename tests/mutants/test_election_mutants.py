@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from control_plane.election import file_elector
-from control_plane.election.file_elector import FileElector
+from control_plane.server.election import file_elector
+from control_plane.server.election.file_elector import FileElector
 from control_plane.server.server import ControlPlaneServer
 from kvplane.errors import KvplaneError
 

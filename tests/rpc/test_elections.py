@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etcd_cluster import EtcdCluster, needs_etcd
+from etcd_cluster import EtcdCluster
 from lease_api import LeaseApi
 
-from control_plane.election import elector as module
-from control_plane.election.choice import elector_of
-from control_plane.election.elector import Elector, has_died, next_incarnation
-from control_plane.election.etcd_elector import EtcdElector
-from control_plane.election.file_elector import FileElector
-from control_plane.election.kubernetes_elector import KubernetesApi, KubernetesElector
 from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.election import elector as module
+from control_plane.server.election.choice import elector_of
+from control_plane.server.election.elector import Elector, has_died, next_incarnation
+from control_plane.server.election.etcd_elector import EtcdElector
+from control_plane.server.election.file_elector import FileElector
+from control_plane.server.election.kubernetes_elector import KubernetesApi, KubernetesElector
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, TlsOptions
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
@@ -32,7 +32,7 @@ from kvplane.transport.health import check
 
 TTL_S = 2
 # A lock has no lease: the kernel releases it when its holder ends, and never before.
-leased = pytest.mark.parametrize("kind", [pytest.param("etcd", marks=needs_etcd), "kubernetes"])
+leased = pytest.mark.parametrize("kind", ["etcd", "kubernetes"])
 Make = Callable[..., Elector]
 
 
@@ -42,7 +42,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
         yield etcd
 
 
-@pytest.fixture(params=["file", pytest.param("etcd", marks=needs_etcd), "kubernetes"])
+@pytest.fixture(params=["file", "etcd", "kubernetes"])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from control_plane.election.elector import RETRY_DELAY_S, Elector, has_died, next_incarnation
+from control_plane.server.election.elector import RETRY_DELAY_S, Elector, has_died, next_incarnation
 
 _LOGGER: Final = logging.getLogger(__name__)
 _RENEWALS_PER_TTL: Final = 4

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from control_plane.election.elector import Elector
-from control_plane.election.etcd_elector import EtcdElector
-from control_plane.election.file_elector import FileElector
-from control_plane.election.kubernetes_elector import KubernetesApi, KubernetesElector
+from control_plane.server.election.elector import Elector
+from control_plane.server.election.etcd_elector import EtcdElector
+from control_plane.server.election.file_elector import FileElector
+from control_plane.server.election.kubernetes_elector import KubernetesApi, KubernetesElector
 from kvplane.errors import InvalidRequestError
 from kvplane.transport.tls import TlsOptions
 

@@ -21,8 +21,8 @@ from typing import Any, Final
 
 import grpc.aio
 
-from control_plane.election.elector import RETRY_DELAY_S, Elector, has_died, next_incarnation
 from control_plane.etcd.v3 import etcd_pb2 as pb
+from control_plane.server.election.elector import RETRY_DELAY_S, Elector, has_died, next_incarnation
 from kvplane.transport.tls import TlsOptions, open_channel
 
 _LOGGER: Final = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from control_plane.election.elector import Elector, next_incarnation
+from control_plane.server.election.elector import Elector, next_incarnation
 
 _POLL_S: Final = 0.01  # for the lock; a thread that waited for it could not be stopped
 _CHECK_S: Final = 1.0
