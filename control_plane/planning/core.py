@@ -100,7 +100,7 @@ class ControlPlane:
         self._next_tick_s: float | None = None
         registry = self._registration = Registration(
             self._pools,
-            incarnation=incarnation,
+            incarnation=lambda: self.incarnation,
             config=config,
             new_key=new_key,
             end_sessions=self._end_all,
@@ -110,7 +110,7 @@ class ControlPlane:
         self.has_work, self.work = registry.has_work, registry.work
         self.has_announcements, self.announce = registry.has_announcements, registry.announce
         self.take_outgoing, self._touch = registry.take_outgoing, registry.touched.add
-        self._followers = Followers(incarnation, config.max_followers)
+        self._followers = Followers(lambda: self.incarnation, config.max_followers)
         self.unfollow, self.holds_key = self._followers.remove, registry.holds_key
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:

@@ -65,7 +65,7 @@ class PlaneServer:
         self._service = service
         service_descriptor = descriptor_pool.Default().FindServiceByName(service_name)
         self._access = AccessList(config.access_file)
-        gate = Gate(self._access, [service_descriptor])
+        self._gate = Gate(self._access, [service_descriptor])
         bounds = {
             f"/{service_name}/{method.name}": MessageBounds(method.input_type, max_counts)
             for method in service_descriptor.methods
@@ -81,7 +81,7 @@ class PlaneServer:
             max_connection_calls=config.max_connection_calls,
             interceptors=[
                 WrongServiceInterceptor(service_name),
-                ErrorInterceptor(metrics.rpc, Admission(gate, bounds, budget)),
+                ErrorInterceptor(metrics.rpc, Admission(self._gate, bounds, budget)),
             ],
         )
         add_service(service, self._server.grpc_server)
