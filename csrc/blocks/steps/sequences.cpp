@@ -372,8 +372,12 @@ void Pool::do_swap(Session& session, Tier destination, SwapPlan& plan) {
   for (size_t i = 0; i < plan.blocks.size(); ++i) {
     const Block old = plan.blocks[i];
     plan.copies[old] = fresh[i];
-    // This plan may allocate it, and copy to the host tier what it held before.
-    if (plan.is_ahead[i]) continue;
+    // This plan may allocate the old one, and copy to the host tier what it held before; but no
+    // block twice, also not one that nothing is copied to.
+    if (plan.is_ahead[i]) {
+      session.destinations.insert(key_of(destination, fresh[i]));
+      continue;
+    }
     transfer(session, {source, old, store(source).generation(old)}, destination, fresh[i],
              static_cast<uint32_t>(block_size_));
   }

@@ -34,6 +34,11 @@ def test_walks_of_several_groups(shape: Shape) -> None:
         walk(seed, shape, num_steps=120)
 
 
+def test_what_a_plan_swaps_out_to_and_gives_up_it_does_not_allocate_again() -> None:
+    (shape,) = (shape for shape in SHAPES if str(shape).startswith("1-200+40w70"))
+    walk(107, shape, num_steps=1000)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("shape", [*SHAPES, *GROUPED_SHAPES], ids=str)
