@@ -11,12 +11,12 @@ from types import ModuleType
 
 import pytest
 from plane_cache_checks import greedy_with_padding
-from tiny_models import tiny_model
 
 from kvplane.errors import InvalidRequestError
 from kvplane.transformers import attention, close_planes
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
+from tests.models.tiny_models import tiny_model
 
 
 def _load_faults() -> ModuleType:
