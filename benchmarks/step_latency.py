@@ -60,14 +60,21 @@ class Bench:
         """Sequence ids that were not used before."""
         return list(itertools.islice(self._ids, num))
 
-    async def run(self, operations: Sequence[pb.Operation]) -> tuple[float, float]:
-        """Seconds of the step and of its plan's execution. All operations must succeed."""
+    async def run(
+        self, operations: Sequence[pb.Operation], num_tokens: int | None = None
+    ) -> tuple[float, float]:
+        """Seconds of the step and of its plan's execution. All operations must succeed.
+        ``num_tokens``: that the plan computes, where it is known.
+        """
         began = time.perf_counter()
         result = await self._session.step(operations)
         stepped = time.perf_counter()
         result.raise_for_status()
         if result.plan is not None:
-            num_tokens = (await self._execution.start(result.plan)).num_tokens
+            if num_tokens:
+                await self._execution.begin(result.plan, num_tokens)
+            else:
+                num_tokens = (await self._execution.start(result.plan)).num_tokens
             if num_tokens:
                 tensor = Tensor(
                     "float32", (num_tokens, 1, HEAD_SIZE), bytes(num_tokens * HEAD_SIZE * 4)
@@ -86,7 +93,7 @@ class Bench:
         for step in range(num_steps):
             positions = [2 * BLOCK_SIZE_TOKENS + step] * num_sequences
             append = ops.appends(ids, positions, ones, ones, [step + i for i in ids])
-            times.append(await self.run([append]))
+            times.append(await self.run([append], num_sequences))
         await self.run([ops.free(ids)])
         return Latencies(f"decode of {num_sequences}", *zip(*times, strict=True))
 
@@ -117,7 +124,7 @@ def prompt(seed: int, num_tokens: int) -> bytes:
 
 async def measure(control: str, data: str, num_steps: int) -> list[Latencies]:
     """All kinds of steps, in one session."""
-    async with ControlClient(control) as metadata, DataClient(data) as memory:
+    async with ControlClient(control) as metadata, DataClient(data, shared_memory=False) as memory:
         await metadata.wait_ready("default", 60.0)
         async with (
             await metadata.open_session("default", LAYOUT) as session,

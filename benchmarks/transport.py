@@ -4,9 +4,10 @@ and over gRPC.
     python -m benchmarks.transport [--steps 200] [--threads 1] [--json OUT]
 
 Both planes are processes, but for "embedded". Each side has a session of its own and the same
-decode steps, by turns: a plan, then eight layers of 8 heads of 64, whose tensors are made up. The
-layer's time is the whole of it, attention over 64 tokens included. "between" is how long the engine
-computes between two layers, as it does in its model: the data plane may have gone to sleep.
+decode steps, by turns: a plan, then eight layers of 8 heads of 64, whose tensors are made up. Only
+"grpc, waiting" waits for a plan's answer before it sends the first layer. The layer's time is the
+whole of it, attention over 64 tokens included. "between" is how long the engine computes between
+two layers, as it does in its model: the data plane may have gone to sleep.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ HEAD_SIZE = 64
 PROMPT_TOKENS = 64
 NUM_DEVICE_BLOCKS = 4096
 TIMEOUT_S = 30.0
+WAITING = "grpc, waiting"
 BATCHES = (1, 8, 64)
 BETWEEN_S = (0.0, 0.001)
 LAYOUT = Layout(
@@ -65,6 +67,7 @@ class Side:
 
     def __init__(self, name: str, link: ControlLink, backend: DataBackend) -> None:
         self.name = name
+        self._waits = name == WAITING
         self._link = link
         self._backend = backend
         layout = link.pool_layout(TIMEOUT_S)
@@ -75,7 +78,9 @@ class Side:
         """New sequences, with their prompts computed."""
         ids = list(range(self._next_id, self._next_id + num_sequences))
         self._next_id += num_sequences
-        prompts = [ops.pack_tokens([i, *range(1, PROMPT_TOKENS)]) for i in ids]
+        # No other side's, which may have the same pool and would find them cached.
+        first = [hash((self.name, i)) % 2**31 for i in ids]
+        prompts = [ops.pack_tokens([token, *range(1, PROMPT_TOKENS)]) for token in first]
         plan = self._link.step([ops.admit(*each) for each in zip(ids, prompts, strict=True)]).plan
         self._run(plan, num_sequences * PROMPT_TOKENS, 0.0, Times())
         return ids
@@ -95,7 +100,7 @@ class Side:
         query = torch.randn(num_tokens, NUM_HEADS, HEAD_SIZE)
         key, value = (torch.randn(num_tokens, NUM_KV_HEADS, HEAD_SIZE) for _ in range(2))
         began_s = time.perf_counter()
-        self._backend.start(plan, num_tokens)
+        self._backend.start(plan, 0 if self._waits else num_tokens)
         times.plan_s.append(time.perf_counter() - began_s)
         layers_s = []
         for layer in range(NUM_LAYERS):
@@ -119,6 +124,12 @@ def compute(seconds: float) -> None:
 def sides(num_threads: int) -> Iterator[list[Side]]:
     """All sides, over planes of their own."""
     with ExitStack() as closing, tempfile.TemporaryDirectory() as folder:
+        layout = Path(folder) / "layout.json"
+        layout.write_text(json.dumps(asdict(LAYOUT)))
+        flags = ["--layout", str(layout), "--num-device-blocks", str(NUM_DEVICE_BLOCKS)]
+        flags += ["--num-threads", str(num_threads)]
+        # First of all: a process with gRPC's threads in it should not fork.
+        planes = closing.enter_context(Planes(Path(folder), flags))
         loop = LoopThread("benchmark")
         closing.callback(loop.close)
         address, embedded = start_planes(
@@ -129,13 +140,8 @@ def sides(num_threads: int) -> Iterator[list[Side]]:
             num_threads=num_threads,
             start_timeout_s=TIMEOUT_S,
         )
-        layout = Path(folder) / "layout.json"
-        layout.write_text(json.dumps(asdict(LAYOUT)))
-        flags = ["--layout", str(layout), "--num-device-blocks", str(NUM_DEVICE_BLOCKS)]
-        flags += ["--num-threads", str(num_threads)]
-        planes = closing.enter_context(Planes(Path(folder), flags))
         backends: list[tuple[str, str, DataBackend]] = [("embedded", address, embedded)]
-        for name, shared_memory in (("shared memory", True), ("grpc", False)):
+        for name, shared_memory in (("shared memory", True), ("grpc", False), (WAITING, False)):
             remote = RemoteBackend(loop, TIMEOUT_S, shared_memory=shared_memory)
             closing.callback(remote.stop)
             backends.append((name, planes.control.address, remote))

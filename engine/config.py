@@ -40,7 +40,9 @@ class EngineConfig:
         ),
     }
     model: Path = setting(help="Folder of a Hugging Face model.")
-    control_plane: str = setting("127.0.0.1:50051", help="Address of the control plane.")
+    control_plane: str = setting(
+        "127.0.0.1:50051", help="Address of the control plane; with commas all that may lead."
+    )
     data_plane: str = setting(
         "remote",
         choices=("remote", "embedded"),

@@ -1,15 +1,11 @@
 #!/usr/bin/env bash
 # Runs the protoc that requirements/protos.txt pins, in a virtual environment of its own: it needs
 # an older protobuf than everything else here.
-#     scripts/protos.sh            regenerates the stubs in kvplane/v1
+#     scripts/protos.sh            regenerates the stubs in kvplane/v1 and control_plane/etcd/v3
 #     scripts/protos.sh ARG ...    runs protoc with these arguments instead
 #   PYTHON=python3.12   the interpreter to use (default: that of .venv, otherwise python3)
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-protos=("$root"/protos/kvplane/v1/{types,control,data}.proto)
-[ $# -gt 0 ] || set -- "-I$root/protos" "${protos[@]}" \
-  --python_out="$root" --pyi_out="$root" --grpc_python_out="$root"
-
 python=${PYTHON:-$root/.venv/bin/python}
 command -v "$python" >/dev/null || python=python3
 wanted=$({ "$python" --version && cat "$root/requirements/protos.txt"; } | sha256sum | cut -c1-16)
@@ -26,4 +22,8 @@ if [ ! -x "$venv/bin/python" ]; then
   mv "$venv.partial" "$venv"
 fi
 exec 9>&-
-exec "$venv/bin/python" -m grpc_tools.protoc "$@"
+protoc=("$venv/bin/python" -m grpc_tools.protoc)
+[ $# -eq 0 ] || exec "${protoc[@]}" "$@"
+generate=("${protoc[@]}" "-I$root/protos" --python_out="$root" --pyi_out="$root")
+"${generate[@]}" "$root"/protos/control_plane/etcd/v3/etcd.proto
+exec "${generate[@]}" --grpc_python_out="$root" "$root"/protos/kvplane/v1/{types,control,data}.proto

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar, cast
 
@@ -30,7 +29,7 @@ from control_plane.planning.pools.publications import MAX_NAMESPACE_CHARACTERS, 
 from control_plane.planning.pools.registration import Registration
 from control_plane.planning.queries import states
 from control_plane.planning.quotas import Quotas
-from control_plane.planning.session import END_CAUSES, EndedSessions, Session
+from control_plane.planning.session import END_CAUSES, EndedSessions, Session, random_session_id
 from control_plane.planning.sharing.member import Member
 from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.silent_shards import lost_sessions
@@ -68,14 +67,10 @@ from kvplane.wire.error_messages import duration_of
 
 _LOGGER: Final = logging.getLogger(__name__)
 _RETRY_DELAY_S: Final = 0.5
+_ENDING_S: Final = 0.005  # that sessions are ended for at a time
 _MAX_CLIENT_NAME: Final = 128
-_MAX_SESSION_ID: Final = 2**53 - 1
 
 _Answer = TypeVar("_Answer")
-
-
-def _new_session_id() -> int:
-    return 1 + secrets.randbelow(_MAX_SESSION_ID)
 
 
 class ControlPlane:
@@ -88,7 +83,7 @@ class ControlPlane:
         config: CoreConfig,
         clock: Callable[[], float],
         new_key: Callable[[], bytes] = signing.new_key,
-        new_session_id: Callable[[], int] = _new_session_id,
+        new_session_id: Callable[[], int] = random_session_id,
         observer: TrafficObserver | None = None,
     ) -> None:
         """``clock`` returns monotonic seconds, ``new_session_id`` random ids from 1 to 2^53 - 1."""
@@ -105,7 +100,7 @@ class ControlPlane:
         self._next_tick_s: float | None = None
         registry = self._registration = Registration(
             self._pools,
-            incarnation=incarnation,
+            incarnation=lambda: self.incarnation,
             config=config,
             new_key=new_key,
             end_sessions=self._end_all,
@@ -115,8 +110,8 @@ class ControlPlane:
         self.has_work, self.work = registry.has_work, registry.work
         self.has_announcements, self.announce = registry.has_announcements, registry.announce
         self.take_outgoing, self._touch = registry.take_outgoing, registry.touched.add
-        self._followers = Followers(incarnation, config.max_followers)
-        self.unfollow = self._followers.remove
+        self._followers = Followers(lambda: self.incarnation, config.max_followers)
+        self.unfollow, self.holds_key = self._followers.remove, registry.holds_key
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
         """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
@@ -204,6 +199,8 @@ class ControlPlane:
                 session.expires_at_s = now + lease_s
         for session in [s for s in self._sessions.values() if s.expires_at_s <= now]:
             self._end(session, SessionExpiredError)
+            if self._clock() > now + _ENDING_S:
+                break  # the others end at the next call, which is due at once
         for pool_id in self._registration.forget_lost_pools(now):
             self._sharing.pop(pool_id, None)
         first_s = min((s.expires_at_s for s in self._sessions.values()), default=now + lease_s)

@@ -6,6 +6,7 @@ Invariant: a plan is in ``plans`` until it is receipted or aborted.
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict, deque
 from typing import Final, NamedTuple
 
@@ -22,6 +23,7 @@ from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol
 
 _MAX_VOIDED: Final = 1024
+_MAX_SESSION_ID: Final = 2**53 - 1
 END_CAUSES: Final[dict[type[KvplaneError], str]] = {
     SessionNotFoundError: "closed",
     SessionExpiredError: "expired",
@@ -29,6 +31,11 @@ END_CAUSES: Final[dict[type[KvplaneError], str]] = {
     MissingReceiptError: "receipt",
 }
 """Why sessions end, for metrics, by what their callers are then told."""
+
+
+def random_session_id() -> int:
+    """One that nobody can guess."""
+    return 1 + secrets.randbelow(_MAX_SESSION_ID)
 
 
 class PlanRecord(NamedTuple):

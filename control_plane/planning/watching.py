@@ -142,7 +142,7 @@ class Follower:
 class Followers:
     """All followers of a control plane."""
 
-    def __init__(self, incarnation: int, most: int) -> None:
+    def __init__(self, incarnation: Callable[[], int], most: int) -> None:
         """``most``: how many there may be at one time."""
         self._incarnation = incarnation
         self._most = most
@@ -162,7 +162,7 @@ class Followers:
             )
         if self._num >= self._most:
             raise QuotaExceededError(f"{self._most} streams follow prefix indexes: end one first")
-        follower = Follower(pool, (tenant, request.namespace), request, self._incarnation, wake)
+        follower = Follower(pool, (tenant, request.namespace), request, self._incarnation(), wake)
         pool.followers.add(follower)
         pool.keep_changes()
         self._num += 1

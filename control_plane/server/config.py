@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from control_plane.planning.config import EVICTION_POLICIES, CoreConfig
+from kvplane.errors import InvalidRequestError
 from kvplane.serving.config import (
     ServingConfig,
     bind_setting,
@@ -15,6 +16,7 @@ from kvplane.serving.config import (
     metrics_port_setting,
 )
 from kvplane.serving.settings import setting
+from kvplane.transport.tls import TlsOptions
 
 PROGRAM: Final = "control_plane"
 _CORE = CoreConfig()
@@ -186,6 +188,30 @@ class ControlPlaneConfig(ServingConfig):
         unit="bytes",
         minimum=1 << 10,
     )
+    election: str = setting(
+        "",
+        help="Where several control planes elect the one that serves: file:/PATH on one machine,"
+        " etcd://HOST:PORT,HOST:PORT/NAME, or kubernetes://NAMESPACE/NAME. Empty: this one serves.",
+    )
+    election_ttl_s: int = setting(
+        5,
+        help="How long a leader that cannot be reached goes on leading.",
+        unit="s",
+        minimum=1,
+        maximum=3600,
+    )
+    advertise: str = setting(
+        "",
+        help="Address of this process for those that stand by, host:port; empty means the one"
+        " bound.",
+    )
+    etcd_ca: Path | None = setting(
+        None, help="PEM file of the authority that signs etcd's certificates; none: in the clear."
+    )
+    etcd_certificate: Path | None = setting(
+        None, help="PEM file of the certificate that names this process to etcd."
+    )
+    etcd_key: Path | None = setting(None, help="PEM file of that certificate's key.")
     incarnation: int = setting(
         0,
         help="Number of this run, above those of earlier runs; 0 takes the clock's nanoseconds.",
@@ -195,9 +221,20 @@ class ControlPlaneConfig(ServingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.election and self.incarnation:
+            raise InvalidRequestError("is the election's to give", field="incarnation")
+        if self.advertise:
+            check_address(self.advertise, "advertise")
         if self.plane_bind:
             check_address(self.plane_bind, "plane_bind")
             self._check_safe(self.plane_bind, "plane_bind")
+
+    @property
+    def election_tls(self) -> TlsOptions | None:
+        """How to reach etcd; None for plain text."""
+        if self.etcd_ca is None:
+            return None
+        return TlsOptions(self.etcd_ca, self.etcd_certificate, self.etcd_key)
 
     @property
     def core(self) -> CoreConfig:

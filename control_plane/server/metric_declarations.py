@@ -27,6 +27,9 @@ def _histogram(name: str, help: str, bounds: tuple[float, ...], *labels: str) ->
 RUN: Final = Declaration(
     "gauge", "kvplane_control_plane_info", "1, with this run's incarnation.", ("incarnation",)
 )
+LEADS: Final = Declaration(
+    "gauge", "kvplane_control_plane_leads", "1 while this process serves, 0 while it stands by.", ()
+)
 BLOCKS: Final = _gauge(
     "blocks",
     "Blocks by what they are used for; the states of a tier add up to all its blocks.",

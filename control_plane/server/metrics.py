@@ -60,7 +60,8 @@ class ControlPlaneMetrics(PlaneMetrics):
         self.operations = Counts()
         self.refused_items = Counts()
         self.num_plans = 0
-        self._incarnation = incarnation
+        self.incarnation = incarnation
+        self.leads = True
         self._step_duration = Histogram(LATENCY_BUCKETS_S)
         self._observe: Callable[[], Observed] = lambda: ([], {})
 
@@ -98,7 +99,8 @@ class ControlPlaneMetrics(PlaneMetrics):
 
     def read(self, samples: Samples) -> None:
         pools, heartbeat_ages = self._observe()
-        samples.add(declared.RUN, 1, str(self._incarnation))
+        samples.add(declared.RUN, 1, str(self.incarnation))
+        samples.add(declared.LEADS, int(self.leads))
         samples.add_counts(declared.OPERATIONS, self.operations)
         samples.add_counts(declared.REFUSED_ITEMS, self.refused_items)
         samples.add(declared.PLANS, self.num_plans)

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from control_plane.server.config import PROGRAM, ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
+from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 from kvplane.serving import event_loop, logs
-from kvplane.serving.settings import log_settings, parse
+from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -20,7 +21,10 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     log_settings(config, logging.getLogger(PROGRAM))
     try:
         event_loop.run(_serve(config))
-    except OSError as error:
+    except InvalidRequestError as error:  # an election that cannot be held here
+        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
+        return EXIT_BAD_SETTINGS
+    except (OSError, PlaneUnavailableError) as error:
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
         return 1
     return 0

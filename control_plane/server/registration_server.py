@@ -1,7 +1,9 @@
 """The registration streams of data planes: Hello, Welcome, the block report, then
 messages both ways while both processes run.
 
-Each shard has at most one live stream: a new one supersedes the old, which is ended. Nothing here
+Each shard has at most one live stream. Another one supersedes it, and ends it, when it comes from a
+process that shows by the pool's key that it is the same, or when nothing was heard on it for longer
+than a heartbeat. Nothing here
 polls: ``flush`` is called after everything that may have made the core queue messages, and wakes
 only the streams that have some.
 """
@@ -23,6 +25,7 @@ from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
     NotPermittedError,
+    PoolNotReadyError,
     QuotaExceededError,
     StaleEpochError,
 )
@@ -33,6 +36,7 @@ from kvplane.wire import protocol
 
 _LOGGER: Final = logging.getLogger(__name__)
 _MISSED_HEARTBEATS: Final = 3
+_ALIVE_HEARTBEATS: Final = 1.5
 # How long publications wait, so that those of many steps go together.
 _ANNOUNCE_DELAY_S: Final = 0.005
 _CUT_AFTER_S: Final = 2.0
@@ -143,6 +147,7 @@ class Registrar:
                 "the access list does not name this pool for the caller", field="hello.pool_id"
             )
         version = protocol.negotiate(hello.protocol, field="hello.protocol")
+        self._require_free(hello)
         welcome = self._core.register(hello)
         welcome.protocol_version = version
         welcome.heartbeat_interval.FromNanoseconds(int(self._heartbeat_s * 1e9))
@@ -152,6 +157,21 @@ class Registrar:
         self.flush()
         _LOGGER.info("registered %s address=%s resumed=%s", stream, hello.address, welcome.resumed)
         return stream
+
+    def _require_free(self, hello: pb.Hello) -> None:
+        """Raise PoolNotReadyError while another process holds the shard and is heard of: epochs are
+        public, so a higher one does not show that this is its successor.
+        """
+        old = self._streams.get((hello.pool_id, hello.shard.index))
+        if old is None or hello.epoch < old.epoch or self._core.holds_key(hello):
+            return  # of these the core says whether they may register
+        if time.monotonic() - old.heard_s < _ALIVE_HEARTBEATS * self._heartbeat_s:
+            raise PoolNotReadyError(
+                f"a process of epoch {old.epoch} holds the shard and is connected: another one can "
+                "register when it is gone",
+                field="hello.epoch",
+                retry_delay_s=self._heartbeat_s,
+            )
 
     def _supersede(self, stream: _Stream) -> None:
         old = self._streams.get(stream.key)

@@ -9,6 +9,8 @@ from typing import Final
 
 from control_plane.planning.core import ControlPlane
 from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.election.choice import elector_of
+from control_plane.server.election.elector import Elector
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.page.page_server import PageServer
 from control_plane.server.registration_server import Registrar
@@ -17,6 +19,7 @@ from control_plane.server.trace_writer import TraceWriter
 from kvplane import __version__
 from kvplane.serving.logs import frames_of
 from kvplane.serving.plane_server import PlaneServer
+from kvplane.serving.server import wait_for_signal
 from kvplane.v1.control_pb2_grpc import add_ControlPlaneServiceServicer_to_server
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -32,8 +35,13 @@ _OF_MAX_OPERATIONS: Final = (
 
 
 class ControlPlaneServer(PlaneServer):
-    """A control plane that serves. Made by ``start``, ended by ``run_until_signal`` or ``stop``."""
+    """A control plane that serves. Made by ``start``, ended by ``run_until_signal`` or ``stop``.
 
+    With an election it stands by until it leads: its health is NOT_SERVING, and calls are refused.
+    """
+
+    leading: asyncio.Task[None] | None = None
+    """Where there is an election: ends with PlaneUnavailableError."""
     ticks: asyncio.Task[None]
     work: asyncio.Task[None]
 
@@ -83,10 +91,22 @@ class ControlPlaneServer(PlaneServer):
         if config.page_port >= 0:
             await self._page.start(self._server.host, config.page_port, config.tls)
             _LOGGER.info("page address=%s:%d", self._server.host, self._page.port)
-        await self._serve()
+        elector = None
+        if config.election:
+            elector = elector_of(
+                config.election,
+                config.advertise or self.address,
+                ttl_s=config.election_ttl_s,
+                tls=config.election_tls,
+            )
+            self._gate.stands_by = True
+        await self._serve(serving=elector is None)
         self.ticks = asyncio.create_task(_tick(self.core, self._servicer))
         self.work = asyncio.create_task(self._servicer.work())
         _LOGGER.info("metrics port=%s incarnation=%d", self.metrics_port, self.core.incarnation)
+        if elector is not None:
+            self.leading = asyncio.create_task(self._lead(elector))
+        self.metrics.leads = elector is None
         await self._announce()
         return self
 
@@ -94,6 +114,40 @@ class ControlPlaneServer(PlaneServer):
     def page_address(self) -> str:
         """Where the page is, "host:port"; port 0 when it is off."""
         return f"{self._server.host}:{self._page.port}"
+
+    async def run_until_signal(self) -> None:
+        """Serve until SIGTERM or SIGINT, then stop. Raises PlaneUnavailableError when another may
+        lead, and what an election raises that cannot be held.
+        """
+        ends: list[asyncio.Task[None]] = [asyncio.create_task(wait_for_signal())]
+        if self.leading is not None:
+            ends.append(self.leading)
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        ends[0].cancel()
+        await asyncio.gather(ends[0], return_exceptions=True)
+        await self.stop()
+        for task in done:
+            task.result()
+
+    async def stop(self) -> None:
+        """Let another lead, then stop as every plane does."""
+        if self.leading is not None:
+            self.leading.cancel()
+            await asyncio.gather(self.leading, return_exceptions=True)
+        await super().stop()
+
+    async def _lead(self, elector: Elector) -> None:
+        """Stand by, lead, and stand by again at the end."""
+        async with elector.lead() as incarnation:
+            try:
+                self.core.incarnation = self.metrics.incarnation = incarnation
+                self._gate.stands_by, self.metrics.leads = False, True
+                await self._set_serving(True)
+                _LOGGER.info("leads incarnation=%d", incarnation)
+                await asyncio.Event().wait()
+            finally:
+                self._gate.stands_by, self.metrics.leads = True, False
+                await self._set_serving(False)
 
     async def _finish(self) -> None:
         await self._page.stop()

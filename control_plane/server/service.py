@@ -102,7 +102,11 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def DescribePool(
         self, request: pb.DescribePoolRequest, context: _Context
     ) -> pb.DescribePoolResponse:
-        return self._core.describe_pool(request.pool_id)
+        described = self._core.describe_pool(request.pool_id)
+        if not caller().sees_all_tenants:
+            for field in ("num_sessions", "num_sequences", "counters"):
+                described.ClearField(field)
+        return described
 
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: _Context

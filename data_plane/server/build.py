@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
+
+import torch
 
 from data_plane.executor import Executor, Observer
 from data_plane.kernels.backend import Kernels, kernels_of
@@ -15,12 +17,13 @@ from data_plane.kernels.devices import choose_device, this_machine
 from data_plane.memory.shares import fit_blocks, share_blocks
 from data_plane.memory.sizing import free_bytes, measure_num_blocks
 from data_plane.server.config import DataPlaneConfig
-from kvplane.errors import InvalidRequestError
+from kvplane.errors import InvalidRequestError, NeverFitsError
 from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.shard import Shard
 
 _LOGGER: Final = logging.getLogger(__name__)
+_PAGE_BYTES: Final = 4096
 
 
 def build_executor(
@@ -39,8 +42,8 @@ def build_executor(
     num_device_blocks = config.num_device_blocks
     expected_tokens = config.expected_context_tokens
     host_blocks = share_blocks(layout, config.num_host_blocks, expected_tokens)
+    block_bytes = partial(shard.block_bytes, layout)
     if num_device_blocks == 0:
-        block_bytes = partial(shard.block_bytes, layout)
         free = free_bytes(device)
         on_cpu = device.type == "cpu"
         host_tier_bytes = sum(n * block_bytes(i) for i, n in enumerate(host_blocks)) * on_cpu
@@ -52,10 +55,12 @@ def build_executor(
             scratch_bytes=kernels.scratch_bytes,
         )
         _LOGGER.info("measured free_bytes=%d num_device_blocks=%d", free, num_device_blocks)
-    return Executor(
+    device_blocks = share_blocks(layout, num_device_blocks, expected_tokens)
+    _require_room(device, device_blocks, host_blocks, block_bytes)
+    executor = Executor(
         layout,
         pool_id=config.pool_id,
-        num_device_blocks=share_blocks(layout, num_device_blocks, expected_tokens),
+        num_device_blocks=device_blocks,
         num_host_blocks=host_blocks,
         shard=shard,
         device=device,
@@ -63,6 +68,42 @@ def build_executor(
         epoch=config.epoch,
         observe=observe,
     )
+    if device.type == "cpu":
+        for place in executor.pools.num_blocks:
+            _touch(executor.pools.tier(place))
+    return executor
+
+
+def _require_room(
+    device: torch.device,
+    device_blocks: Sequence[int],
+    host_blocks: Sequence[int],
+    block_bytes: Callable[[int], int],
+) -> None:
+    """Raise NeverFitsError unless tiers of so many blocks of each layer group fit in what is free
+    now: the system gives more memory than it has, and ends the process when it is used.
+    ``block_bytes``: of a block of each group.
+    """
+    host = torch.device("cpu")
+    taken = 0
+    for field, blocks, where in (
+        ("num_host_blocks", host_blocks, host),
+        ("num_device_blocks", device_blocks, device),
+    ):
+        asked = sum(n * block_bytes(group) for group, n in enumerate(blocks))
+        available = free_bytes(where) - (taken if where == host else 0)
+        if asked > available:
+            raise NeverFitsError(
+                f"{max(blocks)} blocks take {asked} bytes, {available} are available on {where}",
+                field=field,
+            )
+        taken += asked
+
+
+def _touch(tier: torch.Tensor) -> None:
+    """Use each page once, so that the memory is there from now on."""
+    if tier.numel():
+        tier.view(torch.uint8).view(-1)[::_PAGE_BYTES].zero_()
 
 
 def shard_of(config: DataPlaneConfig, layout: Layout) -> Shard:

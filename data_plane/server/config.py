@@ -28,7 +28,9 @@ class DataPlaneConfig(ServingConfig):
     """Serve memory: the blocks of one pool, and the kernels that write, read and copy them."""
 
     control_plane: str = setting(
-        "127.0.0.1:50051", help="Address of the control plane to register with, host:port."
+        "127.0.0.1:50051",
+        help="Address of the control plane to register with, host:port; with commas those of all"
+        " that may lead, or dns:///host:port.",
     )
     bind: str = bind_setting("127.0.0.1:50052")
     metrics_port: int = metrics_port_setting(9102)
@@ -184,7 +186,8 @@ class DataPlaneConfig(ServingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_address(self.control_plane, "control_plane")
+        for address in self.control_plane.split(","):
+            check_address(address.removeprefix("dns:///"), "control_plane")
         if self.advertise:
             check_address(self.advertise, "advertise")
         elif self.bind.rpartition(":")[0] in _ANY_HOST:

@@ -34,6 +34,7 @@ from kvplane.wire.error_codec import from_rpc_error
 
 _LOGGER: Final = logging.getLogger(__name__)
 
+_SERVICE: Final = pb.DESCRIPTOR.services_by_name["ControlPlaneService"].full_name
 _FIRST_DELAY_S: Final = 0.1
 _LAST_DELAY_S: Final = 2.0
 _ANSWER_TIMEOUT_S: Final = 30.0
@@ -61,7 +62,7 @@ class RegistrationClient:
         """
         self._executor = executor
         self._worker = worker
-        self._channel = open_channel(control_plane, tls)
+        self._channel = open_channel(control_plane, tls, health_of=_SERVICE)
         self._stub = control_pb2_grpc.ControlPlaneServiceStub(self._channel)
         self._address = address
         self._on_change = on_change

@@ -162,7 +162,8 @@ class WorkerThread:
     def _collect(self) -> None:
         """Queue all that has come. Wait for something where nothing is queued."""
         ready = self._look()
-        if not ready and not len(self._commands):
+        # After `close` nothing rings any more, and its ring may have been heard before.
+        if not ready and not len(self._commands) and not self._is_closing:
             ready = self._spin.look(self._look, until_s=self._spin_until_s) or self._ready.poll()
         for fd, _ in ready:
             if fd == self._doorbell:

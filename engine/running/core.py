@@ -283,12 +283,14 @@ class EngineCore:
         groups = [self._continuations(sequence) for sequence in due]
         rows = [sequence for group in groups for sequence in group]
         places = [place for place, group in enumerate(groups) for _ in group]
-        for sequence, row in zip(due, logits, strict=True):
-            live = self._live.get(sequence.request.request_id)
-            if live is not None and live.beams is not None:
-                live.beams.note(sequence, row)
+        for place, sequence in enumerate(due):
+            if sequence.params.num_beams > 1:
+                live = self._live.get(sequence.request.request_id)
+                if live is not None and live.beams is not None:
+                    live.beams.note(sequence, logits[place])
         if rows:
-            self._take_tokens(rows, logits if len(rows) == len(due) else logits[places])
+            is_whole = places == list(range(len(due)))
+            self._take_tokens(rows, logits if is_whole else logits[places])
         for first, group in zip(due, groups, strict=True):
             if len(group) > 1:
                 self._scheduler.branch(first, group)
@@ -358,9 +360,9 @@ class EngineCore:
             )
             for i, logprob in zip(told, found, strict=True):
                 sequences[i].logprobs.append(logprob)
-        for sequence, token, row in zip(sequences, tokens, logits, strict=True):
+        for place, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
             if sequence.params.record_logits:
-                sequence.logits.append(row.clone())
+                sequence.logits.append(logits[place].clone())
             self._take_token(sequence, token)
 
     def _take_token(self, sequence: EngineSequence, token: int) -> None:

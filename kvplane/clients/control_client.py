@@ -28,10 +28,11 @@ from kvplane.v1 import control_pb2_grpc
 from kvplane.wire.protocol import check_chosen, supported
 
 _POLL_S: Final = 0.2
+CONTROL_PLANE_SERVICE: Final = pb.DESCRIPTOR.services_by_name["ControlPlaneService"].full_name
 
 
 class ControlClient:
-    """Calls a control plane at ``target`` ("host:port").
+    """Calls a control plane at ``target``: "host:port", or with commas all that may lead.
 
     ``timeout_s``: default deadline of each call. Errors raised are those of ``kvplane.errors``. A
     call without an answer by its deadline raises PlaneUnavailableError when the last attempt did
@@ -42,7 +43,9 @@ class ControlClient:
     def __init__(
         self, target: str, *, tls: TlsOptions | None = None, timeout_s: float = 10.0
     ) -> None:
-        self._connection = Connection(target, tls=tls, timeout_s=timeout_s)
+        self._connection = Connection(
+            target, tls=tls, timeout_s=timeout_s, health_of=CONTROL_PLANE_SERVICE
+        )
         self._stub = control_pb2_grpc.ControlPlaneServiceStub(self._connection.channel)
         # A session is kept alive by the task that renews its lease, not by the client.
         self._sessions: WeakSet[Session] = WeakSet()

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.logs import FORMATS, LEVELS
+from kvplane.serving.metrics_endpoint import MetricsAccess, read_login
 from kvplane.serving.server import MAX_CONNECTION_CALLS, ServerTls
 from kvplane.serving.settings import setting
 
@@ -22,7 +23,7 @@ def metrics_port_setting(default: int) -> Any:
     """The field ``metrics_port`` of a ``ServingConfig``, each of which has its own default."""
     return setting(
         default,
-        help="Port of /metrics, on the same host; 0 picks a free one, -1 is off.",
+        help="Port of /metrics; 0 picks a free one, -1 is off.",
         minimum=-1,
         maximum=65_535,
     )
@@ -86,6 +87,15 @@ class ServingConfig:
         help="PEM file of the authority that signs clients' certificates. Clients must then present"
         " one; to the control plane its common name is their tenant.",
     )
+    metrics_host: str = setting("", help="Host to serve /metrics on; empty means that of --bind.")
+    metrics_tls: bool = setting(
+        False, help="Serve /metrics over HTTPS, with the server's certificate."
+    )
+    metrics_login_file: Path | None = setting(
+        None,
+        help="File that holds USER:SHA256, the digest of the password in hex: who may read"
+        " /metrics, by HTTP's basic authentication.",
+    )
     access_file: Path | None = setting(
         None,
         help="TOML file of who may call what, read again when it changes; without one everybody may"
@@ -104,6 +114,16 @@ class ServingConfig:
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise InvalidRequestError("needs --tls-certificate too", field="tls_client_ca")
         self._check_safe(self.bind, "bind")
+        if self.metrics_tls and self.tls is None:
+            raise InvalidRequestError("needs --tls-certificate too", field="metrics_tls")
+        host = self.metrics_host or self.bind.rpartition(":")[0]
+        is_served = self.metrics_port >= 0 and not self.insecure
+        if is_served and not self.metrics_tls and not is_loopback(f"{host}:0"):
+            raise InvalidRequestError(
+                f"/metrics on {host} can be reached from other machines: give --metrics-tls, "
+                "another --metrics-host, --metrics-port -1, or --insecure",
+                field="metrics_host",
+            )
 
     def _check_safe(self, address: str, field: str) -> None:
         """Raise InvalidRequestError if others could listen to what is served there."""
@@ -118,6 +138,16 @@ class ServingConfig:
     def knows_callers(self) -> bool:
         """Whether callers have to say who they are."""
         return self.access_file is not None or self.tls_client_ca is not None
+
+    @property
+    def metrics_access(self) -> MetricsAccess:
+        """Who may read /metrics. Raises InvalidRequestError for a login file that is none."""
+        file = self.metrics_login_file
+        return MetricsAccess(
+            certificate=self.tls_certificate if self.metrics_tls else None,
+            key=self.tls_key if self.metrics_tls else None,
+            login=None if file is None else read_login(file),
+        )
 
     @property
     def tls(self) -> ServerTls | None:

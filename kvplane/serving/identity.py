@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from google.protobuf.descriptor import ServiceDescriptor
 
-from kvplane.errors import NotPermittedError, UnauthenticatedError
+from kvplane.errors import NotPermittedError, PlaneUnavailableError, UnauthenticatedError
 from kvplane.serving.access import ROLES, AccessList, Caller
 from kvplane.v1 import types_pb2 as pb
 
@@ -38,6 +38,9 @@ class Gate:
     Methods that the contract does not have, such as health checks and reflection, are open to all.
     """
 
+    stands_by = False
+    """Whether another server serves instead: all calls of the contract are refused then."""
+
     def __init__(self, access: AccessList, services: Iterable[ServiceDescriptor]) -> None:
         self._access = access
         extension: Any = pb.callers
@@ -63,12 +66,17 @@ class Gate:
         """Let a call through: ``caller`` and ``payer`` then tell this task who makes it. Returns
         what ``payer`` tells. ``method``: "/SERVICE/METHOD".
 
-        Raises UnauthenticatedError and NotPermittedError.
+        Raises UnauthenticatedError and NotPermittedError, and PlaneUnavailableError when the server
+        stands by.
         """
         counts_as: str = context.peer()
         roles = self._roles.get(method)
         if roles is None:
             return counts_as
+        if self.stands_by:
+            raise PlaneUnavailableError(
+                "this server stands by: call the one that leads, which is the one that is SERVING"
+            )
         name = _certificate_name(context)
         who = self._access.caller(name, _bearer_token(context))
         if roles and not roles & who.roles:

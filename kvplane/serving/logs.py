@@ -16,6 +16,11 @@ from typing import Final
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 FORMATS: Final = ("text", "json")
+# What a caller sends must neither end a line nor steer the terminal that shows it.
+_ESCAPES: Final = {
+    code: repr(chr(code))[1:-1]
+    for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F))
+}
 
 
 def setup(level: str = "info", format: str = "text") -> None:
@@ -43,7 +48,7 @@ class _OneLine(logging.Formatter):
         self.converter = time.gmtime
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return super().formatMessage(record).replace("\n", "\\n")
+        return super().formatMessage(record).translate(_ESCAPES)
 
     def formatException(self, ei: object) -> str:
         error = ei[1] if isinstance(ei, tuple) else None

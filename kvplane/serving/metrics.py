@@ -11,14 +11,11 @@ labels of an info metric, since a sample is a float and cannot hold them.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from socketserver import ThreadingMixIn
-from threading import Thread
-from typing import Any, Final, Literal
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from typing import Final, Literal
 
-from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -202,62 +199,6 @@ class PlaneMetrics(Collector):
         samples.add(RECEIVED, self.rpc.received.num_bytes)
         self.read(samples)
         return samples.metrics()
-
-
-@dataclass(frozen=True)
-class MetricsEndpoint:
-    """A running ``/metrics`` server."""
-
-    port: int
-    _server: WSGIServer
-    _thread: Thread
-
-    def close(self) -> None:
-        """Stop serving and free the port."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-def serve_metrics(
-    registry: CollectorRegistry, is_serving: Callable[[], bool], host: str, port: int
-) -> MetricsEndpoint:
-    """Serve ``registry`` as ``/metrics``, and ``/healthz`` for probes that cannot speak gRPC, over
-    HTTP from a thread of its own; port 0 picks a free one. Raises OSError when it cannot bind.
-    """
-    metrics: Any = make_wsgi_app(registry)
-
-    def answer(environ: dict[str, Any], start_response: Any) -> Any:
-        if environ["PATH_INFO"] != "/healthz":
-            return metrics(environ, start_response)
-        status, text = ("200 OK", b"SERVING\n")
-        if not is_serving():
-            status, text = ("503 Service Unavailable", b"NOT_SERVING\n")
-        start_response(status, [("Content-Type", "text/plain")])
-        return [text]
-
-    try:
-        server = make_server(host, port, answer, _HttpServer, _SilentHandler)
-    except OSError as error:
-        raise OSError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
-    thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
-    thread.start()
-    return MetricsEndpoint(server.server_port, server, thread)
-
-
-class _HttpServer(ThreadingMixIn, WSGIServer):
-    """A slow reader does not keep others waiting."""
-
-    daemon_threads = True
-
-
-class _SilentHandler(WSGIRequestHandler):
-    """Scrapes are not logged."""
-
-    timeout = 10
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
 
 
 def _family(declaration: Declaration) -> str:

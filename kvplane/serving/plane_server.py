@@ -19,7 +19,8 @@ from kvplane.serving.config import ServingConfig
 from kvplane.serving.identity import Gate
 from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.message_bounds import MessageBounds
-from kvplane.serving.metrics import PlaneMetrics, serve_metrics
+from kvplane.serving.metrics import PlaneMetrics
+from kvplane.serving.metrics_endpoint import serve_metrics
 from kvplane.serving.receive_budget import ReceiveBudget
 from kvplane.serving.requests import Admission
 from kvplane.serving.wrong_service import WrongServiceInterceptor
@@ -64,7 +65,7 @@ class PlaneServer:
         self._service = service
         service_descriptor = descriptor_pool.Default().FindServiceByName(service_name)
         self._access = AccessList(config.access_file)
-        gate = Gate(self._access, [service_descriptor])
+        self._gate = Gate(self._access, [service_descriptor])
         bounds = {
             f"/{service_name}/{method.name}": MessageBounds(method.input_type, max_counts)
             for method in service_descriptor.methods
@@ -80,7 +81,7 @@ class PlaneServer:
             max_connection_calls=config.max_connection_calls,
             interceptors=[
                 WrongServiceInterceptor(service_name),
-                ErrorInterceptor(metrics.rpc, Admission(gate, bounds, budget)),
+                ErrorInterceptor(metrics.rpc, Admission(self._gate, bounds, budget)),
             ],
         )
         add_service(service, self._server.grpc_server)
@@ -88,8 +89,10 @@ class PlaneServer:
         self._serving = False
         self._endpoint = None
         if config.metrics_port >= 0:
-            host, port = self._server.host, config.metrics_port
-            self._endpoint = serve_metrics(metrics.registry, self._is_serving, host, port)
+            host, port = config.metrics_host or self._server.host, config.metrics_port
+            self._endpoint = serve_metrics(
+                metrics.registry, self._is_serving, host, port, config.metrics_access
+            )
 
     @property
     def address(self) -> str:

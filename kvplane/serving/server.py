@@ -19,7 +19,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvplane.wire.protocol import MAX_MESSAGE_BYTES
+from kvplane.wire.protocol import MAX_MESSAGE_BYTES, MIN_PING_INTERVAL_MS
 
 MAX_CONNECTION_CALLS: Final = 256
 _MOST_FILES: Final = 65_536
@@ -98,7 +98,7 @@ def build(
         ("grpc.max_concurrent_streams", max_connection_calls),
         ("grpc.so_reuseport", 0),  # else a second server on the port would take half of the calls
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
     ]

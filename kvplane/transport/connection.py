@@ -22,11 +22,14 @@ _BROKEN_CALL: Final = "Internal error from Core"
 class Connection:
     """Calls on one channel. Every call has a deadline and ends in an answer or a typed error."""
 
-    def __init__(self, target: str, *, tls: TlsOptions | None, timeout_s: float) -> None:
+    def __init__(
+        self, target: str, *, tls: TlsOptions | None, timeout_s: float, health_of: str = ""
+    ) -> None:
+        """``target``, ``health_of``: as of ``open_channel``."""
         Deadline.after(timeout_s)  # raises unless it is a valid timeout
         self.target = target
         self.timeout_s = timeout_s
-        self.channel = open_channel(target, tls)
+        self.channel = open_channel(target, tls, health_of=health_of)
 
     def deadline(self, timeout_s: float | None) -> Deadline:
         """``timeout_s`` from now, the default when None."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from kvplane.errors import InvalidRequestError
-from kvplane.wire.protocol import CHANNEL_OPTIONS
+from kvplane.wire.protocol import CHANNEL_OPTIONS, FOLLOWER_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +66,64 @@ class _TokenFile(grpc.AuthMetadataPlugin):
             callback((("authorization", f"Bearer {token}"),), None)
 
 
-def open_channel(target: str, tls: TlsOptions | None) -> grpc.aio.Channel:
-    """A channel to ``target`` ("host:port"), in the clear when ``tls`` is None."""
-    if ":" not in target:
+def open_channel(target: str, tls: TlsOptions | None, *, health_of: str = "") -> grpc.aio.Channel:
+    """A channel to ``target``, in the clear when ``tls`` is None: "host:port", several of them with
+    commas, or "dns:///host:port" for all addresses of a name. Of several, calls go to those where
+    the service ``health_of`` is SERVING, by turns; where it is empty, to all that answer.
+
+    Raises InvalidRequestError naming ``target`` or a field of ``tls``.
+    """
+    hosts = [each.rpartition(":")[0] for each in target.split(",")]
+    if not all(hosts):
         raise InvalidRequestError(f"must be host:port, is {target!r}", field="target")
-    options: list[tuple[str, int | str]] = list(CHANNEL_OPTIONS)
+    options: dict[str, int | str] = dict(CHANNEL_OPTIONS)
+    if len(hosts) > 1 or target.startswith("dns:"):
+        options |= dict(FOLLOWER_OPTIONS if health_of else ())
+        options["grpc.service_config"] = _by_turns(health_of)
+    if len(hosts) > 1:
+        if tls is not None and not tls.server_name and len(set(hosts)) > 1:
+            raise InvalidRequestError(
+                "must be given for several hosts: a name that all their certificates have",
+                field="tls.server_name",
+            )
+        target = _resolved(target)
     if tls is None:
-        return grpc.aio.insecure_channel(target, options=options)
-    if tls.server_name:
-        options.append(("grpc.ssl_target_name_override", tls.server_name))
-    return grpc.aio.secure_channel(target, tls.credentials(), options=options)
+        return grpc.aio.insecure_channel(target, options=[*options.items()])
+    name = tls.server_name or (hosts[0] if len(hosts) > 1 else "")
+    if name:
+        options["grpc.ssl_target_name_override"] = name
+    return grpc.aio.secure_channel(target, tls.credentials(), options=[*options.items()])
+
+
+def _by_turns(health_of: str) -> str:
+    """A service config: gRPC itself follows the servers' health."""
+    config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
+    if health_of:
+        config["healthCheckConfig"] = {"serviceName": health_of}
+    return json.dumps(config)
+
+
+def _resolved(targets: str) -> str:
+    """GRPC takes several addresses as numbers, of one family."""
+    numbers = []
+    for target in targets.split(","):
+        host, _, port = target.rpartition(":")
+        try:
+            infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except (OSError, ValueError) as error:
+            raise InvalidRequestError(
+                f"{target!r} has no address: {error}", field="target"
+            ) from error
+        numbers.append({int(family): str(at[0]) for family, *_, at in reversed(infos)})
+    for family, scheme in ((socket.AF_INET, "ipv4"), (socket.AF_INET6, "ipv6")):
+        if all(family in each for each in numbers):
+            ports = [target.rpartition(":")[2] for target in targets.split(",")]
+            shape = "{}:{}" if scheme == "ipv4" else "[{}]:{}"
+            listed = (
+                shape.format(each[family], port) for each, port in zip(numbers, ports, strict=True)
+            )
+            return f"{scheme}:{','.join(listed)}"
+    raise InvalidRequestError(f"{targets!r} have no family of addresses in common", field="target")
 
 
 def _read(path: Path | None, field: str) -> bytes | None:

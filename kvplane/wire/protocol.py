@@ -19,6 +19,9 @@ PAYLOAD_VERSION: Final = 1
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 
+# How often a peer may send pings; one that does so more often is disconnected.
+MIN_PING_INTERVAL_MS: Final = 500
+
 # Pings find a dead peer within a minute; a server must be told to allow them, or it closes the
 # connection. Reconnecting soon matters more than sparing a peer that restarts. gRPC does not retry:
 # the client knows which calls may be repeated.
@@ -33,6 +36,15 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
+)
+
+# To one of several servers that take over from each other: one that hangs is left within 3 s, while
+# its lease still runs.
+FOLLOWER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    ("grpc.keepalive_time_ms", 1_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),  # that of keepalive is not heeded: a minute passes
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
 )
 
 

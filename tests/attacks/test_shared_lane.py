@@ -7,12 +7,10 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import pytest
 from attacked_planes import p99
 from data_server import author_of, serving
 from plan_author import BLOCK_SIZE, set_blocks, span, tokens
 
-from data_plane.server import service
 from data_plane.server.tensor_codec import tensor_to_message
 from kvplane import DataClient
 from kvplane.clients.execution import Execution
@@ -75,10 +73,3 @@ async def test_a_small_layer_does_not_wait_for_long_ones(tmp_path: Path) -> None
     prefill_s, small_s = await neighbour_beside_prefills(tmp_path)
     assert prefill_s > 0.2, "the prefills are too short to be in the way"
     assert small_s < prefill_s / 4, f"{small_s:.3f} s beside layers of {prefill_s:.3f} s"
-
-
-@pytest.mark.nightly
-async def test_without_pieces_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "_PIECE_S", None)
-    prefill_s, small_s = await neighbour_beside_prefills(tmp_path)
-    assert small_s > prefill_s / 4

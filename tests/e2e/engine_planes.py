@@ -64,6 +64,11 @@ class Process:
         assert self._process is not None, "it was not started"
         return self._process.pid
 
+    def wait(self, timeout_s: float) -> int:
+        """Until it ends by itself; its exit code."""
+        assert self._process is not None, "it was not started"
+        return self._process.wait(timeout_s)
+
     def kill(self) -> None:
         """As a machine that loses power."""
         if self._process is not None:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ PATIENCE_S = 30.0
 # What a caller beside an attack may wait: 50 ms, and a multiple of what it waits in quiet.
 RATIO = 10.0
 LONGEST_S = 0.05
+_ATTEMPTS = 3
 
 
 class PlaneProcess:
@@ -157,6 +158,16 @@ def assert_calm(during: list[float], quiet_s: float) -> None:
     assert p99(during) <= LONGEST_S + RATIO * quiet_s, (
         f"p99 {p99(during):.3f} s beside the attack, {quiet_s:.4f} s without it"
     )
+
+
+def assert_calm_once(attack: Callable[[], list[float]], quiet_s: float) -> None:
+    """``assert_calm`` of what one of a few attacks returns: other work on the machine can hold all
+    up for a moment, and an attack that does so does it every time.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        if p99(attack()) <= LONGEST_S + RATIO * quiet_s:
+            return
+    assert_calm(attack(), quiet_s)
 
 
 def refusal(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from planted_text import Fault, assert_noticed
+from source_faults import Fault, assert_noticed
 
 SOCKETS = "tests/rpc/test_access.py"
 LIST = "tests/unit/client/test_access_list.py"
 LARGE = "tests/attacks/test_large_requests.py"
 FLOODS = "tests/attacks/test_floods.py"
+
 
 BASIC = {
     "roles_are_not_asked_for": Fault(
@@ -25,6 +26,12 @@ BASIC = {
     "what_a_request_holds_is_not_counted": Fault(
         "kvplane/serving/requests.py", "self._bounds.check(data)", "pass", LARGE
     ),
+    "shards_that_live_are_taken_over": Fault(
+        "control_plane/server/registration_server.py",
+        "if time.monotonic() - old.heard_s <",
+        "if 0 >",
+        "tests/rpc/test_control_registration.py",
+    ),
     "grants_open_for_other_tenants": Fault(
         "data_plane/executor.py",
         "if tenant is not None and verified.tenant != tenant:",
@@ -35,7 +42,7 @@ BASIC = {
 MORE = {
     "streams_outlive_their_roles": Fault(
         "kvplane/serving/requests.py",
-        "if self._admitted_at != self._gate.num_reloads:",
+        "if self._admitted_at != num_reloads:",
         "if False:",
         SOCKETS,
     ),
@@ -56,6 +63,18 @@ MORE = {
         "self._callers[caller] = held + num_bytes",
         "self._callers[caller] = 0",
         FLOODS,
+    ),
+    "long_layers_run_in_one_piece": Fault(
+        "data_plane/server/execute_stream.py",
+        "PIECE_S: Final = 0.01",
+        "PIECE_S: Final = 1e9",
+        "tests/attacks/test_shared_lane.py",
+    ),
+    "callers_with_many_sessions_get_more": Fault(
+        "data_plane/server/fair_queue.py",
+        "key=lambda each: (self._of_callers[each.caller], self._of_lanes[each])",
+        "key=lambda each: self._of_lanes[each]",
+        "tests/unit/executor/test_fair_queue.py",
     ),
     "compressed_requests_are_taken": Fault(
         "kvplane/serving/server.py",

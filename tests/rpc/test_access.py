@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,13 +14,10 @@ import grpc.aio
 import pytest
 from checked_engine import Engine
 from control_wire import PATIENCE_S, RawShard, Stub
-from data_server import config_of
+from listed_peers import ROLES, Peers, listed, listed_peers
 from plan_author import LAYOUT, POOL_ID
 
-from control_plane.server.config import ControlPlaneConfig
-from control_plane.server.server import ControlPlaneServer
-from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, DataClient, TlsOptions, ops
+from kvplane import ops
 from kvplane.errors import (
     KvplaneError,
     NotPermittedError,
@@ -33,86 +29,12 @@ from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
 from kvplane.v1 import data_pb2 as pb
 
-TLS = Path(__file__).parent / "tls"
-ROLES = {
-    "engine-a": ("a", "engine"),
-    "engine-b": ("b", "engine"),
-    "router": ("a", "router"),
-    "operator": ("a", "operator"),
-    "plane": ("plane", "plane"),
-}
-
-
-def listed(*names: str) -> str:
-    callers = []
-    for name in names:
-        tenant, role = ROLES[name]
-        pools = f'pools = ["{POOL_ID}"]' if role == "plane" else ""
-        digest = hashlib.sha256(name.encode()).hexdigest()
-        callers.append(
-            f'[[callers]]\ntoken_sha256 = "{digest}"\ntenant = "{tenant}"\n'
-            f'roles = ["{role}"]\n{pools}\n'
-        )
-    return "\n".join(callers)
-
-
-class Peers:
-    """Both planes, and the callers' credentials."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.access_file = folder / "access.toml"
-        self.access_file.write_text(listed(*ROLES))
-        self.control: ControlPlaneServer
-        self.data: DataPlaneServer
-
-    def serving(self) -> dict[str, Path]:
-        return {
-            "tls_certificate": TLS / "server.pem",
-            "tls_key": TLS / "server.key",
-            "access_file": self.access_file,
-        }
-
-    def tls(self, name: str) -> TlsOptions:
-        path = self.folder / f"{name}.token"
-        path.write_text(f"{name}\n")
-        return TlsOptions(
-            ca_file=TLS / "ca.pem", server_name="kvplane.test", token_file=path if name else None
-        )
-
-    def client(self, name: str) -> ControlClient:
-        return ControlClient(self.control.address, tls=self.tls(name), timeout_s=5)
-
-    def data_client(self, name: str) -> DataClient:
-        return DataClient(self.data.address, tls=self.tls(name), timeout_s=5)
-
 
 @pytest.fixture
 async def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Peers]:
     monkeypatch.setattr(access, "_RELOAD_INTERVAL_S", 0.0)
-    peers = Peers(tmp_path)
-    peers.control = await ControlPlaneServer.start(
-        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0, **peers.serving())
-    )
-    plane = peers.tls("plane")
-    peers.data = await DataPlaneServer.start(
-        config_of(
-            tmp_path,
-            peers.control.address,
-            control_plane_tls=True,
-            control_plane_ca=plane.ca_file,
-            control_plane_name=plane.server_name,
-            control_plane_token_file=plane.token_file,
-            **peers.serving(),
-        )
-    )
-    async with asyncio.timeout(20):
-        await peers.data.registered.wait()
-    yield peers
-    await peers.data.stop()
-    await peers.control.stop()
-    peers.data.executor.check_integrity()
-    peers.control.core.check_integrity()
+    async with listed_peers(tmp_path) as peers:
+        yield peers
 
 
 async def test_an_engine_computes_on_both_planes(peers: Peers) -> None:
@@ -255,6 +177,24 @@ async def test_a_follower_and_a_silent_stream_of_a_role_that_is_taken_away_are_c
             code = await asyncio.wait_for(call.code(), PATIENCE_S)
             assert code == grpc.StatusCode.UNAUTHENTICATED
     assert peers.data.registered.is_set()
+
+
+@pytest.mark.parametrize(
+    ("name", "num_sessions"), [("engine-b", 0), ("router", 0), ("operator", 1)]
+)
+async def test_only_operators_see_what_all_tenants_do(
+    peers: Peers, name: str, num_sessions: int
+) -> None:
+    async with (
+        peers.client("engine-a") as control,
+        peers.client(name) as client,
+        await control.open_session(POOL_ID, LAYOUT) as session,
+    ):
+        await session.step([ops.admit(1, range(20))])
+        described = await client.describe_pool(POOL_ID)
+        assert described.ready
+        assert described.num_sessions == described.num_sequences == num_sessions
+        assert bool(described.counters.num_lookup_tokens) == bool(num_sessions)
 
 
 async def test_a_token_file_that_changes_counts_from_the_next_call(peers: Peers) -> None:

@@ -101,6 +101,14 @@ async def test_a_hello_is_refused_when(
     assert list((await stub.ListPools(pb.ListPoolsRequest())).pool_ids) == []
 
 
+async def leave(stub: Stub, shard: RawShard) -> None:
+    """The process is gone, and the control plane knows."""
+    shard.hang_up()
+    async with asyncio.timeout(PATIENCE_S):
+        while await is_ready(stub):
+            await asyncio.sleep(0.01)
+
+
 async def test_messages_out_of_turn_end_the_stream(stub: Stub) -> None:
     early = RawShard(stub)
     await early.send(heartbeat=pb.Heartbeat())
@@ -190,7 +198,7 @@ async def test_a_shard_that_stays_when_another_restarts_fences_and_reports_again
     left, right = await two_halves(stub)
     session = await RawSession.open(stub, left)
     await session.admit(1, PROMPT)
-    right.hang_up()
+    await leave(stub, right)
     successor = RawShard(stub, shard=half(1), epoch=60)
     assert (await successor.register()).key == left.key
     await successor.report()
@@ -313,6 +321,7 @@ async def test_a_broken_connection_is_resumed_by_the_same_process(
 async def test_a_process_that_holds_another_key_is_not_resumed(
     stub: Stub, session: RawSession, shard: RawShard
 ) -> None:
+    await leave(stub, shard)
     again = shard.again(stub)
     again.hello.key_id = bytes(16)
     welcome = await again.register()
@@ -352,15 +361,43 @@ async def test_a_new_stream_of_the_same_process_supersedes_the_old(
     second.hang_up()
 
 
+@pytest.mark.parametrize("epoch", [11, 12, 2**62])
+async def test_nobody_takes_the_shard_of_a_process_that_is_heard_of(
+    stub: Stub, session: RawSession, shard: RawShard, epoch: int
+) -> None:
+    """Epoch, layout and incarnation are public; only the key shows that it is the same process."""
+    rogue = RawShard(stub, epoch=epoch)
+    rogue.hello.incarnation = shard.welcome.incarnation
+    rogue.hello.key_id = bytes(16)
+    await rogue.send(hello=rogue.hello)
+    assert await shard_failure(rogue) == ("UNAVAILABLE", "POOL_NOT_READY", "hello.epoch")
+    await session.admit(1, PROMPT)
+    assert not shard.call.done()
+
+
+async def test_a_process_that_is_silent_gives_way_to_its_successor(
+    start_control_plane: Any, connect: Connect
+) -> None:
+    stub = connect(await start_control_plane(heartbeat_s=0.4))
+    silent = RawShard(stub)
+    await silent.register()
+    await silent.report()
+    await asyncio.sleep(0.7)
+    successor = RawShard(stub, epoch=12)
+    assert (await successor.register()).key != silent.key
+    assert (await shard_failure(silent))[:2] == ("FAILED_PRECONDITION", "STALE_EPOCH")
+    successor.hang_up()
+
+
 async def test_a_later_process_takes_the_shard_over_and_old_sessions_are_stale(
     stub: Stub, session: RawSession, shard: RawShard
 ) -> None:
     await session.admit(1, PROMPT)
+    await leave(stub, shard)
     second = RawShard(stub, epoch=12)
     welcome = await second.register()
     assert not welcome.resumed
     assert welcome.key != shard.key
-    assert (await shard_failure(shard))[:2] == ("FAILED_PRECONDITION", "STALE_EPOCH")
     await second.report()
     with pytest.raises(grpc.aio.AioRpcError) as failure:
         await session.admit(2, PROMPT)

@@ -8,6 +8,7 @@ and the pool is built again.
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Callable
 from typing import Final
 
@@ -42,7 +43,7 @@ class Registration:
         self,
         pools: dict[str, Pool],
         *,
-        incarnation: int,
+        incarnation: Callable[[], int],
         config: CoreConfig,
         new_key: Callable[[], bytes],
         end_sessions: Callable[[Pool], None],
@@ -65,10 +66,10 @@ class Registration:
         QuotaExceededError.
         """
         layout = _validate(hello)
-        if hello.incarnation > self._incarnation:
+        if hello.incarnation > self._incarnation():
             raise StaleIncarnationError(
                 f"the data plane has registered with incarnation {hello.incarnation}, this control "
-                f"plane has {self._incarnation}: register with the later one",
+                f"plane has {self._incarnation()}: register with the later one",
                 field="hello.incarnation",
             )
         self._check_total_blocks(hello)
@@ -86,12 +87,12 @@ class Registration:
             self.touched.add(pool)
             index = hello.shard.index
             pool.shards.reconnect(hello, pool.missed(index))
-            return cpb.Welcome(incarnation=self._incarnation, resumed=True)
+            return cpb.Welcome(incarnation=self._incarnation(), resumed=True)
         else:
             self._restart(pool, hello, layout)
         self.touched.add(pool)
         pool.shards.add(hello)
-        return cpb.Welcome(incarnation=self._incarnation, key=pool.shards.key)
+        return cpb.Welcome(incarnation=self._incarnation(), key=pool.shards.key)
 
     def _check_total_blocks(self, hello: cpb.Hello) -> None:
         others = (
@@ -107,6 +108,17 @@ class Registration:
                 f"for {left} more: start it with a higher --max-blocks",
                 field="hello.num_device_blocks",
             )
+
+    def holds_key(self, hello: cpb.Hello) -> bool:
+        """Whether the process shows that it is the one that is registered: by epoch and key."""
+        pool = self._pools.get(hello.pool_id)
+        state = None if pool is None else pool.shards.states.get(hello.shard.index)
+        return (
+            pool is not None
+            and state is not None
+            and state.hello.epoch == hello.epoch
+            and hmac.compare_digest(hello.key_id, pool.shards.key_id)
+        )
 
     def report(self, pool_id: str, shard_index: int, epoch: int, report: cpb.BlockReport) -> None:
         """Add a part of a shard's report.
@@ -146,7 +158,7 @@ class Registration:
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
         """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
         pool, _ = self._shard(pool_id, shard_index, epoch)
-        if done.session.incarnation == self._incarnation:
+        if done.session.incarnation == self._incarnation():
             self.touched.add(pool)
             pool.fence_done(done.session.session_id, shard_index)
             begin_if_complete(pool)
@@ -229,7 +241,7 @@ class Registration:
             return False
         known = state.hello
         return (
-            hello.incarnation == self._incarnation
+            hello.incarnation == self._incarnation()
             and hello.key_id == pool.shards.key_id
             and hello.epoch == known.epoch
             and hello.shard == known.shard

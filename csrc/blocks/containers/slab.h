@@ -8,35 +8,42 @@
 
 namespace kvplane::blocks {
 
-// Rows of `width` elements each. Rows keep their addresses.
-template <typename T>
+// Rows of `width` elements each. Rows keep their addresses. A width that is known here, if not 0,
+// makes a row quicker to find.
+template <typename T, size_t kWidth = 1>
 class Slab {
  public:
-  explicit Slab(size_t width = 1) : width_(width) {
-    while (shift_ > 4 && (sizeof(T) * width << shift_) > kChunkBytes) --shift_;
-    mask_ = (1u << shift_) - 1;
-  }
+  Slab() = default;
+  explicit Slab(size_t width) : width_(width) {}
 
-  T* row(uint32_t i) { return chunks_[i >> shift_].get() + (i & mask_) * width_; }
-  const T* row(uint32_t i) const { return chunks_[i >> shift_].get() + (i & mask_) * width_; }
+  T* row(uint32_t i) { return chunks_[i >> kShift].get() + (i & kMask) * width(); }
+  const T* row(uint32_t i) const { return chunks_[i >> kShift].get() + (i & kMask) * width(); }
   T& operator[](uint32_t i) { return *row(i); }
   const T& operator[](uint32_t i) const { return *row(i); }
 
   // Index of one more row, whose elements are value-initialised.
   uint32_t add() {
-    if ((size_ >> shift_) == chunks_.size())
-      chunks_.push_back(std::make_unique<T[]>((size_t{1} << shift_) * width_));
+    if ((size_ >> kShift) == chunks_.size())
+      chunks_.push_back(std::make_unique<T[]>((size_t{1} << kShift) * width()));
     return size_++;
   }
 
   uint32_t size() const { return size_; }
-  size_t num_bytes() const { return (chunks_.size() << shift_) * width_ * sizeof(T); }
+  size_t num_bytes() const { return (chunks_.size() << kShift) * width() * sizeof(T); }
 
  private:
-  static constexpr size_t kChunkBytes = 1 << 17;
-  size_t width_;
-  uint32_t shift_ = 14;
-  uint32_t mask_ = 0;
+  // Chunks of some 128 KiB, of rows of 64 bytes where their width is not known here.
+  static constexpr uint32_t shift_of(size_t row_bytes) {
+    uint32_t shift = 14;
+    while (shift > 4 && (row_bytes << shift) > (size_t{1} << 17)) --shift;
+    return shift;
+  }
+  static constexpr uint32_t kShift = shift_of(kWidth ? kWidth * sizeof(T) : 64);
+  static constexpr uint32_t kMask = (1u << kShift) - 1;
+
+  size_t width() const { return kWidth ? kWidth : width_; }
+
+  size_t width_ = kWidth;
   uint32_t size_ = 0;
   std::vector<std::unique_ptr<T[]>> chunks_;
 };

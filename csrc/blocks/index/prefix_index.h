@@ -184,7 +184,7 @@ class PrefixIndex {
   uint32_t block_size_;
   uint64_t seed_;
   Slab<Entry> entries_;
-  Slab<int32_t> tokens_;
+  Slab<int32_t, 0> tokens_;
   std::vector<EntryId> free_;
   size_t num_entries_ = 0;            // roots too
   std::vector<EntryId> entry_of_[2];  // by tier

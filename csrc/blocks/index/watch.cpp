@@ -43,7 +43,7 @@ void ChangeLog::restart(size_t max_events, uint32_t block_size, int64_t revision
   max_events_ = max_events;
   start_ = revision_ = revision;
   block_size_ = block_size;
-  tokens_ = Slab<int32_t>(block_size);
+  tokens_ = Slab<int32_t, 0>(block_size);
 }
 
 // Nearly always the root of the event before.

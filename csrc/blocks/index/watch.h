@@ -62,7 +62,7 @@ class ChangeLog {
   int64_t start_ = 0;          // revision when it was switched on
   int64_t revision_ = 0;       // of the last event
   std::vector<Event> events_;  // a ring
-  Slab<int32_t> tokens_;
+  Slab<int32_t, 0> tokens_;
   std::unordered_map<std::string, uint32_t> roots_;           // names of the events' roots
   std::vector<std::pair<const std::string*, size_t>> names_;  // and how many events each has
   std::vector<uint32_t> free_names_;

@@ -34,7 +34,7 @@ void Rebuild::start_shard(uint32_t shard, uint32_t num_device_blocks, uint32_t n
   it.num_blocks[1] = num_host_blocks;
   for (int t = 0; t < 2; ++t) it.generations[t].resize(it.num_blocks[t]);
   it.row_of.resize(num_device_blocks, kNoRow);
-  it.tokens = Slab<int32_t>(block_size_);
+  it.tokens = Slab<int32_t, 0>(block_size_);
 }
 
 void Rebuild::add_blocks(uint32_t shard, Tier tier, Span<int32_t> indices,

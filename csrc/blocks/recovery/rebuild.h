@@ -67,8 +67,8 @@ class Rebuild {
     uint32_t num_blocks[2] = {0, 0};
     std::vector<int64_t> generations[2];  // 0: not reported
     std::vector<uint32_t> row_of;         // by block
-    Slab<Row> rows{1};                    // in the order of their blocks' first reports
-    Slab<int32_t> tokens{1};
+    Slab<Row> rows;                       // in the order of their blocks' first reports
+    Slab<int32_t, 0> tokens{1};
   };
   enum class Phase { kCollect, kLearn, kMake, kAgree, kLink, kEnter, kIdle, kRest, kClose, kDone };
 

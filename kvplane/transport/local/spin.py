@@ -11,7 +11,7 @@ T = TypeVar("T")
 # A look takes microseconds. One that took longer was interrupted: the core is wanted by others, and
 # the scheduler takes it from a thread that only looks for milliseconds at a time.
 _INTERRUPTED_S: Final = 0.0003
-_PAUSE_S: Final = 0.1
+_PAUSE_S: Final = 1.0
 
 
 class Spin:
@@ -28,8 +28,10 @@ class Spin:
         """
         now_s = time.monotonic()
         end_s = now_s + self.spin_s if until_s is None else until_s
-        while not (found := find()) and self._not_before_s <= now_s < end_s:
+        while True:
+            found = find()
             before_s, now_s = now_s, time.monotonic()
             if now_s - before_s > _INTERRUPTED_S:
                 self._not_before_s = now_s + _PAUSE_S
-        return found
+            if found or now_s >= end_s or now_s < self._not_before_s:
+                return found

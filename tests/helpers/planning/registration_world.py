@@ -30,7 +30,7 @@ class World:
         keys = (bytes([i]) * 32 for i in itertools.count(incarnation))
         self.it = Registration(
             self.pools,
-            incarnation=incarnation,
+            incarnation=lambda: incarnation,
             config=CoreConfig(watermark=0.0),
             new_key=lambda: next(keys),
             end_sessions=self.end_sessions,

@@ -87,10 +87,10 @@ def test_protobuf_reads_what_the_writer_writes(programs: dict[str, Path]) -> Non
         ),
         pytest.param(
             "test_eviction",
-            "eviction/idle_tree.cpp",
-            "if (node.num_idle_children++) return",
-            "if (++node.num_idle_children) return",
-            "not so:",
+            "eviction/idle_tree.h",
+            "nodes_[block].idle && nodes_[block].num_idle_children == 0;",
+            "nodes_[block].idle;",
+            "has_idle_below",
             marks=pytest.mark.nightly,
         ),
         pytest.param(
@@ -107,7 +107,7 @@ def test_protobuf_reads_what_the_writer_writes(programs: dict[str, Path]) -> Non
         "slot-out-of-range",
         "column-read-past-its-end",
         "head-evicted-before-its-tail",
-        "idle-blocks-counted-by-parents-only",
+        "idle-blocks-below-are-not-looked-at",
         "joined-group-loses-its-blocks",
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from core_messages import DEVICE, LAYOUT, POOL, TIERS
 from core_model import World
@@ -286,3 +288,22 @@ def test_a_control_plane_that_slept_says_so(caplog: pytest.LogCaptureFixture) ->
     world.clock.now += 20
     world.core.tick()
     assert "this process slept late_s=12.500" in caplog.text
+
+
+def test_sessions_that_expire_together_end_a_few_at_a_time() -> None:
+    """So that others come between; a slow end is played by a clock that goes on with each."""
+    world = World()
+    engines = [world.engine() for _ in range(5)]
+    end = world.core._end
+
+    def slowly(*arguments: Any) -> None:
+        end(*arguments)
+        world.clock.now += 0.01
+
+    world.core._end = slowly  # type: ignore[method-assign]
+    world.clock.now += world.config.lease_s
+    for num_left in (4, 3, 2, 1, 0):
+        due_s = world.core.tick()
+        assert len(world.core._sessions) == num_left
+        assert num_left == 0 or due_s <= 0
+    assert len({engine.id for engine in engines}) == 5

@@ -167,3 +167,17 @@ def test_more_beams_than_sequences_are_refused(folder: Path) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         engine.core.check_prompt([5], SamplingParams(num_beams=4), field="prompt")
     assert caught.value.field == "sampling_params.num_beams"
+
+
+def test_a_search_beside_continuations_of_another_prompt_leaves_them_their_logits(
+    folder: Path,
+) -> None:
+    """In one step a beam takes no row of its own, and a prompt of two continuations two."""
+    alone = Engine(folder)
+    wanted = alone.add(prompt_of(12, 3), max_tokens=6, n=2, temperature=0.9, seed=5)
+    alone.run()
+    both = Engine(folder)
+    both.add(prompt_of(9, 1), max_tokens=6, num_beams=2)
+    beside = both.add(prompt_of(12, 3), max_tokens=6, n=2, temperature=0.9, seed=5)
+    both.run()
+    assert both.tokens(beside) == alone.tokens(wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -178,3 +179,29 @@ def test_the_program_refuses_a_layout_that_is_not_there_in_one_line() -> None:
     assert result.returncode == 2
     assert "layout" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("field", ["num_device_blocks", "num_host_blocks"])
+@pytest.mark.parametrize("num_blocks", [2**62, 2**40])
+def test_a_pool_that_does_not_fit_says_what_it_takes_and_what_is_there(
+    layout_file: Path, field: str, num_blocks: int
+) -> None:
+    blocks = {"num_device_blocks": 1, field: num_blocks}
+    config = DataPlaneConfig(layout=layout_file, device="cpu", **blocks)  # type: ignore[arg-type]
+    with pytest.raises(NeverFitsError, match=r"take \d+ bytes, \d+ are available") as refused:
+        build_executor(config)
+    assert refused.value.field == field
+
+
+def test_the_memory_of_a_pool_is_there_from_the_start(layout_file: Path) -> None:
+    def resident_bytes() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    num_bytes = 1 << 27
+    num_blocks = num_bytes // Shard.whole(LAYOUT).block_bytes(LAYOUT)
+    before = resident_bytes()
+    config = DataPlaneConfig(layout=layout_file, device="cpu", num_device_blocks=num_blocks)
+    executor = build_executor(config)
+    assert resident_bytes() - before >= 0.9 * num_bytes
+    assert executor.pools.device_tier.nbytes >= 0.9 * num_bytes

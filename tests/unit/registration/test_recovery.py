@@ -30,7 +30,7 @@ class Pools:
         self.epochs = itertools.count(1)
         self.registration = Registration(
             self.pools,
-            incarnation=1,
+            incarnation=lambda: 1,
             config=CoreConfig(watermark=0.0),
             new_key=lambda: bytes(32),
             end_sessions=self.end_sessions,

@@ -86,7 +86,7 @@ class Walk:
         self.pools: dict[str, Pool] = {}
         self.it = Registration(
             self.pools,
-            incarnation=self.incarnation,
+            incarnation=lambda: self.incarnation,
             config=CoreConfig(watermark=0.0),
             new_key=lambda: next(self.ids).to_bytes(32),
             end_sessions=self.end_sessions,

@@ -1,4 +1,4 @@
-"""Faults planted in the text of a copy of the planes, which a test must notice."""
+"""A fault planted in a copy of the tree, and the tests that must notice it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
 
 
 class Fault(NamedTuple):
-    """``old`` is in ``file`` once; ``tests`` must notice that ``new`` takes its place."""
+    """``old`` is in ``file`` once; ``tests`` must notice that ``new`` takes its place. ``only``: an
+    expression for -k.
+    """
 
     file: str
     old: str
     new: str
     tests: str
+    only: str = ""
 
 
 def assert_noticed(fault: Fault, folder: Path) -> None:
-    parts = ("kvplane", "control_plane", "data_plane", "tests", "scripts", "pyproject.toml")
-    for part in parts:
+    """Copy the tree to ``folder``, plant the fault, and run its tests there."""
+    for part in ("kvplane", "control_plane", "data_plane", "tests", "scripts", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         copy(ROOT / part, folder / part)
     path = folder / fault.file
     sound = path.read_text()
     assert sound.count(fault.old) == 1
     path.write_text(sound.replace(fault.old, fault.new))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", fault.tests]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", fault.tests],
+        [*command, "-k", fault.only] if fault.only else command,
         cwd=folder,
         env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,

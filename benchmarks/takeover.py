@@ -1,0 +1,169 @@
+"""Measures how long a fleet is without a control plane when the one that leads dies or hangs.
+
+    python -m benchmarks.takeover [--election file etcd] [--how kill stop] [--rounds N] [--ttl-s N]
+
+Two control planes and a data plane are processes of their own, etcd is three members, all on
+loopback. A client with both addresses asks who leads, again and again. Timed from the signal:
+until the next leader answers it (takeover), and until sessions can be opened on the pool (ready).
+"kill" is SIGKILL; "stop" is SIGSTOP, after which nothing tells of the end but the lease's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+import grpc.aio
+
+from benchmarks.control_plane.report import quantile
+from benchmarks.cpu import cpu_name
+from kvplane import ControlClient, LayerGroup, Layout
+from kvplane.clients.control_client import CONTROL_PLANE_SERVICE
+from kvplane.errors import KvplaneError
+from kvplane.transport.tls import open_channel
+from kvplane.v1.control_pb2 import DescribeControlPlaneRequest
+from kvplane.v1.control_pb2_grpc import ControlPlaneServiceStub
+from tests.helpers.etcd_cluster import EtcdCluster
+
+LAYOUT = Layout("takeover", 16, "float32", "float32", (LayerGroup("full", (0,), 1, 8),))
+
+
+class ControlPlanes:
+    """Two candidates, either of which can be started again."""
+
+    def __init__(self, stack: ExitStack, folder: Path, election: str, ttl_s: int) -> None:
+        self._command = [
+            *(sys.executable, "-m", "control_plane", "--metrics-port", "-1"),
+            *("--election", election, "--election-ttl-s", str(ttl_s), "--log-level", "error"),
+        ]
+        self._folder = folder
+        self._binds = ["127.0.0.1:0", "127.0.0.1:0"]
+        self.processes = [self._start(i) for i in range(2)]
+        stack.callback(self._stop)
+        for i in range(2):
+            while not (folder / f"port{i}").exists():
+                time.sleep(0.05)
+            self._binds[i] = f"127.0.0.1:{(folder / f'port{i}').read_text().strip()}"
+
+    @property
+    def addresses(self) -> str:
+        return ",".join(self._binds)
+
+    async def leader(self) -> int:
+        """Which of the two leads; waits until one does."""
+        while True:
+            for i, address in enumerate(self._binds):
+                async with ControlClient(address, timeout_s=0.2) as client:
+                    try:
+                        await client.describe()
+                        return i
+                    except KvplaneError:
+                        await asyncio.sleep(0.05)
+
+    def restart(self, index: int) -> None:
+        """End it for good, and start it again."""
+        self.processes[index].send_signal(signal.SIGCONT)
+        self.processes[index].kill()
+        self.processes[index].wait()
+        self.processes[index] = self._start(index)
+
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        port = ["--port-file", str(self._folder / f"port{index}")]
+        return subprocess.Popen([*self._command, "--bind", self._binds[index], *port])
+
+    def _stop(self) -> None:
+        for process in self.processes:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait()
+
+
+async def one_round(planes: ControlPlanes, how: str) -> tuple[float, float]:
+    """Seconds until another leads, and until the pool is ready."""
+    leader = await planes.leader()
+    async with (
+        ControlClient(planes.addresses) as client,
+        open_channel(planes.addresses, None, health_of=CONTROL_PLANE_SERVICE) as channel,
+    ):
+        describe = ControlPlaneServiceStub(channel).DescribeControlPlane
+        request = DescribeControlPlaneRequest()
+        await client.wait_ready("pool", 60)
+        await asyncio.sleep(1.0)
+        before = (await describe(request)).incarnation
+        os.kill(planes.processes[leader].pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        began_s = time.monotonic()
+        while True:
+            try:
+                if (await describe(request, timeout=0.25)).incarnation > before:
+                    break
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.002)
+        took_over_s = time.monotonic() - began_s
+        await client.wait_ready("pool", 60)
+        ready_s = time.monotonic() - began_s
+    planes.restart(leader)
+    await asyncio.sleep(2.5)  # until it stands by
+    return took_over_s, ready_s
+
+
+def measure(kind: str, ttl_s: int, hows: list[str], rounds: int) -> None:
+    """All rounds with one elector; a line for each way to end."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        election = f"file:{folder}/leader"
+        if kind == "etcd":
+            etcd = stack.enter_context(EtcdCluster(folder, 3))
+            election = f"etcd://{etcd.endpoints}/takeover"
+        planes = ControlPlanes(stack, folder, election, ttl_s)
+        layout = folder / "layout.json"
+        layout.write_text(json.dumps(asdict(LAYOUT)))
+        data = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "data_plane", "--bind", "127.0.0.1:0", "--metrics-port"),
+                *("-1", "--control-plane", planes.addresses, "--layout", str(layout)),
+                *("--pool-id", "pool", "--num-device-blocks", "64", "--log-level", "error"),
+            ]
+        )
+        stack.callback(data.wait)
+        stack.callback(data.kill)
+        for how in hows:
+            if kind == "file" and how == "stop":
+                continue  # whoever holds the lock leads
+            times = [asyncio.run(one_round(planes, how)) for _ in range(rounds)]
+            took, ready = ([each[i] for each in times] for i in (0, 1))
+            print(
+                f"{kind:<6} {how:<5} {min(took):>9.3f} {quantile(took, 0.5):>7.3f} "
+                f"{quantile(took, 0.95):>7.3f} {quantile(ready, 0.5):>10.3f} {max(ready):>7.3f}",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--election", nargs="+", default=["file", "etcd"])
+    parser.add_argument("--how", nargs="+", default=["kill", "stop"])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--ttl-s", type=int, default=5)
+    options = parser.parse_args()
+    if "etcd" in options.election and shutil.which("etcd") is None:
+        sys.exit("etcd is not installed (apt install etcd-server etcd-client)")
+    print(f"{cpu_name()}; {options.rounds} rounds each, lease {options.ttl_s} s; seconds")
+    print("                 takeover                  ready")
+    print("elector how         min     p50     p95        p50     max")
+    for kind in options.election:
+        measure(kind, options.ttl_s, options.how, options.rounds)
+
+
+if __name__ == "__main__":
+    main()

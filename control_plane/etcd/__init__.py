@@ -1,0 +1,1 @@
+"""etcd's API, as far as the elector uses it."""

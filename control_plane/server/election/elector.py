@@ -1,0 +1,94 @@
+"""Elections: who leads, and with which incarnation.
+
+    async with elector.lead() as incarnation:
+        ...  # this process leads; when it no longer does, PlaneUnavailableError is raised
+
+An election decides only who serves. What keeps a former leader from doing harm is that data planes
+refuse lower incarnations, whoever holds what lease: so two leaders at a time cost a failed call,
+never a wrong byte. An elector has to promise one thing more than a lease: incarnations that rise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from kvplane.errors import PlaneUnavailableError
+
+RETRY_DELAY_S: Final = 0.2
+
+
+class Elector(ABC):
+    """One candidate of one election."""
+
+    @asynccontextmanager
+    async def lead(self) -> AsyncIterator[int]:
+        """Wait until this process leads; its incarnation, above those of all leaders before.
+
+        The body is cancelled when leadership is lost. Leaving it lets another lead at once.
+        """
+        incarnation = await self.win()
+        body = asyncio.current_task()
+        assert body is not None
+        lost = False
+
+        async def watch() -> None:
+            nonlocal lost
+            await self.hold()
+            lost = True
+            body.cancel()
+
+        watching = asyncio.create_task(watch())
+        try:
+            yield incarnation
+        except asyncio.CancelledError:
+            if lost and body.uncancel() == 0:
+                raise PlaneUnavailableError("this control plane does not lead any more") from None
+            raise
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await self.resign()
+
+    @abstractmethod
+    async def win(self) -> int:
+        """Wait until this process leads; its incarnation."""
+
+    @abstractmethod
+    async def hold(self) -> None:
+        """Go on leading; returns when it is lost, or may be."""
+
+    @abstractmethod
+    async def resign(self) -> None:
+        """Let another lead, if this process still does. Does not raise."""
+
+
+def next_incarnation(last: int) -> int:
+    """One above all leaders before, and above runs that took the clock's nanoseconds."""
+    return max(last + 1, time.time_ns())
+
+
+async def has_died(address: str) -> None:
+    """Returns when the process that listens at ``address``, "host:port", has died: its connection
+    was reset or closed, *and* another is refused. Waits forever where that cannot be told.
+    """
+    host, _, port = address.rpartition(":")
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except ConnectionRefusedError:
+            return
+        except (OSError, ValueError):
+            await asyncio.sleep(RETRY_DELAY_S)
+            continue
+        try:
+            while await reader.read(4096):
+                pass
+        except OSError:
+            pass
+        finally:
+            writer.close()

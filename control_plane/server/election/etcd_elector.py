@@ -1,0 +1,200 @@
+"""An election among machines, by a lease in etcd.
+
+    kvplane/NAME/leader        what the leader stands behind: its address, under its lease
+    kvplane/NAME/incarnation   the last leader's, never removed
+
+Who leads is who wrote the first key while it was not there, in a transaction that also raises the
+second. The lease ends TTL seconds after the leader last kept it alive, and that clock counts from
+when a keep-alive that was answered was *sent*. Who stands by holds a TCP connection to the leader:
+when that ends and another is refused, the process is gone, and its lease is revoked at once. A
+leader that is revoked so by mistake costs a change of leaders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import Any, Final
+
+import grpc.aio
+
+from control_plane.etcd.v3 import etcd_pb2 as pb
+from control_plane.server.election.elector import RETRY_DELAY_S, Elector, has_died, next_incarnation
+from kvplane.transport.tls import TlsOptions, open_channel
+
+_LOGGER: Final = logging.getLogger(__name__)
+_KEEP_ALIVES_PER_TTL: Final = 4
+_CREATED: Final = 1  # Compare.target
+_CHANGED: Final = 2
+_REMOVED: Final = 1  # Event.type
+
+
+class EtcdElector(Elector):
+    """``endpoints``: "host:port" of etcd's members, with commas. ``address``: this process's, for
+    those that stand by; empty for none. ``ttl_s``: whole seconds; etcd may grant more.
+    """
+
+    def __init__(
+        self,
+        endpoints: str,
+        name: str,
+        address: str,
+        *,
+        ttl_s: int = 5,
+        tls: TlsOptions | None = None,
+    ) -> None:
+        self._address = address
+        self._ttl_s = ttl_s
+        self._leader_key = f"kvplane/{name}/leader".encode()
+        self._incarnation_key = f"kvplane/{name}/incarnation".encode()
+        self._channel = open_channel(endpoints, tls)
+        self._lease = 0
+        self._expires_s = 0.0  # as far as this process knows
+
+    async def win(self) -> int:
+        """Tries until it leads, also while etcd cannot be reached."""
+        while True:
+            try:
+                incarnation = await self._try_to_win()
+            except (grpc.aio.AioRpcError, TimeoutError) as error:
+                _LOGGER.warning("etcd: %s", _text_of(error))
+                await asyncio.sleep(RETRY_DELAY_S)
+                continue
+            if incarnation:
+                return incarnation
+
+    async def hold(self) -> None:
+        """Until the lease has ended, or may have."""
+        interval_s = self._ttl_s / _KEEP_ALIVES_PER_TTL
+        while (left_s := self._expires_s - time.monotonic()) > 0:
+            await asyncio.sleep(min(interval_s, left_s))
+            sent_s = time.monotonic()
+            try:
+                kept_s = await self._keep_alive(
+                    min(interval_s, max(self._expires_s - sent_s, 0.01))
+                )
+            except (grpc.aio.AioRpcError, TimeoutError) as error:
+                _LOGGER.warning("lease not renewed: %s", _text_of(error))
+                continue
+            if kept_s <= 0:
+                return
+            self._expires_s = sent_s + kept_s
+
+    async def resign(self) -> None:
+        """Revoke the lease, and close the channel."""
+        if self._lease:
+            with suppress(grpc.aio.AioRpcError):
+                await self._revoke(self._lease)
+        await self._channel.close()
+
+    async def _try_to_win(self) -> int:
+        """The incarnation, or 0 when another leads no more and it should be tried again."""
+        leader = await self._read(self._leader_key)
+        if leader.kvs:
+            await self._wait_for_end(leader.kvs[0], leader.header.revision)
+            return 0
+        last = await self._read(self._incarnation_key)
+        changed, number = (last.kvs[0].mod_revision, int(last.kvs[0].value)) if last.kvs else (0, 0)
+        incarnation = next_incarnation(number)
+        if self._expires_s - time.monotonic() < self._ttl_s / 2:
+            sent_s = time.monotonic()
+            granted = await self._call(
+                "Lease/LeaseGrant", pb.LeaseGrantRequest(ttl=self._ttl_s), pb.LeaseGrantResponse
+            )
+            self._lease, self._expires_s = granted.id, sent_s + granted.ttl
+        put = [
+            pb.PutRequest(key=self._leader_key, value=self._address.encode(), lease=self._lease),
+            pb.PutRequest(key=self._incarnation_key, value=str(incarnation).encode()),
+        ]
+        request = pb.TxnRequest(
+            compare=[
+                pb.Compare(target=_CREATED, key=self._leader_key, create_revision=0),
+                pb.Compare(target=_CHANGED, key=self._incarnation_key, mod_revision=changed),
+            ],
+            success=[pb.RequestOp(request_put=each) for each in put],
+        )
+        answer = await self._call("KV/Txn", request, pb.TxnResponse)
+        return incarnation if answer.succeeded else 0
+
+    async def _wait_for_end(self, leader: pb.KeyValue, revision: int) -> None:
+        """Until the leader's key is gone; a leader that has died is helped to end."""
+        waits: list[Awaitable[None]] = [self._removed(revision + 1)]
+        if leader.value:
+            waits.append(has_died(leader.value.decode()))
+        tasks = [asyncio.ensure_future(wait) for wait in waits]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
+                _LOGGER.warning("the leader at %s has died", leader.value.decode())
+                with suppress(grpc.aio.AioRpcError):  # another may have been first
+                    await self._revoke(leader.lease)
+            else:
+                tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _removed(self, revision: int) -> None:
+        """Until the leader's key is removed, at ``revision`` or later. Asks again now and then, as
+        a watch depends on one member.
+        """
+        create = pb.WatchCreateRequest(key=self._leader_key, start_revision=revision)
+        call = self._stream("Watch/Watch", pb.WatchRequest, pb.WatchResponse)
+        try:
+            await call.write(pb.WatchRequest(create_request=create))
+            async with asyncio.timeout(self._ttl_s):
+                while (answer := await call.read()) is not grpc.aio.EOF:
+                    if answer.canceled or any(e.type == _REMOVED for e in answer.events):
+                        return
+        except TimeoutError:
+            return
+        finally:
+            call.cancel()
+
+    async def _keep_alive(self, timeout_s: float) -> float:
+        """The lease's seconds from now, 0 when it has ended."""
+        call = self._stream(
+            "Lease/LeaseKeepAlive", pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                await call.write(pb.LeaseKeepAliveRequest(id=self._lease))
+                answer = await call.read()
+        finally:
+            call.cancel()
+        if answer is grpc.aio.EOF:
+            raise TimeoutError
+        return float(answer.ttl)
+
+    async def _revoke(self, lease: int) -> None:
+        await self._call(
+            "Lease/LeaseRevoke", pb.LeaseRevokeRequest(id=lease), pb.LeaseRevokeResponse
+        )
+
+    async def _read(self, key: bytes) -> pb.RangeResponse:
+        answer: pb.RangeResponse = await self._call(
+            "KV/Range", pb.RangeRequest(key=key), pb.RangeResponse
+        )
+        return answer
+
+    async def _call(self, method: str, request: Any, answer: Any) -> Any:
+        call: Any = self._channel.unary_unary(
+            f"/etcdserverpb.{method}", type(request).SerializeToString, answer.FromString
+        )
+        return await call(request, timeout=self._ttl_s / 2)
+
+    def _stream(self, method: str, request: Any, answer: Any) -> Any:
+        call: Any = self._channel.stream_stream(
+            f"/etcdserverpb.{method}", request.SerializeToString, answer.FromString
+        )
+        return call()
+
+
+def _text_of(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return "no answer in time"

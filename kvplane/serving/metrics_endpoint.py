@@ -1,0 +1,172 @@
+"""``/metrics`` for Prometheus, and ``/healthz`` for probes that cannot speak gRPC, over HTTP or
+HTTPS from threads of their own.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import re
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from threading import BoundedSemaphore, Thread, Timer
+from typing import Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from kvplane.errors import InvalidRequestError
+
+# Connections served at one time; others are closed.
+_MAX_THREADS: Final = 8
+# How long a connection may take in all, whoever is slow.
+_LONGEST_S: Final = 10.0
+_LOGIN: Final = re.compile(r"([^:\s]+):([0-9a-f]{64})")
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsAccess:
+    """Who may read ``/metrics``, and how it is sent. ``certificate`` and ``key``: PEM files; None
+    for plain HTTP. ``login``: as ``read_login`` returns it; None for everybody.
+    """
+
+    certificate: Path | None = None
+    key: Path | None = None
+    login: tuple[str, str] | None = None
+
+    def permits(self, authorization: str) -> bool:
+        """Whether a request with this header may read the metrics."""
+        if self.login is None:
+            return True
+        kind, _, encoded = authorization.partition(" ")
+        try:
+            user, _, password = base64.b64decode(encoded, validate=True).decode().partition(":")
+        except ValueError:
+            return False
+        given = f"{user}:{hashlib.sha256(password.encode()).hexdigest()}"
+        return kind.lower() == "basic" and hmac.compare_digest(
+            given.encode(), ":".join(self.login).encode()
+        )
+
+
+def read_login(path: Path) -> tuple[str, str]:
+    """User, and SHA-256 of the password in hex, of a file that holds "USER:SHA256".
+
+    Raises InvalidRequestError.
+    """
+    try:
+        found = _LOGIN.fullmatch(path.read_text().strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"cannot be read: {error}", field="metrics_login_file") from error
+    if found is None:
+        raise InvalidRequestError(
+            f"{path} must hold USER:SHA256, the digest in hex", field="metrics_login_file"
+        )
+    return found[1], found[2]
+
+
+@dataclass(frozen=True)
+class MetricsEndpoint:
+    """A running server."""
+
+    port: int
+    _server: WSGIServer
+    _thread: Thread
+
+    def close(self) -> None:
+        """Stop serving and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def serve_metrics(
+    registry: CollectorRegistry,
+    is_serving: Callable[[], bool],
+    host: str,
+    port: int,
+    access: MetricsAccess | None = None,
+) -> MetricsEndpoint:
+    """Serve ``registry``; port 0 picks a free one. Raises OSError when it cannot bind or a TLS file
+    cannot be read.
+    """
+    access = access or MetricsAccess()
+    metrics: Any = make_wsgi_app(registry)
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        headers = [("Content-Type", "text/plain")]
+        if environ["PATH_INFO"] == "/healthz":
+            is_up = is_serving()
+            start_response("200 OK" if is_up else "503 Service Unavailable", headers)
+            return [b"SERVING\n" if is_up else b"NOT_SERVING\n"]
+        if not access.permits(environ.get("HTTP_AUTHORIZATION", "")):
+            headers.append(("WWW-Authenticate", 'Basic realm="metrics"'))
+            start_response("401 Unauthorized", headers)
+            return [b""]
+        return metrics(environ, start_response)
+
+    try:
+        server = make_server(host, port, answer, _HttpServer, _Handler)
+    except OSError as error:
+        raise OSError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
+    if access.certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(access.certificate, access.key)
+        # The handshake is made by the connection's thread, not by the one that accepts.
+        server.socket = context.wrap_socket(
+            server.socket, server_side=True, do_handshake_on_connect=False
+        )
+    thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    return MetricsEndpoint(server.server_port, server, thread)
+
+
+class _HttpServer(ThreadingMixIn, WSGIServer):
+    """A thread for each connection, up to a number, each for a bounded time."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        self._free = BoundedSemaphore(_MAX_THREADS)
+        super().__init__(*arguments, **settings)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        deadline = Timer(_LONGEST_S, _cut, [request])
+        deadline.daemon = True
+        deadline.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            deadline.cancel()
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that breaks is no news."""
+
+
+class _Handler(WSGIRequestHandler):
+    """Scrapes are not logged."""
+
+    timeout = _LONGEST_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+def _cut(request: socket.socket) -> None:
+    """End a connection that a thread reads from or writes to."""
+    try:
+        request.shutdown(socket.SHUT_RDWR)
+    except OSError:  # it has just ended
+        return

@@ -1,0 +1,268 @@
+"""What a caller forges, repeats, reorders, cuts off, or takes from another tenant is refused by
+name and counted, and changes nothing for the session that it was aimed at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import torch
+from checked_engine import Engine
+from listed_peers import Peers, listed_peers
+from plan_author import LAYOUT, POOL_ID
+
+from kvplane import ops
+from kvplane.clients.execution import Execution
+from kvplane.errors import (
+    BadSignatureError,
+    KvplaneError,
+    PlanOutOfOrderError,
+    SessionExpiredError,
+    SessionNotFoundError,
+)
+from kvplane.transport.connection import typed_errors
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import control_pb2_grpc, data_pb2_grpc
+from kvplane.v1 import data_pb2 as pb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import signing
+
+PROMPT = range(20)
+
+
+@pytest.fixture
+async def peers(tmp_path: Path) -> AsyncIterator[Peers]:
+    async with listed_peers(tmp_path) as peers:
+        yield peers
+
+
+@pytest.fixture
+async def victim(peers: Peers) -> AsyncIterator[Engine]:
+    """An engine of tenant a that has computed and published a prompt."""
+    async with (
+        peers.client("engine-a") as control,
+        peers.data_client("engine-a") as data,
+        await control.open_session(POOL_ID, LAYOUT) as session,
+        await data.open(session.grant) as execution,
+    ):
+        engine = Engine(session, execution)
+        await engine.step(ops.admit(1, PROMPT), spans=[(0, 20)])
+        await session.submit_receipts()
+        yield engine
+        # Whatever was tried, it goes on, and reads what it wrote.
+        await engine.step(next_token(20), spans=[(20, 1)])
+
+
+def next_token(position: int) -> cpb.Operation:
+    return ops.append(1, [position], num_slots=1, first_position=position)
+
+
+def number_of(plan: tpb.SignedPayload | None) -> int:
+    assert plan is not None
+    return tpb.Plan.FromString(plan.payload).number
+
+
+def changed(signed: tpb.SignedPayload, **fields: Any) -> tpb.SignedPayload:
+    other = tpb.SignedPayload()
+    other.CopyFrom(signed)
+    for name, value in fields.items():
+        setattr(other, name, value)
+    return other
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+Forge = Callable[[tpb.SignedPayload], tpb.SignedPayload]
+FORGED: dict[str, Forge] = {
+    "a payload with one bit changed": lambda s: changed(s, payload=flipped(s.payload)),
+    "a payload that is cut off": lambda s: changed(s, payload=s.payload[:-1]),
+    "a payload with more behind it": lambda s: changed(s, payload=s.payload + b"\x08\x01"),
+    "no payload": lambda s: changed(s, payload=b""),
+    "a signature with one bit changed": lambda s: changed(s, signature=flipped(s.signature)),
+    "a signature that is cut off": lambda s: changed(s, signature=s.signature[:-1]),
+    "no signature": lambda s: changed(s, signature=b""),
+    "a signature under a key of one's own": lambda s: changed(
+        s, signature=signing.sign(bytes(32), s.type, s.payload)
+    ),
+    "the bytes of another kind": lambda s: changed(
+        s, type=signing.RECEIPT if s.type != signing.RECEIPT else signing.PLAN
+    ),
+}
+
+
+async def refused(metrics: Any, attempt: Any, *errors: type[KvplaneError]) -> KvplaneError:
+    """What an attempt is refused with: one of ``errors``, counted under its name."""
+    before = dict(metrics.rpc.rejected.values)
+    with pytest.raises(errors) as caught, typed_errors():
+        await attempt
+    reason = caught.value.reason
+    assert metrics.rpc.rejected.values[reason,] == before[reason,] + 1
+    return caught.value
+
+
+def data_stub(execution: Execution) -> data_pb2_grpc.DataPlaneServiceStub:
+    return data_pb2_grpc.DataPlaneServiceStub(execution._connection.channel)
+
+
+@pytest.mark.parametrize("name", FORGED)
+async def test_a_forged_plan_grant_or_receipt_is_refused(
+    peers: Peers, victim: Engine, name: str
+) -> None:
+    forge, session = FORGED[name], victim.session
+    stub = data_stub(victim.execution)
+    answer = await session.step([next_token(20)])
+    for grant, plan in (
+        (forge(session.grant), answer.plan),
+        (session.grant, forge(answer.plan)),
+    ):
+        request = pb.CopyBlocksRequest(grant=grant, plan=plan)
+        await refused(peers.data.metrics, stub.CopyBlocks(request), BadSignatureError)
+    receipt = victim.execution.receipt
+    assert receipt is not None
+    for each in (receipt, forge(receipt)):
+        session.add_receipt(each)
+    error = await refused(peers.control.metrics, session.submit_receipts(), BadSignatureError)
+    assert error.field.startswith("receipts[1]")
+    await session.abort_plan(number_of(answer.plan))
+
+
+async def test_plans_out_of_order_are_refused_and_repeated_ones_change_nothing(
+    peers: Peers, victim: Engine
+) -> None:
+    session, execution = victim.session, victim.execution
+    first = await session.step([next_token(20)])
+    second = await session.step([next_token(21)])
+    stub = data_stub(execution)
+    early = pb.ReshapeAndCacheRequest(grant=session.grant, plan=second.plan)
+    early.key.CopyFrom(tpb.Tensor(dtype=tpb.ELEMENT_TYPE_FLOAT32, shape=[0, 2, 16], data=b""))
+    early.value.CopyFrom(early.key)
+    await refused(peers.data.metrics, stub.ReshapeAndCache(early), PlanOutOfOrderError)
+    tier = peers.data.executor.pools.device_tier.view(torch.uint8)  # it may hold NaNs
+    before = tier.clone()
+    for _ in range(2):
+        started = await execution.start(first.plan)
+        assert started.num_tokens == 1
+    assert torch.equal(tier, before)
+    await session.abort_plan(number_of(first.plan))
+
+
+async def test_what_is_of_another_session_is_refused(peers: Peers, victim: Engine) -> None:
+    """Also one of the same tenant."""
+    async with (
+        peers.client("engine-a") as control,
+        peers.data_client("engine-a") as data,
+        await control.open_session(POOL_ID, LAYOUT) as session,
+        await data.open(session.grant) as execution,
+    ):
+        plan = (await session.step([ops.admit(1, range(100, 120))])).plan
+        stub = data_stub(execution)
+        mixed = pb.CopyBlocksRequest(grant=victim.session.grant, plan=plan)
+        with pytest.raises(KvplaneError) as caught, typed_errors():
+            await stub.CopyBlocks(mixed)
+        assert caught.value.field == "plan.session.session_id"
+        session.add_receipt(victim.execution.receipt)
+        error = await refused(peers.control.metrics, session.submit_receipts(), BadSignatureError)
+        assert error.field == "receipts[0].session.session_id"
+        grant = session.grant
+    read = pb.ReadBlocksRequest(grant=grant, sequence_id=1, num_blocks=1)
+    async with peers.data_client("engine-a") as data:
+        stub = data_pb2_grpc.DataPlaneServiceStub(data._connection.channel)
+        async with asyncio.timeout(10):  # until the data plane has fenced it
+            while not isinstance(await outcome(stub.ReadBlocks(read)), SessionExpiredError):
+                await asyncio.sleep(0.02)
+
+
+async def outcome(call: Any) -> KvplaneError | None:
+    try:
+        with typed_errors():
+            await call
+    except KvplaneError as error:
+        return error
+    return None
+
+
+async def test_another_tenants_session_is_as_if_there_were_none(
+    peers: Peers, victim: Engine
+) -> None:
+    ref, free = victim.session.ref, tpb.SessionRef(session_id=1)
+    free.incarnation = ref.incarnation
+    async with peers.client("engine-b") as control:
+        stub = control_pb2_grpc.ControlPlaneServiceStub(control._connection.channel)
+        for call in (
+            lambda s: stub.RenewSession(cpb.RenewSessionRequest(session=s)),
+            lambda s: stub.CloseSession(cpb.CloseSessionRequest(session=s)),
+            lambda s: stub.Resync(cpb.ResyncRequest(session=s, number=1)),
+            lambda s: stub.GetBlockTable(cpb.GetBlockTableRequest(session=s, sequence_id=1)),
+            lambda s: stub.LookupPrefix(cpb.LookupPrefixRequest(session=s, token_ids=bytes(4))),
+            lambda s: stub.RunStep(cpb.RunStepRequest(step=cpb.StepRequest(session=s, number=1))),
+        ):
+            metrics = peers.control.metrics
+            theirs = await refused(metrics, call(ref), SessionNotFoundError)
+            none = await refused(metrics, call(free), SessionNotFoundError)
+            assert theirs.message.replace(str(ref.session_id), "1") == none.message
+    async with peers.client("operator") as operator:
+        listed = await operator.list_sessions(POOL_ID)
+        assert [each.session_id for each in listed] == [ref.session_id]
+
+
+async def test_another_tenants_prefix_is_not_found_by_look_up_time_or_watch(
+    peers: Peers, victim: Engine
+) -> None:
+    cached, other = list(PROMPT), list(range(1000, 1020))
+    async with (
+        peers.client("engine-a") as own,
+        peers.client("engine-b") as thief,
+        await thief.open_session(POOL_ID, LAYOUT) as session,
+    ):
+        [found] = await own.find_prefix(cached)
+        assert found.num_device_tokens == 16
+        for _ in range(3):  # to warm up
+            await thief.find_prefix(cached)
+        times: dict[int, list[float]] = {0: [], 1: []}
+        for _ in range(60):
+            for i, prompt in enumerate((cached, other)):
+                begin_s = time.perf_counter()
+                [match] = await thief.find_prefix(prompt)
+                times[i].append(time.perf_counter() - begin_s)
+                assert (match.num_device_tokens, match.num_host_tokens) == (0, 0)
+        medians = [statistics.median(each) for each in times.values()]
+        assert max(medians) < 1.5 * min(medians), "the cached prompt takes another time"
+        result = await session.step([ops.admit(1, cached, num_compute_tokens=0)])
+        assert result.results[0].admit.num_cached_tokens == 0
+        stub = control_pb2_grpc.ControlPlaneServiceStub(thief._connection.channel)
+        watch = stub.Watch(cpb.WatchRequest(pool_id=POOL_ID))
+        snapshot = (await asyncio.wait_for(watch.read(), 10)).snapshot
+        assert snapshot.last
+        assert not snapshot.stored.hashes
+        watch.cancel()
+
+
+async def test_a_certificate_of_another_authority_gets_no_answer(
+    tmp_path: Path, peers: Peers
+) -> None:
+    """To a data plane that pins its control plane, too: the CA is the same setting there."""
+    run = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    run += ["-nodes", "-days", "2", "-subj", "/CN=engine-a", "-keyout", "foreign.key"]
+    subprocess.run([*run, "-out", "foreign.pem"], cwd=tmp_path, check=True, capture_output=True)
+    own_ca = grpc.ssl_channel_credentials(
+        (tmp_path / "foreign.pem").read_bytes(),
+        (tmp_path / "foreign.key").read_bytes(),
+        (tmp_path / "foreign.pem").read_bytes(),
+    )
+    options = [("grpc.ssl_target_name_override", "kvplane.test")]
+    async with grpc.aio.secure_channel(peers.control.address, own_ca, options=options) as channel:
+        stub = control_pb2_grpc.ControlPlaneServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ListPools(cpb.ListPoolsRequest(), timeout=5)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE

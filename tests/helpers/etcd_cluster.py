@@ -1,0 +1,84 @@
+"""etcd on loopback: members that a test can kill, stop and continue."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import urllib.request
+from pathlib import Path
+from time import monotonic, sleep
+from unittest import SkipTest
+
+
+class EtcdCluster:
+    """``with EtcdCluster(folder, 3) as etcd``: ready when entered."""
+
+    def __init__(self, folder: Path, num_members: int) -> None:
+        """Raises SkipTest, which pytest reports, where there is no etcd."""
+        if None in (shutil.which("etcd"), shutil.which("etcdctl")):
+            raise SkipTest("etcd is not installed (apt install etcd-server etcd-client)")
+        self._folder = folder
+        with_ports = [socket.create_server(("127.0.0.1", 0)) for _ in range(2 * num_members)]
+        ports = [each.getsockname()[1] for each in with_ports]
+        for each in with_ports:
+            each.close()
+        self.clients, self._peers = ports[:num_members], ports[num_members:]
+        self.members: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def endpoints(self) -> str:
+        return ",".join(f"127.0.0.1:{port}" for port in self.clients)
+
+    def __enter__(self) -> EtcdCluster:
+        cluster = ",".join(f"m{i}=http://127.0.0.1:{port}" for i, port in enumerate(self._peers))
+        for i, (client, peer) in enumerate(zip(self.clients, self._peers, strict=True)):
+            with (self._folder / f"etcd{i}.log").open("wb") as log:
+                command = [
+                    "etcd", "--name", f"m{i}", "--data-dir", str(self._folder / f"m{i}.etcd"),
+                    "--listen-client-urls", f"http://127.0.0.1:{client}",
+                    "--advertise-client-urls", f"http://127.0.0.1:{client}",
+                    "--listen-peer-urls", f"http://127.0.0.1:{peer}",
+                    "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}",
+                    "--initial-cluster", cluster, "--logger", "zap",
+                ]  # fmt: skip
+                self.members.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+        deadline_s = monotonic() + 30
+        while not all(self._is_healthy(port) for port in self.clients):
+            assert monotonic() < deadline_s, "etcd did not come up"
+            sleep(0.1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self.members:
+            member.send_signal(signal.SIGCONT)
+            member.kill()
+        for member in self.members:
+            member.wait()
+
+    def kill_raft_leader(self) -> None:
+        for member, port in zip(self.members, self.clients, strict=True):
+            command = ["etcdctl", "--endpoints", f"127.0.0.1:{port}", "endpoint", "status", "-w"]
+            status = json.loads(
+                subprocess.run(
+                    [*command, "json"],
+                    check=True,
+                    capture_output=True,
+                    env=os.environ | {"ETCDCTL_API": "3"},
+                ).stdout
+            )[0]["Status"]
+            if status["leader"] == status["header"]["member_id"]:
+                member.kill()
+                member.wait()
+                return
+        raise AssertionError("no member leads")
+
+    def _is_healthy(self, port: int) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as answer:
+                return json.load(answer)["health"] == "true"
+        except OSError:
+            return False

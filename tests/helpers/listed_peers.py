@@ -1,0 +1,103 @@
+"""Both planes over TLS with an access list, and callers of several tenants and roles.
+
+Callers name themselves by bearer tokens, one for each, so one server certificate serves them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from data_server import config_of
+from plan_author import POOL_ID
+
+from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.server import ControlPlaneServer
+from data_plane.server.server import DataPlaneServer
+from kvplane import ControlClient, DataClient, TlsOptions
+
+TLS = Path(__file__).parents[1] / "rpc" / "tls"
+ROLES = {
+    "engine-a": ("a", "engine"),
+    "engine-b": ("b", "engine"),
+    "router": ("a", "router"),
+    "operator": ("a", "operator"),
+    "plane": ("plane", "plane"),
+}
+
+
+def listed(*names: str) -> str:
+    callers = []
+    for name in names:
+        tenant, role = ROLES[name]
+        pools = f'pools = ["{POOL_ID}"]' if role == "plane" else ""
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        callers.append(
+            f'[[callers]]\ntoken_sha256 = "{digest}"\ntenant = "{tenant}"\n'
+            f'roles = ["{role}"]\n{pools}\n'
+        )
+    return "\n".join(callers)
+
+
+class Peers:
+    """Both planes, and the callers' credentials."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.access_file = folder / "access.toml"
+        self.access_file.write_text(listed(*ROLES))
+        self.control: ControlPlaneServer
+        self.data: DataPlaneServer
+
+    def serving(self) -> dict[str, Path]:
+        return {
+            "tls_certificate": TLS / "server.pem",
+            "tls_key": TLS / "server.key",
+            "access_file": self.access_file,
+        }
+
+    def tls(self, name: str) -> TlsOptions:
+        path = self.folder / f"{name}.token"
+        path.write_text(f"{name}\n")
+        return TlsOptions(
+            ca_file=TLS / "ca.pem", server_name="kvplane.test", token_file=path if name else None
+        )
+
+    def client(self, name: str) -> ControlClient:
+        return ControlClient(self.control.address, tls=self.tls(name), timeout_s=5)
+
+    def data_client(self, name: str) -> DataClient:
+        return DataClient(self.data.address, tls=self.tls(name), timeout_s=5)
+
+
+@asynccontextmanager
+async def listed_peers(folder: Path) -> AsyncIterator[Peers]:
+    """Both planes, until the body ends; then they have kept their integrity."""
+    peers = Peers(folder)
+    peers.control = await ControlPlaneServer.start(
+        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0, **peers.serving())
+    )
+    plane = peers.tls("plane")
+    peers.data = await DataPlaneServer.start(
+        config_of(
+            folder,
+            peers.control.address,
+            control_plane_tls=True,
+            control_plane_ca=plane.ca_file,
+            control_plane_name=plane.server_name,
+            control_plane_token_file=plane.token_file,
+            **peers.serving(),
+        )
+    )
+    async with asyncio.timeout(20):
+        await peers.data.registered.wait()
+    try:
+        yield peers
+    finally:
+        await peers.data.stop()
+        await peers.control.stop()
+    peers.data.executor.check_integrity()
+    peers.control.core.check_integrity()

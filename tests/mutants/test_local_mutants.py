@@ -1,0 +1,117 @@
+"""The tests of local executions fail when a check is taken out of a copy of the tree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from source_faults import Fault, assert_noticed
+
+LOCAL = "tests/rpc/test_local_executions.py"
+WORKER = "tests/unit/executor/test_worker_thread.py"
+REGION = "data_plane/server/local/region.py"
+ENDPOINT = "data_plane/server/local/endpoint.py"
+CONNECTION = "data_plane/server/local/connection.py"
+STREAM = "data_plane/server/execute_stream.py"
+
+BASIC = {
+    "ranges_past_the_end_are_read": Fault(
+        REGION,
+        "not 0 <= first <= self.size_bytes - num_bytes",
+        "first < 0",
+        LOCAL,
+        "does_not_fit",
+    ),
+    "regions_can_shrink": Fault(
+        REGION, "fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW |", "", LOCAL, "shrink"
+    ),
+    "secrets_serve_again": Fault(
+        ENDPOINT,
+        "self._offers.pop(join.secret, None)",
+        "self._offers.get(join.secret)",
+        LOCAL,
+        "taken_once",
+    ),
+}
+MORE = {
+    "any_region_is_this_one": Fault(
+        REGION, "if place.region_id != REGION_ID:", "if False:", LOCAL, "does_not_fit"
+    ),
+    "offers_do_not_age": Fault(
+        ENDPOINT, "or offer.expires_s < time.monotonic()", "", LOCAL, "is_old"
+    ),
+    "users_are_not_compared": Fault(
+        ENDPOINT, "or not packets.is_same_user(peer)", "", LOCAL, "another_user"
+    ),
+    "sessions_have_any_number_of_regions": Fault(
+        ENDPOINT, "len(of_session) >= MAX_REGIONS_PER_SESSION", "False", LOCAL, "bounded"
+    ),
+    "there_is_any_number_of_regions": Fault(
+        ENDPOINT, "len(self._connections) >= self._num_regions", "False", LOCAL, "bounded"
+    ),
+    "who_does_not_join_stays": Fault(
+        ENDPOINT,
+        "lambda: self._no_longer_joining(peer).close()",
+        "lambda: None",
+        LOCAL,
+        "does_not_join",
+    ),
+    "regions_outlive_their_streams": Fault(
+        ENDPOINT, "self._worker.post(partial(self._end, stream))", "pass", LOCAL, "ends_with"
+    ),
+    "regions_outlive_their_sessions": Fault(
+        CONNECTION, "if not self._is_of_session():", "if False:", LOCAL, "ends_with"
+    ),
+    "callers_are_not_looked_up_again": Fault(
+        CONNECTION,
+        "self._admit()\n            return",
+        "return",
+        "tests/rpc/test_access.py",
+        "shared_memory",
+    ),
+    "views_outlive_their_regions": Fault(
+        STREAM,
+        "self._region = region\n        self._known.clear()",
+        "self._region = region",
+        LOCAL,
+        "ends_with or computed_in",
+    ),
+    "elements_in_a_packet_are_taken": Fault(
+        STREAM,
+        'if is_local or message.HasField("memory"):',
+        'if message.HasField("memory"):',
+        LOCAL,
+        "does_not_fit",
+    ),
+    "answers_forget_the_receipt": Fault(
+        STREAM,
+        "if receipt is None:\n            return layer.packet",
+        "if True:\n            return layer.packet",
+        LOCAL,
+        "computed_in",
+    ),
+    "sockets_go_first": Fault(
+        "data_plane/server/worker_thread.py",
+        "self._commands.put(lane, partial(self._serve, fd, serve()))",
+        "self._commands.put(None, partial(self._serve, fd, serve()))",
+        WORKER,
+        "turns",
+    ),
+    "plans_begun_are_not_checked": Fault(
+        "kvplane/clients/execution.py",
+        "if num_tokens != begun.num_tokens:",
+        "if False:",
+        "tests/rpc/test_sdk_execution.py",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BASIC)
+def test_the_tests_notice(name: str, tmp_path: Path) -> None:
+    assert_noticed(BASIC[name], tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MORE)
+def test_the_tests_notice_at_night(name: str, tmp_path: Path) -> None:
+    assert_noticed(MORE[name], tmp_path)

@@ -1,0 +1,274 @@
+"""Electors: one leads at a time, the next one's incarnation is higher, and who has lost knows it.
+
+The same tests hold for each: a file on this machine, a real etcd, and Kubernetes' Lease API, of
+which only a stand-in can run here (``tests/helpers/lease_api.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etcd_cluster import EtcdCluster
+from lease_api import LeaseApi
+
+from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.election import elector as module
+from control_plane.server.election.choice import elector_of
+from control_plane.server.election.elector import Elector, has_died, next_incarnation
+from control_plane.server.election.etcd_elector import EtcdElector
+from control_plane.server.election.file_elector import FileElector
+from control_plane.server.election.kubernetes_elector import KubernetesApi, KubernetesElector
+from control_plane.server.server import ControlPlaneServer
+from kvplane import ControlClient, TlsOptions
+from kvplane.errors import InvalidRequestError, PlaneUnavailableError
+from kvplane.transport.health import check
+
+TTL_S = 2
+# A lock has no lease: the kernel releases it when its holder ends, and never before.
+leased = pytest.mark.parametrize("kind", ["etcd", "kubernetes"])
+Make = Callable[..., Elector]
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    with EtcdCluster(tmp_path_factory.mktemp("etcd"), 1) as etcd:
+        yield etcd
+
+
+@pytest.fixture(params=["file", "etcd", "kubernetes"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def make(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    """Makes candidates of one election. ``address``: what they say of themselves."""
+    if kind == "file":
+        yield lambda address="": FileElector(tmp_path / "leader")
+    elif kind == "etcd":
+        endpoints = request.getfixturevalue("etcd").endpoints
+        yield lambda address="": EtcdElector(endpoints, tmp_path.name, address, ttl_s=TTL_S)
+    else:
+        with LeaseApi() as api:
+            access = KubernetesApi(api.url)
+            yield lambda address="": KubernetesElector(access, "ns", "kv", address, ttl_s=TTL_S)
+
+
+class Candidate:
+    """Leads in a task until it is told to end. ``won``: its incarnation."""
+
+    def __init__(self, elector: Elector) -> None:
+        self.won: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.won_s = 0.0
+        self.ends = asyncio.Event()
+        self.task = asyncio.create_task(self._lead(elector))
+
+    async def _lead(self, elector: Elector) -> None:
+        async with elector.lead() as incarnation:
+            self.won_s = time.monotonic()
+            self.won.set_result(incarnation)
+            await self.ends.wait()
+
+    async def end(self) -> None:
+        self.ends.set()
+        await self.task
+
+
+async def test_one_leads_at_a_time_and_the_next_takes_over_at_once(make) -> None:
+    first = Candidate(make())
+    before = await asyncio.wait_for(first.won, 10)
+    second = Candidate(make())
+    await asyncio.sleep(1.5 * TTL_S)  # the first goes on renewing
+    assert not second.won.done()
+    ended_s = time.monotonic()
+    await first.end()
+    after = await asyncio.wait_for(second.won, 10)
+    assert after > before
+    assert second.won_s - ended_s < TTL_S
+    await second.end()
+
+
+async def test_incarnations_rise_when_clocks_go_back(make, monkeypatch) -> None:
+    last = 0
+    for now_ns in (5_000, 4_000, 3):
+        monkeypatch.setattr(module.time, "time_ns", lambda now_ns=now_ns: now_ns)
+        async with make().lead() as incarnation:
+            assert incarnation > last
+        last = incarnation
+    assert last == 5_002
+
+
+async def test_of_many_candidates_one_leads(make) -> None:
+    candidates = [Candidate(make()) for _ in range(5)]
+    incarnations = []
+    for _ in range(5):
+        done, _ = await asyncio.wait(
+            [each.won for each in candidates], timeout=20, return_when=asyncio.FIRST_COMPLETED
+        )
+        assert len(done) == 1
+        (leader,) = (each for each in candidates if each.won.done())
+        incarnations.append(leader.won.result())
+        candidates.remove(leader)
+        await leader.end()
+    assert incarnations == sorted(set(incarnations))
+
+
+async def lose(elector: Elector, kind: str, tmp_path: Path) -> None:
+    """Take the leadership away, as somebody else might."""
+    if kind == "file":
+        (tmp_path / "leader").rename(tmp_path / "other")
+        (tmp_path / "leader").touch()
+    elif isinstance(elector, EtcdElector):
+        await elector._revoke(elector._lease)
+    elif isinstance(elector, KubernetesElector):
+        lease = await elector._read()
+        lease["spec"]["holderIdentity"] = "somebody"
+        await elector._send("PUT", lease)
+
+
+async def test_who_has_lost_is_interrupted_with_a_typed_error(make, kind, tmp_path) -> None:
+    elector = make()
+    with pytest.raises(PlaneUnavailableError, match="does not lead any more"):
+        async with elector.lead():
+            await lose(elector, kind, tmp_path)
+            await asyncio.wait_for(asyncio.Event().wait(), 3 * TTL_S)
+
+
+async def test_a_body_that_is_cancelled_or_fails_is_not_said_to_have_lost(make) -> None:
+    candidate = Candidate(make())
+    await candidate.won
+    candidate.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await candidate.task
+    with pytest.raises(KeyError):
+        async with make().lead():
+            raise KeyError
+
+
+@leased
+async def test_a_leader_that_has_died_is_followed_before_its_lease_ends(make) -> None:
+    """Its process is gone, so its port is closed, and nobody resigned."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        dead = make(address)
+        await dead.win()
+        follower = Candidate(make())
+        await asyncio.sleep(0.5)
+    died_s = time.monotonic()
+    await asyncio.wait_for(follower.won, 10)
+    assert follower.won_s - died_s < TTL_S / 2
+    await follower.end()
+
+
+@leased
+async def test_a_leader_that_hangs_is_followed_when_its_lease_ends(make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        hung = make(f"127.0.0.1:{listening.getsockname()[1]}")
+        await hung.win()  # and never renews
+        follower = Candidate(make())
+        won_s = time.monotonic()
+        await asyncio.wait_for(follower.won, 10)
+        assert TTL_S / 2 < follower.won_s - won_s < 2.5 * TTL_S
+        await follower.end()
+
+
+async def test_a_process_has_died_when_its_connection_ends_and_another_is_refused() -> None:
+    connections = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        dying = asyncio.create_task(has_died(f"{host}:{port}"))
+        while not connections:
+            await asyncio.sleep(0.01)
+        connections[0].close()
+        await asyncio.sleep(0.1)
+        assert len(connections) == 2  # it was asked again, and lives
+        assert not dying.done()
+    connections[1].close()
+    await asyncio.wait_for(dying, 5)
+
+
+def test_the_settings_name_the_elector(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    for text, cls in [
+        ("file:/run/leader", FileElector),
+        ("kubernetes://ns/name", KubernetesElector),
+    ]:
+        assert isinstance(elector_of(text, "h:1", ttl_s=5), cls)
+    for text in ("", "file:relative", "etcd://h:1", "etcd:///name", "redis://h:1/name"):
+        with pytest.raises(InvalidRequestError, match="election: must be"):
+            elector_of(text, "h:1", ttl_s=5)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
+    with pytest.raises(InvalidRequestError, match="not in a pod"):
+        elector_of("kubernetes://ns/name", "h:1", ttl_s=5)
+    assert next_incarnation(2**70) == 2**70 + 1
+
+
+@asynccontextmanager
+async def started(**settings: Any) -> AsyncIterator[ControlPlaneServer]:
+    config = ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.1, **settings)
+    server = await ControlPlaneServer.start(config)
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+async def test_a_server_stands_by_until_it_leads_and_ends_when_it_has_lost(tmp_path) -> None:
+    path = tmp_path / "leader"
+    async with (
+        started(election=f"file:{path}") as first,
+        started(election=f"file:{path}") as second,
+        ControlClient(f"{first.address},{second.address}") as both,
+        ControlClient(second.address, timeout_s=0.2) as standby,
+    ):
+        before = await both.describe()
+        assert await check(second.address) == "NOT_SERVING"
+        with pytest.raises(PlaneUnavailableError, match="stands by"):
+            await standby.describe()
+        with pytest.raises(PlaneUnavailableError):
+            await standby.wait_ready("pool", 0.1)
+        await first.stop()
+        after = await both.describe()
+        assert after.incarnation > before.incarnation
+        assert await check(second.address) == "SERVING"
+        path.rename(tmp_path / "other")  # somebody else may lock another file there
+        path.touch()
+        with pytest.raises(PlaneUnavailableError, match="does not lead any more"):
+            await asyncio.wait_for(second.run_until_signal(), 10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"election": "file:/x", "incarnation": 5}, "incarnation"),
+        ({"advertise": "nowhere"}, "advertise"),
+    ],
+)
+def test_settings_of_an_election_that_contradict_each_other_are_refused(settings, field) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        ControlPlaneConfig(**settings)
+    assert refused.value.field == field
+
+
+async def test_several_addresses_have_a_family_and_a_name_in_common() -> None:
+    for target, field in [
+        ("localhost", "target"),
+        ("127.0.0.1:1,nowhere", "target"),
+        ("127.0.0.1:1,no.such.host.invalid:1", "target"),
+    ]:
+        with pytest.raises(InvalidRequestError) as refused:
+            ControlClient(target)
+        assert refused.value.field == field
+    with pytest.raises(InvalidRequestError, match=r"tls\.server_name"):
+        ControlClient("127.0.0.1:1,127.0.0.2:1", tls=TlsOptions())

@@ -1,0 +1,141 @@
+"""Who may read /metrics, over what, and that slow readers keep nobody out for long."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import socket
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from control_plane.server.config import ControlPlaneConfig
+from kvplane.errors import InvalidRequestError
+from kvplane.serving import metrics_endpoint
+from kvplane.serving.metrics_endpoint import (
+    MetricsAccess,
+    MetricsEndpoint,
+    read_login,
+    serve_metrics,
+)
+
+TLS = Path(__file__).parent / "tls"
+LOGIN = "prometheus", hashlib.sha256(b"word:with colon").hexdigest()
+Start = Callable[[MetricsAccess], MetricsEndpoint]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    endpoints: list[MetricsEndpoint] = []
+
+    def serve(access: MetricsAccess) -> MetricsEndpoint:
+        endpoints.append(serve_metrics(CollectorRegistry(), lambda: True, "127.0.0.1", 0, access))
+        return endpoints[-1]
+
+    yield serve
+    for endpoint in endpoints:
+        endpoint.close()
+
+
+def get(url: str, *, login: str = "", trusted: Path | None = None) -> int:
+    """The status of a GET. ``login``: USER:PASSWORD. ``trusted``: the CA, for HTTPS."""
+    request = urllib.request.Request(url)
+    if login:
+        request.add_header("Authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
+    context = ssl.create_default_context(cafile=str(trusted)) if trusted else None
+    if context is not None:
+        context.check_hostname = False  # the certificate is another host's
+    try:
+        with urllib.request.urlopen(request, timeout=10, context=context) as answer:
+            status: int = answer.status
+            return status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.parametrize(
+    ("login", "status"),
+    [
+        ("prometheus:word:with colon", 200),
+        ("prometheus:other", 401),
+        ("other:word:with colon", 401),
+        (f"prometheus:{LOGIN[1]}", 401),
+        ("", 401),
+    ],
+)
+def test_only_who_has_the_login_reads_metrics(start: Start, login: str, status: int) -> None:
+    address = f"http://127.0.0.1:{start(MetricsAccess(login=LOGIN)).port}"
+    assert get(f"{address}/metrics", login=login) == status
+    assert get(f"{address}/healthz", login=login) == 200
+
+
+def test_a_header_that_is_none_is_refused() -> None:
+    access = MetricsAccess(login=LOGIN)
+    for header in ("Basic", "Basic ???", "Basic /w==", "Bearer abc", "\x00"):
+        assert not access.permits(header)
+
+
+def test_metrics_are_served_over_https(start: Start) -> None:
+    access = MetricsAccess(TLS / "server.pem", TLS / "server.key")
+    port = start(access).port
+    assert get(f"https://127.0.0.1:{port}/metrics", trusted=TLS / "ca.pem") == 200
+    with pytest.raises(OSError, match=r"reset|closed|refused|timed out|status line"):
+        get(f"http://127.0.0.1:{port}/metrics")
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_slow_readers_are_bounded_in_number_and_time(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tls: bool
+) -> None:
+    monkeypatch.setattr(metrics_endpoint, "_LONGEST_S", 1.0)
+    access = MetricsAccess(TLS / "server.pem", TLS / "server.key") if tls else MetricsAccess()
+    port = start(access).port
+    num_threads = threading.active_count()
+    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+    time.sleep(0.3)
+    # A thread and its deadline for each.
+    assert threading.active_count() - num_threads <= 2 * metrics_endpoint._MAX_THREADS
+    for _ in range(12):  # a byte at a time outlasts every timeout of a single read
+        for each in slow:
+            try:
+                each.send(b"G")
+            except OSError:
+                continue
+        time.sleep(0.1)
+    scheme, trusted = ("https", TLS / "ca.pem") if tls else ("http", None)
+    assert get(f"{scheme}://127.0.0.1:{port}/healthz", trusted=trusted) == 200
+    for each in slow:
+        each.close()
+
+
+@pytest.mark.parametrize("text", ["", "user", "user:abc", f"us er:{'0' * 64}", f"a:{'0' * 64}:b"])
+def test_a_login_file_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "login"
+    path.write_text(text)
+    with pytest.raises(InvalidRequestError) as refused:
+        read_login(path)
+    assert refused.value.field == "metrics_login_file"
+
+
+def test_metrics_that_others_could_read_in_the_clear_need_a_word_for_it() -> None:
+    tls = {"tls_certificate": TLS / "server.pem", "tls_key": TLS / "server.key"}
+    with pytest.raises(InvalidRequestError) as refused:
+        ControlPlaneConfig(bind="0.0.0.0:0", **tls)
+    assert refused.value.field == "metrics_host"
+    with pytest.raises(InvalidRequestError) as refused:
+        ControlPlaneConfig(metrics_tls=True)
+    assert refused.value.field == "metrics_tls"
+    for more in (
+        {"metrics_tls": True},
+        {"metrics_host": "127.0.0.1"},
+        {"metrics_port": -1},
+        {"insecure": True},
+    ):
+        ControlPlaneConfig(bind="0.0.0.0:0", **tls, **more)
