@@ -43,12 +43,13 @@ func main() {
 	plan := &pb.ExecuteRequest_Plan{Plan: planned.Result.Plan}
 	numTokens := ask(&pb.ExecuteRequest{Message: plan}).GetStarted().NumTokens
 	qkv := zeros(numTokens, pool.Layout.Groups[0])
+	var receipt *pb.SignedPayload // comes with the last layer
 	for _, layer := range layers {
 		input := &pb.LayerInput{Layer: layer, Query: qkv, Key: qkv, Value: qkv}
 		output := ask(&pb.ExecuteRequest{Message: &pb.ExecuteRequest_Layer{Layer: input}}).GetOutput()
 		fmt.Printf("layer %d: attention %v\n", layer, output.Output.Shape)
+		receipt = output.Receipt
 	}
-	receipt := receive(stream).GetReceipt()
 
 	free := &pb.Operation_Free{Free: &pb.Free{SequenceIds: column([]int64{1})}}
 	step = &pb.StepRequest{Session: opened.Session, Number: 2, Operations: []*pb.Operation{{Operation: free}},
@@ -65,7 +66,7 @@ func dial(address string) *grpc.ClientConn {
 	return connection
 }
 
-// receive returns the next answer, such as the receipt after the last layer.
+// receive returns the next answer.
 func receive(stream pb.DataPlaneService_ExecuteClient) *pb.ExecuteResponse {
 	answer, err := stream.Recv()
 	check(err)

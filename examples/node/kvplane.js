@@ -68,11 +68,6 @@ class Stream {
   /** Sends a request and waits for its answer. */
   async ask(request) {
     this.call.write(request);
-    return this.next();
-  }
-
-  /** The next answer, such as the receipt after the last layer. */
-  async next() {
     const { value } = await this.answers.next();
     if (value?.error) throw new Error(`${value.error.reason}: ${value.error.field}: ${value.error.message}`);
     return value;

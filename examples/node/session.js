@@ -16,11 +16,12 @@ const { layers } = (await execution.ask({ open: { protocol, grant } })).opened;
 const { num_tokens } = (await execution.ask({ plan: result.plan })).started;
 const [{ num_kv_heads, head_size }] = layout.groups;
 const qkv = zeros(num_tokens, num_kv_heads, head_size);
+let receipt; // comes with the last layer
 for (const layer of layers) {
   const { output } = await execution.ask({ layer: { layer, query: qkv, key: qkv, value: qkv } });
   console.log(`layer ${layer}: attention [${output.output.shape}]`);
+  receipt = output.receipt;
 }
-const { receipt } = await execution.next();
 execution.end();
 
 const free = { sequence_ids: int64([1]) };
