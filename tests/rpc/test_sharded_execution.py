@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -181,6 +182,9 @@ async def test_a_new_control_plane_finds_what_all_shards_report(tmp_path) -> Non
         async with ShardedDataClient(session.shards, LAYOUT) as data:
             await run(session, await data.open(session.grant), 0, ops.admit(1, prompt(17)))
             await session.submit_receipts()
+        for plane in pool.planes.values():  # until they were told what was published
+            while not any(part.publications for part in plane.executor.report()):
+                await asyncio.sleep(0.02)
         await pool.restart_control()
         session = await session.reopen()
         async with ShardedDataClient(session.shards, LAYOUT) as data:
