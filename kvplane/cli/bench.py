@@ -29,7 +29,6 @@ from kvplane.v1.types_pb2 import SignedPayload
 _FORK_EVERY: Final = 16
 _SWAP_EVERY: Final = 24
 _OPTIONS: Final = AttentionOptions(scale=1.0)
-_LONGEST_TENSOR_TOKENS: Final = 4096
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -181,7 +181,7 @@ async def test_a_process_whose_device_is_lost_exits_with_an_error_line(
     command = [sys.executable, "-c", LOSES_ITS_DEVICE, "--control-plane", side.address]
     command += ["--bind", f"{HOST}:0", "--layout", str(config.layout)]
     command += ["--num-device-blocks", "2", "--metrics-port", "-1"]
-    environment = {"PYTHONPATH": f"{ROOT / 'tests' / 'helpers'}:{ROOT}", "PATH": ""}
+    environment = {"PYTHONPATH": f"{ROOT / 'tests' / 'helpers' / 'data'}:{ROOT}", "PATH": ""}
     process = await asyncio.create_subprocess_exec(
         *command, stdout=-1, stderr=-1, env=environment, cwd=ROOT
     )
