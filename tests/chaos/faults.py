@@ -5,6 +5,7 @@ broken no longer, or breaks it for good and leaves the rest to ``Fleet.heal``.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 from collections.abc import Awaitable, Callable
 from random import Random
@@ -13,6 +14,8 @@ from kvplane import ControlClient, ops
 from kvplane.errors import KvplaneError
 from kvplane.layout import Layout
 from tests.chaos.fleet import DATA_PLANES, LEASE_S, NUM_DEVICE_BLOCKS, Fleet, Program
+
+CLOCK_JUMP_S = 3600
 
 Fault = Callable[[Fleet, Random], Awaitable[None]]
 
@@ -102,6 +105,13 @@ async def half_close(fleet: Fleet, random: Random) -> None:
     random.choice(list(fleet.links.values())).half_close()
 
 
+async def jump_clock(fleet: Fleet, random: Random) -> None:
+    """The control plane comes back with a clock that is an hour off."""
+    control = fleet.planes["control"]
+    control.clock_offset_s = random.choice((-CLOCK_JUMP_S, 0, CLOCK_JUMP_S))
+    await _restart(control, random)
+
+
 async def fill_pool(fleet: Fleet, random: Random) -> None:
     """Another tenant's session takes every block that it is given, and holds them for a while."""
     try:
@@ -120,5 +130,6 @@ FAULTS: dict[str, Fault] = {
     for fault in (
         kill_control, kill_data, kill_planes, kill_engine, stop_control, stop_data, stop_engine,
         cut, lose_requests, lose_answers, delay, half_close, fill_pool,
+        *((jump_clock,) if shutil.which("faketime") else ()),
     )
 }  # fmt: skip

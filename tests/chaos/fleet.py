@@ -45,16 +45,26 @@ class Program:
         self._arguments = arguments
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
+        self._starting = asyncio.Lock()
+        self.clock_offset_s = 0  # of a process that is started
 
     async def start(self) -> None:
+        """Start it, unless another fault has done so meanwhile."""
+        async with self._starting:
+            if not self.is_running:
+                await self._start()
+
+    async def _start(self) -> None:
+        faked = ["faketime", "-f", f"{self.clock_offset_s:+d}s"] if self.clock_offset_s else []
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", *self._arguments),
+                *(*faked, sys.executable, "-m", *self._arguments),
                 cwd=ROOT,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
+                start_new_session=True,  # faketime's child is signalled with it
             )
 
     @property
@@ -68,7 +78,7 @@ class Program:
 
     def signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
+            os.killpg(self.process.pid, number)
 
     async def kill(self) -> None:
         """As a machine that loses power."""
@@ -139,6 +149,7 @@ class Fleet:
         self.planes["control"] = Program(
             "control", self._logs / "control.log",
             *("control_plane", "--bind", self._addresses["control"], "--lease-s", str(LEASE_S)),
+            *("--election", f"file:{self._logs / 'leader'}"),
             *common,
         )  # fmt: skip
         for name, (pool, *shard) in DATA_PLANES.items():
