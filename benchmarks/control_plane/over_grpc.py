@@ -158,6 +158,8 @@ class Server:
             flags = ["--bind", "127.0.0.1:0", "--port-file", str(port_file)]
             flags += ["--metrics-port", "-1", "--lease-s", "3600"]
             flags += ["--heartbeat-s", str(_HEARTBEAT_S)]
+            # 256 prompts of 32,768 tokens in one step.
+            flags += ["--max-message-bytes", str(1 << 26)]
             output = stack.enter_context(log.open("wb"))
             process = subprocess.Popen(
                 [sys.executable, *program, *flags], stdout=output, stderr=subprocess.STDOUT
