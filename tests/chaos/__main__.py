@@ -42,9 +42,9 @@ def main() -> int:
         logs.mkdir(parents=True, exist_ok=True)
         model = save_byte_model(Path(folder) / "model")
         result = asyncio.run(run(model, logs, seed=arguments.seed, seconds=arguments.seconds))
+    sys.stdout.write(report(result))
     if arguments.json:
         arguments.json.write_text(json.dumps(asdict(result), indent=1) + "\n")
-    sys.stdout.write(report(result))
     return 1 if result.wrong else 0
 
 

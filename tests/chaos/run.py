@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ class Result:
 
     seed: int
     num_phases: int = 0
-    num_faults: Counter[str] = field(default_factory=Counter)
+    num_faults: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAULTS, 0))
     num_answers: int = 0
     num_engine_restarts: int = 0
     longest_recovery_s: float = 0.0
@@ -62,7 +61,8 @@ async def run(
             except (AssertionError, TimeoutError) as error:
                 raise AssertionError(f"seed {seed}, phase {result.num_phases}: {names}") from error
             result.num_phases += 1
-            result.num_faults.update(names)
+            for name in names:
+                result.num_faults[name] += 1
         result.num_answers = sum(engine.num_answers for engine in fleet.engines)
         result.num_engine_restarts = sum(engine.num_starts - 1 for engine in fleet.engines)
         result.wrong = [wrong for engine in fleet.engines for wrong in engine.wrong]
