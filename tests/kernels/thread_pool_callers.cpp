@@ -30,7 +30,7 @@ void call_until_the_end(unsigned seed) {
   while (!ended.load()) {
     std::vector<int> runs(2 + random() % 6);
     const int num_workers = 2 + static_cast<int>(random() % 7);
-    const int num_turns = random() % 50 == 0 ? 100000 : static_cast<int>(random() % 2000);
+    const int num_turns = random() % 10 == 0 ? 100000 : static_cast<int>(random() % 2000);
     kvplane::parallel_for(static_cast<int64_t>(runs.size()), num_workers, [&](int, int64_t item) {
       for (volatile int turn = 0; turn < num_turns; turn = turn + 1) {
       }

@@ -39,6 +39,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     old, new = MUTANTS[name]
@@ -50,7 +51,8 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     pool.write_text(text.replace(old, new))
     sources = (KERNEL_TESTS / "thread_pool_callers.cpp", pool)
     program = build(tmp_path, sources, flags=("-fsanitize=thread",), link_flags=("-pthread",))
-    result = subprocess.run(
-        [str(program), "2", "16"], capture_output=True, text=True, check=False, timeout=60
+    # A busy machine may not come to what the fault needs in one run.
+    assert any(
+        subprocess.run([str(program), "2", "16"], capture_output=True, timeout=60).returncode
+        for _ in range(6)
     )
-    assert result.returncode != 0
