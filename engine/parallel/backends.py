@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
+from dataclasses import dataclass
 
 from engine.config import EngineConfig
-from kvplane.attention_options import AttentionOptions
-from kvplane.clients.data_client import DataClient
-from kvplane.clients.execution import Execution
-from kvplane.errors import InternalError, InvalidRequestError
+from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.shard import Shard
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.tensor import Tensor
-from kvplane.transformers.backend import DataBackend, OpenedSession, RemoteBackend, Started
-from kvplane.transformers.region_layers import RegionLayers
+from kvplane.transformers.backend import DataBackend, OpenedSession, RemoteBackend
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
+from kvplane.v1.control_pb2 import ShardInfo
 
 
 def backend_of(
@@ -57,7 +52,7 @@ def _embedded(config: EngineConfig, layout: Layout, rank: int) -> DataBackend:
     )
 
 
-class RankBackend:
+class RankBackend(RemoteBackend):
     """One shard of a remote pool, whose heads are those that this rank computes."""
 
     def __init__(
@@ -68,83 +63,28 @@ class RankBackend:
         rank: int,
         num_ranks: int,
     ) -> None:
-        self._loop = loop
-        self._timeout_s = timeout_s
-        self._tls = tls
+        super().__init__(loop, timeout_s, tls)
         self._rank = rank
         self._num_ranks = num_ranks
-        self._client: DataClient | None = None
-        self._execution: Execution | None = None
-        self.latent_layers: frozenset[int] = frozenset()
-        self._layers: RegionLayers | None = None
 
     def open(self, session: OpenedSession) -> None:
         """Open an Execute stream to the rank's shard. Raises InvalidRequestError of the field
         "tensor_parallel" for a pool that is not divided by heads among so many.
         """
+        own = session.shards[self._rank :][:1]
         shard = Shard.of_heads(session.layout, self._rank, self._num_ranks)
-        if [Shard.from_proto(info.shard) for info in session.shards][self._rank :][:1] != [shard]:
+        if [Shard.from_proto(info.shard) for info in own] != [shard]:
             raise InvalidRequestError(
                 "must be the number of the pool's shards, which divide its KV heads evenly",
                 field="tensor_parallel",
             )
-        self.close()
-        address = session.shards[self._rank].address
-        client = self._client = self._loop.call(
-            lambda: DataClient(address, tls=self._tls, timeout_s=self._timeout_s)
-        )
-        self._execution = self._loop.run(client.open(session.grant))
-        self.latent_layers = session.layout.latent_layers
-        self._layers = RegionLayers(self._execution)
+        super().open(_OfShard(session.grant, own, session.layout))
 
-    def start(self, plan: pb.SignedPayload, num_tokens: int = 0) -> Started:
-        """Present the plan to the shard."""
-        started = self._loop.run(self._open_execution().start(plan))
-        return Started(started.num_tokens, [] if started.receipt is None else [started.receipt])
 
-    def layer(
-        self,
-        index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        *,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        """Send one layer's new tokens, of the rank's heads, and wait for their attention."""
-        assert value is not None, "keep_part refuses latents"
-        if self._layers is not None:
-            output = self._layers.layer(index, query, key, value, options)
-            if output is not None:
-                return output
-        tensors = (
-            Tensor.from_array(each.detach().cpu().contiguous()) for each in (query, key, value)
-        )
-        out = self._loop.run(self._open_execution().layer(index, *tensors, options=options))
-        there: torch.Tensor = out.torch().to(query.device)
-        return there
+@dataclass(frozen=True)
+class _OfShard:
+    """A session, for the client of one shard alone."""
 
-    def finish(self) -> Sequence[pb.SignedPayload]:
-        """The receipt that came after the last layer. Raises InternalError when none did."""
-        receipt = self._open_execution().receipt
-        if receipt is None:
-            raise InternalError("no receipt came after the last layer")
-        return [receipt]
-
-    def close(self) -> None:
-        """Close stream and channel."""
-        execution, self._execution, self._layers = self._execution, None, None
-        client, self._client = self._client, None
-        if execution is not None:
-            self._loop.run(execution.close())
-        if client is not None:
-            self._loop.run(client.close())
-
-    def stop(self) -> None:
-        """Close the session: there is nothing else to release."""
-        self.close()
-
-    def _open_execution(self) -> Execution:
-        if self._execution is None:
-            raise InternalError("no session is open")
-        return self._execution
+    grant: pb.SignedPayload
+    shards: Sequence[ShardInfo]
+    layout: Layout

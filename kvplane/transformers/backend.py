@@ -157,8 +157,10 @@ class RemoteBackend:
             output = self._layers.layer(index, query, key, value, options)
             if output is not None:
                 return output
+        execution = self._open_execution()
+        # One shard takes what it is given whole, also where that is a part of the model's heads.
         out = self._loop.run(
-            self._open_execution().layer(
+            (execution.only or execution).layer(
                 index,
                 _to_wire(query),
                 _to_wire(key),
