@@ -71,7 +71,8 @@ class _Core:
         return answer, 0.0
 
     async def abort(self, request: cpb.AbortPlanRequest) -> float:
-        raise NotImplementedError
+        self._core.abort_plan(request, _TENANT)
+        return 0.0
 
     def num_held(self) -> dict[int, int]:
         """Device blocks that sequences hold, by layer group."""

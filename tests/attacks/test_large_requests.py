@@ -75,8 +75,8 @@ Request = Callable[[tpb.SessionRef], bytes]
 REFUSED: dict[str, tuple[str, Request, str]] = {
     "operations": ("RunStep", lambda s: step(s, b"\x1a\x00" * MIB), "step.operations"),
     "receipts": ("RunStep", lambda s: step(s, b"\x22\x00" * MIB), "step.receipts"),
-    "messages of late tokens": ("RunStep", lambda s: step(s, b"\x2a\x00" * MIB), "step"),
-    "late tokens": (
+    "messages of deferred tokens": ("RunStep", lambda s: step(s, b"\x2a\x00" * MIB), "step"),
+    "deferred tokens": (
         "RunStep",
         lambda s: step(s, delimited(5, late_tokens(100_000))),
         "deferred_tokens.sequence_ids",
