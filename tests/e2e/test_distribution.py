@@ -132,7 +132,7 @@ def test_a_source_distribution_holds_what_everything_is_built_from(
         "protos/kvplane/v1/control.proto",
         "csrc/CMakeLists.txt",
         "csrc/blocks/bindings/module.cpp",
-        "deploy/kubernetes/kustomization.yaml",
+        "deploy/kubernetes/base/kustomization.yaml",
         "docs/tutorial.md",
         "examples/node/session.js",
     ):
