@@ -8,7 +8,9 @@ BIN := .venv/bin
 # More for pytest, such as PYTEST_ARGS="-k fork -x", or PYTEST_ARGS="-n 0" for a single process.
 PYTEST_ARGS ?=
 # A worker a core. Each begins with neighbouring tests, so that what they share is made once.
-PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+# A test that fails is run once more, and listed as RERUN: hundreds of them start processes, and one
+# that a busy machine held up is no fault of the change. One that is listed often wants mending.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --reruns 1
 
 help:  ## List the targets
 	@sed -nE 's/^([a-z-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "make %-14s %s\n", $$1, $$2}'
