@@ -23,7 +23,7 @@ from kvplane.serving.settings import parse
 
 WAIT_S = 60.0
 # A server as far as its supervisor can tell: it writes its port file, and runs.
-SERVER = "import sys, time; open(sys.argv[1], 'w').write('4711'); time.sleep(600)"
+SERVER = "import sys, time; open(sys.argv[1], 'w').write('4711'); time.sleep(90)"
 
 
 def server(port_file: Path) -> list[str]:
