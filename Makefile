@@ -1,6 +1,6 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-nightly test-fleet chaos serve bench lint fix protos board boards page-picture api manifests metrics-page clean
+.PHONY: help setup run test test-nightly test-fleet fleet chaos serve bench lint fix protos board boards page-picture api manifests metrics-page clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts setup.py
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh)
@@ -29,6 +29,9 @@ test-nightly: setup  ## Run the nightly tier: the long tests that make test leav
 
 # Ray listens on all interfaces, so it gets a network of its own.
 FLEET := PYTHONPATH=build/ray scripts/in_namespace.sh $(BIN)/python
+
+fleet: setup build/ray  ## Answer on simulated machines while a leader, a shard and a machine are lost; needs etcd
+	@$(FLEET) -m scripts.fleet
 
 test-fleet: setup build/ray  ## Run the tests of fleets on Ray, on a cluster of simulated nodes
 	@$(FLEET) -m pytest -n 0 -m fleet $(PYTEST_ARGS) tests/fleet

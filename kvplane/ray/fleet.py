@@ -31,7 +31,12 @@ _HEAD: Final = "node:__internal_head__"
 
 def connect(address: str = "auto") -> None:
     """Join the cluster, which a Ray process on this machine is part of. Raises ConnectionError."""
-    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+
+
+def disconnect() -> None:
+    """Leave the cluster; the servers go on."""
+    ray.shutdown()
 
 
 def up(shape: FleetShape, timeout_s: float) -> list[str]:

@@ -27,9 +27,7 @@ def cluster() -> Iterator[SimulatedCluster]:
 
         fleet.connect(cluster.address)
         yield cluster
-        import ray
-
-        ray.shutdown()
+        fleet.disconnect()
 
 
 @pytest.fixture
