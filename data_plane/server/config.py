@@ -182,6 +182,9 @@ class DataPlaneConfig(ServingConfig):
         help="Hosts of other data planes that blocks may be sent to, with commas; * for any, and"
         " empty for none. Over TLS where this server serves TLS, trusting --control-plane-ca.",
     )
+    push_name: str = setting(
+        "", help="Name that their certificates must have, where it is not the host."
+    )
     max_pushes: int = setting(
         4,
         help="Pushes of blocks at one time, of each direction.",
@@ -245,6 +248,7 @@ class DataPlaneConfig(ServingConfig):
             ca_file=self.control_plane_ca,
             cert_file=self.tls_certificate,
             key_file=self.tls_key,
+            server_name=self.push_name,
             token_file=self.control_plane_token_file,
         )
 

@@ -69,7 +69,7 @@ _PUSHED_BYTES: Final = _counter(
 )
 _PUSHES: Final = _counter(
     "pushes",
-    'Pushes that have ended, by direction and outcome: "OK", "CANCELLED" or the reason of an error.',
+    'Pushes that have ended, by direction and outcome: "OK", "CANCELLED" or an error\'s reason.',
     "direction",
     "outcome",
 )

@@ -12,8 +12,8 @@ from data_plane.kernels.backend import Kernels
 from data_plane.server.build import build_executor
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.local.endpoint import LocalEndpoint
-from data_plane.server.push.endpoint import PushEndpoint
 from data_plane.server.metrics import DataPlaneMetrics
+from data_plane.server.push.endpoint import PushEndpoint
 from data_plane.server.registration_client import RegistrationClient
 from data_plane.server.service import SERVICE, DataPlaneService
 from data_plane.server.worker_thread import WorkerThread

@@ -1,7 +1,7 @@
 """Moves what one pool has computed to another: from data plane to data plane, not by the caller.
 
-    here    a session in which a sequence is computed
-    there   admit ──► plan ──► a ticket of each shard ──► here's shards send ──► receipts ──► cached
+here    a session in which a sequence is computed
+there   admit ──► plan ──► a ticket of each shard ──► here's shards send ──► receipts ──► cached
 """
 
 from __future__ import annotations
@@ -113,9 +113,7 @@ class PrefixMover:
         if plan is None:
             raise InvalidRequestError("there is nothing to compute", field="tokens")
         shards = zip(self._sources, self._targets, strict=True)
-        sent = await all_of(
-            [self._of_shard(*pair, plan, sequence_id, new_id) for pair in shards]
-        )
+        sent = await all_of([self._of_shard(*pair, plan, sequence_id, new_id) for pair in shards])
         for receipt, _ in sent:
             self._there.add_receipt(receipt)
         return sum(num_bytes for _, num_bytes in sent)

@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
@@ -152,14 +152,18 @@ class BlockReceiver(push_pb2_grpc.BlockPushServiceServicer):
         ticket = self._open(next(requests, push_pb2.PushBlocksRequest()))
         num_left, receipt = ticket.num_bytes, None
         writing: Future[tpb.SignedPayload | None] | None = None
-        for request in requests:
-            chunk = request.chunk
-            num_left -= len(chunk.data)
-            blocks = self._checked(chunk, ticket, num_left)
+        try:
+            for request in requests:
+                chunk = request.chunk
+                num_left -= len(chunk.data)
+                blocks = self._checked(chunk, ticket, num_left)
+                if writing is not None:
+                    receipt = writing.result()
+                self._counts.moved("received", len(chunk.data))
+                writing = self._write(chunk, blocks, ticket)
+        finally:  # nothing is written once the push has ended
             if writing is not None:
-                receipt = writing.result()
-            self._counts.moved("received", len(chunk.data))
-            writing = self._write(chunk, blocks, ticket)
+                wait([writing])
         if writing is not None:
             receipt = writing.result()
         if num_left:
@@ -189,9 +193,7 @@ class BlockReceiver(push_pb2_grpc.BlockPushServiceServicer):
             )
         return ticket
 
-    def _checked(
-        self, chunk: push_pb2.BlockChunk, ticket: Ticket, num_left: int
-    ) -> torch.Tensor:
+    def _checked(self, chunk: push_pb2.BlockChunk, ticket: Ticket, num_left: int) -> torch.Tensor:
         """A chunk's blocks [num_layers, num_blocks, ...], here on the host."""
         check_group(chunk.group, self._executor.layout, "chunk.group")
         blocks = ticket.blocks

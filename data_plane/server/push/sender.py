@@ -1,9 +1,9 @@
 """Sends blocks to other data planes.
 
-    SendBlocks (event loop) ──► chunks, read one by one on the worker thread ──► Transport ──► ticket
+    SendBlocks (event loop) ──► chunks, read one by one on the worker thread ──► Transport
 
-The blocks of a chunk are read as a command of the session, in its turn: what the table has then, and
-only what is written. The next chunk is read while one is on its way.
+The blocks of a chunk are read as a command of the session, in its turn: what the table has then,
+and only what is written. The next chunk is read while one is on its way.
 """
 
 from __future__ import annotations
@@ -44,11 +44,14 @@ class Push(Protocol):
     def cancel(self) -> Any:
         """Give it up."""
 
-    def add_done_callback(self, done: Callable[[Any], None]) -> None:
+    def add_done_callback(self, done: Callable[[Any], object]) -> None:
         """Call ``done`` on any thread once the push has ended."""
 
     def result(self) -> push_pb2.PushBlocksResponse:
         """The answer of a push that has ended. Raises KvplaneError."""
+
+    def close(self) -> None:
+        """Free what it takes, once it has ended or was cancelled. May wait for its threads."""
 
 
 class Transport(Protocol):
@@ -125,12 +128,15 @@ class BlockSender:
         await asyncio.wrap_future(reading.begin())
         push = self._transport.push(ticket.address, reading.requests(ticket.secret))
         reading.when_failed = push.cancel
+        if reading.failure is not None:  # it failed before there was anything to cancel
+            push.cancel()
         ended = asyncio.Event()
         push.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
         try:
             await ended.wait()
         finally:
             push.cancel()
+            loop.run_in_executor(None, push.close)
         if reading.failure is not None:
             raise reading.failure
         return push.result()
@@ -226,23 +232,25 @@ class GrpcTransport:
 
     def __init__(self, tls: TlsOptions | None) -> None:
         self._credentials = None if tls is None else tls.credentials()
+        self._options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS]
+        if tls is not None and tls.server_name:
+            self._options.append(("grpc.ssl_target_name_override", tls.server_name))
 
     def push(self, address: str, requests: Iterator[push_pb2.PushBlocksRequest]) -> Push:
-        options = list(CHANNEL_OPTIONS)
         if self._credentials is None:
-            channel = grpc.insecure_channel(address, options)
+            channel = grpc.insecure_channel(address, self._options)
         else:
-            channel = grpc.secure_channel(address, self._credentials, options)
+            channel = grpc.secure_channel(address, self._credentials, self._options)
         call = push_pb2_grpc.BlockPushServiceStub(channel).PushBlocks.future(requests)
-        call.add_done_callback(lambda _: channel.close())
-        return _GrpcPush(call)
+        return _GrpcPush(call, channel)
 
 
 class _GrpcPush:
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, channel: grpc.Channel) -> None:
         self._call = call
         self.cancel = call.cancel
         self.add_done_callback = call.add_done_callback
+        self.close = channel.close
 
     def result(self) -> push_pb2.PushBlocksResponse:
         try:
