@@ -395,7 +395,8 @@ class Executor:
         has not written. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size,
         head_size] of the layout's kv_dtype (``ReadBlocksResponse`` says what it is where values are
         smaller than keys), on the device for the device tier and on the CPU for the host tier.
-        Raises SequenceNotFoundError, InvalidRequestError, SessionExpiredError,
+        Slots that were not written are 0 in it. Raises SequenceNotFoundError, InvalidRequestError,
+        SessionExpiredError, BlockNotWrittenError for a block of which no slot was written,
         StaleGenerationError when a block has been allocated again, and PlanOutOfOrderError while
         the latest plan's transfers have not all run.
         """

@@ -82,13 +82,16 @@ class TableBlocks:
             raise StaleGenerationError(taken_away(blocks.sequence_id), field="sequence_id")
         if only_written and latest is not None:
             _check_written(latest, blocks.group, part)
+        counts = self._plans.num_readable(
+            latest, blocks.sequence_id, blocks.group, [held[i] for i in layers], part, first
+        )
         refs = pb.Blocks(
             group=blocks.group,
             tier=tier_of(part.place),
             indices=part.blocks.astype("<i4").tobytes(),
             generations=part.generations.astype("<i8").tobytes(),
         )
-        return self._compute.read(part.place, part.blocks, layers), refs
+        return self._compute.read(part.place, part.blocks, layers, counts), refs
 
     def write(
         self, session_id: int, blocks: BlockRange, data: torch.Tensor, plan_number: int | None
