@@ -34,6 +34,8 @@ from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
 
 _AT = "plan.spans"
+# Entries of the block tables that kernels get, padded to the longest: 1 GiB.
+_MAX_PADDED_ENTRIES = 2**28
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,7 @@ def prepare_batch(
     lengths = np.fromiter(map(len, blocks), np.int64, num_spans)
     trimmed = np.fromiter(map(attrgetter("num_trimmed"), found), np.int64, num_spans)
     _check_positions(first, counts, trimmed * block_size, lengths * block_size)
+    _check_size(tables, group, first, counts)
     num_gone = trimmed * block_size
     batch = _batch(group, sequence_ids, first, counts, blocks, lengths, num_gone, block_size)
     check_writable(tables, session_id, batch, np.frombuffer(changed_ids, "<i8"))
@@ -253,6 +256,27 @@ def _check_positions(
         ),
         f"{_AT}.num_tokens",
     )
+
+
+def _check_size(
+    tables: BlockTables, group: int, first: NDArray[np.int64], counts: NDArray[np.int64]
+) -> None:
+    """Refuse spans that cannot all be written, before arrays of their size are made: each token has
+    a slot of its own, but tables may share blocks and so claim far more.
+    """
+    num_slots = tables.num_blocks[place_of(group, pb.TIER_DEVICE)] * tables.block_size_tokens
+    if (num_tokens := int(counts.sum())) > num_slots:
+        raise InvalidRequestError(
+            f"the spans have {num_tokens} tokens, and the pool has {num_slots} slots to write them",
+            field=f"{_AT}.num_tokens",
+        )
+    longest = -(-int((first + counts).max(initial=0)) // tables.block_size_tokens)
+    if (num_entries := len(first) * longest) > _MAX_PADDED_ENTRIES:
+        raise InvalidRequestError(
+            f"{len(first)} tables of up to {longest} entries make {num_entries}, and may make "
+            f"{_MAX_PADDED_ENTRIES}: compute the longest sequences in a plan of their own",
+            field=f"{_AT}.sequence_ids",
+        )
 
 
 def _batch(

@@ -57,6 +57,10 @@ class Table:
         held = slice(max(begin, self.num_trimmed), end)
         return Table(self.place, self.blocks[held], self.generations[held])
 
+    def copy(self) -> Table:
+        """The same entries in memory of their own."""
+        return Table(self.place, self.blocks.copy(), self.generations.copy(), self.num_trimmed)
+
     @property
     def held(self) -> Table:
         """The entries without the trimmed ones."""
