@@ -1,8 +1,8 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-nightly chaos serve bench lint fix protos board boards page-picture api metrics-page clean
+.PHONY: help setup run test test-nightly chaos serve bench lint fix protos board boards page-picture api manifests metrics-page clean
 
-PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts
+PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts setup.py
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh benchmarks/gpu/*.sh)
 BIN := .venv/bin
 # More for pytest, such as PYTEST_ARGS="-k fork -x", or PYTEST_ARGS="-n 0" for a single process.
@@ -72,6 +72,13 @@ api: setup build/api-tools  ## Write the reference of the Python API to build/ap
 	@PYTHONPATH=build/api-tools $(BIN)/python -m scripts.api_reference
 
 build/api-tools: requirements/api.txt
+	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<
+	@touch $@
+
+manifests: setup build/manifest-tools  ## Check deploy/kubernetes against Kubernetes' schemas
+	@PYTHONPATH=build/manifest-tools $(BIN)/python -m scripts.check_manifests
+
+build/manifest-tools: requirements/kubernetes.txt
 	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<
 	@touch $@
 

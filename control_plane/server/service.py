@@ -22,6 +22,7 @@ from control_plane.server.long_requests import TURNS_OF_A_CALL, LongRequests
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.registration_server import Registrar
 from control_plane.server.watch_server import WatchServer
+from kvplane import tracing
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.serving.identity import caller
 from kvplane.serving.logs import frames_of
@@ -250,7 +251,14 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
 
     async def _step(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse:
         begin = time.perf_counter()
-        response: pb.StepResponse = await self._run(request, tenant)
+        with tracing.span(
+            "kvplane.control_plane.step",
+            request.traceparent,
+            "SERVER",
+            session=request.session.session_id,
+            number=request.number,
+        ):
+            response: pb.StepResponse = await self._run(request, tenant)
         self._metrics.count_step(request.operations, response.result, time.perf_counter() - begin)
         return response
 

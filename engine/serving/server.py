@@ -10,12 +10,14 @@ from typing import Final
 
 import uvicorn
 
-from engine.llm import LLM
-from engine.serving.app import ServingApp
-from engine.serving.config import ServeConfig
-from engine.serving.worker import EngineWorker
+from kvplane import tracing
 from kvplane.serving import logs
 from kvplane.serving.settings import log_settings
+
+from ..llm import LLM
+from .app import ServingApp
+from .config import ServeConfig
+from .worker import EngineWorker
 
 _LOGGER: Final = logging.getLogger("engine")
 _GRACE_S: Final = 5
@@ -26,6 +28,7 @@ def run(config: ServeConfig) -> int:
     logs.setup(config.log_level, config.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     log_settings(config, _LOGGER)
+    tracing.setup("kvplane-engine")
     with LLM.from_config(config) as llm:
         worker = EngineWorker(llm, config.max_requests)
         app = ServingApp(

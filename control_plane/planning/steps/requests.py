@@ -148,7 +148,7 @@ class Requests:
             run(i, operation, add())
         if in_pieces:
             yield
-        finish_plan(member, request.number, result)
+        finish_plan(member, request.number, result, request.traceparent)
         pool = session.pool
         result.usage.CopyFrom(pool.usage())
         result.revision = pool.revision()
