@@ -292,8 +292,10 @@ def test_both_planes_and_the_engine_run_from_wheels_in_a_bare_environment(
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     for name in ("csrc", "csrc/blocks"):
+        sources = tmp_path / "sources" / name
+        sources.mkdir(parents=True)
         subprocess.run(
-            [*build, "--wheel-dir", str(tmp_path), str(ROOT / name)],
+            [*build, "--wheel-dir", str(tmp_path), str(source_distribution(ROOT / name, sources))],
             env=os.environ | {"PATH": path, "KVPLANE_CUDA": "OFF"},
             check=True,
             timeout=1800,
