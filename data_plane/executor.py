@@ -389,8 +389,9 @@ class Executor:
         ``num_layers``: of this shard's layers of the group, from the model's layer ``first_layer``
         on; 0 for all. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size]
         of the layout's kv_dtype (``ReadBlocksResponse`` says what it is where values are smaller
-        than keys), on the device for the device tier and on the CPU for the host tier. Raises
-        SequenceNotFoundError, InvalidRequestError, SessionExpiredError,
+        than keys), on the device for the device tier and on the CPU for the host tier. Slots that
+        were not written are 0 in it. Raises SequenceNotFoundError, InvalidRequestError,
+        SessionExpiredError, BlockNotWrittenError for a block of which no slot was written,
         StaleGenerationError when a block has been allocated again, and PlanOutOfOrderError while
         the latest plan's transfers have not all run.
         """
@@ -418,13 +419,16 @@ class Executor:
             part = table.part(first_block, first_block + num_blocks)
             if self._tables.first_stale([part]) is not None:
                 raise StaleGenerationError(taken_away(sequence_id), field="sequence_id")
+            counts = self._plans.num_readable(
+                latest, sequence_id, group, [held[layer] for layer in layers], part, first_block
+            )
             refs = pb.Blocks(
                 group=group,
                 tier=tier_of(part.place),
                 indices=part.blocks.astype("<i4").tobytes(),
                 generations=part.generations.astype("<i8").tobytes(),
             )
-            return self._compute.read(part.place, part.blocks, layers), refs
+            return self._compute.read(part.place, part.blocks, layers, counts), refs
 
     def write_blocks(
         self,

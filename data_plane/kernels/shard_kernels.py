@@ -26,7 +26,7 @@ from data_plane.kernels.kernel_times import kernel_times
 from data_plane.kernels.row_pieces import PieceSizes
 from data_plane.kernels.scales import layer_scales
 from data_plane.memory.pool import TORCH_DTYPES, Pools
-from data_plane.places import Place, place_of, tier_of
+from data_plane.places import Place, group_of, place_of, tier_of
 from data_plane.plans.attention_batch import AttentionBatch
 from data_plane.plans.last_tenants import BlocksByPlace
 from data_plane.plans.transfers import Batch
@@ -245,10 +245,26 @@ class ShardKernels:
         self._counters.num_attention_tokens += len(arguments.query)
         return output
 
-    def read(self, place: Place, blocks: NDArray[np.int32], layers: range) -> torch.Tensor:
-        """Copy layers of blocks out, to the tier's device. ``layers``: of the group's. Returns
+    def read(
+        self,
+        place: Place,
+        blocks: NDArray[np.int32],
+        layers: range,
+        num_slots: NDArray[np.int64],
+    ) -> torch.Tensor:
+        """Copy layers of blocks out, to the tier's device. ``layers``: of the group's.
+        ``num_slots``: [num_blocks], those copied of each block; the others are 0. Returns
         [num_layers, num_blocks, ...], the pool's shape of a page at the end.
         """
+        pages = self._gather(place, blocks, layers)
+        shape, cut = self._pools.page_shapes[group_of(place)], num_slots < self._block_size_tokens
+        with self._streams.computing():
+            for i in np.flatnonzero(cut).tolist():
+                for part in shape.stored(pages):
+                    part[:, i, :, num_slots[i] :] = 0
+        return pages
+
+    def _gather(self, place: Place, blocks: NDArray[np.int32], layers: range) -> torch.Tensor:
         ids = torch.from_numpy(blocks.astype(np.int64))
         of_layers = self._pools.tier(place)[:, layers.start : layers.stop]
         if tier_of(place) == pb.TIER_HOST:

@@ -34,6 +34,8 @@ from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
 
 _AT = "plan.spans"
+# Entries of the block tables that kernels get, padded to the longest: 1 GiB.
+_MAX_PADDED_ENTRIES = 2**28
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class AttentionBatch:
     """query_starts and context_lens on the host."""
     written_blocks: NDArray[np.int64]
     """Device blocks written, each listed once for each span that writes it."""
+    num_written: NDArray[np.int64]
+    """Leading slots of each that are written, now or before."""
     written_by: NDArray[np.int64]
     """The span that writes each."""
     max_window_tokens: int | None
@@ -133,6 +137,7 @@ def prepare_batch(
     lengths = np.fromiter(map(len, blocks), np.int64, num_spans)
     trimmed = np.fromiter(map(attrgetter("num_trimmed"), found), np.int64, num_spans)
     _check_positions(first, counts, trimmed * block_size, lengths * block_size)
+    _check_size(tables, group, first, counts)
     num_gone = trimmed * block_size
     batch = _batch(group, sequence_ids, first, counts, blocks, lengths, num_gone, block_size)
     check_writable(tables, session_id, batch, np.frombuffer(changed_ids, "<i8"))
@@ -252,6 +257,27 @@ def _check_positions(
     )
 
 
+def _check_size(
+    tables: BlockTables, group: int, first: NDArray[np.int64], counts: NDArray[np.int64]
+) -> None:
+    """Refuse spans that cannot all be written, before arrays of their size are made: each token has
+    a slot of its own, but tables may share blocks and so claim far more.
+    """
+    num_slots = tables.num_blocks[place_of(group, pb.TIER_DEVICE)] * tables.block_size_tokens
+    if (num_tokens := int(counts.sum())) > num_slots:
+        raise InvalidRequestError(
+            f"the spans have {num_tokens} tokens, and the pool has {num_slots} slots to write them",
+            field=f"{_AT}.num_tokens",
+        )
+    longest = -(-int((first + counts).max(initial=0)) // tables.block_size_tokens)
+    if (num_entries := len(first) * longest) > _MAX_PADDED_ENTRIES:
+        raise InvalidRequestError(
+            f"{len(first)} tables of up to {longest} entries make {num_entries}, and may make "
+            f"{_MAX_PADDED_ENTRIES}: compute the longest sequences in a plan of their own",
+            field=f"{_AT}.sequence_ids",
+        )
+
+
 def _batch(
     group: int,
     sequence_ids: NDArray[np.int64],
@@ -273,15 +299,17 @@ def _batch(
     written_by, entries = np.arange(num_spans), begins
     is_decode = starts[-1] == num_spans  # each has one token
     if not is_decode:
-        num_written = ends - begins
-        before = np.cumsum(num_written) - num_written
-        written_by = np.repeat(written_by, num_written)
+        num_entries = ends - begins
+        before = np.cumsum(num_entries) - num_entries
+        written_by = np.repeat(written_by, num_entries)
         entries = np.arange(len(written_by)) - (before - begins)[written_by]
     written = block_tables[written_by, entries].astype(np.int64)
     if is_decode:
         slots = written * block_size + first % block_size
+        num_written = first % block_size + 1
     else:
         all_slots = (written[:, None] * block_size + np.arange(block_size)).reshape(-1)
+        num_written = np.minimum(block_size, context_lens[written_by] - entries * block_size)
         skipped = before * block_size + first % block_size - starts[:-1]
         slots = all_slots[np.arange(starts[-1]) + np.repeat(skipped, counts)]
     reach = (first + 1 - trimmed)[trimmed > 0]
@@ -298,6 +326,7 @@ def _batch(
         context_lens=torch.from_numpy(context_lens),
         lengths=HostLengths(starts, context_lens),
         written_blocks=written,
+        num_written=num_written,
         written_by=written_by,
         max_window_tokens=int(reach.min()) if len(reach) else None,
     )

@@ -26,6 +26,9 @@ from kvplane.wire import columns
 
 AT_CHANGES = "plan.changes"
 AT_ALLOCATIONS = "plan.allocations"
+MAX_ENTRIES = 2**22  # of a table, with the trimmed ones
+# Of all tables that a plan replaces, or of all that it trims: they are in no message.
+MAX_TRIMMED_ENTRIES = 2**26
 SET, REPLACE, FORK, DROP, TRUNCATE, TRIM = (
     pb.TABLE_CHANGE_KIND_SET,
     pb.TABLE_CHANGE_KIND_REPLACE,
@@ -121,6 +124,15 @@ class ChangeColumns:
                 else f"must be at least 0, is {counts[i]}"
             ),
         )
+        # Before arrays of that length are made: a few bytes may claim billions.
+        column(columns.INT32, "indices", int(counts[sets].sum()))
+        num_trimmed = int(np.minimum(firsts[kinds == REPLACE], MAX_ENTRIES).sum())
+        if num_trimmed > MAX_TRIMMED_ENTRIES:
+            raise InvalidRequestError(
+                f"the tables that the plan replaces have {num_trimmed} trimmed entries in all, and "
+                f"may have {MAX_TRIMMED_ENTRIES}",
+                field=f"{AT_CHANGES}.first_blocks",
+            )
         parents = column(columns.INT64, "parent_sequence_ids", int(np.count_nonzero(kinds == FORK)))
         entries = _read_blocks(
             message, np.repeat(in_places[sets], counts[sets]), limits, AT_CHANGES

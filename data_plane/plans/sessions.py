@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from data_plane.plans.allocations import AllocatedBlocks
 from data_plane.plans.attention_batch import AttentionBatch
@@ -16,6 +20,7 @@ from data_plane.plans.ended_sessions import EndedSessions
 from data_plane.plans.last_tenants import BlocksByPlace
 from data_plane.plans.progress import Progress
 from data_plane.plans.transfers import Batch, Transfers
+from data_plane.plans.written_slots import SlotsToWrite
 from kvplane.errors import (
     InvalidRequestError,
     PlanConflictError,
@@ -46,6 +51,10 @@ class Run:
     transfers: Transfers
     batches: list[Batch]
     """Of ``transfers``."""
+    of_sources: NDArray[np.int64]
+    """Slots written in the source of each transfer, before the plan."""
+    to_write: tuple[SlotsToWrite, ...]
+    """What the spans write in each layer group."""
     progress: Progress
     checked_version: int
     """The publications' version when the written blocks were last found writable."""
@@ -62,6 +71,8 @@ class Run:
     """Whether the device may still read the batch after the receipt."""
     failure: str = ""
     """Why there will be no receipt; empty while there may be one."""
+    span: Any = None
+    """In which the plan is traced, until it ends; None while traces are off."""
     _num_context_tokens: dict[int, int] = field(default_factory=dict)
 
     @property

@@ -20,6 +20,8 @@ from data_plane.plans.change_columns import (
     AT_CHANGES,
     DROP,
     FORK,
+    MAX_ENTRIES,
+    MAX_TRIMMED_ENTRIES,
     REPLACE,
     SET,
     TRUNCATE,
@@ -29,8 +31,6 @@ from data_plane.plans.change_columns import (
 from data_plane.plans.plan_columns import refuse
 from kvplane.errors import InvalidRequestError, SequenceNotFoundError, StaleGenerationError
 from kvplane.v1 import types_pb2 as pb
-
-_MAX_ENTRIES = 2**22
 
 
 def apply_changes(tables: BlockTables, session_id: int, plan: pb.Plan) -> AllocatedBlocks:
@@ -105,6 +105,7 @@ class _Changer:
         self._changes = changes
         self._counts = _Counts()
         self._num_forks = 0
+        self._num_copied = 0
         # Forks of a table share one, so that many cost what one does.
         self._prefixes: dict[tuple[Table, int], Table] = {}
 
@@ -167,7 +168,8 @@ class _Changer:
         self._check_length(piece.place, max(end, length), old.num_trimmed, i)
         self._counts.add(piece)
         if first < length:
-            self._counts.add(old.part(first, end), -1)
+            # A copy, so that not every former table is kept until the plan has been read.
+            self._counts.add(old.part(first, end).copy(), -1)
         return Table(
             piece.place,
             np.concatenate((old.blocks[:first], piece.blocks, old.blocks[end:])),
@@ -189,12 +191,22 @@ class _Changer:
         )
 
     def _check_length(self, place: Place, length: int, num_trimmed: int, i: int) -> None:
-        most = min(_MAX_ENTRIES, num_trimmed + self._tables.num_blocks[place])
+        most = min(MAX_ENTRIES, num_trimmed + self._tables.num_blocks[place])
         if length > most:
             raise InvalidRequestError(
                 f"the table would have {length} entries, {num_trimmed} of them trimmed, and may "
-                f"have {most}: as many more as there are blocks in its tier, and {_MAX_ENTRIES} in "
+                f"have {most}: as many more as there are blocks in its tier, and {MAX_ENTRIES} in "
                 "all",
+                field=f"{AT_CHANGES}.num_blocks[{i}]",
+            )
+
+    def _copy(self, num_entries: int, i: int) -> None:
+        """Refuse what a few bytes ask for and takes gigabytes. ``i``: the change."""
+        self._num_copied += num_entries
+        if self._num_copied > MAX_TRIMMED_ENTRIES:
+            raise InvalidRequestError(
+                f"the tables that the plan trims have more than {MAX_TRIMMED_ENTRIES} entries in "
+                "all: trim fewer of them in one plan",
                 field=f"{AT_CHANGES}.num_blocks[{i}]",
             )
 
@@ -235,7 +247,8 @@ class _Changer:
         _check_at_most(length, num_blocks, i)
         if num_blocks <= old.num_trimmed:
             return old
-        self._counts.add(old.part(0, num_blocks), -1)
+        self._copy(length, i)
+        self._counts.add(old.part(0, num_blocks).copy(), -1)
         blocks, generations = old.blocks.copy(), old.generations.copy()
         blocks[:num_blocks] = generations[:num_blocks] = 0
         return Table(old.place, blocks, generations, num_blocks)

@@ -14,21 +14,11 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-from engine.models.loader import LoadedModel
-from engine.request import Delta, Request, RequestOutput, SamplingParams
-from engine.running.beams import BeamRequest
-from engine.running.live_requests import LiveRequest
-from engine.running.runner import Runner
-from engine.sampling.detokenizer import Detokenizer
-from engine.sampling.sampler import logprobs_of, new_stream, sample
-from engine.scheduling.intents import Intent, Outcome, Span
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import EngineSequence, SequenceStatus
-from engine.stats import EngineStats
+from kvplane import tracing
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
@@ -46,6 +36,18 @@ from kvplane.transformers.backend import DataBackend
 from kvplane.transformers.link import ControlLink
 from kvplane.v1 import types_pb2 as types
 
+from ..models.loader import LoadedModel
+from ..request import Delta, Request, RequestOutput, SamplingParams
+from ..sampling.detokenizer import Detokenizer
+from ..sampling.sampler import logprobs_of, new_stream, sample
+from ..scheduling.intents import Intent, Outcome, Span
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.sequence import EngineSequence, SequenceStatus
+from ..stats import EngineStats
+from .beams import BeamRequest
+from .live_requests import LiveRequest
+from .runner import Runner
+
 MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine raises
 RETRY_DELAY_S: Final = 0.1
 IDLE_DELAY_S: Final = 0.005
@@ -60,6 +62,8 @@ class _Asked:
 
     intents: list[Intent]
     answer: Future[StepResult]
+    span: Any
+    """In which the step is traced."""
 
 
 class EngineCore:
@@ -197,6 +201,12 @@ class EngineCore:
         if asked is None:
             self._pause()
             return
+        try:
+            self._carry_out(asked, started_s)
+        finally:
+            tracing.end(asked.span)
+
+    def _carry_out(self, asked: _Asked, started_s: float) -> None:
         outcome, plan = self._take_answer(asked)
         if plan is None:
             self._pause()
@@ -220,7 +230,10 @@ class EngineCore:
         if not intents and not (expects_news and self._expects_news()):
             return None
         self._stepped_s = time.monotonic()
-        return _Asked(intents, self._link.begin_step([each.operation for each in intents]))
+        span = tracing.begin("engine.step", operations=len(intents))
+        with tracing.inside(span):
+            answer = self._link.begin_step([each.operation for each in intents])
+        return _Asked(intents, answer, span)
 
     def _take_answer(self, asked: _Asked) -> tuple[Outcome, types.SignedPayload | None]:
         """Wait for a step's answer and learn what came of it."""

@@ -6,13 +6,15 @@ import asyncio
 import logging
 from typing import Final
 
-from engine.llm import LLM
-from engine.serving.app import ServingApp
-from engine.serving.config import ServeConfig
-from engine.serving.worker import EngineWorker
+from kvplane import tracing
 from kvplane.serving import logs
 from kvplane.serving.http_server import HttpServer
 from kvplane.serving.settings import log_settings
+
+from ..llm import LLM
+from .app import ServingApp
+from .config import ServeConfig
+from .worker import EngineWorker
 
 _LOGGER: Final = logging.getLogger("engine")
 
@@ -21,6 +23,7 @@ def run(config: ServeConfig) -> int:
     """Serve until SIGTERM or SIGINT; the exit code."""
     logs.setup(config.log_level, config.log_format)
     log_settings(config, _LOGGER)
+    tracing.setup("kvplane-engine")
     with LLM.from_config(config) as llm:
         worker = EngineWorker(llm, config.max_requests)
         app = ServingApp(

@@ -148,7 +148,8 @@ class DataClient:
         """Read table entries [first_block, first_block + num_blocks) of a sequence.
 
         ``num_layers``: layers read, from the model's layer ``first_layer`` on; 0 means all that the
-        shard holds. What comes: ReadBlocksResponse. Raises SequenceNotFoundError.
+        shard holds. What comes: ReadBlocksResponse. Raises SequenceNotFoundError, and
+        BlockNotWrittenError for an entry in which nothing was written.
         """
         request = pb.ReadBlocksRequest(
             grant=grant,

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from attacked_planes import HonestCaller, PlaneProcess, p99
+from attacked_planes import HonestCaller, PlaneProcess
 
 from kvplane.wire import protocol
-
-QUIET_S = 0.4
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +22,8 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlanePro
 def honest(control_plane: PlaneProcess) -> Iterator[HonestCaller]:
     """An engine of the control plane; it has registered a pool too."""
     with HonestCaller(control_plane.address) as caller:
+        caller.period(0.2)  # to warm up
         yield caller
-
-
-@pytest.fixture(scope="module")
-def quiet_s(honest: HonestCaller) -> float:
-    """The 99th percentile of its latencies while nobody attacks."""
-    honest.period(QUIET_S)  # to warm up
-    return p99(honest.period(QUIET_S))
 
 
 @pytest.fixture(scope="module")

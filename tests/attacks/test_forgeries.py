@@ -8,7 +8,7 @@ import asyncio
 import statistics
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from checked_engine import Engine
 from listed_peers import Peers, listed_peers
 from plan_author import LAYOUT, POOL_ID
 
-from kvplane import ops
+from kvplane import ControlClient, ops
 from kvplane.clients.execution import Execution
 from kvplane.errors import (
     BadSignatureError,
@@ -37,6 +37,7 @@ from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import signing
 
 PROMPT = range(20)
+ATTEMPTS = 3
 
 
 @pytest.fixture
@@ -229,15 +230,12 @@ async def test_another_tenants_prefix_is_not_found_by_look_up_time_or_watch(
         assert found.num_device_tokens == 16
         for _ in range(3):  # to warm up
             await thief.find_prefix(cached)
-        times: dict[int, list[float]] = {0: [], 1: []}
-        for _ in range(60):
-            for i, prompt in enumerate((cached, other)):
-                begin_s = time.perf_counter()
-                [match] = await thief.find_prefix(prompt)
-                times[i].append(time.perf_counter() - begin_s)
-                assert (match.num_device_tokens, match.num_host_tokens) == (0, 0)
-        medians = [statistics.median(each) for each in times.values()]
-        assert max(medians) < 1.5 * min(medians), "the cached prompt takes another time"
+        for _ in range(ATTEMPTS):  # other work on the machine may have been in the way
+            medians = [*map(statistics.median, await search_times(thief, cached, other))]
+            if max(medians) < 1.5 * min(medians):
+                break
+        else:
+            pytest.fail("the cached prompt takes another time")
         result = await session.step([ops.admit(1, cached, num_compute_tokens=0)])
         assert result.results[0].admit.num_cached_tokens == 0
         stub = control_pb2_grpc.ControlPlaneServiceStub(thief._connection.channel)
@@ -246,6 +244,18 @@ async def test_another_tenants_prefix_is_not_found_by_look_up_time_or_watch(
         assert snapshot.last
         assert not snapshot.stored.hashes
         watch.cancel()
+
+
+async def search_times(client: ControlClient, *prompts: Sequence[int]) -> tuple[list[float], ...]:
+    """How long it takes to find nothing of each prompt, in seconds, taking turns."""
+    times: tuple[list[float], ...] = tuple([] for _ in prompts)
+    for _ in range(60):
+        for prompt, took in zip(prompts, times, strict=True):
+            begin_s = time.perf_counter()
+            [match] = await client.find_prefix(prompt)
+            took.append(time.perf_counter() - begin_s)
+            assert (match.num_device_tokens, match.num_host_tokens) == (0, 0)
+    return times
 
 
 async def test_a_certificate_of_another_authority_gets_no_answer(

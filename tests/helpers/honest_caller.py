@@ -22,6 +22,7 @@ from kvplane.wire import protocol
 
 PAUSE_S = 0.002
 HEARTBEAT_S = 1.0
+MIN_STEPS = 20
 
 
 async def main(address: str) -> None:
@@ -30,8 +31,8 @@ async def main(address: str) -> None:
         shard = RawShard(stub, num_device_blocks=1024)
         await shard.register()
         await shard.report()
-        beats = asyncio.create_task(beat(shard))
         session = await RawSession.open(stub, shard)
+        beats = asyncio.create_task(beat(shard, session))
         tell([])
         loop = asyncio.get_running_loop()
         while line := await loop.run_in_executor(None, sys.stdin.readline):
@@ -45,16 +46,17 @@ def tell(latencies: list[float]) -> None:
     sys.stdout.flush()
 
 
-async def beat(shard: RawShard) -> None:
+async def beat(shard: RawShard, session: RawSession) -> None:
     while True:
         await asyncio.sleep(HEARTBEAT_S)
         await shard.send(heartbeat=pb.Heartbeat())
+        await session.stub.RenewSession(pb.RenewSessionRequest(session=session.ref))
 
 
 async def period(session: RawSession, seconds: float) -> list[float]:
     latencies = []
     end_s = time.perf_counter() + seconds
-    while time.perf_counter() < end_s:
+    while time.perf_counter() < end_s or len(latencies) < MIN_STEPS:
         sequence_id = session.number + 1
         begin_s = time.perf_counter()
         await session.step(ops.admit(sequence_id, range(20)))

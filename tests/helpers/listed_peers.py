@@ -67,10 +67,10 @@ class Peers:
         )
 
     def client(self, name: str) -> ControlClient:
-        return ControlClient(self.control.address, tls=self.tls(name), timeout_s=5)
+        return ControlClient(self.control.address, tls=self.tls(name), timeout_s=30)
 
     def data_client(self, name: str) -> DataClient:
-        return DataClient(self.data.address, tls=self.tls(name), timeout_s=5)
+        return DataClient(self.data.address, tls=self.tls(name), timeout_s=30)
 
 
 @asynccontextmanager
@@ -92,7 +92,7 @@ async def listed_peers(folder: Path) -> AsyncIterator[Peers]:
             **peers.serving(),
         )
     )
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await peers.data.registered.wait()
     try:
         yield peers

@@ -11,6 +11,7 @@ SOCKETS = "tests/rpc/test_access.py"
 LIST = "tests/unit/client/test_access_list.py"
 LARGE = "tests/attacks/test_large_requests.py"
 FLOODS = "tests/attacks/test_floods.py"
+PLANS = "tests/attacks/test_large_plans.py"
 
 
 BASIC = {
@@ -38,8 +39,26 @@ BASIC = {
         "if False:",
         SOCKETS,
     ),
+    "what_a_plan_claims_is_believed": Fault(
+        "data_plane/plans/change_columns.py",
+        'column(columns.INT32, "indices", int(counts[sets].sum()))',
+        "pass",
+        PLANS,
+    ),
 }
 MORE = {
+    "trimmed_entries_are_not_counted": Fault(
+        "data_plane/plans/change_columns.py",
+        "if num_trimmed > MAX_TRIMMED_ENTRIES:",
+        "if False:",
+        PLANS,
+    ),
+    "tokens_of_spans_are_not_counted": Fault(
+        "data_plane/plans/attention_batch.py",
+        "if (num_tokens := int(counts.sum())) > num_slots:",
+        "if False:",
+        PLANS,
+    ),
     "streams_outlive_their_roles": Fault(
         "kvplane/serving/requests.py",
         "if self._admitted_at != num_reloads:",

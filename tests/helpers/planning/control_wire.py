@@ -15,7 +15,7 @@ from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT64
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 Stub = Any  # a ControlPlaneServiceStub; grpc generates no types for it
 
