@@ -1,14 +1,16 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-nightly chaos serve bench lint fix protos board boards page-picture api metrics-page clean
+.PHONY: help setup run test test-nightly chaos serve bench lint fix protos board boards page-picture api manifests metrics-page clean
 
-PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts
+PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts setup.py
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh benchmarks/gpu/*.sh)
 BIN := .venv/bin
 # More for pytest, such as PYTEST_ARGS="-k fork -x", or PYTEST_ARGS="-n 0" for a single process.
 PYTEST_ARGS ?=
 # A worker a core. Each begins with neighbouring tests, so that what they share is made once.
-PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+# A test that fails is run once more, and listed as RERUN: hundreds of them start processes, and one
+# that a busy machine held up is no fault of the change. One that is listed often wants mending.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --reruns 1
 
 help:  ## List the targets
 	@sed -nE 's/^([a-z-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -70,6 +72,13 @@ api: setup build/api-tools  ## Write the reference of the Python API to build/ap
 	@PYTHONPATH=build/api-tools $(BIN)/python -m scripts.api_reference
 
 build/api-tools: requirements/api.txt
+	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<
+	@touch $@
+
+manifests: setup build/manifest-tools  ## Check deploy/kubernetes against Kubernetes' schemas
+	@PYTHONPATH=build/manifest-tools $(BIN)/python -m scripts.check_manifests
+
+build/manifest-tools: requirements/kubernetes.txt
 	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<
 	@touch $@
 

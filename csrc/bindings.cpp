@@ -39,7 +39,7 @@ void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
                           const PagesView& pages, const ScalesView& scales, uintptr_t block_tables,
                           bool wide_block_tables, int64_t max_blocks, uintptr_t query_starts,
                           uintptr_t context_lens, int64_t num_sequences,
-                          const AttentionOptions& options, int num_threads) {
+                          const AttentionOptions& options, bool share_reads, int num_threads) {
   PagedAttentionParams p = {};
   static_cast<AttentionOptions&>(p) = options;
   p.query = query.data();
@@ -51,6 +51,7 @@ void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
   p.pages = pages_of(pages, scales);
   p.query_dtype = query.dtype;
   p.wide_block_tables = wide_block_tables;
+  p.share_reads = share_reads;
   p.num_tokens = query.shape[0];
   p.num_heads = query.shape[1];
   p.num_sequences = num_sequences;
@@ -107,7 +108,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("paged_attention", &bind_paged_attention, release_gil(), py::kw_only(), arg("query"),
         arg("out"), arg("lse"), arg("pages"), arg("scales"), arg("block_tables"),
         arg("wide_block_tables"), arg("max_blocks"), arg("query_starts"), arg("context_lens"),
-        arg("num_sequences"), arg("options"), arg("num_threads"));
+        arg("num_sequences"), arg("options"), arg("share_reads"), arg("num_threads"));
   // Between two pools or inside one: on the CPU it is the same function.
   for (const char* name : {"copy_blocks", "swap_blocks"}) {
     m.def(name, &bind_copy_blocks, release_gil(), py::kw_only(), arg("source"), arg("destination"),

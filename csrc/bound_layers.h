@@ -36,6 +36,7 @@ class BoundLayer {
     write_.key_head_stride = key.strides[1];
     set_value(value, &write_);
     static_cast<AttentionOptions&>(attend_) = options;
+    attend_.share_reads = true;
     attend_.query_dtype = query.dtype;
     attend_.num_heads = query.shape[1];
     attend_.query_token_stride = query.strides[0];

@@ -13,7 +13,7 @@ def main() -> int:
     tune_grpc()
 
     def run() -> int:
-        from engine.commands.main import main
+        from .commands.main import main
 
         return main(sys.argv[1:])
 

@@ -12,16 +12,6 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
-from engine.models import loader
-from engine.models.loader import Message
-from engine.parallel.backends import backend_of
-from engine.parallel.leader import ParallelBackend
-from engine.request import Delta, RequestOutput, SamplingParams
-from engine.running.core import EngineCore
-from engine.scheduling.scheduler import Scheduler
-from engine.stats import EngineStats
-from engine.threads import waiting
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
@@ -29,6 +19,17 @@ from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers.backend import DataBackend
 from kvplane.transformers.link import ControlLink
 from kvplane.v1 import control_pb2 as pb
+
+from .config import EngineConfig
+from .models import loader
+from .models.loader import Message
+from .parallel.backends import backend_of
+from .parallel.leader import ParallelBackend
+from .request import Delta, RequestOutput, SamplingParams
+from .running.core import EngineCore
+from .scheduling.scheduler import Scheduler
+from .stats import EngineStats
+from .threads import waiting
 
 Prompt = str | Sequence[int]
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 PATIENCE_S = 30.0
+END_PATIENCE_S = 10.0
 _POLL_S = 0.1
 
 
@@ -29,7 +31,9 @@ class Browser:
 
     def __enter__(self) -> Browser:
         with self._stack:
-            profile = self._stack.enter_context(tempfile.TemporaryDirectory())
+            profile = self._stack.enter_context(
+                tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            )
             theirs_in, ours_out = os.pipe()
             ours_in, theirs_out = os.pipe()
             self._in = self._stack.enter_context(os.fdopen(ours_in, "rb"))
@@ -44,11 +48,11 @@ class Browser:
                 ],
                 pass_fds=(theirs_in, theirs_out),
                 stderr=subprocess.DEVNULL,
+                start_new_session=True,
             )
             os.close(theirs_in)
             os.close(theirs_out)
-            self._stack.callback(process.wait)
-            self._stack.callback(process.terminate)
+            self._stack.callback(_end, process)
             target = self._call("Target.createTarget", url=self._url)["targetId"]
             attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
             self._session = attached["sessionId"]
@@ -102,3 +106,13 @@ class Browser:
                 raise RuntimeError("chromium has ended")
             text += byte
         return json.loads(text)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the browser and all that it started: what still runs writes into its profile."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_PATIENCE_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -122,7 +122,7 @@ main() {
   unless_done packages "$(packages_digest)" install_packages
   unless_done kernels "$(kernels_digest)" install_kernels
   unless_done blocks "$(blocks_digest)" install_blocks
-  unless_done project "$(digest <pyproject.toml)" install_project
+  unless_done project "$(cat pyproject.toml setup.py | digest)" install_project
   [ $((SECONDS - started)) -lt 2 ] || say "ready after $((SECONDS - started)) s"
 }
 

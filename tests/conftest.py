@@ -1,7 +1,8 @@
 """Every test begins from the same random state; the header of a run says which.
 
 The tests run side by side, one worker a core, so each process computes on one thread: OpenMP's
-threads wait by spinning, and too many of them make a second's work take a minute.
+threads wait by spinning, and too many of them make a second's work take a minute. How long an
+example of hypothesis takes says how busy the machine is, so none has a deadline.
 """
 
 from __future__ import annotations
@@ -10,8 +11,14 @@ import os
 import random
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; children inherit it
+
+settings.register_profile(
+    "shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("shared machine")
 
 SEED = int(os.environ.get("KVPLANE_TEST_SEED", "0"))
 

@@ -51,6 +51,15 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
         ],
     ),
     (
+        rules.the_engine_imports_itself_by_relative_names,
+        {
+            "engine/a.py": "from .b import c\nfrom engine.b import d\n",
+            "engine/running/b.py": "def f():\n    import engine\n    from engines import g\n",
+            "demo/c.py": "import engine\n",
+        },
+        ["engine/a.py:2: from engine.b import d", "engine/running/b.py:2: import engine"],
+    ),
+    (
         rules.only_the_server_of_a_plane_knows_grpc,
         {
             "data_plane/executor.py": "from grpc import aio\n",
@@ -140,6 +149,14 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
             "engine/d.py": "import kvplane.a\n",
         },
         ["circle: kvplane.a -> kvplane.b -> kvplane.c -> kvplane.a"],
+    ),
+    (
+        rules.no_module_imports_itself_by_way_of_others,
+        {
+            "engine/a.py": "from .parts import b\n",
+            "engine/parts/b.py": "from ..a import f\n",
+        },
+        ["circle: engine.a -> engine.parts.b -> engine.a"],
     ),
     (
         rules.modules_of_the_core_are_named_by_a_test,

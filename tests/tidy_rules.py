@@ -50,10 +50,17 @@ def code_files(root: Path, *suffixes: str) -> Iterator[Path]:
 
 
 def modules(root: Path, *packages: str) -> Iterator[tuple[Path, ast.Module]]:
-    """The parsed Python files of ``packages``."""
+    """The parsed Python files of ``packages``, all imports with their whole names."""
     for path in code_files(root, ".py"):
-        if path.relative_to(root).parts[0] in (packages or FOLDERS):
-            yield path, ast.parse(path.read_text(), str(path))
+        folders = path.relative_to(root).parent.parts
+        if folders[0] in (packages or FOLDERS):
+            tree = ast.parse(path.read_text(), str(path))
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ImportFrom) and node.level:
+                    parent = folders[: len(folders) + 1 - node.level]
+                    node.module = ".".join((*parent, *filter(None, [node.module])))
+                    node.level = 0
+            yield path, tree
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -108,6 +115,18 @@ def imports_go_one_way(root: Path) -> list[str]:
 def _forbidden_imports(path: Path) -> set[str]:
     folders = [folder for folder in FORBIDDEN_IMPORTS if path.is_relative_to(folder)]
     return FORBIDDEN_IMPORTS[folders[-1]]
+
+
+def the_engine_imports_itself_by_relative_names(root: Path) -> list[str]:
+    """In the wheel it has another name than in the tree."""
+    absolute = re.compile(r"\s*(?:from|import) engine\b")
+    return [
+        says(root, path, number, line.strip())
+        for path in code_files(root, ".py")
+        if path.relative_to(root).parts[0] == "engine"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if absolute.match(line)
+    ]
 
 
 def only_the_server_of_a_plane_knows_grpc(root: Path) -> list[str]:

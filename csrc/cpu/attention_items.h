@@ -49,6 +49,13 @@ inline int64_t first_position(const PagedAttentionParams& p, int64_t sequence) {
   return p.context_lens[sequence] - query_len;
 }
 
+inline int64_t rows_of_kv_head(const Item& item) { return item.num_tokens * item.num_heads; }
+
+// That any of its rows attends to.
+inline Span positions_of(const PagedAttentionParams& p, const Item& item) {
+  return {visible(p, item.first_position).begin, item.first_position + item.num_tokens};
+}
+
 // Checks that starts ascend to num_tokens, that contexts cover their query tokens, and that every
 // table entry that a query token needs is the id of a block.
 inline void check_batch(const PagedAttentionParams& p) {

@@ -95,6 +95,7 @@ def paged_attention(
     context_lens: int,
     num_sequences: int,
     options: AttentionOptions,
+    share_reads: bool,
     num_threads: int,
 ) -> None: ...
 def copy_blocks(

@@ -30,19 +30,22 @@ class CpuKernels(NativeKernels):
     ``num_threads``: 0 for as many as torch uses. No bit of a result depends on it. Raises
     InvalidRequestError for a number out of range, and when KVPLANE_KERNELS_ISA names an instruction
     set that the machine does not have. Of tokens with equal slots the last one counts.
+    ``share_reads``: read what sequences share once for all of them. No bit depends on it either; it
+    is there to be measured.
     """
 
     backend = "cpu"
     cache_kinds = (KEYS_AND_VALUES, LATENT)
     scratch_bytes = 0
 
-    def __init__(self, num_threads: int = 0) -> None:
+    def __init__(self, num_threads: int = 0, *, share_reads: bool = True) -> None:
         super().__init__(kvplane_kernels, HOST)
         if not 0 <= num_threads <= _MAX_THREADS:
             raise InvalidRequestError(
                 f"must be from 0 to {_MAX_THREADS}, is {num_threads}", field="num_threads"
             )
         self.num_threads = num_threads
+        self._share_reads = share_reads
         self.detail = f"isa={cpu_isa()}"
         self.streams = HostStreams()
 
@@ -50,7 +53,7 @@ class CpuKernels(NativeKernels):
         self, arguments: AttentionArguments, *, lse: torch.Tensor | None = None
     ) -> torch.Tensor:
         # Online softmax (Milakov and Gimelshein, 2018) over tiles of 32 tokens.
-        return self._attend(arguments, None, lse)
+        return self._attend(arguments, None, lse, share_reads=self._share_reads)
 
     def bound_layers(self) -> BoundLayers:
         return BoundLayers(self._module, self._bound_layer, self._threads)

@@ -10,11 +10,12 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engine.config import GenerateConfig
-from engine.llm import LLM
-from engine.request import Delta, SamplingParams
 from kvplane.serving import logs
 from kvplane.serving.settings import log_settings
+
+from ..config import GenerateConfig
+from ..llm import LLM
+from ..request import Delta, SamplingParams
 
 
 def run(config: GenerateConfig) -> int:

@@ -10,12 +10,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import Final
 
-from engine.commands.program import run_program
-from engine.config import GenerateConfig, LayoutConfig
-from engine.serving.config import ServeConfig
-from engine.threads import tune_torch
 from kvplane import __version__
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, parse
+
+from ..config import GenerateConfig, LayoutConfig
+from ..serving.config import ServeConfig
+from ..threads import tune_torch
+from .program import run_program
 
 _USAGE: Final = "Usage: python -m engine generate|serve|layout [OPTIONS]\n"
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 def _generate(argv: Sequence[str]) -> int:
     config = parse(GenerateConfig, "engine generate", argv, os.environ)
     tune_torch(config.num_threads)
-    from engine.commands.generate import run
+    from .generate import run
 
     return run(config)
 
@@ -53,7 +54,7 @@ def _generate(argv: Sequence[str]) -> int:
 def _serve(argv: Sequence[str]) -> int:
     config = parse(ServeConfig, "engine serve", argv, os.environ)
     tune_torch(config.num_threads)
-    from engine.serving.server import run
+    from ..serving.server import run
 
     return run(config)
 
@@ -64,7 +65,7 @@ def _layout(argv: Sequence[str]) -> int:
 
     groups = None
     if config.probe:
-        from engine.models import loader
+        from ..models import loader
 
         groups = loader.load(config.model, config.dtype, latent=config.latent).groups
     make = partial(

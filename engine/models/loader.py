@@ -14,8 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from engine.models import baichuan
-from engine.models.linears import pack_linears
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.layout import LayerGroup
 from kvplane.models.model_layers import layer_groups
@@ -23,6 +21,9 @@ from kvplane.transformers import attention
 from kvplane.transformers.config import read_config
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe as run_probe
+
+from . import baichuan
+from .linears import pack_linears
 
 TORCH_DTYPES: Final = {
     "float32": torch.float32,
@@ -148,7 +149,7 @@ def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 def _load_tokenizer(folder: Path, *, is_baichuan: bool) -> Any:
     try:
         if is_baichuan:
-            from engine.models.baichuan_tokenizer import BaichuanTokenizer  # needs sentencepiece
+            from .baichuan_tokenizer import BaichuanTokenizer  # needs sentencepiece
 
             return BaichuanTokenizer.load(folder)
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.config import EngineConfig
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.shard import Shard
@@ -14,6 +13,8 @@ from kvplane.transformers.backend import DataBackend, OpenedSession, RemoteBacke
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import types_pb2 as pb
 from kvplane.v1.control_pb2 import ShardInfo
+
+from ..config import EngineConfig
 
 
 def backend_of(

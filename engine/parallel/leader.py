@@ -14,17 +14,18 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
-from engine.config import EngineConfig
-from engine.parallel import rank as ranks
-from engine.parallel.backends import backend_of
-from engine.parallel.group import RankGroup
-from engine.parallel.model_part import keep_part
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers.backend import DataBackend, OpenedSession, Started
 from kvplane.v1 import types_pb2 as pb
+
+from ..config import EngineConfig
+from . import rank as ranks
+from .backends import backend_of
+from .group import RankGroup
+from .model_part import keep_part
 
 _END_TIMEOUT_S: Final = 10.0
 
@@ -115,7 +116,7 @@ class ParallelBackend:
         return self._own
 
     def _start_rank(self, assignment: ranks.Assignment) -> None:
-        command = [sys.executable, "-m", "engine.parallel.worker"]
+        command = [sys.executable, "-m", f"{__package__}.worker"]
         # In a session of its own: an interrupt at the terminal is for this process, which stops it.
         process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         self._closing.callback(_end, process)

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.parallel.group import RankGroup
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.shard import QueryHeads, Shard
+
+from .group import RankGroup
 
 _COLUMNS: Final = "colwise"
 _ROWS: Final = "rowwise"

@@ -20,11 +20,6 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
-from engine.config import EngineConfig
-from engine.models import loader
-from engine.parallel.backends import backend_of
-from engine.parallel.group import RankGroup
-from engine.parallel.model_part import keep_part
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
@@ -35,6 +30,12 @@ from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.v1.data_pb2 import ExecuteResponse, LayerOutput, PlanStarted
 from kvplane.wire.error_messages import from_wire, to_wire
+
+from ..config import EngineConfig
+from ..models import loader
+from .backends import backend_of
+from .group import RankGroup
+from .model_part import keep_part
 
 _LOGGER: Final = logging.getLogger(__name__)
 

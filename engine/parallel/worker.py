@@ -15,7 +15,7 @@ from kvplane.serving.event_loop import tune_grpc
 def main() -> int:
     """Follow rank 0; the exit code, 1 when it has ended without a word."""
     tune_grpc()
-    from engine.parallel.rank import follow
+    from .rank import follow
 
     logs.setup("warning", "text")
     try:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import torch
 
-from engine.request import Request
-from engine.sampling.beam_search import BeamSearch
-from engine.sampling.sampler import penalised
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import EngineSequence, SequenceStatus
+from ..request import Request
+from ..sampling.beam_search import BeamSearch
+from ..sampling.sampler import penalised
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.sequence import EngineSequence, SequenceStatus
 
 NewSequence = Callable[[Request, int], EngineSequence]
 

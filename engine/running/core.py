@@ -18,17 +18,6 @@ from typing import Final
 
 import torch
 
-from engine.models.loader import LoadedModel
-from engine.request import Delta, Request, RequestOutput, SamplingParams
-from engine.running.beams import BeamRequest
-from engine.running.live_requests import LiveRequest
-from engine.running.runner import Runner
-from engine.sampling.detokenizer import Detokenizer
-from engine.sampling.sampler import logprobs_of, new_stream, sample
-from engine.scheduling.intents import Intent, Outcome, Span
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import EngineSequence, SequenceStatus
-from engine.stats import EngineStats
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
@@ -45,6 +34,18 @@ from kvplane.sync.loop_thread import wait
 from kvplane.transformers.backend import DataBackend
 from kvplane.transformers.link import ControlLink
 from kvplane.v1 import types_pb2 as types
+
+from ..models.loader import LoadedModel
+from ..request import Delta, Request, RequestOutput, SamplingParams
+from ..sampling.detokenizer import Detokenizer
+from ..sampling.sampler import logprobs_of, new_stream, sample
+from ..scheduling.intents import Intent, Outcome, Span
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.sequence import EngineSequence, SequenceStatus
+from ..stats import EngineStats
+from .beams import BeamRequest
+from .live_requests import LiveRequest
+from .runner import Runner
 
 MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine raises
 RETRY_DELAY_S: Final = 0.1

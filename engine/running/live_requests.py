@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.request import CompletionOutput, Request, RequestOutput
-from engine.running.beams import BeamRequest
-from engine.scheduling.sequence import EngineSequence
 from kvplane.errors import KvplaneError
+
+from ..request import CompletionOutput, Request, RequestOutput
+from ..scheduling.sequence import EngineSequence
+from .beams import BeamRequest
 
 
 @dataclass(slots=True)

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from engine.scheduling.intents import Span
 from kvplane.transformers import attention
 from kvplane.transformers.models.packed import packed_logits
+
+from ..scheduling.intents import Span
 
 
 class Runner:

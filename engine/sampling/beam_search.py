@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from engine.request import SamplingParams
+from ..request import SamplingParams
 
 _NEVER: Final = -1.0e9  # a score, less than that of any candidate
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.request import MAX_SEED, SamplingParams, TokenLogprob
+from ..request import MAX_SEED, SamplingParams, TokenLogprob
 
 _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine.scheduling.sequence import EngineSequence
 from kvplane.errors import KvplaneError
 from kvplane.v1 import control_pb2 as pb
+
+from .sequence import EngineSequence
 
 
 class Kind(Enum):

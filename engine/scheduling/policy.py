@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from engine.scheduling.sequence import EngineSequence
+from .sequence import EngineSequence
 
 
 class Policy(Protocol):

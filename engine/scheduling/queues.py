@@ -10,8 +10,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 
-from engine.scheduling.policy import Policy
-from engine.scheduling.sequence import EngineSequence, SequenceStatus
+from .policy import Policy
+from .sequence import EngineSequence, SequenceStatus
 
 
 class Queues:

@@ -19,17 +19,18 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Final
 
-from engine.scheduling.intents import Counts, Failures, Intent, Kind, Outcome, Span
-from engine.scheduling.policy import Policy, PriorityThenArrival
-from engine.scheduling.queues import Queues
-from engine.scheduling.room import Room
-from engine.scheduling.sequence import EngineSequence, SequenceStatus
 from kvplane import ops
 from kvplane.errors import InternalError, PositionMismatchError, SequenceNotFoundError
 from kvplane.results import Granted, SequenceState, SessionNews, StepResult, error_of
 from kvplane.v1 import control_pb2 as pb
 from kvplane.v1 import types_pb2 as types
 from kvplane.wire import columns
+
+from .intents import Counts, Failures, Intent, Kind, Outcome, Span
+from .policy import Policy, PriorityThenArrival
+from .queues import Queues
+from .room import Room
+from .sequence import EngineSequence, SequenceStatus
 
 # Steps to wait for pending blocks, or without any progress, before more is preempted.
 PATIENCE_STEPS: Final = 32

@@ -17,8 +17,8 @@ from enum import Enum
 
 import torch
 
-from engine.request import Request, SamplingParams, TokenLogprob
-from engine.sampling.detokenizer import Detokenizer
+from ..request import Request, SamplingParams, TokenLogprob
+from ..sampling.detokenizer import Detokenizer
 
 
 class SequenceStatus(Enum):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from engine.request import Delta, RequestOutput, TokenLogprob
+from ..request import Delta, RequestOutput, TokenLogprob
 
 
 @dataclass(slots=True)

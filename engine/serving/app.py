@@ -19,12 +19,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from engine.models.loader import Message
-from engine.request import Delta, RequestOutput
-from engine.serving.answers import Answer
-from engine.serving.metrics import ServingMetrics
-from engine.serving.requests import Chat, CompletionRequest, read_chat, read_completion
-from engine.serving.worker import EngineWorker, Prompt
 from kvplane.errors import (
     CapacityError,
     InvalidRequestError,
@@ -35,6 +29,13 @@ from kvplane.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+
+from ..models.loader import Message
+from ..request import Delta, RequestOutput
+from .answers import Answer
+from .metrics import ServingMetrics
+from .requests import Chat, CompletionRequest, read_chat, read_completion
+from .worker import EngineWorker, Prompt
 
 _CLIENT_GONE: Final = 499
 _STATUS: Final[tuple[tuple[type[KvplaneError], int], ...]] = (

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from engine.config import EngineConfig
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.config import check_address, is_loopback
 from kvplane.serving.logs import FORMATS, LEVELS
 from kvplane.serving.settings import setting
+
+from ..config import EngineConfig
 
 
 @dataclass(frozen=True, kw_only=True)

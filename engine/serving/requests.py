@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from engine.models.loader import Message
-from engine.request import SamplingParams
-from engine.serving.worker import Prompt
 from kvplane.errors import InvalidRequestError
+
+from ..models.loader import Message
+from ..request import SamplingParams
+from .worker import Prompt
 
 MAX_PROMPTS: Final = 64
 MAX_STOPS: Final = 16

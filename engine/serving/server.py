@@ -10,12 +10,13 @@ from typing import Final
 
 import uvicorn
 
-from engine.llm import LLM
-from engine.serving.app import ServingApp
-from engine.serving.config import ServeConfig
-from engine.serving.worker import EngineWorker
 from kvplane.serving import logs
 from kvplane.serving.settings import log_settings
+
+from ..llm import LLM
+from .app import ServingApp
+from .config import ServeConfig
+from .worker import EngineWorker
 
 _LOGGER: Final = logging.getLogger("engine")
 _GRACE_S: Final = 5

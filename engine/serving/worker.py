@@ -15,13 +15,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from engine.request import Delta, RequestOutput, SamplingParams
 from kvplane.errors import (
     InternalError,
     KvplaneError,
     PlaneUnavailableError,
     QuotaExceededError,
 )
+
+from ..request import Delta, RequestOutput, SamplingParams
 
 _LOGGER: Final = logging.getLogger(__name__)
 

@@ -60,14 +60,15 @@ def build(
     watched: Sequence[str] = (),
     link_flags: Sequence[str] = (),
     suffix: str = "",
+    folders: Sequence[Path] = (),
 ) -> Path:
     """Compiles ``sources`` and links them; returns the file.
 
-    csrc: the folder of the sources' headers. flags: in addition to FLAGS.
+    csrc: the folder of the sources' headers. folders: more of them. flags: in addition to FLAGS.
     watched: flags for all but the emulator's own files, which ThreadSanitizer must not see.
     """
     KEPT.mkdir(parents=True, exist_ok=True)
-    folders = [csrc, csrc / "emulator", csrc / "include"]
+    folders = [*folders, csrc, csrc / "emulator", csrc / "include"]
     includes = [f"-I{path}" for path in folders]
     includes += [f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import attention_cpu, attention_idle, attention_profile, memory
+from benchmarks import attention_cpu, attention_idle, attention_profile, attention_shared, memory
 from benchmarks.attention_cpu import Sizes
 from benchmarks.attention_cpu_tables import tables
 from benchmarks.calls import Calls, Pass, call_in_rounds
@@ -91,6 +91,26 @@ def test_idleness_is_measured_by_turns(
     assert [row["idle_ms"] for row in rows] == [0, 0.2, 5, 20]
     assert all(row["p10"] >= row["p50"] > 0 for row in rows)
     assert "| 20 | " in capsys.readouterr().out
+
+
+def test_a_common_prefix_is_measured_with_shared_reads_without_and_with_copies(
+    small_caches: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "shared.json"
+    words = ["--sequences", "3", "--prefix", "512", "--own", "16", "--rounds", "2"]
+    attention_shared.main([*words, "--threads", "2", "--json", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["name"] for row in rows][::3] == ["bf16/g1", "e4m3/g1"] and len(rows) == 6
+    for row in rows:
+        assert [len(row["seconds"][side]) for side in ("shared", "apart", "copies")] == [2, 2, 2]
+    assert "| e4m3/g8 | " in capsys.readouterr().out
+
+
+def test_a_common_prefix_has_the_same_blocks_and_copies_have_not() -> None:
+    case = attention_shared.cases_of("bf16", 3, 512, 16, 1)[0]
+    shared, apart, copies = (case.calls[side]() for side in attention_shared.SIDES)
+    assert torch.equal(shared, apart)
+    assert torch.equal(shared[0], copies[0]) and not torch.equal(shared[1], copies[1])
 
 
 def test_a_figure_is_the_median_of_the_passes_medians_after_a_round_that_does_not_count() -> None:

@@ -1,4 +1,4 @@
-"""The Kubernetes base agrees with itself, with the programs and with the rules."""
+"""The Kubernetes files agree with each other, with the programs and with the rules."""
 
 from __future__ import annotations
 
@@ -10,116 +10,224 @@ import pytest
 import yaml
 
 from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.election.kubernetes_elector import KubernetesElector
 from data_plane.server.build import layout_from_json
 from data_plane.server.config import DataPlaneConfig
 from kvplane.serving.settings import parse
+from scripts.kustomized import Object, objects
 
-BASE = Path(__file__).parents[2] / "deploy" / "kubernetes"
-RULES = BASE.parent / "prometheus"
-KUSTOMIZATION: dict[str, Any] = yaml.safe_load((BASE / "kustomization.yaml").read_text())
-OBJECTS: list[dict[str, Any]] = [
-    each
-    for name in KUSTOMIZATION["resources"]
-    for each in yaml.safe_load_all((BASE / name).read_text())
-]
+FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
+RULES = FOLDER.parent / "prometheus"
+VARIANTS = {name: objects(FOLDER / name) for name in ("base", "fleet", "node")}
 PLANES: dict[str, Any] = {"control-plane": ControlPlaneConfig, "data-plane": DataPlaneConfig}
 NAME = "app.kubernetes.io/name"
+# What Kubernetes and the LeaderWorkerSet's controller put into a pod.
+GIVEN = {
+    "POD_IP": "10.0.0.7",
+    "POD_NAMESPACE": "kvplane",
+    "GROUP": "1",
+    "LWS_GROUP_SIZE": "2",
+    "LWS_WORKER_INDEX": "1",
+}
+CONTROLLERS_OWN = {"LWS_GROUP_SIZE", "LWS_WORKER_INDEX"}
 
 
-def of_kind(*kinds: str) -> dict[str, Any]:
-    return {each["metadata"]["name"]: each["spec"] for each in OBJECTS if each["kind"] in kinds}
+def of_kind(variant: str, *kinds: str) -> dict[str, Any]:
+    found = [each for each in VARIANTS[variant] if each["kind"] in kinds]
+    return {each["metadata"]["name"]: each.get("spec", each) for each in found}
 
 
-WORKLOADS = of_kind("Deployment", "StatefulSet")
+def pods(variant: str) -> dict[str, Object]:
+    """The pod template of each workload."""
+    templates = {
+        name: spec["template"]
+        for name, spec in of_kind(variant, "Deployment", "StatefulSet").items()
+    }
+    for name, spec in of_kind(variant, "LeaderWorkerSet").items():
+        templates[name] = spec["leaderWorkerTemplate"]["workerTemplate"]
+    return templates
 
 
-def container(plane: str) -> dict[str, Any]:
-    (only,) = WORKLOADS[plane]["template"]["spec"]["containers"]
-    return only
+def containers(variant: str) -> dict[str, tuple[Object, Object]]:
+    """By the plane that each runs, with its pod's template."""
+    return {
+        container["name"]: (container, pod)
+        for pod in pods(variant).values()
+        for container in pod["spec"]["containers"]
+    }
 
 
-def ports(plane: str) -> dict[str, int]:
-    return {port["name"]: port["containerPort"] for port in container(plane)["ports"]}
+def config_of(variant: str, plane: str) -> Any:
+    """The settings that its arguments make, in a pod."""
+    container, _ = containers(variant)[plane]
+    named = {each["name"] for each in container.get("env", ())} | CONTROLLERS_OWN
+    arguments = [
+        re.sub(r"\$\((\w+)\)", lambda m: GIVEN[m[1]] if m[1] in named else m[0], each)
+        for each in container["args"]
+    ]
+    return parse(PLANES[plane], plane.replace("-", "_"), arguments, {})
 
 
-def test_every_file_is_listed_and_every_object_has_a_kind_and_a_name() -> None:
-    files = {path.name for path in BASE.glob("*.yaml")} - {"kustomization.yaml"}
-    assert files == set(KUSTOMIZATION["resources"])
-    names = [(each["kind"], each["metadata"]["name"]) for each in OBJECTS]
-    assert all(each["apiVersion"] for each in OBJECTS)
+def ports(container: Object) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for port in container["ports"]}
+
+
+def selected(variant: str, selector: dict[str, str]) -> list[Object]:
+    return [
+        pod
+        for pod in pods(variant).values()
+        if selector.items() <= pod["metadata"]["labels"].items()
+    ]
+
+
+@pytest.mark.parametrize("folder", [p.parent for p in FOLDER.rglob("kustomization.yaml")], ids=str)
+def test_every_file_is_used(folder: Path) -> None:
+    spec = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    patches = {each["path"] for each in spec.get("patches", []) if "path" in each}
+    named = {*spec.get("resources", []), *spec.get("configurations", []), *patches}
+    assert {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"} <= named
+    assert all((folder / name).exists() for name in named)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_objects_have_kinds_and_names_and_each_plane_runs_once(variant: str) -> None:
+    names = [(each["kind"], each["metadata"]["name"]) for each in VARIANTS[variant]]
+    assert all(each["apiVersion"] for each in VARIANTS[variant])
     assert len(names) == len(set(names))
-    assert set(WORKLOADS) == set(PLANES)
+    assert set(containers(variant)) == set(PLANES)
 
 
 @pytest.mark.parametrize("plane", PLANES)
-def test_a_plane_takes_its_arguments_and_listens_where_the_ports_say(plane: str) -> None:
-    arguments = [each.replace("$(POD_IP)", "10.0.0.7") for each in container(plane)["args"]]
-    config = parse(PLANES[plane], plane.replace("-", "_"), arguments, {})
-    found = {"grpc": int(config.bind.rpartition(":")[2]), "metrics": config.metrics_port}
-    if isinstance(config, ControlPlaneConfig):
-        found["page"] = config.page_port
-    assert ports(plane) == found
-    image = container(plane)["image"]
-    assert image in {each["name"] for each in KUSTOMIZATION["images"]}
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_plane_takes_its_arguments_and_listens_where_the_ports_say(
+    variant: str, plane: str
+) -> None:
+    container, _ = containers(variant)[plane]
+    config = config_of(variant, plane)
+    expected = {config.metrics_port}
+    if not config.bind.startswith("127."):
+        expected.add(int(config.bind.rpartition(":")[2]))
+    if getattr(config, "page_port", -1) >= 0:
+        expected.add(config.page_port)
+    assert set(ports(container).values()) == expected
+    assert re.fullmatch(rf"kvplane/{plane}:\d+\.\d+\.\d+", container["image"])
 
 
 @pytest.mark.parametrize("plane", PLANES)
-def test_probes_limits_and_rights(plane: str) -> None:
-    only, pod = container(plane), WORKLOADS[plane]["template"]["spec"]
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_probes_limits_and_rights(variant: str, plane: str) -> None:
+    only, pod = containers(variant)[plane]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         ((kind, how),) = ((k, v) for k, v in only[probe].items() if k in ("httpGet", "tcpSocket"))
-        assert how["port"] in ports(plane)
+        assert how["port"] in ports(only)
         assert how.get("path", "/healthz") == "/healthz", kind
     assert only["resources"]["limits"]["memory"]
     assert set(only["resources"]["requests"]) == {"cpu", "memory"}
-    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["spec"]["securityContext"]["runAsNonRoot"]
     assert only["securityContext"]["readOnlyRootFilesystem"]
     assert only["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    volumes = {volume["name"] for volume in pod.get("volumes", [])}
-    assert {mount["name"] for mount in only.get("volumeMounts", [])} == volumes
+    volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes", [])}
+    assert {mount["name"] for mount in only.get("volumeMounts", [])} <= set(volumes)
+    maps = {each["configMap"]["name"] for each in volumes.values() if "configMap" in each}
+    assert maps <= set(of_kind(variant, "ConfigMap"))
 
 
-@pytest.mark.parametrize("plane", PLANES)
-def test_selectors_find_the_pods_and_ports_that_they_mean(plane: str) -> None:
-    labels = WORKLOADS[plane]["template"]["metadata"]["labels"]
-    assert WORKLOADS[plane]["selector"]["matchLabels"].items() <= labels.items()
-    service = of_kind("Service")[plane]
-    assert service["selector"].items() <= labels.items()
-    assert all(port["targetPort"] in ports(plane) for port in service["ports"])
-    policy = of_kind("NetworkPolicy")[plane]
-    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
-    open_ports = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
-    assert open_ports == {"grpc", "metrics"}
-    assert all(rule["from"] for rule in policy["ingress"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_selectors_find_the_pods_and_ports_that_they_mean(variant: str) -> None:
+    for spec in of_kind(variant, "Deployment", "StatefulSet").values():
+        assert selected(variant, spec["selector"]["matchLabels"]) == [spec["template"]]
+    for service in of_kind(variant, "Service").values():
+        (pod,) = selected(variant, service["selector"])
+        found = {name for each in pod["spec"]["containers"] for name in ports(each)}
+        assert {port["targetPort"] for port in service["ports"]} <= found
+    for policy in of_kind(variant, "NetworkPolicy").values():
+        (pod,) = selected(variant, policy["podSelector"]["matchLabels"])
+        found = {name for each in pod["spec"]["containers"] for name in ports(each)}
+        opened = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
+        assert opened == found - {"page"}
+        assert all(rule["from"] for rule in policy["ingress"])
+    for budget in of_kind(variant, "PodDisruptionBudget").values():
+        assert selected(variant, budget["selector"]["matchLabels"])
+        assert budget["maxUnavailable"] == 1
 
 
-def test_a_data_plane_may_reach_the_control_plane_by_the_name_that_it_is_given() -> None:
-    config = parse(
-        DataPlaneConfig,
-        "data_plane",
-        [each.replace("$(POD_IP)", "10.0.0.7") for each in container("data-plane")["args"]],
-        {},
-    )
-    host, _, port = config.control_plane.rpartition(":")
-    assert int(port) in {each["port"] for each in of_kind("Service")[host]["ports"]}
-    callers = of_kind("NetworkPolicy")[host]["ingress"][0]["from"]
-    pods = [each["podSelector"]["matchLabels"] for each in callers]
-    assert {NAME: "data-plane"} in pods
+@pytest.mark.parametrize("variant", ["base", "fleet"])
+def test_a_data_plane_may_reach_the_control_plane_by_the_name_that_it_is_given(
+    variant: str,
+) -> None:
+    target = config_of(variant, "data-plane").control_plane
+    host, _, port = target.removeprefix("dns:///").rpartition(":")
+    assert int(port) in {each["port"] for each in of_kind(variant, "Service")[host]["ports"]}
+    callers = of_kind(variant, "NetworkPolicy")[host]["ingress"][0]["from"]
+    assert {NAME: "data-plane"} in [each["podSelector"]["matchLabels"] for each in callers]
 
 
-def test_what_is_scraped_has_the_jobs_that_the_rules_name() -> None:
-    monitor = of_kind("PodMonitor")["kvplane"]
-    jobs = {
-        spec["template"]["metadata"]["labels"][monitor["jobLabel"]] for spec in WORKLOADS.values()
+def test_planes_of_one_pod_meet_on_its_loopback() -> None:
+    control, data = (config_of("node", plane) for plane in PLANES)
+    assert data.control_plane == control.bind == "127.0.0.1:50051"
+    assert data.bind.startswith("127.0.0.1:")
+    assert len(pods("node")) == 1
+
+
+def test_each_of_two_control_planes_may_do_what_the_election_calls() -> None:
+    container, pod = containers("fleet")["control-plane"]
+    config = config_of("fleet", "control-plane")
+    assert of_kind("fleet", "Deployment")["control-plane"]["replicas"] == 2
+    assert of_kind("fleet", "Service")["control-plane"]["clusterIP"] == "None"  # all addresses
+    assert config.advertise == "10.0.0.7:50051"
+    namespace, _, lease = config.election.removeprefix("kubernetes://").partition("/")
+    assert namespace == GIVEN["POD_NAMESPACE"]
+    assert pod["spec"]["automountServiceAccountToken"]
+    account = pod["spec"]["serviceAccountName"]
+    (binding,) = of_kind("fleet", "RoleBinding").values()
+    assert [each["name"] for each in binding["subjects"]] == [account]
+    rules = of_kind("fleet", "Role")[binding["roleRef"]["name"]]["rules"]
+    granted = {
+        (verb, tuple(rule.get("resourceNames", ()))) for rule in rules for verb in rule["verbs"]
     }
-    named = set(re.findall(r"job_name: (kvplane_\w+)", (RULES / "prometheus.yml").read_text()))
-    assert jobs == named
-    (expression,) = monitor["selector"]["matchExpressions"]
-    assert set(expression["values"]) == set(PLANES)
-    assert all(end["port"] in ports(p) for end in monitor["podMetricsEndpoints"] for p in PLANES)
+    assert granted == {("create", ()), ("get", (lease,)), ("update", (lease,))}
+    elector = KubernetesElector(None, namespace, lease, "")  # type: ignore[arg-type]
+    assert elector._folder.split("/")[2] == rules[0]["apiGroups"][0]
+    assert elector._folder.split("/")[-1] == rules[0]["resources"][0]
+    # Who stands by does not serve: probes of health would restart it, and bar it from a drain.
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert "tcpSocket" in container[probe]
+    callers = of_kind("fleet", "NetworkPolicy")["control-plane"]["ingress"][0]["from"]
+    assert {NAME: "control-plane"} in [each["podSelector"]["matchLabels"] for each in callers]
+
+
+def test_a_group_of_a_leader_worker_set_is_a_pool() -> None:
+    spec = of_kind("fleet", "LeaderWorkerSet")["data-plane"]
+    config = config_of("fleet", "data-plane")
+    assert (config.pool_id, config.shard_index) == ("pool-1", 1)
+    assert config.num_shards == spec["leaderWorkerTemplate"]["size"] == 2
+    assert spec["leaderWorkerTemplate"]["restartPolicy"] == "None"
+    assert "data-plane" not in of_kind("fleet", "Service", "StatefulSet")  # the controller's name
+    base, _ = containers("base")["data-plane"]
+    shard, _ = containers("fleet")["data-plane"]
+    assert set(base["args"]) <= set(shard["args"])
+    assert all(base[key] == shard[key] for key in base.keys() - {"args", "env"})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_scraped_has_the_jobs_that_the_rules_name(variant: str) -> None:
+    jobs = set()
+    for monitor in of_kind(variant, "PodMonitor").values():
+        chosen = monitor["selector"].get("matchLabels")
+        names = [chosen[NAME]] if chosen else monitor["selector"]["matchExpressions"][0]["values"]
+        found = [pod for name in names for pod in selected(variant, {NAME: name})]
+        assert len(found) == len(names)
+        for pod in found:
+            named = {name for each in pod["spec"]["containers"] for name in ports(each)}
+            for end in monitor["podMetricsEndpoints"]:
+                assert end["port"] in named
+                relabelled = [each["replacement"] for each in end.get("relabelings", ())]
+                jobs |= {*(relabelled or [pod["metadata"]["labels"][monitor["jobLabel"]]])}
+    rules = (RULES / "prometheus.yml").read_text()
+    assert jobs == set(re.findall(r"job_name: (kvplane_\w+)", rules))
 
 
 def test_the_layout_of_the_base_is_one() -> None:
-    (generated,) = KUSTOMIZATION["configMapGenerator"]
-    assert generated["files"] == ["layout.json"]
-    assert layout_from_json(BASE / "layout.json").model_id.startswith("recall-")
+    layout = layout_from_json(FOLDER / "base" / "layout.json")
+    assert layout.model_id.startswith("recall-")
+    assert (layout.groups[0].num_kv_heads % 2) == 0  # for the two shards of the fleet

@@ -1,0 +1,359 @@
+// The computation of one item, or of some items' rows in one split: paged_attention.cpp.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "attention_items.h"
+#include "kvplane/params.h"
+#include "row_ops.h"
+#include "scales.h"
+
+namespace kvplane {
+namespace {
+
+constexpr int64_t kLineBytes = 64;
+
+alignas(kLineBytes) const char kZeros[kMaxRowSize * sizeof(float)] = {};
+
+// The states of an item's rows.
+struct States {
+  RowState* state;  // [rows]; null: there are none
+  float* out;       // [rows, value_size]
+};
+
+// One item of those that are computed together, of equal blocks in their split.
+struct Member {
+  const Item* item;
+  States states;    // of all its rows
+  int64_t queries;  // row r of the item has its query at row queries + r of the workspace
+};
+
+// What one thread computes of one split: the same KV heads of all members.
+struct Part {
+  int64_t split;
+  std::vector<Member> members;
+  Span kv_heads;
+  Span seen;  // positions whose slots may be read
+};
+
+// The format of rows during the computation.
+struct Layout {
+  Dtype dtype;         // of queries, keys and values
+  int64_t row_size;    // of queries and keys
+  int64_t value_size;  // of values and outputs
+  bool in_place;       // keys and values are read directly from the pages
+  bool stored;         // ... by attend_stored
+
+  Layout(const PagedAttentionParams& p, const RowOps& ops) {
+    // Every 8-bit number is exact in bf16.
+    const bool bf16 = ops.attend_bf16 != nullptr && p.query_dtype == Dtype::kBFloat16 &&
+                      (p.pages.dtype == Dtype::kBFloat16 || is_8_bit(p.pages.dtype));
+    const int64_t unit = bf16 ? 2 * kLanes : kLanes;
+    dtype = bf16 ? Dtype::kBFloat16 : Dtype::kFloat32;
+    row_size = padded(p.pages.head_size, unit);
+    value_size = padded(p.pages.value_head_size, unit);
+    stored = !bf16 && ops.attend_stored != nullptr && p.pages.dtype != Dtype::kFloat32 &&
+             in_units(p.pages, ops.stored_unit);
+    const int64_t whole = p.pages.dtype == dtype ? unit : 4 * kLanes;
+    in_place = stored || ((p.pages.dtype == dtype || bf16) && in_units(p.pages, whole));
+  }
+
+  int64_t row_bytes() const { return row_size * dtype_bytes(dtype); }
+  int64_t value_bytes() const { return value_size * dtype_bytes(dtype); }
+
+ private:
+  static bool in_units(const PagesParams& pages, int64_t unit) {
+    return pages.head_size % unit == 0 && pages.value_head_size % unit == 0;
+  }
+
+  static int64_t padded(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
+};
+
+// The buffers of one thread.
+class Workspace {
+ public:
+  Workspace(const Layout& layout, int64_t num_rows)
+      : rows(static_cast<size_t>(num_rows)),
+        query_(static_cast<size_t>(num_rows * layout.row_bytes() + kLineBytes)),
+        key_(static_cast<size_t>(layout.in_place ? 0 : kTileTokens * layout.row_bytes())),
+        value_(static_cast<size_t>(layout.in_place ? 0 : kTileTokens * layout.value_bytes())),
+        state_(static_cast<size_t>(2 * num_rows)),
+        out_(static_cast<size_t>(2 * num_rows * layout.value_size)) {}
+
+  char* query() { return query_.data(); }
+  // Converted rows of a tile that cannot be used in place.
+  char* key() { return key_.data(); }
+  char* value() { return value_.data(); }
+  // The states of one split, and of all splits so far.
+  States split() { return {state_.data(), out_.data()}; }
+  States total() { return {state_.data() + state_.size() / 2, out_.data() + out_.size() / 2}; }
+
+  std::vector<Row> rows;
+  Tile tiles[2] = {};  // the current one, and the next one, which is prefetched
+
+ private:
+  std::vector<char> query_, key_, value_;  // zeros at first: the padding of a row stays zero
+  std::vector<RowState> state_;
+  std::vector<float> out_;
+};
+
+class Attention {
+ public:
+  Attention(const PagedAttentionParams& params, int num_workers, int64_t item_rows)
+      : p_(params),
+        ops_(row_ops()),
+        layout_(params, ops_),
+        group_(params.num_heads / params.pages.num_kv_heads),
+        workspaces_(static_cast<size_t>(num_workers), Workspace(layout_, item_rows)) {}
+
+  int64_t num_rows(const Item& item) const { return rows_of_kv_head(item) * item.num_kv_heads; }
+  int64_t value_size() const { return layout_.value_size; }
+
+  Span splits_of(const Item& item) const {
+    const Span all = positions_of(p_, item);
+    return {all.begin / kSplitTokens, (all.end + kSplitTokens - 1) / kSplitTokens};
+  }
+
+  // One split of one item.
+  Part part_of(const Item& item, int64_t split, const States& states) const {
+    return {split,
+            {{&item, states, 0}},
+            {item.first_kv_head, item.first_kv_head + item.num_kv_heads},
+            positions_of(p_, item)};
+  }
+
+  // Computes a whole item, but for the splits whose states are there: by the item's splits.
+  void run(int worker, const Item& item, const std::vector<States>& computed) {
+    Workspace& w = workspaces_[static_cast<size_t>(worker)];
+    const Span splits = splits_of(item);
+    Part part = part_of(item, splits.begin, w.split());
+    bool loaded = false;
+    clear(item, w.total());
+    for (; part.split < splits.end; ++part.split) {
+      const size_t index = static_cast<size_t>(part.split - splits.begin);
+      if (!computed.empty() && computed[index].state != nullptr) {
+        merge(item, computed[index], w.total());
+        continue;
+      }
+      if (!loaded) load_queries(part, w);
+      loaded = true;
+      attend_split(part, w);
+      merge(item, w.split(), w.total());
+    }
+    store_rows(item, w.total());
+  }
+
+  // Leaves the states of a part's rows in those of its members.
+  void run_part(int worker, const Part& part) {
+    Workspace& w = workspaces_[static_cast<size_t>(worker)];
+    load_queries(part, w);
+    attend_split(part, w);
+  }
+
+ private:
+  // Of row r of an item.
+  int64_t kv_head_of(const Item& item, int64_t r) const {
+    return item.first_kv_head + r / rows_of_kv_head(item);
+  }
+  int64_t token_of(const Item& item, int64_t r) const {
+    return item.first_token + r / item.num_heads % item.num_tokens;
+  }
+  int64_t head_of(const Item& item, int64_t r) const {
+    return kv_head_of(item, r) * group_ + item.first_head + r % item.num_heads;
+  }
+
+  // The rows of a member that are in the part.
+  Span rows_of(const Part& part, const Item& item) const {
+    const int64_t of_head = rows_of_kv_head(item);
+    return {(part.kv_heads.begin - item.first_kv_head) * of_head,
+            (part.kv_heads.end - item.first_kv_head) * of_head};
+  }
+
+  void load_queries(const Part& part, Workspace& w) const {
+    for (const Member& member : part.members) {
+      const Span rows = rows_of(part, *member.item);
+      for (int64_t r = rows.begin; r < rows.end; ++r) load_query(member, r, w);
+    }
+  }
+
+  void load_query(const Member& member, int64_t r, Workspace& w) const {
+    const Item& item = *member.item;
+    const int64_t at =
+        token_of(item, r) * p_.query_token_stride + head_of(item, r) * p_.query_head_stride;
+    const char* from = static_cast<const char*>(p_.query) + at * dtype_bytes(p_.query_dtype);
+    const int64_t head_size = p_.pages.head_size;
+    char* row = w.query() + (member.queries + r) * layout_.row_bytes();
+    copy_row(from, p_.query_dtype, head_size, row);
+    if (layout_.stored) {
+      ops_.reorder(reinterpret_cast<float*>(row), head_size, p_.pages.dtype, false);
+    }
+  }
+
+  int64_t page_row_bytes() const { return p_.pages.head_size * dtype_bytes(p_.pages.dtype); }
+
+  void copy_row(const char* from, Dtype dtype, int64_t head_size, char* to) const {
+    if (dtype == layout_.dtype) {
+      std::copy_n(from, head_size * dtype_bytes(dtype), to);
+    } else {
+      ops_.load(from, dtype, head_size, reinterpret_cast<float*>(to));
+    }
+  }
+
+  void clear(const Item& item, const States& states) const { clear(states, {0, num_rows(item)}); }
+
+  void clear(const States& states, Span rows) const {
+    std::fill(states.out + rows.begin * value_size(), states.out + rows.end * value_size(), 0.0f);
+    std::fill(states.state + rows.begin, states.state + rows.end,
+              RowState{-std::numeric_limits<float>::infinity(), {}});
+  }
+
+  void attend_split(const Part& part, Workspace& w) const {
+    for (const Member& member : part.members) clear(member.states, rows_of(part, *member.item));
+    const int64_t split = part.split * kSplitTokens;
+    const int64_t first = std::max(part.seen.begin / kTileTokens * kTileTokens, split);
+    const int64_t end = std::min(part.seen.end, split + kSplitTokens);
+    const int64_t first_head = part.kv_heads.begin, end_head = part.kv_heads.end;
+    Tile *next = &w.tiles[0], *later = &w.tiles[1];
+    find_tile(part, first_head, first, later);
+    for (int64_t tile = first; tile < end; tile += kTileTokens) {
+      for (int64_t head = first_head; head < end_head; ++head) {
+        std::swap(next, later);
+        const bool last = head + 1 == end_head;
+        find_tile(part, last ? first_head : head + 1, last ? tile + kTileTokens : tile, later);
+        if (layout_.in_place) {
+          attend_tile(part, head, tile, *next, *later, page_row_bytes(), w);
+        } else {
+          attend_tile(part, head, tile, load_tile(*next, *later, w), *later, 0, w);
+        }
+      }
+    }
+  }
+
+  // Points at the rows of the tile's positions that are seen. Other rows are not read: zeros stand
+  // for them.
+  void find_tile(const Part& part, int64_t kv_head, int64_t tile, Tile* rows) const {
+    const PagesParams& pages = p_.pages;
+    const int64_t sequence = part.members.front().item->sequence;
+    const char* data = static_cast<const char*>(pages.data);
+    const int64_t bytes = dtype_bytes(pages.dtype);
+    const int64_t begin = std::max(part.seen.begin, tile);
+    const int64_t end = std::max(begin, std::min(part.seen.end, tile + kTileTokens));
+    if (end - begin < kTileTokens) {
+      std::fill(rows->key, rows->key + kTileTokens, kZeros);
+      std::fill(rows->value, rows->value + kTileTokens, kZeros);
+    }
+    int64_t position = begin;
+    while (position < end) {
+      const int64_t index = position / pages.block_size;
+      const int64_t last = std::min(end, (index + 1) * pages.block_size);
+      const int64_t offset = position - index * pages.block_size;
+      const int64_t block = block_at(p_, sequence, index);
+      const char* key = data + bytes * (block * pages.block_stride + kv_head * pages.head_stride +
+                                        offset * pages.token_stride);
+      const char* value =
+          data + bytes * (block * pages.block_stride + pages.kv_stride +
+                          kv_head * pages.value_head_stride + offset * pages.value_token_stride);
+      for (; position < last; ++position) {
+        rows->key[position - tile] = key;
+        rows->value[position - tile] = value;
+        key += bytes * pages.token_stride;
+        value += bytes * pages.value_token_stride;
+      }
+    }
+  }
+
+  // Converts the tile's rows to the type of the computation.
+  Tile load_tile(const Tile& tile, const Tile& next, Workspace& w) const {
+    const PagesParams& pages = p_.pages;
+    const auto load = layout_.dtype == Dtype::kBFloat16 ? ops_.load_tile_bf16 : ops_.load_tile;
+    const int64_t bytes = layout_.row_bytes(), value_bytes = layout_.value_bytes();
+    const int64_t element = dtype_bytes(pages.dtype);
+    load({tile.key, next.key, page_row_bytes(), pages.dtype, pages.head_size, w.key(), bytes});
+    load({tile.value, next.value, pages.value_head_size * element, pages.dtype,
+          pages.value_head_size, w.value(), value_bytes});
+    Tile loaded;
+    for (int64_t t = 0; t < kTileTokens; ++t) {
+      loaded.key[t] = w.key() + t * bytes;
+      loaded.value[t] = w.value() + t * value_bytes;
+    }
+    return loaded;
+  }
+
+  void attend_tile(const Part& part, int64_t kv_head, int64_t first, const Tile& tile,
+                   const Tile& next, int64_t prefetch_bytes, Workspace& w) const {
+    int64_t num = 0;
+    for (const Member& member : part.members) num = add_rows(member, kv_head, first, num, w);
+    if (num == 0) return;
+    const float scale = p_.scale * key_scale(p_.pages, kv_head);
+    const auto attend = layout_.stored                      ? ops_.attend_stored
+                        : layout_.dtype == Dtype::kBFloat16 ? ops_.attend_bf16
+                                                            : ops_.attend;
+    attend({&tile, &next, w.rows.data(), num, layout_.row_size, value_size(),
+            layout_.in_place ? p_.pages.dtype : layout_.dtype, prefetch_bytes, scale,
+            p_.logit_soft_cap});
+  }
+
+  // Adds a member's rows that attend to the tile to the `num` that the workspace has; returns how
+  // many it has then.
+  int64_t add_rows(const Member& member, int64_t kv_head, int64_t first, int64_t num,
+                   Workspace& w) const {
+    const Item& item = *member.item;
+    const int64_t of_head = rows_of_kv_head(item),
+                  begin_row = (kv_head - item.first_kv_head) * of_head;
+    for (int64_t r = begin_row; r < begin_row + of_head; ++r) {
+      const int64_t position = item.first_position + (r - begin_row) / item.num_heads;
+      const Span seen = visible(p_, position);
+      const int64_t begin = std::max<int64_t>(0, seen.begin - first);
+      const int64_t end = std::min(kTileTokens, seen.end - first);
+      if (begin >= end) continue;
+      const float slope = p_.alibi_slopes == nullptr ? 0.0f : p_.alibi_slopes[head_of(item, r)];
+      w.rows[static_cast<size_t>(num++)] = {w.query() + (member.queries + r) * layout_.row_bytes(),
+                                            member.states.state + r,
+                                            member.states.out + r * value_size(),
+                                            begin,
+                                            end,
+                                            position - first,
+                                            slope};
+    }
+    return num;
+  }
+
+  void merge(const Item& item, const States& later, const States& states) const {
+    for (int64_t r = 0; r < num_rows(item); ++r) {
+      ops_.merge(later.state[r], later.out + r * value_size(), value_size(), &states.state[r],
+                 states.out + r * value_size());
+    }
+  }
+
+  void store_rows(const Item& item, const States& states) const {
+    const int64_t head_size = p_.pages.value_head_size;
+    char* out = static_cast<char*>(p_.out);
+    for (int64_t r = 0; r < num_rows(item); ++r) {
+      float* row = states.out + r * value_size();
+      const float scale = value_scale(p_.pages, kv_head_of(item, r));
+      const float* sink = p_.sinks == nullptr ? nullptr : p_.sinks + head_of(item, r);
+      float max;
+      const float sum = ops_.finish(states.state[r], value_size(), scale, sink, row, &max);
+      const int64_t at = token_of(item, r) * p_.num_heads + head_of(item, r);
+      if (layout_.stored) ops_.reorder(row, head_size, p_.pages.dtype, true);
+      ops_.store(row, head_size, p_.query_dtype,
+                 out + at * head_size * dtype_bytes(p_.query_dtype));
+      if (p_.lse != nullptr) {
+        p_.lse[at] = static_cast<float>(max + std::log(static_cast<double>(sum)));
+      }
+    }
+  }
+
+  const PagedAttentionParams& p_;
+  const RowOps& ops_;
+  const Layout layout_;
+  const int64_t group_;  // query heads of one KV head
+  std::vector<Workspace> workspaces_;
+};
+
+}  // namespace
+}  // namespace kvplane

@@ -1,0 +1,197 @@
+// Attention of sequences that share blocks: how often tiles are attended to, and that no bit
+// depends on it. Prints what is wrong and exits with 1.
+
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "kvplane/params.h"
+#include "row_ops.h"
+
+namespace kvplane {
+
+RowOps row_ops_baseline();
+
+namespace {
+
+std::atomic<int64_t> num_calls{0};  // of `attend`: one for each tile and KV head
+
+const RowOps kBaseline = row_ops_baseline();
+
+RowOps counting_ops() {
+  RowOps ops = kBaseline;
+  ops.attend = [](const AttendArgs& args) {
+    ++num_calls;
+    kBaseline.attend(args);
+  };
+  return ops;
+}
+
+}  // namespace
+
+const RowOps& row_ops() {
+  static const RowOps ops = counting_ops();
+  return ops;
+}
+
+}  // namespace kvplane
+
+namespace {
+
+using kvplane::Dtype;
+using kvplane::PagedAttentionParams;
+
+constexpr int64_t kKvHeads = 2, kGroup = 4, kHeads = kKvHeads * kGroup;
+constexpr int64_t kHeadSize = 16, kBlockSize = 64, kMaxBlocks = 32;
+constexpr int64_t kBlocksOfSplit = 512 / kBlockSize, kTilesOfSplit = 16;
+constexpr int64_t kBlockElements = 2 * kKvHeads * kBlockSize * kHeadSize;
+
+int num_failures = 0;
+
+struct Sequence {
+  int64_t query_len;
+  int64_t context_len;
+  std::vector<int64_t> blocks;  // that it shares; its other blocks are its own
+};
+
+struct Answer {
+  std::vector<float> out, lse;
+  int64_t num_calls;
+};
+
+class Batch {
+ public:
+  Batch(const std::vector<Sequence>& sequences, int64_t window, int64_t num_common_blocks)
+      : window_(window), num_blocks_(num_common_blocks) {
+    for (const Sequence& s : sequences) {
+      starts_.push_back(starts_.back() + s.query_len);
+      lens_.push_back(s.context_len);
+      const int64_t used = (s.context_len + kBlockSize - 1) / kBlockSize;
+      for (int64_t b = 0; b < kMaxBlocks; ++b) {
+        const bool shared = b < static_cast<int64_t>(s.blocks.size());
+        const int64_t own = b < used ? num_blocks_++ : -1;
+        tables_.push_back(shared ? s.blocks[static_cast<size_t>(b)] : own);
+      }
+    }
+    // A block that nobody has is full of NaN.
+    pool_.resize(static_cast<size_t>(num_blocks_ * kBlockElements), std::nanf(""));
+    std::mt19937 random(7);
+    std::normal_distribution<float> normal;
+    for (const int64_t block : tables_) {
+      if (block < 0) continue;
+      for (int64_t i = 0; i < kBlockElements; ++i) {
+        pool_[static_cast<size_t>(block * kBlockElements + i)] = normal(random);
+      }
+    }
+    query_.resize(static_cast<size_t>(starts_.back() * kHeads * kHeadSize));
+    for (float& x : query_) x = normal(random);
+  }
+
+  Answer attend(bool share_reads, int num_threads) const {
+    Answer answer;
+    answer.out.resize(query_.size());
+    answer.lse.resize(static_cast<size_t>(starts_.back() * kHeads));
+    PagedAttentionParams p = {};
+    p.scale = 0.25f;
+    p.sliding_window_tokens = window_;
+    p.query = query_.data();
+    p.out = answer.out.data();
+    p.lse = answer.lse.data();
+    p.block_tables = tables_.data();
+    p.query_starts = starts_.data();
+    p.context_lens = lens_.data();
+    p.pages.data = const_cast<float*>(pool_.data());
+    p.pages.dtype = p.query_dtype = Dtype::kFloat32;
+    p.pages.num_blocks = num_blocks_;
+    p.pages.num_kv_heads = kKvHeads;
+    p.pages.block_size = kBlockSize;
+    p.pages.head_size = p.pages.value_head_size = kHeadSize;
+    p.pages.block_stride = kBlockElements;
+    p.pages.kv_stride = kBlockElements / 2;
+    p.pages.head_stride = p.pages.value_head_stride = kBlockSize * kHeadSize;
+    p.pages.token_stride = p.pages.value_token_stride = kHeadSize;
+    p.wide_block_tables = true;
+    p.share_reads = share_reads;
+    p.num_tokens = starts_.back();
+    p.num_heads = kHeads;
+    p.num_sequences = static_cast<int64_t>(lens_.size());
+    p.max_blocks = kMaxBlocks;
+    p.query_token_stride = kHeads * kHeadSize;
+    p.query_head_stride = kHeadSize;
+    p.num_threads = num_threads;
+    kvplane::num_calls = 0;
+    kvplane::paged_attention(p);
+    answer.num_calls = kvplane::num_calls;
+    return answer;
+  }
+
+ private:
+  const int64_t window_;
+  int64_t num_blocks_;
+  std::vector<int64_t> tables_, starts_ = {0}, lens_;
+  std::vector<float> pool_, query_;
+};
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// `saved`: tiles that are read once less, counted for each KV head and sequence.
+void check(const char* name, const std::vector<Sequence>& sequences, int64_t num_common_blocks,
+           int64_t saved, int64_t window = 0) {
+  const Batch batch(sequences, window, num_common_blocks);
+  const Answer apart = batch.attend(false, 1);
+  for (const int num_threads : {1, 3, 16}) {
+    const Answer shared = batch.attend(true, num_threads);
+    const bool same = same_bits(shared.out, apart.out) && same_bits(shared.lse, apart.lse);
+    // With so many threads, KV heads go to items of their own, but tiles are read as often.
+    if (same && shared.num_calls == apart.num_calls - saved) continue;
+    std::printf("%s, %d threads: %s bits, %lld tiles of %lld, should be %lld\n", name, num_threads,
+                same ? "the same" : "other", static_cast<long long>(shared.num_calls),
+                static_cast<long long>(apart.num_calls),
+                static_cast<long long>(apart.num_calls - saved));
+    ++num_failures;
+  }
+}
+
+std::vector<int64_t> blocks(int64_t first, int64_t num) {
+  std::vector<int64_t> ids;
+  for (int64_t i = 0; i < num; ++i) ids.push_back(first + i);
+  return ids;
+}
+
+}  // namespace
+
+int main() {
+  const int64_t split = kTilesOfSplit * kKvHeads;  // tiles of one
+  const auto prefix = blocks(0, 2 * kBlocksOfSplit);
+  std::vector<Sequence> sequences(20, {1, 1124, prefix});
+  check("20 decodes, 16 at a time", sequences, 16, 2 * (20 - 2) * split);
+
+  auto other_end = prefix;
+  other_end.back() = 16;
+  sequences = {{1, 1100, prefix}, {1, 1200, other_end}, {1, 1300, prefix}, {1, 1400, other_end}};
+  check("two that part in the last block", sequences, 17, (3 + 2) * split);
+
+  sequences = {{1, 1024, prefix}, {1, 1000, prefix}, {3, 1026, prefix}, {3, 1025, prefix}};
+  check("contexts that end in a shared split", sequences, 16, (3 + 2) * split);
+
+  sequences = {{12, 1100, prefix}, {12, 1100, prefix}, {1, 1100, prefix}};
+  check("many query tokens", sequences, 16, 0);
+  sequences = {{8, 1100, prefix}, {8, 1100, prefix}, {1, 1100, prefix}};
+  check("64 rows together", sequences, 16, 2 * split);
+
+  sequences = {{1, 1100, blocks(0, 17)}, {1, 1090, blocks(0, 17)}, {2, 1088, blocks(0, 17)}};
+  check("a window that ends in the first split", sequences, 17, 2 * split, 700);
+
+  // Blocks are shared behind others that are not.
+  auto late = blocks(17, kBlocksOfSplit);
+  late.insert(late.end(), prefix.begin() + kBlocksOfSplit, prefix.end());
+  sequences = {{1, 1100, prefix}, {1, 1100, late}};
+  check("the second split alone", sequences, 17 + kBlocksOfSplit, split);
+  return num_failures == 0 ? 0 : 1;
+}
