@@ -34,6 +34,7 @@ from data_plane.plans.table_changes import apply_changes
 from data_plane.plans.transfers import Transfers
 from data_plane.plans.verifier import Verifier
 from data_plane.plans.written_slots import WrittenSlots
+from kvplane import tracing
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import BlockNotWrittenError, InternalError, PlanOutOfOrderError
 from kvplane.v1 import types_pb2 as pb
@@ -128,6 +129,13 @@ class PlanRunner:
             progress=Progress(len(self._layers), np.diff(attention[0].starts)),
             checked_version=tables.num_messages_published,
             checked_taken=tables.num_taken,
+            span=tracing.begin(
+                "kvplane.data_plane.plan",
+                plan.traceparent,
+                "SERVER",
+                session=session.id,
+                number=plan.number,
+            ),
         )
 
     def _transfer(self, session: Session, run: Run) -> None:
@@ -288,6 +296,7 @@ class PlanRunner:
                 self._written.add(run.to_write)
                 session.finish(run, self._verifier.receipt(session.ref, run.number, run.digest))
                 self._counters.num_plans_run += 1
+                tracing.end(run.span, tokens=run.num_tokens, sequences=run.num_spans)
         if run.failure:
             raise InternalError(run.failure)
         return run.receipt
@@ -305,6 +314,8 @@ class PlanRunner:
             self.quiesce()
         if not (voided and run.failure):
             self.receipt(session, run)
+        if voided:
+            tracing.end(run.span, "the plan was voided")
 
     def quiesce(self) -> None:
         """Wait for the device. If it failed, every running plan has failed too, because it is not
@@ -315,6 +326,7 @@ class PlanRunner:
         except InternalError as error:
             for run in self._sessions.running():
                 run.failure = error.message
+                tracing.end(run.span, error.message)
             self._check_device()
 
     def latest(self, session_id: int, plan_number: int | None) -> tuple[Session, Run]:

@@ -28,6 +28,8 @@ MAX_FOLDER_FILES = 24
 FORBIDDEN_IMPORTS = {
     "kvplane": {*PLANES, "engine", "demo", "torch", "transformers", "numpy"},
     "kvplane/transformers": {"engine", "demo"},
+    # Its tokenizer is transformers'.
+    "kvplane/router": {*PLANES, "engine", "demo", "torch", "numpy"},
     "control_plane": {"data_plane", "engine", "demo", "torch", "transformers", "numpy"},
     "data_plane": {"control_plane", "engine", "demo", "transformers"},
     "engine": {"control_plane", "demo"},

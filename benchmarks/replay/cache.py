@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from control_plane.planning.config import EVICTION_POLICIES, CoreConfig
 from control_plane.planning.core import ControlPlane
 from kvplane import ops
+from kvplane.clients.prefix_feed import FeedReader, PrefixEvent
 from kvplane.layout import LayerGroup, Layout
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -32,10 +33,31 @@ _REST_OF_BLOCK = bytes(4 * (BLOCK_SIZE_TOKENS - 1))
 _LAST_TOKEN = b"\1\0\0\0"
 
 
-class Cache:
-    """A pool with room for ``capacity_blocks`` blocks of the trace."""
+class Prompts:
+    """Invents the tokens of a trace's ids."""
 
-    def __init__(self, capacity_blocks: int, policy: str) -> None:
+    def __init__(self) -> None:
+        self._blocks: dict[int, bytes] = {}  # of each id
+
+    def tokens(self, ids: Sequence[int]) -> bytes:
+        """A prompt of these blocks and one token more, as int32."""
+        return b"".join(map(self._block, ids)) + _LAST_TOKEN
+
+    def _block(self, trace_id: int) -> bytes:
+        tokens = self._blocks.get(trace_id)
+        if tokens is None:
+            tokens = len(self._blocks).to_bytes(4, "little") + _REST_OF_BLOCK
+            self._blocks[trace_id] = tokens
+        return tokens
+
+
+class Cache:
+    """A pool with room for ``capacity_blocks`` blocks of the trace.
+
+    ``prompts``: shared by those who talk about the same tokens.
+    """
+
+    def __init__(self, capacity_blocks: int, policy: str, prompts: Prompts | None = None) -> None:
         assert policy in EVICTION_POLICIES, policy
         self._capacity_blocks = capacity_blocks
         self._now_s = 0.0
@@ -55,7 +77,7 @@ class Cache:
         self._session = self._core.open_session(request, _TENANT).session
         self._number = 0
         self._receipts: list[tpb.SignedPayload] = []
-        self._tokens: dict[int, bytes] = {}  # of each id
+        self._prompts = prompts or Prompts()
 
     def run(self, time_s: float, ids: Sequence[int]) -> int:
         """Admit a prompt, compute it, free it; returns how many of its leading blocks were cached.
@@ -63,18 +85,24 @@ class Cache:
         Of a prompt larger than the cache only as many blocks are run as it holds.
         """
         self._now_s = time_s
-        tokens = b"".join([self._tokens_of(i) for i in ids[: self._capacity_blocks]])
+        tokens = self._prompts.tokens(ids[: self._capacity_blocks])
         sequence_id = self._number + 1
-        admitted = self._step(ops.admit(sequence_id, tokens + _LAST_TOKEN))
+        admitted = self._step(ops.admit(sequence_id, tokens))
         self._step(ops.free([sequence_id]))
         return admitted.results[0].admit.num_cached_tokens // BLOCK_SIZE_TOKENS
 
-    def _tokens_of(self, trace_id: int) -> bytes:
-        tokens = self._tokens.get(trace_id)
-        if tokens is None:
-            tokens = len(self._tokens).to_bytes(4, "little") + _REST_OF_BLOCK
-            self._tokens[trace_id] = tokens
-        return tokens
+    def follow(self) -> None:
+        """From now on ``changes`` tells what changes."""
+        self._reader = FeedReader()
+        request = cpb.WatchRequest(pool_id=_POOL)
+        self._follower = self._core.follow(request, _TENANT, lambda: None)
+
+    def changes(self) -> list[PrefixEvent]:
+        """What followers of the pool are told since the last call."""
+        events: list[PrefixEvent] = []
+        while (message := self._follower.take()) is not None:
+            events += self._reader.read(message)
+        return events
 
     def _step(self, operation: cpb.Operation) -> cpb.StepResult:
         """A step that carries the receipt of the last one."""

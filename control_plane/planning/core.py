@@ -319,7 +319,7 @@ class ControlPlane:
         run, add = observed(self._observer, session, planner.run), result.results.add
         for i, operation in enumerate(operations):
             run(i, operation, add())
-        finish_plan(member, request.number, result)
+        finish_plan(member, request.number, result, request.traceparent)
         pool = session.pool
         result.usage.CopyFrom(pool.usage())
         result.revision = pool.revision()

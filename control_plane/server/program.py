@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from control_plane.server.config import PROGRAM, ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
+from kvplane import tracing
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 from kvplane.serving import event_loop, logs
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
@@ -20,8 +21,9 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     logs.setup(config.log_level, config.log_format)
     log_settings(config, logging.getLogger(PROGRAM))
     try:
+        tracing.setup("kvplane-control-plane", environ)
         event_loop.run(_serve(config))
-    except InvalidRequestError as error:  # an election that cannot be held here
+    except InvalidRequestError as error:  # an election or traces that cannot be had here
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")
         return EXIT_BAD_SETTINGS
     except (OSError, PlaneUnavailableError) as error:

@@ -20,6 +20,7 @@ from control_plane.planning.core import ControlPlane
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.registration_server import Registrar
 from control_plane.server.watch_server import WatchServer
+from kvplane import tracing
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.serving.identity import caller
 from kvplane.serving.logs import frames_of
@@ -251,10 +252,17 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
 
     def _step(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse:
         begin = time.perf_counter()
-        try:
-            response = self._core.step(request, tenant)
-        finally:  # a step that failed as a whole may have applied its receipts
-            self.flush()
+        with tracing.span(
+            "kvplane.control_plane.step",
+            request.traceparent,
+            "SERVER",
+            session=request.session.session_id,
+            number=request.number,
+        ):
+            try:
+                response = self._core.step(request, tenant)
+            finally:  # a step that failed as a whole may have applied its receipts
+                self.flush()
         self._metrics.count_step(request.operations, response.result, time.perf_counter() - begin)
         return response
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +71,8 @@ class Run:
     """Whether the device may still read the batch after the receipt."""
     failure: str = ""
     """Why there will be no receipt; empty while there may be one."""
+    span: Any = None
+    """In which the plan is traced, until it ends; None while traces are off."""
     _num_context_tokens: dict[int, int] = field(default_factory=dict)
 
     @property

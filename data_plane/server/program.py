@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from data_plane.server.config import PROGRAM, DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
+from kvplane import tracing
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.serving import event_loop, logs
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
@@ -19,6 +20,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     logs.setup(config.log_level, config.log_format)
     log_settings(config, logging.getLogger(PROGRAM))
     try:
+        tracing.setup("kvplane-data-plane", environ)
         event_loop.run(_serve(config))
     except InternalError as error:  # a device that failed
         sys.stderr.write(f"{PROGRAM}: error: {error}\n")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvplane import tracing
 from kvplane.serving import logs
 from kvplane.serving.settings import log_settings
 
@@ -24,6 +25,7 @@ def run(config: GenerateConfig) -> int:
     num_characters = len(config.prompt)  # prompts are never logged
     shown = replace(config, prompt=f"<{num_characters} characters>") if num_characters else config
     log_settings(shown, logging.getLogger("engine"))
+    tracing.setup("kvplane-engine")
     prompts = config.prompts()
     params = SamplingParams(
         max_tokens=config.max_tokens,

@@ -14,10 +14,11 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
+from kvplane import tracing
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
@@ -61,6 +62,8 @@ class _Asked:
 
     intents: list[Intent]
     answer: Future[StepResult]
+    span: Any
+    """In which the step is traced."""
 
 
 class EngineCore:
@@ -198,6 +201,12 @@ class EngineCore:
         if asked is None:
             self._pause()
             return
+        try:
+            self._carry_out(asked, started_s)
+        finally:
+            tracing.end(asked.span)
+
+    def _carry_out(self, asked: _Asked, started_s: float) -> None:
         outcome, plan = self._take_answer(asked)
         if plan is None:
             self._pause()
@@ -221,7 +230,10 @@ class EngineCore:
         if not intents and not (expects_news and self._expects_news()):
             return None
         self._stepped_s = time.monotonic()
-        return _Asked(intents, self._link.begin_step([each.operation for each in intents]))
+        span = tracing.begin("engine.step", operations=len(intents))
+        with tracing.inside(span):
+            answer = self._link.begin_step([each.operation for each in intents])
+        return _Asked(intents, answer, span)
 
     def _take_answer(self, asked: _Asked) -> tuple[Outcome, types.SignedPayload | None]:
         """Wait for a step's answer and learn what came of it."""

@@ -10,6 +10,7 @@ from typing import Final
 
 import uvicorn
 
+from kvplane import tracing
 from kvplane.serving import logs
 from kvplane.serving.settings import log_settings
 
@@ -27,6 +28,7 @@ def run(config: ServeConfig) -> int:
     logs.setup(config.log_level, config.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     log_settings(config, _LOGGER)
+    tracing.setup("kvplane-engine")
     with LLM.from_config(config) as llm:
         worker = EngineWorker(llm, config.max_requests)
         app = ServingApp(

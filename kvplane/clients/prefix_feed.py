@@ -109,29 +109,42 @@ async def follow(
 
 async def _events(call: Any, request: pb.WatchRequest) -> AsyncGenerator[PrefixEvent, None]:
     """The events of one call. Notes in ``request`` how far they have got."""
-    in_snapshot = False
+    reader = FeedReader()
     try:
         while True:
             with typed_errors():
                 response = await call.read()
             if response is grpc.aio.EOF:
                 raise PlaneUnavailableError("the peer ended the stream")
-            if response.HasField("snapshot"):
-                part = response.snapshot
-                if not in_snapshot:
-                    yield IndexCleared()
-                in_snapshot = not part.last
-                yield _stored(part.stored)
-            else:
-                part = response.changes
-                for change in part.changes:
-                    yield _event(change)
-            if not in_snapshot:
-                request.since_revision = part.revision
-                request.incarnation = response.incarnation
-                yield CaughtUp(part.revision)
+            for event in reader.read(response):
+                if isinstance(event, CaughtUp):
+                    request.since_revision = event.revision
+                    request.incarnation = response.incarnation
+                yield event
     finally:
         call.cancel()
+
+
+class FeedReader:
+    """Reads the messages of one stream, in order."""
+
+    def __init__(self) -> None:
+        self._in_snapshot = False
+
+    def read(self, response: pb.WatchResponse) -> Iterator[PrefixEvent]:
+        """The events of the next message. Raises InvalidRequestError for one that is malformed."""
+        if response.HasField("snapshot"):
+            if not self._in_snapshot:
+                yield IndexCleared()
+            self._in_snapshot = not response.snapshot.last
+            yield _stored(response.snapshot.stored)
+            revision = response.snapshot.revision
+        else:
+            for change in response.changes.changes:
+                yield _event(change)
+            revision = response.changes.revision
+        if not self._in_snapshot:
+            yield CaughtUp(revision)
 
 
 def _event(change: pb.Change) -> PrefixEvent:

@@ -23,6 +23,7 @@ import grpc
 import grpc.aio
 from grpc_status import rpc_status
 
+from kvplane import tracing
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.serving.logs import frames_of
 from kvplane.serving.metrics import RpcMetrics
@@ -85,9 +86,14 @@ class _Call:
         async def handle(incoming: bytes | AsyncIterator[bytes], context: _Context) -> Any:
             begin = time.perf_counter()
             code = grpc.StatusCode.OK
+            parent = tracing.from_metadata(context.invocation_metadata())
+            span = tracing.begin(self._method.removeprefix("/"), parent, "SERVER")
             try:
                 streamed = None if isinstance(incoming, bytes) else incoming
-                with contextlib.closing(self._requests(streamed, context)) as requests:
+                with (
+                    tracing.inside(span),
+                    contextlib.closing(self._requests(streamed, context)) as requests,
+                ):
                     if isinstance(incoming, bytes):
                         request = await requests.take(incoming)
                     else:
@@ -100,6 +106,7 @@ class _Call:
                     raise
                 await _abort(context, status)
             finally:
+                tracing.end(span, "" if code is grpc.StatusCode.OK else code.name)
                 self._metrics.duration.add(time.perf_counter() - begin, self._method)
                 self._metrics.handled.inc(self._method, code.name)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final
 
-from kvplane import ops
+from kvplane import ops, tracing
 from kvplane.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -320,11 +320,15 @@ class Session(SessionOperations, SessionQueries):
         """A numbered call, unless the session is known to be over."""
         if self._ended_by is not None:
             raise _copy(self._ended_by)
-        try:
-            return await self._steps.call(request, send, deadline)
-        except KvplaneError as error:
-            self._note_end(error)
-            raise
+        name = f"kvplane.{type(request).__name__}"
+        with tracing.span(name, kind="CLIENT", pool=self.pool_id, session=self.id):
+            if isinstance(request, pb.StepRequest):
+                request.traceparent = tracing.traceparent()
+            try:
+                return await self._steps.call(request, send, deadline)
+            except KvplaneError as error:
+                self._note_end(error)
+                raise
 
     def _note_end(self, error: KvplaneError) -> None:
         over = isinstance(error, SessionNotFoundError | StaleError)

@@ -190,6 +190,8 @@ def _repeats(pending: _Pending, content: Any) -> bool:
         return False
     bare = type(request)()
     bare.CopyFrom(request)
-    bare.ClearField("number")
-    bare.ClearField("receipts")
+    for field in ("number", "receipts"):
+        bare.ClearField(field)
+    if isinstance(bare, control_pb2.StepRequest):
+        bare.traceparent = content.traceparent
     return bool(bare == content)

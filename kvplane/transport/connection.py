@@ -10,6 +10,7 @@ from typing import Any, Final
 import grpc.aio
 from google.protobuf.message import Message
 
+from kvplane import tracing
 from kvplane.errors import CancelledError, PlaneUnavailableError
 from kvplane.transport.retry import Deadline, retry_until
 from kvplane.transport.tls import TlsOptions, open_channel
@@ -48,7 +49,8 @@ class Connection:
     ) -> Any:
         """The answer to a unary call, tried once."""
         with typed_errors():
-            return await method(request, timeout=deadline.remaining_s)
+            metadata = tracing.to_metadata()
+            return await method(request, timeout=deadline.remaining_s, metadata=metadata)
 
     async def close(self) -> None:
         """Ends all calls; those still waiting raise CancelledError of ``kvplane.errors``."""

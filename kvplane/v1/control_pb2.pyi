@@ -225,18 +225,20 @@ class CloseSessionResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("session", "number", "operations", "receipts", "deferred_tokens")
+    __slots__ = ("session", "number", "operations", "receipts", "deferred_tokens", "traceparent")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     DEFERRED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     session: _types_pb2.SessionRef
     number: int
     operations: _containers.RepeatedCompositeFieldContainer[Operation]
     receipts: _containers.RepeatedCompositeFieldContainer[_types_pb2.SignedPayload]
     deferred_tokens: DeferredTokens
-    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., number: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[Operation, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[_types_pb2.SignedPayload, _Mapping]]] = ..., deferred_tokens: _Optional[_Union[DeferredTokens, _Mapping]] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., number: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[Operation, _Mapping]]] = ..., receipts: _Optional[_Iterable[_Union[_types_pb2.SignedPayload, _Mapping]]] = ..., deferred_tokens: _Optional[_Union[DeferredTokens, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class StepResponse(_message.Message):
     __slots__ = ("number", "result", "error", "notice")

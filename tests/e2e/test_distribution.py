@@ -80,9 +80,15 @@ def test_the_base_needs_grpc_protobuf_and_what_the_command_prints_with(wheel: Pa
         "protobuf<8,",
         "rich",
     ]
-    assert {"control-plane", "data-plane", "engine", "serving", "dev", "transformers"} == set(
-        metadata.get_all("Provides-Extra", [])
-    )
+    assert {
+        "control-plane",
+        "data-plane",
+        "engine",
+        "serving",
+        "dev",
+        "otel",
+        "transformers",
+    } == set(metadata.get_all("Provides-Extra", []))
 
 
 def test_the_client_runs_from_the_wheel_with_its_base_alone(wheel: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ ERRORS = "tests/rpc/test_sdk_errors.py"
 PAGE = "tests/rpc/test_page.py"
 PAGE_SERVER = "control_plane/server/page/page_server.py"
 SESSION = "kvplane/session/session.py"
+TRACING = "tests/unit/client/test_tracing.py"
 
 BASIC = {
     "an_absent_plan_is_empty": Fault(
@@ -92,6 +93,33 @@ MORE = {
         "self._sessions_of(p, tenant)",
         "self._sessions_of(p)",
         f"{PAGE}::test_a_tenant_sees_no_session_and_no_prefix_of_another",
+    ),
+    "a_plan_forgets_its_trace": Fault(
+        "control_plane/planning/steps/plans.py",
+        "if tracing.checked(traceparent):",
+        "if False:",
+        f"{TRACING}::test_a_plan_takes_its_steps_trace_on_if_it_is_one",
+    ),
+    "a_plan_takes_any_trace_on": Fault(
+        "control_plane/planning/steps/plans.py",
+        "if tracing.checked(traceparent):",
+        "if traceparent:",
+        f"{TRACING}::test_a_plan_takes_its_steps_trace_on_if_it_is_one",
+    ),
+    "another_trace_is_another_step": Fault(
+        "kvplane/session/step_numbering.py",
+        "bare.traceparent = content.traceparent",
+        "pass",
+        f"{TRACING}::test_a_step_that_is_called_again_in_another_trace_is_the_same_step",
+    ),
+    "unary_calls_carry_no_trace": Fault(
+        "kvplane/transport/connection.py",
+        "metadata = tracing.to_metadata()",
+        "metadata = None",
+        "tests/e2e/test_traces.py",
+    ),
+    "a_data_plane_begins_traces_anew": Fault(
+        "data_plane/plan_runner.py", "plan.traceparent,", '"",', "tests/e2e/test_traces.py"
     ),
     "a_view_is_never_made_again": Fault(
         PAGE_SERVER,

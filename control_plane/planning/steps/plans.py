@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from control_plane.planning.session import PlanRecord, Session
 from control_plane.planning.sharing.member import Member
+from kvplane import tracing
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
 from kvplane.wire import protocol, signing
 
 
-def finish_plan(member: Member, number: int, answer: cpb.StepResult | cpb.ResyncResponse) -> None:
+def finish_plan(
+    member: Member,
+    number: int,
+    answer: cpb.StepResult | cpb.ResyncResponse,
+    traceparent: str = "",
+) -> None:
     """End the step that was begun. Its plan, if there is anything to carry out, is in flight from
-    now on and goes into ``answer``.
+    now on and goes into ``answer``. ``traceparent``: what data planes trace it in, if it is one.
     """
     session = member.session
-    payload = session.native.finish(session.slot, session.plan_prefix)
+    prefix = session.plan_prefix
+    if tracing.checked(traceparent):
+        prefix += tpb.Plan(traceparent=traceparent).SerializeToString()
+    payload = session.native.finish(session.slot, prefix)
     member.is_drafted = False
     if payload is None:
         return

@@ -1,0 +1,1 @@
+"""Simulates a router before several engines, on a trace of requests."""
