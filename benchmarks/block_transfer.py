@@ -45,6 +45,8 @@ LAYOUT: Final = Layout(
 BLOCK_BYTES: Final = 4 * 2 * 8 * 16 * 64 * 4
 POOLS: Final = ("prefill", "decode")
 SEQUENCE: Final = 1
+# What a client reads and writes at a time.
+CLIENT_BYTES: Final = 4 * 1024 * 1024
 
 
 def tcp_sink(pipe: Connection) -> None:
@@ -167,9 +169,9 @@ class Mover:
         return took_s
 
     async def by_client(self) -> float:
-        """Seconds. A message holds at most 32 MiB, so that all fit."""
+        """Seconds."""
         plan = await self._admit()
-        at_once = 32 * 1024 * 1024 // BLOCK_BYTES
+        at_once = CLIENT_BYTES // BLOCK_BYTES
         begin_s = time.perf_counter()
         for first in range(0, self._num_blocks, at_once):
             read = await self._source.read_blocks(
