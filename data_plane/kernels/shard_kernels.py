@@ -124,6 +124,7 @@ class ShardKernels:
                 value_scales,
                 batch.max_tokens,
                 batch.lengths,
+                batch.plans,
             )
             self._check_dtype("query", query)
             num_tokens = query.shape[0]  # a GPU would find a mismatch only after the call
