@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from data_plane.counters import ExecutorCounters
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments, require
@@ -24,16 +25,18 @@ from data_plane.plans.attention_batch import (
     check_unpublished,
     prepare_batch,
 )
-from data_plane.plans.block_tables import BlockTables
+from data_plane.plans.block_tables import BlockTables, Table
 from data_plane.plans.last_tenants import LastTenants
+from data_plane.plans.plan_columns import refuse
 from data_plane.plans.progress import Progress
 from data_plane.plans.sessions import Run, Session, Sessions
 from data_plane.plans.table_changes import apply_changes
 from data_plane.plans.transfers import Transfers
 from data_plane.plans.verifier import Verifier
+from data_plane.plans.written_slots import WrittenSlots
 from kvplane import tracing
 from kvplane.attention_options import AttentionOptions
-from kvplane.errors import InternalError, PlanOutOfOrderError
+from kvplane.errors import BlockNotWrittenError, InternalError, PlanOutOfOrderError
 from kvplane.v1 import types_pb2 as pb
 from kvplane.wire import columns
 
@@ -68,6 +71,7 @@ class PlanRunner:
         """``check_device`` is called after the device failed, to find out whether for good."""
         self._tables = tables
         self._tenants = LastTenants(tables.num_blocks)
+        self._written = WrittenSlots(tables)
         self._sessions = sessions
         self._compute = compute
         self._verifier = verifier
@@ -101,6 +105,7 @@ class PlanRunner:
         """Make a new plan's table changes, all or nothing."""
         tables = self._tables
         transfers = Transfers.read(tables.num_blocks, plan.transfers)
+        of_sources = self._written.of_sources(transfers)
         with tables.transaction():
             allocated = apply_changes(tables, session.id, plan)
             transfers.check_generations(tables, allocated)
@@ -119,6 +124,8 @@ class PlanRunner:
             to_clear=self._tenants.to_clear(session.tenant, allocated, transfers),
             transfers=transfers,
             batches=transfers.batches(),
+            of_sources=of_sources,
+            to_write=self._written.to_write(attention),
             progress=Progress(len(self._layers), np.diff(attention[0].starts)),
             checked_version=tables.num_messages_published,
             checked_taken=tables.num_taken,
@@ -145,6 +152,40 @@ class PlanRunner:
         # Not earlier: a block that was not cleared holds another tenant's data, even if this plan
         # is voided.
         self._tenants.take_over(session.tenant, run.allocated, run.transfers)
+        self._written.copy(run.transfers, run.of_sources)
+
+    def num_readable(
+        self,
+        run: Run | None,
+        sequence_id: int,
+        group: int,
+        layers: Sequence[int],
+        part: Table,
+        first_block: int,
+    ) -> NDArray[np.int64]:
+        """[num_blocks]: leading slots that were written of each entry of ``part``, in ``layers`` of
+        the model; ``part`` begins with entry ``first_block`` of the sequence's
+        table. ``run``: the session's latest plan. Raises BlockNotWrittenError where there are none.
+        """
+        num_tokens = 0
+        if run is not None and run.receipt is None:
+            batch = run.attention[group]
+            spans = np.flatnonzero(batch.sequence_ids == sequence_id).tolist()
+            if spans and (
+                num_new := run.progress.num_written([*map(self._layers.index, layers)], spans[0])
+            ):
+                num_tokens = int(batch.first_positions[spans[0]]) + num_new
+        counts = self._written.of_table(part, first_block, num_tokens)
+        refuse(
+            counts == 0,
+            BlockNotWrittenError,
+            lambda i: (
+                f"nothing was written yet to entry {first_block + i} of the table of sequence "
+                f"{sequence_id}: only what a session has written or found cached is read"
+            ),
+            "blocks",
+        )
+        return counts
 
     def write(self, session: Session, run: Run, arguments: WriteArguments) -> None:
         """Write one layer. Raises as ``check_may_write``."""
@@ -252,6 +293,7 @@ class PlanRunner:
         if run.receipt is None and run.is_complete and not run.failure:
             self.quiesce()
             if not run.failure:
+                self._written.add(run.to_write)
                 session.finish(run, self._verifier.receipt(session.ref, run.number, run.digest))
                 self._counters.num_plans_run += 1
                 tracing.end(run.span, tokens=run.num_tokens, sequences=run.num_spans)

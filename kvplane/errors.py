@@ -32,6 +32,7 @@
     │   ├── SequenceRevokedError    FAILED_PRECONDITION   it was cut for others: admit it again
     │   ├── RevisionTooOldError     FAILED_PRECONDITION   start again from a snapshot
     │   ├── BlockNotWritableError   FAILED_PRECONDITION   a write to a published or shared block
+    │   ├── BlockNotWrittenError    FAILED_PRECONDITION   a read of what the session did not write
     │   └── BlockInUseError         FAILED_PRECONDITION   a block table has what was to be forgotten
     ├── UnauthenticatedError        UNAUTHENTICATED
     ├── NotPermittedError           PERMISSION_DENIED
@@ -203,6 +204,10 @@ class BlockNotWritableError(ConflictError):
     """A write to a block that is published or shared was refused."""
 
 
+class BlockNotWrittenError(ConflictError):
+    """A read of a block in which the session has neither written nor found anything."""
+
+
 class BlockInUseError(ConflictError):
     """A prefix was to be forgotten, and a block table refers to a block of it."""
 
@@ -281,6 +286,7 @@ CODES: Final[dict[type[KvplaneError], str]] = {
     SequenceRevokedError: "FAILED_PRECONDITION",
     RevisionTooOldError: "FAILED_PRECONDITION",
     BlockNotWritableError: "FAILED_PRECONDITION",
+    BlockNotWrittenError: "FAILED_PRECONDITION",
     BlockInUseError: "FAILED_PRECONDITION",
     UnauthenticatedError: "UNAUTHENTICATED",
     NotPermittedError: "PERMISSION_DENIED",

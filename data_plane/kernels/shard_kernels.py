@@ -26,7 +26,7 @@ from data_plane.kernels.kernel_times import kernel_times
 from data_plane.kernels.row_pieces import PieceSizes
 from data_plane.kernels.scales import layer_scales
 from data_plane.memory.pool import TORCH_DTYPES, Pools
-from data_plane.places import Place, place_of, tier_of
+from data_plane.places import Place, group_of, place_of, tier_of
 from data_plane.plans.attention_batch import AttentionBatch
 from data_plane.plans.last_tenants import BlocksByPlace
 from data_plane.plans.transfers import Batch
@@ -246,10 +246,26 @@ class ShardKernels:
         self._counters.num_attention_tokens += len(arguments.query)
         return output
 
-    def read(self, place: Place, blocks: NDArray[np.int32], layers: range) -> torch.Tensor:
-        """Copy layers of blocks out, to the tier's device. ``layers``: of the group's. Returns
+    def read(
+        self,
+        place: Place,
+        blocks: NDArray[np.int32],
+        layers: range,
+        num_slots: NDArray[np.int64],
+    ) -> torch.Tensor:
+        """Copy layers of blocks out, to the tier's device. ``layers``: of the group's.
+        ``num_slots``: [num_blocks], those copied of each block; the others are 0. Returns
         [num_layers, num_blocks, ...], the pool's shape of a page at the end.
         """
+        pages = self._gather(place, blocks, layers)
+        shape, cut = self._pools.page_shapes[group_of(place)], num_slots < self._block_size_tokens
+        with self._streams.computing():
+            for i in np.flatnonzero(cut).tolist():
+                for part in shape.stored(pages):
+                    part[:, i, :, num_slots[i] :] = 0
+        return pages
+
+    def _gather(self, place: Place, blocks: NDArray[np.int32], layers: range) -> torch.Tensor:
         ids = torch.from_numpy(blocks.astype(np.int64))
         of_layers = self._pools.tier(place)[:, layers.start : layers.stop]
         if tier_of(place) == pb.TIER_HOST:
@@ -314,6 +330,35 @@ class ShardKernels:
         Blocks hold what is stored, so their bits are copied: fp8 is not rounded again.
         """
         block_size = self._block_size_tokens
+        position = int(batch.first_positions[span]) + tokens.start
+        num_whole = 0 if position % block_size else len(tokens) // block_size
+        if num_whole:
+            entry = position // block_size - int(batch.first_positions[span]) // block_size
+            ids = batch.written_blocks[batch.written_by == span][entry : entry + num_whole]
+            given = position // block_size - first_block
+            pool = self._pools.tier(place_of(batch.group, pb.TIER_DEVICE))
+            with self._streams.computing():
+                self._kernels.scatter_blocks(
+                    pool[:, layers.start : layers.stop],
+                    torch.from_numpy(ids),
+                    blocks[:, given : given + num_whole],
+                )
+        rest = tokens[num_whole * block_size :]
+        if rest:
+            self._write_slots(batch, span, layers, first_block, blocks, rest)
+        self._counters.num_written_tokens += len(tokens) * len(layers)
+
+    def _write_slots(
+        self,
+        batch: AttentionBatch,
+        span: int,
+        layers: range,
+        first_block: int,
+        blocks: torch.Tensor,
+        tokens: range,
+    ) -> None:
+        """``write_span``, slot by slot."""
+        block_size = self._block_size_tokens
         start = int(batch.starts[span])
         first = int(batch.first_positions[span]) + tokens.start - first_block * block_size
         bits = _BITS[blocks.element_size()]
@@ -328,7 +373,6 @@ class ShardKernels:
                     # [num_blocks, heads, block_size, elements] -> [tokens, heads, elements]
                     rows = new.transpose(1, 2).flatten(0, 1)[first : first + len(tokens)]
                     stored.view(bits)[block_ids, :, offsets] = rows
-        self._counters.num_written_tokens += len(tokens) * len(layers)
 
     def _check_dtype(self, name: str, tensor: torch.Tensor) -> None:
         """Stricter than the kernels, which would accept other dtypes and round."""

@@ -68,6 +68,8 @@ class AttentionBatch:
     """query_starts and context_lens on the host."""
     written_blocks: NDArray[np.int64]
     """Device blocks written, each listed once for each span that writes it."""
+    num_written: NDArray[np.int64]
+    """Leading slots of each that are written, now or before."""
     written_by: NDArray[np.int64]
     """The span that writes each."""
     max_window_tokens: int | None
@@ -300,15 +302,17 @@ def _batch(
     written_by, entries = np.arange(num_spans), begins
     is_decode = starts[-1] == num_spans  # each has one token
     if not is_decode:
-        num_written = ends - begins
-        before = np.cumsum(num_written) - num_written
-        written_by = np.repeat(written_by, num_written)
+        num_entries = ends - begins
+        before = np.cumsum(num_entries) - num_entries
+        written_by = np.repeat(written_by, num_entries)
         entries = np.arange(len(written_by)) - (before - begins)[written_by]
     written = block_tables[written_by, entries].astype(np.int64)
     if is_decode:
         slots = written * block_size + first % block_size
+        num_written = first % block_size + 1
     else:
         all_slots = (written[:, None] * block_size + np.arange(block_size)).reshape(-1)
+        num_written = np.minimum(block_size, context_lens[written_by] - entries * block_size)
         skipped = before * block_size + first % block_size - starts[:-1]
         slots = all_slots[np.arange(starts[-1]) + np.repeat(skipped, counts)]
     reach = (first + 1 - trimmed)[trimmed > 0]
@@ -325,6 +329,7 @@ def _batch(
         context_lens=torch.from_numpy(context_lens),
         lengths=HostLengths(starts, context_lens, _may_share(block_tables)),
         written_blocks=written,
+        num_written=num_written,
         written_by=written_by,
         max_window_tokens=int(reach.min()) if len(reach) else None,
     )

@@ -90,6 +90,10 @@ class BlockTables:
         """[num_blocks] for each place: table entries of the block's present generation."""
         self.stale_counts = {place: np.zeros(n, np.int32) for place, n in num_blocks.items()}
         """[num_blocks] for each place: table entries of a former generation."""
+        self.num_written = {place: np.zeros(n, np.int32) for place, n in num_blocks.items()}
+        """[num_blocks] for each place: leading slots written in the block's present generation; see
+        ``written_slots``.
+        """
         self.num_taken = 0
         """Counts the plans that made entries stale, which make earlier checks outdated."""
         self.publications = tuple(
@@ -195,6 +199,7 @@ class BlockTables:
         generation counts.
         """
         self._set(self.generations[place], blocks, generations)
+        self._set(self.num_written[place], blocks, 0)
         if tier_of(place) == pb.TIER_DEVICE:
             self._set(self.publications[group_of(place)].published, blocks, False)
         num_entries = self.ref_counts[place][blocks]

@@ -56,6 +56,10 @@ class Progress:
             if np.array_equal(of_layer, self._num_tokens):
                 self._written[layer] = True
 
+    def num_written(self, layers: Sequence[int], span: int) -> int:
+        """Tokens of a span that were written in all of ``layers``."""
+        return min(self._num_written(layer, span) for layer in layers)
+
     def _num_written(self, layer: int, span: int) -> int:
         if self._written[layer]:
             return int(self._num_tokens[span])

@@ -11,12 +11,16 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from data_plane.plans.allocations import AllocatedBlocks
 from data_plane.plans.attention_batch import AttentionBatch
 from data_plane.plans.ended_sessions import EndedSessions
 from data_plane.plans.last_tenants import BlocksByPlace
 from data_plane.plans.progress import Progress
 from data_plane.plans.transfers import Batch, Transfers
+from data_plane.plans.written_slots import SlotsToWrite
 from kvplane.errors import (
     InvalidRequestError,
     PlanConflictError,
@@ -47,6 +51,10 @@ class Run:
     transfers: Transfers
     batches: list[Batch]
     """Of ``transfers``."""
+    of_sources: NDArray[np.int64]
+    """Slots written in the source of each transfer, before the plan."""
+    to_write: tuple[SlotsToWrite, ...]
+    """What the spans write in each layer group."""
     progress: Progress
     checked_version: int
     """The publications' version when the written blocks were last found writable."""

@@ -31,6 +31,7 @@ PUBLICATIONS = "plans/test_publications.py"
 LATENTS = "executor/test_latent_pools.py"
 KEPT = "executor/test_kept_blocks.py"
 BOUND = "data_kernels/test_bound_layers.py"
+WRITTEN = "executor/test_written_slots.py"
 
 # Fault: the file of tests that must notice it.
 BASIC = {
@@ -48,6 +49,7 @@ BASIC = {
     "allocations_keep_their_generation": KEPT,
     "withdrawals_ignored": PUBLICATIONS,
     "receipts_before_the_end": STREAMS,
+    "what_was_left_behind_is_read": WRITTEN,
     "skip-newest-slot": EXECUTOR,
     "signatures_ignored": BOUND,
     "batches_kept": BOUND,
@@ -98,6 +100,8 @@ MORE = {
     "latents_read_as_keys_and_values": LAYOUT,
     "latents_without_their_values_scale": LATENTS,
     "latents_counted_twice": LATENTS,
+    "written_slots_outlive_their_generation": WRITTEN,
+    "a_receipt_counts_what_was_taken_as_written": WRITTEN,
 }
 
 

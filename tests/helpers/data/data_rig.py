@@ -17,6 +17,15 @@ from kvplane.v1 import types_pb2 as pb
 LAYERS = (0, 1)
 
 
+def stored(executor: Executor, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
+    """What the first blocks of a table hold in the first layer group, also what nothing was written
+    to and what nobody may read: [num_layers, num_blocks, ...].
+    """
+    table = executor._tables.get(session_id, sequence_id, "sequence_id").part(0, num_blocks)
+    layers = range(len(executor.shard.group_layers(executor.layout, 0)))
+    return executor._compute._gather(table.place, table.blocks, layers)
+
+
 class Rig:
     """Session 1 is open; pools are zeroed so that they can be compared."""
 

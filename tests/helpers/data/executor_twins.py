@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from data_rig import stored
 from plan_author import (
     BLOCK_SIZE,
     DEVICE,
@@ -78,7 +79,7 @@ class Side:
 
     def blocks(self, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
         """What a table holds, as bytes."""
-        blocks, _ = self.executor.read_blocks(session_id, sequence_id, 0, num_blocks)
+        blocks = stored(self.executor, session_id, sequence_id, num_blocks)
         self.executor.kernels.streams.finish()
         return blocks.cpu().view(torch.uint8)
 

@@ -13,7 +13,14 @@ import numpy as np
 
 from data_plane import executor, plan_runner
 from data_plane.kernels import shard_kernels
-from data_plane.plans import allocations, block_tables, last_tenants, table_changes, transfers
+from data_plane.plans import (
+    allocations,
+    block_tables,
+    last_tenants,
+    table_changes,
+    transfers,
+    written_slots,
+)
 from kvplane.v1 import types_pb2 as pb
 
 _allocate_new = allocations.NewBlocks.allocate
@@ -183,6 +190,36 @@ def tenant_taken_over_early() -> None:
     last_tenants.LastTenants.to_clear = hasty  # type: ignore[method-assign]
 
 
+def what_was_left_behind_is_read() -> None:
+    """Every slot of a session's blocks counts as written."""
+
+    def of_table(self: Any, part: Any, _first: int, _num: int) -> Any:
+        return np.full(len(part.blocks), self._tables.block_size_tokens)
+
+    written_slots.WrittenSlots.of_table = of_table  # type: ignore[method-assign]
+
+
+def written_slots_outlive_their_generation() -> None:
+    """Who gets a block may read what its last owner wrote."""
+
+    def allocate(self: Any, place: Any, blocks: Any, generations: Any) -> None:
+        before = self.num_written[place].copy()
+        _allocate(self, place, blocks, generations)
+        self.num_written[place][:] = before
+
+    block_tables.BlockTables.allocate = allocate  # type: ignore[method-assign]
+
+
+def a_receipt_counts_what_was_taken_as_written() -> None:
+    """A plan that has run counts its blocks as written, whoever has them by then."""
+
+    def add(self: Any, written: Any) -> None:
+        for each in written:
+            self._tables.num_written[each.place][each.blocks] = each.num_slots
+
+    written_slots.WrittenSlots.add = add  # type: ignore[method-assign]
+
+
 def refused_plans_not_undone() -> None:
     block_tables.BlockTables._undo = _nothing  # type: ignore[method-assign]
 
@@ -207,6 +244,9 @@ TABLE_MUTANTS: dict[str, Callable[[], None]] = {
         blocks_read_before_they_are_filled,
         clearing_after_the_transfers,
         tenant_taken_over_early,
+        what_was_left_behind_is_read,
+        written_slots_outlive_their_generation,
+        a_receipt_counts_what_was_taken_as_written,
         refused_plans_not_undone,
     )
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_rig import Rig
+from data_rig import Rig, stored
 from plan_author import (
     DEVICE,
     HOST,
@@ -56,8 +56,7 @@ def left_by_ann(**settings: Any) -> Rig:
 
 
 def read(rig: Rig, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
-    blocks, _ = rig.executor.read_blocks(session_id, sequence_id, 0, num_blocks)
-    return blocks.view(torch.uint8)
+    return stored(rig.executor, session_id, sequence_id, num_blocks).view(torch.uint8)
 
 
 @pytest.mark.parametrize("tier", [DEVICE, HOST])

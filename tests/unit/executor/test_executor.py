@@ -291,7 +291,7 @@ def test_half_precision_pools_hold_rounded_keys() -> None:
     output = executor.layer(1, 0, tokens(8, 4), key, value)
     assert output is not None
     assert output.dtype == torch.float32
-    blocks, _ = executor.read_blocks(1, 1, 0, 1)
+    blocks, _ = executor.read_blocks(1, 1, 0, 1, num_layers=1)
     assert blocks.dtype == torch.bfloat16
     assert torch.equal(blocks[0, 0, 0].transpose(0, 1), key.to(torch.bfloat16))
 

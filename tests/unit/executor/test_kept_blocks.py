@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from data_rig import Rig
+from data_rig import Rig, stored
 from plan_author import HOST, drop, fork, publications, ref, set_blocks, span, transfer
 
 from kvplane.errors import StaleGenerationError
@@ -31,7 +31,7 @@ def rig() -> Iterator[Rig]:
 
 
 def read(rig: Rig, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
-    return rig.executor.read_blocks(session_id, sequence_id, 0, num_blocks)[0]
+    return stored(rig.executor, session_id, sequence_id, num_blocks)
 
 
 def test_a_cached_block_is_kept_in_the_host_tier_and_comes_back(rig: Rig) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_rig import Rig
+from data_rig import Rig, stored
 from executor_twins import run_twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -223,7 +223,7 @@ def test_blocks_are_cleared_after_what_was_given_before_and_before_the_transfers
         transfers=[transfer(ref(0, 2), ref(1, 1, HOST)), transfer(ref(1, 2), ref(5, 1))],
         spans=[span(1, 17, 1)],
     )
-    blocks, _ = rig.executor.read_blocks(2, 2, 0, 3)
+    blocks = stored(rig.executor, 2, 2, 3)
     rig.executor.finish()
     assert bool(before.any())
     assert not bool(blocks.any()), "what was copied to the host tier had been cleared"

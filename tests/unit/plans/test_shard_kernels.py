@@ -106,7 +106,7 @@ def test_what_is_written_is_read_and_attended() -> None:
     output = bench.compute.attend(arguments, 20)
     torch.testing.assert_close(output, dense_attention(query, key, value), atol=1e-5, rtol=1e-5)
     bench.compute.finish()
-    blocks = bench.compute.read(DEVICE, np.array([3, 0], np.int32), range(1, 2))
+    blocks = bench.compute.read(DEVICE, np.array([3, 0], np.int32), range(1, 2), np.array([8, 8]))
     assert torch.equal(blocks[0, :, 0].transpose(1, 2).flatten(0, 1), key[:16])
     assert not bench.pools.device_tier[:, 0].any(), "the other layer"
     assert (bench.counters.num_written_tokens, bench.counters.num_attention_tokens) == (20, 20)

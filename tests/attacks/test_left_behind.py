@@ -1,0 +1,86 @@
+"""A session reads what it wrote or found cached, and nothing that another of its tenant has left in
+the blocks that it got.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from checked_engine import Engine
+from listed_peers import Peers, listed_peers
+from plan_author import BLOCK_SIZE, LAYOUT, POOL_ID
+
+from data_plane.server.tensor_codec import tensor_from_message
+from kvplane import DataClient, ops
+from kvplane.errors import BlockNotWrittenError
+
+NUM_BLOCKS = 8  # all that the pool has
+SECRET = range(1, NUM_BLOCKS * BLOCK_SIZE)  # fills them, but for a slot
+
+
+@pytest.fixture
+async def peers(tmp_path: Path) -> AsyncIterator[Peers]:
+    """Another session of the tenant has filled the pool, and has ended."""
+    async with listed_peers(tmp_path) as peers:
+        async with AsyncExitStack() as stack:
+            engine = await opened(peers, stack)
+            await engine.step(ops.admit(1, SECRET), spans=[(0, len(SECRET))])
+            await engine.session.submit_receipts()
+        async with asyncio.timeout(60):  # until its blocks can be allocated again
+            while peers.control.core._pools[POOL_ID].shards.fenced_sessions:
+                await asyncio.sleep(0.01)
+        yield peers
+
+
+async def opened(peers: Peers, stack: AsyncExitStack) -> Engine:
+    control = await stack.enter_async_context(peers.client("engine-a"))
+    data = await stack.enter_async_context(peers.data_client("engine-a"))
+    session = await stack.enter_async_context(await control.open_session(POOL_ID, LAYOUT))
+    return Engine(session, await stack.enter_async_context(await data.open(session.grant)))
+
+
+async def assert_refused(peers: Peers, data: DataClient, grant: object, **read: int) -> None:
+    rejected = peers.data.metrics.rpc.rejected.values
+    before = rejected["BLOCK_NOT_WRITTEN",]
+    with pytest.raises(BlockNotWrittenError):
+        await data.read_blocks(grant, 1, **read)
+    assert rejected["BLOCK_NOT_WRITTEN",] == before + 1
+
+
+async def test_blocks_that_another_session_left_are_not_read(peers: Peers) -> None:
+    async with AsyncExitStack() as stack:
+        engine = await opened(peers, stack)
+        data = await stack.enter_async_context(peers.data_client("engine-a"))
+        grant = engine.session.grant
+        plan = (await engine.session.step([ops.admit(1, range(100, 120))])).plan
+        await engine.execution.start(plan)
+        tier = peers.data.executor.pools.device_tier
+        assert bool((tier.flatten(1) != 0).any(1).all()), "nothing was left to be found"
+        for block in range(3):
+            await assert_refused(peers, data, grant, first_block=block)
+        # One layer is written: it can be read alone.
+        await engine._layer(0, [(0, 20)])
+        await data.read_blocks(grant, 1, num_blocks=3, num_layers=1)
+        await assert_refused(peers, data, grant, first_layer=1, num_layers=1)
+        await assert_refused(peers, data, grant, num_blocks=3)
+        await engine._layer(1, [(0, 20)])
+        read = await data.read_blocks(grant, 1, num_blocks=3)
+        blocks = tensor_from_message(read.blocks, torch.device("cpu"), field="blocks")
+        assert bool(blocks[:, 2, :, :, :4].any(-1).all()), "the last four tokens"
+        assert not bool(blocks[:, 2, :, :, 4:].any()), "what was left behind them"
+
+
+async def test_what_was_found_cached_is_read(peers: Peers) -> None:
+    async with AsyncExitStack() as stack:
+        engine = await opened(peers, stack)
+        data = await stack.enter_async_context(peers.data_client("engine-a"))
+        await engine.step(ops.admit(1, SECRET[:20]), spans=[(16, 4)])
+        read = await data.read_blocks(engine.session.grant, 1, num_blocks=3)
+        blocks = tensor_from_message(read.blocks, torch.device("cpu"), field="blocks")
+        assert bool(blocks[:, :2].any(-1).all())
+        assert not bool(blocks[:, 2, :, :, 4:].any())
