@@ -1,9 +1,9 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-nightly chaos serve bench newcomer lint fix protos board boards page-picture api manifests metrics-page clean
+.PHONY: help setup run test test-nightly test-fleet fleet chaos serve bench newcomer lint fix protos board boards page-picture api manifests metrics-page clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts setup.py
-SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh benchmarks/gpu/*.sh)
+SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh)
 BIN := .venv/bin
 # More for pytest, such as PYTEST_ARGS="-k fork -x", or PYTEST_ARGS="-n 0" for a single process.
 PYTEST_ARGS ?=
@@ -22,10 +22,23 @@ run: setup  ## Start both planes, serve the shipped model through them, and chec
 	@$(BIN)/python -m demo
 
 test: setup  ## Run the push tier of the tests
-	@$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
+	@$(PYTEST) -m "not nightly and not fleet" $(PYTEST_ARGS)
 
 test-nightly: setup  ## Run the nightly tier: the long tests that make test leaves out
 	@$(PYTEST) -m nightly $(PYTEST_ARGS)
+
+# Ray listens on all interfaces, so it gets a network of its own.
+FLEET := PYTHONPATH=build/ray scripts/in_namespace.sh $(BIN)/python
+
+fleet: setup build/ray  ## Answer on simulated machines while a leader, a shard and a machine are lost; needs etcd
+	@$(FLEET) -m scripts.fleet
+
+test-fleet: setup build/ray  ## Run the tests of fleets on Ray, on a cluster of simulated nodes
+	@$(FLEET) -m pytest -n 0 -m fleet $(PYTEST_ARGS) tests/fleet
+
+build/ray: requirements/ray.txt
+	@$(BIN)/python -m pip install --quiet --target $@ --requirement $< --constraint requirements/lock.txt
+	@touch $@
 
 SECONDS ?= 600
 chaos: setup  ## Break a running fleet for SECONDS and check every answer; SEED chooses how

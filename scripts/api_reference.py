@@ -17,8 +17,8 @@ import pdoc
 import kvplane
 
 ROOT = Path(__file__).resolve().parent.parent
-# Not for callers: stubs, the command, and what servers and engines share.
-LEFT_OUT = ("v1", "cli", "serving", "transformers", "__main__")
+# Not for callers: stubs, programs, and what servers and engines share.
+LEFT_OUT = ("v1", "cli", "ray", "serving", "transformers", "__main__")
 
 
 def modules() -> list[str]:

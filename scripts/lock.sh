@@ -10,13 +10,14 @@ trap 'rm -rf "$scratch"' EXIT
 "${1:-python3}" -m venv "$scratch/venv"
 python="$scratch/venv/bin/python"
 
-# Every dependency of every extra, except for the packages that are built from this tree.
+# Every dependency of every extra but Ray's, except for the packages that are built from this tree.
 "$python" - >"$scratch/wanted.txt" <<'PYTHON'
 import tomllib
 from pathlib import Path
 
 project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-wanted = set(project["dependencies"]).union(*project["optional-dependencies"].values())
+extras = {name: of for name, of in project["optional-dependencies"].items() if name != "ray"}
+wanted = set(project["dependencies"]).union(*extras.values())
 print("\n".join(sorted(w for w in wanted if not w.startswith("kvplane"))))
 PYTHON
 "$python" -m pip install --quiet --upgrade pip

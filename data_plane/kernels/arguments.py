@@ -83,15 +83,28 @@ class HostLengths:
     """A batch's lengths where the host has them, too: int64, contiguous.
 
     query_starts: [num_sequences + 1]. context_lens: [num_sequences].
+    tables_may_share: False where no two sequences begin with the same block. Saves a launch on a
+        GPU.
     """
 
     query_starts: NDArray[np.int64]
     context_lens: NDArray[np.int64]
+    tables_may_share: bool = True
 
     def of(self, first: int, end: int) -> HostLengths:
         """Those of sequences first to end - 1, as a batch of their own."""
         starts = self.query_starts[first : end + 1]
-        return HostLengths(starts - starts[0], self.context_lens[first:end])
+        lens = self.context_lens[first:end]
+        return HostLengths(starts - starts[0], lens, self.tables_may_share)
+
+
+class SharedPlans:
+    """What kernels have worked out of the lengths and tables that several calls share, as the
+    layers of a step do. The kernels fill it; tensors that they keep here live as long as it.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[object, ...], object] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +128,8 @@ class AttentionArguments:
         GPU.
     lengths: query_starts and context_lens on the host. Without them a GPU needs memory for the
         longest contexts that the tables have room for.
+    plans: of all calls with these same lengths and tables, which must not change meanwhile; None:
+        each call works them out for itself.
 
     Raises InvalidRequestError naming the argument that does not fit.
     """
@@ -129,6 +144,7 @@ class AttentionArguments:
     value_scales: torch.Tensor | None = None
     max_query_len: int = 0
     lengths: HostLengths | None = None
+    plans: SharedPlans | None = None
     keys: torch.Tensor = field(init=False)
     """The pages' keys [num_blocks, num_kv_heads, block_size, head_size]."""
     values: torch.Tensor = field(init=False)

@@ -26,10 +26,14 @@ from scripts.monitored_stack import ROOT, MonitoredStack
 
 POOL = "default"
 NUM_BLOCKS = 96
+PUSHES = "needs two data planes that push blocks to each other"
 NOT_SEEN_HERE = {
     "kvplane_cleared_blocks_total": "needs blocks that pass from one tenant to another",
     "kvplane_device_memory_bytes": "needs a GPU",
     "kvplane_missing_receipts": "needs a pool of several shards, one of which is silent",
+    "kvplane_push_tickets": PUSHES,
+    "kvplane_pushed_bytes_total": PUSHES,
+    "kvplane_pushes_total": PUSHES,
 }
 TRAFFIC = Traffic(duration_s=15, num_sequences=24, num_prefixes=12)
 PATIENCE_S = 60.0

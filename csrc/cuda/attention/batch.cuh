@@ -6,6 +6,8 @@
 //   at multiples of split_tokens of its positions, and each split into tiles of rows.
 // - long sequence: cut into larger tiles of rows, and into larger splits where its context is much
 //   longer than its query.
+// - family: decodes whose contexts begin with the same blocks. What they share is attended to in
+//   items of several of them, if that is whole splits.
 // - item: one KV head of one tile of rows of one split.
 //
 // How a sequence is cut depends only on its own lengths: cutting.h.
@@ -35,19 +37,38 @@ struct alignas(16) Sequence {
   int32_t query_len;
   int32_t context_len;
   Cut cut;
-  int32_t weight;  // of each of its items
+  int32_t weight;         // of each of its items
+  int32_t shared_splits;  // that are attended to with others of its family
 
   __device__ int32_t first_position() const { return context_len - query_len; }
 };
 
-// What the plan kernel writes and the others read, in the workspace.
+// A sequence in its family.
+struct Kin {
+  int32_t first;   // the family's first sequence; -1: of no family
+  int32_t rank;    // sequences of the family before it
+  int32_t size;    // of the family
+  int32_t splits;  // leading splits in the same blocks as those of the first; of itself, 0
+};
+
+// What the plan kernel writes and the others read.
 struct Plan {
   Sequence* sequences;  // [num_sequences]
   int32_t* short_ends;  // [num_sequences]: items of the short sequences up to this one
   int32_t* long_ends;   // [num_sequences]
   int64_t* weights;     // [num_sequences]: of the items of the short sequences up to this one
   int32_t* split_ends;  // [num_sequences]: query tokens of sequences of more than one split
-  int32_t* num_taken;   // items of long sequences that blocks have taken beside their first
+  // Only where work.shared_rows > 0. Members are sequences, one family's after the other's.
+  Kin* kin;                // [num_sequences]
+  int32_t* family_starts;  // [num_sequences]: of a family's first sequence: its first member
+  int32_t* family_splits;  // [num_sequences]: of it, too: the most splits that another one shares
+  int32_t* members;        // [num_sequences]
+  int32_t* shared_ends;    // [num_sequences]: items of the tiles that begin with members up to this
+};
+
+// What the kernels of one call write and read, in its workspace.
+struct Scratch {
+  int32_t* num_taken;  // items of long sequences that blocks have taken beside their first
   // One entry for each split, token and query head of a sequence of more than one split.
   float* partial_states;  // [entries, 2]: maximum (base 2) and sum of the exponentials
   float* partial_outs;    // [entries, value_head_size], not yet divided by the sum, nor scaled
@@ -57,6 +78,7 @@ struct Plan {
 struct Work {
   PagedAttentionParams p;
   Plan plan;
+  Scratch scratch;
   Cutting cutting;
   int32_t* faults;
   int64_t max_partials;   // for which the plan's arrays have room, in query tokens
@@ -64,6 +86,7 @@ struct Work {
   int32_t short_tile_rows;
   int32_t long_tile_rows;  // 0: long sequences are in the list of short items
   int32_t long_parts;      // of the values' dims: a long item attends to one of them
+  int32_t shared_rows;     // of a tile of several decodes; 0: nothing is shared
 };
 
 struct Item {
@@ -72,7 +95,15 @@ struct Item {
   int32_t tile;
   int32_t split;
   int32_t part;  // of the values' dims
+  // Of a family's item, whose sequence is the family's first:
+  int32_t first_member;
+  int32_t num_members;
 };
+
+// Decodes of a family whose rows share a tile.
+__host__ __device__ inline int32_t members_of_tile(const Work& work) {
+  return work.shared_rows / work.cutting.group;
+}
 
 __device__ inline void report(int32_t* faults, int32_t fault) {
   if (faults != nullptr) atomicOr(faults, fault);
@@ -91,6 +122,23 @@ __device__ inline Span span_of(const Work& work, const Item& item, int32_t first
   const int64_t end = begin + int64_t{splits} * sequence.cut.tokens;
   return {static_cast<int32_t>(max_of<int64_t>(seen.begin, begin)),
           static_cast<int32_t>(min_of<int64_t>(seen.end, end))};
+}
+
+// The query token and head of a row of an item, and its sequence.
+struct RowPlace {
+  const Sequence* sequence;
+  int32_t token;  // of the sequence's
+  int32_t head;
+};
+
+template <bool kIsShared>
+__device__ inline RowPlace place_of_row(const Work& work, const Item& item, int32_t row) {
+  const int32_t index = row / work.cutting.group;
+  const int32_t head = item.kv_head * work.cutting.group + row % work.cutting.group;
+  if constexpr (!kIsShared) return {&item.sequence, index, head};
+  // A row that is missing may be of any sequence.
+  const int32_t member = item.first_member + min_of(index, item.num_members - 1);
+  return {&work.plan.sequences[work.plan.members[member]], 0, head};
 }
 
 // The sequence of an item: the first whose end is past it. The lanes of a warp search 32 places at
@@ -121,23 +169,46 @@ __device__ inline Item find_item(const Work& work, const int32_t* ends, int32_t 
   local /= num_parts;
   // The last tile of rows attends to most, and comes first.
   const int32_t tile = num_tiles - 1 - local / num_kv_heads % num_tiles;
-  return {sequence, local % num_kv_heads, tile, local / num_kv_heads / num_tiles, part};
+  return {sequence, local % num_kv_heads, tile, local / num_kv_heads / num_tiles, part, 0, 0};
+}
+
+// A table's entry as it was read. Nothing depends on its value, so that the code after the read
+// does not wait for it.
+struct RawEntry {
+  uint32_t low;
+  uint32_t high;  // of an int64
+};
+
+__device__ inline bool is_in(Span span, int32_t position) {
+  return position >= span.begin && position < span.end;
+}
+
+// Reads the entry of a position; none for a position outside `wanted`.
+__device__ inline RawEntry read_entry(const Work& work, int32_t sequence, int32_t position,
+                                      Span wanted) {
+  RawEntry raw = {0, 0};
+  if (!is_in(wanted, position)) return raw;
+  const uint32_t block_size = static_cast<uint32_t>(work.p.pages.block_size);
+  const int64_t entry = sequence * work.p.max_blocks + static_cast<uint32_t>(position) / block_size;
+  const uint32_t* words = static_cast<const uint32_t*>(work.p.block_tables);
+  if (work.p.wide_block_tables) {
+    raw = {words[2 * entry], words[2 * entry + 1]};
+  } else {
+    raw.low = words[entry];
+  }
+  return raw;
 }
 
 // The offset of a position's key or value, in elements from the pages' start; negative for a
-// position outside `wanted`, whose table entry is not read, and for an entry that is not the id of
-// a block.
-__device__ inline int64_t find_row(const Work& work, int32_t sequence, int32_t kv_head,
-                                   int32_t position, Span wanted, bool is_value) {
-  if (position < wanted.begin || position >= wanted.end) return -1;
+// position outside `wanted`, and for an entry that is not the id of a block.
+__device__ inline int64_t row_of_entry(const Work& work, RawEntry raw, int32_t kv_head,
+                                       int32_t position, Span wanted, bool is_value) {
+  if (!is_in(wanted, position)) return -1;
   const PagesParams& pages = work.p.pages;
-  const uint32_t block_size = static_cast<uint32_t>(pages.block_size);
-  const uint32_t index = static_cast<uint32_t>(position) / block_size;
-  const uint32_t offset = static_cast<uint32_t>(position) % block_size;
-  const int64_t entry = sequence * work.p.max_blocks + index;
+  const uint32_t offset = static_cast<uint32_t>(position) % static_cast<uint32_t>(pages.block_size);
   const int64_t block = work.p.wide_block_tables
-                            ? static_cast<const int64_t*>(work.p.block_tables)[entry]
-                            : static_cast<const int32_t*>(work.p.block_tables)[entry];
+                            ? static_cast<int64_t>(uint64_t{raw.high} << 32 | raw.low)
+                            : static_cast<int32_t>(raw.low);
   if (block < 0 || block >= pages.num_blocks) {
     report(work.faults, kBadBlockTables);
     return -1;
@@ -146,6 +217,12 @@ __device__ inline int64_t find_row(const Work& work, int32_t sequence, int32_t k
   const int64_t token_stride = is_value ? pages.value_token_stride : pages.token_stride;
   return block * pages.block_stride + (is_value ? pages.kv_stride : 0) + kv_head * head_stride +
          offset * token_stride;
+}
+
+__device__ inline int64_t find_row(const Work& work, int32_t sequence, int32_t kv_head,
+                                   int32_t position, Span wanted, bool is_value) {
+  const RawEntry raw = read_entry(work, sequence, position, wanted);
+  return row_of_entry(work, raw, kv_head, position, wanted, is_value);
 }
 
 // Stored keys and values of a head are multiplied by these; 1 where pages have no scales.
@@ -159,6 +236,23 @@ __device__ inline float value_scale(const PagesParams& pages, int64_t kv_head) {
 }
 
 __device__ inline bool is_scale(float number) { return number > 0.0f && number <= FLT_MAX; }
+
+__device__ inline void check_scales(const Work& work, const float* scales, int64_t stride,
+                                    int32_t fault) {
+  if (scales == nullptr) return;
+  for (int64_t head = threadIdx.x; head < work.p.pages.num_kv_heads; head += blockDim.x) {
+    if (!is_scale(scales[head * stride])) report(work.faults, fault);
+  }
+}
+
+// What the first kernel of a call does for the others.
+__device__ inline void begin_call(const Work& work) {
+  if (blockIdx.x != 0) return;
+  const PagesParams& pages = work.p.pages;
+  check_scales(work, pages.key_scales, pages.key_scale_stride, kBadKeyScales);
+  check_scales(work, pages.value_scales, pages.value_scale_stride, kBadValueScales);
+  if (threadIdx.x == 0) *work.scratch.num_taken = 0;
+}
 
 // A factor of scores that is too large for fp32 becomes the largest number: infinity times a zero
 // product would be NaN.

@@ -124,15 +124,16 @@ __device__ void leave_column(const float (&out)[kHeadSize / 16][kColumns][4], in
 // By the whole block: adds up the warps' outputs of a column, in order, and writes rows or partial
 // rows. `first` is the column's first row, `count` the rows that there are, `left` where each warp
 // left its results.
-template <typename Kv, int kHeadSize, int kWarps>
+template <typename Kv, int kHeadSize, bool kIsShared, int kWarps>
 __device__ void write_column(const Work& work, const Item& item, int32_t split, int32_t first,
                              int32_t count, const float* const (&left)[kWarps]) {
   constexpr int kOutPitch = kHeadSize + 4;
-  const int32_t group = work.cutting.group;
   const int32_t head_size = static_cast<int32_t>(work.p.pages.value_head_size);
-  const bool is_whole = item.sequence.cut.splits == 1;
+  const bool is_whole = !kIsShared && item.sequence.cut.splits == 1;
   const float scale = value_scale(work.p.pages, item.kv_head);
   for (int32_t i = 0; i < count; ++i) {
+    const RowPlace at = place_of_row<kIsShared>(work, item, first + i);
+    if (kIsShared && split >= at.sequence->shared_splits) continue;
     const int32_t state = 8 * kOutPitch + 2 * i;
     float maximum = -INFINITY;
 #pragma unroll
@@ -144,11 +145,9 @@ __device__ void write_column(const Work& work, const Item& item, int32_t split, 
       weights[w] = exp2_fast(left[w][state] - base);
       sum += weights[w] * left[w][state + 1];
     }
-    const int32_t token = (first + i) / group;
-    const int32_t head = item.kv_head * group + (first + i) % group;
-    const int64_t row = (item.sequence.first_token + token) * work.p.num_heads + head;
-    const int64_t partial = partial_row(work, item.sequence, split, token, head);
-    const Total total = with_sink(work, head, maximum, sum);
+    const int64_t row = (at.sequence->first_token + at.token) * work.p.num_heads + at.head;
+    const int64_t partial = partial_row(work, *at.sequence, split, at.token, at.head);
+    const Total total = with_sink(work, at.head, maximum, sum);
     for (int32_t d = static_cast<int32_t>(threadIdx.x); d < head_size; d += kWarps * kLanesOfWarp) {
       float value = 0.0f;
 #pragma unroll
@@ -156,13 +155,13 @@ __device__ void write_column(const Work& work, const Item& item, int32_t split, 
       if (is_whole) {
         store_number(work.p, row * head_size + d, value / total.sum * (scale * total.factor));
       } else {
-        work.plan.partial_outs[partial * head_size + d] = value;
+        work.scratch.partial_outs[partial * head_size + d] = value;
       }
     }
     if (threadIdx.x != 0) continue;
     if (!is_whole) {
-      work.plan.partial_states[2 * partial] = maximum;
-      work.plan.partial_states[2 * partial + 1] = sum;
+      work.scratch.partial_states[2 * partial] = maximum;
+      work.scratch.partial_states[2 * partial + 1] = sum;
     } else if (work.p.lse != nullptr) {
       work.p.lse[row] = log_sum_exp(total.maximum, total.sum);
     }
@@ -170,7 +169,7 @@ __device__ void write_column(const Work& work, const Item& item, int32_t split, 
 }
 
 // Ends a split: passes each column's results through a stage that the warp neither reads nor fills.
-template <typename Kv, int kHeadSize, int kColumns, int kStages>
+template <typename Kv, int kHeadSize, int kColumns, int kStages, bool kIsShared>
 __device__ void end_split(const Work& work, const Item& item, int32_t split, int32_t first_row,
                           int32_t num_rows, unsigned char* shared, int stage,
                           const float (&out)[kHeadSize / 16][kColumns][4],
@@ -191,8 +190,8 @@ __device__ void end_split(const Work& work, const Item& item, int32_t split, int
     for (int w = 0; w < Ring::kWarps; ++w) {
       left[w] = reinterpret_cast<const float*>(shared + places[w]);
     }
-    write_column<Kv, kHeadSize>(work, item, split, first_row + 8 * c, min_of(8, num_rows - 8 * c),
-                                left);
+    write_column<Kv, kHeadSize, kIsShared>(work, item, split, first_row + 8 * c,
+                                           min_of(8, num_rows - 8 * c), left);
     __syncthreads();  // Until the results have been read.
   }
 }
@@ -204,7 +203,7 @@ using QueriesOf = std::conditional_t<SharedQueries<Kv, kHeadSize, kColumns>::kIs
 
 // Attends to `num_splits` splits from an item's on: each warp to its tiles of 16 tokens,
 // kStages - 1 of them in flight at any time.
-template <typename Kv, int kHeadSize, int kColumns, int kStages>
+template <typename Kv, int kHeadSize, int kColumns, int kStages, bool kIsShared>
 __device__ void attend_run(const Work& work, const Item& item, int32_t num_splits,
                            unsigned char* shared) {
   using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
@@ -215,16 +214,22 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
   unsigned char* const ring = shared + warp * Ring::kBytes;
   const int32_t first_row = item.tile * Ring::kRows;
-  const int32_t all_rows = item.sequence.query_len * work.cutting.group;
+  const int32_t all_rows =
+      (kIsShared ? item.num_members : item.sequence.query_len) * work.cutting.group;
   const int32_t num_rows = min_of(Ring::kRows, all_rows - first_row);
-  const Span seen = span_of(work, item, first_row, num_rows, num_splits);
+  // Every row of a family's item sees all of the splits that it shares.
+  const Span seen = span_of(work, item, first_row, kIsShared ? 1 : num_rows, num_splits);
   RowsOfThread<kColumns> rows;
-  set_rows(work, item, first_row, num_rows, rows);
+  set_rows<kIsShared>(work, item, first_row, num_rows, rows);
   QueriesOf<Kv, kHeadSize, kColumns> queries;
-  queries.load(work, item, first_row, num_rows, shared + Ring::kQueries, rows);
+  queries.template load<kIsShared>(work, item, first_row, num_rows, shared + Ring::kQueries, rows);
   float out[kHeadSize / 16][kColumns][4] = {};
 
   const auto find = [&](int32_t tile) { return find_tile_row(work, item, tile * kTileRows, seen); };
+  const int32_t row_of_lane = lane % kTileRows;
+  const auto read = [&](int32_t tile) {
+    return read_entry(work, item.sequence.index, tile * kTileRows + row_of_lane, seen);
+  };
   // Tile n of the sequence is for warp n % kWarps, wherever the span begins.
   const int32_t begin = seen.begin / kTileRows;
   const int32_t end = seen.begin < seen.end ? div_ceil(seen.end, kTileRows) : begin;
@@ -244,8 +249,9 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
     const int32_t tile = first + i * kWarps;
     start_copy(tile, i, find(tile));
   }
-  // The next tile's addresses are looked up while this one's copies are in flight.
-  int64_t next_row = find(first + (Ring::kStages - 1) * kWarps);
+  // The next tile's table entries are read while this one's copies are in flight, and only then
+  // looked at.
+  RawEntry next_entry = read(first + (Ring::kStages - 1) * kWarps);
   int stage = 0;
   int32_t tile = first;
   for (int32_t n = 0; n < num_splits; ++n) {
@@ -258,8 +264,10 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
       __syncwarp();  // Until all lanes' copies have arrived and the stage to be filled has been
                      // read.
       const int32_t ahead = tile + (Ring::kStages - 1) * kWarps;
-      start_copy(ahead, (stage + Ring::kStages - 1) % Ring::kStages, next_row);
-      next_row = find(ahead + kWarps);
+      const int64_t row = row_of_entry(work, next_entry, item.kv_head,
+                                       ahead * kTileRows + row_of_lane, seen, lane >= kTileRows);
+      start_copy(ahead, (stage + Ring::kStages - 1) % Ring::kStages, row);
+      next_entry = read(ahead + kWarps);
 
       const unsigned char* keys = ring + stage * Ring::kStageBytes;
       const unsigned char* values = keys + Ring::kTile;
@@ -306,8 +314,8 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
       stage = (stage + 1) % Ring::kStages;
     }
     const int free_stage = (stage + Ring::kStages - 1) % Ring::kStages;
-    end_split<Kv, kHeadSize, kColumns, kStages>(work, item, item.split + n, first_row, num_rows,
-                                                shared, free_stage, out, rows);
+    end_split<Kv, kHeadSize, kColumns, kStages, kIsShared>(work, item, item.split + n, first_row,
+                                                           num_rows, shared, free_stage, out, rows);
     begin_rows(rows);
 #pragma unroll
     for (auto& of_dims : out) {
@@ -326,6 +334,9 @@ __global__ void __launch_bounds__(kShortWarps<Kv, kHeadSize>* kLanesOfWarp, 1)
     attend_short(Work work) {
   using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
   KVPLANE_DYNAMIC_SHARED(unsigned char, shared);
+  wait_for_kernel_before();
+  let_next_kernel_begin();
+  begin_call(work);
   const int32_t num_sequences = static_cast<int32_t>(work.p.num_sequences);
   const int64_t* weights = work.plan.weights;
   const auto before = [&](int32_t s) { return s == 0 ? 0 : weights[s - 1]; };
@@ -342,13 +353,15 @@ __global__ void __launch_bounds__(kShortWarps<Kv, kHeadSize>* kLanesOfWarp, 1)
     const Sequence sequence = work.plan.sequences[s];
     int32_t local = static_cast<int32_t>((at - before(s)) / sequence.weight);
     const int64_t num_left = div_ceil<int64_t>(share_end - at, sequence.weight);
-    const int32_t split = local % sequence.cut.splits;
-    local /= sequence.cut.splits;
+    const int32_t own_splits = sequence.cut.splits - sequence.shared_splits;
+    const int32_t split = sequence.shared_splits + local % own_splits;
+    local /= own_splits;
     const int32_t num_splits =
         static_cast<int32_t>(min_of<int64_t>(sequence.cut.splits - split, num_left));
-    const Item item = {sequence, local % work.cutting.num_kv_heads,
-                       local / work.cutting.num_kv_heads, split, 0};
-    attend_run<Kv, kHeadSize, kColumns, kStages>(work, item, num_splits, shared);
+    const Item item = {
+        sequence, local % work.cutting.num_kv_heads, local / work.cutting.num_kv_heads, split, 0, 0,
+        0};
+    attend_run<Kv, kHeadSize, kColumns, kStages, false>(work, item, num_splits, shared);
     at += int64_t{num_splits} * sequence.weight;
   }
 }
@@ -362,47 +375,48 @@ int64_t resident_short_blocks() {
 }
 
 template <typename Kv, int kHeadSize, int kColumns, int kStages>
-void launch_short_with(const Work& work, int64_t max_items, uintptr_t stream) {
+void launch_short_with(const Work& work, const Launch& how) {
   using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
   constexpr auto kKernel = &attend_short<Kv, kHeadSize, kColumns, kStages>;
   const int64_t at_once = resident_short_blocks<Kv, kHeadSize, kColumns, kStages>();
-  launch<kKernel>({min_of(at_once, max_items)}, Ring::kThreads, Ring::kSharedBytes, stream, work);
+  launch_when<kKernel>(how.begins, {min_of(at_once, how.max_items)}, Ring::kThreads,
+                       Ring::kSharedBytes, how.stream, work);
 }
 
 // The most stages, unless only fewer leave room for a second block beside the first: a block's
 // copies then hide the end of the other's item.
 template <typename Kv, int kHeadSize, int kColumns>
-void launch_short_of(const Work& work, int64_t max_items, uintptr_t stream) {
+void launch_short_of(const Work& work, const Launch& how) {
   constexpr int kMost = kMostStages<Kv, kHeadSize>, kFew = kFewStages<Kv, kHeadSize>;
   if constexpr (kFew < kMost) {
     const int64_t with_most = resident_short_blocks<Kv, kHeadSize, kColumns, kMost>();
     const int64_t with_few = resident_short_blocks<Kv, kHeadSize, kColumns, kFew>();
     if (with_most < 2 * num_multiprocessors() && with_few > with_most) {
-      return launch_short_with<Kv, kHeadSize, kColumns, kFew>(work, max_items, stream);
+      return launch_short_with<Kv, kHeadSize, kColumns, kFew>(work, how);
     }
   }
-  launch_short_with<Kv, kHeadSize, kColumns, kMost>(work, max_items, stream);
+  launch_short_with<Kv, kHeadSize, kColumns, kMost>(work, how);
 }
 
 template <typename Kv, int kHeadSize>
-void launch_short_of(const Work& work, int64_t max_items, uintptr_t stream) {
+void launch_short_of(const Work& work, const Launch& how) {
   if constexpr (short_tile_rows(32, kHeadSize) == 32) {
     if (work.short_tile_rows == 32) {
-      return launch_short_of<Kv, kHeadSize, 4>(work, max_items, stream);
+      return launch_short_of<Kv, kHeadSize, 4>(work, how);
     }
   }
   if constexpr (short_tile_rows(16, kHeadSize) == 16) {
     if (work.short_tile_rows == 16) {
-      return launch_short_of<Kv, kHeadSize, 2>(work, max_items, stream);
+      return launch_short_of<Kv, kHeadSize, 2>(work, how);
     }
   }
-  launch_short_of<Kv, kHeadSize, 1>(work, max_items, stream);
+  launch_short_of<Kv, kHeadSize, 1>(work, how);
 }
 
 template <typename Kv>
-void launch_short(const Work& work, int64_t max_items, uintptr_t stream) {
+void launch_short(const Work& work, const Launch& how) {
   with_head_size(work.p.pages.head_size,
-                 [&](auto head_size) { launch_short_of<Kv, head_size>(work, max_items, stream); });
+                 [&](auto head_size) { launch_short_of<Kv, head_size>(work, how); });
 }
 
 template <typename Kv>
