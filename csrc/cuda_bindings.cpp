@@ -12,6 +12,7 @@
 #include "tensor_view.h"
 
 #if defined(KVPLANE_EMULATED)
+#include "cuda/device/batch_copies.h"
 #include "cuda/device/launch.h"
 #include "emulator.h"
 #define KVPLANE_MODULE kvplane_emulated
@@ -85,21 +86,55 @@ int64_t bind_workspace_bytes(const TensorView& query, const PagesView& pages, in
   return attention_workspace_bytes(sizes_of(query, pages, {}, 0, num_sequences, {}), num_partials);
 }
 
+// A batch's lengths and tables, on the device.
+struct BatchView {
+  uintptr_t block_tables;
+  bool wide_block_tables;
+  int64_t max_blocks;
+  uintptr_t query_starts;
+  uintptr_t context_lens;
+  int64_t num_sequences;
+};
+
+PagedAttentionParams params_of(const TensorView& query, const PagesView& pages,
+                               const ScalesView& scales, const BatchView& batch,
+                               const kvplane::AttentionOptions& options) {
+  PagedAttentionParams p =
+      sizes_of(query, pages, scales, batch.max_blocks, batch.num_sequences, options);
+  p.block_tables = pointer<const void>(batch.block_tables);
+  p.query_starts = pointer<const int64_t>(batch.query_starts);
+  p.context_lens = pointer<const int64_t>(batch.context_lens);
+  p.wide_block_tables = batch.wide_block_tables;
+  return p;
+}
+
+AttentionPlan bind_plan_attention(const TensorView& query, const PagesView& pages,
+                                  uintptr_t block_tables, bool wide_block_tables,
+                                  int64_t max_blocks, uintptr_t query_starts,
+                                  uintptr_t context_lens, int64_t num_sequences,
+                                  const kvplane::AttentionOptions& options, int64_t max_query_len,
+                                  int64_t split_tokens, int64_t num_partials, uintptr_t memory,
+                                  uintptr_t faults, uintptr_t stream) {
+  const BatchView batch = {block_tables, wide_block_tables, max_blocks,
+                           query_starts, context_lens,      num_sequences};
+  return plan_attention(params_of(query, pages, {}, batch, options),
+                        {max_query_len, split_tokens, nullptr, 0}, num_partials,
+                        pointer<void>(memory), context_of(stream, faults));
+}
+
 void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
                           const PagesView& pages, const ScalesView& scales, uintptr_t block_tables,
                           bool wide_block_tables, int64_t max_blocks, uintptr_t query_starts,
                           uintptr_t context_lens, int64_t num_sequences,
                           const kvplane::AttentionOptions& options, int64_t max_query_len,
                           int64_t split_tokens, uintptr_t workspace, int64_t workspace_bytes,
-                          uintptr_t faults, uintptr_t stream) {
-  PagedAttentionParams p = sizes_of(query, pages, scales, max_blocks, num_sequences, options);
+                          const AttentionPlan* plan, uintptr_t faults, uintptr_t stream) {
+  const BatchView batch = {block_tables, wide_block_tables, max_blocks,
+                           query_starts, context_lens,      num_sequences};
+  PagedAttentionParams p = params_of(query, pages, scales, batch, options);
   p.out = pointer<void>(out);
   p.lse = pointer<float>(lse);
-  p.block_tables = pointer<const void>(block_tables);
-  p.query_starts = pointer<const int64_t>(query_starts);
-  p.context_lens = pointer<const int64_t>(context_lens);
-  p.wide_block_tables = wide_block_tables;
-  paged_attention(p, {max_query_len, split_tokens, pointer<void>(workspace), workspace_bytes},
+  paged_attention(p, {max_query_len, split_tokens, pointer<void>(workspace), workspace_bytes, plan},
                   context_of(stream, faults));
 }
 
@@ -147,6 +182,7 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
 #if defined(KVPLANE_EMULATED)
   m.def("set_seed", &emulator::set_seed, arg("seed"));
   m.def("num_launches", [] { return num_launches; });
+  m.def("num_batch_copies", [] { return num_batch_copies; });
   m.def(
       "set_host_memory_is_mapped", [](bool mapped) { host_memory_is_mapped = mapped; },
       arg("mapped"));
@@ -165,11 +201,19 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
         arg("max_query_len"));
   m.def("attention_workspace_bytes", &bind_workspace_bytes, py::kw_only(), arg("query"),
         arg("pages"), arg("num_sequences"), arg("num_partials"));
+  py::class_<AttentionPlan>(m, "AttentionPlan");
+  m.def("attention_plan_bytes", &attention_plan_bytes, py::kw_only(), arg("num_sequences"));
+  m.def("plan_attention", &bind_plan_attention, release_gil(), py::kw_only(), arg("query"),
+        arg("pages"), arg("block_tables"), arg("wide_block_tables"), arg("max_blocks"),
+        arg("query_starts"), arg("context_lens"), arg("num_sequences"), arg("options"),
+        arg("max_query_len"), arg("split_tokens"), arg("num_partials"), arg("memory"),
+        arg("faults"), arg("stream"));
   m.def("paged_attention", &bind_paged_attention, release_gil(), py::kw_only(), arg("query"),
         arg("out"), arg("lse"), arg("pages"), arg("scales"), arg("block_tables"),
         arg("wide_block_tables"), arg("max_blocks"), arg("query_starts"), arg("context_lens"),
         arg("num_sequences"), arg("options"), arg("max_query_len"), arg("split_tokens"),
-        arg("workspace"), arg("workspace_bytes"), arg("faults"), arg("stream"));
+        arg("workspace"), arg("workspace_bytes"), arg("plan").none(true), arg("faults"),
+        arg("stream"));
   const auto def_copy = [&](const char* name, auto function) {
     m.def(name, function, release_gil(), py::kw_only(), arg("source"), arg("destination"),
           arg("pairs"), arg("num_pairs"), arg("source_num_blocks"), arg("destination_num_blocks"),

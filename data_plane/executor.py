@@ -23,16 +23,17 @@ from data_plane.kernels.backend import Kernels, check_cache_kinds, kernels_of
 from data_plane.kernels.device_watch import DeviceWatch
 from data_plane.kernels.devices import with_index
 from data_plane.kernels.shard_kernels import ShardKernels
-from data_plane.layers import layer_index, layer_range
+from data_plane.layers import layer_index
 from data_plane.memory.pool import Pools
 from data_plane.pieces import Pieces, finish, guarded
-from data_plane.places import check_group, place_of, tier_of
+from data_plane.places import check_group, place_of
 from data_plane.plan_runner import PlanRunner, StartedPlan
 from data_plane.plans.block_report import block_report
-from data_plane.plans.block_tables import BlockTables, taken_away
+from data_plane.plans.block_tables import BlockTables
 from data_plane.plans.sessions import Sessions, check_ordinal
 from data_plane.plans.transfers import Transfers
 from data_plane.plans.verifier import Verifier
+from data_plane.table_blocks import BlockRange, TableBlocks
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     InternalError,
@@ -40,7 +41,6 @@ from kvplane.errors import (
     KvplaneError,
     LayoutMismatchError,
     NotPermittedError,
-    StaleGenerationError,
 )
 from kvplane.layout import Layout
 from kvplane.shard import Shard
@@ -119,6 +119,9 @@ class Executor:
             self.counters,
             layers=self.layers,
             check_device=self.device_watch.check,
+        )
+        self._blocks = TableBlocks(
+            layout, shard, self._tables, self._sessions, self._plans, self._compute
         )
         self._observe = observe
         self._lock = threading.RLock()
@@ -382,53 +385,24 @@ class Executor:
         group: int = 0,
         first_layer: int = 0,
         num_layers: int = 0,
+        only_written: bool = False,
     ) -> tuple[torch.Tensor, pb.Blocks]:
         """Copy whole blocks out of a sequence's table, from ``first_block``, a table entry, on.
         Returns the data, and the blocks' tier, indices and generations.
 
         ``num_layers``: of this shard's layers of the group, from the model's layer ``first_layer``
-        on; 0 for all. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size]
-        of the layout's kv_dtype (``ReadBlocksResponse`` says what it is where values are smaller
-        than keys), on the device for the device tier and on the CPU for the host tier. Slots that
-        were not written are 0 in it. Raises SequenceNotFoundError, InvalidRequestError,
+        on; 0 for all. ``only_written``: refuse blocks that the session's latest plan computes and
+        has not written. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size,
+        head_size] of the layout's kv_dtype (``ReadBlocksResponse`` says what it is where values are
+        smaller than keys), on the device for the device tier and on the CPU for the host tier.
+        Slots that were not written are 0 in it. Raises SequenceNotFoundError, InvalidRequestError,
         SessionExpiredError, BlockNotWrittenError for a block of which no slot was written,
         StaleGenerationError when a block has been allocated again, and PlanOutOfOrderError while
         the latest plan's transfers have not all run.
         """
+        blocks = BlockRange(sequence_id, first_block, num_blocks, group, first_layer, num_layers)
         with self._command("read_blocks"):
-            latest = self._sessions.get(session_id).latest
-            if latest is not None:
-                latest.check_transferred()
-            check_group(group, self.layout, "group")
-            table = self._tables.get(session_id, sequence_id, "sequence_id", group)
-            length = len(table.blocks)
-            require(
-                table.num_trimmed <= first_block < length,
-                f"there is no entry {first_block}: the table has {length} entries, of which the "
-                f"first {table.num_trimmed} were trimmed",
-                "first_block",
-            )
-            num_left = length - first_block
-            require(
-                1 <= num_blocks <= num_left,
-                f"must be 1 to {num_left}, the entries from {first_block} on, is {num_blocks}",
-                "num_blocks",
-            )
-            held = self.shard.group_layers(self.layout, group)
-            layers = layer_range(held, first_layer, num_layers)
-            part = table.part(first_block, first_block + num_blocks)
-            if self._tables.first_stale([part]) is not None:
-                raise StaleGenerationError(taken_away(sequence_id), field="sequence_id")
-            counts = self._plans.num_readable(
-                latest, sequence_id, group, [held[layer] for layer in layers], part, first_block
-            )
-            refs = pb.Blocks(
-                group=group,
-                tier=tier_of(part.place),
-                indices=part.blocks.astype("<i4").tobytes(),
-                generations=part.generations.astype("<i8").tobytes(),
-            )
-            return self._compute.read(part.place, part.blocks, layers, counts), refs
+            return self._blocks.read(session_id, blocks, only_written=only_written)
 
     def write_blocks(
         self,
@@ -449,20 +423,17 @@ class Executor:
         calls may write a span; none may leave a gap after what was written before. Returns the
         receipt once nothing is missing. Raises as ``write_layer`` does.
         """
+        place = BlockRange(sequence_id, first_block, 0, group, first_layer, num_layers)
         with self._command("write_blocks"):
-            session, run = self._plans.latest(session_id, plan_number)
-            batch = run.attention[check_group(group, self.layout, "group")]
-            span = batch.span_of(sequence_id)
-            held = self.shard.group_layers(self.layout, group)
-            layers = layer_range(held, first_layer, num_layers)
-            tokens = self._compute.check_blocks(batch, span, layers, first_block, blocks)
-            of_shard = [self.layers.index(held[layer]) for layer in layers]
-            run.progress.check_no_gap(of_shard, span, tokens.start)
-            if not run.is_complete:
-                self._plans.check_may_write(session, run)
-                self._compute.write_span(batch, span, layers, first_block, blocks, tokens)
-                run.progress.extend(of_shard, span, tokens.stop)
-            return self._plans.receipt(session, run)
+            return self._blocks.write(session_id, place, blocks, plan_number)
+
+    def span_blocks(self, session_id: int, sequence_id: int, plan_number: int) -> range:
+        """The table entries that ``write_blocks`` writes for a sequence, the same in each layer
+        group. Raises SessionExpiredError, PlanOutOfOrderError, and InvalidRequestError when the
+        plan computes nothing for it.
+        """
+        with self._command("span_blocks"):
+            return self._blocks.of_span(session_id, sequence_id, plan_number)
 
     def check_integrity(self) -> None:
         """Raise InternalError unless tables, counts, generations and publications agree."""

@@ -1,8 +1,9 @@
-"""Prefill here, decode there: blocks computed in one pool are moved to another, by this client.
+"""Prefill here, decode there: blocks computed in one pool are moved to another.
 
-The sequence is admitted in the second pool too, and its plan says which slots to write. They are
-written from the blocks instead of being computed, and the receipt publishes them as always. With
-two pools of one layout:
+The sequence is admitted in the second pool too, and its plan says which slots to write. The first
+pool's data plane sends them to the second's, which writes them instead of computing them; its
+receipt publishes them as always. With two pools of one layout, whose data planes were started with
+``--push-bind 127.0.0.1:0 --push-to 127.0.0.1``:
 
     python examples/prefill_elsewhere.py 127.0.0.1:50051 POOL OTHER-POOL
 """
@@ -13,7 +14,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from kvplane import ControlClient, DataClient, Execution, Layout, Session, Tensor
+from kvplane import ControlClient, DataClient, Execution, Layout, PrefixMover, Session, Tensor
 
 
 async def prefill(session: Session, execution: Execution, prompt: Sequence[int]) -> None:
@@ -40,17 +41,13 @@ async def main(address: str, pool_id: str, other_pool_id: str) -> None:
         source, target = DataClient(here.shards[0].address), DataClient(there.shards[0].address)
         async with here, there, source, target, await source.open(here.grant) as execution:
             await prefill(here, execution, prompt)
+            async with PrefixMover(here, there) as mover:
+                moved = await mover.move(1, prompt, max_total_tokens=len(prompt) + 8)
+
             read = await source.read_blocks(here.grant, 1, num_blocks=3)
-
-            plan = (await there.admit(1, prompt, max_total_tokens=len(prompt) + 8)).plan
-            blocks = Tensor.from_proto(read.blocks)
-            written = await target.write_blocks(there.grant, plan, 1, blocks, source=read.source)
-            there.add_receipt(written.receipt)
-            await there.submit_receipts()
-
             back = await target.read_blocks(there.grant, 1, num_blocks=3)
             cached = await there.lookup_prefix([*prompt, 0])
-            print(f"moved {len(blocks.data)} bytes, the same there: {back.blocks == read.blocks}")
+            print(f"moved {moved.num_bytes} bytes, the same there: {back.blocks == read.blocks}")
             print(f"cached in {other_pool_id}: {cached.num_cached_tokens} tokens")
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvplane.clients.control_client import ControlClient
     from kvplane.clients.data_client import DataClient
     from kvplane.clients.execution import Execution, Started
+    from kvplane.clients.prefix_mover import Moved, PrefixMover
     from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
     from kvplane.errors import KvplaneError
     from kvplane.layout import LayerGroup, Layout
@@ -40,6 +41,8 @@ __all__ = [
     "KvplaneError",
     "LayerGroup",
     "Layout",
+    "Moved",
+    "PrefixMover",
     "Readmission",
     "Resynced",
     "SequenceState",
@@ -65,6 +68,8 @@ _HOMES: Final = {
     "KvplaneError": "kvplane.errors",
     "LayerGroup": "kvplane.layout",
     "Layout": "kvplane.layout",
+    "Moved": "kvplane.clients.prefix_mover",
+    "PrefixMover": "kvplane.clients.prefix_mover",
     "Readmission": "kvplane.session",
     "Resynced": "kvplane.session",
     "SequenceState": "kvplane.results",

@@ -26,4 +26,5 @@ protoc=("$venv/bin/python" -m grpc_tools.protoc)
 [ $# -eq 0 ] || exec "${protoc[@]}" "$@"
 generate=("${protoc[@]}" "-I$root/protos" --python_out="$root" --pyi_out="$root")
 "${generate[@]}" "$root"/protos/control_plane/etcd/v3/etcd.proto
-exec "${generate[@]}" --grpc_python_out="$root" "$root"/protos/kvplane/v1/{types,control,data}.proto
+exec "${generate[@]}" --grpc_python_out="$root" \
+  "$root"/protos/kvplane/v1/{types,control,data,push}.proto

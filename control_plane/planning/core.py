@@ -1,13 +1,14 @@
 """The control plane's core: the metadata of every pool, behind one interface of messages.
 
 Knows neither grpc nor torch. Single-threaded: it is only ever called from the event loop, and every
-call runs to its end. Invariant: ``check_integrity`` holds after every call, one that raises too.
+call runs to its end, but ``in_pieces`` stops between pieces. Invariant: ``check_integrity`` holds
+after every call and every piece, one that raises too.
 
     registration   register, report, disconnect, fence_done, announce, take_told, take_outgoing
     work           what takes long, a few milliseconds at a time
     sessions       open_session, renew_session, close_session, tick
     requests       step, submit_receipts, abort_plan, resync: in the order of their numbers, each
-                   applying its receipts first
+                   applying its receipts first; answer, or takes_long and in_pieces, for any of them
     queries        check_operations, block_table, common_prefix, find_prefix, lookup_prefix,
                    explain_prefix, describe_*, observe_pools, check_integrity
 """
@@ -16,8 +17,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, Final, cast
 
 from control_plane.planning import integrity, queries
 from control_plane.planning.admission.decisions import AdmissionConfig
@@ -27,25 +28,16 @@ from control_plane.planning.pools.layouts import layout_fingerprint, mismatch
 from control_plane.planning.pools.pool import Pool
 from control_plane.planning.pools.publications import MAX_NAMESPACE_CHARACTERS, root_of
 from control_plane.planning.pools.registration import Registration
-from control_plane.planning.queries import states
 from control_plane.planning.quotas import Quotas
 from control_plane.planning.session import END_CAUSES, EndedSessions, Session, random_session_id
-from control_plane.planning.sharing.member import Member
 from control_plane.planning.sharing.sharing import Sharing
 from control_plane.planning.silent_shards import lost_sessions
 from control_plane.planning.steps import checks
-from control_plane.planning.steps.abort import abort_from, abort_plans
-from control_plane.planning.steps.deferred_tokens import take_deferred_tokens
-from control_plane.planning.steps.numbering import content_of
-from control_plane.planning.steps.planner import (
-    Planner,
-    check,
-    check_no_plan,
-    read_operations,
-)
-from control_plane.planning.steps.plans import finish_plan, sign_grant
-from control_plane.planning.steps.receipts import take_receipts
-from control_plane.planning.traffic import TrafficObserver, observed, session_ends
+from control_plane.planning.steps.pieces import Pieces, finished
+from control_plane.planning.steps.planner import Planner, check, read_operations
+from control_plane.planning.steps.plans import sign_grant
+from control_plane.planning.steps.requests import Request, Requests
+from control_plane.planning.traffic import TrafficObserver, session_ends
 from control_plane.planning.views import view
 from control_plane.planning.watching import Follower, Followers
 from kvplane.errors import (
@@ -69,8 +61,6 @@ _LOGGER: Final = logging.getLogger(__name__)
 _RETRY_DELAY_S: Final = 0.5
 _ENDING_S: Final = 0.005  # that sessions are ended for at a time
 _MAX_CLIENT_NAME: Final = 128
-
-_Answer = TypeVar("_Answer")
 
 
 class ControlPlane:
@@ -107,11 +97,14 @@ class ControlPlane:
         )
         self.register, self.report = registry.register, registry.report
         self.disconnect, self.take_told = registry.disconnect, registry.take_told
-        self.has_work, self.work = registry.has_work, registry.work
+        self.has_work = registry.has_work
         self.has_announcements, self.announce = registry.has_announcements, registry.announce
         self.take_outgoing, self._touch = registry.take_outgoing, registry.touched.add
         self._followers = Followers(lambda: self.incarnation, config.max_followers)
         self.unfollow, self.holds_key = self._followers.remove, registry.holds_key
+        self._requests = Requests(
+            config, self._quotas, observer, self._sharing_of, self._require_open
+        )
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: cpb.FenceDone) -> None:
         """A shard has stopped an ended session. Raises PoolNotFoundError, StaleEpochError."""
@@ -119,6 +112,15 @@ class ControlPlane:
             self._pools[pool_id].set_time(self._clock())
         self._registration.fence_done(pool_id, shard_index, epoch, done)
         self._sharing_of(self._pools[pool_id]).serve()
+
+    def work(self) -> bool:
+        """Go on for a few milliseconds with what takes long: pools that are built from reports,
+        prefixes that were forgotten, sessions that ended. Returns whether some of it is left.
+        """
+        is_left = self._registration.work()
+        for sharing in self._sharing.values():
+            sharing.serve()
+        return is_left
 
     def take_notices(self) -> list[tuple[int, cpb.News]]:
         """Sessions with news that were not taken yet, and the news; answers tell it too."""
@@ -232,113 +234,42 @@ class ControlPlane:
         refused. When the step fails as a whole, raises what ``take_receipts`` and
         ``take_deferred_tokens`` raise, TooManyPlansInFlightError or InvalidRequestError.
         """
-        return self._answer(request, tenant, lambda member: self._step(member, request))
+        return cast(cpb.StepResponse, self.answer(request, tenant))
 
     def submit_receipts(
         self, request: cpb.SubmitReceiptsRequest, tenant: str
     ) -> cpb.SubmitReceiptsResponse:
         """Apply receipts and deferred tokens. Raises as ``step``."""
-
-        def run(member: Member) -> cpb.SubmitReceiptsResponse:
-            self._take_past(member, request)
-            pool = member.session.pool
-            return cpb.SubmitReceiptsResponse(usage=pool.usage(), revision=pool.revision())
-
-        return self._answer(request, tenant, run)
+        return cast(cpb.SubmitReceiptsResponse, self.answer(request, tenant))
 
     def abort_plan(self, request: cpb.AbortPlanRequest, tenant: str) -> cpb.AbortPlanResponse:
         """Abort a plan and all in flight with it. Raises PlanReceiptedError, and as ``step``."""
-
-        def run(member: Member) -> cpb.AbortPlanResponse:
-            session = member.session
-            take_receipts(session, self._bounded(request.receipts))
-            abort_from(session, request.plan_number)
-            session.pool.statistics.num_aborts += 1
-            self._sharing_of(session.pool).aborted(member)
-            return cpb.AbortPlanResponse(sequences=states(session))
-
-        return self._answer(request, tenant, run)
+        return cast(cpb.AbortPlanResponse, self.answer(request, tenant))
 
     def resync(self, request: cpb.ResyncRequest, tenant: str) -> cpb.ResyncResponse:
         """Abort every plan in flight, and answer with all tables whole. Raises as ``step``."""
+        return cast(cpb.ResyncResponse, self.answer(request, tenant))
 
-        def run(member: Member) -> cpb.ResyncResponse:
-            session = member.session
-            take_receipts(session, self._bounded(request.receipts))
-            abort_plans(session, next_plan=request.number)
-            session.pool.statistics.num_resyncs += 1
-            self._sharing_of(session.pool).aborted(member)
-            response = cpb.ResyncResponse(sequences=states(session))
-            session.native.begin(session.slot, request.number)
-            finish_plan(member, request.number, response)
-            return response
-
-        return self._answer(request, tenant, run)
-
-    def _answer(self, request: Any, tenant: str, run: Callable[[Member], _Answer]) -> _Answer:
-        """Run a request under its number, or repeat the answer that it got."""
+    def answer(self, request: Request, tenant: str) -> Any:
+        """One of the four requests."""
         session = self._session(request.session, tenant)
-        content = content_of(request)
-        answer = session.numbers.repeated(request.number, content)
-        if answer is not None:
-            # A receipt is true whenever it arrives. One that is refused does not change the answer.
-            try:
-                take_receipts(session, self._bounded(request.receipts))
-            except KvplaneError as error:
-                _LOGGER.info(
-                    "a repeated request brought a receipt that was refused: %s", error.reason
-                )
-            return cast(_Answer, answer.result())
-        if type(request) is cpb.StepRequest:
-            self._quotas.take_step(tenant, session.pool.now_s)
-        session.numbers.use()
-        sharing = self._sharing_of(session.pool)
-        member = sharing.members[session.id]
-        try:
-            message = run(member)
-        except KvplaneError as error:
-            session.numbers.remember(content, None, error)
-            raise
-        finally:
-            sharing.serve()
-        if isinstance(message, cpb.StepResponse) and (news := member.take_news()) is not None:
-            message.result.news.CopyFrom(news)
-        session.numbers.remember(content, message)
-        return message
+        return finished(self._requests.answer(session, request))
 
-    def _step(self, member: Member, request: cpb.StepRequest) -> cpb.StepResponse:
-        self._take_past(member, request)
-        session = member.session
-        operations = read_operations(request.operations, self._config.max_operations)
-        if len(session.plans) >= self._config.max_plans_in_flight:
-            check_no_plan(member, operations)
-        response = cpb.StepResponse(number=request.number)
-        result = response.result
-        session.native.begin(session.slot, request.number)
-        planner = Planner(member, self._sharing_of(session.pool), self._quotas)
-        run, add = observed(self._observer, session, planner.run), result.results.add
-        for i, operation in enumerate(operations):
-            run(i, operation, add())
-        finish_plan(member, request.number, result, request.traceparent)
-        pool = session.pool
-        result.usage.CopyFrom(pool.usage())
-        result.revision = pool.revision()
-        return response
+    def takes_long(self, request: Request) -> bool:
+        """Whether to run one of the four requests by ``in_pieces``."""
+        session = self._sessions.get(request.session.session_id)
+        return session is not None and self._requests.takes_long(session, request)
 
-    def _take_past(
-        self, member: Member, request: cpb.StepRequest | cpb.SubmitReceiptsRequest
-    ) -> None:
-        take_receipts(member.session, self._bounded(request.receipts))
-        if request.HasField("deferred_tokens"):
-            take_deferred_tokens(member, request.deferred_tokens, self._config.max_operations)
+    def in_pieces(self, request: Request, tenant: str) -> Pieces[Any]:
+        """One of the four requests in pieces, between which other sessions may do what they like,
+        and its own nothing. Only one request at a time may be in pieces.
+        """
+        session = self._session(request.session, tenant)
+        return self._requests.answer(session, request, in_pieces=True)
 
-    def _bounded(self, receipts: Sequence[tpb.SignedPayload]) -> Sequence[tpb.SignedPayload]:
-        most = self._config.max_operations
-        if len(receipts) > most:
-            raise InvalidRequestError(
-                f"must be at most {most} receipts, not {len(receipts)}", field="receipts"
-            )
-        return receipts
+    def _require_open(self, session: Session) -> None:
+        if self._sessions.get(session.id) is not session:
+            raise self._ended.error(session.id, session.tenant)
 
     # Queries
 

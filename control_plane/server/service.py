@@ -11,12 +11,14 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import grpc.aio
 from google.protobuf import duration_pb2
 
 from control_plane.planning.core import ControlPlane
+from control_plane.planning.steps.requests import Request
+from control_plane.server.long_requests import TURNS_OF_A_CALL, LongRequests
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.registration_server import Registrar
 from control_plane.server.watch_server import WatchServer
@@ -34,8 +36,6 @@ SERVICE: Final = pb.DESCRIPTOR.services_by_name["ControlPlaneService"].full_name
 _LOGGER: Final = logging.getLogger(__name__)
 
 _FAILED_WORK_DELAY_S: Final = 1.0
-# Turns of the event loop that a call takes from its arrival to its answer.
-_TURNS_OF_A_CALL: Final = 2
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -52,6 +52,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self._version = version
         self._watches = WatchServer(core)
         self._streams = RequestStreams("control plane")
+        self._long = LongRequests()
         self._step_streams: dict[int, _StepStream] = {}  # by session, the latest
         self._notices: set[asyncio.Task[None]] = set()
 
@@ -83,7 +84,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
             except Exception as error:  # a bug; it must not stop this loop
                 _LOGGER.error("background work failed error=%s", frames_of(error))
                 await asyncio.sleep(_FAILED_WORK_DELAY_S)
-            for _ in range(_TURNS_OF_A_CALL):
+            for _ in range(TURNS_OF_A_CALL):
                 await asyncio.sleep(0)
 
     async def DescribeControlPlane(
@@ -134,6 +135,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: _Context
     ) -> pb.CloseSessionResponse:
+        await self._long.wait(request.session.session_id)
         self._core.close_session(request.session, caller().tenant)
         self.flush()
         _LOGGER.info("session closed id=%d", request.session.session_id)
@@ -152,7 +154,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
                     continue
                 if request is None:
                     return
-                answer = self._answer(request, caller().tenant)
+                answer = await self._answer(request, caller().tenant)
                 if answer.HasField("result"):  # the session is this caller's
                     session_id = request.session.session_id
                     stream.session_ids.add(session_id)
@@ -166,11 +168,13 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def RunStep(self, request: pb.RunStepRequest, context: _Context) -> pb.RunStepResponse:
         if not request.HasField("step"):
             raise InvalidRequestError("is missing: it holds the step to run", field="step")
-        return pb.RunStepResponse(result=self._step(request.step, caller().tenant).result)
+        response = await self._step(request.step, caller().tenant)
+        return pb.RunStepResponse(result=response.result)
 
     async def SubmitReceipts(
         self, request: pb.SubmitReceiptsRequest, context: _Context
     ) -> pb.SubmitReceiptsResponse:
+        await self._long.wait(request.session.session_id)
         try:
             return self._core.submit_receipts(request, caller().tenant)
         finally:  # what was applied before a refusal may have published blocks
@@ -179,18 +183,12 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def AbortPlan(
         self, request: pb.AbortPlanRequest, context: _Context
     ) -> pb.AbortPlanResponse:
-        try:
-            return self._core.abort_plan(request, caller().tenant)
-        finally:
-            self.flush()
+        return cast(pb.AbortPlanResponse, await self._run(request, caller().tenant))
 
     async def Resync(self, request: pb.ResyncRequest, context: _Context) -> pb.ResyncResponse:
-        try:
-            response = self._core.resync(request, caller().tenant)
-        finally:
-            self.flush()
+        response = await self._run(request, caller().tenant)
         self._metrics.num_plans += 1
-        return response
+        return cast(pb.ResyncResponse, response)
 
     async def GetBlockTable(
         self, request: pb.GetBlockTableRequest, context: _Context
@@ -210,6 +208,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     async def CheckOperations(
         self, request: pb.CheckOperationsRequest, context: _Context
     ) -> pb.CheckOperationsResponse:
+        await self._long.wait(request.session.session_id)
         return self._core.check_operations(request, caller().tenant)
 
     async def FindPrefix(
@@ -240,9 +239,9 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
     ) -> AsyncIterator[pb.RegisterResponse]:
         return self._registrar.serve(request_iterator, caller())
 
-    def _answer(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse:
+    async def _answer(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse:
         try:
-            return self._step(request, tenant)
+            return await self._step(request, tenant)
         except KvplaneError as error:
             return self._refuse(request.number, error)
 
@@ -250,7 +249,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self._metrics.rpc.rejected.inc(error.reason)
         return pb.StepResponse(number=number, error=to_wire(error))
 
-    def _step(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse:
+    async def _step(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse:
         begin = time.perf_counter()
         with tracing.span(
             "kvplane.control_plane.step",
@@ -259,12 +258,22 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
             session=request.session.session_id,
             number=request.number,
         ):
-            try:
-                response = self._core.step(request, tenant)
-            finally:  # a step that failed as a whole may have applied its receipts
-                self.flush()
+            response: pb.StepResponse = await self._run(request, tenant)
         self._metrics.count_step(request.operations, response.result, time.perf_counter() - begin)
         return response
+
+    async def _run(self, request: Request, tenant: str) -> Any:
+        """The core's answer to a request that has a number, after those of its session that came
+        before.
+        """
+        session_id = request.session.session_id
+        await self._long.wait(session_id)
+        try:
+            if self._core.takes_long(request):
+                return await self._long.run(session_id, self._core.in_pieces(request, tenant))
+            return self._core.answer(request, tenant)
+        finally:  # one that failed as a whole may have applied its receipts
+            self.flush()
 
 
 class _StepStream:

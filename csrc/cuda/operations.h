@@ -7,6 +7,7 @@
 // meaningless.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -28,11 +29,19 @@ struct Context {
   int32_t* faults;   // on the device; bits are set, never cleared; may be null
 };
 
+// How a batch is cut into items of work: made once for its lengths and tables, and used by the
+// calls of all layers that have the same shapes, types and window.
+struct AttentionPlan {
+  void* memory;                      // on the device, of attention_plan_bytes
+  std::array<int64_t, 12> settings;  // what it was made for
+};
+
 struct AttentionOptions {
   int64_t max_query_len;  // no sequence has more query tokens; 0: not known
   int64_t split_tokens;   // short sequences are cut at multiples of it; a multiple of 64
   void* workspace;        // on the device; 256-byte aligned
   int64_t workspace_bytes;
+  const AttentionPlan* plan = nullptr;  // null: the call plans in its workspace
 };
 
 int device_count();
@@ -46,6 +55,12 @@ int64_t max_partials(const PagedAttentionParams& params, int64_t split_tokens,
                      int64_t max_query_len);
 // Bytes of a workspace with room for so many. A kernel reports a batch that needs more.
 int64_t attention_workspace_bytes(const PagedAttentionParams& params, int64_t max_partials);
+int64_t attention_plan_bytes(int64_t num_sequences);
+// Of `options` the first two count, of `params` not the output. max_partials: for which the
+// workspace of each call that uses the plan has room.
+AttentionPlan plan_attention(const PagedAttentionParams& params, const AttentionOptions& options,
+                             int64_t max_partials, void* memory, const Context& context);
+// Throws std::invalid_argument if the plan was made for other sizes.
 void paged_attention(const PagedAttentionParams& params, const AttentionOptions& options,
                      const Context& context);
 // Inside one device, by a kernel. In order: a pair sees what an earlier one wrote.

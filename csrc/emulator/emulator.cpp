@@ -68,6 +68,7 @@ struct Thread {
   int index = 0;
   unsigned num_barriers = 0;
   unsigned num_warp_barriers = 0;
+  bool has_waited = false;  // for the kernel before
   // The collective or barrier that the thread waits for.
   const char* name = "";
   Site site = {};
@@ -106,13 +107,19 @@ struct Crew {
 
 std::mutex one_launch;
 std::mt19937_64 random_bits;
-Crew crews[2];
+// Launches use the two pairs in turn, so that a kernel that begins early has no order with the one
+// before that comes from the fibers.
+Crew crews[2][2];
 char fences = 0;
 
 // The state of the running launch.
+Crew* pair = crews[0];
+bool begins_early = false;
+bool lets_next_begin = false;
 Crew* crew = nullptr;
 int num_threads = 0;
 Thread* running = nullptr;
+std::deque<std::function<void()>> bodies;  // of the launches that are not finished
 const std::function<void()>* body = nullptr;
 std::string failure;
 
@@ -225,6 +232,7 @@ void run_block(Index block, Index block_size, Index grid_size, size_t shared_byt
     thread.status = Status::kRunnable;
     thread.index = i;
     thread.num_barriers = thread.num_warp_barriers = 0;
+    thread.has_waited = false;
     thread.open_group.clear();
     thread.groups.clear();
     thread.fiber.reset(&run_thread);
@@ -238,8 +246,11 @@ void run_block(Index block, Index block_size, Index grid_size, size_t shared_byt
     if (!failure.empty()) throw EmulationError(std::exchange(failure, {}));
   }
   for (int i = 0; i < num_threads; ++i) {
-    if (crew->threads[static_cast<size_t>(i)]->status != Status::kFinished) {
-      throw EmulationError(describe_deadlock());
+    const Thread& thread = *crew->threads[static_cast<size_t>(i)];
+    if (thread.status != Status::kFinished) throw EmulationError(describe_deadlock());
+    if (begins_early && !thread.has_waited) {
+      throw EmulationError(name_of(thread) +
+                           " began early and has not waited for the kernel before");
     }
   }
 }
@@ -310,8 +321,15 @@ void check_peers() {
 
 void set_seed(uint64_t seed) { random_bits.seed(seed); }
 
-void launch(Index grid_size, Index block_size, size_t shared_bytes,
-            const std::function<void()>& thread) {
+void finish() {
+  for (auto& each : crews) {
+    for (Crew& one : each) __tsan_acquire(&one.end);
+  }
+  bodies.clear();
+}
+
+void launch(Index grid_size, Index block_size, size_t shared_bytes, std::function<void()> thread,
+            bool is_early) {
   const std::lock_guard<std::mutex> lock(one_launch);
   if (block_size.x == 0 || block_size.x > 1024 || block_size.y != 1 || block_size.z != 1) {
     throw EmulationError("a block must have 1 to 1024 threads in one dimension");
@@ -319,18 +337,23 @@ void launch(Index grid_size, Index block_size, size_t shared_bytes,
   if (grid_size.x == 0 || grid_size.y == 0 || grid_size.z == 0) {
     throw EmulationError("a grid must have at least one block");
   }
-  body = &thread;
+  if (!is_early) finish();
+  pair = pair == crews[0] ? crews[1] : crews[0];
+  begins_early = is_early;
+  lets_next_begin = false;
+  bodies.push_back(std::move(thread));
+  body = &bodies.back();
   num_threads = static_cast<int>(block_size.x);
   int turn = 0;
   for (unsigned z = 0; z < grid_size.z; ++z) {
     for (unsigned y = 0; y < grid_size.y; ++y) {
       for (unsigned x = 0; x < grid_size.x; ++x) {
-        crew = &crews[turn++ % 2];
+        crew = &pair[turn++ % 2];
         run_block({x, y, z}, block_size, grid_size, shared_bytes);
       }
     }
   }
-  for (Crew& each : crews) __tsan_acquire(&each.end);
+  if (!lets_next_begin) finish();
 }
 
 void fail(const char* what, Site site) {
@@ -398,6 +421,15 @@ unsigned ballot(unsigned mask, bool predicate, Site site) {
   };
   return collective("__ballot_sync", mask, Slot::of(predicate), combine, site).as<unsigned>();
 }
+
+void wait_for_kernel_before() {
+  running->has_waited = true;
+  if (!begins_early) return;
+  const Crew* before = pair == crews[0] ? crews[1] : crews[0];
+  for (int i = 0; i < 2; ++i) __tsan_acquire(const_cast<char*>(&before[i].end));
+}
+
+void let_next_kernel_begin() { lets_next_begin = true; }
 
 void fence() {
   __tsan_release(&fences);

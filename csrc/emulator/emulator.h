@@ -5,6 +5,8 @@
 //              seed, and drawn again for each block and at each of its barriers
 //   memory     shared memory starts out as NaNs (all bits set); an asynchronous copy overwrites its
 //              destination with NaNs at once and arrives when its thread waits for it, not before
+//   order      a kernel that is launched to begin early is ordered after the one before by its
+//              wait only: ThreadSanitizer sees what it touches earlier
 //   collective all lanes in the mask must arrive, at the same line; otherwise the launch fails
 //
 // A launch that goes wrong throws EmulationError, which says which thread did what, and where.
@@ -78,9 +80,13 @@ using Combine = void (*)(const Slot* given, unsigned mask, Slot* got);
 // Sets the seed for the order of threads in the following launches.
 void set_seed(uint64_t seed);
 
-// Calls `thread` for every thread of the grid; block sizes are one-dimensional.
-void launch(Index grid_size, Index block_size, size_t shared_bytes,
-            const std::function<void()>& thread);
+// Calls `thread` for every thread of the grid; block sizes are one-dimensional. is_early: each
+// thread must call wait_for_kernel_before.
+void launch(Index grid_size, Index block_size, size_t shared_bytes, std::function<void()> thread,
+            bool is_early = false);
+// Before the host reads what kernels wrote that let the next begin: tells ThreadSanitizer that they
+// have ended.
+void finish();
 
 // Called by the running thread.
 [[noreturn]] void fail(const char* what, Site site = Site::here());
@@ -89,6 +95,8 @@ void sync_threads(Site site);
 void sync_warp(unsigned mask, Site site);
 Slot collective(const char* name, unsigned mask, const Slot& given, Combine combine, Site site);
 void fence();
+void wait_for_kernel_before();
+void let_next_kernel_begin();
 void copy_async(void* destination, const void* source, size_t bytes, size_t source_bytes,
                 Site site);
 void commit_copies();

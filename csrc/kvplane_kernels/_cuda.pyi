@@ -47,6 +47,8 @@ class AttentionOptions:
         sinks: int,
     ) -> None: ...
 
+class AttentionPlan: ...
+
 def device_count() -> int: ...
 def reshape_and_cache(
     *,
@@ -86,6 +88,25 @@ def attention_workspace_bytes(
     num_sequences: int,
     num_partials: int,
 ) -> int: ...
+def attention_plan_bytes(*, num_sequences: int) -> int: ...
+def plan_attention(
+    *,
+    query: TensorView,
+    pages: PagesView,
+    block_tables: int,
+    wide_block_tables: bool,
+    max_blocks: int,
+    query_starts: int,
+    context_lens: int,
+    num_sequences: int,
+    options: AttentionOptions,
+    max_query_len: int,
+    split_tokens: int,
+    num_partials: int,
+    memory: int,
+    faults: int,
+    stream: int,
+) -> AttentionPlan: ...
 def paged_attention(
     *,
     query: TensorView,
@@ -104,6 +125,7 @@ def paged_attention(
     split_tokens: int,
     workspace: int,
     workspace_bytes: int,
+    plan: AttentionPlan | None,
     faults: int,
     stream: int,
 ) -> None: ...

@@ -94,6 +94,15 @@ class HostLengths:
         return HostLengths(starts - starts[0], self.context_lens[first:end])
 
 
+class SharedPlans:
+    """What kernels have worked out of the lengths and tables that several calls share, as the
+    layers of a step do. The kernels fill it; tensors that they keep here live as long as it.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[object, ...], object] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionArguments:
     """What ``paged_attention`` reads. All tensors are on the device of ``pages``.
@@ -115,6 +124,8 @@ class AttentionArguments:
         GPU.
     lengths: query_starts and context_lens on the host. Without them a GPU needs memory for the
         longest contexts that the tables have room for.
+    plans: of all calls with these same lengths and tables, which must not change meanwhile; None:
+        each call works them out for itself.
 
     Raises InvalidRequestError naming the argument that does not fit.
     """
@@ -129,6 +140,7 @@ class AttentionArguments:
     value_scales: torch.Tensor | None = None
     max_query_len: int = 0
     lengths: HostLengths | None = None
+    plans: SharedPlans | None = None
     keys: torch.Tensor = field(init=False)
     """The pages' keys [num_blocks, num_kv_heads, block_size, head_size]."""
     values: torch.Tensor = field(init=False)

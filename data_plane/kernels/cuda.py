@@ -8,7 +8,7 @@ kernels, and ``check_faults`` reports what they found.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from data_plane.kernels.arguments import (
     AttentionArguments,
     HostLengths,
+    SharedPlans,
     WriteArguments,
     are_latents,
     check_result,
@@ -50,7 +51,17 @@ _FAULTS: Final = {
 MAX_WORKSPACE_BYTES: Final = 1 << 30
 """Attention runs in several calls where the partial results of one would need more."""
 _TENSOR_BYTES: Final = 256 << 20  # for queries, outputs and block tables beside the workspace
-_FINDING_FAULTS: Final = ("reshape_and_cache", "paged_attention")
+_FINDING_FAULTS: Final = ("reshape_and_cache", "paged_attention", "plan_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How a batch is cut into items of work: ``native`` refers to ``memory``."""
+
+    native: Any
+    memory: torch.Tensor
+    workspace_bytes: int
+    """Of each call that uses the plan."""
 
 
 class CudaKernels(NativeKernels):
@@ -97,16 +108,25 @@ class CudaKernels(NativeKernels):
         lse: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         workspace: torch.Tensor | None = None,
+        plan: AttentionPlan | None = None,
     ) -> torch.Tensor:
         """``out``: of ``arguments.output_shape`` and the query's dtype, contiguous. ``workspace``:
         uint8 [num_bytes], of ``attention_workspace_bytes``. Either is allocated if not given; a
-        captured graph needs both, and ``arguments`` made before the capture.
+        captured graph needs both, and ``arguments`` made before the capture. ``plan``: made for
+        these lengths and tables; then the workspace is of ``plan.workspace_bytes``.
         """
+        if plan is not None and workspace is None:
+            workspace = self._empty(plan.workspace_bytes)
         if workspace is not None:
             check_result("workspace", workspace, (None,), torch.uint8, self.device)
-            return self._attend_in(workspace, arguments, out, lse)
+            return self._attend_in(workspace, arguments, out, lse, plan)
         if arguments.lengths is None:
             return self._attend_in(self._workspace(arguments), arguments, out, lse)
+        if arguments.plans is not None and out is None:
+            plan = self._shared_plan(arguments, arguments.plans)
+            if plan is not None:
+                there = self._empty(plan.workspace_bytes)
+                return self._attend_in(there, arguments, out, lse, plan)
         counts = self.count_partials(arguments)
         total = int(counts.sum())
         if total <= self._room(arguments):
@@ -121,6 +141,15 @@ class CudaKernels(NativeKernels):
             self._attend_in(there, part, out[tokens], of_part)
         return out
 
+    def plan(self, arguments: AttentionArguments) -> AttentionPlan:
+        """Queue what a call does before it attends, for all calls with the same lengths and tables,
+        and the same shapes, types, strides and window. Of the pages the contents do not matter.
+        """
+        num_partials = None
+        if arguments.lengths is not None:
+            num_partials = int(self.count_partials(arguments).sum())
+        return self._plan(arguments, num_partials)
+
     def attention_workspace_bytes(
         self, arguments: AttentionArguments, num_partials: int | None = None
     ) -> int:
@@ -128,18 +157,22 @@ class CudaKernels(NativeKernels):
         ``num_partials`` partial results; None: whatever its lengths.
         """
         if num_partials is None:
-            num_partials = super()._call(
-                "max_partials",
-                **self._sizes(arguments),
-                max_blocks=arguments.block_tables.shape[1],
-                options=self._options(arguments),
-                split_tokens=self._split_tokens,
-                max_query_len=arguments.max_query_len,
-            )
+            num_partials = self._max_partials(arguments)
         num_bytes: int = super()._call(
             "attention_workspace_bytes", **self._sizes(arguments), num_partials=num_partials
         )
         return num_bytes
+
+    def _max_partials(self, arguments: AttentionArguments) -> int:
+        count: int = super()._call(
+            "max_partials",
+            **self._sizes(arguments),
+            max_blocks=arguments.block_tables.shape[1],
+            options=self._options(arguments),
+            split_tokens=self._split_tokens,
+            max_query_len=arguments.max_query_len,
+        )
+        return count
 
     def count_partials(self, arguments: AttentionArguments) -> NDArray[np.int64]:
         """[num_sequences]: the partial results that each sequence needs: for each split and query
@@ -172,8 +205,42 @@ class CudaKernels(NativeKernels):
     def _workspace(
         self, arguments: AttentionArguments, num_partials: int | None = None
     ) -> torch.Tensor:
-        num_bytes = self.attention_workspace_bytes(arguments, num_partials)
+        return self._empty(self.attention_workspace_bytes(arguments, num_partials))
+
+    def _empty(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def _shared_plan(
+        self, arguments: AttentionArguments, plans: SharedPlans
+    ) -> AttentionPlan | None:
+        """The plan of calls like this one; None where one workspace would not suffice."""
+        key = _plan_key(arguments)
+        if key not in plans.made:
+            total = int(self.count_partials(arguments).sum())
+            fits = total <= self._room(arguments)
+            plans.made[key] = self._plan(arguments, total) if fits else None
+        plan = plans.made[key]
+        assert plan is None or isinstance(plan, AttentionPlan)
+        return plan
+
+    def _plan(self, arguments: AttentionArguments, num_partials: int | None) -> AttentionPlan:
+        a = arguments
+        if num_partials is None:
+            num_partials = self._max_partials(a)
+        num_bytes = super()._call("attention_plan_bytes", num_sequences=a.context_lens.shape[0])
+        memory = self._empty(num_bytes)
+        native = self._call(
+            "plan_attention",
+            query=self._view(a.query),
+            pages=self._pages(a),
+            **self._batch(a),
+            options=self._options(a),
+            max_query_len=a.max_query_len,
+            split_tokens=self._split_tokens,
+            num_partials=num_partials,
+            memory=memory.data_ptr(),
+        )
+        return AttentionPlan(native, memory, self.attention_workspace_bytes(a, num_partials))
 
     def _attend_in(
         self,
@@ -181,16 +248,21 @@ class CudaKernels(NativeKernels):
         arguments: AttentionArguments,
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
+        plan: AttentionPlan | None = None,
     ) -> torch.Tensor:
-        return self._attend(
-            arguments,
-            out,
-            lse,
-            max_query_len=arguments.max_query_len,
-            split_tokens=self._split_tokens,
-            workspace=workspace.data_ptr(),
-            workspace_bytes=workspace.numel(),
-        )
+        try:
+            return self._attend(
+                arguments,
+                out,
+                lse,
+                max_query_len=arguments.max_query_len,
+                split_tokens=self._split_tokens,
+                workspace=workspace.data_ptr(),
+                workspace_bytes=workspace.numel(),
+                plan=None if plan is None else plan.native,
+            )
+        except ValueError as error:
+            raise InvalidRequestError(str(error), field="plan") from None
 
     def _sizes(self, arguments: AttentionArguments) -> dict[str, Any]:
         return {
@@ -224,6 +296,15 @@ class CudaKernels(NativeKernels):
             return super()._call(name, stream=stream, **arguments)
 
 
+def _plan_key(arguments: AttentionArguments) -> tuple[object, ...]:
+    """What a plan depends on beside the lengths and tables."""
+    query, keys, values = arguments.query, arguments.keys, arguments.values
+    of_pages = (keys.dtype, keys.shape, keys.stride(), values.shape, values.stride())
+    addresses = (query.data_ptr() % 16, keys.data_ptr() % 16, values.data_ptr() - keys.data_ptr())
+    window = arguments.options.sliding_window_tokens
+    return (query.dtype, query.shape, query.stride(), *of_pages, *addresses, window)
+
+
 def _parts(counts: NDArray[np.int64], room: int) -> Iterator[tuple[int, int]]:
     """Ranges of sequences whose partial results fit in ``room``; at least one sequence each."""
     first = total = 0
@@ -247,5 +328,6 @@ def _part(
         query_starts=arguments.query_starts[first : end + 1] - tokens.start,
         context_lens=arguments.context_lens[first:end],
         lengths=lengths.of(first, end),
+        plans=None,
     )
     return part, tokens

@@ -106,16 +106,22 @@ class NativeKernels:
             lse=_address(lse),
             pages=self._pages(a),
             scales=self._scales(a),
-            block_tables=a.block_tables.data_ptr(),
-            wide_block_tables=a.block_tables.dtype == torch.int64,
-            max_blocks=a.block_tables.shape[1],
-            query_starts=a.query_starts.data_ptr(),
-            context_lens=a.context_lens.data_ptr(),
-            num_sequences=a.context_lens.shape[0],
+            **self._batch(a),
             options=self._options(a),
             **more,
         )
         return out
+
+    def _batch(self, a: AttentionArguments) -> dict[str, Any]:
+        """A batch's tables and lengths."""
+        return {
+            "block_tables": a.block_tables.data_ptr(),
+            "wide_block_tables": a.block_tables.dtype == torch.int64,
+            "max_blocks": a.block_tables.shape[1],
+            "query_starts": a.query_starts.data_ptr(),
+            "context_lens": a.context_lens.data_ptr(),
+            "num_sequences": a.context_lens.shape[0],
+        }
 
     def _bound_layer(self, write: WriteArguments, attention: AttentionArguments) -> Any:
         """The module's BoundLayer for calls like the ones with these arguments."""

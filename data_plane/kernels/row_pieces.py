@@ -45,6 +45,7 @@ def rows_of(arguments: AttentionArguments, rows: range) -> AttentionArguments:
         context_lens=torch.from_numpy(context_lens).to(device),
         max_query_len=min(arguments.max_query_len, len(rows)),
         lengths=HostLengths(query_starts, context_lens),
+        plans=None,
     )
 
 

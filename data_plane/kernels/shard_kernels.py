@@ -124,6 +124,7 @@ class ShardKernels:
                 value_scales,
                 batch.max_tokens,
                 batch.lengths,
+                batch.plans,
             )
             self._check_dtype("query", query)
             num_tokens = query.shape[0]  # a GPU would find a mismatch only after the call
@@ -329,6 +330,35 @@ class ShardKernels:
         Blocks hold what is stored, so their bits are copied: fp8 is not rounded again.
         """
         block_size = self._block_size_tokens
+        position = int(batch.first_positions[span]) + tokens.start
+        num_whole = 0 if position % block_size else len(tokens) // block_size
+        if num_whole:
+            entry = position // block_size - int(batch.first_positions[span]) // block_size
+            ids = batch.written_blocks[batch.written_by == span][entry : entry + num_whole]
+            given = position // block_size - first_block
+            pool = self._pools.tier(place_of(batch.group, pb.TIER_DEVICE))
+            with self._streams.computing():
+                self._kernels.scatter_blocks(
+                    pool[:, layers.start : layers.stop],
+                    torch.from_numpy(ids),
+                    blocks[:, given : given + num_whole],
+                )
+        rest = tokens[num_whole * block_size :]
+        if rest:
+            self._write_slots(batch, span, layers, first_block, blocks, rest)
+        self._counters.num_written_tokens += len(tokens) * len(layers)
+
+    def _write_slots(
+        self,
+        batch: AttentionBatch,
+        span: int,
+        layers: range,
+        first_block: int,
+        blocks: torch.Tensor,
+        tokens: range,
+    ) -> None:
+        """``write_span``, slot by slot."""
+        block_size = self._block_size_tokens
         start = int(batch.starts[span])
         first = int(batch.first_positions[span]) + tokens.start - first_block * block_size
         bits = _BITS[blocks.element_size()]
@@ -343,7 +373,6 @@ class ShardKernels:
                     # [num_blocks, heads, block_size, elements] -> [tokens, heads, elements]
                     rows = new.transpose(1, 2).flatten(0, 1)[first : first + len(tokens)]
                     stored.view(bits)[block_ids, :, offsets] = rows
-        self._counters.num_written_tokens += len(tokens) * len(layers)
 
     def _check_dtype(self, name: str, tensor: torch.Tensor) -> None:
         """Stricter than the kernels, which would accept other dtypes and round."""

@@ -11,14 +11,14 @@ Computed with numpy: torch would wake its threads, even for tensors as small as 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data_plane.kernels.arguments import HostLengths
+from data_plane.kernels.arguments import HostLengths, SharedPlans
 from data_plane.memory.upload import upload
 from data_plane.places import place_of
 from data_plane.plans.block_tables import BlockTables, Table, no_table, taken_away
@@ -74,6 +74,8 @@ class AttentionBatch:
     """The span that writes each."""
     max_window_tokens: int | None
     """The widest attention window that reads no trimmed entry; None when none is trimmed."""
+    plans: SharedPlans = field(default_factory=SharedPlans)
+    """Of the layers that attend with these tensors."""
 
     @property
     def num_spans(self) -> int:
@@ -110,6 +112,7 @@ class AttentionBatch:
             block_tables=block_tables,
             query_starts=query_starts,
             context_lens=context_lens,
+            plans=SharedPlans(),
         )
 
 

@@ -169,6 +169,29 @@ class DataPlaneConfig(ServingConfig):
         minimum=0,
         maximum=1,
     )
+    push_bind: str = setting(
+        "",
+        help="Address to take blocks from other data planes at, host:port; port 0 picks a free one,"
+        " and empty takes none.",
+    )
+    push_advertise: str = setting(
+        "", help="Address for them to connect to, host:port; empty means the one bound."
+    )
+    push_to: str = setting(
+        "",
+        help="Hosts of other data planes that blocks may be sent to, with commas; * for any, and"
+        " empty for none. Over TLS where this server serves TLS, trusting --control-plane-ca.",
+    )
+    push_name: str = setting(
+        "", help="Name that their certificates must have, where it is not the host."
+    )
+    max_pushes: int = setting(
+        4,
+        help="Pushes of blocks at one time, of each direction.",
+        unit="pushes",
+        minimum=1,
+        maximum=256,
+    )
     control_plane_tls: bool = setting(False, help="Reach the control plane over TLS.")
     control_plane_ca: Path | None = setting(
         None,
@@ -194,6 +217,17 @@ class DataPlaneConfig(ServingConfig):
             raise InvalidRequestError(
                 f"must be given, because {self.bind} binds all addresses", field="advertise"
             )
+        if self.push_bind:
+            check_address(self.push_bind, "push_bind")
+            self._check_safe(self.push_bind, "push_bind")
+            is_any = self.push_bind.rpartition(":")[0] in _ANY_HOST
+            if is_any and not self.push_advertise:
+                raise InvalidRequestError(
+                    f"must be given, because {self.push_bind} binds all addresses",
+                    field="push_advertise",
+                )
+        if self.push_advertise:
+            check_address(self.push_advertise, "push_advertise")
         if (self.model is None) == (self.layout is None):
             raise InvalidRequestError("give either --model or --layout", field="model")
         if not 1 <= len(self.pool_id) <= 128:
@@ -202,6 +236,21 @@ class DataPlaneConfig(ServingConfig):
             raise InvalidRequestError("must be below --num-shards", field="shard_index")
         if self.block_size_tokens not in BLOCK_SIZES:
             raise InvalidRequestError(f"must be one of {BLOCK_SIZES}", field="block_size_tokens")
+
+    @property
+    def push_tls(self) -> TlsOptions | None:
+        """How to reach other data planes, as who the control plane knows this one; None for plain
+        text.
+        """
+        if self.tls is None:
+            return None
+        return TlsOptions(
+            ca_file=self.control_plane_ca,
+            cert_file=self.tls_certificate,
+            key_file=self.tls_key,
+            server_name=self.push_name,
+            token_file=self.control_plane_token_file,
+        )
 
     @property
     def control_tls(self) -> TlsOptions | None:

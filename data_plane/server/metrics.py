@@ -13,6 +13,7 @@ from data_plane.kernels.cpu import cpu_isa
 from data_plane.memory.pool import TIER_NAMES
 from data_plane.places import group_of, tier_of
 from data_plane.server.local.endpoint import LocalEndpoint
+from data_plane.server.push.endpoint import PushEndpoint
 from kvplane.serving.metrics import (
     LATENCY_BUCKETS_S,
     Declaration,
@@ -57,6 +58,20 @@ _LOCAL_REGIONS: Final = _gauge(
 _LOCAL_BYTES: Final = _gauge("local_region_bytes", "Size of these regions.")
 _LOCAL_PACKETS: Final = _counter(
     "local_packets", "Packets of engines on this machine, by the Unix socket."
+)
+_PUSH_TICKETS: Final = _gauge(
+    "push_tickets", "Permissions to push blocks to this process that were given and not used."
+)
+_PUSHED_BYTES: Final = _counter(
+    "pushed_bytes",
+    "Bytes of blocks sent to other data planes or received from them, by direction.",
+    "direction",
+)
+_PUSHES: Final = _counter(
+    "pushes",
+    'Pushes that have ended, by direction and outcome: "OK", "CANCELLED" or an error\'s reason.',
+    "direction",
+    "outcome",
 )
 _POOL_BLOCKS: Final = _gauge("pool_blocks", "Blocks of a tier, by layer group.", "tier", "group")
 _POOL_BYTES: Final = _gauge("pool_bytes", "Bytes of a tier, by layer group.", "tier", "group")
@@ -116,6 +131,7 @@ class DataPlaneMetrics(PlaneMetrics):
         self._executor: Executor | None = None
         self._num_waiting: Callable[[], int] = lambda: 0
         self._local: LocalEndpoint | None = None
+        self._push: PushEndpoint | None = None
 
     def observe_command(self, name: str, duration_s: float) -> None:
         """Count one command of the executor."""
@@ -126,11 +142,13 @@ class DataPlaneMetrics(PlaneMetrics):
         executor: Executor,
         num_waiting: Callable[[], int],
         local: LocalEndpoint | None = None,
+        push: PushEndpoint | None = None,
     ) -> None:
-        """Export the executor's state and counters, how many commands wait for it, and what engines
-        on this machine share with it.
+        """Export the executor's state and counters, how many commands wait for it, what engines on
+        this machine share with it, and what is pushed between it and other data planes.
         """
         self._executor, self._num_waiting, self._local = executor, num_waiting, local
+        self._push = push
 
     def read(self, samples: Samples) -> None:
         samples.add(_ISA, 1, cpu_isa())
@@ -141,6 +159,12 @@ class DataPlaneMetrics(PlaneMetrics):
             samples.add(_LOCAL_REGIONS, self._local.num_regions)
             samples.add(_LOCAL_BYTES, self._local.num_bytes)
             samples.add(_LOCAL_PACKETS, self._local.num_packets)
+        if self._push is not None:
+            samples.add(_PUSH_TICKETS, self._push.num_tickets)
+            for direction in ("sent", "received"):
+                samples.add(_PUSHED_BYTES, self._push.counts.num_bytes[direction], direction)
+            for labels, count in [*self._push.counts.num_pushes.items()]:
+                samples.add(_PUSHES, count, *labels)
         executor = self._executor
         if executor is None:
             return

@@ -13,6 +13,7 @@ from data_plane.server.build import build_executor
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.metrics import DataPlaneMetrics
+from data_plane.server.push.endpoint import PushEndpoint
 from data_plane.server.registration_client import RegistrationClient
 from data_plane.server.service import SERVICE, DataPlaneService
 from data_plane.server.worker_thread import WorkerThread
@@ -58,7 +59,11 @@ class DataPlaneServer(PlaneServer):
                 region_bytes=config.local_region_bytes,
                 on_error=self._count_rejection,
             )
-        self.metrics.watch(self.executor, lambda: worker.num_waiting, self.local)
+        self.push: PushEndpoint | None = None
+        """Blocks to and from other data planes; None where there are none."""
+        if config.push_bind or config.push_to:
+            self.push = PushEndpoint(config, self.executor, worker)
+        self.metrics.watch(self.executor, lambda: worker.num_waiting, self.local, self.push)
         service = DataPlaneService(
             self.executor,
             self._worker,
@@ -66,6 +71,7 @@ class DataPlaneServer(PlaneServer):
             rejected=self.metrics.rpc.rejected,
             max_message_bytes=config.max_message_bytes,
             local=self.local,
+            push=self.push,
             knows_callers=config.knows_callers,
         )
         super().__init__(
@@ -86,6 +92,8 @@ class DataPlaneServer(PlaneServer):
         executor = self.executor
         if self.local is not None:
             self.local.start()
+        if self.push is not None:
+            self.push.start()
         await self._serve(serving=False)
         self._watch_device()
         registration = RegistrationClient(
@@ -137,6 +145,8 @@ class DataPlaneServer(PlaneServer):
     async def _finish(self) -> None:
         if self.local is not None:
             self.local.stop()
+        if self.push is not None:
+            await asyncio.to_thread(self.push.stop, self._config.grace_s)
         await asyncio.to_thread(self._worker.close)
         await asyncio.to_thread(self.executor.finish)
 

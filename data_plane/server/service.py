@@ -19,6 +19,7 @@ from data_plane.places import place_of
 from data_plane.server.execute_stream import PIECE_S, ExecuteStream, attention_options
 from data_plane.server.fair_queue import Lane
 from data_plane.server.local.endpoint import LocalEndpoint
+from data_plane.server.push.endpoint import PushEndpoint
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import (
@@ -60,10 +61,12 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         max_message_bytes: int,
         rejected: Counts,
         local: LocalEndpoint | None = None,
+        push: PushEndpoint | None = None,
         knows_callers: bool = False,
     ) -> None:
         """``rejected`` counts the requests of streams that are refused, by the error's reason.
-        ``local``: where clients on this machine may go on; None for nowhere.
+        ``local``: where clients on this machine may go on; None for nowhere. ``push``: None where
+        blocks are neither sent to other data planes nor taken from them.
         ``knows_callers``: callers have to say who they are, so their grants must be theirs.
         """
         self._executor = executor
@@ -72,6 +75,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         self._max_message_bytes = max_message_bytes
         self._rejected = rejected
         self._local = local
+        self._push = push
         self._knows_callers = knows_callers
         self._streams = RequestStreams("data plane")
 
@@ -224,6 +228,37 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
             return pb.WriteBlocksResponse(receipt=receipt)
 
         return await self._run(command)
+
+    async def ReceiveBlocks(
+        self, request: pb.ReceiveBlocksRequest, context: _Context
+    ) -> pb.ReceiveBlocksResponse:
+        receiver, tenant, caller_of = self._pushes().receiver, self._tenant(), payer()
+
+        def command() -> pb.ReceiveBlocksResponse:
+            session_id = self._executor.open(request.grant, tenant=tenant)
+            started = self._executor.start(session_id, request.plan)
+            if started.receipt is not None:
+                return pb.ReceiveBlocksResponse(receipt=started.receipt)
+            lane = Lane(caller_of, session_id)
+            ticket = receiver.give(session_id, started.number, request.sequence_id, lane)
+            return pb.ReceiveBlocksResponse(ticket=ticket)
+
+        return await self._run(command)
+
+    async def SendBlocks(
+        self, request: pb.SendBlocksRequest, context: _Context
+    ) -> pb.SendBlocksResponse:
+        sender, tenant = self._pushes().sender, self._tenant()
+        session_id = await self._run(lambda: self._executor.open(request.grant, tenant=tenant))
+        return await sender.send(session_id, request, Lane(payer(), session_id))
+
+    def _pushes(self) -> PushEndpoint:
+        if self._push is None:
+            raise InvalidRequestError(
+                "this data plane neither sends blocks to others nor takes any: start it with "
+                "--push-to or --push-bind"
+            )
+        return self._push
 
     async def _run(self, command: Callable[[], T]) -> T:
         """What ``command`` returns, run on the worker thread in the caller's turn."""

@@ -99,6 +99,21 @@ class WorkerThread:
         self.num_waiting += 1
         return await answer
 
+    def submit(self, command: Callable[[], T], lane: Lane) -> Future[T]:
+        """As ``run``, from any thread. Raises RuntimeError after ``close``."""
+        answer: Future[T] = Future()
+
+        def work() -> bool:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(command())
+                except BaseException as error:
+                    answer.set_exception(error)
+            return True
+
+        self._give(lane, work)
+        return answer
+
     def post(self, command: Callable[[], None]) -> None:
         """Have ``command``, which must not raise, run before what waits in lanes."""
 

@@ -103,12 +103,12 @@ def build(
         ("grpc.keepalive_timeout_ms", 10_000),
     ]
     server = grpc.aio.server(interceptors=list(interceptors), options=options)
-    credentials = _credentials(tls) if tls is not None else None
+    tls_credentials = credentials(tls) if tls is not None else None
     ports = []
     for address in filter(None, (bind, also_bind)):
         try:
-            if credentials is not None:
-                ports.append(server.add_secure_port(address, credentials))
+            if tls_credentials is not None:
+                ports.append(server.add_secure_port(address, tls_credentials))
             else:
                 ports.append(server.add_insecure_port(address))
         except RuntimeError as error:
@@ -156,7 +156,8 @@ async def wait_for_signal() -> None:
             loop.remove_signal_handler(number)
 
 
-def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
+def credentials(tls: ServerTls) -> grpc.ServerCredentials:
+    """Reads the files. Raises OSError."""
     pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
     if tls.client_ca is None:
         return grpc.ssl_server_credentials([pair])

@@ -157,6 +157,8 @@ class DataClient(Portal[data_client.DataClient]):
     swap_blocks = blocking(data_client.DataClient.swap_blocks)
     read_blocks = blocking(data_client.DataClient.read_blocks)
     write_blocks = blocking(data_client.DataClient.write_blocks)
+    receive_blocks = blocking(data_client.DataClient.receive_blocks)
+    send_blocks = blocking(data_client.DataClient.send_blocks)
     close = blocking(data_client.DataClient.close)
 
 

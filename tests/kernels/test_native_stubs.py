@@ -17,6 +17,7 @@ STUBS = Path(__file__).parents[2] / "csrc" / "kvplane_kernels"
 OF_THE_EMULATOR = {
     "set_seed",
     "num_launches",
+    "num_batch_copies",
     "set_host_memory_is_mapped",
     "set_shared_bytes_of_block",
     "set_driver_version",

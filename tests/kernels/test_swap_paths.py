@@ -16,9 +16,11 @@ from emulated_build import emulated_module
 from data_plane.kernels.cuda import CudaKernels
 from kvplane.errors import InvalidRequestError
 
-ENGINE_BYTES = 128 << 10  # kMinBytesOfEngine of csrc/cuda/cache/blocks.cu
+# kMinBytesOfEngine and kMinBytesOfBatch of csrc/cuda/cache/blocks.cu
+ENGINE_BYTES, BATCH_BYTES = 128 << 10, 32 << 10
 MAPPED = (True, False)
-NEW_DRIVER, OLD_DRIVER = 13000, 12000  # CUDA 12.1 brought large parameters of launches
+# CUDA 12.1 brought large parameters of launches, CUDA 12.8 copies in batches.
+NEW_DRIVER, DRIVER_WITHOUT_BATCHES, OLD_DRIVER = 13000, 12070, 12000
 
 
 @pytest.fixture
@@ -82,15 +84,17 @@ def random_pairs(rng: random.Random, num_from: int, num_to: int) -> torch.Tensor
     return torch.tensor(pairs)
 
 
+@pytest.mark.parametrize("driver", (NEW_DRIVER, DRIVER_WITHOUT_BATCHES))
 @pytest.mark.parametrize("mapped", MAPPED)
 @pytest.mark.parametrize("seed", range(24))
 def test_random_swaps_give_what_one_by_one_gives(
-    native: ModuleType, seed: int, mapped: bool
+    native: ModuleType, seed: int, mapped: bool, driver: int
 ) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     native.set_host_memory_is_mapped(mapped)
-    # 40 KiB: a run of four or more is the copy engine's, the others are the kernel's.
+    native.set_driver_version(driver)
+    # 40 KiB: without batches a run of four or more is the copy engine's, the others the kernel's.
     block_bytes = rng.choice((1, 7, 8, 24, 16, 256, 4096 + 8, 40 << 10))
     num_from, num_to = rng.randrange(6, 30), rng.randrange(6, 30)
     source = Pool(num_from, block_bytes, rng.choice((0, 0, 8, 3)), rng.choice((0, 0, 8, 1)))
@@ -103,12 +107,18 @@ def test_random_swaps_give_what_one_by_one_gives(
     assert torch.equal(source.whole, source_before)
     if not mapped:
         assert num_launches == 0
-    elif block_bytes < ENGINE_BYTES // len(pairs):
+    elif block_bytes < BATCH_BYTES // len(pairs):
         assert num_launches == 1
 
 
-def test_the_path_depends_on_the_bytes_of_a_run(native: ModuleType) -> None:
-    block_bytes = ENGINE_BYTES // 4
+@pytest.mark.parametrize(
+    ("driver", "least_bytes"), ((NEW_DRIVER, BATCH_BYTES), (DRIVER_WITHOUT_BATCHES, ENGINE_BYTES))
+)
+def test_the_path_depends_on_the_bytes_of_a_run(
+    native: ModuleType, driver: int, least_bytes: int
+) -> None:
+    native.set_driver_version(driver)
+    block_bytes = least_bytes // 4
     scattered = torch.tensor([[0, 1], [2, 3], [4, 5]])
     for pairs, num_kernels in (
         (scattered, 1),
@@ -120,11 +130,31 @@ def test_the_path_depends_on_the_bytes_of_a_run(native: ModuleType) -> None:
         expected = swap_one_by_one(source, destination, pairs)
         assert swap(native, source, destination, pairs) == num_kernels
         assert torch.equal(destination.whole, expected)
-    one_large = Pool(10, ENGINE_BYTES), Pool(10, ENGINE_BYTES)
+    one_large = Pool(10, least_bytes), Pool(10, least_bytes)
     assert swap(native, *one_large, scattered) == 0
     # With room between the blocks a run is not contiguous.
     apart = Pool(10, block_bytes, 16), Pool(10, block_bytes)
     assert swap(native, *apart, torch.tensor([[0, 0], [1, 1], [2, 2], [3, 3]])) == 1
+
+
+@pytest.mark.parametrize(
+    ("driver", "mapped", "num_batches"),
+    ((NEW_DRIVER, True, 1), (NEW_DRIVER, False, 0), (DRIVER_WITHOUT_BATCHES, True, 0)),
+)
+@pytest.mark.parametrize("room", (0, 16))
+def test_scattered_blocks_are_one_batch_where_the_driver_takes_it(
+    native: ModuleType, room: int, driver: int, mapped: bool, num_batches: int
+) -> None:
+    """Of pinned memory only; with and without room between the blocks."""
+    native.set_driver_version(driver)
+    native.set_host_memory_is_mapped(mapped)
+    source, destination = Pool(10, ENGINE_BYTES, room), Pool(10, ENGINE_BYTES)
+    pairs = torch.tensor([[7, 1], [0, 4], [1, 5], [9, 8]])
+    expected = swap_one_by_one(source, destination, pairs)
+    before = native.num_batch_copies()
+    assert swap(native, source, destination, pairs) == 0
+    assert torch.equal(destination.whole, expected)
+    assert native.num_batch_copies() - before == num_batches
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from scripts.metrics_page import page
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Samples that come only with what this traffic does not do.
-WITHOUT_SAMPLES = {"kvplane_device_memory_bytes"}
+WITHOUT_SAMPLES = {"kvplane_device_memory_bytes", "kvplane_pushes_total"}
 
 Families = dict[str, Metric]
 
@@ -40,7 +40,13 @@ async def scraped(tmp_path: Path) -> AsyncIterator[tuple[Families, Families]]:
         ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=0, grace_s=1.0)
     )
     data = await DataPlaneServer.start(
-        config_of(tmp_path, control.address, metrics_port=0, num_device_blocks=64)
+        config_of(
+            tmp_path,
+            control.address,
+            metrics_port=0,
+            num_device_blocks=64,
+            push_bind="127.0.0.1:0",
+        )
     )
     try:
         async with ControlClient(control.address) as client:

@@ -45,6 +45,7 @@ _RETRY_DELAY_S: Final = 0.5
 _MAX_TENANTS: Final = 65_536
 _MAX_WITHDRAWN: Final = 65_536  # blocks in one message
 _PIECE_ENTRIES: Final = 10_000  # taken apart at once: a few milliseconds
+_PIECE_SEQUENCES: Final = 4096  # released at once: so too
 # PoolCounters in the order of the core's counters; the one that is a maximum does not add up.
 _COUNTERS: Final = (
     "num_lookup_tokens",
@@ -100,8 +101,10 @@ class Pool:
         self._config = config
         self._owners: dict[str, int] = {}
         self._roots: dict[str, set[bytes]] = {}  # by tenant; some may not be in use any more
-        # Slots of ended sessions that are being fenced, and since when.
+        # Slots of ended sessions that are being fenced, and since when; of these, the sessions that
+        # still have sequences, and whether they are fenced by now.
         self._ended_slots: dict[int, tuple[int, float]] = {}
+        self._ending: dict[int, bool] = {}
         self._suspect: dict[int, float] = {}  # of these, those of which a receipt was missing
         self.followers: set[Follower] = set()
         self._keeps_changes = False
@@ -159,8 +162,10 @@ class Pool:
 
     @property
     def has_work(self) -> bool:
-        """Whether it is being built, or entries that were forgotten are still to be taken apart."""
-        return self.is_building or self.is_forgetting
+        """Whether it is being built, entries that were forgotten are still to be taken apart, or
+        sequences of sessions that ended are to be released.
+        """
+        return self.is_building or self.is_forgetting or bool(self._ending)
 
     @property
     def has_announcements(self) -> bool:
@@ -224,6 +229,7 @@ class Pool:
         self._earlier_times = self._block_times()
         self._earlier_revision += self._revision
         self._ended_slots.clear()
+        self._ending.clear()
         self._suspect.clear()
         self.is_forgetting = False
         self._use(groups)
@@ -315,25 +321,44 @@ class Pool:
         return slot
 
     def end(self, session: tpb.SessionRef, ordinal: int, *, lacks_receipt: bool = False) -> None:
-        """Remove a session and release all it held; every shard must fence it. ``lacks_receipt``:
-        it ends because a shard has not receipted a plan in time.
+        """Remove a session and release all it held, that of many sequences in pieces; every shard
+        must fence it. ``lacks_receipt``: it ends because a shard has not receipted a plan in time.
         """
         slot = self._slots.pop(session.session_id)
         self._ended_slots[session.session_id] = slot, self.now_s
         if lacks_receipt:
             self._suspect[session.session_id] = self.now_s
-        self.native.end_session(slot)
+        if self.native.end_session(slot, _PIECE_SEQUENCES):
+            self._ending[session.session_id] = False
         self.shards.fence(session, ordinal)
 
     def fence_done(self, session_id: int, shard_index: int) -> None:
         """The shard will never again run a plan of the session, if that has ended."""
         if self.shards.fence_done(session_id, shard_index):
             self._suspect.pop(session_id, None)
-            ended = self._ended_slots.pop(session_id, None)
-            if ended is not None:  # else it was of an earlier build
-                slot, since_s = ended
-                self.native.session_fenced(slot)
-                self.statistics.fence_s.add(self.now_s - since_s)
+            if session_id in self._ending:
+                self._ending[session_id] = True
+            else:
+                self._fenced(session_id)
+
+    def _fenced(self, session_id: int) -> None:
+        """All shards have fenced the session, and none of its sequences is left."""
+        ended = self._ended_slots.pop(session_id, None)
+        if ended is not None:  # else it was of an earlier build
+            slot, since_s = ended
+            self.native.session_fenced(slot)
+            self.statistics.fence_s.add(self.now_s - since_s)
+
+    def work_some(self) -> None:
+        """Go on with what was forgotten and with sessions that ended, for a few milliseconds."""
+        if self.is_forgetting:
+            self.forget_some()
+        for session_id, is_fenced in [*self._ending.items()][:1]:
+            slot, _ = self._ended_slots[session_id]
+            if not self.native.end_some(slot, _PIECE_SEQUENCES):
+                del self._ending[session_id]
+                if is_fenced:
+                    self._fenced(session_id)
 
     # Publications
 

@@ -206,8 +206,8 @@ class Registration:
             self.touched.add(pool)
             if pool.is_building:
                 build_some(pool)
-            elif pool.is_forgetting:
-                pool.forget_some()
+            else:
+                pool.work_some()
             if not pool.has_work:
                 self._working.remove(pool)
         return self.has_work()

@@ -47,11 +47,13 @@ Failure = tuple[int, int, int, int, int]
 Done = tuple[int, int, int]
 
 _DEVICE: Final = tpb.TIER_DEVICE
+_ON_DEVICE: Final = bytes([_DEVICE])
 _LATER: Final = (_native.LATER, _native.LATER_HEADROOM)
 _QUOTA: Final = (_native.LATER_QUOTA, _native.NEVER_QUOTA)
 # No pool has so many blocks: the core refuses, and says how many are needed.
 _PROBE: Final = 2**40
 _ALL: Final = -1
+_HELD_S: Final = 0.01  # until a request in pieces may have ended
 _ONES: Final = columns.pack(INT32, [1] * 4096)
 _REASONS: Final = {
     Reason.GROWTH: cpb.CUT_REASON_GROWTH,
@@ -72,6 +74,7 @@ class Sharing:
     ) -> None:
         self.members: dict[int, Member] = {}
         self.with_news: set[int] = set()  # sessions that were not told yet
+        self.is_held = False  # while a session's request runs in pieces: nothing is decided
         self._pool = pool
         self._config = config
         self._quotas = quotas
@@ -221,26 +224,24 @@ class Sharing:
                 self._settle(member, group)
         return done, place
 
-    def aborted(self, member: Member) -> None:
-        """Plans were aborted: sequences may be on other tiers than they were."""
-        session = member.session
-        ids, *_, tiers = session.native.states(session.slot, None)
-        on_host = {
-            sequence_id
-            for sequence_id, tier in zip(
-                columns.read(INT64, ids, "ids"), columns.read(UINT8, tiers, "tiers"), strict=True
-            )
-            if tier != _DEVICE
-        }
+    def aborted(self, member: Member, sequences: cpb.SequenceStates) -> None:
+        """Plans were aborted: sequences may be on other tiers than they were. ``sequences``: all of
+        the session.
+        """
+        on_host: set[int] = set()
+        if sequences.tiers.strip(_ON_DEVICE):
+            ids = columns.read(INT64, sequences.sequence_ids, "sequence_ids")
+            tiers = columns.read(UINT8, sequences.tiers, "tiers")
+            on_host = {i for i, tier in zip(ids, tiers, strict=True) if tier != _DEVICE}
         for group in member.groups.all():
-            group.swapped = group.members & on_host
+            group.swapped = group.members & on_host if on_host else set()
             self._settle(member, group)
 
     # What is done for sessions outside of their steps
 
     def serve(self) -> None:
         """Give blocks that came back to those who wait. Call it whenever some may have."""
-        if self._line.is_idle:
+        if self._line.is_idle or self.is_held:
             return
         while (grant := self._line.next_grant(self._pool.now_s)) is not None:
             if isinstance(grant, Growth):
@@ -255,6 +256,8 @@ class Sharing:
         now_s, ended = self._pool.now_s, list[Session]()
         if self._line.is_idle:
             return math.inf, ended
+        if self.is_held:
+            return _HELD_S, ended
         for decision in self._line.tick(now_s):
             member = self.members[decision.session]
             if isinstance(decision, Pressure):

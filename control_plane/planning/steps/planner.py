@@ -27,6 +27,7 @@ from control_plane.planning.steps.failures import (
     error_of_columns,
     shortage_of,
 )
+from control_plane.planning.steps.pieces import Pieces, parts_of
 from kvplane.errors import InvalidRequestError, KvplaneError, TooManyPlansInFlightError
 from kvplane.v1 import control_pb2 as cpb
 from kvplane.v1 import types_pb2 as tpb
@@ -111,6 +112,31 @@ class Planner:
             if not self._is_check:
                 spent_s = time.perf_counter() - begin_s
                 self._session.pool.statistics.allocation_s[kind].add(spent_s)
+
+    def append_in_pieces(
+        self, index: int, message: cpb.Append, result: cpb.OperationResult
+    ) -> Pieces[None]:
+        """``run`` of an append of many tokens."""
+        num_blocks, failures = bytearray(), list[Failure]()
+        for first, part in parts_of(message):
+            if first:
+                yield
+            done = cpb.OperationResult()
+            begin_s = time.perf_counter()
+            try:
+                refused = self._append(part, done) or ()
+            except ColumnError as error:
+                add_error(result, _at(index, "append"), error_of_columns(error))
+                return
+            except KvplaneError as error:
+                add_error(result, _at(index, "append"), error)
+                return
+            spent_s = time.perf_counter() - begin_s
+            self._session.pool.statistics.allocation_s["append"].add(spent_s)
+            num_blocks += done.append.num_blocks
+            failures += [(first + failure[0], *failure[1:]) for failure in refused]
+        result.append.num_blocks = bytes(num_blocks)
+        add_failures(result, self._member, _at(index, "append"), "append", failures)
 
     # Each does an operation, and returns the items that were refused.
 

@@ -54,6 +54,10 @@ py::tuple states(const Pool& pool, Slot slot, const py::object& sequence_ids) {
   std::vector<int64_t> ids, admitted_by, num_tokens, scheduled, written, cached;
   std::vector<int32_t> num_blocks;
   std::vector<uint8_t> tiers;
+  for (auto* column : {&ids, &admitted_by, &num_tokens, &scheduled, &written, &cached})
+    column->reserve(found.size());
+  num_blocks.reserve(found.size());
+  tiers.reserve(found.size());
   for (const Sequence* sequence : found) {
     ids.push_back(sequence->id);
     admitted_by.push_back(sequence->admitted_by);
@@ -181,13 +185,25 @@ void bind_sessions(py::class_<P>& pool) {
       },
       py::arg("root"), py::arg("owner"));
   pool.def(
-      "end_session", [](P& self, Slot slot) { self.end_session(checked(self, slot)); },
-      py::arg("slot"));
+      "end_session",
+      [](P& self, Slot slot, int64_t max_sequences) {
+        self.end_session(checked(self, slot));
+        return self.end_some(slot, max_sequences);
+      },
+      py::arg("slot"), py::arg("max_sequences") = std::numeric_limits<int64_t>::max());
+  pool.def(
+      "end_some",
+      [](P& self, Slot slot, int64_t max_sequences) {
+        if (!first_of(self).is_unfenced(slot))
+          throw py::index_error("no ended session is in this slot");
+        return self.end_some(slot, max_sequences);
+      },
+      py::arg("slot"), py::arg("max_sequences"));
   pool.def(
       "session_fenced",
       [](P& self, Slot slot) {
-        if (!first_of(self).is_unfenced(slot))
-          throw py::index_error("no ended session is in this slot");
+        if (!first_of(self).is_unfenced(slot) || first_of(self).is_ending(slot))
+          throw py::index_error("no session that has ended is in this slot");
         self.session_fenced(slot);
       },
       py::arg("slot"));

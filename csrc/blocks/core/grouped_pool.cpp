@@ -42,6 +42,12 @@ void GroupedPool::end_session(Slot slot) {
   for (Pool* pool : pools_) pool->end_session(slot);
 }
 
+bool GroupedPool::end_some(Slot slot, int64_t max_sequences) {
+  bool some_left = false;
+  for (Pool* pool : pools_) some_left = pool->end_some(slot, max_sequences);  // the same in each
+  return some_left;
+}
+
 void GroupedPool::session_fenced(Slot slot) {
   for (Pool* pool : pools_) pool->session_fenced(slot);
 }

@@ -75,23 +75,29 @@ void Pool::end_session(Slot slot) {
   session.plans.push_back(std::move(session.record));
   session.record = PlanRecord{};
   end_draft(session);
-  std::vector<std::pair<uint32_t, uint32_t>> found;  // (index, uid)
-  session.sequences.for_each(
-      [&](int64_t, uint32_t index) { found.emplace_back(index, sequences_[index].uid); });
-  for (const auto& [index, uid] : found) {
-    Sequence& sequence = sequences_[index];
-    clear_leaders(sequence, index, 0);
-    cut_table(session, sequence, 0, kEnded);
-    sequence.pending.clear();
-  }
-  session.sequences.clear();
-  session.num_tokens = 0;
   end_plans(session, kEnded);  // freed sequences that receipts were to publish are forgotten too
-  for (const auto& [index, uid] : found)
-    if (sequences_[index].uid == uid) forget_sequence(index);
+  session.sequences.for_each(
+      [&](int64_t id, uint32_t index) { session.ending.emplace_back(id, index); });
   session.open = false;
   session.ended = true;
   index_.close_root(session.root);
+  session.root = kNoEntry;
+}
+
+bool Pool::end_some(Slot slot, int64_t max_sequences) {
+  Session& session = sessions_[slot];
+  for (; max_sequences > 0 && !session.ending.empty(); --max_sequences) {
+    const auto [id, index] = session.ending.back();
+    session.ending.pop_back();
+    Sequence& sequence = sequences_[index];
+    clear_leaders(sequence, index, 0);
+    cut_table(session, sequence, 0, kEnded);
+    session.sequences.erase(id);
+    session.num_tokens -= sequence.tokens.size;
+    sequence.live = false;
+    forget_sequence(index);
+  }
+  return !session.ending.empty();
 }
 
 void Pool::session_fenced(Slot slot) {
@@ -110,12 +116,22 @@ const Sequence* Pool::find(Slot slot, int64_t sequence_id) const {
   return index ? &sequences_[*index] : nullptr;
 }
 
+std::vector<uint32_t> Pool::indices_of(Slot slot) const {
+  // Sorted before a sequence is looked at: those of many are not in the cache.
+  std::vector<std::pair<int64_t, uint32_t>> ids;
+  ids.reserve(sessions_[slot].sequences.size());
+  sessions_[slot].sequences.for_each(
+      [&](int64_t id, uint32_t index) { ids.emplace_back(id, index); });
+  std::sort(ids.begin(), ids.end());
+  std::vector<uint32_t> found;
+  found.reserve(ids.size());
+  for (const auto& [id, index] : ids) found.push_back(index);
+  return found;
+}
+
 std::vector<const Sequence*> Pool::sequences_of(Slot slot) const {
   std::vector<const Sequence*> found;
-  sessions_[slot].sequences.for_each(
-      [&](int64_t, uint32_t index) { found.push_back(&sequences_[index]); });
-  std::sort(found.begin(), found.end(),
-            [](const Sequence* a, const Sequence* b) { return a->id < b->id; });
+  for (const uint32_t index : indices_of(slot)) found.push_back(&sequences_[index]);
   return found;
 }
 
@@ -242,7 +258,7 @@ void Pool::check() const {
       for (int t = 0; t < 2; ++t)
         for (const Block b : release.blocks[t]) ++pending[t][b];
     }
-    if (!session.open) continue;
+    if (!session.open && session.ending.empty()) continue;
     check_session(session, table_owners, token_owners, refs);
     for (const Sequence* sequence : sequences_of(session.slot))
       for (const Block b : sequence->tier == kDevice ? table_of(*sequence) : std::vector<Block>{})

@@ -169,7 +169,10 @@ class Pool final : private Listener {
 
   // Sessions
   Slot open_session(std::string_view root, uint32_t owner);
+  // Ends it; its sequences are released by `end_some`, which says whether some are left. Once none
+  // is and the data planes have fenced it, `session_fenced` is called.
   void end_session(Slot slot);
+  bool end_some(Slot slot, int64_t max_sequences);
   void session_fenced(Slot slot);
 
   // A step
@@ -209,6 +212,7 @@ class Pool final : private Listener {
   int64_t revision() const { return revision_; }
   const Sequence* find(Slot slot, int64_t sequence_id) const;
   std::vector<const Sequence*> sequences_of(Slot slot) const;  // ids ascending
+  std::vector<uint32_t> indices_of(Slot slot) const;           // so too
   std::vector<Block> table_of(const Sequence& sequence) const;
   int64_t common_prefix(Slot slot, Span<int64_t> ids) const;
   // Leading full blocks that are cached: their entries.
@@ -218,6 +222,7 @@ class Pool final : private Listener {
   double now_s() const { return now_s_; }
 
   bool is_unfenced(Slot slot) const { return slot < sessions_.size() && sessions_[slot].ended; }
+  bool is_ending(Slot slot) const { return !sessions_[slot].ending.empty(); }
   bool has_slot(Slot slot) const { return slot < sessions_.size() && sessions_[slot].open; }
 
   // Publications of which the data planes are to be told, about as many as asked for; the rest

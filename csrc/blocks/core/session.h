@@ -120,6 +120,8 @@ struct Session {
   EntryId root = kNoEntry;
   uint32_t owner = 0;
   IdMap sequences{0};  // id -> index
+  // Of one that ended: the sequences that are still to be released.
+  std::vector<std::pair<int64_t, uint32_t>> ending;  // (id, index)
   std::deque<PlanRecord> plans;
   std::deque<Release> releases;
   int64_t done = 0;  // highest plan receipted

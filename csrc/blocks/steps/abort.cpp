@@ -14,6 +14,7 @@ namespace kvplane::blocks {
 void Pool::abort(Groups groups, Slot slot, int64_t next_plan) {
   for (int64_t g = 0; g < groups.size; ++g) {
     const Pool& pool = *groups[g];
+    if (!pool.config_.window_tokens) continue;  // nothing is ever trimmed
     for (const Sequence* sequence : pool.sequences_of(slot)) {
       if (!pool.is_lost(*sequence)) continue;
       // Nothing is left to go on from in one group: it begins again in all.
@@ -50,6 +51,7 @@ void Pool::abort_one(Slot slot, int64_t next_plan) {
     }
   std::vector<uint32_t> indices;
   session.sequences.for_each([&](int64_t, uint32_t index) { indices.push_back(index); });
+  std::sort(indices.begin(), indices.end());  // as they lie in memory
   for (const uint32_t index : indices) cut_to_written(session, index, origins, next_plan);
   end_plans(session, next_plan);
   session.resync_due = true;

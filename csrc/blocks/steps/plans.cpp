@@ -114,8 +114,8 @@ void Pool::write_whole_tables(Session& session, Draft& draft) {
   TableChanges& changes = draft.changes;
   changes.indices.reserve(static_cast<size_t>(session.num_held));
   changes.generations.reserve(static_cast<size_t>(session.num_held));
-  for (const Sequence* found : sequences_of(session.slot)) {
-    Sequence& sequence = sequences_[*session.sequences.find(found->id)];
+  for (const uint32_t index : indices_of(session.slot)) {
+    Sequence& sequence = sequences_[index];
     sequence.table_sent = sequence.table.size > 0;
     if (!sequence.table.size) continue;
     int64_t first = sequence.num_trimmed;

@@ -1,8 +1,10 @@
-// Paged attention on a device: the plan kernel, then the kernels for short and long sequences, then
-// the one that combines splits. Which kernels run depends only on the device, types, addresses and
-// sizes; which of them handles a sequence, on the sequence's own number of rows.
+// Paged attention on a device: the plan kernel, unless the caller has a plan, then the kernels for
+// short and long sequences, then the one that combines splits. Which kernels run depends only on
+// the device, types, addresses and sizes; which of them handles a sequence, on the sequence's own
+// number of rows.
 
 #include <limits>
+#include <stdexcept>
 #include <string>
 
 #include "cuda/attention/attention_kernels.h"
@@ -31,21 +33,28 @@ int64_t max_splits(const PagedAttentionParams& p, int64_t query_len, int64_t tok
 
 int64_t rounded_up(int64_t bytes) { return div_ceil(bytes, kWorkspaceUnit) * kWorkspaceUnit; }
 
-// The parts of the workspace, in bytes from its start.
-struct Parts {
-  int64_t short_ends, long_ends, split_ends, weights, num_taken, partials;
+// The parts of a plan's memory, in bytes from its start.
+struct PlanParts {
+  int64_t short_ends, long_ends, split_ends, weights, end;
 };
 
-Parts parts_of(const PagedAttentionParams& p) {
-  const int64_t ends_bytes = rounded_up(p.num_sequences * static_cast<int64_t>(sizeof(int32_t)));
-  Parts parts;
-  parts.short_ends = rounded_up(p.num_sequences * static_cast<int64_t>(sizeof(Sequence)));
+PlanParts plan_parts(int64_t num_sequences) {
+  const int64_t ends_bytes = rounded_up(num_sequences * static_cast<int64_t>(sizeof(int32_t)));
+  PlanParts parts;
+  parts.short_ends = rounded_up(num_sequences * static_cast<int64_t>(sizeof(Sequence)));
   parts.long_ends = parts.short_ends + ends_bytes;
   parts.split_ends = parts.long_ends + ends_bytes;
   parts.weights = parts.split_ends + ends_bytes;
-  parts.num_taken = parts.weights + 2 * ends_bytes;
-  parts.partials = parts.num_taken + kWorkspaceUnit;
+  parts.end = parts.weights + 2 * ends_bytes;
   return parts;
+}
+
+Plan plan_in(void* memory, int64_t num_sequences) {
+  char* base = static_cast<char*>(memory);
+  const PlanParts parts = plan_parts(num_sequences);
+  const auto int32s = [&](int64_t at) { return reinterpret_cast<int32_t*>(base + at); };
+  return {reinterpret_cast<Sequence*>(base), int32s(parts.short_ends), int32s(parts.long_ends),
+          reinterpret_cast<int64_t*>(base + parts.weights), int32s(parts.split_ends)};
 }
 
 // The bytes of the partial results of one query token and split: states, then outputs.
@@ -55,7 +64,7 @@ int64_t partial_bytes(const PagedAttentionParams& p) {
 
 // How many partial results have room in a workspace.
 int64_t room_for_partials(const PagedAttentionParams& p, int64_t workspace_bytes) {
-  const int64_t bytes = workspace_bytes - parts_of(p).partials - kWorkspaceUnit;
+  const int64_t bytes = workspace_bytes - attention_workspace_bytes(p, 0);
   return bytes <= 0 ? 0 : bytes / partial_bytes(p);
 }
 
@@ -105,15 +114,13 @@ bool fits_shared_memory(const PagesParams& pages) {
 }
 
 template <typename Kv>
-void launch_on_tensor_cores(const Work& work, int64_t max_items, bool are_all_short,
-                            uintptr_t stream) {
-  launch_short<Kv>(work, max_items, stream);
-  if (!are_all_short) launch_long<Kv>(work, max_items, stream);
+void launch_on_tensor_cores(const Work& work, const Launch& how, bool are_all_short) {
+  launch_short<Kv>(work, how);
+  if (!are_all_short) launch_long<Kv>(work, {how.max_items, how.stream, Begins::kEarly});
 }
 
-void launch_on_tensor_cores(const Work& work, int64_t max_items, bool are_all_short,
-                            uintptr_t stream) {
-  const auto run = [&](auto launch) { launch(work, max_items, are_all_short, stream); };
+void launch_on_tensor_cores(const Work& work, const Launch& how, bool are_all_short) {
+  const auto run = [&](auto launch) { launch(work, how, are_all_short); };
   switch (work.p.pages.dtype) {
     case Dtype::kFloat16:
       return run(&launch_on_tensor_cores<Half>);
@@ -138,29 +145,21 @@ void check_split(int64_t split_tokens) {
 }
 
 void check_sizes(const PagedAttentionParams& p, const AttentionOptions& options) {
-  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
   constexpr int64_t kMaxGroup = 1 << 16;
   require_in_range(max_context(p), 0, kMaxPosition, named("block_tables' tokens"));
   require_in_range(group_of(p), 1, kMaxGroup, named("query's heads for each KV head"));
   require_in_range(p.num_tokens, 0, kMaxPosition / group_of(p), named("query's tokens"));
   require_in_range(options.max_query_len, 0, kMaxPosition, named("max_query_len"));
-  require_in_range(options.workspace_bytes, attention_workspace_bytes(p, 0), kMax,
-                   named("workspace_bytes"));
 }
 
-Plan plan_in(void* workspace, const PagedAttentionParams& p, int64_t max_partials) {
-  char* base = static_cast<char*>(workspace);
-  const Parts parts = parts_of(p);
-  const auto int32s = [&](int64_t at) { return reinterpret_cast<int32_t*>(base + at); };
+// The workspace: room for a plan, which a call without one makes there; then what the kernels leave
+// for each other.
+Scratch scratch_in(void* workspace, const PagedAttentionParams& p, int64_t max_partials) {
+  char* at = static_cast<char*>(workspace) + attention_plan_bytes(p.num_sequences);
+  char* const partials = at + kWorkspaceUnit;
   const int64_t states_bytes = rounded_up(float_bytes(2 * max_partials * p.num_heads));
-  return {reinterpret_cast<Sequence*>(base),
-          int32s(parts.short_ends),
-          int32s(parts.long_ends),
-          reinterpret_cast<int64_t*>(base + parts.weights),
-          int32s(parts.split_ends),
-          int32s(parts.num_taken),
-          reinterpret_cast<float*>(base + parts.partials),
-          reinterpret_cast<float*>(base + parts.partials + states_bytes)};
+  return {reinterpret_cast<int32_t*>(at), reinterpret_cast<float*>(partials),
+          reinterpret_cast<float*>(partials + states_bytes)};
 }
 
 // The rows of a short sequence that share a tile. Where other sequences are long, most short ones
@@ -169,6 +168,38 @@ int64_t rows_of_short_sequence(const PagedAttentionParams& p, int64_t max_query_
   const int64_t group = group_of(p);
   const bool is_known = max_query_len > 0 && is_short(max_query_len, group);
   return is_known ? max_query_len * group : group;
+}
+
+// What the kernels of a call need, but for the scratch.
+Work work_of(const PagedAttentionParams& p, const AttentionOptions& options, int64_t max_partials,
+             void* plan_memory, const Context& context) {
+  const bool on_tensor_cores = fits_tensor_cores(p) && fits_shared_memory(p.pages);
+  Work work = {};
+  work.p = p;
+  work.max_partials = max_partials;
+  work.plan = plan_in(plan_memory, p.num_sequences);
+  work.cutting = cutting_of(p, options.split_tokens);
+  work.faults = context.faults;
+  work.max_query_len = static_cast<int32_t>(options.max_query_len);
+  work.short_tile_rows =
+      on_tensor_cores
+          ? short_tile_rows(rows_of_short_sequence(p, options.max_query_len), p.pages.head_size)
+          : kRowsOfFmaTile;
+  work.long_tile_rows = on_tensor_cores ? kRowsOfLongTile : 0;
+  work.long_parts = long_parts(p.pages.value_head_size);
+  return work;
+}
+
+constexpr size_t kRoomOfSettings = 0;
+
+// All that the plan kernel looks at beside the lengths and the tables.
+std::array<int64_t, 12> settings_of(const Work& work) {
+  return {work.max_partials,         work.p.num_sequences,
+          work.p.num_tokens,         work.p.max_blocks,
+          work.p.num_heads,          work.p.pages.block_size,
+          work.cutting.num_kv_heads, work.cutting.split_tokens,
+          work.cutting.window,       work.max_query_len,
+          work.short_tile_rows,      int64_t{work.long_tile_rows} << 32 | work.long_parts};
 }
 
 }  // namespace
@@ -203,40 +234,50 @@ int64_t max_partials(const PagedAttentionParams& p, int64_t split_tokens, int64_
 }
 
 int64_t attention_workspace_bytes(const PagedAttentionParams& p, int64_t max_partials) {
-  return rounded_up(parts_of(p).partials + max_partials * partial_bytes(p) + kWorkspaceUnit);
+  return rounded_up(attention_plan_bytes(p.num_sequences) + 2 * kWorkspaceUnit +
+                    max_partials * partial_bytes(p));
+}
+
+int64_t attention_plan_bytes(int64_t num_sequences) { return plan_parts(num_sequences).end; }
+
+AttentionPlan plan_attention(const PagedAttentionParams& p, const AttentionOptions& options,
+                             int64_t max_partials, void* memory, const Context& context) {
+  check_split(options.split_tokens);
+  check_sizes(p, options);
+  const Work work = work_of(p, options, max_partials, memory, context);
+  if (p.num_sequences > 0 && p.num_tokens > 0) launch_plan(work, context.stream);
+  return {memory, settings_of(work)};
 }
 
 void paged_attention(const PagedAttentionParams& p, const AttentionOptions& options,
                      const Context& context) {
   check_split(options.split_tokens);
   check_sizes(p, options);
+  require_in_range(options.workspace_bytes, attention_workspace_bytes(p, 0),
+                   std::numeric_limits<int64_t>::max(), named("workspace_bytes"));
   if (p.num_sequences == 0 || p.num_tokens == 0) return;
-  const bool on_tensor_cores = fits_tensor_cores(p) && fits_shared_memory(p.pages);
-  const int64_t group = group_of(p);
-  Work work;
-  work.p = p;
-  work.max_partials = room_for_partials(p, options.workspace_bytes);
-  work.plan = plan_in(options.workspace, p, work.max_partials);
-  work.cutting = cutting_of(p, options.split_tokens);
-  work.faults = context.faults;
-  work.max_query_len = static_cast<int32_t>(options.max_query_len);
-  work.short_tile_rows =
-      on_tensor_cores
-          ? short_tile_rows(rows_of_short_sequence(p, options.max_query_len), p.pages.head_size)
-          : kRowsOfFmaTile;
-  work.long_tile_rows = on_tensor_cores ? kRowsOfLongTile : 0;
-  work.long_parts = long_parts(p.pages.value_head_size);
+  const bool has_plan = options.plan != nullptr;
+  const int64_t room = room_for_partials(p, options.workspace_bytes);
+  const int64_t max_partials = has_plan ? options.plan->settings[kRoomOfSettings] : room;
+  void* const memory = has_plan ? options.plan->memory : options.workspace;
+  Work work = work_of(p, options, max_partials, memory, context);
+  work.scratch = scratch_in(options.workspace, p, max_partials);
+  if (has_plan && (max_partials > room || settings_of(work) != options.plan->settings)) {
+    throw std::invalid_argument("plan was made for another batch, or for more workspace");
+  }
 
   // An upper bound: as if every token of every sequence were in a tile of its own.
-  const int64_t tiles_of_token = div_ceil<int64_t>(group, work.short_tile_rows) + 1;
+  const int64_t tiles_of_token = div_ceil<int64_t>(work.cutting.group, work.short_tile_rows) + 1;
   const int64_t max_items =
       p.pages.num_kv_heads * tiles_of_token * work.long_parts * (p.num_tokens + work.max_partials);
-  launch_plan(work, context.stream);
-  if (on_tensor_cores) {
-    const bool are_all_short = options.max_query_len > 0 && is_short(options.max_query_len, group);
-    launch_on_tensor_cores(work, max_items, are_all_short, context.stream);
+  if (!has_plan) launch_plan(work, context.stream);
+  const Launch how = {max_items, context.stream, has_plan ? Begins::kInOrder : Begins::kEarly};
+  if (work.long_tile_rows > 0) {
+    const bool are_all_short =
+        options.max_query_len > 0 && is_short(options.max_query_len, work.cutting.group);
+    launch_on_tensor_cores(work, how, are_all_short);
   } else {
-    launch_fma(work, max_items, context.stream);
+    launch_fma(work, how);
   }
   if (work.max_partials > 0) launch_combine(work, context.stream);
 }

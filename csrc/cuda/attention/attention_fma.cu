@@ -208,13 +208,13 @@ __device__ void end_rows(const Work& work, const Item& item, int32_t first_row, 
       if (is_whole) {
         store_number(work.p, at * head_size + dim, row.out[d] / total.sum * (scale * total.factor));
       } else {
-        work.plan.partial_outs[partial * head_size + dim] = row.out[d];
+        work.scratch.partial_outs[partial * head_size + dim] = row.out[d];
       }
     }
     if (lane != 0) continue;
     if (!is_whole) {
-      work.plan.partial_states[2 * partial] = row.maximum;
-      work.plan.partial_states[2 * partial + 1] = sum;
+      work.scratch.partial_states[2 * partial] = row.maximum;
+      work.scratch.partial_states[2 * partial + 1] = sum;
     } else if (work.p.lse != nullptr) {
       work.p.lse[at] = log_sum_exp(total.maximum, total.sum);
     }
@@ -224,6 +224,9 @@ __device__ void end_rows(const Work& work, const Item& item, int32_t first_row, 
 template <typename Kv, int kDims>
 __global__ void __launch_bounds__(kThreads) attend_fma(Work work, Layout layout) {
   KVPLANE_DYNAMIC_SHARED(float, shared);
+  wait_for_kernel_before();
+  let_next_kernel_begin();
+  begin_call(work);
   const int32_t num_items = work.plan.short_ends[work.p.num_sequences - 1];
   for (int32_t i = static_cast<int32_t>(blockIdx.x); i < num_items;
        i += static_cast<int32_t>(gridDim.x)) {
@@ -259,37 +262,38 @@ __global__ void __launch_bounds__(kThreads) attend_fma(Work work, Layout layout)
 }
 
 template <typename Kv, int kDims>
-void launch_fma_with(const Work& work, int64_t max_items, uintptr_t stream) {
+void launch_fma_with(const Work& work, const Launch& how) {
   const Layout layout = layout_of(work.p);
   const size_t bytes = static_cast<size_t>(layout.size()) * sizeof(float);
   constexpr auto kKernel = &attend_fma<Kv, kDims>;
   const int64_t at_once = resident_blocks<kKernel>(kThreads, bytes);
-  launch<kKernel>({min_of(at_once, max_items)}, kThreads, bytes, stream, work, layout);
+  launch_when<kKernel>(how.begins, {min_of(at_once, how.max_items)}, kThreads, bytes, how.stream,
+                       work, layout);
 }
 
 template <typename Kv>
-void launch_fma_of(const Work& work, int64_t max_items, uintptr_t stream) {
+void launch_fma_of(const Work& work, const Launch& how) {
   if (work.p.pages.head_size <= kFewDims * kLanesOfWarp) {
-    launch_fma_with<Kv, kFewDims>(work, max_items, stream);
+    launch_fma_with<Kv, kFewDims>(work, how);
   } else {
-    launch_fma_with<Kv, kMostDims>(work, max_items, stream);
+    launch_fma_with<Kv, kMostDims>(work, how);
   }
 }
 
 }  // namespace
 
-void launch_fma(const Work& work, int64_t max_items, uintptr_t stream) {
+void launch_fma(const Work& work, const Launch& how) {
   switch (work.p.pages.dtype) {
     case Dtype::kFloat32:
-      return launch_fma_of<float>(work, max_items, stream);
+      return launch_fma_of<float>(work, how);
     case Dtype::kFloat16:
-      return launch_fma_of<Half>(work, max_items, stream);
+      return launch_fma_of<Half>(work, how);
     case Dtype::kBFloat16:
-      return launch_fma_of<Bfloat>(work, max_items, stream);
+      return launch_fma_of<Bfloat>(work, how);
     case Dtype::kFloat8E4M3:
-      return launch_fma_of<E4m3>(work, max_items, stream);
+      return launch_fma_of<E4m3>(work, how);
     case Dtype::kFloat8E5M2:
-      return launch_fma_of<E5m2>(work, max_items, stream);
+      return launch_fma_of<E5m2>(work, how);
   }
 }
 

@@ -4,11 +4,19 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/device/launch.h"
 #include "kvplane/dtype.h"
 
 namespace kvplane::cuda {
 
 struct Work;
+
+// How a kernel of a call is launched.
+struct Launch {
+  int64_t max_items;  // an upper bound on the plan's items, and so on the grid
+  uintptr_t stream;
+  Begins begins;
+};
 
 constexpr int kRowsOfFmaTile = 16;
 
@@ -31,16 +39,16 @@ constexpr int short_tile_rows(int64_t rows, int64_t head_size) {
 constexpr int kSharedBytesOfEveryDevice = 99 * 1024;
 
 void launch_plan(const Work& work, uintptr_t stream);
-// `max_items`: an upper bound on the plan's items, and so on the grid. The first two are
-// instantiated in a file for each type of pages.
+// The first kernel of a call, on tensor cores; launch_fma elsewhere. The templates are instantiated
+// in a file for each type of pages.
 template <typename Kv>
-void launch_short(const Work& work, int64_t max_items, uintptr_t stream);
+void launch_short(const Work& work, const Launch& how);
 // The least shared memory that both need.
 template <typename Kv>
 size_t least_shared_bytes(int64_t head_size);
 template <typename Kv>
-void launch_long(const Work& work, int64_t max_items, uintptr_t stream);
-void launch_fma(const Work& work, int64_t max_items, uintptr_t stream);
+void launch_long(const Work& work, const Launch& how);
+void launch_fma(const Work& work, const Launch& how);
 void launch_combine(const Work& work, uintptr_t stream);
 
 }  // namespace kvplane::cuda

@@ -40,14 +40,18 @@ struct alignas(16) Sequence {
   __device__ int32_t first_position() const { return context_len - query_len; }
 };
 
-// What the plan kernel writes and the others read, in the workspace.
+// What the plan kernel writes and the others read.
 struct Plan {
   Sequence* sequences;  // [num_sequences]
   int32_t* short_ends;  // [num_sequences]: items of the short sequences up to this one
   int32_t* long_ends;   // [num_sequences]
   int64_t* weights;     // [num_sequences]: of the items of the short sequences up to this one
   int32_t* split_ends;  // [num_sequences]: query tokens of sequences of more than one split
-  int32_t* num_taken;   // items of long sequences that blocks have taken beside their first
+};
+
+// What the kernels of one call write and read, in its workspace.
+struct Scratch {
+  int32_t* num_taken;  // items of long sequences that blocks have taken beside their first
   // One entry for each split, token and query head of a sequence of more than one split.
   float* partial_states;  // [entries, 2]: maximum (base 2) and sum of the exponentials
   float* partial_outs;    // [entries, value_head_size], not yet divided by the sum, nor scaled
@@ -57,6 +61,7 @@ struct Plan {
 struct Work {
   PagedAttentionParams p;
   Plan plan;
+  Scratch scratch;
   Cutting cutting;
   int32_t* faults;
   int64_t max_partials;   // for which the plan's arrays have room, in query tokens
@@ -124,20 +129,43 @@ __device__ inline Item find_item(const Work& work, const int32_t* ends, int32_t 
   return {sequence, local % num_kv_heads, tile, local / num_kv_heads / num_tiles, part};
 }
 
+// A table's entry as it was read. Nothing depends on its value, so that the code after the read
+// does not wait for it.
+struct RawEntry {
+  uint32_t low;
+  uint32_t high;  // of an int64
+};
+
+__device__ inline bool is_in(Span span, int32_t position) {
+  return position >= span.begin && position < span.end;
+}
+
+// Reads the entry of a position; none for a position outside `wanted`.
+__device__ inline RawEntry read_entry(const Work& work, int32_t sequence, int32_t position,
+                                      Span wanted) {
+  RawEntry raw = {0, 0};
+  if (!is_in(wanted, position)) return raw;
+  const uint32_t block_size = static_cast<uint32_t>(work.p.pages.block_size);
+  const int64_t entry = sequence * work.p.max_blocks + static_cast<uint32_t>(position) / block_size;
+  const uint32_t* words = static_cast<const uint32_t*>(work.p.block_tables);
+  if (work.p.wide_block_tables) {
+    raw = {words[2 * entry], words[2 * entry + 1]};
+  } else {
+    raw.low = words[entry];
+  }
+  return raw;
+}
+
 // The offset of a position's key or value, in elements from the pages' start; negative for a
-// position outside `wanted`, whose table entry is not read, and for an entry that is not the id of
-// a block.
-__device__ inline int64_t find_row(const Work& work, int32_t sequence, int32_t kv_head,
-                                   int32_t position, Span wanted, bool is_value) {
-  if (position < wanted.begin || position >= wanted.end) return -1;
+// position outside `wanted`, and for an entry that is not the id of a block.
+__device__ inline int64_t row_of_entry(const Work& work, RawEntry raw, int32_t kv_head,
+                                       int32_t position, Span wanted, bool is_value) {
+  if (!is_in(wanted, position)) return -1;
   const PagesParams& pages = work.p.pages;
-  const uint32_t block_size = static_cast<uint32_t>(pages.block_size);
-  const uint32_t index = static_cast<uint32_t>(position) / block_size;
-  const uint32_t offset = static_cast<uint32_t>(position) % block_size;
-  const int64_t entry = sequence * work.p.max_blocks + index;
+  const uint32_t offset = static_cast<uint32_t>(position) % static_cast<uint32_t>(pages.block_size);
   const int64_t block = work.p.wide_block_tables
-                            ? static_cast<const int64_t*>(work.p.block_tables)[entry]
-                            : static_cast<const int32_t*>(work.p.block_tables)[entry];
+                            ? static_cast<int64_t>(uint64_t{raw.high} << 32 | raw.low)
+                            : static_cast<int32_t>(raw.low);
   if (block < 0 || block >= pages.num_blocks) {
     report(work.faults, kBadBlockTables);
     return -1;
@@ -146,6 +174,12 @@ __device__ inline int64_t find_row(const Work& work, int32_t sequence, int32_t k
   const int64_t token_stride = is_value ? pages.value_token_stride : pages.token_stride;
   return block * pages.block_stride + (is_value ? pages.kv_stride : 0) + kv_head * head_stride +
          offset * token_stride;
+}
+
+__device__ inline int64_t find_row(const Work& work, int32_t sequence, int32_t kv_head,
+                                   int32_t position, Span wanted, bool is_value) {
+  const RawEntry raw = read_entry(work, sequence, position, wanted);
+  return row_of_entry(work, raw, kv_head, position, wanted, is_value);
 }
 
 // Stored keys and values of a head are multiplied by these; 1 where pages have no scales.
@@ -159,6 +193,23 @@ __device__ inline float value_scale(const PagesParams& pages, int64_t kv_head) {
 }
 
 __device__ inline bool is_scale(float number) { return number > 0.0f && number <= FLT_MAX; }
+
+__device__ inline void check_scales(const Work& work, const float* scales, int64_t stride,
+                                    int32_t fault) {
+  if (scales == nullptr) return;
+  for (int64_t head = threadIdx.x; head < work.p.pages.num_kv_heads; head += blockDim.x) {
+    if (!is_scale(scales[head * stride])) report(work.faults, fault);
+  }
+}
+
+// What the first kernel of a call does for the others.
+__device__ inline void begin_call(const Work& work) {
+  if (blockIdx.x != 0) return;
+  const PagesParams& pages = work.p.pages;
+  check_scales(work, pages.key_scales, pages.key_scale_stride, kBadKeyScales);
+  check_scales(work, pages.value_scales, pages.value_scale_stride, kBadValueScales);
+  if (threadIdx.x == 0) *work.scratch.num_taken = 0;
+}
 
 // A factor of scores that is too large for fp32 becomes the largest number: infinity times a zero
 // product would be NaN.

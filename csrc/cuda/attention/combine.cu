@@ -24,7 +24,7 @@ __device__ float maximum_of(const Work& work, int64_t row, int64_t stride, int32
   float maximum = -INFINITY;
   for (int32_t i = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp; i < splits;
        i += kLanesOfWarp) {
-    maximum = fmaxf(maximum, work.plan.partial_states[2 * (row + i * stride)]);
+    maximum = fmaxf(maximum, work.scratch.partial_states[2 * (row + i * stride)]);
   }
   for (int bits = kLanesOfWarp / 2; bits > 0; bits /= 2) {
     maximum = fmaxf(maximum, __shfl_xor_sync(kWholeWarp, maximum, bits));
@@ -45,11 +45,11 @@ __device__ float add_splits(const Work& work, int64_t row, int64_t stride, int32
 #pragma unroll 2
   for (int32_t i = warp; i < splits; i += kCombineWarps) {
     const int64_t from = row + i * stride;
-    const float weight = exp2_fast(work.plan.partial_states[2 * from] - base);
-    sum += weight * work.plan.partial_states[2 * from + 1];
+    const float weight = exp2_fast(work.scratch.partial_states[2 * from] - base);
+    sum += weight * work.scratch.partial_states[2 * from + 1];
     if (dim < head_size) {
       const Four values =
-          *reinterpret_cast<const Four*>(work.plan.partial_outs + from * head_size + dim);
+          *reinterpret_cast<const Four*>(work.scratch.partial_outs + from * head_size + dim);
 #pragma unroll
       for (int j = 0; j < kDimsOfLane; ++j) out.x[j] += weight * values.x[j];
     }
@@ -91,6 +91,7 @@ __device__ void combine_row(const Work& work, const Sequence& sequence, int32_t 
 
 __global__ void __launch_bounds__(kCombineThreads) combine_splits(Work work) {
   KVPLANE_DYNAMIC_SHARED(float, shared);
+  wait_for_kernel_before();
   float* const sums = shared + kCombineWarps * work.p.pages.value_head_size;
   const int32_t num_sequences = static_cast<int32_t>(work.p.num_sequences);
   const int64_t num_rows = work.plan.split_ends[num_sequences - 1] * work.p.num_heads;
@@ -110,7 +111,8 @@ void launch_combine(const Work& work, uintptr_t stream) {
   const size_t bytes = floats * sizeof(float);
   const int64_t at_once = resident_blocks<&combine_splits>(kCombineThreads, bytes);
   const int64_t num_rows = min_of(work.p.num_tokens, work.max_partials / 2) * work.p.num_heads;
-  launch<&combine_splits>({min_of(at_once, num_rows)}, kCombineThreads, bytes, stream, work);
+  launch_when<&combine_splits>(Begins::kEarly, {min_of(at_once, num_rows)}, kCombineThreads, bytes,
+                               stream, work);
 }
 
 }  // namespace kvplane::cuda

@@ -1,5 +1,5 @@
 // Cuts a batch into items of work, on the device: the host need not know the lengths, so a graph
-// that was captured with some lengths can run with others.
+// that was captured with some lengths can run with others. Once for all layers of a step.
 
 #include "cuda/attention/attention_kernels.h"
 #include "cuda/attention/batch.cuh"
@@ -16,14 +16,6 @@ __device__ T sum_up_to_lane(T value) {
     if (lane >= by) value += other;
   }
   return value;
-}
-
-// Each lane checks a head, 32 at a time.
-__device__ void check_scales(const Work& work, const float* scales, int64_t stride, int32_t fault) {
-  if (scales == nullptr) return;
-  for (int64_t head = threadIdx.x; head < work.p.pages.num_kv_heads; head += kLanesOfWarp) {
-    if (!is_scale(scales[head * stride])) report(work.faults, fault);
-  }
 }
 
 __device__ int32_t check_sequence(const Work& work, int32_t s) {
@@ -60,10 +52,7 @@ __device__ Sequence read_sequence(const Work& work, int32_t s) {
 __global__ void plan_items(Work work) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x);
   const int32_t num_sequences = static_cast<int32_t>(work.p.num_sequences);
-  const PagesParams& pages = work.p.pages;
-  check_scales(work, pages.key_scales, pages.key_scale_stride, kBadKeyScales);
-  check_scales(work, pages.value_scales, pages.value_scale_stride, kBadValueScales);
-  if (lane == 0) *work.plan.num_taken = 0;
+  let_next_kernel_begin();
   int32_t short_end = 0, long_end = 0, split_end = 0;
   int64_t partial_end = 0, weight_end = 0;
   for (int32_t first = 0; first < num_sequences; first += kLanesOfWarp) {

@@ -9,6 +9,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "cuda/device/batch_copies.h"
 #include "cuda/device/device.h"
 #include "cuda/device/launch.h"
 #include "cuda/operations.h"
@@ -30,6 +31,9 @@ constexpr int kIdsOfLargeLaunch = 2016;
 // lanes) moves 128 KiB. Smaller pieces would leave the link idle between them, so a kernel copies
 // those. To be tuned on hardware.
 constexpr int64_t kMinBytesOfEngine = 128 << 10;
+// In a batch of copies the host spends less on each, but smaller ones leave the link idle again:
+// others measured that from 28 KiB down a kernel is faster (vLLM #57342).
+constexpr int64_t kMinBytesOfBatch = 32 << 10;
 // Thread blocks that keep the link busy: 2 us of 64 GB/s are 8 times what one of them has in
 // flight. No more than that, since attention runs beside a swap.
 constexpr int64_t kBlocksOfLink = 32;
@@ -261,32 +265,76 @@ void copy_blocks(const CopyBlocksParams& p, const Context& context) {
   for (const std::vector<Pair>& wave : waves_of(p)) launch_pairs(p, wave, 0, context);
 }
 
+namespace {
+
+// In order, by the copy engines: pools that overlap.
+void swap_in_order(const CopyBlocksParams& p, const Context& context) {
+  for (int64_t i = 0; i < p.num_pairs; ++i) {
+    const char* from = p.source + p.pairs[2 * i] * p.source_block_bytes;
+    char* to = p.destination + p.pairs[2 * i + 1] * p.destination_block_bytes;
+    if (from == to) continue;  // CUDA does not define a copy onto itself.
+    const size_t bytes = static_cast<size_t>(p.copy_bytes);
+    copy_rows(to, bytes, from, bytes, bytes, 1, context.stream);
+  }
+}
+
+// Copies of neighbours by the copy engines, queued when the last one has been added.
+class EngineCopies {
+ public:
+  // is_pinned: the memory of the host. The driver takes no other in a batch.
+  EngineCopies(const CopyBlocksParams& p, bool is_pinned, uintptr_t stream)
+      : p_(p),
+        stream_(stream),
+        in_batch_(is_pinned && has_batch_copies(stream)),
+        runs_are_whole_(p.copy_bytes == p.source_block_bytes &&
+                        p.copy_bytes == p.destination_block_bytes) {}
+
+  // Whether a kernel would be faster.
+  bool is_small(int64_t num_blocks) const {
+    const int64_t bytes = p_.copy_bytes * (runs_are_whole_ ? num_blocks : 1);
+    return bytes < (in_batch_ ? kMinBytesOfBatch : kMinBytesOfEngine);
+  }
+
+  void add(const Pair& first, int64_t num_blocks) {
+    char* to = p_.destination + first.to * p_.destination_block_bytes;
+    const char* from = p_.source + first.from * p_.source_block_bytes;
+    const size_t bytes = static_cast<size_t>(p_.copy_bytes);
+    if (!in_batch_) {
+      copy_rows(to, static_cast<size_t>(p_.destination_block_bytes), from,
+                static_cast<size_t>(p_.source_block_bytes), bytes, static_cast<size_t>(num_blocks),
+                stream_);
+    } else if (runs_are_whole_) {
+      batch_.add(to, from, bytes * static_cast<size_t>(num_blocks));
+    } else {
+      for (int64_t i = 0; i < num_blocks; ++i) {
+        batch_.add(to + i * p_.destination_block_bytes, from + i * p_.source_block_bytes, bytes);
+      }
+    }
+  }
+
+  void finish() {
+    if (in_batch_) copy_batch(batch_, stream_);
+  }
+
+ private:
+  const CopyBlocksParams& p_;
+  const uintptr_t stream_;
+  const bool in_batch_;
+  const bool runs_are_whole_;
+  BatchCopies batch_;
+};
+
+}  // namespace
+
 void swap_blocks(const CopyBlocksParams& p, const Context& context) {
   check_pairs(p);
   if (p.copy_bytes == 0 || p.num_pairs == 0) return;
-  const auto by_engine = [&](const Pair& first, int64_t num_blocks) {
-    copy_rows(p.destination + first.to * p.destination_block_bytes,
-              static_cast<size_t>(p.destination_block_bytes),
-              p.source + first.from * p.source_block_bytes,
-              static_cast<size_t>(p.source_block_bytes), static_cast<size_t>(p.copy_bytes),
-              static_cast<size_t>(num_blocks), context.stream);
-  };
-  if (overlap(p)) {
-    for (int64_t i = 0; i < p.num_pairs; ++i) {
-      const Pair pair = {p.pairs[2 * i], p.pairs[2 * i + 1]};
-      const bool is_itself = p.source + pair.from * p.source_block_bytes ==
-                             p.destination + pair.to * p.destination_block_bytes;
-      if (!is_itself) by_engine(pair, 1);  // CUDA does not define a copy onto itself.
-    }
-    return;
-  }
-  // Small runs are left for the kernel. The first one checks whether it can reach the memory.
-  const bool runs_are_whole =
-      p.copy_bytes == p.source_block_bytes && p.copy_bytes == p.destination_block_bytes;
+  if (overlap(p)) return swap_in_order(p, context);
+  // Small runs are left for the kernel, if it can reach the memory.
+  const std::optional<CopyBlocksParams> reachable = on_device(p);
+  EngineCopies engine(p, reachable.has_value(), context.stream);
   const std::vector<Pair> pairs = last_pairs_of(p);
   std::vector<Pair> small;
-  std::optional<CopyBlocksParams> reachable;
-  bool asked = false;
   for (size_t i = 0, end; i < pairs.size(); i = end) {
     end = i + 1;
     while (end < pairs.size() && pairs[end].to == pairs[end - 1].to + 1 &&
@@ -294,18 +342,14 @@ void swap_blocks(const CopyBlocksParams& p, const Context& context) {
       ++end;
     }
     const int64_t num_blocks = static_cast<int64_t>(end - i);
-    const bool is_small = p.copy_bytes * (runs_are_whole ? num_blocks : 1) < kMinBytesOfEngine;
-    if (is_small && !asked) {
-      reachable = on_device(p);
-      asked = true;
-    }
-    if (is_small && reachable) {
+    if (reachable && engine.is_small(num_blocks)) {
       small.insert(small.end(), pairs.begin() + static_cast<std::ptrdiff_t>(i),
                    pairs.begin() + static_cast<std::ptrdiff_t>(end));
     } else {
-      by_engine(pairs[i], num_blocks);
+      engine.add(pairs[i], num_blocks);
     }
   }
+  engine.finish();
   if (!small.empty()) launch_pairs(*reachable, small, kBlocksOfLink, context);
 }
 

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -18,6 +19,11 @@ struct Grid {
   int64_t x = 1;
   int64_t y = 1;
 };
+
+// kEarly: from sm_90 on, the kernel may begin while the one before it in the stream still runs
+// (programmatic dependent launch). It must read nothing that earlier kernels write, and write
+// nothing, before it calls wait_for_kernel_before().
+enum class Begins { kInOrder, kEarly };
 
 // The bytes of parameters that a launch may have with every driver. From this driver version
 // (CUDA 12.1) on, it may have 32764.
@@ -48,17 +54,22 @@ constexpr size_t bytes_of_parameters(void (*)(Parameters...)) {
 }
 
 template <auto kKernel, typename... Arguments>
-void launch(Grid grid, int num_threads, size_t shared_bytes, Stream,
-            const Arguments&... arguments) {
+void launch_when(Begins begins, Grid grid, int num_threads, size_t shared_bytes, Stream,
+                 const Arguments&... arguments) {
   if (grid.x == 0 || grid.y == 0) return;
   ++num_launches;
   if (shared_bytes > max_shared_bytes()) fail("more shared memory than a block can have");
   if (bytes_of_parameters(kKernel) > kParameterBytesForAll && !allows_large_parameters()) {
     fail("more parameters than the driver takes");
   }
-  emulator::launch({static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), 1},
-                   {static_cast<unsigned>(num_threads), 1, 1}, shared_bytes,
-                   [&] { kKernel(arguments...); });
+  // Copies of the arguments: a kernel that lets the next begin is not seen to have ended here.
+  emulator::launch(
+      {static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), 1},
+      {static_cast<unsigned>(num_threads), 1, 1}, shared_bytes,
+      [kept = std::make_shared<const std::tuple<Arguments...>>(arguments...)] {
+        std::apply(kKernel, *kept);
+      },
+      begins == Begins::kEarly);
 }
 
 inline int64_t num_multiprocessors() { return 1; }
@@ -162,9 +173,21 @@ void allow_shared(size_t shared_bytes) {
   if (device < kMaxDevices) allowed[device] = shared_bytes;
 }
 
+// Whether kernels can begin early on the current device. Cached for each device.
+inline bool can_begin_early() {
+  static std::atomic<int> known[kMaxDevices];  // 1 + the answer
+  const int device = current_device();
+  if (device < kMaxDevices && known[device] > 0) return known[device] == 2;
+  int major = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+        "cudaDeviceGetAttribute");
+  if (device < kMaxDevices) known[device] = major >= 9 ? 2 : 1;
+  return major >= 9;
+}
+
 template <typename... Parameters, typename... Arguments>
-void launch_with(void (*kernel)(Parameters...), Grid grid, int num_threads, size_t shared_bytes,
-                 Stream stream, const Arguments&... arguments) {
+void launch_with(void (*kernel)(Parameters...), Begins begins, Grid grid, int num_threads,
+                 size_t shared_bytes, Stream stream, const Arguments&... arguments) {
   // Converted to the kernel's parameter types: the runtime only copies their bytes.
   std::tuple<Parameters...> values(arguments...);
   void* pointers[sizeof...(Parameters)];
@@ -174,20 +197,27 @@ void launch_with(void (*kernel)(Parameters...), Grid grid, int num_threads, size
         ((pointers[i++] = &value), ...);
       },
       values);
-  const dim3 blocks(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));
-  check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), blocks,
-                         dim3(static_cast<unsigned>(num_threads)), pointers, shared_bytes,
-                         reinterpret_cast<cudaStream_t>(stream)),
-        "cudaLaunchKernel");
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));
+  config.blockDim = dim3(static_cast<unsigned>(num_threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = reinterpret_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = begins == Begins::kEarly && can_begin_early() ? 1 : 0;
+  check(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers),
+        "cudaLaunchKernelExC");
 }
 
 // Launches a kernel on the current device without waiting for it. An empty grid is not launched.
 template <auto kKernel, typename... Arguments>
-void launch(Grid grid, int num_threads, size_t shared_bytes, Stream stream,
-            const Arguments&... arguments) {
+void launch_when(Begins begins, Grid grid, int num_threads, size_t shared_bytes, Stream stream,
+                 const Arguments&... arguments) {
   if (grid.x == 0 || grid.y == 0) return;
   allow_shared<kKernel>(shared_bytes);
-  launch_with(kKernel, grid, num_threads, shared_bytes, stream, arguments...);
+  launch_with(kKernel, begins, grid, num_threads, shared_bytes, stream, arguments...);
 }
 
 inline int64_t num_multiprocessors() {
@@ -257,5 +287,11 @@ inline void copy_rows(void* destination, size_t destination_stride, const void* 
 }
 
 #endif
+
+template <auto kKernel, typename... Arguments>
+void launch(Grid grid, int num_threads, size_t shared_bytes, Stream stream,
+            const Arguments&... arguments) {
+  launch_when<kKernel>(Begins::kInOrder, grid, num_threads, shared_bytes, stream, arguments...);
+}
 
 }  // namespace kvplane::cuda

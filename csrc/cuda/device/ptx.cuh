@@ -113,6 +113,13 @@ __device__ inline void copy_async_16(void* shared, const void* global, bool want
   emulator::copy_async(shared, global, 16, wanted ? 16 : 0, site);
 }
 __device__ inline void commit_copies() { emulator::commit_copies(); }
+
+// Returns when the kernels before this one in the stream have ended, and what they wrote is there:
+// at once in a kernel that was not launched to begin early.
+__device__ inline void wait_for_kernel_before() { emulator::wait_for_kernel_before(); }
+// The next kernel of the stream may begin, if it was launched to begin early, when every block of
+// this one has said so or ended.
+__device__ inline void let_next_kernel_begin() { emulator::let_next_kernel_begin(); }
 template <int kNumGroupsLeft>
 __device__ void wait_for_copies() {
   emulator::wait_for_copies(kNumGroupsLeft);
@@ -315,6 +322,17 @@ __device__ inline void copy_async_16(void* shared, const void* global, bool want
                : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+__device__ inline void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ inline void let_next_kernel_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 template <int kNumGroupsLeft>
 __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" : : "n"(kNumGroupsLeft) : "memory");

@@ -125,7 +125,7 @@ class PlanningRig:
         """Abort all plans in flight, under the next number."""
         self.session.numbers.use()
         abort_plans(self.session, next_plan=self.session.numbers.last + 1)
-        self.sharing.aborted(self.sharing.members[self.session.id])
+        self.sharing.aborted(self.sharing.members[self.session.id], queries.states(self.session))
 
     def receipt(self, session: Session, number: int) -> tpb.SignedPayload:
         payload = tpb.Receipt(

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <new>
@@ -73,7 +74,7 @@ double number_at(Dtype dtype, const void* data, int64_t i) {
 
 class Check {
  public:
-  Check(const Sizes& sizes, unsigned seed) : s_(sizes), rng_(seed) {
+  Check(const Sizes& sizes, unsigned seed) : s_(sizes), rng_(seed), has_plan_(seed % 2 == 1) {
     lay_out();
     const int64_t context = static_cast<int64_t>(slots_.size());
     for (int64_t h = 0; h < s_.num_kv_heads; ++h) {
@@ -237,7 +238,30 @@ class Check {
     const int64_t bytes = attention_workspace_bytes(p, needed);
     const DeviceMemory workspace(static_cast<size_t>(bytes));
     if (needed > 0) refuse_less(p, attention_workspace_bytes(p, 0));
-    paged_attention(p, {0, kSplit, workspace.data(), bytes}, {0, faults});
+    if (has_plan_) {
+      attend_by_plan(p, workspace.data(), bytes, needed, faults);
+    } else {
+      paged_attention(p, {0, kSplit, workspace.data(), bytes}, {0, faults});
+      emulator::finish();
+    }
+  }
+
+  int64_t out_bytes() const {
+    return num_tokens_ * s_.num_heads * s_.head_size * dtype_bytes(s_.dtype);
+  }
+
+  // As two layers do: the second call finds what the first one left in the workspace.
+  void attend_by_plan(const PagedAttentionParams& p, void* workspace, int64_t bytes,
+                      int64_t num_partials, int32_t* faults) {
+    const DeviceMemory memory(static_cast<size_t>(attention_plan_bytes(p.num_sequences)));
+    const cuda::AttentionPlan plan =
+        plan_attention(p, {0, kSplit, nullptr, 0}, num_partials, memory.data(), {0, faults});
+    for (int layer = 0; layer < 2; ++layer) {
+      emulator::finish();
+      std::memset(p.out, 0xFF, static_cast<size_t>(out_bytes()));
+      paged_attention(p, {0, kSplit, workspace, bytes, &plan}, {0, faults});
+    }
+    emulator::finish();
   }
 
   // Without room for its partial results a batch is reported, and nothing is written past the end.
@@ -245,6 +269,7 @@ class Check {
     int32_t faults = 0;
     const DeviceMemory workspace(static_cast<size_t>(bytes));
     paged_attention(p, {0, kSplit, workspace.data(), bytes}, {0, &faults});
+    emulator::finish();
     if (faults != kBadWorkspace) throw std::runtime_error("a workspace too small is not reported");
   }
 
@@ -320,6 +345,7 @@ class Check {
 
   const Sizes s_;
   std::mt19937 rng_;
+  const bool has_plan_;  // made once for two calls
   int64_t num_tokens_ = 0, num_blocks_ = 0, max_blocks_ = 0;
   std::vector<int32_t> tables_;
   std::vector<float> key_scales_, value_scales_, sinks_;

@@ -29,6 +29,11 @@ FMA, COMBINE, PLAN = (f"attention/{name}.cu" for name in ("attention_fma", "comb
 BATCH, TILES, CUTTING = (f"attention/{name}" for name in ("batch.cuh", "tiles.cuh", "cutting.h"))
 CACHE, EIGHT_BITS = "cache/reshape_and_cache.cu", "device/eight_bits.cuh"
 
+# How a kernel begins that may be launched while the plan is made.
+_WAITS = "  wait_for_kernel_before();\n  let_next_kernel_begin();\n"
+_BEGINS = "  begin_call(work);\n"
+_READS = "  const int32_t num_items = work.plan.short_ends[work.p.num_sequences - 1];\n"
+
 MUTANTS = {
     "missing_barrier": Mutant(
         SHORT,
@@ -64,14 +69,14 @@ MUTANTS = {
     ),
     "table_read_out_of_bounds": Mutant(
         BATCH,
-        "if (position < wanted.begin || position >= wanted.end) return -1;",
-        "if (position < wanted.begin) return -1;",
+        "if (!is_in(wanted, position)) return raw;",
+        "if (position < wanted.begin) return raw;",
         found_by=ASAN,
     ),
     "unused_slots_taken_along": Mutant(
         BATCH,
-        "if (position < wanted.begin || position >= wanted.end) return -1;",
-        "if (position < wanted.begin || position >= (wanted.end + 15) / 16 * 16) return -1;",
+        "return position >= span.begin && position < span.end;",
+        "return position >= span.begin && position < (span.end + 15) / 16 * 16;",
     ),
     "warp_goes_on_alone": Mutant(
         SHORT,
@@ -174,6 +179,16 @@ MUTANTS = {
         SHORT,
         "    begin_rows(rows);\n#pragma unroll\n    for (auto& of_dims",
         "    for (auto& of_dims",
+    ),
+    "items_that_the_last_layer_took_count": Mutant(
+        BATCH, "if (threadIdx.x == 0) *work.scratch.num_taken = 0;", ""
+    ),
+    "a_kernel_begins_before_the_plan_is_there": Mutant(SHORT, _WAITS + _BEGINS, _BEGINS),
+    "the_plan_is_read_before_it_is_there": Mutant(
+        FMA,
+        _WAITS + _BEGINS + _READS,
+        _READS + _WAITS + _BEGINS,
+        found_by=TSAN,
     ),
     "a_share_ends_an_item_early": Mutant(
         SHORT, "* (blockIdx.x + 1) / gridDim.x;", "* (blockIdx.x + 1) / gridDim.x - 9;"

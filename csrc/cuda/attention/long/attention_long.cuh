@@ -286,15 +286,15 @@ __device__ void write_rows(const Work& work, const Item& item, int32_t first_row
     const int64_t row = (item.sequence.first_token + token) * work.p.num_heads + head;
     if (!is_whole) {
       const int64_t partial = partial_row(work, item.sequence, item.split, token, head);
-      float* to = work.plan.partial_outs + partial * all_dims + first_dim;
+      float* to = work.scratch.partial_outs + partial * all_dims + first_dim;
 #pragma unroll
       for (int d = 0; d < kValueSize / 16; ++d) {
         store_four_partials<Kv>(to + 16 * d, head_size - 16 * d, lane % 4, &out[2 * d][2 * j],
                                 &out[2 * d + 1][2 * j]);
       }
       if (lane % 4 == 0 && item.part == 0) {
-        work.plan.partial_states[2 * partial] = rows.maximum[j];
-        work.plan.partial_states[2 * partial + 1] = sum;
+        work.scratch.partial_states[2 * partial] = rows.maximum[j];
+        work.scratch.partial_states[2 * partial + 1] = sum;
       }
       continue;
     }
@@ -357,11 +357,13 @@ __global__ void __launch_bounds__(kLongWarps* kLanesOfWarp, 1) attend_long(Work 
   KVPLANE_DYNAMIC_SHARED(unsigned char, shared);
   // Two in turn: one may still be read while the other is written.
   int32_t* const next = reinterpret_cast<int32_t*>(shared + Tile::kPadding);
+  wait_for_kernel_before();
+  let_next_kernel_begin();
   const int32_t num_items = work.plan.long_ends[work.p.num_sequences - 1];
   int32_t i = static_cast<int32_t>(blockIdx.x);
   for (int turn = 0; i < num_items; turn = 1 - turn) {
     if (threadIdx.x == 0) {
-      next[turn] = static_cast<int32_t>(gridDim.x) + atomicAdd(work.plan.num_taken, 1);
+      next[turn] = static_cast<int32_t>(gridDim.x) + atomicAdd(work.scratch.num_taken, 1);
     }
     attend_long_item<Kv, kHeadSize>(
         work, find_item(work, work.plan.long_ends, kRowsOfLongTile, work.long_parts, i), shared);
@@ -371,18 +373,19 @@ __global__ void __launch_bounds__(kLongWarps* kLanesOfWarp, 1) attend_long(Work 
 }
 
 template <typename Kv, int kHeadSize>
-void launch_long_of(const Work& work, int64_t max_items, uintptr_t stream) {
+void launch_long_of(const Work& work, const Launch& how) {
   constexpr int kThreads = kLongWarps * kLanesOfWarp;
   constexpr size_t kBytes = LongTile<Kv, kHeadSize>::kSharedBytes;
   constexpr auto kKernel = &attend_long<Kv, kHeadSize>;
   const int64_t at_once = resident_blocks<kKernel>(kThreads, kBytes);
-  launch<kKernel>({min_of(at_once, max_items)}, kThreads, kBytes, stream, work);
+  launch_when<kKernel>(how.begins, {min_of(at_once, how.max_items)}, kThreads, kBytes, how.stream,
+                       work);
 }
 
 template <typename Kv>
-void launch_long(const Work& work, int64_t max_items, uintptr_t stream) {
+void launch_long(const Work& work, const Launch& how) {
   with_head_size(work.p.pages.head_size,
-                 [&](auto head_size) { launch_long_of<Kv, head_size>(work, max_items, stream); });
+                 [&](auto head_size) { launch_long_of<Kv, head_size>(work, how); });
 }
 
 }  // namespace kvplane::cuda

@@ -2,6 +2,6 @@
 
 namespace kvplane::cuda {
 
-template void launch_long<E4m3>(const Work&, int64_t, uintptr_t);
+template void launch_long<E4m3>(const Work&, const Launch&);
 
 }  // namespace kvplane::cuda

@@ -156,13 +156,13 @@ __device__ void write_column(const Work& work, const Item& item, int32_t split, 
       if (is_whole) {
         store_number(work.p, row * head_size + d, value / total.sum * (scale * total.factor));
       } else {
-        work.plan.partial_outs[partial * head_size + d] = value;
+        work.scratch.partial_outs[partial * head_size + d] = value;
       }
     }
     if (threadIdx.x != 0) continue;
     if (!is_whole) {
-      work.plan.partial_states[2 * partial] = maximum;
-      work.plan.partial_states[2 * partial + 1] = sum;
+      work.scratch.partial_states[2 * partial] = maximum;
+      work.scratch.partial_states[2 * partial + 1] = sum;
     } else if (work.p.lse != nullptr) {
       work.p.lse[row] = log_sum_exp(total.maximum, total.sum);
     }
@@ -225,6 +225,10 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
   float out[kHeadSize / 16][kColumns][4] = {};
 
   const auto find = [&](int32_t tile) { return find_tile_row(work, item, tile * kTileRows, seen); };
+  const int32_t row_of_lane = lane % kTileRows;
+  const auto read = [&](int32_t tile) {
+    return read_entry(work, item.sequence.index, tile * kTileRows + row_of_lane, seen);
+  };
   // Tile n of the sequence is for warp n % kWarps, wherever the span begins.
   const int32_t begin = seen.begin / kTileRows;
   const int32_t end = seen.begin < seen.end ? div_ceil(seen.end, kTileRows) : begin;
@@ -244,8 +248,9 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
     const int32_t tile = first + i * kWarps;
     start_copy(tile, i, find(tile));
   }
-  // The next tile's addresses are looked up while this one's copies are in flight.
-  int64_t next_row = find(first + (Ring::kStages - 1) * kWarps);
+  // The next tile's table entries are read while this one's copies are in flight, and only then
+  // looked at.
+  RawEntry next_entry = read(first + (Ring::kStages - 1) * kWarps);
   int stage = 0;
   int32_t tile = first;
   for (int32_t n = 0; n < num_splits; ++n) {
@@ -258,8 +263,10 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
       __syncwarp();  // Until all lanes' copies have arrived and the stage to be filled has been
                      // read.
       const int32_t ahead = tile + (Ring::kStages - 1) * kWarps;
-      start_copy(ahead, (stage + Ring::kStages - 1) % Ring::kStages, next_row);
-      next_row = find(ahead + kWarps);
+      const int64_t row = row_of_entry(work, next_entry, item.kv_head,
+                                       ahead * kTileRows + row_of_lane, seen, lane >= kTileRows);
+      start_copy(ahead, (stage + Ring::kStages - 1) % Ring::kStages, row);
+      next_entry = read(ahead + kWarps);
 
       const unsigned char* keys = ring + stage * Ring::kStageBytes;
       const unsigned char* values = keys + Ring::kTile;
@@ -326,6 +333,9 @@ __global__ void __launch_bounds__(kShortWarps<Kv, kHeadSize>* kLanesOfWarp, 1)
     attend_short(Work work) {
   using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
   KVPLANE_DYNAMIC_SHARED(unsigned char, shared);
+  wait_for_kernel_before();
+  let_next_kernel_begin();
+  begin_call(work);
   const int32_t num_sequences = static_cast<int32_t>(work.p.num_sequences);
   const int64_t* weights = work.plan.weights;
   const auto before = [&](int32_t s) { return s == 0 ? 0 : weights[s - 1]; };
@@ -362,47 +372,48 @@ int64_t resident_short_blocks() {
 }
 
 template <typename Kv, int kHeadSize, int kColumns, int kStages>
-void launch_short_with(const Work& work, int64_t max_items, uintptr_t stream) {
+void launch_short_with(const Work& work, const Launch& how) {
   using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
   constexpr auto kKernel = &attend_short<Kv, kHeadSize, kColumns, kStages>;
   const int64_t at_once = resident_short_blocks<Kv, kHeadSize, kColumns, kStages>();
-  launch<kKernel>({min_of(at_once, max_items)}, Ring::kThreads, Ring::kSharedBytes, stream, work);
+  launch_when<kKernel>(how.begins, {min_of(at_once, how.max_items)}, Ring::kThreads,
+                       Ring::kSharedBytes, how.stream, work);
 }
 
 // The most stages, unless only fewer leave room for a second block beside the first: a block's
 // copies then hide the end of the other's item.
 template <typename Kv, int kHeadSize, int kColumns>
-void launch_short_of(const Work& work, int64_t max_items, uintptr_t stream) {
+void launch_short_of(const Work& work, const Launch& how) {
   constexpr int kMost = kMostStages<Kv, kHeadSize>, kFew = kFewStages<Kv, kHeadSize>;
   if constexpr (kFew < kMost) {
     const int64_t with_most = resident_short_blocks<Kv, kHeadSize, kColumns, kMost>();
     const int64_t with_few = resident_short_blocks<Kv, kHeadSize, kColumns, kFew>();
     if (with_most < 2 * num_multiprocessors() && with_few > with_most) {
-      return launch_short_with<Kv, kHeadSize, kColumns, kFew>(work, max_items, stream);
+      return launch_short_with<Kv, kHeadSize, kColumns, kFew>(work, how);
     }
   }
-  launch_short_with<Kv, kHeadSize, kColumns, kMost>(work, max_items, stream);
+  launch_short_with<Kv, kHeadSize, kColumns, kMost>(work, how);
 }
 
 template <typename Kv, int kHeadSize>
-void launch_short_of(const Work& work, int64_t max_items, uintptr_t stream) {
+void launch_short_of(const Work& work, const Launch& how) {
   if constexpr (short_tile_rows(32, kHeadSize) == 32) {
     if (work.short_tile_rows == 32) {
-      return launch_short_of<Kv, kHeadSize, 4>(work, max_items, stream);
+      return launch_short_of<Kv, kHeadSize, 4>(work, how);
     }
   }
   if constexpr (short_tile_rows(16, kHeadSize) == 16) {
     if (work.short_tile_rows == 16) {
-      return launch_short_of<Kv, kHeadSize, 2>(work, max_items, stream);
+      return launch_short_of<Kv, kHeadSize, 2>(work, how);
     }
   }
-  launch_short_of<Kv, kHeadSize, 1>(work, max_items, stream);
+  launch_short_of<Kv, kHeadSize, 1>(work, how);
 }
 
 template <typename Kv>
-void launch_short(const Work& work, int64_t max_items, uintptr_t stream) {
+void launch_short(const Work& work, const Launch& how) {
   with_head_size(work.p.pages.head_size,
-                 [&](auto head_size) { launch_short_of<Kv, head_size>(work, max_items, stream); });
+                 [&](auto head_size) { launch_short_of<Kv, head_size>(work, how); });
 }
 
 template <typename Kv>

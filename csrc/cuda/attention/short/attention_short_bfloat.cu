@@ -2,7 +2,7 @@
 
 namespace kvplane::cuda {
 
-template void launch_short<Bfloat>(const Work&, int64_t, uintptr_t);
+template void launch_short<Bfloat>(const Work&, const Launch&);
 template size_t least_shared_bytes<Bfloat>(int64_t);
 
 }  // namespace kvplane::cuda

@@ -2,7 +2,7 @@
 
 namespace kvplane::cuda {
 
-template void launch_short<E4m3>(const Work&, int64_t, uintptr_t);
+template void launch_short<E4m3>(const Work&, const Launch&);
 template size_t least_shared_bytes<E4m3>(int64_t);
 
 }  // namespace kvplane::cuda

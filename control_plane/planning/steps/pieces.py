@@ -1,0 +1,81 @@
+"""Work that takes long, in pieces: others' requests run in between.
+
+A generator yields after each piece, of a millisecond or a few, and returns what the work came to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Final, TypeVar
+
+from kvplane.errors import InvalidRequestError
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32
+
+T = TypeVar("T")
+Pieces = Generator[None, None, T]
+
+PIECE_TOKENS: Final = 65_536
+"""Tokens that are taken in at a time: a millisecond or two."""
+_ID_BYTES: Final = 8
+_TOKEN_BYTES: Final = 4
+
+
+def finished(pieces: Pieces[T]) -> T:
+    """What the work comes to, with no pause."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+
+def num_tokens_of(operation: cpb.Operation) -> int:
+    """Tokens that an operation brings."""
+    num_bytes = len(operation.append.token_ids) + len(operation.admit.token_ids)
+    return num_bytes // _TOKEN_BYTES
+
+
+def parts_of(message: cpb.Append) -> Iterator[tuple[int, cpb.Append]]:
+    """The append in parts of about ``PIECE_TOKENS``, each with the index of its first item. An
+    append of which the columns do not fit together stays whole, to be refused as such.
+    """
+    num = len(message.sequence_ids) // _ID_BYTES
+    try:
+        num_tokens = columns.read(INT32, message.num_tokens, "num_tokens", length=num)
+    except InvalidRequestError:
+        num_tokens = None
+    if num_tokens is None or not _fit(message, num, sum(num_tokens), min(num_tokens, default=0)):
+        yield 0, message
+        return
+    first = first_token = token = 0
+    for item, given in enumerate(num_tokens, 1):
+        token += given
+        if token - first_token < PIECE_TOKENS and item < num:
+            continue
+        ids, counts = slice(first * 8, item * 8), slice(first * 4, item * 4)
+        yield (
+            first,
+            cpb.Append(
+                sequence_ids=message.sequence_ids[ids],
+                first_positions=message.first_positions[ids],
+                num_slots=message.num_slots[counts],
+                num_tokens=message.num_tokens[counts],
+                token_ids=message.token_ids[first_token * 4 : token * 4],
+                num_lookahead_slots=message.num_lookahead_slots[counts],
+            ),
+        )
+        first, first_token = item, token
+
+
+def _fit(message: cpb.Append, num: int, num_tokens: int, fewest: int) -> bool:
+    """Whether the columns are those of ``num`` items with so many tokens in all."""
+    return (
+        num > 0
+        and fewest >= 0
+        and len(message.sequence_ids) == len(message.first_positions) == 8 * num
+        and len(message.num_slots) == 4 * num
+        and len(message.num_lookahead_slots) in (0, 4 * num)
+        and len(message.token_ids) == 4 * num_tokens
+    )

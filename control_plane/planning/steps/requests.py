@@ -1,0 +1,209 @@
+"""The requests that have numbers: step, submit_receipts, abort_plan and resync.
+
+Each applies its receipts first. One that takes long is run in pieces; between two of them other
+sessions' requests run, and nothing changes its own session but its end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from control_plane.planning.config import CoreConfig
+from control_plane.planning.pools.pool import Pool
+from control_plane.planning.queries import states
+from control_plane.planning.quotas import Quotas
+from control_plane.planning.session import Session
+from control_plane.planning.sharing.member import Member
+from control_plane.planning.sharing.sharing import Sharing
+from control_plane.planning.steps.abort import abort_from, abort_plans
+from control_plane.planning.steps.deferred_tokens import take_deferred_tokens
+from control_plane.planning.steps.numbering import content_of
+from control_plane.planning.steps.pieces import PIECE_TOKENS, Pieces, num_tokens_of
+from control_plane.planning.steps.planner import Planner, check_no_plan, read_operations
+from control_plane.planning.steps.plans import finish_plan
+from control_plane.planning.steps.receipts import take_receipts
+from control_plane.planning.traffic import TrafficObserver, observed
+from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+
+_LOGGER: Final = logging.getLogger(__name__)
+# More than this of it makes a request take some milliseconds.
+_MANY_TOKENS: Final = 4 * PIECE_TOKENS
+_MANY_SEQUENCES: Final = 4096
+_MANY_BLOCKS: Final = 65_536
+
+Request = cpb.StepRequest | cpb.SubmitReceiptsRequest | cpb.AbortPlanRequest | cpb.ResyncRequest
+
+
+class Requests:
+    """Runs the numbered requests of all sessions."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        quotas: Quotas,
+        observer: TrafficObserver | None,
+        sharing_of: Callable[[Pool], Sharing],
+        require_open: Callable[[Session], None],
+    ) -> None:
+        """``require_open`` raises why a session is over."""
+        self._config = config
+        self._quotas = quotas
+        self._observer = observer
+        self._sharing_of = sharing_of
+        self._require_open = require_open
+        self._run: dict[type, Callable[[Member, Any, bool], Pieces[Any]]] = {
+            cpb.StepRequest: self._step,
+            cpb.SubmitReceiptsRequest: self._submit_receipts,
+            cpb.AbortPlanRequest: self._abort_plan,
+            cpb.ResyncRequest: self._resync,
+        }
+
+    def takes_long(self, session: Session, request: Request) -> bool:
+        """Whether others should be served while the request runs."""
+        if type(request) is cpb.StepRequest:
+            if sum(map(num_tokens_of, request.operations)) > _MANY_TOKENS:
+                return True
+            if not session.resync_due:
+                return False
+        native, slot = session.native, session.slot
+        return native.num_sequences(slot) > _MANY_SEQUENCES or session.num_held() > _MANY_BLOCKS
+
+    def answer(self, session: Session, request: Request, *, in_pieces: bool = False) -> Pieces[Any]:
+        """Run a request under its number, or repeat the answer that it got. Ends with the answer,
+        or raises why the request failed as a whole. Yields only if ``in_pieces``.
+        """
+        if in_pieces:  # it may have had to wait
+            self._require_open(session)
+        content = content_of(request)
+        answer = session.numbers.repeated(request.number, content)
+        if answer is not None:
+            self._take_again(session, request)
+            return answer.result()
+        if type(request) is cpb.StepRequest:
+            self._quotas.take_step(session.tenant, session.pool.now_s)
+        session.numbers.use()
+        sharing = self._sharing_of(session.pool)
+        member = sharing.members[session.id]
+        pieces = self._run[type(request)](member, request, in_pieces)
+        try:
+            message = yield from self._held(session, sharing, pieces) if in_pieces else pieces
+        except KvplaneError as error:
+            session.numbers.remember(content, None, error)
+            raise
+        finally:
+            sharing.serve()
+        if isinstance(message, cpb.StepResponse) and (news := member.take_news()) is not None:
+            message.result.news.CopyFrom(news)
+        session.numbers.remember(content, message)
+        return message
+
+    def _held(self, session: Session, sharing: Sharing, pieces: Pieces[Any]) -> Pieces[Any]:
+        """The pieces, while the pool's line decides nothing."""
+        sharing.is_held = True
+        try:
+            while True:
+                try:
+                    next(pieces)
+                except StopIteration as end:
+                    return end.value
+                yield
+                self._require_open(session)
+        finally:
+            sharing.is_held = False
+
+    def _take_again(self, session: Session, request: Request) -> None:
+        # A receipt is true whenever it arrives. One that is refused does not change the answer.
+        try:
+            take_receipts(session, self._bounded(request.receipts))
+        except KvplaneError as error:
+            _LOGGER.info("a repeated request brought a receipt that was refused: %s", error.reason)
+
+    def _step(
+        self, member: Member, request: cpb.StepRequest, in_pieces: bool
+    ) -> Pieces[cpb.StepResponse]:
+        self._take_past(member, request)
+        session = member.session
+        operations = read_operations(request.operations, self._config.max_operations)
+        if len(session.plans) >= self._config.max_plans_in_flight:
+            check_no_plan(member, operations)
+        response = cpb.StepResponse(number=request.number)
+        result = response.result
+        session.native.begin(session.slot, request.number)
+        planner = Planner(member, self._sharing_of(session.pool), self._quotas)
+        run, add = observed(self._observer, session, planner.run), result.results.add
+        num_tokens = 0
+        for i, operation in enumerate(operations):
+            if in_pieces:
+                if num_tokens >= PIECE_TOKENS:
+                    yield
+                    num_tokens = 0
+                num_tokens += num_tokens_of(request.operations[i])
+                if operation[0] == "append" and num_tokens >= PIECE_TOKENS:
+                    yield from planner.append_in_pieces(i, operation[1], add())
+                    continue
+            run(i, operation, add())
+        if in_pieces:
+            yield
+        finish_plan(member, request.number, result, request.traceparent)
+        pool = session.pool
+        result.usage.CopyFrom(pool.usage())
+        result.revision = pool.revision()
+        return response
+
+    def _submit_receipts(
+        self, member: Member, request: cpb.SubmitReceiptsRequest, in_pieces: bool
+    ) -> Pieces[cpb.SubmitReceiptsResponse]:
+        self._take_past(member, request)
+        yield from ()  # it is one piece
+        pool = member.session.pool
+        return cpb.SubmitReceiptsResponse(usage=pool.usage(), revision=pool.revision())
+
+    def _abort_plan(
+        self, member: Member, request: cpb.AbortPlanRequest, in_pieces: bool
+    ) -> Pieces[cpb.AbortPlanResponse]:
+        session = member.session
+        take_receipts(session, self._bounded(request.receipts))
+        abort_from(session, request.plan_number)
+        session.pool.statistics.num_aborts += 1
+        if in_pieces:
+            yield
+        sequences = states(session)
+        self._sharing_of(session.pool).aborted(member, sequences)
+        return cpb.AbortPlanResponse(sequences=sequences)
+
+    def _resync(
+        self, member: Member, request: cpb.ResyncRequest, in_pieces: bool
+    ) -> Pieces[cpb.ResyncResponse]:
+        session = member.session
+        take_receipts(session, self._bounded(request.receipts))
+        abort_plans(session, next_plan=request.number)
+        session.pool.statistics.num_resyncs += 1
+        if in_pieces:
+            yield
+        sequences = states(session)
+        self._sharing_of(session.pool).aborted(member, sequences)
+        if in_pieces:
+            yield
+        response = cpb.ResyncResponse(sequences=sequences)
+        session.native.begin(session.slot, request.number)
+        finish_plan(member, request.number, response)
+        return response
+
+    def _take_past(
+        self, member: Member, request: cpb.StepRequest | cpb.SubmitReceiptsRequest
+    ) -> None:
+        take_receipts(member.session, self._bounded(request.receipts))
+        if request.HasField("deferred_tokens"):
+            take_deferred_tokens(member, request.deferred_tokens, self._config.max_operations)
+
+    def _bounded(self, receipts: Sequence[tpb.SignedPayload]) -> Sequence[tpb.SignedPayload]:
+        most = self._config.max_operations
+        if len(receipts) > most:
+            raise InvalidRequestError(
+                f"must be at most {most} receipts, not {len(receipts)}", field="receipts"
+            )
+        return receipts

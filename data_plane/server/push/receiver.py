@@ -1,0 +1,282 @@
+"""Takes blocks from other data planes: a gRPC server of its own, on threads.
+
+    ReceiveBlocks (event loop) ──► ticket ──► sender
+    PushBlocks (a thread) ◄── ticket, chunks ──┘
+          └──► checksum ──► a write on the worker thread, in the turn of who got the ticket
+
+Bytes come several times as fast as through the event loop of the other calls, and hold none of
+them up. Each push has a chunk or two in memory, and there are only so many at one time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, Final, NoReturn
+
+import grpc
+import torch
+from grpc_status import rpc_status
+
+from data_plane.executor import Executor
+from data_plane.kernels.cuda_streams import device_errors
+from data_plane.memory.pool import TORCH_DTYPES
+from data_plane.memory.upload import upload
+from data_plane.places import check_group, place_of
+from data_plane.server.fair_queue import Lane
+from data_plane.server.push import chunks
+from data_plane.server.push.counts import PushCounts
+from data_plane.server.push.tickets import Ticket, Tickets
+from data_plane.server.worker_thread import WorkerThread
+from kvplane.errors import (
+    InternalError,
+    InvalidRequestError,
+    KvplaneError,
+    LayoutMismatchError,
+    PlaneUnavailableError,
+)
+from kvplane.serving.access import AccessList
+from kvplane.serving.identity import Gate
+from kvplane.serving.logs import frames_of
+from kvplane.serving.server import ServerTls, credentials
+from kvplane.shard import Shard
+from kvplane.v1 import data_pb2, push_pb2, push_pb2_grpc
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire.error_codec import to_rich_status
+
+_LOGGER: Final = logging.getLogger(__name__)
+_SERVICE: Final = push_pb2.DESCRIPTOR.services_by_name["BlockPushService"]
+_PUSH: Final = f"/{_SERVICE.full_name}/PushBlocks"
+# How long a sender may be silent.
+STALL_S: Final = 10.0
+_OVERHEAD_BYTES: Final = 4096
+
+
+class BlockReceiver(push_pb2_grpc.BlockPushServiceServicer):
+    """Serves pushes from ``start`` to ``stop``."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        worker: WorkerThread,
+        access: AccessList,
+        counts: PushCounts,
+        *,
+        bind: str,
+        advertise: str = "",
+        tls: ServerTls | None = None,
+        max_pushes: int = 4,
+    ) -> None:
+        """Bind the address. ``advertise``: what tickets say; empty for the one bound. Raises
+        OSError when the address cannot be bound or a TLS file cannot be read.
+        """
+        self.tickets = Tickets()
+        self._executor = executor
+        self._worker = worker
+        self._gate = Gate(access, [_SERVICE])
+        self._counts = counts
+        layout, shard = executor.layout, executor.shard
+        most = chunks.max_chunk_bytes(layout, shard) + _OVERHEAD_BYTES
+        self._threads = ThreadPoolExecutor(max_pushes, "push")
+        self._server = grpc.server(
+            self._threads,
+            options=[
+                ("grpc.max_receive_message_length", most),
+                ("grpc.compression_enabled_algorithms_bitset", 1),
+                ("grpc.max_allowed_incoming_connections", 16 * max_pushes),
+                ("grpc.max_concurrent_streams", max_pushes),
+                ("grpc.so_reuseport", 0),
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
+            ],
+            maximum_concurrent_rpcs=max_pushes,
+        )
+        host = bind.rpartition(":")[0]
+        try:
+            if tls is not None:
+                port = self._server.add_secure_port(bind, credentials(tls))
+            else:
+                port = self._server.add_insecure_port(bind)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {bind}") from error
+        self.address = advertise or f"{host}:{port}"
+        """Where other data planes connect to."""
+        push_pb2_grpc.add_BlockPushServiceServicer_to_server(self, self._server)
+
+    def start(self) -> None:
+        """Take pushes."""
+        self._server.start()
+
+    def stop(self, grace_s: float) -> None:
+        """Take no more; those under way have ``grace_s`` to end. Returns when they have."""
+        self._server.stop(grace_s).wait()
+        self._threads.shutdown()
+
+    def give(
+        self, session_id: int, plan_number: int, sequence_id: int, lane: Lane
+    ) -> data_pb2.PushTicket:
+        """A ticket for a span of a session's latest plan; to be called as a command. ``lane``:
+        whose time the writes count as. Raises QuotaExceededError and as ``Executor.span_blocks``.
+        """
+        executor = self._executor
+        blocks = executor.span_blocks(session_id, sequence_id, plan_number)
+        size = chunks.num_bytes(executor.layout, executor.shard, len(blocks))
+        ticket = Ticket(session_id, plan_number, sequence_id, blocks, size, lane)
+        return data_pb2.PushTicket(
+            address=self.address,
+            secret=self.tickets.give(ticket),
+            first_block=blocks.start,
+            num_blocks=len(blocks),
+        )
+
+    def PushBlocks(
+        self, request_iterator: Iterator[push_pb2.PushBlocksRequest], context: Any
+    ) -> push_pb2.PushBlocksResponse:
+        try:
+            self._gate.admit(_PUSH, context)
+            with _cut_off_when_silent(context) as heard:
+                requests = _each(request_iterator, heard)
+                answer = self._receive(requests)
+        except Exception as error:
+            self._refuse(error, context)
+        self._counts.ended("received", "OK")
+        return answer
+
+    def _receive(
+        self, requests: Iterator[push_pb2.PushBlocksRequest]
+    ) -> push_pb2.PushBlocksResponse:
+        ticket = self._open(next(requests, push_pb2.PushBlocksRequest()))
+        num_left, receipt = ticket.num_bytes, None
+        writing: Future[tpb.SignedPayload | None] | None = None
+        try:
+            for request in requests:
+                chunk = request.chunk
+                num_left -= len(chunk.data)
+                blocks = self._checked(chunk, ticket, num_left)
+                if writing is not None:
+                    receipt = writing.result()
+                self._counts.moved("received", len(chunk.data))
+                writing = self._write(chunk, blocks, ticket)
+        finally:  # nothing is written once the push has ended
+            if writing is not None:
+                wait([writing])
+        if writing is not None:
+            receipt = writing.result()
+        if num_left:
+            raise InvalidRequestError(
+                f"the push ended {num_left} bytes early: nothing of it is found by anybody; push "
+                "the blocks again, by another ticket",
+                field="chunk",
+            )
+        return push_pb2.PushBlocksResponse(num_bytes=ticket.num_bytes, receipt=receipt)
+
+    def _open(self, request: push_pb2.PushBlocksRequest) -> Ticket:
+        """The ticket that the first request shows."""
+        if not request.HasField("open"):
+            raise InvalidRequestError("must come first", field="open")
+        opening, executor = request.open, self._executor
+        ticket = self.tickets.take(opening.secret)
+        if opening.source.layout_fingerprint != executor.layout.fingerprint:
+            raise LayoutMismatchError(
+                f"the blocks come from pool {opening.source.pool_id!r}, whose layout differs from "
+                "this pool's",
+                field="open.source.layout_fingerprint",
+            )
+        if Shard.from_proto(opening.shard).part != executor.shard.part:
+            raise LayoutMismatchError(
+                "the sender holds other layers or heads: divide both pools in the same way",
+                field="open.shard",
+            )
+        return ticket
+
+    def _checked(self, chunk: push_pb2.BlockChunk, ticket: Ticket, num_left: int) -> torch.Tensor:
+        """A chunk's blocks [num_layers, num_blocks, ...], here on the host."""
+        check_group(chunk.group, self._executor.layout, "chunk.group")
+        blocks = ticket.blocks
+        first, last = chunk.first_block, chunk.first_block + chunk.num_blocks
+        if not (blocks.start <= first < last <= blocks.stop) or num_left < 0:
+            raise InvalidRequestError(
+                f"the ticket is for entries {blocks.start} to {blocks.stop - 1}, each once",
+                field="chunk.first_block",
+            )
+        chunks.check(chunk)
+        pool = self._executor.pools.tier(place_of(chunk.group, tpb.TIER_DEVICE))
+        shape = (chunk.num_layers, chunk.num_blocks, *pool.shape[2:])
+        wanted = pool.element_size() * math.prod(shape)
+        if chunk.num_layers < 1 or len(chunk.data) != wanted:
+            raise InvalidRequestError(
+                f"must have {wanted} bytes for so many blocks and layers, has {len(chunk.data)}",
+                field="chunk.data",
+            )
+        dtype = TORCH_DTYPES[self._executor.layout.kv_dtype]
+        return torch.frombuffer(bytearray(chunk.data), dtype=dtype).reshape(shape)
+
+    def _write(
+        self, chunk: push_pb2.BlockChunk, blocks: torch.Tensor, ticket: Ticket
+    ) -> Future[tpb.SignedPayload | None]:
+        executor = self._executor
+
+        def command() -> tpb.SignedPayload | None:
+            here = blocks
+            if executor.device.type != "cpu":
+                with device_errors():
+                    here = upload([blocks], executor.device)[0]
+            return executor.write_blocks(
+                ticket.session_id,
+                ticket.sequence_id,
+                chunk.first_block,
+                here,
+                group=chunk.group,
+                first_layer=chunk.first_layer,
+                num_layers=chunk.num_layers,
+                plan_number=ticket.plan_number,
+            )
+
+        try:
+            return self._worker.submit(command, ticket.lane)
+        except RuntimeError as error:
+            raise PlaneUnavailableError("the data plane is stopping") from error
+
+    def _refuse(self, error: Exception, context: Any) -> NoReturn:
+        if not context.is_active():  # the sender is gone, and its stream says so in its own way
+            self._counts.ended("received", "CANCELLED")
+            context.abort(grpc.StatusCode.CANCELLED, "the sender is gone")
+        if not isinstance(error, KvplaneError):
+            _LOGGER.error("unexpected error method=%s error=%s", _PUSH, frames_of(error))
+            error = InternalError("internal error; the receiving server's log has more")
+        self._counts.ended("received", error.reason)
+        context.abort_with_status(rpc_status.to_status(to_rich_status(error)))
+        raise AssertionError("unreachable: aborting raises")
+
+
+def _each(
+    requests: Iterator[push_pb2.PushBlocksRequest], heard: threading.Event
+) -> Iterator[push_pb2.PushBlocksRequest]:
+    for request in requests:
+        heard.set()
+        yield request
+
+
+@contextmanager
+def _cut_off_when_silent(context: Any) -> Iterator[threading.Event]:
+    """Cancel a call whose event is not set for ``STALL_S``."""
+    heard, ended = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(STALL_S):
+            if not heard.is_set():
+                context.cancel()
+                return
+            heard.clear()
+
+    watcher = threading.Thread(target=watch, name="push-watch", daemon=True)
+    watcher.start()
+    try:
+        yield heard
+    finally:
+        ended.set()
+        watcher.join()

@@ -1,0 +1,271 @@
+"""Sends blocks to other data planes.
+
+    SendBlocks (event loop) ──► chunks, read one by one on the worker thread ──► Transport
+
+The blocks of a chunk are read as a command of the session, in its turn: what the table has then,
+and only what is written. The next chunk is read while one is on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
+from typing import Any, Final, Protocol
+
+import grpc
+import torch
+
+from data_plane.executor import Executor
+from data_plane.kernels.cuda_streams import device_errors
+from data_plane.server.fair_queue import Lane
+from data_plane.server.push import chunks
+from data_plane.server.push.counts import PushCounts
+from data_plane.server.worker_thread import WorkerThread
+from data_plane.table_blocks import BlockRange
+from kvplane.errors import (
+    InvalidRequestError,
+    KvplaneError,
+    NotPermittedError,
+    PlaneUnavailableError,
+    QuotaExceededError,
+)
+from kvplane.transport.tls import TlsOptions
+from kvplane.v1 import data_pb2, push_pb2, push_pb2_grpc
+from kvplane.wire.error_codec import from_rpc_error
+from kvplane.wire.protocol import CHANNEL_OPTIONS
+
+ANY_HOST: Final = "*"
+
+
+class Push(Protocol):
+    """A push under way."""
+
+    def cancel(self) -> Any:
+        """Give it up."""
+
+    def add_done_callback(self, done: Callable[[Any], object]) -> None:
+        """Call ``done`` on any thread once the push has ended."""
+
+    def result(self) -> push_pb2.PushBlocksResponse:
+        """The answer of a push that has ended. Raises KvplaneError."""
+
+    def close(self) -> None:
+        """Free what it takes, once it has ended or was cancelled. May wait for its threads."""
+
+
+class Transport(Protocol):
+    """How requests reach a receiver: its ``BlockPushService``, or what says the same."""
+
+    def push(self, address: str, requests: Iterator[push_pb2.PushBlocksRequest]) -> Push:
+        """Send ``requests``, which are made on another thread, as far as the receiver takes them.
+        ``requests`` must not raise.
+        """
+
+
+class BlockSender:
+    """Sends for one executor."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        worker: WorkerThread,
+        transport: Transport,
+        counts: PushCounts,
+        *,
+        hosts: Collection[str],
+        max_pushes: int,
+    ) -> None:
+        """``hosts``: that may be sent to; "*" for any."""
+        self._executor = executor
+        self._worker = worker
+        self._transport = transport
+        self._counts = counts
+        self._hosts = hosts
+        self._max_pushes = max_pushes
+        self._num_pushes = 0
+
+    async def send(
+        self, session_id: int, request: data_pb2.SendBlocksRequest, lane: Lane
+    ) -> data_pb2.SendBlocksResponse:
+        """Send table entries of a session's sequence. ``lane``: whose time the reads count as.
+
+        Raises as ``Executor.read_blocks``, NotPermittedError for a host that is not to be sent to,
+        QuotaExceededError for too many at one time, and what the receiver refuses.
+        """
+        self._check(request.ticket)
+        self._num_pushes += 1
+        outcome = "CANCELLED"
+        try:
+            answer = await self._push(session_id, request, lane)
+            outcome = "OK"
+        except KvplaneError as error:
+            outcome = error.reason
+            raise
+        finally:
+            self._num_pushes -= 1
+            self._counts.ended("sent", outcome)
+        return data_pb2.SendBlocksResponse(
+            num_bytes=answer.num_bytes,
+            receipt=answer.receipt if answer.HasField("receipt") else None,
+        )
+
+    async def _push(
+        self, session_id: int, request: data_pb2.SendBlocksRequest, lane: Lane
+    ) -> push_pb2.PushBlocksResponse:
+        loop, ticket = asyncio.get_running_loop(), request.ticket
+        blocks = range(ticket.first_block, ticket.first_block + ticket.num_blocks)
+        executor = self._executor
+        reading = _Reading(
+            executor,
+            self._worker,
+            self._counts,
+            lane,
+            session_id,
+            chunks.cut(executor.layout, executor.shard, request.sequence_id, blocks),
+        )
+        # What cannot be read at all is refused before the ticket is used.
+        await asyncio.wrap_future(reading.begin())
+        push = self._transport.push(ticket.address, reading.requests(ticket.secret))
+        reading.when_failed = push.cancel
+        if reading.failure is not None:  # it failed before there was anything to cancel
+            push.cancel()
+        ended = asyncio.Event()
+        push.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
+        try:
+            await ended.wait()
+        finally:
+            push.cancel()
+            loop.run_in_executor(None, push.close)
+        if reading.failure is not None:
+            raise reading.failure
+        return push.result()
+
+    def _check(self, ticket: data_pb2.PushTicket) -> None:
+        host = ticket.address.rpartition(":")[0]
+        may_be_any = ANY_HOST in self._hosts and "/" not in host  # neither a path nor a scheme
+        if not host or not (may_be_any or host in self._hosts):
+            raise NotPermittedError(
+                f"this data plane does not send to {host!r}: it is not in --push-to",
+                field="ticket.address",
+            )
+        if ticket.num_blocks < 1 or ticket.first_block < 0:
+            raise InvalidRequestError("must name at least one entry", field="ticket.num_blocks")
+        if self._num_pushes >= self._max_pushes:
+            raise QuotaExceededError(
+                f"{self._num_pushes} pushes are under way, which is the most: try again",
+                retry_delay_s=0.1,
+            )
+
+
+class _Reading:
+    """The requests of one push. Made on the event loop, read on a thread of the transport."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        worker: WorkerThread,
+        counts: PushCounts,
+        lane: Lane,
+        session_id: int,
+        blocks: Iterator[BlockRange],
+    ) -> None:
+        self.failure: KvplaneError | None = None
+        """Why a chunk could not be read."""
+        self.when_failed: Callable[[], Any] = lambda: None
+        self._executor = executor
+        self._worker = worker
+        self._counts = counts
+        self._lane = lane
+        self._session_id = session_id
+        self._blocks = blocks
+        self._next: tuple[BlockRange, Future[torch.Tensor]] | None = None
+
+    def begin(self) -> Future[torch.Tensor]:
+        """Read the first chunk."""
+        self._next = first = self._read(next(self._blocks))
+        return first[1]
+
+    def requests(self, secret: bytes) -> Iterator[push_pb2.PushBlocksRequest]:
+        """What is sent. Ends early when a chunk cannot be read: ``failure`` says why then."""
+        executor = self._executor
+        opening = push_pb2.OpenPush(
+            secret=secret, source=executor.block_source(), shard=executor.shard.to_proto()
+        )
+        yield push_pb2.PushBlocksRequest(open=opening)
+        while self._next is not None:
+            try:
+                blocks, data = self._next[0], self._next[1].result()
+                following = next(self._blocks, None)
+                self._next = None if following is None else self._read(following)
+            except KvplaneError as error:
+                self.failure = error
+                self.when_failed()
+                return
+            chunk = chunks.chunk_of(blocks, data.view(torch.uint8).numpy().tobytes())
+            self._counts.moved("sent", len(chunk.data))
+            yield push_pb2.PushBlocksRequest(chunk=chunk)
+
+    def _read(self, blocks: BlockRange) -> tuple[BlockRange, Future[torch.Tensor]]:
+        def command() -> torch.Tensor:
+            data, _ = self._executor.read_blocks(
+                self._session_id,
+                blocks.sequence_id,
+                blocks.first_block,
+                blocks.num_blocks,
+                group=blocks.group,
+                first_layer=blocks.first_layer,
+                num_layers=blocks.num_layers,
+                only_written=True,
+            )
+            with device_errors():
+                return data.cpu().contiguous()
+
+        try:
+            return blocks, self._worker.submit(command, self._lane)
+        except RuntimeError as error:
+            raise PlaneUnavailableError("the data plane is stopping") from error
+
+
+class GrpcTransport:
+    """Pushes by gRPC, each on a connection of its own. ``tls``: None for in the clear."""
+
+    def __init__(self, tls: TlsOptions | None) -> None:
+        self._credentials = None if tls is None else tls.credentials()
+        self._options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS]
+        if tls is not None and tls.server_name:
+            self._options.append(("grpc.ssl_target_name_override", tls.server_name))
+
+    def push(self, address: str, requests: Iterator[push_pb2.PushBlocksRequest]) -> Push:
+        if self._credentials is None:
+            channel = grpc.insecure_channel(address, self._options)
+        else:
+            channel = grpc.secure_channel(address, self._credentials, self._options)
+        call = push_pb2_grpc.BlockPushServiceStub(channel).PushBlocks.future(requests)
+        return _GrpcPush(call, channel)
+
+
+class _GrpcPush:
+    def __init__(self, call: Any, channel: grpc.Channel) -> None:
+        self._call = call
+        self.cancel = call.cancel
+        self.add_done_callback = call.add_done_callback
+        self.close = channel.close
+
+    def result(self) -> push_pb2.PushBlocksResponse:
+        try:
+            answer: push_pb2.PushBlocksResponse = self._call.result(timeout=0)
+        except grpc.RpcError as error:
+            raise _of_receiver(from_rpc_error(self._call)) from error
+        except (grpc.FutureCancelledError, grpc.FutureTimeoutError) as error:
+            raise PlaneUnavailableError("the push was cancelled") from error
+        return answer
+
+
+def _of_receiver(error: KvplaneError) -> KvplaneError:
+    """The receiver's error, as the sender's."""
+    return type(error)(
+        f"the receiving data plane refused: {error.message}",
+        field=error.field and f"ticket.{error.field}",
+        retry_delay_s=error.retry_delay_s,
+    )

@@ -1,0 +1,146 @@
+"""Moves what one pool has computed to another: from data plane to data plane, not by the caller.
+
+here    a session in which a sequence is computed
+there   admit ──► plan ──► a ticket of each shard ──► here's shards send ──► receipts ──► cached
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+
+from kvplane import ops
+from kvplane.clients.data_client import DataClient
+from kvplane.clients.sharded_execution import all_of
+from kvplane.errors import InvalidRequestError, KvplaneError, LayoutMismatchError
+from kvplane.results import StepResult
+from kvplane.session.session import Session
+from kvplane.transport.retry import Deadline
+from kvplane.transport.tls import TlsOptions
+from kvplane.v1.types_pb2 import SignedPayload
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A sequence that is now in the other pool too. ``num_cached_tokens``: that were there before.
+    ``num_bytes``: sent, by all shards.
+    """
+
+    num_cached_tokens: int
+    num_bytes: int
+
+
+class PrefixMover:
+    """Moves sequences of ``here``, a session, to ``there``, one of another pool of the same layout,
+    divided among data planes in the same way. Those of ``here`` must be allowed to send to those
+    of ``there`` (``--push-to``, ``--push-bind``).
+
+    ``tls``: how to reach the data planes of both. ``timeout_s``: for all of a move.
+    """
+
+    def __init__(
+        self,
+        here: Session,
+        there: Session,
+        *,
+        tls: TlsOptions | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        if len(here.shards) != len(there.shards):
+            raise LayoutMismatchError(
+                f"pool {here.pool_id!r} has {len(here.shards)} shards, and {there.pool_id!r} has "
+                f"{len(there.shards)}: divide both in the same way",
+                field="there",
+            )
+        self._here = here
+        self._there = there
+        self._timeout_s = timeout_s
+        self._sources, self._targets = (
+            [DataClient(shard.address, tls=tls, timeout_s=timeout_s) for shard in session.shards]
+            for session in (here, there)
+        )
+
+    async def __aenter__(self) -> PrefixMover:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def move(
+        self,
+        sequence_id: int,
+        tokens: ops.Tokens,
+        *,
+        there_id: int | None = None,
+        max_total_tokens: int = 0,
+    ) -> Moved:
+        """Admit ``tokens``, those of ``here``'s sequence or their beginning, as a sequence of
+        ``there`` and have what is not cached there sent. It can then be appended to, and others
+        find what is full of it.
+
+        ``there_id``: None for the same id. ``max_total_tokens``: as of ``ops.admit``. The plans of
+        ``there`` before this one must have run, and no other may be asked for meanwhile. When this
+        raises, the sequence is freed again, unless ``there`` cannot be reached: then its lease ends
+        it. Raises what admitting raises, PlanOutOfOrderError while ``here`` computes the sequence,
+        LayoutMismatchError, and what the data planes refuse.
+        """
+        new_id = sequence_id if there_id is None else there_id
+        async with Deadline.after(self._timeout_s).guard():
+            operation = ops.admit(new_id, tokens, max_total_tokens=max_total_tokens)
+            result = (await self._there.step([operation])).raise_for_status()
+            number = self._there.last_number
+            try:
+                num_bytes = await self._send(result, sequence_id, new_id)
+                await self._there.submit_receipts()
+            except BaseException:
+                await self._undo(number, new_id)
+                raise
+        return Moved(result.results[0].admit.num_cached_tokens, num_bytes)
+
+    async def close(self) -> None:
+        """Ends every call."""
+        for client in (*self._sources, *self._targets):
+            await client.close()
+
+    async def _send(self, result: StepResult, sequence_id: int, new_id: int) -> int:
+        plan = result.plan
+        if plan is None:
+            raise InvalidRequestError("there is nothing to compute", field="tokens")
+        shards = zip(self._sources, self._targets, strict=True)
+        sent = await all_of([self._of_shard(*pair, plan, sequence_id, new_id) for pair in shards])
+        for receipt, _ in sent:
+            self._there.add_receipt(receipt)
+        return sum(num_bytes for _, num_bytes in sent)
+
+    async def _of_shard(
+        self,
+        source: DataClient,
+        target: DataClient,
+        plan: SignedPayload,
+        sequence_id: int,
+        new_id: int,
+    ) -> tuple[SignedPayload, int]:
+        answer = await target.receive_blocks(self._there.grant, plan, new_id)
+        if answer.HasField("receipt"):
+            return answer.receipt, 0
+        sent = await source.send_blocks(self._here.grant, sequence_id, answer.ticket)
+        return sent.receipt, sent.num_bytes
+
+    async def _undo(self, number: int, sequence_id: int) -> None:
+        """Give the blocks of ``there`` back: what was written of them is found by nobody. They can
+        be allocated again once the data planes have dropped the table, by the next plan.
+        """
+        with suppress(KvplaneError):
+            await self._there.abort_plan(number)
+            plan = (await self._there.free(sequence_id)).plan
+            if plan is not None:
+                for target in self._targets:
+                    ran = await target.copy_blocks(self._there.grant, plan)
+                    self._there.add_receipt(ran.receipt)
+                await self._there.submit_receipts()

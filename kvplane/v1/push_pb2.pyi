@@ -1,0 +1,52 @@
+from kvplane.v1 import data_pb2 as _data_pb2
+from kvplane.v1 import types_pb2 as _types_pb2
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PushBlocksRequest(_message.Message):
+    __slots__ = ("open", "chunk")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    open: OpenPush
+    chunk: BlockChunk
+    def __init__(self, open: _Optional[_Union[OpenPush, _Mapping]] = ..., chunk: _Optional[_Union[BlockChunk, _Mapping]] = ...) -> None: ...
+
+class OpenPush(_message.Message):
+    __slots__ = ("secret", "source", "shard")
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    secret: bytes
+    source: _data_pb2.BlockSource
+    shard: _types_pb2.Shard
+    def __init__(self, secret: _Optional[bytes] = ..., source: _Optional[_Union[_data_pb2.BlockSource, _Mapping]] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ...) -> None: ...
+
+class BlockChunk(_message.Message):
+    __slots__ = ("group", "first_layer", "num_layers", "first_block", "num_blocks", "data", "checksum")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    first_layer: int
+    num_layers: int
+    first_block: int
+    num_blocks: int
+    data: bytes
+    checksum: int
+    def __init__(self, group: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class PushBlocksResponse(_message.Message):
+    __slots__ = ("num_bytes", "receipt")
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    receipt: _types_pb2.SignedPayload
+    def __init__(self, num_bytes: _Optional[int] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...

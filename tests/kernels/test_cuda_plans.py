@@ -1,0 +1,119 @@
+"""A plan made once serves all calls with the same lengths and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from data_rig import Rig
+from device_backends import DeviceBackend, chosen_backend, in_place_of_the_cpu
+from kernel_cases import FP8, Batch, Case, assert_same_bits, build
+from kernel_sets import emulated_kernels
+from plan_author import span
+
+from data_plane.kernels.arguments import AttentionArguments, HostLengths, SharedPlans
+from kvplane.errors import InvalidRequestError
+
+BFLOAT, FLOAT = torch.bfloat16, torch.float32
+LENS = ((1, 300), (40, 600), (0, 7), (1, 20), (3, 200), (70, 70))
+TYPES = ((BFLOAT, BFLOAT), (torch.float16, FP8[0]), (FLOAT, FLOAT))
+
+
+@pytest.fixture(autouse=True)
+def backend() -> Iterator[DeviceBackend]:
+    with in_place_of_the_cpu(chosen_backend()) as backend:
+        yield backend
+
+
+def layers_of(case: Case) -> list[Batch]:
+    """Three layers: their own queries, keys and values, the same lengths and tables."""
+    first, *others = (build(replace(case, seed=seed)) for seed in range(3))
+    return [first, *(replace(layer, block_tables=first.block_tables) for layer in others)]
+
+
+def with_lengths(batch: Batch, plans: SharedPlans | None) -> AttentionArguments:
+    lengths = HostLengths(batch.query_starts.numpy(), batch.context_lens.numpy())
+    return replace(batch.to_attend(), lengths=lengths, plans=plans)
+
+
+def launches_of(backend: DeviceBackend, arguments: AttentionArguments) -> tuple[torch.Tensor, int]:
+    before = backend.native.num_launches()
+    out = backend.paged_attention(arguments)
+    return out, backend.native.num_launches() - before
+
+
+@pytest.mark.parametrize(("dtype", "pages_dtype"), TYPES, ids=str)
+def test_layers_that_share_a_plan_give_the_bits_of_layers_that_do_not(
+    backend: DeviceBackend, dtype: torch.dtype, pages_dtype: torch.dtype
+) -> None:
+    case = Case(lens=LENS, heads=(2, 1), head_size=16, dtype=dtype, pages_dtype=pages_dtype)
+    layers = layers_of(replace(case, scales="head" if pages_dtype in FP8 else None))
+    plans, launches = SharedPlans(), []
+    for layer in layers:
+        alone, num_alone = launches_of(backend, with_lengths(layer, None))
+        out, num_launches = launches_of(backend, with_lengths(layer, plans))
+        assert_same_bits(out, alone)
+        launches.append(num_alone - num_launches)
+    assert launches == [0, 1, 1] and len(plans.made) == 1
+
+
+def test_a_call_that_needs_another_plan_makes_it(backend: DeviceBackend) -> None:
+    """Layers with and without a window, and with other heads, in turn."""
+    plans = SharedPlans()
+    batch = build(Case(lens=LENS, heads=(2, 1), head_size=16, dtype=BFLOAT))
+    for window in (0, 100, 0, 100):
+        windowed = replace(batch, window=window)
+        alone = backend.paged_attention(with_lengths(windowed, None))
+        assert_same_bits(backend.paged_attention(with_lengths(windowed, plans)), alone)
+    assert len(plans.made) == 2
+
+
+def test_a_plan_is_refused_for_another_batch(backend: DeviceBackend) -> None:
+    batch = build(Case(lens=LENS, heads=(2, 1), head_size=16, dtype=BFLOAT))
+    kernels, arguments = backend.kernels, with_lengths(batch, None)
+    if backend.device.type == "cuda":
+        arguments = backend._all_there(arguments)
+    plan = kernels.plan(arguments)
+    out = kernels.paged_attention(arguments, plan=plan)
+    assert_same_bits(out.cpu(), backend.paged_attention(batch.to_attend()))
+    options = replace(arguments.options, sliding_window_tokens=100)
+    for other in (
+        replace(arguments, options=options),
+        replace(arguments, max_query_len=70),
+        replace(arguments, query=torch.cat([arguments.query] * 2, dim=1)),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            kernels.paged_attention(other, plan=plan)
+        assert caught.value.field == "plan"
+    small = torch.empty(4096, dtype=torch.uint8, device=backend.device)
+    with pytest.raises(InvalidRequestError):
+        kernels.paged_attention(arguments, workspace=small, plan=plan)
+
+
+def test_a_batch_that_needs_several_calls_is_planned_for_each(backend: DeviceBackend) -> None:
+    batch = build(Case(lens=LENS, heads=(2, 1), head_size=16, dtype=BFLOAT))
+    expected = backend.paged_attention(with_lengths(batch, None))
+    backend.kernels.max_workspace_bytes = 3_000
+    plans = SharedPlans()
+    for _ in range(2):
+        assert_same_bits(backend.paged_attention(with_lengths(batch, plans)), expected)
+    assert list(plans.made.values()) == [None]
+
+
+def test_the_layers_of_a_step_share_one_plan() -> None:
+    kernels = emulated_kernels()
+    rig = Rig(kernels=kernels)
+    rig.admit(1)
+    native, launches = kernels._module, []
+    for number in (2, 3):
+        start = native.num_launches()
+        rig.start(number, spans=[span(1, 12 if number == 2 else 13, 1)])
+        for layer in (0, 1):
+            rig.layer(layer, 1)
+            launches.append(native.num_launches() - start)
+            start = native.num_launches()
+        assert rig.executor.receipt(1) is not None
+    # A write, the plan in the first layer, and the attention.
+    assert launches[0] == launches[1] + 1 and launches[:2] == launches[2:]

@@ -1,0 +1,118 @@
+"""Faults of requests in pieces, with the test that catches each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from control_plane.planning.core import ControlPlane
+from control_plane.planning.pools.pool import Pool
+from control_plane.planning.session import Session
+from control_plane.planning.sharing.sharing import Sharing
+from control_plane.planning.steps import pieces, planner
+from control_plane.planning.steps.pieces import finished
+from control_plane.server import long_requests
+from control_plane.server.long_requests import LongRequests
+from kvplane.v1 import control_pb2 as cpb
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def the_line_decides_between_pieces(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are granted to a session in the middle of its step."""
+    never = property(lambda self: False, lambda self, value: None)
+    patch.setattr(Sharing, "is_held", never, raising=False)
+
+
+def an_end_is_not_noticed_between_pieces(patch: pytest.MonkeyPatch) -> None:
+    """A request goes on though its session is gone."""
+
+    def require_open(self: ControlPlane, session: Session) -> None:
+        pass
+
+    patch.setattr(ControlPlane, "_require_open", require_open)
+
+
+def each_part_counts_items_from_its_own_first(patch: pytest.MonkeyPatch) -> None:
+    """Refused items are those of another sequence."""
+
+    def parts_of(message: cpb.Append) -> Iterator[tuple[int, cpb.Append]]:
+        for _, part in pieces.parts_of(message):
+            yield 0, part
+
+    patch.setattr(planner, "parts_of", parts_of)
+
+
+def fenced_before_all_is_released(patch: pytest.MonkeyPatch) -> None:
+    """Blocks of a session that still has sequences are free."""
+
+    def fence_done(self: Pool, session_id: int, shard_index: int) -> None:
+        if self.shards.fence_done(session_id, shard_index):
+            self._fenced(session_id)
+
+    patch.setattr(Pool, "fence_done", fence_done)
+
+
+def a_fence_is_forgotten_while_it_releases(patch: pytest.MonkeyPatch) -> None:
+    """Blocks of a session that was fenced early stay retired."""
+    patch.setattr(Pool, "_fenced", lambda self, session_id: None)
+
+
+def pieces_run_without_a_turn(patch: pytest.MonkeyPatch) -> None:
+    """Everybody waits for the whole request."""
+    patch.setattr(long_requests, "TURNS_OF_A_CALL", 0)
+
+
+def two_run_at_a_time(patch: pytest.MonkeyPatch) -> None:
+    """Two sessions are in the middle of a request."""
+
+    async def run(self: LongRequests, session_id: int, pieces: Any) -> Any:
+        self._lane = asyncio.Lock()
+        return await original(self, session_id, pieces)
+
+    original = LongRequests._run
+    patch.setattr(LongRequests, "_run", run)
+
+
+def a_session_does_not_wait_for_its_own(patch: pytest.MonkeyPatch) -> None:
+    """A session's next request runs in the middle of the one before."""
+
+    async def wait(self: LongRequests, session_id: int) -> None:
+        pass
+
+    patch.setattr(LongRequests, "wait", wait)
+
+
+def a_caller_that_goes_ends_it(patch: pytest.MonkeyPatch) -> None:
+    """Half a step is left behind."""
+    patch.setattr(asyncio, "shield", lambda task: task)
+
+
+def it_is_one_piece(patch: pytest.MonkeyPatch) -> None:
+    """A long request has no pieces."""
+
+    def in_pieces(self: ControlPlane, request: Any, tenant: str) -> Any:
+        yield from ()
+        return finished(original(self, request, tenant))
+
+    original = ControlPlane.in_pieces
+    patch.setattr(ControlPlane, "in_pieces", in_pieces)
+
+
+CORE = {
+    the_line_decides_between_pieces: "test_nobody_is_granted_blocks_between_the_pieces",
+    an_end_is_not_noticed_between_pieces: "test_a_session_may_end_between_the_pieces",
+    each_part_counts_items_from_its_own_first: "test_a_request_in_pieces_is_answered_as_in_one",
+    fenced_before_all_is_released: "test_a_session_that_ends_is_released_between_requests",
+    a_fence_is_forgotten_while_it_releases: "test_a_session_that_ends_is_released_between_requests",
+    it_is_one_piece: "test_others_step_between_the_pieces",
+}
+LANE = {
+    pieces_run_without_a_turn: "test_others_run_between_the_pieces",
+    two_run_at_a_time: "test_two_take_turns_in_the_order_in_which_they_came",
+    a_session_does_not_wait_for_its_own: "test_a_session_waits_for_its_own_and_for_no_other",
+    a_caller_that_goes_ends_it: "test_it_goes_on_when_its_caller_goes",
+}

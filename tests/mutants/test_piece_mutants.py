@@ -1,0 +1,52 @@
+"""Each planted fault of requests in pieces is caught by the test that says so."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TIMEOUT_S = 30.0
+# What a test that has parameters is given.
+ARGUMENTS = {
+    "test_a_request_in_pieces_is_answered_as_in_one": (0,),
+    "test_a_session_may_end_between_the_pieces": (2,),
+    "test_a_session_that_ends_is_released_between_requests": (True,),
+}
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"mutated_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+HERE = Path(__file__).parent
+FAULTS = _load(HERE / "core" / "piece_faults.py")
+CORE = _load(HERE.parent / "unit" / "core" / "test_core_pieces.py")
+LANE = _load(HERE.parent / "unit" / "planning" / "test_request_lane.py")
+
+
+@pytest.mark.parametrize("fault", FAULTS.CORE, ids=lambda fault: fault.__name__)
+def test_a_test_of_the_core_catches(fault: FAULTS.Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    CORE.make_small(monkeypatch)
+    fault(monkeypatch)
+    name = FAULTS.CORE[fault]
+    with pytest.raises((Exception, pytest.fail.Exception)):
+        getattr(CORE, name)(*ARGUMENTS.get(name, ()))
+
+
+@pytest.mark.parametrize("fault", FAULTS.LANE, ids=lambda fault: fault.__name__)
+async def test_a_test_of_the_lane_catches(
+    fault: FAULTS.Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises((Exception, pytest.fail.Exception, asyncio.CancelledError)):
+        async with asyncio.timeout(TIMEOUT_S):
+            await getattr(LANE, FAULTS.LANE[fault])()

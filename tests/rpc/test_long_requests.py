@@ -1,0 +1,126 @@
+"""Requests that take long, over gRPC: others' are served meanwhile, those of the session wait."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from control_wire import RawSession, RawShard, Stub
+
+from control_plane.planning.core import ControlPlane
+from control_plane.planning.steps.pieces import Pieces
+from control_plane.server.server import ControlPlaneServer
+from kvplane import ops
+from kvplane.v1 import control_pb2 as pb
+
+# Pieces for which a request waits for what it waits for, and the most that it waits.
+MOST_PIECES = 200_000
+PATIENCE_S = 60.0
+
+
+class Lingering:
+    """The first request that takes long goes on, piece by piece, until ``is_enough``."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, core: ControlPlane) -> None:
+        self.is_enough = False
+        self.num_pieces = 0
+        self.began = asyncio.Event()
+        self._is_first = True
+        self._in_pieces = core.in_pieces
+        patch.setattr("control_plane.planning.steps.requests._MANY_TOKENS", 100)
+        patch.setattr(core, "in_pieces", self.in_pieces)
+
+    def in_pieces(self, request: Any, tenant: str) -> Pieces[Any]:
+        is_first, self._is_first = self._is_first, False
+        return self._lingering(request, tenant) if is_first else self._in_pieces(request, tenant)
+
+    def _lingering(self, request: Any, tenant: str) -> Pieces[Any]:
+        self.began.set()
+        while not self.is_enough and self.num_pieces < MOST_PIECES:
+            self.num_pieces += 1
+            yield
+        assert self.is_enough, "nobody was served meanwhile"
+        return (yield from self._in_pieces(request, tenant))
+
+
+@pytest.fixture
+def lingering(monkeypatch: pytest.MonkeyPatch, control_server: ControlPlaneServer) -> Lingering:
+    return Lingering(monkeypatch, control_server.core)
+
+
+@pytest.fixture
+async def other(stub: Stub, shard: RawShard) -> RawSession:
+    return await RawSession.open(stub, shard)
+
+
+def long(session: RawSession) -> pb.RunStepRequest:
+    step = pb.StepRequest(**session.next(), operations=[ops.admit(1, [7] * 101)])
+    return pb.RunStepRequest(step=step)
+
+
+async def test_others_are_served_while_a_request_takes_long(
+    lingering: Lingering, session: RawSession, other: RawSession
+) -> None:
+    answer = asyncio.create_task(call(session.stub.RunStep(long(session))))
+    await lingering.began.wait()
+    for i in range(1, 4):
+        await other.admit(i, [i] * 3)
+    assert not answer.done()
+    assert lingering.num_pieces > 3, "they were served between pieces"
+    lingering.is_enough = True
+    result = (await asyncio.wait_for(answer, PATIENCE_S)).result
+    assert len(result.results) == 1
+
+
+async def test_the_sessions_own_requests_wait_and_keep_their_order(
+    lingering: Lingering, session: RawSession, other: RawSession
+) -> None:
+    first = asyncio.create_task(call(session.stub.RunStep(long(session))))
+    await lingering.began.wait()
+    again = long(session)
+    again.step.number = 1
+    receipts = pb.SubmitReceiptsRequest(session=session.ref, number=2)
+    later = [asyncio.create_task(call(session.stub.RunStep(again)))]
+    later.append(asyncio.create_task(call(session.stub.SubmitReceipts(receipts))))
+    await other.admit(1, [1] * 3)
+    assert not any(task.done() for task in [first, *later])
+    lingering.is_enough = True
+    answers = [await asyncio.wait_for(task, PATIENCE_S) for task in [first, *later]]
+    assert answers[1] == answers[0], "the same number, the same answer"
+
+
+async def test_a_request_runs_to_its_end_though_its_caller_goes(
+    lingering: Lingering, session: RawSession, other: RawSession
+) -> None:
+    request = long(session)
+    gone = session.stub.RunStep(request)
+    await lingering.began.wait()
+    gone.cancel()
+    await other.admit(1, [1] * 3)
+    lingering.is_enough = True
+    answer = await asyncio.wait_for(call(session.stub.RunStep(request)), PATIENCE_S)
+    assert not answer.result.results[0].failures
+    assert session.ran(answer.result)
+    await session.step(ops.free([1]))
+
+
+async def test_long_requests_take_turns(
+    lingering: Lingering, session: RawSession, other: RawSession
+) -> None:
+    first = asyncio.create_task(call(session.stub.RunStep(long(session))))
+    await lingering.began.wait()
+    second = asyncio.create_task(call(other.stub.RunStep(long(other))))
+    before = lingering.num_pieces
+    third = await RawSession.open(session.stub, session.shard)
+    await third.admit(1, [1] * 3)
+    assert lingering.num_pieces > before
+    assert not second.done()
+    lingering.is_enough = True
+    for task in (first, second):
+        result = (await asyncio.wait_for(task, PATIENCE_S)).result
+        assert len(result.results) == 1
+
+
+async def call(pending: Any) -> Any:
+    return await pending

@@ -1,0 +1,394 @@
+"""Blocks are pushed from data plane to data plane: what arrives is what was sent, or nothing is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from sharded_pool import LAYOUT as SHARDED_LAYOUT
+from sharded_pool import POOL as SHARDED_POOL
+from sharded_pool import ShardedPool, by_heads
+from two_pools import NUM_BLOCKS, PROMPT, SEQUENCE, THERE, Side, TwoPools, push, side, two_pools
+
+from data_plane.executor import Executor
+from data_plane.server.push import chunks, receiver
+from kvplane import ControlClient, DataClient, PrefixMover, ShardedDataClient, Tensor, ops
+from kvplane.errors import (
+    ChecksumMismatchError,
+    InvalidRequestError,
+    KvplaneError,
+    LayoutMismatchError,
+    NotPermittedError,
+    PlanOutOfOrderError,
+    QuotaExceededError,
+    SessionExpiredError,
+)
+from kvplane.v1 import push_pb2_grpc
+from kvplane.v1 import types_pb2 as pb
+from kvplane.v1.push_pb2 import BlockChunk, PushBlocksRequest
+
+Requests = list[PushBlocksRequest]
+ADMIT = ops.admit(SEQUENCE, PROMPT, max_total_tokens=64)
+BLOCK_BYTES = 3 * 2 * 8 * 8 * 4
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+async def pools(tmp_path: Path) -> AsyncIterator[TwoPools]:
+    async with two_pools(tmp_path) as pools:
+        yield pools
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def full_blocks(side: Side) -> pb.Tensor:
+    """Of the prompt."""
+    read = await side.data.read_blocks(side.session.grant, SEQUENCE, num_blocks=NUM_BLOCKS - 1)
+    return read.blocks
+
+
+@pytest.mark.parametrize("chunk_bytes", [1024, chunks.CHUNK_BYTES], ids=["small", "large"])
+async def test_what_is_prefilled_here_is_decoded_there_bit_for_bit(
+    pools: TwoPools, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
+    here, there = pools.here, pools.there
+    async with PrefixMover(here.session, there.session) as mover:
+        moved = await mover.move(SEQUENCE, PROMPT, max_total_tokens=64)
+    assert (moved.num_cached_tokens, moved.num_bytes) == (0, NUM_BLOCKS * BLOCK_BYTES)
+    assert await there.num_cached() == 24
+    for position in (28, 29):
+        token = ops.append(SEQUENCE, [position], num_slots=1, first_position=position)
+        assert await there.run(token, [position]) == await here.run(token, [position])
+    for plane, direction in ((here.plane, "sent"), (there.plane, "received")):
+        assert plane.push is not None
+        assert plane.push.counts.num_bytes[direction] == moved.num_bytes
+        assert plane.push.counts.num_pushes[direction, "OK"] == 1
+        assert plane.push.num_tickets == 0
+
+
+async def test_what_is_cached_there_is_not_sent_again(pools: TwoPools) -> None:
+    async with PrefixMover(pools.here.session, pools.there.session) as mover:
+        await mover.move(SEQUENCE, PROMPT)
+        moved = await mover.move(SEQUENCE, PROMPT, there_id=2)
+    assert (moved.num_cached_tokens, moved.num_bytes) == (24, BLOCK_BYTES)
+
+
+def sealed(chunk: BlockChunk, **fields: Any) -> PushBlocksRequest:
+    """A chunk with other fields and the checksum that goes with them."""
+    changed = BlockChunk()
+    changed.CopyFrom(chunk)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    changed.checksum = chunks._checksum(changed, changed.data)
+    return PushBlocksRequest(chunk=changed)
+
+
+def without_opening(requests: Requests) -> Requests:
+    return requests[1:]
+
+
+def with_changed_data(requests: Requests) -> Requests:
+    data = bytearray(requests[2].chunk.data)
+    data[100] ^= 1
+    requests[2].chunk.data = bytes(data)
+    return requests
+
+
+def put_elsewhere(requests: Requests) -> Requests:
+    requests[1].chunk.first_block, requests[2].chunk.first_block = 1, 0
+    return requests
+
+
+def of_another_layout(requests: Requests) -> Requests:
+    requests[0].open.source.layout_fingerprint = bytes(32)
+    return requests
+
+
+def of_other_layers(requests: Requests) -> Requests:
+    requests[0].open.shard.num_layers = 2
+    return requests
+
+
+def with_a_gap(requests: Requests) -> Requests:
+    return [requests[0], *requests[2:]]
+
+
+def too_short(requests: Requests) -> Requests:
+    return requests[:-1]
+
+
+def twice(requests: Requests) -> Requests:
+    return [*requests[:2], *requests[1:]]
+
+
+def past_the_end(requests: Requests) -> Requests:
+    return [*requests[:-1], sealed(requests[-1].chunk, first_block=NUM_BLOCKS)]
+
+
+def before_the_beginning(requests: Requests) -> Requests:
+    return [requests[0], sealed(requests[1].chunk, first_block=-1), *requests[2:]]
+
+
+def of_no_blocks(requests: Requests) -> Requests:
+    return [requests[0], sealed(requests[1].chunk, num_blocks=0, data=b""), *requests[1:]]
+
+
+def of_more_layers(requests: Requests) -> Requests:
+    return [requests[0], sealed(requests[1].chunk, num_layers=4), *requests[2:]]
+
+
+def of_another_group(requests: Requests) -> Requests:
+    return [requests[0], sealed(requests[1].chunk, group=1), *requests[2:]]
+
+
+WRONG: list[tuple[Callable[[Requests], Requests], type[KvplaneError]]] = [
+    (with_a_gap, InvalidRequestError),  # before any other has written the first block
+    (without_opening, InvalidRequestError),
+    (with_changed_data, ChecksumMismatchError),
+    (put_elsewhere, ChecksumMismatchError),
+    (of_another_layout, LayoutMismatchError),
+    (of_other_layers, LayoutMismatchError),
+    (too_short, InvalidRequestError),
+    (twice, InvalidRequestError),
+    (past_the_end, InvalidRequestError),
+    (before_the_beginning, InvalidRequestError),
+    (of_no_blocks, InvalidRequestError),
+    (of_more_layers, InvalidRequestError),
+    (of_another_group, InvalidRequestError),
+]
+
+
+async def test_a_push_that_is_wrong_publishes_nothing_and_a_right_one_can_follow(
+    pools: TwoPools,
+) -> None:
+    there = pools.there
+    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    for fault, error in WRONG:
+        ticket = await there.receive(plan)
+        wrong = fault(await pools.chunks())
+        with pytest.raises(error):
+            await push(ticket, wrong)
+            pytest.fail(fault.__name__)
+    assert await there.num_cached() == 0
+    right = await push(await there.receive(plan), await pools.chunks())
+    there.session.add_receipt(right.receipt)
+    await there.session.submit_receipts()
+    assert await there.num_cached() == 24
+    assert await full_blocks(there) == await full_blocks(pools.here)
+
+
+async def test_a_ticket_serves_once(pools: TwoPools) -> None:
+    there = pools.there
+    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    ticket = await there.receive(plan)
+    requests = await pools.chunks()
+    await push(ticket, requests)
+    with pytest.raises(NotPermittedError, match="no such ticket"):
+        await push(ticket, requests)
+    assert plan is not None
+    again = await there.data.receive_blocks(there.session.grant, plan, SEQUENCE)
+    assert again.HasField("receipt")
+    assert not again.HasField("ticket")
+
+
+async def test_a_ticket_cannot_be_made_up(pools: TwoPools) -> None:
+    there = pools.there
+    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    ticket = await there.receive(plan)
+    for secret in (b"", bytes(32), ticket.secret[:-1]):
+        forged = type(ticket)(address=ticket.address, secret=secret)
+        with pytest.raises(NotPermittedError):
+            await push(forged, await pools.chunks())
+    await push(ticket, await pools.chunks())
+
+
+async def test_a_push_after_an_abort_is_refused(pools: TwoPools) -> None:
+    there = pools.there
+    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    ticket, late = await there.receive(plan), await there.receive(plan)
+    requests = await pools.chunks()
+    with pytest.raises(InvalidRequestError, match="early"):
+        await push(ticket, requests[:3])
+    await there.session.abort_plan(there.session.last_number)
+    await there.run(ops.admit(2, PROMPT), range(len(PROMPT)))
+    before = await there.data.read_blocks(there.session.grant, 2, num_blocks=NUM_BLOCKS)
+    with pytest.raises(PlanOutOfOrderError):
+        await push(late, requests)
+    after = await there.data.read_blocks(there.session.grant, 2, num_blocks=NUM_BLOCKS)
+    assert before.blocks == after.blocks
+
+
+async def test_a_push_after_the_session_is_refused_and_its_blocks_return(pools: TwoPools) -> None:
+    there = pools.there
+    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    ticket, late = await there.receive(plan), await there.receive(plan)
+    requests = await pools.chunks()
+    with pytest.raises(InvalidRequestError, match="early"):
+        await push(ticket, requests[:-1])
+    await there.session.close()
+    await until(lambda: there.plane.executor.num_sessions == 0)
+    with pytest.raises(SessionExpiredError):
+        await push(late, requests)
+    async with side(pools.control, there.plane, THERE) as other:
+        assert await other.num_cached() == 0
+        whole_pool = ops.admit(1, [1] * 8 * 32, max_total_tokens=8 * 32)
+        await other.run(whole_pool, range(8 * 32))
+
+
+async def test_only_what_is_written_is_sent(pools: TwoPools) -> None:
+    here, there = pools.here, pools.there
+    more = ops.append(SEQUENCE, [28], num_slots=1, first_position=28)
+    plan = (await here.session.step([more])).raise_for_status().plan
+    await here.execution.start(plan)
+    async with PrefixMover(here.session, there.session) as mover:
+        with pytest.raises(PlanOutOfOrderError, match="computes these blocks"):
+            await mover.move(SEQUENCE, PROMPT)
+        # What is full is not written by the plan.
+        await mover.move(SEQUENCE, PROMPT[:24])
+    for layer in here.execution.layers:
+        await here.layer(layer, [28])
+    here.session.add_receipt(here.execution.receipt)
+
+
+async def test_a_move_that_failed_gives_its_blocks_back_and_can_be_made_again(
+    pools: TwoPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1024)
+    here, there = pools.here, pools.there
+    read, num_reads = Executor.read_blocks, 0
+
+    def read_some(self: Executor, *args: Any, **how: Any) -> Any:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads == 5:
+            raise SessionExpiredError("the session has ended")
+        return read(self, *args, **how)
+
+    monkeypatch.setattr(Executor, "read_blocks", read_some)
+    usage = (await there.session.step([])).usage
+    async with PrefixMover(here.session, there.session) as mover:
+        with pytest.raises(SessionExpiredError):
+            await mover.move(SEQUENCE, PROMPT)
+        assert await there.num_cached() == 0
+        assert (await there.session.step([])).usage == usage
+        await mover.move(SEQUENCE, PROMPT)
+    assert await there.num_cached() == 24
+
+
+async def test_a_silent_sender_is_cut_off(pools: TwoPools, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "STALL_S", 0.2)
+    there = pools.there
+    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    ticket = await there.receive(plan)
+    requests = await pools.chunks()
+    requests[0].open.secret = ticket.secret
+    async with grpc.aio.insecure_channel(ticket.address) as channel:
+        call: Any = push_pb2_grpc.BlockPushServiceStub(channel).PushBlocks()
+        await call.write(requests[0])
+        await call.write(requests[1])
+        async with asyncio.timeout(PATIENCE_S):
+            await call.code()
+    assert there.plane.push is not None
+    counts = there.plane.push.counts
+    await until(lambda: counts.num_pushes.total() == 1)
+    await push(await there.receive(plan), await pools.chunks())
+
+
+async def test_a_sender_that_dies_leaves_nothing_to_be_found(pools: TwoPools) -> None:
+    there = pools.there
+    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    ticket = await there.receive(plan)
+    requests = await pools.chunks()
+    requests[0].open.secret = ticket.secret
+    channel = grpc.aio.insecure_channel(ticket.address)
+    call: Any = push_pb2_grpc.BlockPushServiceStub(channel).PushBlocks()
+    assert there.plane.push is not None
+    counts = there.plane.push.counts
+    for request in requests[:-1]:
+        await call.write(request)
+    await until(lambda: counts.num_bytes["received"] == 3 * BLOCK_BYTES)
+    await channel.close()
+    await until(lambda: counts.num_pushes.total() == 1)
+    assert not counts.num_pushes["received", "OK"]
+    await there.session.close()
+    async with side(pools.control, there.plane, THERE) as other:
+        assert await other.num_cached() == 0
+
+
+async def test_blocks_go_only_where_they_may(pools: TwoPools) -> None:
+    here, there = pools.here, pools.there
+    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    ticket = await there.receive(plan)
+    for address in ("localhost:1", "127.0.0.2:1", "unix:/tmp/127.0.0.1:1", ""):
+        other = type(ticket)(address=address, secret=ticket.secret, num_blocks=1)
+        with pytest.raises(NotPermittedError, match="--push-to"):
+            await here.data.send_blocks(here.session.grant, SEQUENCE, other)
+
+
+async def test_pushes_at_one_time_are_bounded(
+    pools: TwoPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = pools.here, pools.there
+    plan = (await there.session.step([ADMIT])).raise_for_status().plan
+    ticket = await there.receive(plan)
+    assert here.plane.push is not None
+    monkeypatch.setattr(here.plane.push.sender, "_num_pushes", here.plane.push.sender._max_pushes)
+    with pytest.raises(QuotaExceededError):
+        await here.data.send_blocks(here.session.grant, SEQUENCE, ticket)
+
+
+async def test_a_data_plane_neither_sends_nor_takes_blocks_unless_told_to(tmp_path: Path) -> None:
+    async with two_pools(tmp_path, push_bind="", push_to="") as pools:
+        with pytest.raises(InvalidRequestError, match="--push-bind"):
+            async with PrefixMover(pools.here.session, pools.there.session) as mover:
+                await mover.move(SEQUENCE, PROMPT)
+        with pytest.raises(InvalidRequestError, match="--push-to"):
+            async with PrefixMover(pools.there.session, pools.here.session) as mover:
+                await mover.move(SEQUENCE, PROMPT, there_id=2)
+
+
+async def test_each_shard_pushes_its_part(tmp_path: Path) -> None:
+    pushing: dict[str, Any] = {"push_bind": "127.0.0.1:0", "push_to": "127.0.0.1"}
+    async with AsyncExitStack() as stack:
+        sessions, executions = [], []
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            shards = [{**ranges, **pushing} for ranges in by_heads(2)]
+            pool = await stack.enter_async_context(ShardedPool(tmp_path / name, shards))
+            control = await stack.enter_async_context(ControlClient(pool.address))
+            await control.wait_ready(SHARDED_POOL, timeout_s=PATIENCE_S)
+            session = await control.open_session(SHARDED_POOL, SHARDED_LAYOUT)
+            await stack.enter_async_context(session)
+            data = ShardedDataClient(session.shards, session.layout, timeout_s=PATIENCE_S)
+            await stack.enter_async_context(data)
+            sessions.append(session)
+            executions.append(await data.open(session.grant))
+        prompt = list(range(20))
+        plan = (await sessions[0].admit(1, prompt, max_total_tokens=32)).plan
+        key = Tensor("float32", (20, 4, 8), bytes(range(256)) * 10)
+        await executions[0].start(plan)
+        for layer in executions[0].layers:
+            await executions[0].layer(layer, key, key, key)
+        for receipt in executions[0].receipts:
+            sessions[0].add_receipt(receipt)
+        await sessions[0].submit_receipts()
+        async with PrefixMover(*sessions) as mover:
+            moved = await mover.move(1, prompt, max_total_tokens=32)
+        assert moved.num_bytes == 3 * 4 * 2 * 4 * 8 * 8 * 4
+        for shards in zip(*(session.shards for session in sessions), strict=True):
+            held = []
+            for session, shard in zip(sessions, shards, strict=True):
+                async with DataClient(shard.address) as client:
+                    read = await client.read_blocks(session.grant, 1, num_blocks=2)
+                    held.append(read.blocks)
+            assert held[0] == held[1]

@@ -1,0 +1,245 @@
+"""Requests in pieces: they come to what they come to in one, and others are served in between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from core_model import LATER, World, status_of
+
+from control_plane.planning import queries
+from control_plane.planning.config import CoreConfig
+from control_plane.planning.core import ControlPlane
+from control_plane.planning.steps import pieces, requests
+from kvplane import ops
+from kvplane.errors import SessionNotFoundError
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64
+
+SEVERAL = 24
+
+
+def in_pieces(core: ControlPlane, between: Callable[[], None]) -> Callable[[Any, str], Any]:
+    """Answers a request in pieces, ``between`` which something is done."""
+
+    def answer(request: Any, tenant: str) -> Any:
+        left = core.in_pieces(request, tenant)
+        while True:
+            try:
+                next(left)
+            except StopIteration as end:
+                return end.value
+            core.check_integrity()
+            between()
+
+    return answer
+
+
+def make_small(patch: pytest.MonkeyPatch) -> None:
+    """Pieces of a few tokens and sequences."""
+    for module in (requests, pieces):
+        patch.setattr(module, "PIECE_TOKENS", 10)
+    patch.setattr("control_plane.planning.pools.pool._PIECE_SEQUENCES", 2)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_small(monkeypatch)
+
+
+def growth(rng: random.Random, positions: dict[int, int]) -> cpb.Operation:
+    """An append of many tokens to sequences, of which some are unknown, named twice, or end at
+    another position.
+    """
+    ids = rng.choices([*positions, 99], k=rng.randint(1, 12))
+    numbers = [rng.choice([0, 1, 3, 9, 25]) for _ in ids]
+    firsts = [positions.get(i, 0) + (rng.random() < 0.1) for i in ids]
+    tokens = [rng.randrange(-1 if rng.random() < 0.05 else 0, 50) for _ in range(sum(numbers))]
+    append = cpb.Append(
+        sequence_ids=columns.pack(INT64, ids),
+        first_positions=columns.pack(INT64, firsts),
+        num_slots=columns.pack(INT32, numbers),
+        num_tokens=columns.pack(INT32, numbers),
+        token_ids=columns.pack(INT32, tokens),
+    )
+    if rng.random() < 0.1:
+        append.num_tokens = append.num_tokens[: rng.randrange(len(append.num_tokens))]
+    if rng.random() < 0.1:
+        append.token_ids += b"\0\0\0\0"
+    if rng.random() < 0.3:
+        append.num_lookahead_slots = columns.pack(INT32, [rng.randrange(3) for _ in ids])
+    return cpb.Operation(append=append)
+
+
+def walked(seed: int, *, is_whole: bool) -> tuple[list[Any], int]:
+    """What a walk's requests are answered, and how often something else could run."""
+    rng, world = random.Random(seed), World(num_device=40)
+    engine, answers, num_between = world.engine(), list[Any](), 0
+
+    def between() -> None:
+        nonlocal num_between
+        num_between += 1
+
+    answer = world.core.answer if is_whole else in_pieces(world.core, between)
+
+    def send(request: Any) -> None:
+        request.session.CopyFrom(engine.ref)
+        request.number = len(answers) + 1
+        done = answer(request, "tenant")
+        plan = done.result if isinstance(done, cpb.StepResponse) else done
+        if not isinstance(done, cpb.AbortPlanResponse):
+            plan.plan.ClearField("signature")  # with the pool's random key
+        answers.append(done)
+
+    send(cpb.StepRequest(operations=[ops.admit(i, range(4 * i)) for i in range(1, 6)]))
+    for _ in range(SEVERAL):
+        session = world.core._sessions[engine.id]
+        states = queries.states(session)
+        ids = columns.read(INT64, states.sequence_ids, "ids")
+        ends = columns.read(INT64, states.num_scheduled_tokens, "ends")
+        if len(session.plans) < 4:
+            positions = dict(zip(ids, ends, strict=True))
+            operations = [growth(rng, positions) for _ in range(rng.randint(1, 3))]
+            send(cpb.StepRequest(operations=operations))
+        if session.plans and rng.random() < 0.3:
+            send(cpb.AbortPlanRequest(plan_number=max(session.plans)))
+        if len(session.plans) == 4 or rng.random() < 0.1:
+            send(cpb.ResyncRequest())
+    world.core.check_integrity()
+    return answers, num_between
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("seed", range(8))
+def test_a_request_in_pieces_is_answered_as_in_one(seed: int) -> None:
+    whole, _ = walked(seed, is_whole=True)
+    parts, num_between = walked(seed, is_whole=False)
+    assert parts == whole
+    assert num_between > SEVERAL
+
+
+@pytest.mark.usefixtures("small")
+def test_others_step_between_the_pieces() -> None:
+    world = World(num_device=64)
+    engine, other = world.engine(), world.engine()
+    other.admit(1, range(3))
+    before = other.number
+
+    def between() -> None:
+        other.send(other.growth(1, [other.number], 1))
+
+    admits = [ops.admit(i, range(20 * i, 20 * i + 20)) for i in range(1, 7)]
+    request = cpb.StepRequest(session=engine.ref, number=1, operations=admits)
+    response = in_pieces(world.core, between)(request, "tenant")
+    assert not any(result.failures for result in response.result.results)
+    assert other.number - before == 6, "five between operations, one before the plan"
+    request = cpb.ResyncRequest(session=engine.ref, number=2)
+    in_pieces(world.core, between)(request, "tenant")
+    assert other.number - before == 8
+    other.settle()
+    other.check()
+
+
+@pytest.mark.usefixtures("small")
+def test_nobody_is_granted_blocks_between_the_pieces() -> None:
+    world = World(num_device=8)
+    engine, other = world.engine(), world.engine()
+    other.admit(1, range(40))
+    admits = [ops.admit(i, range(20 * i, 20 * i + 16)) for i in (2, 3)]
+    engine.step(ops.admit(1, range(500, 540), wait=True))
+    assert engine.waiting
+
+    def between() -> None:
+        if other.sequences:
+            other.send(ops.free([1]))
+            other.settle()
+        assert engine.id not in {i for i, _ in world.core.take_notices()}
+
+    request = cpb.StepRequest(session=engine.ref, number=engine.number + 1, operations=admits)
+    response = in_pieces(world.core, between)(request, "tenant")
+    other.settle()
+    assert [status_of(result) for result in response.result.results] == [LATER, LATER]
+    assert response.result.news.granted or world.core.take_notices()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("num_pieces", [1, 2, 5])
+def test_a_session_may_end_between_the_pieces(num_pieces: int) -> None:
+    world = World(num_device=64)
+    engine = world.engine()
+    engine.admit(9, range(100, 130))
+    admits = [ops.admit(i, range(20 * i, 20 * i + 20)) for i in range(1, 7)]
+    number = engine.number + 1
+    request = cpb.StepRequest(session=engine.ref, number=number, operations=admits)
+    left = world.core.in_pieces(request, "tenant")
+    for _ in range(num_pieces):
+        next(left)
+    world.core.close_session(engine.ref, "tenant")
+    world.core.check_integrity()
+    with pytest.raises(SessionNotFoundError):
+        next(left)
+    finish_work(world)
+    assert world.usage()["held"] == world.usage()["retired"] == 0
+    assert world.engine().cached(1, range(100, 130)) == 24, "the line goes on"
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("is_fenced_first", [True, False])
+def test_a_session_that_ends_is_released_between_requests(is_fenced_first: bool) -> None:
+    world = World(num_device=64, config=CoreConfig(watermark=0.0, lease_s=10.0))
+    engine, other = world.engine(), world.engine()
+    engine.admit(1, range(20))
+    engine.send(*(ops.fork(1, i) for i in range(2, 9)))
+    engine.settle()
+    world.clock.now += 8.0
+    other.admit(1, range(3))
+    world.clock.now += 4.0
+    world.tick()
+    if is_fenced_first:
+        world.pump()
+    num_pieces = 0
+    world.core.take_told()
+    while world.core.has_work():
+        assert world.usage()["held"] + world.usage()["retired"] > 1
+        other.send(other.growth(1, [num_pieces], 1))
+        world.core.work()
+        world.core.check_integrity()
+        num_pieces += 1
+    assert num_pieces == 3, "and two sequences at once"
+    world.pump()
+    assert world.usage()["retired"] == 0
+    assert world.usage()["cached"] == 2
+
+
+def finish_work(world: World) -> None:
+    world.core.take_told()
+    while world.core.work():
+        world.core.check_integrity()
+    world.pump()
+
+
+def test_only_what_takes_long_is_run_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_MANY_TOKENS", 30)
+    monkeypatch.setattr(requests, "_MANY_SEQUENCES", 2)
+    world = World(num_device=64)
+    engine = world.engine()
+
+    def takes_long(request: Any) -> bool:
+        request.session.CopyFrom(engine.ref)
+        return world.core.takes_long(request)
+
+    step = cpb.StepRequest(operations=[ops.admit(i, range(20)) for i in (1, 2)])
+    assert takes_long(step)
+    assert not takes_long(cpb.StepRequest(operations=step.operations[:1]))
+    assert not takes_long(cpb.ResyncRequest())
+    engine.send(*step.operations)
+    engine.send(ops.fork(1, 3))
+    assert takes_long(cpb.ResyncRequest())
+    assert takes_long(cpb.AbortPlanRequest())
+    assert not takes_long(cpb.StepRequest())
+    engine.step(engine.growth(1, [7], 1))
+    engine.abort(engine.number)
+    assert takes_long(cpb.StepRequest()), "it carries whole tables"

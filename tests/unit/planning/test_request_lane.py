@@ -1,0 +1,79 @@
+"""The lane of requests that take long: one at a time, in pieces, each to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from control_plane.planning.steps.pieces import Pieces
+from control_plane.server.long_requests import LongRequests
+from kvplane.errors import QuotaExceededError
+
+
+class Log:
+    """What ran, in order."""
+
+    def __init__(self) -> None:
+        self.entries: list[str] = []
+
+    def pieces(self, name: str, num: int = 3) -> Pieces[str]:
+        for _ in range(num):
+            self.entries.append(name)
+            yield
+        return name
+
+    async def others(self, num: int) -> None:
+        for _ in range(num):
+            self.entries.append("other")
+            await asyncio.sleep(0)
+
+
+async def test_others_run_between_the_pieces() -> None:
+    log = Log()
+    task = asyncio.create_task(log.others(8))
+    assert await LongRequests().run(1, log.pieces("long", 4)) == "long"
+    await task
+    places = [i for i, entry in enumerate(log.entries) if entry == "long"]
+    assert len(places) == 4
+    assert all(b - a > 1 for a, b in itertools.pairwise(places))
+
+
+async def test_two_take_turns_in_the_order_in_which_they_came() -> None:
+    log, lane = Log(), LongRequests()
+    both = [asyncio.create_task(lane.run(i, log.pieces(str(i)))) for i in (1, 2)]
+    assert await asyncio.gather(*both) == ["1", "2"]
+    assert log.entries == ["1"] * 3 + ["2"] * 3
+
+
+async def test_a_session_waits_for_its_own_and_for_no_other() -> None:
+    log, lane = Log(), LongRequests()
+    task = asyncio.create_task(lane.run(1, log.pieces("long")))
+    await asyncio.sleep(0)
+    await lane.wait(2)
+    assert not task.done()
+    await lane.wait(1)
+    assert log.entries == ["long"] * 3
+    await task
+
+
+async def test_it_goes_on_when_its_caller_goes() -> None:
+    log, lane = Log(), LongRequests()
+    task = asyncio.create_task(lane.run(1, log.pieces("long")))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await lane.wait(1)
+    assert log.entries == ["long"] * 3
+
+
+async def test_what_fails_is_told_and_lets_the_next_run() -> None:
+    def failing() -> Pieces[None]:
+        yield
+        raise QuotaExceededError("enough")
+
+    lane, log = LongRequests(), Log()
+    with pytest.raises(QuotaExceededError):
+        await lane.run(1, failing())
+    assert await lane.run(1, log.pieces("long")) == "long"
