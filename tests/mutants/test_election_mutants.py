@@ -85,7 +85,13 @@ def former_leaders_keep_their_lease(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TESTS, "PATIENCE_S", 2 * TESTS.TTL_S)
 
 
-def at_etcd(test: Callable[..., object]) -> Run:
+def winners_wait_for_themselves(patch: pytest.MonkeyPatch) -> None:
+    """Who was not told that it leads takes itself for another."""
+    patch.setattr(EtcdElector, "_is_ours", lambda self, leader: False)
+    patch.setattr(TESTS, "PATIENCE_S", 2 * TESTS.TTL_S)
+
+
+def at_etcd(test: Callable[..., object], *, with_patch: bool = False) -> Run:
     """Run a test with etcd as the election."""
 
     def run(folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -94,7 +100,7 @@ def at_etcd(test: Callable[..., object]) -> Run:
             def make(address: str = "") -> EtcdElector:
                 return EtcdElector(etcd.endpoints, "n", address, ttl_s=TESTS.TTL_S)
 
-            asyncio.run(test(make))
+            asyncio.run(test(make, patch) if with_patch else test(make))
 
     return run
 
@@ -128,6 +134,9 @@ NOTICED_BY = {
         TESTS.test_a_process_has_died_when_its_connection_ends_and_another_is_refused
     ),
     former_leaders_keep_their_lease: at_etcd(TESTS.test_a_leader_that_was_followed_by_mistake_ends),
+    winners_wait_for_themselves: at_etcd(
+        TESTS.test_a_candidate_leads_whose_transaction_was_not_answered, with_patch=True
+    ),
     standbys_serve: at_a_file(
         TESTS.test_a_server_stands_by_until_it_leads_and_ends_when_it_has_lost, "tmp_path"
     ),

@@ -27,6 +27,7 @@ from kvplane.transport.tls import TlsOptions, open_channel
 
 _LOGGER: Final = logging.getLogger(__name__)
 _KEEP_ALIVES_PER_TTL: Final = 4
+_CALL_S: Final = 1.0  # then another member is asked; one of them may hang
 _CHANGED: Final = 2  # Compare.target
 
 
@@ -100,6 +101,9 @@ class EtcdElector(Elector):
         await self._renew()
         if not leader.kvs:
             return await self._take(pb.KeyValue(), last)
+        if self._is_ours(leader.kvs[0]):  # the answer to its transaction was lost
+            is_of_it = last.kvs[0].mod_revision == leader.kvs[0].mod_revision
+            return int(last.kvs[0].value) if is_of_it else 0
         if await self._wait_for_end(leader.kvs[0], leader.header.revision):
             return 0
         _LOGGER.warning("the leader at %s has died", leader.kvs[0].value.decode())
@@ -107,6 +111,9 @@ class EtcdElector(Elector):
         if incarnation:
             self._revoking = asyncio.create_task(self._revoke_until_done(leader.kvs[0].lease))
         return incarnation
+
+    def _is_ours(self, leader: pb.KeyValue) -> bool:
+        return leader.lease == self._lease
 
     async def _take(self, before: pb.KeyValue, last: pb.RangeResponse) -> int:
         """Write this process's key in place of ``before``, empty for none; the incarnation, or 0 if
@@ -227,7 +234,7 @@ class EtcdElector(Elector):
         call: Any = self._channel.unary_unary(
             f"/etcdserverpb.{method}", type(request).SerializeToString, answer.FromString
         )
-        return await call(request, timeout=self._ttl_s / 2)
+        return await call(request, timeout=min(self._ttl_s / 2, _CALL_S))
 
     def _stream(self, method: str, request: Any, answer: Any) -> Any:
         call: Any = self._channel.stream_stream(
