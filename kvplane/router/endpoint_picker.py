@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import aclosing
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import grpc.aio
+from google.protobuf.struct_pb2 import ListValue
 
 from kvplane.errors import (
     InvalidRequestError,
@@ -113,7 +114,9 @@ class _Exchange:
         self._sent_s = 0.0
         self._has_begun = False
 
-    async def answer(self, message: pb.ProcessingRequest) -> AsyncIterator[pb.ProcessingResponse]:
+    async def answer(
+        self, message: pb.ProcessingRequest
+    ) -> AsyncGenerator[pb.ProcessingResponse, None]:
         """What a message is answered with; nothing while a body is not complete."""
         kind = message.WhichOneof("request")
         if kind == "request_headers":
@@ -126,13 +129,13 @@ class _Exchange:
                 yield await self._picked("request_body")
             elif is_last:
                 yield await self._picked("request_headers")
-                for part in self._parts(is_last=True):
-                    yield part
+                for response in self._parts(is_last=True):
+                    yield response
         elif kind == "request_trailers":
             if self._is_duplex:
                 yield await self._picked("request_headers")
-                for part in self._parts(is_last=False):
-                    yield part
+                for response in self._parts(is_last=False):
+                    yield response
             yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
         elif kind == "response_headers":
             if not self._modes.response_body_mode:
@@ -256,8 +259,10 @@ def _subset(metadata: pb.Metadata) -> Collection[str] | None:
     if hint is None or _SUBSET not in hint:
         return None
     allowed = hint[_SUBSET]
-    names = allowed.split(",") if isinstance(allowed, str) else [str(name) for name in allowed]
-    return {name.strip() for name in names}
+    names = allowed.split(",") if isinstance(allowed, str) else allowed
+    if not isinstance(names, list | ListValue):
+        return ()
+    return {str(name).strip() for name in names}
 
 
 def _refused(error: KvplaneError) -> pb.ProcessingResponse:
