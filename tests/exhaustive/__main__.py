@@ -1,0 +1,37 @@
+"""Visits every state of small scenarios of both planes, and prints how many there are.
+
+python -m tests.exhaustive --events 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+HELPERS = TESTS / "helpers"
+FOLDERS = ("", "core", "data", "planes", "planning")
+sys.path[:0] = [str(TESTS / "exhaustive"), *(str(HELPERS / name) for name in FOLDERS)]
+
+from explorer import SETTINGS, explore  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--events", type=int, default=6)
+    parser.add_argument("--only", choices=[*SETTINGS], help="one scenario")
+    arguments = parser.parse_args()
+    for name in [arguments.only] if arguments.only else SETTINGS:
+        begin_s = time.perf_counter()
+        result = explore(SETTINGS[name], arguments.events)
+        seconds = time.perf_counter() - begin_s
+        sys.stdout.write(
+            f"{name}: {result.num_states} states, {result.num_events} events,"
+            f" up to {arguments.events} in a row, none wrong, {seconds:.1f} s\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
