@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvplane.router.picker import Pick
+
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 # Name, help, label, and what is read at a scrape: a value of each label.
@@ -64,6 +66,12 @@ class RouterMetrics(Collector):
             for value_of, value in read():
                 family.add_metric([value_of], value)
             yield family
+
+    def count_sent(self, pick: Pick) -> None:
+        """A request goes to the engine that was picked."""
+        self.sent.labels(pick.engine).inc()
+        self.prompt_tokens.inc(pick.num_cached_tokens + pick.num_uncached_tokens)
+        self.cached_tokens.inc(pick.num_cached_tokens)
 
     def text(self) -> bytes:
         """All of them, as Prometheus reads them."""

@@ -118,9 +118,7 @@ class Proxy:
         """An engine's answer, or None when it failed before there was one."""
         load, began_s = self._picker.loads[pick.engine], time.monotonic()
         number = self._picker.sent(pick, began_s, is_told=request.is_stream)
-        self._metrics.sent.labels(pick.engine).inc()
-        self._metrics.prompt_tokens.inc(pick.num_cached_tokens + pick.num_uncached_tokens)
-        self._metrics.cached_tokens.inc(pick.num_cached_tokens)
+        self._metrics.count_sent(pick)
         response: httpx2.Response | None = None
         has_begun = False
         try:

@@ -25,6 +25,7 @@ HERE = Path(__file__).parent
 FAULTS = _load(HERE / "router" / "faults.py")
 TESTS = HERE.parent / "unit" / "router"
 ON_THE_WIRE = HERE.parent / "rpc" / "test_router_proxy.py"
+GATEWAY = HERE.parent / "rpc" / "test_endpoint_picker.py"
 TIMEOUT_S = 10.0
 
 
@@ -48,3 +49,18 @@ async def test_a_test_on_the_wire_catches(
     with pytest.raises((Exception, pytest.fail.Exception)):
         async with asyncio.timeout(TIMEOUT_S):
             await getattr(tests, name)(*(getattr(tests, script) for script in scripts))
+
+
+@pytest.mark.parametrize("fault", FAULTS.CAUGHT_BY_A_GATEWAY, ids=lambda fault: fault.__name__)
+async def test_a_gateway_s_test_catches(
+    fault: FAULTS.Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, values = FAULTS.CAUGHT_BY_A_GATEWAY[fault]
+    tests = _load(GATEWAY)
+    fault(monkeypatch)
+    gateway = tests.Gateway()
+    await gateway.start()
+    with pytest.raises((Exception, pytest.fail.Exception)):
+        async with asyncio.timeout(TIMEOUT_S):
+            await getattr(tests, name)(gateway, *values)
+    await gateway.stop()

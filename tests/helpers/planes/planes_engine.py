@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from planes_known import DEVICE, HOST, Known, LayerCall, Made, Sent, ShardRun, Span, deferred_of
-from planes_values import LAYOUT_MESSAGE, Owner, check_blocks, tag_of, values_of
+from planes_values import LAYOUT_MESSAGE, Owner, check_read, tag_of, values_of
 from planes_world import POOL, ControlProcess, DataProcess, World, wire
 
 from control_plane.planning import queries
@@ -495,6 +495,5 @@ class Engine:
                 same = (own == theirs[: len(own)]).all(axis=tuple(range(1, own.ndim)))
                 values[begin : begin + len(own)][same] = np.nan
             wanted = process.view.blocks(values)
-            blocks, _ = process.executor.read_blocks(self.id, i, 0, wanted.shape[1])
             where = f"session {self.id} sequence {i} plan {made.number} shard {index}"
-            check_blocks(blocks.numpy(), wanted, tag_of(self.tenant), where)
+            check_read(process.executor, (self.id, i), wanted, tag_of(self.tenant), where)

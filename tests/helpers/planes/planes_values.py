@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from data_plane import Executor
+from kvplane.errors import BlockNotWrittenError
 from kvplane.layout import LayerGroup, Layout
 
 BLOCK = 8
@@ -102,3 +103,23 @@ def check_blocks(found: Values, wanted: Values, tag: float, where: str) -> None:
     assert not strangers.any(), f"{where}: another tenant's data"
     wrong = (found != wanted) & ~np.isnan(wanted)
     assert not wrong.any(), f"{where}: wrong at (layer, block, ...) {np.argwhere(wrong)[0]}"
+
+
+def check_read(
+    executor: Executor, of: tuple[int, int], wanted: Values, tag: float, where: str
+) -> None:
+    """``check_blocks`` of the memory of a sequence, given by its session's id and its own, also of
+    slots that it may not read; and it reads all that it has written.
+    """
+    num_blocks = wanted.shape[1]
+    table = executor._tables.get(*of, "").part(0, num_blocks)
+    layers = range(len(executor.layers))
+    held = executor._compute._gather(table.place, table.blocks, layers)
+    check_blocks(held.numpy(), wanted, tag, where)
+    for i in range(num_blocks):
+        try:
+            block, _ = executor.read_blocks(*of, i, 1)
+        except BlockNotWrittenError:
+            assert np.isnan(wanted[:, i]).all(), f"{where}: what was written is not read"
+        else:
+            check_blocks(block.numpy(), wanted[:, i : i + 1], tag, where)
