@@ -47,6 +47,13 @@ BASIC = {
     ),
 }
 MORE = {
+    "what_does_not_parse_is_an_internal_error": Fault(
+        "data_plane/plans/verifier.py",
+        "except DecodeError as error:",
+        "except ZeroDivisionError as error:",
+        "tests/fuzz/test_fuzz_rpcs.py",
+        "no_changed_request",
+    ),
     "trimmed_entries_are_not_counted": Fault(
         "data_plane/plans/change_columns.py",
         "if num_trimmed > MAX_TRIMMED_ENTRIES:",

@@ -1,0 +1,266 @@
+"""Valid requests of engines and data planes, which a fuzzer changes: each caller is one peer of a
+plane, with a session that lasts for a while, and makes requests that the plane would grant.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+from plan_author import (
+    HOST,
+    LAYOUT,
+    PlanAuthor,
+    drop,
+    fork,
+    ref,
+    set_blocks,
+    span,
+    tokens,
+    transfer,
+    trim,
+    truncate,
+)
+
+from data_plane.server.tensor_codec import tensor_to_message
+from kvplane import ops
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import data_pb2 as dpb
+from kvplane.v1 import types_pb2 as tpb
+from kvplane.wire import protocol, signing
+
+Requests = list[tuple[str, list[Message]]]
+"""Method of a service, and what is sent: several messages for a stream."""
+NUM_BLOCKS = 32
+
+
+def sent(signed: tpb.SignedPayload, key: bytes, change: Callable[[Message], bytes]) -> None:
+    """Change what was signed, and sign it again."""
+    of_type: dict[str, type[Message]] = {
+        signing.PLAN: tpb.Plan,
+        signing.GRANT: tpb.SessionGrant,
+        signing.RECEIPT: tpb.Receipt,
+    }
+    signed.payload = change(of_type[signed.type].FromString(signed.payload))
+    signed.signature = signing.sign(key, signed.type, signed.payload)
+
+
+class Engine:
+    """A session at the control plane; ``key``: its pool's, so that receipts can be signed."""
+
+    def __init__(self, opened: cpb.OpenSessionResponse, key: bytes, epoch: int) -> None:
+        self.opened = opened
+        self.key = key
+        self.epoch = epoch
+        self.number = 0
+        self.plans: list[tpb.SignedPayload] = []
+
+    def requests(self, rng: random.Random) -> tuple[str, list[Message]]:
+        """One call that the control plane would answer."""
+        ref_, numbered = self.opened.session, self._numbered
+        made: dict[str, Callable[[], list[Message]]] = {
+            "DescribeControlPlane": lambda: [cpb.DescribeControlPlaneRequest()],
+            "ListPools": lambda: [cpb.ListPoolsRequest()],
+            "DescribePool": lambda: [cpb.DescribePoolRequest(pool_id="pool")],
+            "OpenSession": lambda: [self.opening()],
+            "RenewSession": lambda: [cpb.RenewSessionRequest(session=ref_)],
+            "CloseSession": lambda: [cpb.CloseSessionRequest(session=ref_)],
+            "RunStep": lambda: [cpb.RunStepRequest(step=self._step(rng))],
+            "Step": lambda: [self._step(rng) for _ in range(rng.randrange(1, 5))],
+            "SubmitReceipts": lambda: [cpb.SubmitReceiptsRequest(**numbered(rng))],
+            "AbortPlan": lambda: [cpb.AbortPlanRequest(**numbered(rng), plan_number=self.number)],
+            "Resync": lambda: [cpb.ResyncRequest(**numbered(rng))],
+            "GetBlockTable": lambda: [cpb.GetBlockTableRequest(session=ref_, sequence_id=1)],
+            "CheckOperations": lambda: [
+                cpb.CheckOperationsRequest(session=ref_, operations=self._operations(rng))
+            ],
+            "LookupPrefix": lambda: [cpb.LookupPrefixRequest(session=ref_, token_ids=bytes(128))],
+            "FindPrefix": lambda: [cpb.FindPrefixRequest(token_ids=bytes(64), pool_ids=["pool"])],
+            "ExplainPrefix": lambda: [cpb.ExplainPrefixRequest(session=ref_, token_ids=bytes(64))],
+            "CommonPrefix": lambda: [
+                cpb.CommonPrefixRequest(session=ref_, sequence_ids=ops.pack("q", [1, 2], ""))
+            ],
+            "Watch": lambda: [cpb.WatchRequest(pool_id="pool")],
+            "DescribeSequence": lambda: [cpb.DescribeSequenceRequest(session=ref_, sequence_id=1)],
+            "ListSessions": lambda: [cpb.ListSessionsRequest(pool_id="pool")],
+            "Register": lambda: self._registration(rng),
+        }
+        weights = [8 if name in ("RunStep", "Step") else 1 for name in made]
+        [method] = rng.choices([*made], weights)
+        return method, made[method]()
+
+    def opening(self) -> cpb.OpenSessionRequest:
+        return cpb.OpenSessionRequest(
+            pool_id="pool",
+            protocol=protocol.supported(),
+            layout=tpb.Layout(fingerprint=self.opened.layout.fingerprint),
+            client_name="fuzz",
+        )
+
+    def _numbered(self, rng: random.Random) -> dict[str, Any]:
+        self.number += 1
+        receipts = [self._receipt(plan) for plan in self.plans if rng.random() < 0.8]
+        self.plans.clear()
+        return {"session": self.opened.session, "number": self.number, "receipts": receipts}
+
+    def _receipt(self, signed: tpb.SignedPayload) -> tpb.SignedPayload:
+        plan = tpb.Plan.FromString(signed.payload)
+        payload = tpb.Receipt(
+            version=protocol.PAYLOAD_VERSION,
+            session=plan.session,
+            pool_id=plan.pool_id,
+            epoch=self.epoch,
+            plan_number=plan.number,
+            plan_digest=signing.digest(signed.payload),
+        ).SerializeToString()
+        signature = signing.sign(self.key, signing.RECEIPT, payload)
+        return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
+
+    def _step(self, rng: random.Random) -> cpb.StepRequest:
+        step = cpb.StepRequest(**self._numbered(rng), operations=self._operations(rng))
+        if rng.random() < 0.2:
+            step.deferred_tokens.CopyFrom(ops.deferred_tokens([1], [1], [20], [1], [5]))
+        return step
+
+    def _operations(self, rng: random.Random) -> list[cpb.Operation]:
+        some, length = rng.randrange(1, 6), rng.choice((1, 7, 16, 20, 64))
+        prompt = range(length)
+        made: Sequence[Callable[[], cpb.Operation]] = (
+            lambda: ops.admit(some, prompt, fork_sequence_ids=[some + 10], wait=True),
+            lambda: ops.admit(some, prompt, num_compute_tokens=rng.randrange(length)),
+            lambda: ops.append(some, [1, 2], num_slots=2, first_position=length),
+            lambda: ops.appends([some, 2], [length, 20], [1, 1], [1, 1], [3, 4]),
+            lambda: ops.truncate(some, rng.randrange(length)),
+            lambda: ops.fork(some, some + 20),
+            lambda: ops.free([some]),
+            lambda: ops.swap_out([some]),
+            lambda: ops.swap_in([some]),
+            lambda: ops.retain(prompt, time_to_live_s=3),
+            lambda: ops.release(prompt),
+            lambda: ops.forget(prompt, force=True),
+        )
+        return [rng.choice(made)() for _ in range(rng.randrange(1, 4))]
+
+    def _registration(self, rng: random.Random) -> list[Message]:
+        """Of a data plane of another pool: Hello, a report, a word more."""
+        hello = cpb.Hello(
+            protocol=protocol.supported(),
+            pool_id=f"pool {rng.randrange(4)}",
+            shard=tpb.Shard(num_shards=1, num_layers=2, num_kv_heads=2),
+            epoch=rng.randrange(1, 4),
+            layout=LAYOUT.to_proto(),
+            num_device_blocks=16,
+            num_host_blocks=8,
+            address="127.0.0.1:1",
+        )
+        blocks = tpb.Blocks(
+            tier=tpb.TIER_DEVICE,
+            indices=ops.pack("i", [0, 1], ""),
+            generations=ops.pack("q", [1, 3], ""),
+        )
+        report = cpb.BlockReport(blocks=[blocks], last=rng.random() < 0.7)
+        report.publications.add(
+            tenant="default",
+            hash_algorithm="xxh3-128",
+            indices=ops.pack("i", [0], ""),
+            generations=ops.pack("q", [1], ""),
+            parent_indices=ops.pack("i", [-1], ""),
+            parent_generations=ops.pack("q", [0], ""),
+            hashes=bytes(16),
+            token_ids=bytes(4 * LAYOUT.block_size_tokens),
+        )
+        done = cpb.FenceDone(session=self.opened.session)
+        return [
+            cpb.RegisterRequest(hello=hello),
+            cpb.RegisterRequest(report=report),
+            cpb.RegisterRequest(fence_done=done),
+            cpb.RegisterRequest(heartbeat=cpb.Heartbeat()),
+        ][: rng.randrange(1, 5)]
+
+
+class Client:
+    """A session at the data plane, whose plans it signs itself."""
+
+    def __init__(self, author: PlanAuthor, session_id: int) -> None:
+        self.author = author
+        self.session_id = session_id
+        self.number = 0
+        self.generation = session_id * 1000
+
+    @property
+    def grant(self) -> tpb.SignedPayload:
+        return self.author.grant(self.session_id)
+
+    def requests(self, rng: random.Random) -> tuple[str, list[Message]]:
+        """One call that the data plane would answer."""
+        grant = self.grant
+        made: dict[str, Callable[[], list[Message]]] = {
+            "DescribeDataPlane": lambda: [dpb.DescribeDataPlaneRequest()],
+            "Execute": lambda: self._execution(rng),
+            "ReshapeAndCache": lambda: [self._write(rng)],
+            "PagedAttention": lambda: [
+                dpb.PagedAttentionRequest(grant=grant, plan=self._plan(rng), query=tensor(4))
+            ],
+            "CopyBlocks": lambda: [dpb.CopyBlocksRequest(grant=grant, plan=self._plan(rng))],
+            "SwapBlocks": lambda: [dpb.SwapBlocksRequest(grant=grant, plan=self._plan(rng))],
+            "ReadBlocks": lambda: [dpb.ReadBlocksRequest(grant=grant, sequence_id=1, num_blocks=1)],
+            "WriteBlocks": lambda: [
+                dpb.WriteBlocksRequest(grant=grant, plan=self._plan(rng), sequence_id=1)
+            ],
+        }
+        weights = [6 if name in ("CopyBlocks", "Execute") else 1 for name in made]
+        [method] = rng.choices([*made], weights)
+        return method, made[method]()
+
+    def _write(self, rng: random.Random) -> dpb.ReshapeAndCacheRequest:
+        request = dpb.ReshapeAndCacheRequest(grant=self.grant, plan=self._plan(rng))
+        request.key.CopyFrom(tensor(2))
+        request.value.CopyFrom(tensor(2))
+        return request
+
+    def _execution(self, rng: random.Random) -> list[Message]:
+        opening = dpb.OpenExecution(protocol=protocol.supported(), grant=self.grant)
+        layers = [
+            dpb.LayerInput(layer=layer, query=tensor(4), key=tensor(2), value=tensor(2))
+            for layer in (0, 1)
+        ]
+        return [
+            dpb.ExecuteRequest(open=opening),
+            dpb.ExecuteRequest(plan=self._plan(rng)),
+            *(dpb.ExecuteRequest(layer=layer) for layer in layers),
+        ][: rng.randrange(1, 5)]
+
+    def _plan(self, rng: random.Random) -> tpb.SignedPayload:
+        self.number += 1
+        self.generation += 1
+        own = [(rng.randrange(NUM_BLOCKS), self.generation) for _ in range(2)]
+        own = own[:1] if own[0][0] == own[1][0] else own
+        free = next(i for i in range(NUM_BLOCKS) if i not in dict(own))
+        copy = transfer(ref(own[0][0], self.generation), ref(free, self.generation))
+        swap = transfer(ref(own[0][0], self.generation), ref(1, self.generation, HOST))
+        changes = rng.choice(
+            (
+                [set_blocks(1, own, replace=True)],
+                [set_blocks(1, own, replace=True), fork(2, 1, 1), truncate(2, 0)],
+                [set_blocks(1, own, replace=True), trim(1, 1), drop(1)],
+                [],
+            )
+        )
+        more: dict[str, Any] = rng.choice(
+            (
+                {"spans": [span(1, 0, 1)]},
+                {"allocations": [ref(free, self.generation)], "transfers": [copy]},
+                {"allocations": [ref(1, self.generation, HOST)], "transfers": [swap]},
+                {},
+            )
+        )
+        return self.author.plan(
+            self.number, self.session_id, changes=changes, resync=rng.random() < 0.7, **more
+        )
+
+
+def tensor(num_heads: int) -> tpb.Tensor:
+    """Of one token."""
+    return tensor_to_message(tokens(1, num_heads))

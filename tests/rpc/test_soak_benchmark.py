@@ -1,0 +1,20 @@
+"""The soak: its loads run one after another, and it says what each came to."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import soak
+
+
+@pytest.mark.nightly
+def test_each_load_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "STEP_S", 0.05)
+    phases = soak.run(16.0)
+    assert [phase.num_sessions for phase in phases] == [40, 400, 40]
+    normal, overload, again = (phase.goodput_tokens_per_s for phase in phases)
+    assert min(normal, overload, again) > 0
+    assert phases[0].fewest_finished >= 1
+    rows = soak.table(phases).splitlines()
+    assert len(rows) == 2 + len(phases)
+    assert rows[3].startswith("| overload | 400 |")
