@@ -120,6 +120,35 @@ async def _fill_and_measure(sizes: Sizes) -> tuple[float, float]:
     return (empty - before) / num_blocks, (full - empty) / num_entries
 
 
+async def memory_per_session(world: World, sizes: Sizes) -> list[Row]:
+    """Memory of a session that has admitted a cached prompt which others have too."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as process:
+        loop = asyncio.get_running_loop()
+        per_session = await loop.run_in_executor(process, _measure_sessions, sizes)
+    return [Row.of_one("memory_per_session", "bytes", per_session)]
+
+
+def _measure_sessions(sizes: Sizes) -> float:
+    return asyncio.run(_admit_and_measure(sizes))
+
+
+async def _admit_and_measure(sizes: Sizes) -> float:
+    num = sizes.num_prefix_sessions
+    async with InProcess().pool(2 * (sizes.prompt_blocks + num)) as pool:
+        tokens = prompt(1, sizes.prompt_tokens)
+        engines = [await pool.engine() for _ in range(num + 1)]
+        for engine in engines[:1]:
+            await engine.step(ops.admit(1, tokens))
+            await engine.settle()
+        before = _resident_bytes()
+        for engine in engines[1:]:
+            (sequence_id,) = engine.new_ids(1)
+            await engine.step(ops.admit(sequence_id, tokens))
+            await engine.settle()
+        return (_resident_bytes() - before) / num
+
+
 def _resident_bytes() -> int:
     """Memory of this process, without what it could give back."""
     gc.collect()

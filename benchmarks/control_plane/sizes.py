@@ -19,6 +19,9 @@ class Sizes:
     num_swaps: int = 40
     num_aborted_sequences: int = 256
     num_aborts: int = 5
+    num_forks: int = 32_768
+    num_prefix_sessions: int = 1_000
+    """Sessions that have one cached prompt."""
     rate_s: float = 5.0
     """How long each rate is measured."""
     num_rate_steps: int = 2_000
@@ -42,6 +45,8 @@ QUICK = Sizes(
     num_swaps=2,
     num_aborted_sequences=8,
     num_aborts=2,
+    num_forks=100,
+    num_prefix_sessions=5,
     rate_s=1.0,
     num_rate_steps=128,
     scale_pools=(1_000, 5_000),

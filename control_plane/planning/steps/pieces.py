@@ -49,6 +49,10 @@ def parts_of(message: cpb.Append) -> Iterator[tuple[int, cpb.Append]]:
     if num_tokens is None or not _fit(message, num, sum(num_tokens), min(num_tokens, default=0)):
         yield 0, message
         return
+    # Each look at a message's bytes copies all of them.
+    sequence_ids, first_positions = message.sequence_ids, message.first_positions
+    num_slots, lookahead = message.num_slots, message.num_lookahead_slots
+    token_ids, given_column = message.token_ids, message.num_tokens
     first = first_token = token = 0
     for item, given in enumerate(num_tokens, 1):
         token += given
@@ -58,12 +62,12 @@ def parts_of(message: cpb.Append) -> Iterator[tuple[int, cpb.Append]]:
         yield (
             first,
             cpb.Append(
-                sequence_ids=message.sequence_ids[ids],
-                first_positions=message.first_positions[ids],
-                num_slots=message.num_slots[counts],
-                num_tokens=message.num_tokens[counts],
-                token_ids=message.token_ids[first_token * 4 : token * 4],
-                num_lookahead_slots=message.num_lookahead_slots[counts],
+                sequence_ids=sequence_ids[ids],
+                first_positions=first_positions[ids],
+                num_slots=num_slots[counts],
+                num_tokens=given_column[counts],
+                token_ids=token_ids[first_token * 4 : token * 4],
+                num_lookahead_slots=lookahead[counts],
             ),
         )
         first, first_token = item, token

@@ -32,6 +32,7 @@ from kvplane.v1 import types_pb2 as tpb
 _LOGGER: Final = logging.getLogger(__name__)
 # More than this of it makes a request take some milliseconds.
 _MANY_TOKENS: Final = 4 * PIECE_TOKENS
+_FEW_OPERATIONS: Final = 4
 _MANY_SEQUENCES: Final = 4096
 _MANY_BLOCKS: Final = 65_536
 
@@ -65,7 +66,7 @@ class Requests:
     def takes_long(self, session: Session, request: Request) -> bool:
         """Whether others should be served while the request runs."""
         if type(request) is cpb.StepRequest:
-            if sum(map(num_tokens_of, request.operations)) > _MANY_TOKENS:
+            if _brings_many_tokens(request.operations):
                 return True
             if not session.resync_due:
                 return False
@@ -79,6 +80,9 @@ class Requests:
         if in_pieces:  # it may have had to wait
             self._require_open(session)
         content = content_of(request)
+        if in_pieces:
+            yield
+            self._require_open(session)
         answer = session.numbers.repeated(request.number, content)
         if answer is not None:
             self._take_again(session, request)
@@ -207,3 +211,10 @@ class Requests:
                 f"must be at most {most} receipts, not {len(receipts)}", field="receipts"
             )
         return receipts
+
+
+def _brings_many_tokens(operations: Sequence[cpb.Operation]) -> bool:
+    # To learn the length of bytes in a message copies them, and a few admissions do not take long.
+    if len(operations) <= _FEW_OPERATIONS:
+        return sum(len(each.append.token_ids) for each in operations) > 4 * _MANY_TOKENS
+    return sum(map(num_tokens_of, operations)) > _MANY_TOKENS

@@ -140,6 +140,7 @@ void bind_watching(PoolClass& pool) {
                               py::bytes(blocks.parent_hashes), pack(blocks.token_ids));
       },
       py::arg("root"), py::arg("cursor"), py::arg("max_blocks"));
+  pool.def_property_readonly("num_token_pieces", &Pool::num_token_pieces);
   pool.def("memory", [](const Pool& self) {
     const PrefixIndex& index = self.index();
     return py::make_tuple(self.store(kDevice).num_bytes() + self.store(kHost).num_bytes() +

@@ -46,6 +46,9 @@ class PieceStore {
     return true;
   }
 
+  // Whether the piece is in use; false for a number that no piece has.
+  bool has(uint32_t id) const { return id < pieces_.size() && pieces_[id].num_owners > 0; }
+
   size_t num_used() const { return pieces_.size() - free_.size(); }
 
  private:
@@ -111,6 +114,17 @@ struct Tokens : PiecedArray<TokenStore> {
     pieces = other.pieces;
     size = other.size;
     for (const uint32_t id : pieces) ++store[id].num_owners;
+  }
+
+  // Appends a whole piece that another array may have, if it holds these tokens. The size is a
+  // multiple of a piece's.
+  bool share_piece(TokenStore& store, uint32_t id, const int32_t* tokens) {
+    if (!store.has(id) || std::memcmp(store[id].items, tokens, sizeof store[id].items) != 0)
+      return false;
+    ++store[id].num_owners;
+    pieces.push_back(id);
+    size += kItems;
+    return true;
   }
 
   void cut(TokenStore& store, int64_t num) {

@@ -12,6 +12,8 @@ Pool::Pool(PoolConfig config)
       block_size_(config_.block_size_tokens),
       block_shift_(__builtin_ctz(config_.block_size_tokens)),
       index_(config_.block_size_tokens, config_.num_blocks[0], config_.num_blocks[1], config_.seed),
+      piece_hints_(2 * uint64_t{config_.num_blocks[0]} * config_.block_size_tokens /
+                   Tokens::kItems),
       retention_(index_, stores_) {
   for (const Tier tier : {kDevice, kHost})
     stores_[tier - 1] = std::make_unique<BlockStore>(

@@ -17,6 +17,7 @@
 #include <variant>
 #include <vector>
 
+#include "containers/piece_hints.h"
 #include "core/session.h"
 #include "core/types.h"
 #include "index/prefix_index.h"
@@ -210,6 +211,7 @@ class Pool final : private Listener {
   const PrefixIndex& index() const { return index_; }
   const Counters& counters() const { return counters_; }
   int64_t revision() const { return revision_; }
+  size_t num_token_pieces() const { return token_store_.num_used(); }
   const Sequence* find(Slot slot, int64_t sequence_id) const;
   std::vector<const Sequence*> sequences_of(Slot slot) const;  // ids ascending
   std::vector<uint32_t> indices_of(Slot slot) const;           // so too
@@ -390,6 +392,7 @@ class Pool final : private Listener {
                     AdmitPlan& plan) const;
   uint32_t admit_one(Session& session, const Admission& admission, int64_t admitted_by,
                      bool computes, const AdmitPlan& plan);
+  void take_tokens(Sequence& sequence, Span<int32_t> tokens, const std::vector<Hit>& hits);
   static void agree(Groups groups, Slot slot, int64_t id);
   Failure over_quota(const Session& session, const AdmitPlan& plan) const;
   void find_hits(const Session& session, const Admission& admission, int64_t most,
@@ -435,6 +438,7 @@ class Pool final : private Listener {
   std::unique_ptr<BlockStore> stores_[2];
   TableStore table_store_;
   TokenStore token_store_;
+  PieceHints piece_hints_;
   std::deque<Session> sessions_;
   std::vector<Slot> free_slots_;
   std::vector<int64_t> held_;  // by owner: device blocks that its tables refer to

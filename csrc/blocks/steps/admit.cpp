@@ -191,7 +191,7 @@ uint32_t Pool::admit_one(Session& session, const Admission& admission, int64_t a
   const int64_t num_tokens = admission.tokens.size, cached = plan.cached, end = plan.end;
   const uint32_t index = new_sequence(session, admission.sequence_id, admitted_by);
   Sequence& sequence = sequences_[index];
-  sequence.tokens.append(token_store_, admission.tokens.data, num_tokens);
+  take_tokens(sequence, admission.tokens, hits);
   session.num_tokens += num_tokens;
   use_hits(session, sequence, hits);
   sequence.num_cached = sequence.num_scheduled = cached;
@@ -217,6 +217,20 @@ uint32_t Pool::admit_one(Session& session, const Admission& admission, int64_t a
     counters_.num_hit_tokens += cached;
   }
   return index;
+}
+
+// Those of the hits are shared with another sequence that has them, a piece at a time.
+void Pool::take_tokens(Sequence& sequence, Span<int32_t> tokens, const std::vector<Hit>& hits) {
+  const size_t piece_blocks = static_cast<size_t>(Tokens::kItems / block_size_);
+  for (size_t i = piece_blocks; i <= hits.size(); i += piece_blocks) {
+    const int32_t* const first = tokens.data + sequence.tokens.size;
+    const EntryId last = hits[i - 1].entry;
+    if (sequence.tokens.share_piece(token_store_, piece_hints_.find(last), first)) continue;
+    sequence.tokens.append(token_store_, first, Tokens::kItems);
+    piece_hints_.set(last, sequence.tokens.pieces.back());
+  }
+  const int64_t num_taken = sequence.tokens.size;
+  sequence.tokens.append(token_store_, tokens.data + num_taken, tokens.size - num_taken);
 }
 
 // The groups of a new sequence wait for the same receipts: a position counts as written when it is
@@ -427,6 +441,8 @@ void Pool::set_leaders(uint32_t index, const int32_t* tokens, EntryId e, int64_t
     e = index_.find_or_add(e, tokens + i * block_size_);
     if (index_[e].leader == kNoEntry) index_.set_leader(e, index, sequence.uid);
     sequence.led.push_back(e);
+    if (const int64_t stop = (i + 1) * block_size_; stop % Tokens::kItems == 0)
+      piece_hints_.set(e, sequence.tokens.pieces[static_cast<size_t>(stop / Tokens::kItems - 1)]);
   }
 }
 

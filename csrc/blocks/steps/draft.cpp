@@ -62,6 +62,19 @@ void TableChanges::add(ChangeKind kind, int64_t sequence_id, Tier tier, int64_t 
   num_blocks.push_back(static_cast<int32_t>(num));
 }
 
+namespace {
+
+// Elements of an emptied column for which memory is kept: a session may have one large admission.
+constexpr size_t kNumKept = 1024;
+
+template <typename T>
+void clear_column(std::vector<T>& column) {
+  column.clear();
+  if (column.capacity() > kNumKept) column.shrink_to_fit();
+}
+
+}  // namespace
+
 void TableChanges::clear() {
   kinds.clear();
   sequence_ids.clear();
@@ -70,9 +83,9 @@ void TableChanges::clear() {
   first_blocks.clear();
   num_blocks.clear();
   parents.clear();
-  indices.clear();
-  generations.clear();
-  allocated.clear();
+  clear_column(indices);
+  clear_column(generations);
+  clear_column(allocated);
 }
 
 void TransferColumns::clear() {

@@ -6,6 +6,13 @@
 
 namespace kvplane::blocks {
 
+namespace {
+
+// How far ahead blocks are fetched from memory.
+constexpr int64_t kAhead = 16;
+
+}  // namespace
+
 void Pool::own_piece(Session& session, Sequence& sequence, size_t piece) {
   uint32_t& id = sequence.table.pieces[piece];
   if (table_store_[id].num_owners == 1) return;
@@ -160,6 +167,7 @@ void Pool::add_entries(const Sequence& sequence, int64_t first, int64_t end,
   changes.generations.resize(changes.indices.size());
   sequence.table.runs(table_store_, first, end, [&](const Block* items, int64_t num) {
     for (int64_t k = 0; k < num; ++k, ++i) {
+      if (k + kAhead < num) blocks.prefetch(items[k + kAhead]);
       changes.indices[i] = static_cast<int32_t>(items[k]);
       changes.generations[i] = blocks.generation(items[k]);
     }

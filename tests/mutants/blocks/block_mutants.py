@@ -84,8 +84,16 @@ MORE = {
     ),
     "a_sequence_is_forgotten_twice": Mutant(
         "core/pool.cpp",
-        "if (sequences_[index].uid == uid) forget_sequence(index);",
-        "if (uid == uid) forget_sequence(index);",
+        "    sequence.live = false;\n    forget_sequence(index);",
+        "    sequence.live = false;\n    forget_sequence(index);\n    forget_sequence(index);",
+    ),
+    "tokens_are_shared_without_a_look": Mutant(
+        "containers/pieces.h",
+        "if (!store.has(id) || std::memcmp(store[id].items, tokens, sizeof store[id].items) != 0)",
+        "if (!store.has(id))",
+    ),
+    "tokens_that_are_shared_are_not_counted": Mutant(
+        "containers/pieces.h", "    ++store[id].num_owners;\n    pieces", "    pieces"
     ),
     "trimmed_beyond_what_an_abort_leaves": Mutant(
         "steps/append.cpp",

@@ -135,10 +135,10 @@ def test_others_step_between_the_pieces() -> None:
     request = cpb.StepRequest(session=engine.ref, number=1, operations=admits)
     response = in_pieces(world.core, between)(request, "tenant")
     assert not any(result.failures for result in response.result.results)
-    assert other.number - before == 6, "five between operations, one before the plan"
+    assert other.number - before == 7, "after reading, between operations, before the plan"
     request = cpb.ResyncRequest(session=engine.ref, number=2)
     in_pieces(world.core, between)(request, "tenant")
-    assert other.number - before == 8
+    assert other.number - before == 10
     other.settle()
     other.check()
 
@@ -152,8 +152,12 @@ def test_nobody_is_granted_blocks_between_the_pieces() -> None:
     engine.step(ops.admit(1, range(500, 540), wait=True))
     assert engine.waiting
 
+    num_pieces = 0
+
     def between() -> None:
-        if other.sequences:
+        nonlocal num_pieces
+        num_pieces += 1
+        if num_pieces > 1 and other.sequences:  # the step has begun
             other.send(ops.free([1]))
             other.settle()
         assert engine.id not in {i for i, _ in world.core.take_notices()}
@@ -166,7 +170,7 @@ def test_nobody_is_granted_blocks_between_the_pieces() -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("num_pieces", [1, 2, 5])
+@pytest.mark.parametrize("num_pieces", [1, 2, 7])
 def test_a_session_may_end_between_the_pieces(num_pieces: int) -> None:
     world = World(num_device=64)
     engine = world.engine()
@@ -221,6 +225,10 @@ def finish_work(world: World) -> None:
     world.pump()
 
 
+def engine_growth(num: int) -> cpb.Operation:
+    return ops.append(1, [7] * num, first_position=20)
+
+
 def test_only_what_takes_long_is_run_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "_MANY_TOKENS", 30)
     monkeypatch.setattr(requests, "_MANY_SEQUENCES", 2)
@@ -231,11 +239,13 @@ def test_only_what_takes_long_is_run_in_pieces(monkeypatch: pytest.MonkeyPatch) 
         request.session.CopyFrom(engine.ref)
         return world.core.takes_long(request)
 
-    step = cpb.StepRequest(operations=[ops.admit(i, range(20)) for i in (1, 2)])
+    step = cpb.StepRequest(operations=[ops.admit(i, range(20)) for i in range(1, 6)])
     assert takes_long(step)
-    assert not takes_long(cpb.StepRequest(operations=step.operations[:1]))
+    assert not takes_long(cpb.StepRequest(operations=step.operations[:4]))
+    assert takes_long(cpb.StepRequest(operations=[engine_growth(31)]))
+    assert not takes_long(cpb.StepRequest(operations=[engine_growth(30)]))
     assert not takes_long(cpb.ResyncRequest())
-    engine.send(*step.operations)
+    engine.send(*step.operations[:2])
     engine.send(ops.fork(1, 3))
     assert takes_long(cpb.ResyncRequest())
     assert takes_long(cpb.AbortPlanRequest())

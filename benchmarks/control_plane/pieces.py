@@ -1,0 +1,110 @@
+"""Cases of requests that take long: how long the longest of their pieces holds others up.
+
+In processor time of the thread, so that other work on the machine does not count.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+
+from benchmarks.control_plane.engine import World
+from benchmarks.control_plane.in_process import TENANT, CorePool
+from benchmarks.control_plane.messages import prompt
+from benchmarks.control_plane.report import Row
+from benchmarks.control_plane.sizes import Sizes
+from control_plane.planning.steps.requests import Request
+from kvplane import ops
+from kvplane.v1 import control_pb2 as cpb
+from kvplane.v1 import types_pb2 as tpb
+
+_PROMPT_TOKENS = 485
+_FORKS_A_STEP = 4_000
+
+
+async def pieces(world: World, sizes: Sizes) -> list[Row]:
+    """Resync, abort and end a session of many forks, and compute long prompts again, the longest
+    piece of each. Without the request's bytes and the answer's.
+    """
+    rows = []
+    for name in ("resync", "abort", "close"):
+        longest_s = [await _of_forks(world, sizes, name) for _ in range(sizes.num_aborts)]
+        rows.append(Row.of_seconds(f"pieces/{name}_{sizes.num_forks}_forks", longest_s))
+    longest_s = [await _of_prompts(world, sizes) for _ in range(sizes.num_aborts)]
+    return [*rows, Row.of_seconds("pieces/compute_64x2048_again", longest_s)]
+
+
+async def _of_forks(world: World, sizes: Sizes, name: str) -> float:
+    async with world.pool(sizes.num_forks // 8 + 1_000) as pool:
+        assert isinstance(pool, CorePool), "measured in process only"
+        engine = await pool.engine()
+        (parent,) = engine.new_ids(1)
+        await engine.step(ops.admit(parent, prompt(parent, _PROMPT_TOKENS)))
+        ids = engine.new_ids(sizes.num_forks)
+        for i in range(0, len(ids), _FORKS_A_STEP):
+            part = array("q", ids[i : i + _FORKS_A_STEP])
+            parents = array("q", [parent] * len(part))
+            await engine.step(
+                cpb.Operation(
+                    fork=cpb.Fork(
+                        parent_sequence_ids=parents.tobytes(), sequence_ids=part.tobytes()
+                    )
+                )
+            )
+        append = ops.append(parent, [1], first_position=_PROMPT_TOKENS)
+        await engine.step(append, is_receipted=False)
+        ref, number = _numbered(pool)
+        if name == "close":
+            return _closed(pool, ref)
+        if name == "resync":
+            return _longest(pool, cpb.ResyncRequest(session=ref, number=number))
+        abort = cpb.AbortPlanRequest(session=ref, number=number, plan_number=number - 1)
+        return _longest(pool, abort)
+
+
+async def _of_prompts(world: World, sizes: Sizes) -> float:
+    """As many prompts as one message holds."""
+    num = sizes.num_aborted_sequences // 4
+    async with world.pool(num * (sizes.prompt_blocks + 1) * 17 // 16) as pool:
+        assert isinstance(pool, CorePool), "measured in process only"
+        engine = await pool.engine()
+        ids = engine.new_ids(num)
+        prompts = [prompt(i, sizes.prompt_tokens) for i in ids]
+        admits = [ops.admit(i, tokens) for i, tokens in zip(ids, prompts, strict=True)]
+        await engine.step(*admits, is_receipted=False)
+        await engine.abort()
+        ref, number = _numbered(pool)
+        lengths = [sizes.prompt_tokens] * num
+        again = ops.appends(ids, [0] * num, lengths, lengths, b"".join(prompts))
+        return _longest(pool, cpb.StepRequest(session=ref, number=number, operations=[again]))
+
+
+def _numbered(pool: CorePool) -> tuple[tpb.SessionRef, int]:
+    """The only session of the pool, and its next number."""
+    (session,) = pool.core._sessions.values()
+    return session.ref, session.numbers.last + 1
+
+
+def _longest(pool: CorePool, request: Request) -> float:
+    left = pool.core.in_pieces(request, TENANT)
+    longest_s = 0.0
+    while True:
+        began_s = time.thread_time()
+        try:
+            next(left)
+        except StopIteration:
+            return max(longest_s, time.thread_time() - began_s)
+        longest_s = max(longest_s, time.thread_time() - began_s)
+
+
+def _closed(pool: CorePool, ref: tpb.SessionRef) -> float:
+    began_s = time.thread_time()
+    pool.core.close_session(ref, TENANT)
+    pool.core.take_told()
+    longest_s = time.thread_time() - began_s
+    while pool.core.has_work():
+        began_s = time.thread_time()
+        pool.core.work()
+        pool.core.take_told()
+        longest_s = max(longest_s, time.thread_time() - began_s)
+    return longest_s

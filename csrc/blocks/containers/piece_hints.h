@@ -1,0 +1,34 @@
+// Where to look for pieces of tokens that sequences with one prefix can share: by the entry of the
+// index at which a piece ends. Only hints, which hold no piece: one may have been given up or
+// written anew since, or another entry's hint be in its place, so who finds a piece compares it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/types.h"
+
+namespace kvplane::blocks {
+
+class PieceHints {
+ public:
+  static constexpr uint32_t kNone = 0xFFFFFFFF;
+
+  // For about so many pieces.
+  explicit PieceHints(uint64_t num_pieces) {
+    while (num_pieces > (uint64_t{1} << (64 - shift_)) && shift_ > 40) --shift_;
+    pieces_.assign(size_t{1} << (64 - shift_), kNone);
+  }
+
+  uint32_t find(EntryId e) const { return pieces_[place_of(e)]; }
+  void set(EntryId e, uint32_t piece) { pieces_[place_of(e)] = piece; }
+
+ private:
+  // The high bits of a product with 2^64 divided by the golden ratio.
+  size_t place_of(EntryId e) const { return (e * 0x9E3779B97F4A7C15u) >> shift_; }
+
+  int shift_ = 58;  // 64 places at least
+  std::vector<uint32_t> pieces_;
+};
+
+}  // namespace kvplane::blocks

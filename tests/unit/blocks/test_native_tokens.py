@@ -1,0 +1,139 @@
+"""Sequences of one cached prefix share its tokens, and stay apart where they differ."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from kvplane_blocks._native import Pool
+from native_pool import Caller, i32, i64, new_pool
+
+SIZE = 64
+PIECE = 256  # tokens
+LONG = [i % 97 for i in range(3 * PIECE + 5)]
+NUM_TURNS = 150
+
+
+def admitted(caller: Caller, sequence_id: int, tokens: list[int]) -> int:
+    """Admit in a step of its own, whose plan runs; the tokens found cached."""
+    caller.begin()
+    answer = caller.admit(sequence_id, tokens)
+    assert len(answer) == 3, answer
+    ran(caller)
+    return answer[0]
+
+
+def ran(caller: Caller) -> None:
+    caller.finish()
+    caller.receipted()
+    caller.pool.check_integrity()
+
+
+def assert_known(caller: Caller, known: dict[int, list[int]]) -> None:
+    """The core has these tokens of the session's sequences: it would refuse others."""
+    states = {state.sequence_id: state for state in caller.states()}
+    assert {i: state.num_tokens for i, state in states.items()} == {
+        i: len(tokens) for i, tokens in known.items()
+    }
+    given = {i: tokens for i, tokens in known.items() if tokens}
+    refused = caller.pool.deferred_tokens(
+        caller.slot,
+        i64(given),
+        i64(states[i].admitted_by for i in given),
+        i64([0] * len(given)),
+        i32(map(len, given.values())),
+        i32(token for tokens in given.values() for token in tokens),
+    )
+    assert refused is None
+
+
+def paged_pool(num_blocks: int = 128) -> Pool:
+    return new_pool(num_blocks, block_size=SIZE)
+
+
+def test_sequences_of_one_cached_prefix_share_its_whole_pieces() -> None:
+    pool = paged_pool()
+    callers = [Caller(pool) for _ in range(5)]
+    assert admitted(callers[0], 1, LONG) == 0
+    assert pool.num_token_pieces == 4
+    for caller in callers[1:]:
+        assert admitted(caller, 1, LONG) == 3 * PIECE
+    assert pool.num_token_pieces == 4 + 4, "each has the last of its own"
+    for caller in callers:
+        assert_known(caller, {1: LONG})
+        pool.end_session(caller.slot)
+        pool.check_integrity()
+    assert pool.num_token_pieces == 0
+
+
+def test_a_prefix_that_nobody_has_any_more_is_shared_by_those_who_come_next() -> None:
+    pool = paged_pool()
+    first, second, third = (Caller(pool) for _ in range(3))
+    admitted(first, 1, LONG)
+    first.begin()
+    first.free(1)
+    ran(first)
+    assert pool.num_token_pieces == 0
+    admitted(second, 1, LONG)
+    admitted(third, 1, LONG)
+    assert pool.num_token_pieces == 4 + 1
+
+
+@pytest.mark.parametrize("kept", [PIECE, PIECE + 1, 2 * PIECE - 1, 3 * PIECE])
+def test_who_goes_on_otherwise_leaves_the_others_tokens(kept: int) -> None:
+    pool = paged_pool()
+    one, other, late = Caller(pool), Caller(pool), Caller(pool)
+    admitted(one, 1, LONG)
+    admitted(other, 2, LONG)
+    for caller, sequence_id, token in ((one, 1, 1001), (other, 2, 1002)):
+        caller.begin()
+        caller.truncate((sequence_id, kept))
+        caller.append((sequence_id, kept, 2, [token] * 2, 0))
+        ran(caller)
+    assert_known(one, {1: [*LONG[:kept], 1001, 1001]})
+    assert_known(other, {2: [*LONG[:kept], 1002, 1002]})
+    admitted(late, 3, LONG)
+    assert_known(late, {3: LONG})
+
+
+def test_in_a_walk_everybody_keeps_their_own_tokens() -> None:
+    rng = random.Random(7)
+    pool = paged_pool(64)
+    patterns = [[rng.randrange(2) for _ in range(PIECE)] for _ in range(3)]
+    callers = [Caller(pool, rng.choice([b"a", b"a", b"b"])) for _ in range(4)]
+    known: list[dict[int, list[int]]] = [{} for _ in callers]
+    next_id, most_shared = 1, 0
+    for _ in range(NUM_TURNS):
+        place = rng.randrange(len(callers))
+        caller, mine = callers[place], known[place]
+        caller.begin()
+        kind = rng.choice(("admit", "admit", "append", "truncate", "free", "forget"))
+        if kind == "admit":
+            prompt = [t for _ in range(rng.randint(1, 3)) for t in rng.choice(patterns)]
+            prompt = [*prompt[: rng.choice([len(prompt), len(prompt) - 70])], 5]
+            if len(caller.admit(next_id, prompt)) == 3:
+                mine[next_id] = prompt
+                next_id += 1
+        elif mine:
+            sequence_id = rng.choice([*mine])
+            tokens = mine[sequence_id]
+            if kind == "append":
+                more = rng.choice(patterns)[: rng.choice([1, 100, PIECE])]
+                _, refused = caller.append((sequence_id, len(tokens), len(more), more, 0))
+                tokens += [] if refused else more
+            elif kind == "truncate":
+                del tokens[rng.choice([len(tokens) // 2, len(tokens) - 1]) :]
+                caller.truncate((sequence_id, len(tokens)))
+            elif kind == "free":
+                caller.free(sequence_id)
+                del mine[sequence_id]
+            else:
+                pool.forget_roots([caller.root], True)
+                pool.forget_some(1000)
+        ran(caller)
+        assert_known(caller, mine)
+        num_needed = sum(-(-len(tokens) // PIECE) for each in known for tokens in each.values())
+        most_shared = max(most_shared, num_needed - pool.num_token_pieces)
+    for caller, mine in zip(callers, known, strict=True):
+        assert_known(caller, mine)
+    assert most_shared > 3, "the walk does not share"
