@@ -305,7 +305,9 @@ def test_both_planes_and_the_engine_run_from_wheels_in_a_bare_environment(
     extras = f"kvplane[control-plane,data-plane,engine,otel] @ {wheel.as_uri()}"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
     pip += ["--find-links", str(tmp_path), "--constraint", str(ROOT / "requirements" / "lock.txt")]
-    subprocess.run([*pip, "--only-binary", ":all:", extras], check=True, timeout=1800)
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    install = [*pip, "--only-binary", ":all:", extras]
+    subprocess.run(install, env=alone, check=True, timeout=1800)
     modules = sorted(
         name.removesuffix(".py").replace("/", ".")
         for name in zipfile.ZipFile(wheel).namelist()
