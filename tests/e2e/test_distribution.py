@@ -88,6 +88,8 @@ def test_the_base_needs_grpc_protobuf_and_what_the_command_prints_with(wheel: Pa
         "serving",
         "dev",
         "otel",
+        "ray",
+        "router",
         "transformers",
     } == set(metadata.get_all("Provides-Extra", []))
 
