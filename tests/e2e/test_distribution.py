@@ -88,6 +88,8 @@ def test_the_base_needs_grpc_protobuf_and_what_the_command_prints_with(wheel: Pa
         "serving",
         "dev",
         "otel",
+        "ray",
+        "router",
         "transformers",
     } == set(metadata.get_all("Provides-Extra", []))
 
@@ -305,11 +307,14 @@ def test_both_planes_and_the_engine_run_from_wheels_in_a_bare_environment(
     extras = f"kvplane[control-plane,data-plane,engine,otel] @ {wheel.as_uri()}"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
     pip += ["--find-links", str(tmp_path), "--constraint", str(ROOT / "requirements" / "lock.txt")]
-    subprocess.run([*pip, "--only-binary", ":all:", extras], check=True, timeout=1800)
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    install = [*pip, "--only-binary", ":all:", extras]
+    subprocess.run(install, env=alone, check=True, timeout=1800)
     modules = sorted(
         name.removesuffix(".py").replace("/", ".")
         for name in zipfile.ZipFile(wheel).namelist()
         if name.endswith(".py") and not name.endswith(("__init__.py", "__main__.py"))
+        if name.startswith(("control_plane/", "data_plane/", "kvplane/engine/"))
     )
     program = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
     subprocess.run([python, "-I", "-c", program, *modules], cwd=tmp_path, check=True, timeout=300)
