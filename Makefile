@@ -1,6 +1,6 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-nightly test-fleet fleet chaos serve bench lint fix protos board boards page-picture api manifests metrics-page clean
+.PHONY: help setup run test test-nightly test-fleet fleet chaos serve bench newcomer lint fix protos board boards page-picture api manifests metrics-page clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine demo models tests benchmarks examples scripts setup.py
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh)
@@ -49,6 +49,10 @@ serve: setup  ## Run both planes with the shipped model's layout until Ctrl-C
 
 bench: setup  ## Measure a step's latency over gRPC
 	@$(BIN)/python -m benchmarks.step_latency
+
+NEWCOMER := newcomer newcomer_metrics boards alerts clients
+newcomer: setup  ## Walk a newcomer's path: boards, alerts, metrics, page, command, clients of other languages
+	@$(BIN)/python -m pytest -n 0 -v $(NEWCOMER:%=tests/e2e/test_%.py) $(PYTEST_ARGS)
 
 lint: setup node_modules  ## Check style, types, C++ format, protos and shell scripts
 	$(BIN)/ruff check $(PYTHON_SOURCES)

@@ -79,7 +79,7 @@ def main(words: Sequence[str] | None = None) -> None:
     print("|" + "---|" * 4)
     rows, hot = [], None
     for ms, of_calls in seconds.items():
-        p10 = num_bytes / statistics.quantiles(of_calls, n=10)[0] / 1e9
+        p10 = num_bytes / statistics.quantiles(of_calls, n=10, method="inclusive")[0] / 1e9
         p50 = num_bytes / statistics.median(of_calls) / 1e9
         hot = hot or p10
         rows.append({"idle_ms": ms, "p10": round(p10, 2), "p50": round(p50, 2)})

@@ -118,6 +118,8 @@ PYBIND11_MODULE(_native, m) {
   }
   m.def("read_runs", &bind_read_runs, release_gil(), py::kw_only(), arg("memory"), arg("offsets"),
         arg("num_runs"), arg("run_bytes"), arg("runs_of_item"), arg("num_threads"));
+  m.def("fused_products", &fused_products, release_gil(), py::kw_only(), arg("num_rounds"),
+        arg("num_threads"));
   m.def("gather_blocks", &bind_gather_blocks, release_gil(), py::kw_only(), arg("pool"),
         arg("blocks"), arg("block_ids"), arg("num_block_ids"), arg("num_blocks"), arg("num_layers"),
         arg("block_bytes"), arg("page_bytes"));

@@ -94,6 +94,7 @@ struct BatchView {
   uintptr_t query_starts;
   uintptr_t context_lens;
   int64_t num_sequences;
+  bool share_reads;
 };
 
 PagedAttentionParams params_of(const TensorView& query, const PagesView& pages,
@@ -105,18 +106,19 @@ PagedAttentionParams params_of(const TensorView& query, const PagesView& pages,
   p.query_starts = pointer<const int64_t>(batch.query_starts);
   p.context_lens = pointer<const int64_t>(batch.context_lens);
   p.wide_block_tables = batch.wide_block_tables;
+  p.share_reads = batch.share_reads;
   return p;
 }
 
 AttentionPlan bind_plan_attention(const TensorView& query, const PagesView& pages,
                                   uintptr_t block_tables, bool wide_block_tables,
                                   int64_t max_blocks, uintptr_t query_starts,
-                                  uintptr_t context_lens, int64_t num_sequences,
+                                  uintptr_t context_lens, int64_t num_sequences, bool share_reads,
                                   const kvplane::AttentionOptions& options, int64_t max_query_len,
                                   int64_t split_tokens, int64_t num_partials, uintptr_t memory,
                                   uintptr_t faults, uintptr_t stream) {
-  const BatchView batch = {block_tables, wide_block_tables, max_blocks,
-                           query_starts, context_lens,      num_sequences};
+  const BatchView batch = {block_tables, wide_block_tables, max_blocks, query_starts,
+                           context_lens, num_sequences,     share_reads};
   return plan_attention(params_of(query, pages, {}, batch, options),
                         {max_query_len, split_tokens, nullptr, 0}, num_partials,
                         pointer<void>(memory), context_of(stream, faults));
@@ -125,12 +127,12 @@ AttentionPlan bind_plan_attention(const TensorView& query, const PagesView& page
 void bind_paged_attention(const TensorView& query, uintptr_t out, uintptr_t lse,
                           const PagesView& pages, const ScalesView& scales, uintptr_t block_tables,
                           bool wide_block_tables, int64_t max_blocks, uintptr_t query_starts,
-                          uintptr_t context_lens, int64_t num_sequences,
+                          uintptr_t context_lens, int64_t num_sequences, bool share_reads,
                           const kvplane::AttentionOptions& options, int64_t max_query_len,
                           int64_t split_tokens, uintptr_t workspace, int64_t workspace_bytes,
                           const AttentionPlan* plan, uintptr_t faults, uintptr_t stream) {
-  const BatchView batch = {block_tables, wide_block_tables, max_blocks,
-                           query_starts, context_lens,      num_sequences};
+  const BatchView batch = {block_tables, wide_block_tables, max_blocks, query_starts,
+                           context_lens, num_sequences,     share_reads};
   PagedAttentionParams p = params_of(query, pages, scales, batch, options);
   p.out = pointer<void>(out);
   p.lse = pointer<float>(lse);
@@ -182,6 +184,7 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
 #if defined(KVPLANE_EMULATED)
   m.def("set_seed", &emulator::set_seed, arg("seed"));
   m.def("num_launches", [] { return num_launches; });
+  m.def("num_copied_bytes", [] { return emulator::num_copied_bytes; });
   m.def("num_batch_copies", [] { return num_batch_copies; });
   m.def(
       "set_host_memory_is_mapped", [](bool mapped) { host_memory_is_mapped = mapped; },
@@ -205,15 +208,15 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
   m.def("attention_plan_bytes", &attention_plan_bytes, py::kw_only(), arg("num_sequences"));
   m.def("plan_attention", &bind_plan_attention, release_gil(), py::kw_only(), arg("query"),
         arg("pages"), arg("block_tables"), arg("wide_block_tables"), arg("max_blocks"),
-        arg("query_starts"), arg("context_lens"), arg("num_sequences"), arg("options"),
-        arg("max_query_len"), arg("split_tokens"), arg("num_partials"), arg("memory"),
-        arg("faults"), arg("stream"));
+        arg("query_starts"), arg("context_lens"), arg("num_sequences"), arg("share_reads"),
+        arg("options"), arg("max_query_len"), arg("split_tokens"), arg("num_partials"),
+        arg("memory"), arg("faults"), arg("stream"));
   m.def("paged_attention", &bind_paged_attention, release_gil(), py::kw_only(), arg("query"),
         arg("out"), arg("lse"), arg("pages"), arg("scales"), arg("block_tables"),
         arg("wide_block_tables"), arg("max_blocks"), arg("query_starts"), arg("context_lens"),
-        arg("num_sequences"), arg("options"), arg("max_query_len"), arg("split_tokens"),
-        arg("workspace"), arg("workspace_bytes"), arg("plan").none(true), arg("faults"),
-        arg("stream"));
+        arg("num_sequences"), arg("share_reads"), arg("options"), arg("max_query_len"),
+        arg("split_tokens"), arg("workspace"), arg("workspace_bytes"), arg("plan").none(true),
+        arg("faults"), arg("stream"));
   const auto def_copy = [&](const char* name, auto function) {
     m.def(name, function, release_gil(), py::kw_only(), arg("source"), arg("destination"),
           arg("pairs"), arg("num_pairs"), arg("source_num_blocks"), arg("destination_num_blocks"),

@@ -55,7 +55,8 @@ class Planes:
     """A context manager that starts a control plane and a data plane and stops them at its end.
 
     Ports are free ones. Logs go to ``run_folder``. ``data_arguments``: the data plane's flags, but
-    for addresses. ``data_plane``: what the interpreter runs as the data plane.
+    for addresses. ``data_plane``: what the interpreter runs as the data plane. ``interpreter``: how
+    Python is run.
 
     Raises PlaneUnavailableError naming the log when one does not come up, InvalidRequestError when
     the logs cannot be written.
@@ -66,10 +67,12 @@ class Planes:
         run_folder: Path,
         data_arguments: Sequence[str],
         data_plane: Sequence[str] = DATA_PLANE,
+        interpreter: Sequence[str] = (sys.executable,),
     ) -> None:
         self._run_folder = run_folder
         self._data_arguments = data_arguments
         self._data_plane = data_plane
+        self._interpreter = interpreter
         self._stack = ExitStack()
 
     def __enter__(self) -> Planes:
@@ -95,7 +98,7 @@ class Planes:
         port_file, metrics_port = ports / name, _free_port()
         log = self._run_folder / f"{name}.log"
         output = self._stack.enter_context(self._open_log(log))
-        command = [sys.executable, *program, "--bind", "127.0.0.1:0"]
+        command = [*self._interpreter, *program, "--bind", "127.0.0.1:0"]
         command += ["--port-file", str(port_file), "--metrics-port", str(metrics_port)]
         plane = Plane(name, _spawn([*command, *arguments], output), log)
         self._stack.callback(_stop, plane.process)

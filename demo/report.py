@@ -22,6 +22,7 @@ MIN_RIGHT_SHARE: Final = 0.95
 NUM_SHOWN: Final = 8
 _SWAP_OUTS: Final = ("swap_out", "ok")
 _ADMISSIONS: Final = ("admit", "ok")
+_GRANTS: Final = "kvplane_admission_wait_seconds_count{"
 _STEP_DURATION: Final = "kvplane_step_duration_seconds"
 
 
@@ -31,7 +32,7 @@ class Report:
     own.
 
     A preemption, to the control plane, is a swap out, or an admission beyond the first of a
-    request. ``mean_step_us``: what a step took inside the control plane.
+    request, at once or granted later. ``mean_step_us``: what a step took inside the control plane.
     """
 
     stats: EngineStats
@@ -80,13 +81,16 @@ def make_report(llm: LLM, planes: Planes, outputs: list[RequestOutput], elapsed_
     pool = llm.describe_pool()
     counted = planes.control.metrics()
     first_admissions = sum(output.error is None for output in outputs)
+    admissions = _operations(counted, *_ADMISSIONS) + sum(
+        int(value) for name, value in counted.items() if name.startswith(_GRANTS)
+    )
     return Report(
         stats=llm.stats,
         elapsed_s=elapsed_s,
         counters=pool.counters,
         num_device_blocks=pool.usage.tiers[0].num_blocks,
         num_swap_outs=_operations(counted, *_SWAP_OUTS),
-        num_readmissions=_operations(counted, *_ADMISSIONS) - first_admissions,
+        num_readmissions=admissions - first_admissions,
         mean_step_us=counted[f"{_STEP_DURATION}_sum"] / counted[f"{_STEP_DURATION}_count"] * 1e6,
     )
 

@@ -40,6 +40,7 @@ void __tsan_write_range(void* address, unsigned long bytes);
 namespace kvplane::emulator {
 
 Builtins builtins;
+int64_t num_copied_bytes = 0;
 
 namespace {
 
@@ -64,6 +65,7 @@ struct Exchange {
 struct Thread {
   Fiber fiber;
   Builtins builtins;
+  int64_t num_copied_bytes = 0;
   Status status = Status::kFinished;
   int index = 0;
   unsigned num_barriers = 0;
@@ -445,6 +447,7 @@ void copy_async(void* destination, const void* source, size_t bytes, size_t sour
   __tsan_write_range(destination, bytes);
   unsigned char* to = static_cast<unsigned char*>(destination);
   for (size_t i = 0; i < bytes; ++i) to[i] = kPoison;
+  num_copied_bytes += static_cast<int64_t>(source_bytes);
   running->open_group.push_back({destination, source, bytes, source_bytes});
 }
 

@@ -42,6 +42,9 @@ struct Builtins {
 };
 extern Builtins builtins;
 
+// That asynchronous copies have read in all launches, for tests.
+extern int64_t num_copied_bytes;
+
 constexpr int kWarpSize = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
@@ -167,6 +170,14 @@ inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); 
 template <typename T>
 T atomicOr(T* address, T value) {
   return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
+}
+template <typename T>
+T atomicMax(T* address, T value) {
+  T before = __atomic_load_n(address, __ATOMIC_RELAXED);
+  while (before < value && !__atomic_compare_exchange_n(address, &before, value, false,
+                                                        __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+  return before;
 }
 template <typename T>
 T atomicAdd(T* address, T value) {

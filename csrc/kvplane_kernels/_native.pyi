@@ -133,6 +133,7 @@ def read_runs(
     runs_of_item: int,
     num_threads: int,
 ) -> int: ...
+def fused_products(*, num_rounds: int, num_threads: int) -> int: ...
 def gather_blocks(
     *,
     pool: int,

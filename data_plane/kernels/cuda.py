@@ -74,6 +74,8 @@ class CudaKernels(NativeKernels):
         rounding of a result depends on it, and on nothing else in a batch.
     max_workspace_bytes: of one call. A batch that needs more is attended to in parts, with the
         same result, where its lengths are known on the host.
+    share_reads: read what decodes share once for several of them. No bit depends on it; it is there
+        to be measured.
     """
 
     backend = "cuda"
@@ -87,6 +89,7 @@ class CudaKernels(NativeKernels):
         streams: Streams | None = None,
         split_tokens: int = 512,
         max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
+        share_reads: bool = True,
     ) -> None:
         super().__init__(module, device)
         self.streams = streams if streams is not None else HostStreams()
@@ -95,6 +98,7 @@ class CudaKernels(NativeKernels):
             gpu = torch.cuda.get_device_properties(device)
             self.detail = f'device="{gpu.name}" arch=sm_{gpu.major}{gpu.minor}'
         self._split_tokens = split_tokens
+        self._share_reads = share_reads
         self.max_workspace_bytes = max_workspace_bytes
         self._faults = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -234,6 +238,7 @@ class CudaKernels(NativeKernels):
             query=self._view(a.query),
             pages=self._pages(a),
             **self._batch(a),
+            share_reads=self._may_share(a),
             options=self._options(a),
             max_query_len=a.max_query_len,
             split_tokens=self._split_tokens,
@@ -260,9 +265,14 @@ class CudaKernels(NativeKernels):
                 workspace=workspace.data_ptr(),
                 workspace_bytes=workspace.numel(),
                 plan=None if plan is None else plan.native,
+                share_reads=self._may_share(arguments),
             )
         except ValueError as error:
             raise InvalidRequestError(str(error), field="plan") from None
+
+    def _may_share(self, arguments: AttentionArguments) -> bool:
+        lengths = arguments.lengths
+        return self._share_reads and (lengths is None or lengths.tables_may_share)
 
     def _sizes(self, arguments: AttentionArguments) -> dict[str, Any]:
         return {

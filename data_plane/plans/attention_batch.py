@@ -327,12 +327,20 @@ def _batch(
         block_tables=torch.from_numpy(block_tables),
         query_starts=torch.from_numpy(starts),
         context_lens=torch.from_numpy(context_lens),
-        lengths=HostLengths(starts, context_lens),
+        lengths=HostLengths(starts, context_lens, _may_share(block_tables)),
         written_blocks=written,
         num_written=num_written,
         written_by=written_by,
         max_window_tokens=int(reach.min()) if len(reach) else None,
     )
+
+
+def _may_share(block_tables: NDArray[np.int32]) -> bool:
+    """Whether two tables begin with the same block."""
+    if not block_tables.size:
+        return False
+    first = np.sort(block_tables[:, 0])
+    return bool((first[1:] == first[:-1]).any())
 
 
 def _pad(

@@ -6,13 +6,12 @@ POST /v1/completions, /v1/chat/completions     GET /v1/models, /health, /metrics
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -20,14 +19,17 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvplane.errors import (
-    CapacityError,
     InvalidRequestError,
     KvplaneError,
-    NeverFitsError,
     NotFoundError,
-    QuotaExceededError,
     UnauthenticatedError,
-    UnavailableError,
+)
+from kvplane.serving.http_requests import (
+    CLIENT_GONE,
+    authenticate,
+    read_body,
+    refusal,
+    until_gone,
 )
 
 from ..models.loader import Message
@@ -36,22 +38,6 @@ from .answers import Answer
 from .metrics import ServingMetrics
 from .requests import Chat, CompletionRequest, read_chat, read_completion
 from .worker import EngineWorker, Prompt
-
-_CLIENT_GONE: Final = 499
-_STATUS: Final[tuple[tuple[type[KvplaneError], int], ...]] = (
-    (InvalidRequestError, 400),
-    (UnauthenticatedError, 401),
-    (NeverFitsError, 400),
-    (NotFoundError, 404),
-    (QuotaExceededError, 429),
-    (CapacityError, 503),
-    (UnavailableError, 503),
-)
-_TYPES: Final = {
-    400: "invalid_request_error",
-    404: "invalid_request_error",
-    429: "rate_limit_error",
-}
 
 EncodeChat = Callable[[Sequence[Message]], Prompt]
 
@@ -74,7 +60,7 @@ class ServingApp:
         self._model = model
         self._encode_chat = encode_chat
         self._max_body_bytes = max_body_bytes
-        self._api_keys = [key.encode() for key in api_keys]
+        self._api_keys = tuple(api_keys)
         self._created = int(time.time())
         self.metrics = ServingMetrics(lambda: worker.num_open)
         self.asgi = Starlette(
@@ -96,9 +82,9 @@ class ServingApp:
 
     async def _models(self, request: Request) -> Response:
         try:
-            self._authenticate(request)
+            authenticate(request, self._api_keys)
         except UnauthenticatedError as error:
-            return _refusal(error)
+            return refusal(error)
         name = request.path_params.get("name")
         entry = {
             "id": self._model,
@@ -108,7 +94,7 @@ class ServingApp:
         }
         if name is None:
             return JSONResponse({"object": "list", "data": [entry]})
-        return JSONResponse(entry) if name == self._model else _refusal(self._unknown(name))
+        return JSONResponse(entry) if name == self._model else refusal(self._unknown(name))
 
     async def _health(self, _: Request) -> Response:
         return Response(status_code=200 if self._worker.is_alive else 503)
@@ -123,7 +109,7 @@ class ServingApp:
         began_s = time.monotonic()
         count = partial(self._count, request.url.path, began_s)
         try:
-            self._authenticate(request)
+            authenticate(request, self._api_keys)
             asked = read(await self._body(request))
             if asked.model != self._model:
                 raise self._unknown(asked.model)
@@ -135,17 +121,17 @@ class ServingApp:
             )
             events = self._events(asked, began_s)
             if asked.stream:
-                first = await _until_gone(request, anext(events))
+                first = await until_gone(request.receive, anext(events))
                 pieces = self._pieces(asked, answer, first, events, count)
                 return StreamingResponse(pieces, media_type="text/event-stream")
-            await _until_gone(request, self._collect(answer, events))
+            await until_gone(request.receive, self._collect(answer, events))
         except KvplaneError as error:
-            response = _refusal(error)
+            response = refusal(error)
             count(None, response.status_code)
             return response
         except ClientDisconnect:
-            count(None, _CLIENT_GONE)
-            return Response(status_code=_CLIENT_GONE)
+            count(None, CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE)
         count(answer, 200)
         return JSONResponse(answer.whole())
 
@@ -171,7 +157,7 @@ class ServingApp:
         count: Callable[[Answer | None, int], None],
     ) -> AsyncIterator[str]:
         """Server-sent events. An error after the first is sent as one."""
-        status = _CLIENT_GONE
+        status = CLIENT_GONE
         try:
             async with aclosing(events):
                 for piece in [*answer.opening(), *answer.add(*first)]:
@@ -184,9 +170,9 @@ class ServingApp:
             yield "data: [DONE]\n\n"
             status = 200
         except KvplaneError as error:
-            refusal = _refusal(error)
-            status = refusal.status_code
-            yield f"data: {bytes(refusal.body).decode()}\n\n"
+            refused = refusal(error)
+            status = refused.status_code
+            yield f"data: {bytes(refused.body).decode()}\n\n"
         finally:
             count(answer, status)
 
@@ -225,24 +211,10 @@ class ServingApp:
     def _read(self, prompt: Prompt | Chat) -> Prompt:
         return self._encode_chat(prompt.messages) if isinstance(prompt, Chat) else prompt
 
-    def _authenticate(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        # All are compared, in a time that does not tell how much of one was right.
-        is_right = [hmac.compare_digest(given, key) for key in self._api_keys]
-        if is_right and not any(is_right):
-            raise UnauthenticatedError("an API key of this server is needed")
-
     async def _body(self, request: Request) -> Any:
         """The body as JSON, read no further than it may be long."""
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self._max_body_bytes:
-                raise InvalidRequestError(
-                    f"must have at most {self._max_body_bytes} bytes", field="body"
-                )
         try:
-            return json.loads(body)
+            return json.loads(await read_body(request, self._max_body_bytes))
         except (ValueError, RecursionError) as error:
             raise InvalidRequestError("is not JSON", field="body") from error
 
@@ -253,45 +225,5 @@ class ServingApp:
 _Events = AsyncGenerator[tuple[int, Delta | RequestOutput], None]
 
 
-async def _until_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """What ``work`` returns, unless the client goes away before: then it is cancelled and
-    ClientDisconnect raised.
-    """
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    async def run() -> Any:
-        return await work
-
-    working, leaving = asyncio.create_task(run()), asyncio.create_task(gone())
-    try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
 def _event(piece: dict[str, Any]) -> str:
     return f"data: {json.dumps(piece, ensure_ascii=False)}\n\n"
-
-
-def _refusal(error: KvplaneError) -> JSONResponse:
-    status = next((code for cls, code in _STATUS if isinstance(error, cls)), 500)
-    headers = {}
-    if error.retry_delay_s is not None:
-        headers["Retry-After"] = str(max(1, round(error.retry_delay_s)))
-    content = {
-        "error": {
-            "message": str(error),
-            "type": _TYPES.get(status, "server_error"),
-            "param": error.field or None,
-            "code": error.reason.lower(),
-        }
-    }
-    return JSONResponse(content, status_code=status, headers=headers)

@@ -1,4 +1,6 @@
-"""A session from Python, Node and Go: admit, attend in every layer, hand in the receipt, free."""
+"""A session from Python, Node, Go and a shell: admit, attend in every layer, hand in the receipt,
+free.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import json_caller
 import pytest
 from go_stubs import go, write_stubs
 
@@ -19,6 +23,7 @@ from kvplane import LayerGroup, Layout
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CLIENTS = (ROOT / "docs" / "clients.md").read_text()
+SERVICE = "kvplane.v1.ControlPlaneService"
 LAYOUT = Layout("clients", 16, "float32", "float32", (LayerGroup("full", (0, 1), 2, 16),))
 ATTENDED = "".join(f"layer {layer}: attention [3{{0}}2{{0}}16]\n" for layer in (0, 1))
 # Compilers and registries share the machine with other tests.
@@ -90,6 +95,37 @@ def test_go_attends(planes: Planes, tmp_path: Path) -> None:
     source = ROOT / "examples" / "go" / "main.go"
     go("build", "-o", str(program), str(source), path=tmp_path, cache=cache)
     assert run(str(program), planes.control.address) == ATTENDED.format(" ")
+
+
+def filled(value: Any, seen: dict[str, Any], name: str = "") -> Any:
+    """``value`` with "FROM ABOVE" replaced by what was seen of a field of that name."""
+    if isinstance(value, dict):
+        return {key: filled(each, seen, key) for key, each in value.items()}
+    if isinstance(value, list):
+        return [filled(each, seen) for each in value]
+    return seen[name] if value == "FROM ABOVE" else value
+
+
+def test_the_lines_of_grpcurl_open_admit_free_and_close(planes: Planes) -> None:
+    (script,) = shown("bash")
+    (_, *listed), *calls = json_caller.lines_of(script)
+    assert listed == ["list", SERVICE]
+    assert "RunStep" in json_caller.methods_of(planes.control.address, SERVICE)
+    seen: dict[str, Any] = {}
+    answers = []
+    for flag, text, _, method in calls:
+        assert flag == "-d"
+        request = filled(json.loads(text), seen)
+        answers.append(json_caller.call(planes.control.address, method, request))
+        seen |= answers[-1] | answers[-1].get("layout", {})
+    described, opened, admitted, table, freed, closed = answers
+    assert described["ready"]
+    assert opened["session"]
+    assert "failures" not in admitted["result"]["results"][0]
+    assert admitted["result"]["plan"]["payload"]
+    assert table
+    assert "failures" not in freed["result"]["results"][0]
+    assert closed == {}
 
 
 @pytest.mark.parametrize(

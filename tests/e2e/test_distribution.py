@@ -20,6 +20,7 @@ import pytest
 
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
+from demo.processes import Planes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Compilers and pip share the machine with other tests.
@@ -281,3 +282,47 @@ def test_the_blocks_are_a_wheel_of_their_own_with_which_a_control_plane_runs(
         plane.terminate()
         plane.communicate(timeout=20)
     assert plane.returncode == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_both_planes_and_the_engine_run_from_wheels_in_a_bare_environment(
+    wheel: Path, tmp_path: Path
+) -> None:
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    for name in ("csrc", "csrc/blocks"):
+        sources = tmp_path / "sources" / name
+        sources.mkdir(parents=True)
+        subprocess.run(
+            [*build, "--wheel-dir", str(tmp_path), str(source_distribution(ROOT / name, sources))],
+            env=os.environ | {"PATH": path, "KVPLANE_CUDA": "OFF"},
+            check=True,
+            timeout=1800,
+        )
+    venv.create(tmp_path / "venv")
+    python = str(tmp_path / "venv" / "bin" / "python")
+    extras = f"kvplane[control-plane,data-plane,engine,otel] @ {wheel.as_uri()}"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    pip += ["--find-links", str(tmp_path), "--constraint", str(ROOT / "requirements" / "lock.txt")]
+    subprocess.run([*pip, "--only-binary", ":all:", extras], check=True, timeout=1800)
+    modules = sorted(
+        name.removesuffix(".py").replace("/", ".")
+        for name in zipfile.ZipFile(wheel).namelist()
+        if name.endswith(".py") and not name.endswith(("__init__.py", "__main__.py"))
+    )
+    program = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    subprocess.run([python, "-I", "-c", program, *modules], cwd=tmp_path, check=True, timeout=300)
+
+    model = str(ROOT / "models" / "recall")
+    with Planes(
+        tmp_path,
+        ["--model", model, "--num-device-blocks", "64"],
+        interpreter=(python, "-I"),
+    ) as planes:
+        answered = subprocess.run(
+            [python, "-I", "-m", "kvplane.engine", "generate", "--model", model, "--control-plane",
+             planes.control.address, "--prompt", "abc=xyz;?abc=", "--max-tokens", "4"],
+            cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+    assert (answered.returncode, answered.stdout.strip()) == (0, "xyz;"), answered

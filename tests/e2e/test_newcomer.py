@@ -1,7 +1,8 @@
 """A newcomer's first quarter of an hour: stack up, traffic, and every view says the same.
 
-That every panel has data is in ``test_boards``, that alerts fire and clear in ``test_alerts``, and
-clients in other languages are in ``test_clients``.
+That every panel has data is in ``test_boards``, that alerts fire and clear in ``test_alerts``, that
+metrics have values in ``test_newcomer_metrics``, and clients in other languages are in
+``test_clients``. ``make newcomer`` runs all of them.
 """
 
 from __future__ import annotations

@@ -13,6 +13,12 @@ ROOT = Path(__file__).parents[2]
 TESTS_FAILED = 1  # pytest's exit code; errors of other kinds have others
 
 
+PARTS = (
+    *("kvplane", "control_plane", "data_plane", "engine", "demo"),
+    *("examples", "models", "scripts", "tests", "pyproject.toml"),
+)
+
+
 class Fault(NamedTuple):
     """``old`` is in ``file`` once; ``tests`` must notice that ``new`` takes its place. ``only``: an
     expression for -k.
@@ -27,7 +33,7 @@ class Fault(NamedTuple):
 
 def assert_noticed(fault: Fault, folder: Path) -> None:
     """Copy the tree to ``folder``, plant the fault, and run its tests there."""
-    for part in ("kvplane", "control_plane", "data_plane", "tests", "scripts", "pyproject.toml"):
+    for part in PARTS:
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         copy(ROOT / part, folder / part)
     path = folder / fault.file

@@ -6,14 +6,23 @@ import json
 import time
 from pathlib import Path
 
+import kvplane_kernels
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import attention_cpu, attention_idle, attention_profile, attention_shared, memory
+from benchmarks import (
+    attention_cpu,
+    attention_idle,
+    attention_prefill,
+    attention_profile,
+    attention_shared,
+    memory,
+)
 from benchmarks.attention_cpu import Sizes
 from benchmarks.attention_cpu_tables import tables
 from benchmarks.calls import Calls, Pass, call_in_rounds
+from data_plane.kernels.cpu import CpuKernels
 
 TINY = Sizes(32, 1 << 16, 8, 32, 1)
 BF16 = torch.bfloat16
@@ -91,6 +100,58 @@ def test_idleness_is_measured_by_turns(
     assert [row["idle_ms"] for row in rows] == [0, 0.2, 5, 20]
     assert all(row["p10"] >= row["p50"] > 0 for row in rows)
     assert "| 20 | " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("num_threads", (1, 3))
+def test_a_bare_loop_says_how_many_products_it_computed(
+    every_cpu_isa: str, num_threads: int
+) -> None:
+    of_round = {"avx2": 8, "avx512": 16, "avx512bf16": 32}.get(every_cpu_isa, 0)
+    computed = kvplane_kernels.fused_products(num_rounds=10, num_threads=num_threads)
+    assert computed == 10 * num_threads * 4 * 12 * of_round
+
+
+def test_prefill_is_measured_beside_a_bare_loop_and_torch(
+    every_cpu_isa: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(attention_prefill, "BARE_ROUNDS", 1000)
+    monkeypatch.setattr(attention_cpu, "KERNELS", CpuKernels())
+    out, num_threads = tmp_path / "prefill.json", torch.get_num_threads()
+    words = ["--tokens", "32", "--rounds", "3", "--json", str(out)]
+    if every_cpu_isa == "baseline":
+        with pytest.raises(SystemExit, match="baseline has no fused products"):
+            attention_prefill.main(words)
+        return
+    try:
+        attention_prefill.main(words)
+    finally:
+        torch.set_num_threads(num_threads)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["name"] for row in rows] == ["bare loop", "prefill", "torch"]
+    assert all(row["best"] >= row["median"] > 0 for row in rows)
+    assert "| bare loop | " in capsys.readouterr().out
+
+
+def test_products_of_a_prompt_are_those_that_its_queries_see() -> None:
+    heads, of_pair = 32, 2 * 128
+    assert attention_prefill.products_of_prefill(3) == (1 + 2 + 3) * heads * of_pair
+
+
+def test_torch_is_held_to_the_instruction_set_of_the_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (*attention_prefill.VARIABLES, "KVPLANE_KERNELS_ISA", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    environment = attention_prefill.restarted(["--isa", "avx2", "--tokens", "64"])
+    assert environment is not None
+    assert environment["KVPLANE_KERNELS_ISA"] == "avx2"
+    assert environment["MKL_ENABLE_INSTRUCTIONS"] == environment["ONEDNN_MAX_CPU_ISA"] == "AVX2"
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert attention_prefill.restarted(["--isa", "avx2"]) is None
 
 
 def test_a_common_prefix_is_measured_with_shared_reads_without_and_with_copies(

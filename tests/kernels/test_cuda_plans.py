@@ -34,7 +34,7 @@ def layers_of(case: Case) -> list[Batch]:
 
 
 def with_lengths(batch: Batch, plans: SharedPlans | None) -> AttentionArguments:
-    lengths = HostLengths(batch.query_starts.numpy(), batch.context_lens.numpy())
+    lengths = HostLengths(batch.query_starts.numpy(), batch.context_lens.numpy(), False)
     return replace(batch.to_attend(), lengths=lengths, plans=plans)
 
 

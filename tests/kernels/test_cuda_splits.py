@@ -27,7 +27,7 @@ def backend() -> Iterator[DeviceBackend]:
 
 
 def with_lengths(batch: Batch) -> AttentionArguments:
-    lengths = HostLengths(batch.query_starts.numpy(), batch.context_lens.numpy())
+    lengths = HostLengths(batch.query_starts.numpy(), batch.context_lens.numpy(), False)
     return replace(batch.to_attend(), lengths=lengths)
 
 

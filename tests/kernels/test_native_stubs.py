@@ -18,6 +18,7 @@ OF_THE_EMULATOR = {
     "set_seed",
     "num_launches",
     "num_batch_copies",
+    "num_copied_bytes",
     "set_host_memory_is_mapped",
     "set_shared_bytes_of_block",
     "set_driver_version",

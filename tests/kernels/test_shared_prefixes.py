@@ -40,14 +40,17 @@ def test_tiles_that_sequences_share_are_read_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "pages_dtype"), DTYPES, ids=str)
-@pytest.mark.parametrize("heads", ((8, 2), (16, 1), (2, 2)), ids=str)
+@pytest.mark.parametrize(
+    ("heads", "head_size"), (((8, 2), 64), ((16, 1), 128), ((2, 2), 64)), ids=str
+)
 def test_sharing_threads_and_the_batch_change_no_bit(
     every_cpu_isa: str,
     dtype: torch.dtype,
     pages_dtype: torch.dtype,
     heads: tuple[int, int],
+    head_size: int,
 ) -> None:
-    case = Case(lens=LENS, heads=heads, dtype=dtype, pages_dtype=pages_dtype)
+    case = Case(lens=LENS, heads=heads, head_size=head_size, dtype=dtype, pages_dtype=pages_dtype)
     batch = sharing(case, 68)
     apart = CpuKernels(1, share_reads=False).paged_attention(batch.to_attend())
     out, lse = batch.attend(num_threads=1)

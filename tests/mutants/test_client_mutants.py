@@ -94,6 +94,13 @@ MORE = {
         "self._sessions_of(p)",
         f"{PAGE}::test_a_tenant_sees_no_session_and_no_prefix_of_another",
     ),
+    "an_adapter_computes_what_is_cached": Fault(
+        "examples/engine_adapter.py",
+        "sequence.num_computed = result.admit.num_cached_tokens",
+        "sequence.num_computed = 0",
+        "tests/rpc/test_examples.py"
+        "::test_an_engine_with_the_adapter_answers_as_without_pages[with_room]",
+    ),
     "a_plan_forgets_its_trace": Fault(
         "control_plane/planning/steps/plans.py",
         "if tracing.checked(traceparent):",

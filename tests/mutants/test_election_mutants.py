@@ -10,8 +10,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from etcd_cluster import EtcdCluster
 
 from control_plane.server.election import file_elector
+from control_plane.server.election.etcd_elector import EtcdElector
 from control_plane.server.election.file_elector import FileElector
 from control_plane.server.server import ControlPlaneServer
 from kvplane.errors import KvplaneError
@@ -73,6 +75,36 @@ def standbys_serve(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ControlPlaneServer, "_serve", serve)
 
 
+def former_leaders_keep_their_lease(patch: pytest.MonkeyPatch) -> None:
+    """Who was followed by mistake renews a lease, and goes on."""
+
+    async def revoke(self: EtcdElector, lease: int) -> None:
+        pass
+
+    patch.setattr(EtcdElector, "_revoke_until_done", revoke)
+    patch.setattr(TESTS, "PATIENCE_S", 2 * TESTS.TTL_S)
+
+
+def winners_wait_for_themselves(patch: pytest.MonkeyPatch) -> None:
+    """Who was not told that it leads takes itself for another."""
+    patch.setattr(EtcdElector, "_is_ours", lambda self, leader: False)
+    patch.setattr(TESTS, "PATIENCE_S", 2 * TESTS.TTL_S)
+
+
+def at_etcd(test: Callable[..., object], *, with_patch: bool = False) -> Run:
+    """Run a test with etcd as the election."""
+
+    def run(folder: Path, patch: pytest.MonkeyPatch) -> None:
+        with EtcdCluster(folder, 1) as etcd:
+
+            def make(address: str = "") -> EtcdElector:
+                return EtcdElector(etcd.endpoints, "n", address, ttl_s=TESTS.TTL_S)
+
+            asyncio.run(test(make, patch) if with_patch else test(make))
+
+    return run
+
+
 def at_a_file(
     test: Callable[..., object], *names: str
 ) -> Callable[[Path, pytest.MonkeyPatch], None]:
@@ -100,6 +132,10 @@ NOTICED_BY = {
     ),
     closed_connections_are_deaths: at_a_file(
         TESTS.test_a_process_has_died_when_its_connection_ends_and_another_is_refused
+    ),
+    former_leaders_keep_their_lease: at_etcd(TESTS.test_a_leader_that_was_followed_by_mistake_ends),
+    winners_wait_for_themselves: at_etcd(
+        TESTS.test_a_candidate_leads_whose_transaction_was_not_answered, with_patch=True
     ),
     standbys_serve: at_a_file(
         TESTS.test_a_server_stands_by_until_it_leads_and_ends_when_it_has_lost, "tmp_path"

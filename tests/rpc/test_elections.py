@@ -31,6 +31,7 @@ from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 from kvplane.transport.health import check
 
 TTL_S = 2
+PATIENCE_S = 30
 # A lock has no lease: the kernel releases it when its holder ends, and never before.
 leased = pytest.mark.parametrize("kind", ["etcd", "kubernetes"])
 Make = Callable[..., Elector]
@@ -164,6 +165,42 @@ async def test_a_leader_that_has_died_is_followed_before_its_lease_ends(make) ->
     died_s = time.monotonic()
     await asyncio.wait_for(follower.won, 10)
     assert follower.won_s - died_s < TTL_S / 2
+    await follower.end()
+
+
+@pytest.mark.parametrize("kind", ["etcd"])
+async def test_a_candidate_leads_whose_transaction_was_not_answered(make, monkeypatch) -> None:
+    """It lives, so it can see that whoever leads has not died."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        elector = make(f"127.0.0.1:{listening.getsockname()[1]}")
+        call, lost = elector._call, []
+
+        async def lose_first_transaction(method: str, *arguments: Any) -> Any:
+            answer = await call(method, *arguments)
+            if method == "KV/Txn" and not lost:
+                lost.append(method)
+                raise TimeoutError
+            return answer
+
+        monkeypatch.setattr(elector, "_call", lose_first_transaction)
+        before = time.time_ns()
+        candidate = Candidate(elector)
+        assert await asyncio.wait_for(candidate.won, PATIENCE_S) > before
+        assert lost
+        await candidate.end()
+
+
+@leased
+async def test_a_leader_that_was_followed_by_mistake_ends(make) -> None:
+    """Its process lives, and renews its lease, but its port is closed."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        leader = Candidate(make(f"127.0.0.1:{listening.getsockname()[1]}"))
+        first = await leader.won
+        follower = Candidate(make())
+    assert await asyncio.wait_for(follower.won, PATIENCE_S) > first
+    with pytest.raises(PlaneUnavailableError, match="does not lead any more"):
+        await asyncio.wait_for(leader.task, PATIENCE_S)
+    assert not follower.task.done()
     await follower.end()
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import random
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 from both_planes import LAYOUT, Planes, StartServer, run_step
 
@@ -22,6 +26,7 @@ def example(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
@@ -88,3 +93,35 @@ async def test_what_is_prefilled_in_one_pool_is_read_bit_for_bit_in_the_other(
     printed = capsys.readouterr().out
     assert "the same there: True" in printed
     assert "cached in west: 24 tokens" in printed
+
+
+def unpaged(model: Any, tokens: list[int]) -> int:
+    """The token after ``tokens``, from attention over arrays that are made anew."""
+    hidden = model.embed(tokens, range(len(tokens)))
+    for layer in range(len(model.weights)):
+        query, key, value = (each.swapaxes(0, 1) for each in model.inputs(hidden, layer))
+        scores = query @ key.swapaxes(1, 2) / np.sqrt(query.shape[-1])
+        scores += np.triu(np.full(scores.shape[1:], -np.inf), 1)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        attended = weights / weights.sum(axis=-1, keepdims=True) @ value
+        hidden = hidden + attended.swapaxes(0, 1).reshape(hidden.shape)
+    return int(model.answers(hidden[-1:])[0])
+
+
+@pytest.mark.parametrize("num_prompts", [3, 16], ids=["with_room", "without_room"])
+async def test_an_engine_with_the_adapter_answers_as_without_pages(
+    two_pools: ControlClient, capsys: pytest.CaptureFixture[str], num_prompts: int
+) -> None:
+    adapter = example("engine_adapter")
+    address = two_pools._connection.target
+    answers = await asyncio.to_thread(adapter.main, address, POOLS[0], num_prompts)
+    model = adapter.Model(LAYOUT)
+    for tokens in answers:
+        for end in range(len(tokens) - 24, len(tokens)):
+            assert tokens[end] == unpaged(model, tokens[:end])
+    assert len({tuple(tokens[-8:]) for tokens in answers}) > 1
+    printed = capsys.readouterr().out
+    assert printed.endswith("room: 0\n") == (num_prompts == 3)
+    pool = await two_pools.describe_pool(POOLS[0])
+    assert pool.counters.num_hit_tokens > 0
+    assert not pool.num_sequences

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -286,7 +286,6 @@ async def test_a_move_that_failed_gives_its_blocks_back_and_can_be_made_again(
 
 
 async def test_a_silent_sender_is_cut_off(pools: TwoPools, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "STALL_S", 0.2)
     there = pools.there
     plan = (await there.session.step([ADMIT])).raise_for_status().plan
     ticket = await there.receive(plan)
@@ -294,10 +293,14 @@ async def test_a_silent_sender_is_cut_off(pools: TwoPools, monkeypatch: pytest.M
     requests[0].open.secret = ticket.secret
     async with grpc.aio.insecure_channel(ticket.address) as channel:
         call: Any = push_pb2_grpc.BlockPushServiceStub(channel).PushBlocks()
-        await call.write(requests[0])
-        await call.write(requests[1])
-        async with asyncio.timeout(PATIENCE_S):
-            await call.code()
+        with monkeypatch.context() as patch:
+            patch.setattr(receiver, "STALL_S", 0.5)
+            # On a busy machine it is cut off before it has said so much.
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await call.write(requests[0])
+                await call.write(requests[1])
+            async with asyncio.timeout(PATIENCE_S):
+                await call.code()
     assert there.plane.push is not None
     counts = there.plane.push.counts
     await until(lambda: counts.num_pushes.total() == 1)

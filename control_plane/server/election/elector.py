@@ -20,6 +20,7 @@ from typing import Final
 from kvplane.errors import PlaneUnavailableError
 
 RETRY_DELAY_S: Final = 0.2
+_ENDING_S: Final = 0.002
 
 
 class Elector(ABC):
@@ -82,6 +83,9 @@ async def has_died(address: str) -> None:
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         except ConnectionRefusedError:
             return
+        except ConnectionResetError:  # it is ending: its port is closed after its connections
+            await asyncio.sleep(_ENDING_S)
+            continue
         except (OSError, ValueError):
             await asyncio.sleep(RETRY_DELAY_S)
             continue

@@ -5,9 +5,10 @@
 
 Who leads is who wrote the first key while it was not there, in a transaction that also raises the
 second. The lease ends TTL seconds after the leader last kept it alive, and that clock counts from
-when a keep-alive that was answered was *sent*. Who stands by holds a TCP connection to the leader:
-when that ends and another is refused, the process is gone, and its lease is revoked at once. A
-leader that is revoked so by mistake costs a change of leaders.
+when a keep-alive that was answered was *sent*. Who stands by keeps a lease of its own, and holds a
+TCP connection to the leader: when that ends and another is refused, the process is gone, and one
+transaction puts the next leader in its place, if nobody else has. The lease of the one before is
+revoked afterwards, so a leader that was replaced by mistake ends; it costs a change of leaders.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -27,9 +27,8 @@ from kvplane.transport.tls import TlsOptions, open_channel
 
 _LOGGER: Final = logging.getLogger(__name__)
 _KEEP_ALIVES_PER_TTL: Final = 4
-_CREATED: Final = 1  # Compare.target
-_CHANGED: Final = 2
-_REMOVED: Final = 1  # Event.type
+_CALL_S: Final = 1.0  # then another member is asked; one of them may hang
+_CHANGED: Final = 2  # Compare.target
 
 
 class EtcdElector(Elector):
@@ -53,6 +52,7 @@ class EtcdElector(Elector):
         self._channel = open_channel(endpoints, tls)
         self._lease = 0
         self._expires_s = 0.0  # as far as this process knows
+        self._revoking: asyncio.Task[None] | None = None
 
     async def win(self) -> int:
         """Tries until it leads, also while etcd cannot be reached."""
@@ -85,6 +85,9 @@ class EtcdElector(Elector):
 
     async def resign(self) -> None:
         """Revoke the lease, and close the channel."""
+        if self._revoking is not None:
+            self._revoking.cancel()
+            await asyncio.gather(self._revoking, return_exceptions=True)
         if self._lease:
             with suppress(grpc.aio.AioRpcError):
                 await self._revoke(self._lease)
@@ -92,55 +95,89 @@ class EtcdElector(Elector):
 
     async def _try_to_win(self) -> int:
         """The incarnation, or 0 when another leads no more and it should be tried again."""
-        leader = await self._read(self._leader_key)
-        if leader.kvs:
-            await self._wait_for_end(leader.kvs[0], leader.header.revision)
+        leader, last = await asyncio.gather(
+            self._read(self._leader_key), self._read(self._incarnation_key)
+        )
+        await self._renew()
+        if not leader.kvs:
+            return await self._take(pb.KeyValue(), last)
+        if self._is_ours(leader.kvs[0]):  # the answer to its transaction was lost
+            is_of_it = last.kvs[0].mod_revision == leader.kvs[0].mod_revision
+            return int(last.kvs[0].value) if is_of_it else 0
+        if await self._wait_for_end(leader.kvs[0], leader.header.revision):
             return 0
-        last = await self._read(self._incarnation_key)
+        _LOGGER.warning("the leader at %s has died", leader.kvs[0].value.decode())
+        incarnation = await self._take(leader.kvs[0], last)
+        if incarnation:
+            self._revoking = asyncio.create_task(self._revoke_until_done(leader.kvs[0].lease))
+        return incarnation
+
+    def _is_ours(self, leader: pb.KeyValue) -> bool:
+        return leader.lease == self._lease
+
+    async def _take(self, before: pb.KeyValue, last: pb.RangeResponse) -> int:
+        """Write this process's key in place of ``before``, empty for none; the incarnation, or 0 if
+        another has. ``last``: the last leader's.
+        """
         changed, number = (last.kvs[0].mod_revision, int(last.kvs[0].value)) if last.kvs else (0, 0)
         incarnation = next_incarnation(number)
-        if self._expires_s - time.monotonic() < self._ttl_s / 2:
-            sent_s = time.monotonic()
-            granted = await self._call(
-                "Lease/LeaseGrant", pb.LeaseGrantRequest(ttl=self._ttl_s), pb.LeaseGrantResponse
-            )
-            self._lease, self._expires_s = granted.id, sent_s + granted.ttl
         put = [
             pb.PutRequest(key=self._leader_key, value=self._address.encode(), lease=self._lease),
             pb.PutRequest(key=self._incarnation_key, value=str(incarnation).encode()),
         ]
+        # A key that is not there has the revision 0.
+        revisions = {self._leader_key: before.mod_revision, self._incarnation_key: changed}
         request = pb.TxnRequest(
             compare=[
-                pb.Compare(target=_CREATED, key=self._leader_key, create_revision=0),
-                pb.Compare(target=_CHANGED, key=self._incarnation_key, mod_revision=changed),
+                pb.Compare(target=_CHANGED, key=key, mod_revision=revision)
+                for key, revision in revisions.items()
             ],
             success=[pb.RequestOp(request_put=each) for each in put],
         )
         answer = await self._call("KV/Txn", request, pb.TxnResponse)
         return incarnation if answer.succeeded else 0
 
-    async def _wait_for_end(self, leader: pb.KeyValue, revision: int) -> None:
-        """Until the leader's key is gone; a leader that has died is helped to end."""
-        waits: list[Awaitable[None]] = [self._removed(revision + 1)]
+    async def _wait_for_end(self, leader: pb.KeyValue, revision: int) -> bool:
+        """Until the leader's key is another's or gone, or, then false, the leader has died. Keeps
+        this process's own lease meanwhile.
+        """
+        changed = asyncio.ensure_future(self._changed(revision + 1))
+        tasks = [changed, asyncio.ensure_future(self._stay_ready())]
         if leader.value:
-            waits.append(has_died(leader.value.decode()))
-        tasks = [asyncio.ensure_future(wait) for wait in waits]
+            tasks.append(asyncio.ensure_future(has_died(leader.value.decode())))
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not tasks[0].done():
-                _LOGGER.warning("the leader at %s has died", leader.value.decode())
-                with suppress(grpc.aio.AioRpcError):  # another may have been first
-                    await self._revoke(leader.lease)
-            else:
-                tasks[0].result()
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            return changed.done()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _removed(self, revision: int) -> None:
-        """Until the leader's key is removed, at ``revision`` or later. Asks again now and then, as
-        a watch depends on one member.
+    async def _stay_ready(self) -> None:
+        """Keep the lease with which this process would lead."""
+        while True:
+            await asyncio.sleep(self._ttl_s / _KEEP_ALIVES_PER_TTL)
+            await self._renew()
+
+    async def _renew(self) -> None:
+        """Keep the lease alive, or get one if there is none or it has ended."""
+        sent_s = time.monotonic()
+        kept_s = 0.0
+        if self._expires_s > sent_s:
+            kept_s = await self._keep_alive(self._ttl_s / _KEEP_ALIVES_PER_TTL)
+        if kept_s <= 0:
+            sent_s = time.monotonic()
+            granted = await self._call(
+                "Lease/LeaseGrant", pb.LeaseGrantRequest(ttl=self._ttl_s), pb.LeaseGrantResponse
+            )
+            self._lease, kept_s = granted.id, granted.ttl
+        self._expires_s = sent_s + kept_s
+
+    async def _changed(self, revision: int) -> None:
+        """Until the leader's key is written or removed, at ``revision`` or later. Returns now and
+        then, to be asked again, as a watch depends on one member.
         """
         create = pb.WatchCreateRequest(key=self._leader_key, start_revision=revision)
         call = self._stream("Watch/Watch", pb.WatchRequest, pb.WatchResponse)
@@ -148,12 +185,24 @@ class EtcdElector(Elector):
             await call.write(pb.WatchRequest(create_request=create))
             async with asyncio.timeout(self._ttl_s):
                 while (answer := await call.read()) is not grpc.aio.EOF:
-                    if answer.canceled or any(e.type == _REMOVED for e in answer.events):
+                    if answer.canceled or answer.events:
                         return
         except TimeoutError:
             return
         finally:
             call.cancel()
+
+    async def _revoke_until_done(self, lease: int) -> None:
+        """Revoke a lease that may have ended."""
+        while True:
+            try:
+                await self._revoke(lease)
+                return
+            except grpc.aio.AioRpcError as error:
+                if error.code() == grpc.StatusCode.NOT_FOUND:
+                    return
+                _LOGGER.warning("the last leader's lease not revoked: %s", _text_of(error))
+                await asyncio.sleep(RETRY_DELAY_S)
 
     async def _keep_alive(self, timeout_s: float) -> float:
         """The lease's seconds from now, 0 when it has ended."""
@@ -185,7 +234,7 @@ class EtcdElector(Elector):
         call: Any = self._channel.unary_unary(
             f"/etcdserverpb.{method}", type(request).SerializeToString, answer.FromString
         )
-        return await call(request, timeout=self._ttl_s / 2)
+        return await call(request, timeout=min(self._ttl_s / 2, _CALL_S))
 
     def _stream(self, method: str, request: Any, answer: Any) -> Any:
         call: Any = self._channel.stream_stream(

@@ -96,6 +96,10 @@ struct RowOps {
   // if there is one. Returns the sum, of the exponentials of scores - *max, and sets *max.
   float (*finish)(const RowState& state, int64_t value_size, float scale, const float* sink,
                   float* out, float* max);
+  // A bare loop of the fused products that attention computes over 16-bit pages,
+  // `products_of_round` in each round. Null where there is no instruction for it.
+  float (*fused_products)(int64_t num_rounds);
+  int64_t products_of_round;
   // Copies memory that does not overlap, bypassing the caches where the set can.
   void (*stream)(char* destination, const char* source, int64_t num_bytes);
 };

@@ -10,6 +10,7 @@
 //            rows this is done while attending; with more, once for each tile before
 
 #define KVPLANE_VECTOR_BYTES 64
+#include "bare_products.h"
 #include "row_ops_stored.h"
 #include "row_ops_vector.h"
 #include "stream_vector.h"
@@ -385,13 +386,21 @@ void attend_bf16(const AttendArgs& args) {
   }
 }
 
+float bf16_products(int64_t num_rounds) {
+  const __m512i a = hold(_mm512_set1_epi16(0x3F80)), b = hold(_mm512_set1_epi16(0x3500));
+  return add_in_chains(num_rounds, [&](Vector sum) __attribute__((always_inline)) {
+    return (Vector)add_products((__m512)sum, a, b);
+  });
+}
+
 }  // namespace
 
 RowOps row_ops_avx512bf16();
 
 RowOps row_ops_avx512bf16() {
-  return {"avx512bf16",  load,    store,        load_tile, load_tile_bf16, attend, attend_bf16,
-          attend_stored, reorder, kUnitColumns, merge,     finish,         stream};
+  return {"avx512bf16", load,        store,         load_tile,        load_tile_bf16,
+          attend,       attend_bf16, attend_stored, reorder,          kUnitColumns,
+          merge,        finish,      bf16_products, kChains * kChunk, stream};
 }
 
 }  // namespace kvplane

@@ -15,8 +15,8 @@ void stream(char* destination, const char* source, int64_t num_bytes) {
 RowOps row_ops_baseline();
 
 RowOps row_ops_baseline() {
-  return {"baseline", load,    store, load_tile, nullptr, attend, nullptr,
-          nullptr,    nullptr, 0,     merge,     finish,  stream};
+  return {"baseline", load, store, load_tile, nullptr, attend, nullptr, nullptr,
+          nullptr,    0,    merge, finish,    nullptr, 0,      stream};
 }
 
 }  // namespace kvplane

@@ -12,140 +12,14 @@
 //            converted once for all of them
 #pragma once
 
-#include <immintrin.h>
-
 #include "row_ops_vector.h"
+#include "stored_types.h"
 
 // Of what is large and has many variants.
 #define KVPLANE_NOINLINE __attribute__((noinline))
 
 namespace kvplane {
 namespace {
-
-constexpr int64_t kUnitColumns = 2 * kWidth;
-
-typedef int16_t Shorts __attribute__((vector_size(KVPLANE_VECTOR_BYTES / 2)));
-typedef uint8_t ByteVector __attribute__((vector_size(KVPLANE_VECTOR_BYTES)));
-
-#if KVPLANE_VECTOR_BYTES == 64
-KVPLANE_INLINE Vector fused(Vector a, Vector b, Vector c) {
-  return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-}
-KVPLANE_INLINE Vector from_fp16(Shorts bits) { return (Vector)_mm512_cvtph_ps((__m256i)bits); }
-KVPLANE_INLINE ByteVector larger(ByteVector a, ByteVector b) {
-  return (ByteVector)_mm512_max_epu8((__m512i)a, (__m512i)b);
-}
-#else
-KVPLANE_INLINE Vector fused(Vector a, Vector b, Vector c) {
-  return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-}
-KVPLANE_INLINE Vector from_fp16(Shorts bits) { return (Vector)_mm256_cvtph_ps((__m128i)bits); }
-KVPLANE_INLINE ByteVector larger(ByteVector a, ByteVector b) {
-  return (ByteVector)_mm256_max_epu8((__m256i)a, (__m256i)b);
-}
-#endif
-
-// Keeps a loaded vector in a register: a compiler would load it again for each of its uses, and the
-// load ports would be the limit.
-template <typename T>
-KVPLANE_INLINE T hold(T x) {
-  asm("" : "+v"(x));
-  return x;
-}
-
-template <typename T>
-KVPLANE_INLINE T load_as(const char* from) {
-  T vector;
-  std::memcpy(&vector, from, sizeof vector);
-  return vector;
-}
-
-// Whether rows of e4m3 may have a code of NaN: without its sign it is the largest of all.
-KVPLANE_INLINE bool may_have_nan(const char* const* rows, int64_t size) {
-  constexpr int64_t kBytes = KVPLANE_VECTOR_BYTES;
-  if (size < kBytes) return true;
-  ByteVector even = {}, odd = {};  // two chains of maxima
-  for (int64_t d = 0; d < size; d += kBytes) {
-    const int64_t at = d + kBytes <= size ? d : size - kBytes;
-    for (int64_t t = 0; t < kTileTokens; t += 2) {
-      even = larger(even, load_as<ByteVector>(rows[t] + at) | uint8_t{0x80});
-      odd = larger(odd, load_as<ByteVector>(rows[t + 1] + at) | uint8_t{0x80});
-    }
-  }
-  uint64_t words[kBytes / 8], any = 0;
-  const auto is_nan = larger(even, odd) == uint8_t{0xFF};
-  std::memcpy(words, &is_nan, sizeof words);
-  for (const uint64_t word : words) any |= word;
-  return any != 0;
-}
-
-// The stored types: load(row, u, ...) gives unit u of a row. Slow: the same for rows of which
-// may_have_nan() is true.
-template <typename Source>
-struct Plain {
-  using Slow = Source;
-  static KVPLANE_INLINE bool may_have_nan(const char* const*, int64_t) { return false; }
-};
-
-struct StoredBf16 : Plain<StoredBf16> {
-  static constexpr int kBytes = 2;
-  static KVPLANE_INLINE void load(const char* row, int64_t u, Vector* first, Vector* second) {
-    const IntVector bits = hold(load_as<IntVector>(row + u * KVPLANE_VECTOR_BYTES));
-    *first = (Vector)(bits << 16);
-    *second = (Vector)(bits & static_cast<int32_t>(0xFFFF0000));
-  }
-};
-
-struct StoredFp16 : Plain<StoredFp16> {
-  static constexpr int kBytes = 2;
-  static KVPLANE_INLINE void load(const char* row, int64_t u, Vector* first, Vector* second) {
-    const char* at = row + u * KVPLANE_VECTOR_BYTES;
-    *first = from_fp16(load_as<Shorts>(at));
-    *second = from_fp16(load_as<Shorts>(at + sizeof(Shorts)));
-  }
-};
-
-struct StoredE5m2 : Plain<StoredE5m2> {
-  static constexpr int kBytes = 1;
-  static KVPLANE_INLINE void load(const char* row, int64_t u, Vector* first, Vector* second) {
-    const Shorts codes = hold(load_as<Shorts>(row + u * static_cast<int64_t>(sizeof(Shorts))));
-    *first = from_fp16(codes << 8);
-    *second = from_fp16(codes & static_cast<int16_t>(0xFF00));
-  }
-};
-
-// kNan: codes of NaN are looked for; without it they are 480.
-template <bool kNan>
-struct StoredE4m3 {
-  using Slow = StoredE4m3<true>;
-  static constexpr int kBytes = 1;
-  static KVPLANE_INLINE bool may_have_nan(const char* const* rows, int64_t size) {
-    return kvplane::may_have_nan(rows, size);
-  }
-  static KVPLANE_INLINE void load(const char* row, int64_t u, Vector* first, Vector* second) {
-    const Shorts codes = hold(load_as<Shorts>(row + u * static_cast<int64_t>(sizeof(Shorts))));
-    *first = from_fp16(widened(codes << 8));
-    *second = from_fp16(widened(codes));
-  }
-
-  // From the upper bytes. All ones, a NaN, where the code is one.
-  static KVPLANE_INLINE Shorts widened(Shorts codes) {
-    const Shorts number = (codes >> 1) & static_cast<int16_t>(0xBF80);
-    if constexpr (!kNan) return number;
-    const Shorts nan = Shorts{} + int16_t{0x7F00};
-    return number | (Shorts)((codes & nan) == nan);
-  }
-};
-
-// What `convert_tile` left: the two registers of each unit.
-struct StoredFloats {
-  static constexpr int kBytes = 4;
-  static KVPLANE_INLINE void load(const char* row, int64_t u, Vector* first, Vector* second) {
-    const float* at = reinterpret_cast<const float*>(row) + u * kUnitColumns;
-    *first = hold(load_vector(at));
-    *second = hold(load_vector(at + kWidth));
-  }
-};
 
 // Rows to prefetch during a pass over a tile, some lines at each step: all at once would fill the
 // memory queue and stall. kUnits, kLines: of a row; 0 when known only at run time.
@@ -239,6 +113,50 @@ KVPLANE_NOINLINE void stored_dot_products(const Row* rows, const char* const* ke
   }
 }
 
+// The same for six rows of a converted tile, with registers of 8 lanes: 12 sums, as many as 16
+// registers leave room for, so that the units never wait for a sum and each load is used more
+// often.
+template <int kUnits, typename Rows>
+KVPLANE_NOINLINE void dot_products_of_six(const Row* rows, const char* const* keys,
+                                          int64_t row_size, const Rows& ahead,
+                                          float (*dots)[kTileTokens]) {
+  constexpr int kSix = 6, kTokensAtOnce = 2;
+  const int64_t num_halves = kUnits > 0 ? 2 * kUnits : 2 * row_size / kUnitColumns;
+  Vector partial[kSix][kWidth];
+  for (int64_t t = 0; t < kTileTokens; t += kTokensAtOnce) {
+    const float* key[kTokensAtOnce];
+    KVPLANE_UNROLL for (int i = 0; i < kTokensAtOnce; ++i) {
+      key[i] = reinterpret_cast<const float*>(keys[t + i]);
+    }
+    Vector sums[kSix][kTokensAtOnce] = {};
+    KVPLANE_UNROLL for (int64_t h = 0; h < num_halves; ++h) {
+      if (h % 2 == 0) {
+        fetch_step<kTokensAtOnce, (kUnits > 0 ? kUnits : 1)>(ahead, t, static_cast<int>(h / 2));
+      }
+      Vector k[kTokensAtOnce];
+      KVPLANE_UNROLL for (int i = 0; i < kTokensAtOnce; ++i) {
+        k[i] = hold(load_vector(key[i] + h * kWidth));
+      }
+      KVPLANE_UNROLL for (int r = 0; r < kSix; ++r) {
+        const Vector q = hold(load_vector(static_cast<const float*>(rows[r].query) + h * kWidth));
+        KVPLANE_UNROLL for (int i = 0; i < kTokensAtOnce; ++i) {
+          sums[r][i] = fused(k[i], q, sums[r][i]);
+        }
+      }
+    }
+    const int64_t at = t % kWidth;
+    KVPLANE_UNROLL for (int r = 0; r < kSix; ++r) {
+      KVPLANE_UNROLL for (int i = 0; i < kTokensAtOnce; ++i) partial[r][at + i] = sums[r][i];
+    }
+    if (at + kTokensAtOnce < kWidth) continue;
+    for (int r = 0; r < kSix; ++r) {
+      const auto sum = [&](int64_t i)
+                           __attribute__((always_inline)) { return PerRow<1>{{partial[r][i]}}; };
+      store_vector(totals<kWidth, 1>(0, sum).row[0], dots[r] + t - at);
+    }
+  }
+}
+
 // At token t of a pass over kUnits units of all values, so that the passes together fetch each row
 // in order.
 template <int kUnits, typename Rows>
@@ -277,7 +195,7 @@ KVPLANE_INLINE void add_stored_values(const Row* rows, const float (*weights)[kT
       Vector first, second;
       Source::load(values[t], column / kUnitColumns + u, &first, &second);
       KVPLANE_UNROLL for (int r = 0; r < kRows; ++r) {
-        const Vector weight = Vector{} + weights[r][t];
+        const Vector weight = all_lanes(weights[r][t]);
         sums[r][2 * u] = fused(first, weight, sums[r][2 * u]);
         sums[r][2 * u + 1] = fused(second, weight, sums[r][2 * u + 1]);
       }
@@ -295,7 +213,7 @@ KVPLANE_NOINLINE void add_all_stored_values(const Row* rows, const float (*weigh
                                             const float* corrections, const char* const* values,
                                             int64_t value_size, const Rows& ahead) {
   // As many sums as leave registers for the rest.
-  constexpr int kUnits = kWidth == 16 ? (kRows == 4 ? 2 : 4) : 4 / kRows;
+  constexpr int kUnits = kWidth == 16 ? (kRows == 4 ? 2 : 4) : kRows > 4 ? 1 : 4 / kRows;
   const int64_t begin = rows[0].begin, end = rows[0].end;
   int64_t column = 0;
   for (int64_t pass = 0; column + kUnits * kUnitColumns <= value_size; ++pass) {
@@ -333,6 +251,10 @@ struct StoredWeights {
   float corrections[kAttendRows];
 };
 
+// Rows that are computed together.
+template <typename Source>
+constexpr int kMostRows = kWidth == 8 && Source::kBytes == 4 ? 6 : 4;
+
 // factor: of what `Source` loads. The first rows' pass prefetches.
 template <typename Source, int kUnits, typename Rows>
 void weigh_stored_rows(const AttendArgs& args, const char* const* keys, float factor,
@@ -341,7 +263,11 @@ void weigh_stored_rows(const AttendArgs& args, const char* const* keys, float fa
   const auto turn = [&](auto num, const auto& fetched) {
     constexpr int kRows = decltype(num)::value;
     const Row* rows = args.rows + r;
-    stored_dot_products<Source, kRows, kUnits>(rows, keys, args.row_size, fetched, w->of + r);
+    if constexpr (kRows == 6) {
+      dot_products_of_six<kUnits>(rows, keys, args.row_size, fetched, w->of + r);
+    } else {
+      stored_dot_products<Source, kRows, kUnits>(rows, keys, args.row_size, fetched, w->of + r);
+    }
     for (const int64_t end = r + kRows; r < end; ++r) {
       w->corrections[r] = weigh(args.rows[r], args.scale * factor, args.soft_cap, w->of[r]);
       if (factor == 1.0f) continue;
@@ -350,7 +276,12 @@ void weigh_stored_rows(const AttendArgs& args, const char* const* keys, float fa
       }
     }
   };
-  if (args.num_rows >= 4) {
+  if (kMostRows<Source> == 6 && args.num_rows >= 6) {
+    turn(Count<kMostRows<Source>>{}, ahead);
+    while (args.num_rows - r >= 6) turn(Count<kMostRows<Source>>{}, NothingAhead{});
+    if (args.num_rows - r >= 4) turn(Count<4>{}, NothingAhead{});
+    if (args.num_rows - r >= 2) turn(Count<2>{}, NothingAhead{});
+  } else if (args.num_rows >= 4) {
     turn(Count<4>{}, ahead);
     while (args.num_rows - r >= 4) turn(Count<4>{}, NothingAhead{});
     if (args.num_rows - r >= 2) turn(Count<2>{}, NothingAhead{});
@@ -374,10 +305,14 @@ void add_stored_rows(const AttendArgs& args, const char* const* values, const Ro
   };
   while (r < args.num_rows) {
     int64_t num = 1;
-    while (num < 4 && r + num < args.num_rows && see_the_same(args.rows[r], args.rows[r + num])) {
+    while (num < kMostRows<Source> && r + num < args.num_rows &&
+           see_the_same(args.rows[r], args.rows[r + num])) {
       ++num;
     }
-    if (num == 4) {
+    if (num == 6) {
+      constexpr int kSix = kMostRows<Source>;
+      r == 0 ? turn(Count<kSix>{}, ahead) : turn(Count<kSix>{}, NothingAhead{});
+    } else if (num >= 4) {
       r == 0 ? turn(Count<4>{}, ahead) : turn(Count<4>{}, NothingAhead{});
     } else if (num >= 2) {
       r == 0 ? turn(Count<2>{}, ahead) : turn(Count<2>{}, NothingAhead{});

@@ -35,7 +35,8 @@ int64_t rounded_up(int64_t bytes) { return div_ceil(bytes, kWorkspaceUnit) * kWo
 
 // The parts of a plan's memory, in bytes from its start.
 struct PlanParts {
-  int64_t short_ends, long_ends, split_ends, weights, end;
+  int64_t short_ends, long_ends, split_ends, weights;
+  int64_t kin, family_starts, family_splits, members, shared_ends, end;
 };
 
 PlanParts plan_parts(int64_t num_sequences) {
@@ -45,7 +46,12 @@ PlanParts plan_parts(int64_t num_sequences) {
   parts.long_ends = parts.short_ends + ends_bytes;
   parts.split_ends = parts.long_ends + ends_bytes;
   parts.weights = parts.split_ends + ends_bytes;
-  parts.end = parts.weights + 2 * ends_bytes;
+  parts.kin = parts.weights + 2 * ends_bytes;
+  parts.family_starts = parts.kin + rounded_up(num_sequences * static_cast<int64_t>(sizeof(Kin)));
+  parts.family_splits = parts.family_starts + ends_bytes;
+  parts.members = parts.family_splits + ends_bytes;
+  parts.shared_ends = parts.members + ends_bytes;
+  parts.end = parts.shared_ends + ends_bytes;
   return parts;
 }
 
@@ -53,8 +59,16 @@ Plan plan_in(void* memory, int64_t num_sequences) {
   char* base = static_cast<char*>(memory);
   const PlanParts parts = plan_parts(num_sequences);
   const auto int32s = [&](int64_t at) { return reinterpret_cast<int32_t*>(base + at); };
-  return {reinterpret_cast<Sequence*>(base), int32s(parts.short_ends), int32s(parts.long_ends),
-          reinterpret_cast<int64_t*>(base + parts.weights), int32s(parts.split_ends)};
+  return {reinterpret_cast<Sequence*>(base),
+          int32s(parts.short_ends),
+          int32s(parts.long_ends),
+          reinterpret_cast<int64_t*>(base + parts.weights),
+          int32s(parts.split_ends),
+          reinterpret_cast<Kin*>(base + parts.kin),
+          int32s(parts.family_starts),
+          int32s(parts.family_splits),
+          int32s(parts.members),
+          int32s(parts.shared_ends)};
 }
 
 // The bytes of the partial results of one query token and split: states, then outputs.
@@ -91,48 +105,46 @@ bool fits_tensor_cores(const PagedAttentionParams& p) {
   return is_aligned(p.query, kBytes) && is_aligned(pages.data, kBytes) && is_aligned(p.out, 4);
 }
 
-// Even with the smallest ring the kernels may need more shared memory than a block can have on
-// the current device. Then no sequence of the call runs on tensor cores, so that a sequence's
+// Calls `run` with a number of the type that pages for the tensor cores hold.
+template <typename Run>
+size_t with_stored_type(Dtype dtype, const Run& run) {
+  switch (dtype) {
+    case Dtype::kFloat16:
+      return run(Half{});
+    case Dtype::kBFloat16:
+      return run(Bfloat{});
+    case Dtype::kFloat8E4M3:
+      return run(E4m3{});
+    case Dtype::kFloat8E5M2:
+      return run(E5m2{});
+    case Dtype::kFloat32:
+      break;  // not for tensor cores
+  }
+  return 0;
+}
+
+// Even with the smallest ring the kernels may need more shared memory than a block can have on the
+// current device. Then no sequence of the call runs on tensor cores, so that a sequence's
 // arithmetic does not depend on the batch, nor on its number of rows.
 bool fits_shared_memory(const PagesParams& pages) {
-  const auto needed = [&]() -> size_t {
-    switch (pages.dtype) {
-      case Dtype::kFloat16:
-        return least_shared_bytes<Half>(pages.head_size);
-      case Dtype::kBFloat16:
-        return least_shared_bytes<Bfloat>(pages.head_size);
-      case Dtype::kFloat8E4M3:
-        return least_shared_bytes<E4m3>(pages.head_size);
-      case Dtype::kFloat8E5M2:
-        return least_shared_bytes<E5m2>(pages.head_size);
-      case Dtype::kFloat32:
-        break;  // not for tensor cores
-    }
-    return 0;
-  };
-  return needed() <= max_shared_bytes();
+  const auto needed = with_stored_type(
+      pages.dtype, [&](auto kv) { return least_shared_bytes<decltype(kv)>(pages.head_size); });
+  return needed <= max_shared_bytes();
 }
 
 template <typename Kv>
 void launch_on_tensor_cores(const Work& work, const Launch& how, bool are_all_short) {
+  const Launch next = {how.max_items, how.stream, Begins::kEarly};
   launch_short<Kv>(work, how);
-  if (!are_all_short) launch_long<Kv>(work, {how.max_items, how.stream, Begins::kEarly});
+  if (work.shared_rows > 0) launch_shared<Kv>(work, next);
+  if (!are_all_short) launch_long<Kv>(work, next);
 }
 
 void launch_on_tensor_cores(const Work& work, const Launch& how, bool are_all_short) {
-  const auto run = [&](auto launch) { launch(work, how, are_all_short); };
-  switch (work.p.pages.dtype) {
-    case Dtype::kFloat16:
-      return run(&launch_on_tensor_cores<Half>);
-    case Dtype::kBFloat16:
-      return run(&launch_on_tensor_cores<Bfloat>);
-    case Dtype::kFloat8E4M3:
-      return run(&launch_on_tensor_cores<E4m3>);
-    case Dtype::kFloat8E5M2:
-      return run(&launch_on_tensor_cores<E5m2>);
-    case Dtype::kFloat32:
-      return;  // not for tensor cores
-  }
+  with_stored_type(work.p.pages.dtype, [&](auto kv) -> size_t {
+    launch_on_tensor_cores<decltype(kv)>(work, how, are_all_short);
+    return 0;
+  });
 }
 
 auto named(const char* name) {
@@ -170,6 +182,18 @@ int64_t rows_of_short_sequence(const PagedAttentionParams& p, int64_t max_query_
   return is_known ? max_query_len * group : group;
 }
 
+// The rows of a tile of several decodes; 0 where no two of them can share one,
+// or need to.
+int32_t shared_rows_of(const PagedAttentionParams& p, const AttentionOptions& options) {
+  const int64_t rows = rows_of_families(p.pages.head_size);
+  const bool fit = 2 * group_of(p) <= rows && p.num_sequences > 1 && p.share_reads;
+  if (!fit || p.sliding_window_tokens > 0 || max_context(p) <= options.split_tokens) return 0;
+  const size_t bytes = with_stored_type(p.pages.dtype, [&](auto kv) {
+    return shared_memory_of_families<decltype(kv)>(p.pages.head_size);
+  });
+  return bytes <= max_shared_bytes() ? static_cast<int32_t>(rows) : 0;
+}
+
 // What the kernels of a call need, but for the scratch.
 Work work_of(const PagedAttentionParams& p, const AttentionOptions& options, int64_t max_partials,
              void* plan_memory, const Context& context) {
@@ -187,6 +211,7 @@ Work work_of(const PagedAttentionParams& p, const AttentionOptions& options, int
           : kRowsOfFmaTile;
   work.long_tile_rows = on_tensor_cores ? kRowsOfLongTile : 0;
   work.long_parts = long_parts(p.pages.value_head_size);
+  work.shared_rows = on_tensor_cores ? shared_rows_of(p, options) : 0;
   return work;
 }
 
@@ -263,7 +288,7 @@ void paged_attention(const PagedAttentionParams& p, const AttentionOptions& opti
   Work work = work_of(p, options, max_partials, memory, context);
   work.scratch = scratch_in(options.workspace, p, max_partials);
   if (has_plan && (max_partials > room || settings_of(work) != options.plan->settings)) {
-    throw std::invalid_argument("plan was made for another batch, or for more workspace");
+    throw std::invalid_argument("must be of this batch, and of no more workspace than there is");
   }
 
   // An upper bound: as if every token of every sequence were in a tile of its own.

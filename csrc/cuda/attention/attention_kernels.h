@@ -34,16 +34,28 @@ constexpr int short_tile_rows(int64_t rows, int64_t head_size) {
   return rows <= 16 || head_size > 128 ? 16 : 32;
 }
 
+// Rows of a tile of several decodes; 0 where eight are the most that fit.
+constexpr int rows_of_families(int64_t head_size) {
+  const int rows = short_tile_rows(32, head_size);
+  return rows > 8 ? rows : 0;
+}
+
 // The shared memory that a block can have on every device from Ampere on: that of sm_86, sm_89 and
 // sm_120.
 constexpr int kSharedBytesOfEveryDevice = 99 * 1024;
 
 void launch_plan(const Work& work, uintptr_t stream);
+void launch_families(const Work& work, uintptr_t stream);
 // The first kernel of a call, on tensor cores; launch_fma elsewhere. The templates are instantiated
 // in a file for each type of pages.
 template <typename Kv>
 void launch_short(const Work& work, const Launch& how);
-// The least shared memory that both need.
+// Of items of several decodes. The second says what memory it needs; 0: it is not for this size.
+template <typename Kv>
+void launch_shared(const Work& work, const Launch& how);
+template <typename Kv>
+size_t shared_memory_of_families(int64_t head_size);
+// The least shared memory that the short and the long kernel need.
 template <typename Kv>
 size_t least_shared_bytes(int64_t head_size);
 template <typename Kv>

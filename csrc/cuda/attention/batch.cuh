@@ -6,6 +6,8 @@
 //   at multiples of split_tokens of its positions, and each split into tiles of rows.
 // - long sequence: cut into larger tiles of rows, and into larger splits where its context is much
 //   longer than its query.
+// - family: decodes whose contexts begin with the same blocks. What they share is attended to in
+//   items of several of them, if that is whole splits.
 // - item: one KV head of one tile of rows of one split.
 //
 // How a sequence is cut depends only on its own lengths: cutting.h.
@@ -35,9 +37,18 @@ struct alignas(16) Sequence {
   int32_t query_len;
   int32_t context_len;
   Cut cut;
-  int32_t weight;  // of each of its items
+  int32_t weight;         // of each of its items
+  int32_t shared_splits;  // that are attended to with others of its family
 
   __device__ int32_t first_position() const { return context_len - query_len; }
+};
+
+// A sequence in its family.
+struct Kin {
+  int32_t first;   // the family's first sequence; -1: of no family
+  int32_t rank;    // sequences of the family before it
+  int32_t size;    // of the family
+  int32_t splits;  // leading splits in the same blocks as those of the first; of itself, 0
 };
 
 // What the plan kernel writes and the others read.
@@ -47,6 +58,12 @@ struct Plan {
   int32_t* long_ends;   // [num_sequences]
   int64_t* weights;     // [num_sequences]: of the items of the short sequences up to this one
   int32_t* split_ends;  // [num_sequences]: query tokens of sequences of more than one split
+  // Only where work.shared_rows > 0. Members are sequences, one family's after the other's.
+  Kin* kin;                // [num_sequences]
+  int32_t* family_starts;  // [num_sequences]: of a family's first sequence: its first member
+  int32_t* family_splits;  // [num_sequences]: of it, too: the most splits that another one shares
+  int32_t* members;        // [num_sequences]
+  int32_t* shared_ends;    // [num_sequences]: items of the tiles that begin with members up to this
 };
 
 // What the kernels of one call write and read, in its workspace.
@@ -69,6 +86,7 @@ struct Work {
   int32_t short_tile_rows;
   int32_t long_tile_rows;  // 0: long sequences are in the list of short items
   int32_t long_parts;      // of the values' dims: a long item attends to one of them
+  int32_t shared_rows;     // of a tile of several decodes; 0: nothing is shared
 };
 
 struct Item {
@@ -77,7 +95,15 @@ struct Item {
   int32_t tile;
   int32_t split;
   int32_t part;  // of the values' dims
+  // Of a family's item, whose sequence is the family's first:
+  int32_t first_member;
+  int32_t num_members;
 };
+
+// Decodes of a family whose rows share a tile.
+__host__ __device__ inline int32_t members_of_tile(const Work& work) {
+  return work.shared_rows / work.cutting.group;
+}
 
 __device__ inline void report(int32_t* faults, int32_t fault) {
   if (faults != nullptr) atomicOr(faults, fault);
@@ -96,6 +122,23 @@ __device__ inline Span span_of(const Work& work, const Item& item, int32_t first
   const int64_t end = begin + int64_t{splits} * sequence.cut.tokens;
   return {static_cast<int32_t>(max_of<int64_t>(seen.begin, begin)),
           static_cast<int32_t>(min_of<int64_t>(seen.end, end))};
+}
+
+// The query token and head of a row of an item, and its sequence.
+struct RowPlace {
+  const Sequence* sequence;
+  int32_t token;  // of the sequence's
+  int32_t head;
+};
+
+template <bool kIsShared>
+__device__ inline RowPlace place_of_row(const Work& work, const Item& item, int32_t row) {
+  const int32_t index = row / work.cutting.group;
+  const int32_t head = item.kv_head * work.cutting.group + row % work.cutting.group;
+  if constexpr (!kIsShared) return {&item.sequence, index, head};
+  // A row that is missing may be of any sequence.
+  const int32_t member = item.first_member + min_of(index, item.num_members - 1);
+  return {&work.plan.sequences[work.plan.members[member]], 0, head};
 }
 
 // The sequence of an item: the first whose end is past it. The lanes of a warp search 32 places at
@@ -126,7 +169,7 @@ __device__ inline Item find_item(const Work& work, const int32_t* ends, int32_t 
   local /= num_parts;
   // The last tile of rows attends to most, and comes first.
   const int32_t tile = num_tiles - 1 - local / num_kv_heads % num_tiles;
-  return {sequence, local % num_kv_heads, tile, local / num_kv_heads / num_tiles, part};
+  return {sequence, local % num_kv_heads, tile, local / num_kv_heads / num_tiles, part, 0, 0};
 }
 
 // A table's entry as it was read. Nothing depends on its value, so that the code after the read

@@ -3,6 +3,7 @@
 
 #include "cuda/attention/attention_kernels.h"
 #include "cuda/attention/batch.cuh"
+#include "cuda/attention/check_lengths.cuh"
 #include "cuda/device/launch.h"
 
 namespace kvplane::cuda {
@@ -18,41 +19,85 @@ __device__ T sum_up_to_lane(T value) {
   return value;
 }
 
-__device__ int32_t check_sequence(const Work& work, int32_t s) {
-  const PagedAttentionParams& p = work.p;
-  const int64_t begin = p.query_starts[s], end = p.query_starts[s + 1];
-  if (begin < 0 || end < begin || end > p.num_tokens) return kBadQueryStarts;
-  if ((s == 0 && begin != 0) || (s + 1 == p.num_sequences && end != p.num_tokens)) {
-    return kBadQueryStarts;
-  }
-  const int64_t query_len = end - begin;
-  if (work.max_query_len > 0 && query_len > work.max_query_len) return kBadQueryStarts;
-  const int64_t context_len = p.context_lens[s];
-  if (context_len < query_len) return kBadContextLens;
-  if (query_len > 0 && context_len > p.max_blocks * p.pages.block_size) return kBadContextLens;
-  return 0;
-}
-
 // A sequence whose lengths are wrong has no query tokens, and so no items.
 __device__ Sequence read_sequence(const Work& work, int32_t s) {
-  const int32_t fault = check_sequence(work, s);
+  const int32_t fault = check_lengths(work, s);
   if (fault != 0) {
     report(work.faults, fault);
-    return {0, 0, s, 0, 0, cut_of(work.cutting, 0, 0), 1};
+    return {0, 0, s, 0, 0, cut_of(work.cutting, 0, 0), 1, 0};
   }
   const int64_t begin = work.p.query_starts[s];
   const int32_t query_len = static_cast<int32_t>(work.p.query_starts[s + 1] - begin);
   // The context length of a sequence without query tokens may be anything; it is not used.
   const int32_t context_len = query_len == 0 ? 0 : static_cast<int32_t>(work.p.context_lens[s]);
   const Cut cut = cut_of(work.cutting, query_len, context_len);
-  return {begin, 0, s, query_len, context_len, cut, weight_of(cut, context_len)};
+  return {begin, 0, s, query_len, context_len, cut, weight_of(cut, context_len), 0};
+}
+
+// By the warp: lists the members of each family, one after another. Returns how many there are.
+__device__ int32_t list_members(const Work& work) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x);
+  const int32_t num_sequences = static_cast<int32_t>(work.p.num_sequences);
+  const Plan& plan = work.plan;
+  int32_t end = 0;
+  for (int32_t first = 0; first < num_sequences; first += kLanesOfWarp) {
+    const int32_t s = first + lane;
+    const Kin kin = s < num_sequences ? plan.kin[s] : Kin{-1, 0, 0, 0};
+    const int32_t size = kin.first == s && kin.size > 1 ? kin.size : 0;
+    const int32_t end_of_lane = end + sum_up_to_lane(size);
+    if (size > 0) {
+      plan.family_starts[s] = end_of_lane - size;
+      plan.family_splits[s] = 0;
+    }
+    end = __shfl_sync(kWholeWarp, end_of_lane, kLanesOfWarp - 1);
+  }
+  __syncwarp();
+  for (int32_t s = lane; s < num_sequences; s += kLanesOfWarp) {
+    const Kin kin = plan.kin[s];
+    if (kin.size <= 1) continue;
+    plan.members[plan.family_starts[kin.first] + kin.rank] = s;
+    atomicMax(&plan.family_splits[kin.first], kin.splits);
+  }
+  __syncwarp();
+  return end;
+}
+
+__device__ int32_t shared_splits_of(const Work& work, int32_t s) {
+  const Kin kin = work.plan.kin[s];
+  if (kin.size <= 1) return 0;
+  return kin.first == s ? work.plan.family_splits[s] : kin.splits;
+}
+
+// By the warp: the items of tiles of several decodes. A tile begins with a member of a family whose
+// rank is a multiple of a tile's members, and has the splits of its member that shares most.
+__device__ void plan_shared(const Work& work, int32_t num_members) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x);
+  const int32_t num_sequences = static_cast<int32_t>(work.p.num_sequences);
+  const int32_t of_tile = members_of_tile(work);
+  int32_t end = 0;
+  for (int32_t first = 0; first < num_sequences; first += kLanesOfWarp) {
+    const int32_t i = first + lane;
+    int32_t splits = 0;
+    if (i < num_members) {
+      const Kin kin = work.plan.kin[work.plan.members[i]];
+      const int32_t count = kin.rank % of_tile == 0 ? min_of(of_tile, kin.size - kin.rank) : 0;
+      for (int32_t j = 0; j < count; ++j) {
+        splits = max_of(splits, work.plan.sequences[work.plan.members[i + j]].shared_splits);
+      }
+    }
+    const int32_t end_of_lane = end + sum_up_to_lane(splits * work.cutting.num_kv_heads);
+    if (i < num_sequences) work.plan.shared_ends[i] = end_of_lane;
+    end = __shfl_sync(kWholeWarp, end_of_lane, kLanesOfWarp - 1);
+  }
 }
 
 // One warp; each lane handles a sequence, 32 at a time.
 __global__ void plan_items(Work work) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x);
   const int32_t num_sequences = static_cast<int32_t>(work.p.num_sequences);
+  wait_for_kernel_before();
   let_next_kernel_begin();
+  const int32_t num_members = work.shared_rows > 0 ? list_members(work) : 0;
   int32_t short_end = 0, long_end = 0, split_end = 0;
   int64_t partial_end = 0, weight_end = 0;
   for (int32_t first = 0; first < num_sequences; first += kLanesOfWarp) {
@@ -69,8 +114,12 @@ __global__ void plan_items(Work work) {
         work.long_tile_rows == 0 || is_short(sequence.query_len, work.cutting.group);
     const int32_t tile_rows = in_short_list ? work.short_tile_rows : work.long_tile_rows;
     const int32_t parts = in_short_list ? 1 : work.long_parts;
+    if (work.shared_rows > 0 && fits && partials > 0) {
+      sequence.shared_splits = shared_splits_of(work, s);
+    }
+    const int32_t own_splits = sequence.cut.splits - sequence.shared_splits;
     const int32_t items =
-        div_ceil(rows, tile_rows) * work.cutting.num_kv_heads * sequence.cut.splits * parts;
+        div_ceil(rows, tile_rows) * work.cutting.num_kv_heads * own_splits * parts;
     const int32_t short_end_of_lane = short_end + sum_up_to_lane(in_short_list ? items : 0);
     const int32_t long_end_of_lane = long_end + sum_up_to_lane(in_short_list ? 0 : items);
     const int64_t weight = in_short_list ? int64_t{items} * sequence.weight : 0;
@@ -91,12 +140,19 @@ __global__ void plan_items(Work work) {
     partial_end = __shfl_sync(kWholeWarp, partial_end_of_lane, kLanesOfWarp - 1);
     weight_end = __shfl_sync(kWholeWarp, weight_end_of_lane, kLanesOfWarp - 1);
   }
+  __syncwarp();  // Until all lanes have stored their sequences.
+  if (work.shared_rows > 0) plan_shared(work, num_members);
 }
 
 }  // namespace
 
 void launch_plan(const Work& work, uintptr_t stream) {
-  launch<&plan_items>({1}, kLanesOfWarp, 0, stream, work);
+  Begins begins = Begins::kInOrder;
+  if (work.shared_rows > 0) {
+    launch_families(work, stream);
+    begins = Begins::kEarly;
+  }
+  launch_when<&plan_items>(begins, {1}, kLanesOfWarp, 0, stream, work);
 }
 
 }  // namespace kvplane::cuda

@@ -126,4 +126,8 @@ void scatter_blocks(const PackBlocksParams& params);
 // Returns the exclusive or of all words of 8 bytes.
 uint64_t read_runs(const ReadRunsParams& params);
 
+// For measurements: products that are added to sums, in registers, in many rounds of each thread.
+// Returns how many it computed; 0 where the instruction set has no fused products.
+int64_t fused_products(int64_t num_rounds, int num_threads);
+
 }  // namespace kvplane

@@ -5,6 +5,7 @@
 //
 // Every array has exactly the size it needs, unused slots hold NaN, and unused table entries -1.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -34,6 +35,7 @@ struct Sizes {
   // One key takes nearly all of the weight: 2^-26 is left for each of the others.
   bool has_small_weights = false;
   bool has_options = false;  // a soft cap and sinks
+  int64_t num_shared = 0;  // leading blocks that sequences have in common, or as many as they have
 };
 
 // Memory as a device gives it: aligned to 256 bytes, and of the size asked for behind `shift`
@@ -86,6 +88,8 @@ class Check {
     key_ = numbers(context * s_.num_kv_heads * s_.head_size);
     value_ = numbers(context * s_.num_kv_heads * s_.head_size);
     if (s_.has_small_weights) make_small_weights();
+    share(*key_);
+    share(*value_);
     pages_ =
         memory(s_.pages_dtype, num_blocks_ * 2 * s_.num_kv_heads * s_.block_size * s_.head_size);
   }
@@ -121,9 +125,12 @@ class Check {
     for (size_t s = 0; s < s_.context_lens.size(); ++s) {
       std::vector<int32_t> row(static_cast<size_t>(max_blocks_), -1);
       for (int64_t b = 0; b < blocks_of[s]; ++b) row[static_cast<size_t>(b)] = ids[next++];
+      const int64_t num_shared = shared_blocks_of(s);
+      std::copy_n(tables_.begin(), num_shared, row.begin());
       for (int64_t i = 0; i < s_.context_lens[s]; ++i) {
-        slots_.push_back(row[static_cast<size_t>(i / s_.block_size)] * s_.block_size +
-                         i % s_.block_size);
+        const int64_t block = i / s_.block_size;
+        const int64_t first = row[static_cast<size_t>(block)] * s_.block_size;
+        slots_.push_back(block < num_shared ? -1 : first + i % s_.block_size);
       }
       tables_.insert(tables_.end(), row.begin(), row.end());
       num_tokens_ += s_.query_lens[s];
@@ -131,6 +138,24 @@ class Check {
     }
     // A vector may own more than it holds: AddressSanitizer must see the end.
     tables_.shrink_to_fit();
+  }
+
+  // The leading blocks that a sequence has in common with the first one, which writes them.
+  int64_t shared_blocks_of(size_t s) const {
+    const int64_t full = s_.context_lens[0] / s_.block_size;
+    return s == 0 ? 0 : std::min({s_.num_shared, full, s_.context_lens[s] / s_.block_size});
+  }
+
+  // Tokens in blocks of the first sequence have its keys, or values.
+  void share(const DeviceMemory& numbers) const {
+    const size_t of_token =
+        static_cast<size_t>(s_.num_kv_heads * s_.head_size * dtype_bytes(s_.dtype));
+    size_t first_key = 0;
+    for (size_t s = 0; s < s_.context_lens.size(); ++s) {
+      const size_t tokens = static_cast<size_t>(shared_blocks_of(s) * s_.block_size);
+      std::memmove(numbers.data() + first_key * of_token, numbers.data(), tokens * of_token);
+      first_key += static_cast<size_t>(s_.context_lens[s]);
+    }
   }
 
   std::unique_ptr<DeviceMemory> memory(Dtype dtype, int64_t count) const {
@@ -225,6 +250,7 @@ class Check {
     p.max_blocks = max_blocks_;
     p.query_token_stride = s_.num_heads * s_.head_size;
     p.query_head_stride = s_.head_size;
+    p.share_reads = true;
     p.scale = 1.0f / std::sqrt(static_cast<float>(s_.head_size));
     p.sliding_window_tokens = s_.window;
     if (s_.has_options) {
@@ -373,6 +399,22 @@ const Sizes kSizes[] = {
     {kBf16, kE5m2, 20, 1, 128, 16, 0, {1}, {70}},
     {kBf16, kBf16, 2, 1, 16, 8, 0, {1, 20, 1}, {100, 30, 9}, 0, false, true},
     {kFp32, kFp32, 2, 1, 16, 8, 0, {1, 1}, {100, 9}, 0, false, true},
+    // Decodes that share blocks: all of them, or fewer, and not always as many as a tile has room.
+    {kBf16,
+     kBf16,
+     8,
+     2,
+     16,
+     16,
+     0,
+     {1, 1, 1, 40, 1, 1},
+     {300, 290, 150, 100, 80, 400},
+     0,
+     false,
+     false,
+     9},
+    {kFp16, kE4m3, 10, 1, 64, 5, 0, {1, 1, 1, 1, 1}, {200, 140, 260, 70, 150}, 0, false, true, 26},
+    {kBf16, kBf16, 16, 1, 128, 16, 0, {1, 1, 1}, {70, 150, 140}, 0, false, false, 8},
 };
 
 }  // namespace

@@ -27,6 +27,7 @@ ROWS = "attention/short/short_rows.cuh"
 LONG = "attention/long/attention_long.cuh"
 FMA, COMBINE, PLAN = (f"attention/{name}.cu" for name in ("attention_fma", "combine", "plan"))
 BATCH, TILES, CUTTING = (f"attention/{name}" for name in ("batch.cuh", "tiles.cuh", "cutting.h"))
+FAMILIES, SHARED = "attention/families.cu", "attention/short/attention_shared.cuh"
 CACHE, EIGHT_BITS = "cache/reshape_and_cache.cu", "device/eight_bits.cuh"
 
 # How a kernel begins that may be launched while the plan is made.
@@ -189,6 +190,35 @@ MUTANTS = {
         _WAITS + _BEGINS + _READS,
         _READS + _WAITS + _BEGINS,
         found_by=TSAN,
+    ),
+    "blocks_of_families_are_not_compared": Mutant(
+        FAMILIES, "own.mismatch = min_of(own.mismatch, i);", ""
+    ),
+    "a_family_shares_a_split_that_it_has_in_part": Mutant(
+        FAMILIES,
+        "min_of<int64_t>(same, tokens) / split_tokens",
+        "div_ceil<int64_t>(min_of<int64_t>(same, tokens), split_tokens)",
+    ),
+    "the_first_of_a_family_shares_what_the_last_one_does": Mutant(
+        PLAN,
+        "atomicMax(&plan.family_splits[kin.first], kin.splits);",
+        "plan.family_splits[kin.first] = kin.splits;",
+        found_by=TSAN,
+    ),
+    "a_tile_has_the_splits_of_its_first_member": Mutant(
+        PLAN, "j < count; ++j", "j < count; j = 32"
+    ),
+    "shared_splits_are_attended_to_twice": Mutant(
+        SHORT, "split = sequence.shared_splits + local % own_splits", "split = local % own_splits"
+    ),
+    "more_is_written_of_a_sequence_than_it_shares": Mutant(
+        SHORT, "if (kIsShared && split >= at.sequence->shared_splits) continue;", ""
+    ),
+    "rows_of_a_family_are_of_one_sequence": Mutant(
+        BATCH, "item.first_member + min_of(index, item.num_members - 1)", "item.first_member"
+    ),
+    "a_tile_takes_members_of_the_next": Mutant(
+        SHARED, "min_of(members_of_tile(work), kin.size - kin.rank)", "kin.size"
     ),
     "a_share_ends_an_item_early": Mutant(
         SHORT, "* (blockIdx.x + 1) / gridDim.x;", "* (blockIdx.x + 1) / gridDim.x - 9;"

@@ -1,14 +1,17 @@
-"""Planted faults of the router's core, with the test that catches each: file, and name."""
+"""Planted faults of the router, with the test that catches each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
+from starlette.types import Receive
 
 from kvplane.clients.prefix_feed import StoredBlock
-from kvplane.router import engine_load, picker
+from kvplane.router import app, endpoint_picker, engine_load, picker, proxy
 from kvplane.router.engine_load import EngineLoad
+from kvplane.router.engines import Engines
 from kvplane.router.pool_index import PoolIndex
 
 Fault = Callable[[pytest.MonkeyPatch], None]
@@ -83,6 +86,51 @@ def old_rates_count_as_new(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine_load, "_GUESS_S", 1e3)
 
 
+def what_a_client_left_goes_on(patch: pytest.MonkeyPatch) -> None:
+    """An engine computes on for a client that is gone."""
+
+    async def until_gone(receive: Receive, work: Awaitable[Any]) -> Any:
+        return await work
+
+    patch.setattr(proxy, "until_gone", until_gone)
+
+
+def headers_are_an_answer(patch: pytest.MonkeyPatch) -> None:
+    """Any failure is told to the client, whether or not it has seen a byte."""
+    patch.setattr(proxy, "_TRY_ANOTHER", set())
+
+
+def those_that_are_down_are_asked(patch: pytest.MonkeyPatch) -> None:
+    """An engine that could not be reached counts as up."""
+    patch.setattr(Engines, "failed", lambda self, url: None)
+
+
+def every_key_is_right(patch: pytest.MonkeyPatch) -> None:
+    """Keys are not compared."""
+    patch.setattr(app, "authenticate", lambda request, keys: None)
+
+
+def connections_tell_of_each_other(patch: pytest.MonkeyPatch) -> None:
+    """Headers of one connection are passed on to another."""
+    patch.setattr(proxy, "_HOP_BY_HOP", {b"host", b"content-length"})
+
+
+CAUGHT_ON_THE_WIRE_BY: dict[Fault, tuple[str, tuple[str, ...]]] = {
+    what_a_client_left_goes_on: (
+        "test_who_goes_away_takes_the_request_along",
+        ("says_no_more",),
+    ),
+    headers_are_an_answer: (
+        "test_another_engine_answers_when_one_fails_before_the_first_byte",
+        ("is_full",),
+    ),
+    those_that_are_down_are_asked: (
+        "test_an_engine_that_cannot_be_reached_is_left_alone",
+        (),
+    ),
+    every_key_is_right: ("test_what_cannot_be_routed_is_refused", ()),
+    connections_tell_of_each_other: ("test_a_request_and_its_answer_pass_as_they_are", ()),
+}
 CAUGHT_BY: dict[Fault, tuple[str, str]] = {
     evictions_are_not_heard: (
         "test_pool_index",
@@ -103,4 +151,44 @@ CAUGHT_BY: dict[Fault, tuple[str, str]] = {
     old_rates_count_as_new: ("test_engine_load", "test_a_rate_is_learnt_from_first_bytes"),
     queues_do_not_count: ("test_picker", "test_a_hit_is_worth_waiting_for_only_so_long"),
     the_first_of_equal_ones_wins: ("test_picker", "test_equal_engines_share_the_requests"),
+}
+
+
+def the_gateway_s_subset_is_not_read(patch: pytest.MonkeyPatch) -> None:
+    """Engines are picked that the gateway does not allow."""
+    patch.setattr(endpoint_picker, "_subset", lambda metadata: None)
+
+
+def parts_are_too_long(patch: pytest.MonkeyPatch) -> None:
+    """A body is sent back in one message."""
+    patch.setattr(endpoint_picker, "_PART_BYTES", 1 << 20)
+
+
+def ended_requests_stay_open(patch: pytest.MonkeyPatch) -> None:
+    """A gateway's stream ends, and its request counts on."""
+    patch.setattr(endpoint_picker._Exchange, "end", lambda self: None)
+
+
+def headers_are_the_first_token(patch: pytest.MonkeyPatch) -> None:
+    """The rate is learnt from headers, which come before anything is computed."""
+    original = endpoint_picker._Exchange._request_headers
+
+    def read(self: Any, message: Any) -> Any:
+        message.protocol_config.response_body_mode = 0
+        return original(self, message)
+
+    patch.setattr(endpoint_picker._Exchange, "_request_headers", read)
+
+
+CAUGHT_BY_A_GATEWAY: dict[Fault, tuple[str, tuple[object, ...]]] = {
+    the_gateway_s_subset_is_not_read: (
+        "test_only_what_the_gateway_allows_is_picked",
+        (["10.0.0.1:8000"],),
+    ),
+    parts_are_too_long: ("test_a_body_in_parts_is_sent_back_after_the_headers", ()),
+    ended_requests_stay_open: (
+        "test_a_whole_body_is_answered_with_the_engine_that_has_its_prompt",
+        (),
+    ),
+    headers_are_the_first_token: ("test_the_answer_tells_how_busy_the_engine_is", ()),
 }

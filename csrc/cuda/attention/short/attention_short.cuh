@@ -124,15 +124,16 @@ __device__ void leave_column(const float (&out)[kHeadSize / 16][kColumns][4], in
 // By the whole block: adds up the warps' outputs of a column, in order, and writes rows or partial
 // rows. `first` is the column's first row, `count` the rows that there are, `left` where each warp
 // left its results.
-template <typename Kv, int kHeadSize, int kWarps>
+template <typename Kv, int kHeadSize, bool kIsShared, int kWarps>
 __device__ void write_column(const Work& work, const Item& item, int32_t split, int32_t first,
                              int32_t count, const float* const (&left)[kWarps]) {
   constexpr int kOutPitch = kHeadSize + 4;
-  const int32_t group = work.cutting.group;
   const int32_t head_size = static_cast<int32_t>(work.p.pages.value_head_size);
-  const bool is_whole = item.sequence.cut.splits == 1;
+  const bool is_whole = !kIsShared && item.sequence.cut.splits == 1;
   const float scale = value_scale(work.p.pages, item.kv_head);
   for (int32_t i = 0; i < count; ++i) {
+    const RowPlace at = place_of_row<kIsShared>(work, item, first + i);
+    if (kIsShared && split >= at.sequence->shared_splits) continue;
     const int32_t state = 8 * kOutPitch + 2 * i;
     float maximum = -INFINITY;
 #pragma unroll
@@ -144,11 +145,9 @@ __device__ void write_column(const Work& work, const Item& item, int32_t split, 
       weights[w] = exp2_fast(left[w][state] - base);
       sum += weights[w] * left[w][state + 1];
     }
-    const int32_t token = (first + i) / group;
-    const int32_t head = item.kv_head * group + (first + i) % group;
-    const int64_t row = (item.sequence.first_token + token) * work.p.num_heads + head;
-    const int64_t partial = partial_row(work, item.sequence, split, token, head);
-    const Total total = with_sink(work, head, maximum, sum);
+    const int64_t row = (at.sequence->first_token + at.token) * work.p.num_heads + at.head;
+    const int64_t partial = partial_row(work, *at.sequence, split, at.token, at.head);
+    const Total total = with_sink(work, at.head, maximum, sum);
     for (int32_t d = static_cast<int32_t>(threadIdx.x); d < head_size; d += kWarps * kLanesOfWarp) {
       float value = 0.0f;
 #pragma unroll
@@ -170,7 +169,7 @@ __device__ void write_column(const Work& work, const Item& item, int32_t split, 
 }
 
 // Ends a split: passes each column's results through a stage that the warp neither reads nor fills.
-template <typename Kv, int kHeadSize, int kColumns, int kStages>
+template <typename Kv, int kHeadSize, int kColumns, int kStages, bool kIsShared>
 __device__ void end_split(const Work& work, const Item& item, int32_t split, int32_t first_row,
                           int32_t num_rows, unsigned char* shared, int stage,
                           const float (&out)[kHeadSize / 16][kColumns][4],
@@ -191,8 +190,8 @@ __device__ void end_split(const Work& work, const Item& item, int32_t split, int
     for (int w = 0; w < Ring::kWarps; ++w) {
       left[w] = reinterpret_cast<const float*>(shared + places[w]);
     }
-    write_column<Kv, kHeadSize>(work, item, split, first_row + 8 * c, min_of(8, num_rows - 8 * c),
-                                left);
+    write_column<Kv, kHeadSize, kIsShared>(work, item, split, first_row + 8 * c,
+                                           min_of(8, num_rows - 8 * c), left);
     __syncthreads();  // Until the results have been read.
   }
 }
@@ -204,7 +203,7 @@ using QueriesOf = std::conditional_t<SharedQueries<Kv, kHeadSize, kColumns>::kIs
 
 // Attends to `num_splits` splits from an item's on: each warp to its tiles of 16 tokens,
 // kStages - 1 of them in flight at any time.
-template <typename Kv, int kHeadSize, int kColumns, int kStages>
+template <typename Kv, int kHeadSize, int kColumns, int kStages, bool kIsShared>
 __device__ void attend_run(const Work& work, const Item& item, int32_t num_splits,
                            unsigned char* shared) {
   using Ring = ShortRing<Kv, kHeadSize, kColumns, kStages>;
@@ -215,13 +214,15 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
   unsigned char* const ring = shared + warp * Ring::kBytes;
   const int32_t first_row = item.tile * Ring::kRows;
-  const int32_t all_rows = item.sequence.query_len * work.cutting.group;
+  const int32_t all_rows =
+      (kIsShared ? item.num_members : item.sequence.query_len) * work.cutting.group;
   const int32_t num_rows = min_of(Ring::kRows, all_rows - first_row);
-  const Span seen = span_of(work, item, first_row, num_rows, num_splits);
+  // Every row of a family's item sees all of the splits that it shares.
+  const Span seen = span_of(work, item, first_row, kIsShared ? 1 : num_rows, num_splits);
   RowsOfThread<kColumns> rows;
-  set_rows(work, item, first_row, num_rows, rows);
+  set_rows<kIsShared>(work, item, first_row, num_rows, rows);
   QueriesOf<Kv, kHeadSize, kColumns> queries;
-  queries.load(work, item, first_row, num_rows, shared + Ring::kQueries, rows);
+  queries.template load<kIsShared>(work, item, first_row, num_rows, shared + Ring::kQueries, rows);
   float out[kHeadSize / 16][kColumns][4] = {};
 
   const auto find = [&](int32_t tile) { return find_tile_row(work, item, tile * kTileRows, seen); };
@@ -313,8 +314,8 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
       stage = (stage + 1) % Ring::kStages;
     }
     const int free_stage = (stage + Ring::kStages - 1) % Ring::kStages;
-    end_split<Kv, kHeadSize, kColumns, kStages>(work, item, item.split + n, first_row, num_rows,
-                                                shared, free_stage, out, rows);
+    end_split<Kv, kHeadSize, kColumns, kStages, kIsShared>(work, item, item.split + n, first_row,
+                                                           num_rows, shared, free_stage, out, rows);
     begin_rows(rows);
 #pragma unroll
     for (auto& of_dims : out) {
@@ -352,13 +353,15 @@ __global__ void __launch_bounds__(kShortWarps<Kv, kHeadSize>* kLanesOfWarp, 1)
     const Sequence sequence = work.plan.sequences[s];
     int32_t local = static_cast<int32_t>((at - before(s)) / sequence.weight);
     const int64_t num_left = div_ceil<int64_t>(share_end - at, sequence.weight);
-    const int32_t split = local % sequence.cut.splits;
-    local /= sequence.cut.splits;
+    const int32_t own_splits = sequence.cut.splits - sequence.shared_splits;
+    const int32_t split = sequence.shared_splits + local % own_splits;
+    local /= own_splits;
     const int32_t num_splits =
         static_cast<int32_t>(min_of<int64_t>(sequence.cut.splits - split, num_left));
-    const Item item = {sequence, local % work.cutting.num_kv_heads,
-                       local / work.cutting.num_kv_heads, split, 0};
-    attend_run<Kv, kHeadSize, kColumns, kStages>(work, item, num_splits, shared);
+    const Item item = {
+        sequence, local % work.cutting.num_kv_heads, local / work.cutting.num_kv_heads, split, 0, 0,
+        0};
+    attend_run<Kv, kHeadSize, kColumns, kStages, false>(work, item, num_splits, shared);
     at += int64_t{num_splits} * sequence.weight;
   }
 }

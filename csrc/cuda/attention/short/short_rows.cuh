@@ -36,10 +36,9 @@ __device__ void begin_rows(RowsOfThread<kColumns>& rows) {
   }
 }
 
-template <int kColumns>
+template <bool kIsShared, int kColumns>
 __device__ void set_rows(const Work& work, const Item& item, int32_t first_row, int32_t num_rows,
                          RowsOfThread<kColumns>& rows) {
-  const int32_t group = work.cutting.group;
   const int32_t t = static_cast<int32_t>(threadIdx.x) % 4;
   const float scale = finite(work.p.scale * kLog2E * key_scale(work.p.pages, item.kv_head));
 #pragma unroll
@@ -48,12 +47,11 @@ __device__ void set_rows(const Work& work, const Item& item, int32_t first_row, 
     for (int j = 0; j < 2; ++j) {
       const int32_t row = 8 * c + 2 * t + j;
       const bool there = row < num_rows;
-      const int32_t token = (first_row + row) / group;
-      const int32_t head = item.kv_head * group + (first_row + row) % group;
-      rows.position[c][j] = there ? item.sequence.first_position() + token : -1;
+      const RowPlace at = place_of_row<kIsShared>(work, item, first_row + row);
+      rows.position[c][j] = there ? at.sequence->first_position() + at.token : -1;
       rows.scale[c][j] = scale;
       rows.slope[c][j] =
-          there && work.p.alibi_slopes != nullptr ? work.p.alibi_slopes[head] * kLog2E : 0.0f;
+          there && work.p.alibi_slopes != nullptr ? work.p.alibi_slopes[at.head] * kLog2E : 0.0f;
     }
   }
   begin_rows(rows);
@@ -61,16 +59,15 @@ __device__ void set_rows(const Work& work, const Item& item, int32_t first_row, 
 
 // Loads row g of column c of the queries as a factor B, straight from global memory: the dims from
 // k = 2t on. Returns the factor for the row's scores.
-template <typename Kv, int kHeadSize>
+template <typename Kv, int kHeadSize, bool kIsShared>
 __device__ float load_query_column(const Work& work, const Item& item, int32_t first_row,
                                    int32_t num_rows, int c, uint32_t (&column)[kHeadSize / 8]) {
-  const int32_t group = work.cutting.group;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
   const int32_t row = 8 * c + lane / 4;
-  const int64_t token = item.sequence.first_token + (first_row + row) / group;
-  const int64_t head = item.kv_head * group + (first_row + row) % group;
+  const RowPlace at = place_of_row<kIsShared>(work, item, first_row + row);
   const uint16_t* from = static_cast<const uint16_t*>(work.p.query) +
-                         token * work.p.query_token_stride + head * work.p.query_head_stride;
+                         (at.sequence->first_token + at.token) * work.p.query_token_stride +
+                         at.head * work.p.query_head_stride;
 #pragma unroll
   for (int k = 0; k < kHeadSize / 16; ++k) {
 #pragma unroll
@@ -88,13 +85,14 @@ template <typename Kv, int kHeadSize, int kColumns>
 struct QueryRegisters {
   uint32_t columns[kColumns][kHeadSize / 8];
 
+  template <bool kIsShared>
   __device__ void load(const Work& work, const Item& item, int32_t first_row, int32_t num_rows,
                        unsigned char*, RowsOfThread<kColumns>& rows) {
     const int t = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      const float back =
-          load_query_column<Kv, kHeadSize>(work, item, first_row, num_rows, c, columns[c]);
+      const float back = load_query_column<Kv, kHeadSize, kIsShared>(work, item, first_row,
+                                                                     num_rows, c, columns[c]);
       if constexpr (!kIs8Bits<Kv>) continue;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -120,6 +118,7 @@ struct SharedQueries {
 
   const uint32_t* parts;  // of this lane
 
+  template <bool kIsShared>
   __device__ void load(const Work& work, const Item& item, int32_t first_row, int32_t num_rows,
                        unsigned char* shared, RowsOfThread<kColumns>& rows) {
     const int warp = static_cast<int>(threadIdx.x) / kLanesOfWarp;
@@ -129,7 +128,7 @@ struct SharedQueries {
     for (int c = warp; c < kColumns; c += kShortWarps<Kv, kHeadSize>) {
       uint32_t column[kHeadSize / 8];
       const float back =
-          load_query_column<Kv, kHeadSize>(work, item, first_row, num_rows, c, column);
+          load_query_column<Kv, kHeadSize, kIsShared>(work, item, first_row, num_rows, c, column);
 #pragma unroll
       for (int i = 0; i < kHeadSize / 8; ++i) {
         words[((c * (kHeadSize / 16) + i / 2) * kLanesOfWarp + lane) * 2 + i % 2] = column[i];

@@ -1,0 +1,140 @@
+// The types of stored keys and values, and how their bits become registers of fp32. For files of an
+// instruction set, after row_ops_vector.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include "row_ops_vector.h"
+
+namespace kvplane {
+namespace {
+
+constexpr int64_t kUnitColumns = 2 * kWidth;
+
+typedef int16_t Shorts __attribute__((vector_size(KVPLANE_VECTOR_BYTES / 2)));
+typedef uint8_t ByteVector __attribute__((vector_size(KVPLANE_VECTOR_BYTES)));
+
+#if KVPLANE_VECTOR_BYTES == 64
+KVPLANE_INLINE Vector fused(Vector a, Vector b, Vector c) {
+  return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+KVPLANE_INLINE Vector all_lanes(float x) { return (Vector)_mm512_set1_ps(x); }
+KVPLANE_INLINE Vector from_fp16(Shorts bits) { return (Vector)_mm512_cvtph_ps((__m256i)bits); }
+KVPLANE_INLINE ByteVector larger(ByteVector a, ByteVector b) {
+  return (ByteVector)_mm512_max_epu8((__m512i)a, (__m512i)b);
+}
+#else
+KVPLANE_INLINE Vector fused(Vector a, Vector b, Vector c) {
+  return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+KVPLANE_INLINE Vector all_lanes(float x) { return (Vector)_mm256_set1_ps(x); }
+KVPLANE_INLINE Vector from_fp16(Shorts bits) { return (Vector)_mm256_cvtph_ps((__m128i)bits); }
+KVPLANE_INLINE ByteVector larger(ByteVector a, ByteVector b) {
+  return (ByteVector)_mm256_max_epu8((__m256i)a, (__m256i)b);
+}
+#endif
+
+// Keeps a loaded vector in a register: a compiler would load it again for each of its uses, and the
+// load ports would be the limit.
+template <typename T>
+KVPLANE_INLINE T hold(T x) {
+  asm("" : "+v"(x));
+  return x;
+}
+
+template <typename T>
+KVPLANE_INLINE T load_as(const char* from) {
+  T vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+// Whether rows of e4m3 may have a code of NaN: without its sign it is the largest of all.
+KVPLANE_INLINE bool may_have_nan(const char* const* rows, int64_t size) {
+  constexpr int64_t kBytes = KVPLANE_VECTOR_BYTES;
+  if (size < kBytes) return true;
+  ByteVector even = {}, odd = {};  // two chains of maxima
+  for (int64_t d = 0; d < size; d += kBytes) {
+    const int64_t at = d + kBytes <= size ? d : size - kBytes;
+    for (int64_t t = 0; t < kTileTokens; t += 2) {
+      even = larger(even, load_as<ByteVector>(rows[t] + at) | uint8_t{0x80});
+      odd = larger(odd, load_as<ByteVector>(rows[t + 1] + at) | uint8_t{0x80});
+    }
+  }
+  uint64_t words[kBytes / 8], any = 0;
+  const auto is_nan = larger(even, odd) == uint8_t{0xFF};
+  std::memcpy(words, &is_nan, sizeof words);
+  for (const uint64_t word : words) any |= word;
+  return any != 0;
+}
+
+// The stored types: load(row, u, ...) gives unit u of a row. Slow: the same for rows of which
+// may_have_nan() is true.
+template <typename Source>
+struct Plain {
+  using Slow = Source;
+  static KVPLANE_INLINE bool may_have_nan(const char* const*, int64_t) { return false; }
+};
+
+struct StoredBf16 : Plain<StoredBf16> {
+  static constexpr int kBytes = 2;
+  static KVPLANE_INLINE void load(const char* row, int64_t u, Vector* first, Vector* second) {
+    const IntVector bits = hold(load_as<IntVector>(row + u * KVPLANE_VECTOR_BYTES));
+    *first = (Vector)(bits << 16);
+    *second = (Vector)(bits & static_cast<int32_t>(0xFFFF0000));
+  }
+};
+
+struct StoredFp16 : Plain<StoredFp16> {
+  static constexpr int kBytes = 2;
+  static KVPLANE_INLINE void load(const char* row, int64_t u, Vector* first, Vector* second) {
+    const char* at = row + u * KVPLANE_VECTOR_BYTES;
+    *first = from_fp16(load_as<Shorts>(at));
+    *second = from_fp16(load_as<Shorts>(at + sizeof(Shorts)));
+  }
+};
+
+struct StoredE5m2 : Plain<StoredE5m2> {
+  static constexpr int kBytes = 1;
+  static KVPLANE_INLINE void load(const char* row, int64_t u, Vector* first, Vector* second) {
+    const Shorts codes = hold(load_as<Shorts>(row + u * static_cast<int64_t>(sizeof(Shorts))));
+    *first = from_fp16(codes << 8);
+    *second = from_fp16(codes & static_cast<int16_t>(0xFF00));
+  }
+};
+
+// kNan: codes of NaN are looked for; without it they are 480.
+template <bool kNan>
+struct StoredE4m3 {
+  using Slow = StoredE4m3<true>;
+  static constexpr int kBytes = 1;
+  static KVPLANE_INLINE bool may_have_nan(const char* const* rows, int64_t size) {
+    return kvplane::may_have_nan(rows, size);
+  }
+  static KVPLANE_INLINE void load(const char* row, int64_t u, Vector* first, Vector* second) {
+    const Shorts codes = hold(load_as<Shorts>(row + u * static_cast<int64_t>(sizeof(Shorts))));
+    *first = from_fp16(widened(codes << 8));
+    *second = from_fp16(widened(codes));
+  }
+
+  // From the upper bytes. All ones, a NaN, where the code is one.
+  static KVPLANE_INLINE Shorts widened(Shorts codes) {
+    const Shorts number = (codes >> 1) & static_cast<int16_t>(0xBF80);
+    if constexpr (!kNan) return number;
+    const Shorts nan = Shorts{} + int16_t{0x7F00};
+    return number | (Shorts)((codes & nan) == nan);
+  }
+};
+
+// What `convert_tile` left: the two registers of each unit.
+struct StoredFloats {
+  static constexpr int kBytes = 4;
+  static KVPLANE_INLINE void load(const char* row, int64_t u, Vector* first, Vector* second) {
+    const float* at = reinterpret_cast<const float*>(row) + u * kUnitColumns;
+    *first = hold(load_vector(at));
+    *second = hold(load_vector(at + kWidth));
+  }
+};
+
+}  // namespace
+}  // namespace kvplane

@@ -1,0 +1,200 @@
+"""An engine's block manager on kvplane: what nano-vllm's BlockManager does, by the control plane.
+
+Engines of that shape ask an object of theirs for blocks: ``allocate`` a prompt, ``append`` a token,
+``free`` a sequence. Here that object collects an engine's step and asks the control plane for all
+of it at once; the answer has a plan, which the data plane runs with the engine's tensors. The model
+is a toy of numpy.
+
+    python examples/engine_adapter.py 127.0.0.1:50051
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvplane import Layout, Tensor, ops
+from kvplane.errors import PoolFullError
+from kvplane.results import error_of
+from kvplane.sync import ControlClient, DataClient, Execution, Session
+from kvplane.v1.control_pb2 import Operation
+from kvplane.v1.types_pb2 import SignedPayload
+
+VOCABULARY = 64
+NUM_NEW_TOKENS = 24
+
+
+@dataclass(eq=False)
+class Sequence:
+    """``tokens``: prompt and answer. The first ``num_computed`` have their keys and values."""
+
+    id: int
+    tokens: list[int]
+    max_total_tokens: int
+    num_computed: int = 0
+
+
+@dataclass
+class Step:
+    """``batch``: what the plan computes, in the order of its tokens: a sequence and how many.
+    ``refused``: there is no room for these now.
+    """
+
+    plan: SignedPayload | None
+    batch: list[tuple[Sequence, int]] = field(default_factory=list)
+    refused: list[Sequence] = field(default_factory=list)
+
+
+class BlockManager:
+    """Block tables, reference counts, hashes and free lists are the control plane's."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._asked: list[Sequence | None] = []
+        self._operations: list[Operation] = []
+
+    def allocate(self, sequence: Sequence) -> None:
+        """Blocks for all tokens; those of a prefix that is cached are not computed again."""
+        limit = sequence.max_total_tokens
+        operation = ops.admit(sequence.id, sequence.tokens, max_total_tokens=limit)
+        self._ask(operation, sequence)
+
+    def append(self, sequence: Sequence) -> None:
+        """A slot for the last token, in another block if need be."""
+        last = len(sequence.tokens) - 1
+        operation = ops.append(sequence.id, sequence.tokens[last:], 1, first_position=last)
+        self._ask(operation, sequence)
+
+    def free(self, sequence: Sequence) -> None:
+        """Its blocks can be had by others, who also find in them what was computed."""
+        self._ask(ops.free([sequence.id]), None)
+
+    def commit(self) -> Step:
+        """Send the step. Raises what is wrong with it, other than that there is no room."""
+        asked, operations = self._asked, self._operations
+        self._asked, self._operations = [], []
+        answer = self._session.step(operations)
+        step = Step(answer.plan)
+        for sequence, result in zip(asked, answer.results, strict=True):
+            for failure in result.failures:
+                error = error_of(failure)
+                if sequence is None or not isinstance(error, PoolFullError):
+                    raise error
+                step.refused.append(sequence)
+            if sequence is not None and not result.failures:
+                if result.HasField("admit"):
+                    sequence.num_computed = result.admit.num_cached_tokens
+                step.batch.append((sequence, len(sequence.tokens) - sequence.num_computed))
+        return step
+
+    def _ask(self, operation: Operation, sequence: Sequence | None) -> None:
+        self._operations.append(operation)
+        self._asked.append(sequence)
+
+
+class Model:
+    """Keys and values follow from tokens, places and the layers below; greedy answers."""
+
+    def __init__(self, layout: Layout) -> None:
+        group = layout.groups[0]
+        self.shape = (group.num_kv_heads, group.head_size)
+        size = group.num_kv_heads * group.head_size
+        random = np.random.default_rng(7)
+        self.embedding = random.standard_normal((VOCABULARY, size), np.float32)
+        self.weights = random.standard_normal((len(group.layers), 3, size, size), np.float32) / size
+
+    def inputs(self, hidden: np.ndarray, layer: int) -> tuple[np.ndarray, ...]:
+        """Query, key and value of a layer, each [tokens, heads, head size]."""
+        return tuple((hidden @ w).reshape(-1, *self.shape) for w in self.weights[layer])
+
+    def embed(self, tokens: list[int], positions: range) -> np.ndarray:
+        """What layer 0 reads of the tokens at ``positions``: [positions, size]."""
+        places = np.sin(np.outer(positions, 1 / np.arange(1, self.embedding.shape[1] + 1)))
+        return self.embedding[[tokens[i] for i in positions]] + places.astype(np.float32)
+
+    def answers(self, hidden: np.ndarray) -> np.ndarray:
+        """The next token after each row."""
+        return np.argmax(hidden @ self.embedding.T, axis=1)
+
+
+class Engine:
+    """Continuous batching. A prompt joins once there is room; if then there is none for a sequence
+    that runs, the youngest one starts again later, with what is still cached of it.
+    """
+
+    def __init__(self, model: Model, manager: BlockManager, execution: Execution) -> None:
+        self.model, self.manager, self.execution = model, manager, execution
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preempted = 0
+
+    def step(self) -> SignedPayload | None:
+        """Compute a token of each sequence that can go on. Returns the receipt, if it ran."""
+        for sequence in self.running:
+            self.manager.append(sequence)
+        for sequence in self.waiting:
+            self.manager.allocate(sequence)
+        step = self.manager.commit()
+        joined = [sequence for sequence, _ in step.batch if sequence in self.waiting]
+        self.running += joined
+        self.waiting = [sequence for sequence in self.waiting if sequence not in joined]
+        if step.plan is not None:
+            self.execution.start(step.plan)
+            self._compute(step.batch)
+        if any(sequence in self.running for sequence in step.refused):
+            self.waiting.append(self.running.pop())
+            self.manager.free(self.waiting[-1])
+            self.num_preempted += 1
+        return None if step.plan is None else self.execution.receipt
+
+    def _compute(self, batch: list[tuple[Sequence, int]]) -> None:
+        if not batch:
+            return  # the plan only lets blocks go
+        spans = [range(s.num_computed, s.num_computed + count) for s, count in batch]
+        hidden = np.concatenate(
+            [self.model.embed(s.tokens, span) for (s, _), span in zip(batch, spans, strict=True)]
+        )
+        for layer in self.execution.layers:
+            tensors = [Tensor.from_array(each) for each in self.model.inputs(hidden, layer)]
+            attended = self.execution.layer(layer, *tensors).numpy()
+            hidden = hidden + attended.reshape(hidden.shape)
+        ends = np.cumsum([count for _, count in batch]) - 1
+        for (sequence, _), token in zip(batch, self.model.answers(hidden[ends]), strict=True):
+            sequence.num_computed = len(sequence.tokens)
+            sequence.tokens.append(int(token))
+            if len(sequence.tokens) == sequence.max_total_tokens:
+                self.running.remove(sequence)
+                self.manager.free(sequence)
+
+
+def main(address: str, pool_id: str = "default", num_prompts: int = 3) -> list[list[int]]:
+    """Serve prompts, the first two of which begin with the same 20 tokens."""
+    starts = [[*range(20)] if i < 2 else [] for i in range(num_prompts)]
+    prompts = [[*start, 30 + i, 7, 1 + i] for i, start in enumerate(starts)]
+    served = [Sequence(i, p, len(p) + NUM_NEW_TOKENS) for i, p in enumerate(prompts, 1)]
+    with ControlClient(address) as control:
+        layout = Layout.from_proto(control.wait_ready(pool_id).layout)
+        with (
+            control.open_session(pool_id, layout, "adapter") as session,
+            DataClient(session.shards[0].address) as data,
+            data.open(session.grant) as execution,
+        ):
+            engine = Engine(Model(layout), BlockManager(session), execution)
+            engine.waiting = [*served]
+            while engine.waiting or engine.running:
+                receipt = engine.step()
+                if receipt is None:
+                    time.sleep(0.01)  # others have all the room
+                else:
+                    session.add_receipt(receipt)
+    for sequence in served:
+        print(f"sequence {sequence.id}: {sequence.tokens}")
+    print(f"started again for lack of room: {engine.num_preempted}")
+    return [sequence.tokens for sequence in served]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

@@ -1,0 +1,90 @@
+"""The engines behind the router: which of them answer, and which models they serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Any, Final
+
+import httpx2
+
+_LOGGER: Final = logging.getLogger(__name__)
+_CHECK_TIMEOUT_S: Final = 5.0
+
+
+class Engines:
+    """Asks each engine for its models again and again: whoever answers is up."""
+
+    def __init__(
+        self, client: httpx2.AsyncClient, urls: Iterable[str], interval_s: float, key: str
+    ) -> None:
+        self._client = client
+        self._interval_s = interval_s
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        # None: it does not say. Who is missing is down.
+        self._models: dict[str, list[dict[str, Any]] | None] = {}
+        self._urls = tuple(urls)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def up(self) -> set[str]:
+        """Those that answered when they were asked last, and have not failed since."""
+        return {*self._models}
+
+    def serving(self, model: Any) -> set[str]:
+        """Those that are up and serve a model, as far as they say what they serve."""
+        return {
+            url
+            for url, models in self._models.items()
+            if models is None or any(each.get("id") == model for each in models)
+        }
+
+    def models(self) -> list[dict[str, Any]]:
+        """What all serve together, as objects of OpenAI's list; each model once."""
+        found: dict[str, dict[str, Any]] = {}
+        for models in self._models.values():
+            for model in models or ():
+                found.setdefault(str(model.get("id")), model)
+        return [*found.values()]
+
+    def failed(self, url: str) -> None:
+        """An engine could not be reached: it is down until it answers again."""
+        if url in self._models:
+            del self._models[url]
+            _LOGGER.warning("engine=%s is down", url)
+
+    async def start(self) -> None:
+        """Ask all once, and go on asking."""
+        await asyncio.gather(*map(self._check, self._urls))
+        self._tasks = [asyncio.create_task(self._watch(url)) for url in self._urls]
+
+    async def stop(self) -> None:
+        """Ask no more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _watch(self, url: str) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await self._check(url)
+
+    async def _check(self, url: str) -> None:
+        try:
+            response = await self._client.get(
+                f"{url}/v1/models", headers=self._headers, timeout=_CHECK_TIMEOUT_S
+            )
+            if response.status_code >= 500:
+                self.failed(url)
+                return
+            models = response.json()["data"] if response.status_code == 200 else None
+        except httpx2.TransportError:
+            self.failed(url)
+            return
+        except (ValueError, KeyError, TypeError):
+            models = None
+        if url not in self._models:
+            _LOGGER.info("engine=%s is up", url)
+        is_list = isinstance(models, list) and all(isinstance(each, dict) for each in models)
+        self._models[url] = models if is_list else None

@@ -1,0 +1,1 @@
+"""Messages of Envoy's external processing."""

@@ -1,0 +1,1 @@
+"""Generated from protos/kvplane/router/ext_proc/v3."""

@@ -1,0 +1,178 @@
+"""``python -m kvplane.router``: routes until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import ssl
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Final
+
+import httpx2
+
+from kvplane.clients.control_client import ControlClient
+from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.router.app import RouterApp
+from kvplane.router.config import RouterConfig
+from kvplane.router.endpoint_picker import SERVICE, EndpointPicker
+from kvplane.router.engines import Engines
+from kvplane.router.feeds import PoolFeeds
+from kvplane.router.metrics import Reading, RouterMetrics
+from kvplane.router.picker import Picker
+from kvplane.router.prompts import PromptReader
+from kvplane.router.proxy import Proxy
+from kvplane.serving import logs
+from kvplane.serving import server as serving
+from kvplane.serving.http_server import HttpServer
+from kvplane.serving.server import Server
+from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
+
+_LOGGER: Final = logging.getLogger("router")
+_CONNECT_TIMEOUT_S: Final = 5.0
+# Shorter than servers keep idle connections: a request on one that is being closed would fail.
+_KEPT_IDLE_S: Final = 2.0
+# Requests are served by queues alone until indexes are known, but not before a moment has passed.
+_FEEDS_TIMEOUT_S: Final = 10.0
+_GRACE_S: Final = 5.0
+# What a gateway's message has besides a body.
+_OF_OTHERS_BYTES: Final = 1 << 20
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run the program; its exit code: 0 stopped by a signal, 1 cannot serve, 2 bad settings."""
+    config = parse(RouterConfig, "router", argv, environ)
+    logs.setup(config.log_level, config.log_format)
+    log_settings(config, _LOGGER)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # the server ends by them, and raises them again
+    try:
+        asyncio.run(_route(config))
+    except (KvplaneError, OSError) as error:
+        print(f"router: error: {error}", file=sys.stderr)  # noqa: T201
+        return EXIT_BAD_SETTINGS if isinstance(error, InvalidRequestError) else 1
+    except SystemExit as end:  # of uvicorn: the address cannot be bound
+        return int(bool(end.code))
+    return 0
+
+
+async def _route(config: RouterConfig) -> None:
+    reader = PromptReader(config.tokenizer)
+    pools = config.pools()
+    picker = Picker(pools, hit_bias=config.hit_bias, tokens_per_s=config.tokens_per_s)
+    async with AsyncExitStack() as stack:
+        stack.callback(reader.close)
+        client = await stack.enter_async_context(_client(config))
+        control = ControlClient(config.control_plane, tls=config.control_tls)
+        await stack.enter_async_context(control)
+        engines = Engines(client, pools, config.check_interval_s, config.engine_key())
+        feeds = PoolFeeds(control, config.namespace, picker.indexes)
+        metrics = RouterMetrics(_readings(picker, engines, feeds))
+        stack.push_async_callback(engines.stop)
+        stack.push_async_callback(feeds.stop)
+        feeds.start(pools.values())
+        await engines.start()
+        await feeds.wait(_FEEDS_TIMEOUT_S)
+        app = RouterApp(
+            Proxy(client, engines, picker, metrics, config.engine_key()),
+            engines,
+            picker,
+            reader,
+            metrics,
+            max_requests=config.max_requests,
+            max_body_bytes=config.max_body_bytes,
+            api_keys=config.api_keys(),
+        )
+        if config.picker_bind:
+            picking = await _serve_gateways(config, engines, picker, reader, metrics)
+            stack.push_async_callback(picking.stop, _GRACE_S)
+        server = HttpServer(
+            app.asgi,
+            config.bind,
+            certificate=config.tls_certificate,
+            key=config.tls_key,
+            port_file=config.port_file,
+            logger=_LOGGER,
+        )
+        await server.serve()
+
+
+async def _serve_gateways(
+    config: RouterConfig,
+    engines: Engines,
+    picker: Picker,
+    reader: PromptReader,
+    metrics: RouterMetrics,
+) -> Server:
+    server = serving.build(
+        config.picker_bind,
+        tls=config.picker_tls,
+        max_message_bytes=config.max_body_bytes + _OF_OTHERS_BYTES,
+        max_connection_calls=config.max_requests,
+    )
+    EndpointPicker(
+        engines,
+        picker,
+        reader,
+        metrics,
+        max_requests=config.max_requests,
+        max_body_bytes=config.max_body_bytes,
+    ).add_to(server.grpc_server)
+    await server.start([SERVICE], serving=True)
+    serving.announce(server, config.picker_port_file)
+    return server
+
+
+def _client(config: RouterConfig) -> httpx2.AsyncClient:
+    """Raises InvalidRequestError when the authority's file cannot be read."""
+    try:
+        context = ssl.create_default_context(cafile=config.engine_ca)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidRequestError(f"cannot be read: {error}", field="engine_ca") from error
+    return httpx2.AsyncClient(
+        verify=context,
+        trust_env=False,
+        timeout=httpx2.Timeout(config.engine_timeout_s, connect=_CONNECT_TIMEOUT_S),
+        limits=httpx2.Limits(
+            max_connections=None, max_keepalive_connections=100, keepalive_expiry=_KEPT_IDLE_S
+        ),
+    )
+
+
+def _readings(picker: Picker, engines: Engines, feeds: PoolFeeds) -> list[Reading]:
+    loads = picker.loads
+    return [
+        (
+            "kvplane_router_engine_up",
+            "Whether an engine answers.",
+            "engine",
+            lambda: ((url, float(url in engines.up)) for url in loads),
+        ),
+        (
+            "kvplane_router_engine_wait_seconds",
+            "How long an engine has yet to compute what was sent to it, as estimated.",
+            "engine",
+            lambda: ((url, load.wait_s(time.monotonic())) for url, load in loads.items()),
+        ),
+        (
+            "kvplane_router_engine_tokens_per_second",
+            "How fast an engine computes prompts, as learnt.",
+            "engine",
+            lambda: ((url, load.tokens_per_s) for url, load in loads.items()),
+        ),
+        (
+            "kvplane_router_pool_followed",
+            "Whether the index of a pool was known in full at some time.",
+            "pool",
+            lambda: ((pool, float(done)) for pool, done in feeds.caught_up.items()),
+        ),
+        (
+            "kvplane_router_pool_blocks",
+            "Blocks that are known to be cached in a pool.",
+            "pool",
+            lambda: ((pool, float(index.num_blocks)) for pool, index in picker.indexes.items()),
+        ),
+    ]

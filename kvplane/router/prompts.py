@@ -1,0 +1,120 @@
+"""What a request asks to compute: the token ids of its prompts, as its engine will read them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvplane.errors import InvalidRequestError
+
+# Of texts that are not read. Most tokenizers make a token of three or four characters.
+_CHARACTERS_PER_TOKEN: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """``token_ids`` of each prompt, and an estimate of tokens in prompts that were not read."""
+
+    token_ids: Sequence[Sequence[int]] = ()
+    num_unread_tokens: int = 0
+
+
+class PromptReader:
+    """Reads prompts in a thread of its own: tokenizers are not made for several.
+
+    ``folder``: a model's; None reads token ids alone. Raises InvalidRequestError of the field
+    "tokenizer" when there is no tokenizer in it.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._tokenizer: Any = None if folder is None else _load(folder)
+
+    async def read(self, body: Any) -> Prompts:
+        """The prompts in the body of a request. What is malformed, or not understood, has none:
+        the engine will say so.
+        """
+        if not isinstance(body, Mapping):
+            return Prompts()
+        if "messages" in body:
+            return await self._chat(body["messages"])
+        prompt = body.get("prompt")
+        prompts: list[Any] = prompt if isinstance(prompt, list) else [prompt]
+        if _is_ids(prompts):
+            prompts = [prompts]
+        ids: list[list[int]] = [each for each in prompts if _is_ids(each)]
+        texts = [each for each in prompts if isinstance(each, str)]
+        if self._tokenizer is None:
+            return Prompts(ids, sum(map(len, texts)) // _CHARACTERS_PER_TOKEN)
+        return Prompts([*ids, *await self._in_thread(self._encode, texts)])
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _chat(self, messages: Any) -> Prompts:
+        read = _messages(messages)
+        if self._tokenizer is None:
+            num_characters = sum(len(message["content"]) for message in read)
+            return Prompts((), num_characters // _CHARACTERS_PER_TOKEN)
+        return Prompts(await self._in_thread(self._encode_chat, read))
+
+    async def _in_thread(self, encode: Any, what: Any) -> list[list[int]]:
+        loop = asyncio.get_running_loop()
+        ids: list[list[int]] = await loop.run_in_executor(self._thread, encode, what)
+        return ids
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        prompts = []
+        for text in texts:
+            try:
+                ids = list(self._tokenizer(text)["input_ids"])
+            except (TypeError, ValueError):  # half of a surrogate pair, for one
+                continue
+            while ids and ids[-1] == self._tokenizer.eos_token_id:
+                ids.pop()
+            prompts.append(ids)
+        return prompts
+
+    def _encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[list[int]]:
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception:  # templates are programs and raise what they like
+            return []
+        return [list(encoded["input_ids"])]
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)
+
+
+def _messages(value: Any) -> list[dict[str, str]]:
+    """The messages, their parts of text joined; none when one of them is something else."""
+    messages = []
+    for message in value if isinstance(value, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+            strings = [text for text in texts if isinstance(text, str)]
+            content = "".join(strings) if len(strings) == len(content) else None
+        if not isinstance(content, str) or not isinstance(message.get("role"), str):
+            return []
+        messages.append({"role": message["role"], "content": content})
+    return messages
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # each tokenizer raises what it likes
+        raise InvalidRequestError(
+            f"transformers cannot load it: {type(error).__name__}: {error}", field="tokenizer"
+        ) from error

@@ -1,0 +1,103 @@
+"""What HTTP servers of OpenAI's paths do with a request, whatever it asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Sequence
+from typing import Final, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive
+
+from kvplane.errors import (
+    CapacityError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    KvplaneError,
+    NeverFitsError,
+    NotFoundError,
+    QuotaExceededError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+
+CLIENT_GONE: Final = 499
+_STATUS: Final[tuple[tuple[type[KvplaneError], int], ...]] = (
+    (InvalidRequestError, 400),
+    (UnauthenticatedError, 401),
+    (NeverFitsError, 400),
+    (NotFoundError, 404),
+    (QuotaExceededError, 429),
+    (CapacityError, 503),
+    (DeadlineExceededError, 504),
+    (UnavailableError, 503),
+)
+_TYPES: Final = {
+    400: "invalid_request_error",
+    404: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+T = TypeVar("T")
+
+
+def authenticate(request: Request, api_keys: Sequence[str]) -> None:
+    """Raise UnauthenticatedError unless the request shows one of the keys, if there are any."""
+    given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+    # All are compared, in a time that does not tell how much of one was right.
+    is_right = [hmac.compare_digest(given, key.encode()) for key in api_keys]
+    if is_right and not any(is_right):
+        raise UnauthenticatedError("an API key of this server is needed")
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body, read no further than it may be long. Raises InvalidRequestError."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise InvalidRequestError(f"must have at most {max_bytes} bytes", field="body")
+    return bytes(body)
+
+
+async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """What ``work`` returns, unless the client goes away before: then it is cancelled and
+    ClientDisconnect raised. The request's body must have been read.
+    """
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def run() -> T:
+        return await work
+
+    working, leaving = asyncio.create_task(run()), asyncio.create_task(gone())
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def refusal(error: KvplaneError) -> JSONResponse:
+    """An error as OpenAI's servers answer it."""
+    status = next((code for cls, code in _STATUS if isinstance(error, cls)), 500)
+    headers = {}
+    if error.retry_delay_s is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_delay_s)))
+    content = {
+        "error": {
+            "message": str(error),
+            "type": _TYPES.get(status, "server_error"),
+            "param": error.field or None,
+            "code": error.reason.lower(),
+        }
+    }
+    return JSONResponse(content, status_code=status, headers=headers)

@@ -1,0 +1,55 @@
+"""An HTTP server of an ASGI application, until it is told to stop."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+from typing import Any, Final
+
+import uvicorn
+
+_GRACE_S: Final = 5
+
+
+class HttpServer(uvicorn.Server):
+    """Says where it listens once it does: to its log, and in a file."""
+
+    def __init__(
+        self,
+        app: Any,
+        bind: str,
+        *,
+        certificate: Path | None,
+        key: Path | None,
+        port_file: Path | None,
+        logger: logging.Logger,
+    ) -> None:
+        """``bind``: host:port. ``certificate`` and ``key``: PEM files of HTTPS, or None."""
+        host, _, port = bind.rpartition(":")
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=host.strip("[]"),
+                port=int(port),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ssl_certfile=certificate,
+                ssl_keyfile=key,
+                timeout_graceful_shutdown=_GRACE_S,
+            )
+        )
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        self._port_file = port_file
+        self._logger = logger
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        if self._port_file is not None:
+            partial = self._port_file.with_name(self._port_file.name + ".partial")
+            partial.write_text(f"{port}\n")
+            partial.replace(self._port_file)  # so that a reader never sees half of it
+        self._logger.info("listening address=%s:%d", host, port)

@@ -1,0 +1,136 @@
+"""Every metric of docs/metrics.md is seen with a value on a live stack, or named with why not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvplane import (
+    ControlClient,
+    DataClient,
+    Execution,
+    KvplaneError,
+    Layout,
+    Session,
+    Tensor,
+    ops,
+)
+from kvplane.cli.bench import Traffic, bench
+from kvplane.v1.types_pb2 import SignedPayload
+from scripts import metrics_page
+from scripts.monitored_stack import ROOT, MonitoredStack
+
+POOL = "default"
+NUM_BLOCKS = 96
+PUSHES = "needs two data planes that push blocks to each other"
+NOT_SEEN_HERE = {
+    "kvplane_cleared_blocks_total": "needs blocks that pass from one tenant to another",
+    "kvplane_device_memory_bytes": "needs a GPU",
+    "kvplane_missing_receipts": "needs a pool of several shards, one of which is silent",
+    "kvplane_push_tickets": PUSHES,
+    "kvplane_pushed_bytes_total": PUSHES,
+    "kvplane_pushes_total": PUSHES,
+}
+TRAFFIC = Traffic(duration_s=15, num_sequences=24, num_prefixes=12)
+PATIENCE_S = 60.0
+
+
+def empty(stack: MonitoredStack) -> set[str]:
+    """The metrics that have had no value but 0 so far."""
+    found = set()
+    for _, _, declarations in metrics_page.SECTIONS:
+        for declaration in declarations:
+            name = declaration.name
+            series = f"{name}_count" if declaration.kind == "histogram" else name
+            values = stack.query(f"max(max_over_time({series}[1h]))")
+            if not values or float(values[0]["value"][1]) == 0:
+                found.add(name)
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+async def test_every_metric_has_a_value_or_is_named_with_why_not(tmp_path: Path) -> None:
+    blocks = ["--num-device-blocks", str(NUM_BLOCKS), "--num-host-blocks", "32"]
+    arguments = ["--model", str(ROOT / "models" / "recall"), *blocks]
+    of_control = ["--lease-s", "3"]
+    with MonitoredStack(tmp_path, of_control, arguments, with_alertmanager=False) as stack:
+        async with ControlClient(stack.control) as control:
+            following = asyncio.create_task(follow(control))
+            await bench(control, POOL, TRAFFIC)
+            await mistakes(control, stack.data)
+            await overload(control, stack.data)
+            stack.kill("data_plane")
+            stack.start_plane("data_plane")
+            await control.wait_ready(POOL, timeout_s=PATIENCE_S)
+            await bench(control, POOL, TRAFFIC)
+            deadline_s = time.monotonic() + PATIENCE_S
+            while (absent := await asyncio.to_thread(empty, stack)) != set(NOT_SEEN_HERE):
+                assert absent >= set(NOT_SEEN_HERE), "seen after all"
+                assert time.monotonic() < deadline_s, absent - set(NOT_SEEN_HERE)
+                await asyncio.sleep(1)
+            following.cancel()
+            with suppress(asyncio.CancelledError):
+                await following
+
+
+async def follow(control: ControlClient) -> None:
+    await control.wait_ready(POOL, timeout_s=PATIENCE_S)
+    async for _ in control.watch(POOL, timeout_s=PATIENCE_S):
+        pass
+
+
+async def session_of(control: ControlClient) -> Session:
+    layout = Layout.from_proto((await control.wait_ready(POOL)).layout)
+    return await control.open_session(POOL, layout)
+
+
+async def run(execution: Execution, plan: SignedPayload | None, session: Session) -> None:
+    """Carry a plan out, with tensors of zeros."""
+    num_tokens = (await execution.start(plan)).num_tokens
+    group, dtype = session.layout.groups[0], session.layout.dtype
+    shape = (num_tokens, group.num_kv_heads, group.head_size)
+    zeros = Tensor(dtype, shape, bytes(Tensor.size_bytes(dtype, shape)))
+    for layer in execution.layers if num_tokens else []:
+        await execution.layer(layer, zeros, zeros, zeros)
+    session.add_receipt(execution.receipt)
+
+
+async def mistakes(control: ControlClient, address: str) -> None:
+    """A forged plan, an abort, a resync, a prefix forgotten, and a session that is left alone."""
+    session = await session_of(control)
+    async with DataClient(address) as data, await data.open(session.grant) as execution:
+        with pytest.raises(KvplaneError):
+            await execution.start(SignedPayload(payload=b"forged"))
+        await session.admit(1, range(100))
+        await session.abort_plan(session.last_number)
+        await run(execution, (await session.resync()).plan, session)
+    await session.forget(ops.Scope.NAMESPACE, force=True)
+    await session.admit(2, range(200, 240))
+    await session.detach()
+
+
+async def overload(control: ControlClient, address: str) -> None:
+    """One session holds most blocks and does nothing. Another waits for some until a sequence is
+    cut, which is admitted again and finds what is left of it.
+    """
+    idle, waiting = await session_of(control), await session_of(control)
+    block = idle.layout.block_size_tokens
+    prompt = [*range((NUM_BLOCKS - 8) * block)]
+    async with idle, waiting, DataClient(address) as data:
+        async with await data.open(idle.grant) as execution:
+            await run(execution, (await idle.admit(1, prompt)).plan, idle)
+            await idle.submit_receipts()
+        await waiting.step([ops.admit(1, [7] * 20 * block, wait=True)])
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not (await idle.step([])).news.cut:
+            assert time.monotonic() < deadline_s, "nothing was cut"
+            await asyncio.sleep(0.2)
+        await waiting.close()
+        while (await idle.step([ops.admit(1, prompt)])).results[0].failures:
+            assert time.monotonic() < deadline_s, "there is no room, though all others have gone"
+            await asyncio.sleep(0.2)

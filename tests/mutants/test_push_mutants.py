@@ -1,0 +1,263 @@
+"""Faults of pushes, each of which a test of them must notice."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import xxhash
+from two_pools import two_pools
+
+from data_plane import table_blocks
+from data_plane.executor import Executor
+from data_plane.kernels.shard_kernels import ShardKernels
+from data_plane.server.push import chunks, receiver
+from data_plane.server.push.receiver import BlockReceiver
+from data_plane.server.push.sender import BlockSender
+from data_plane.server.push.tickets import Ticket, Tickets
+from kvplane import PrefixMover
+from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.serving.identity import Gate
+from kvplane.v1.push_pb2 import PushBlocksResponse
+
+Run = Callable[[Path, pytest.MonkeyPatch], None]
+
+
+def _load(path: str) -> ModuleType:
+    """The tests of a file."""
+    file = Path(__file__).parents[1] / path
+    spec = importlib.util.spec_from_file_location(f"of_pushes_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PUSHES = _load("rpc/test_pushes.py")
+ACCESS = _load("rpc/test_push_access.py")
+TICKETS = _load("unit/executor/test_tickets.py")
+
+
+def checksums_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """Whatever arrives is written."""
+    patch.setattr(chunks, "check", lambda chunk: None)
+
+
+def checksums_cover_the_data_alone(patch: pytest.MonkeyPatch) -> None:
+    """A block that changed its place on the way is written there."""
+    patch.setattr(chunks, "_checksum", lambda chunk, data: xxhash.xxh3_64(data).intdigest())
+
+
+def layouts_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """A ticket is all that is looked at."""
+    patch.setattr(
+        BlockReceiver, "_open", lambda self, request: self.tickets.take(request.open.secret)
+    )
+
+
+def parts_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """Other layers or heads count as the receiver's."""
+    original = BlockReceiver._open
+
+    def open_push(self: BlockReceiver, request: Any) -> Ticket:
+        if request.HasField("open"):
+            request.open.shard.CopyFrom(self._executor.shard.to_proto())
+        return original(self, request)
+
+    patch.setattr(BlockReceiver, "_open", open_push)
+
+
+def tickets_serve_again(patch: pytest.MonkeyPatch) -> None:
+    """Whoever saw a ticket can use it too."""
+    patch.setattr(Tickets, "take", lambda self, secret: self._open[secret][1])
+
+
+def tickets_do_not_expire(patch: pytest.MonkeyPatch) -> None:
+    """A ticket that was never used can be used forever."""
+    patch.setattr(Tickets, "_drop_expired", lambda self: None)
+
+
+def tickets_are_not_bounded(patch: pytest.MonkeyPatch) -> None:
+    """A session gets as many as it asks for."""
+
+    def give(self: Tickets, ticket: Ticket) -> bytes:
+        secret = bytes([len(self._open) % 256]) * 32
+        self._open[secret] = self._clock(), ticket
+        return secret
+
+    patch.setattr(Tickets, "give", give)
+
+
+def short_pushes_count_as_done(patch: pytest.MonkeyPatch) -> None:
+    """A push that ends early has succeeded."""
+    original = BlockReceiver._receive
+
+    def receive(self: BlockReceiver, requests: Any) -> PushBlocksResponse:
+        try:
+            return original(self, requests)
+        except InvalidRequestError as error:
+            if "early" not in error.message:
+                raise
+            return PushBlocksResponse()
+
+    patch.setattr(BlockReceiver, "_receive", receive)
+
+
+def entries_past_the_ticket_are_taken(patch: pytest.MonkeyPatch) -> None:
+    """A push may write any entry of its sequence's table, as often as it likes."""
+    original = BlockReceiver._checked
+
+    def checked(self: BlockReceiver, chunk: Any, ticket: Ticket, num_left: int) -> Any:
+        return original(self, chunk, replace(ticket, blocks=range(-9, 99)), 0)
+
+    patch.setattr(BlockReceiver, "_checked", checked)
+
+
+def what_is_computed_is_sent(patch: pytest.MonkeyPatch) -> None:
+    """A block goes out while a plan writes it."""
+    patch.setattr(table_blocks, "_check_written", lambda *_: None)
+
+
+def blocks_go_anywhere(patch: pytest.MonkeyPatch) -> None:
+    """A caller says which host a data plane connects to."""
+    patch.setattr(BlockSender, "_check", lambda *_: None)
+
+
+def late_pushes_are_written(patch: pytest.MonkeyPatch) -> None:
+    """A push writes to whatever plan is the session's latest."""
+    original = Executor.write_blocks
+
+    def write(self: Executor, *where: Any, plan_number: int | None = None, **layers: Any) -> Any:
+        return original(self, *where, **layers)
+
+    patch.setattr(Executor, "write_blocks", write)
+
+
+def silent_senders_stay(patch: pytest.MonkeyPatch) -> None:
+    """Who sends nothing more keeps a thread."""
+
+    @contextmanager
+    def never(context: Any) -> Iterator[threading.Event]:
+        yield threading.Event()
+
+    patch.setattr(receiver, "_cut_off_when_silent", never)
+    patch.setattr(PUSHES, "PATIENCE_S", 3.0)
+
+
+def failed_moves_keep_their_blocks(patch: pytest.MonkeyPatch) -> None:
+    """What was reserved for a move stays reserved."""
+
+    async def nothing(self: PrefixMover, number: int, sequence_id: int) -> None:
+        pass
+
+    patch.setattr(PrefixMover, "_undo", nothing)
+
+
+def blocks_arrive_in_reverse(patch: pytest.MonkeyPatch) -> None:
+    """The last block of a chunk is written in place of the first."""
+    original = ShardKernels.write_span
+
+    def write(self: ShardKernels, batch: Any, span: int, layers: range, first: int, *rest: Any):
+        blocks, tokens = rest
+        return original(self, batch, span, layers, first, blocks.flip(1), tokens)
+
+    patch.setattr(ShardKernels, "write_span", write)
+
+
+def anybody_pushes(patch: pytest.MonkeyPatch) -> None:
+    """The role of who pushes is not looked at."""
+
+    class Open(Gate):
+        def admit(self, method: str, context: Any) -> str:
+            return ""
+
+    patch.setattr(receiver, "Gate", Open)
+
+
+def in_pools(name: str, *more: Any) -> Run:
+    """A test that takes two pools."""
+
+    def run(folder: Path, patch: pytest.MonkeyPatch) -> None:
+        async def in_both() -> None:
+            async with two_pools(folder) as pools:
+                test = getattr(PUSHES, name)
+                takes_patch = (
+                    "monkeypatch" in test.__code__.co_varnames[: test.__code__.co_argcount]
+                )
+                await test(pools, *more, *([patch] if takes_patch else []))
+
+        asyncio.run(in_both())
+
+    return run
+
+
+def over_tls(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    async def with_peers() -> None:
+        peers = ACCESS.TlsPools(folder)
+        await peers.start()
+        try:
+            test = ACCESS.test_a_ticket_is_of_no_use_to_who_is_no_data_plane
+            await test(peers, "engine-a", ACCESS.NotPermittedError)
+        finally:
+            await peers.stop()
+
+    asyncio.run(with_peers())
+
+
+def alone(test: Callable[[], None]) -> Run:
+    return lambda folder, patch: test()
+
+
+WRONG = in_pools("test_a_push_that_is_wrong_publishes_nothing_and_a_right_one_can_follow")
+NOTICED_BY: dict[Callable[[pytest.MonkeyPatch], None], Run] = {
+    checksums_are_not_compared: WRONG,
+    checksums_cover_the_data_alone: WRONG,
+    layouts_are_not_compared: WRONG,
+    parts_are_not_compared: WRONG,
+    short_pushes_count_as_done: WRONG,
+    entries_past_the_ticket_are_taken: WRONG,
+    tickets_serve_again: in_pools("test_a_ticket_serves_once"),
+    tickets_do_not_expire: alone(TICKETS.test_a_ticket_expires),
+    tickets_are_not_bounded: alone(
+        TICKETS.test_tickets_that_are_not_used_are_bounded_and_make_room_when_they_expire
+    ),
+    what_is_computed_is_sent: in_pools("test_only_what_is_written_is_sent"),
+    blocks_go_anywhere: in_pools("test_blocks_go_only_where_they_may"),
+    late_pushes_are_written: in_pools("test_a_push_after_an_abort_is_refused"),
+    silent_senders_stay: in_pools("test_a_silent_sender_is_cut_off"),
+    failed_moves_keep_their_blocks: in_pools(
+        "test_a_move_that_failed_gives_its_blocks_back_and_can_be_made_again"
+    ),
+    blocks_arrive_in_reverse: in_pools(
+        "test_what_is_prefilled_here_is_decoded_there_bit_for_bit", chunks.CHUNK_BYTES
+    ),
+    anybody_pushes: over_tls,
+}
+ERRORS = (AssertionError, KvplaneError, TimeoutError, KeyError, pytest.fail.Exception)
+_SOUND: set[Run] = set()
+
+
+@pytest.mark.parametrize("fault", NOTICED_BY, ids=lambda fault: fault.__name__)
+def test_a_fault_of_pushes_is_noticed(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sound, faulty = tmp_path / "sound", tmp_path / "faulty"
+    sound.mkdir()
+    faulty.mkdir()
+    run = NOTICED_BY[fault]
+    if run not in _SOUND:
+        with monkeypatch.context() as patch:
+            run(sound, patch)
+        _SOUND.add(run)
+    fault(monkeypatch)
+    with monkeypatch.context() as patch, pytest.raises(ERRORS):
+        run(faulty, patch)

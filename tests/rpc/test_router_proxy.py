@@ -1,0 +1,328 @@
+"""The router's proxy before engines that fail: small servers that answer as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+import pytest
+import uvicorn
+
+from kvplane.router.app import RouterApp
+from kvplane.router.engines import Engines
+from kvplane.router.metrics import RouterMetrics
+from kvplane.router.picker import Picker
+from kvplane.router.prompts import PromptReader
+from kvplane.router.proxy import Proxy
+
+Script = Callable[["Engine", asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+PATIENCE_S = 60.0
+BODY = {"model": "m", "prompt": "x"}
+
+
+def whole(body: bytes, status: str = "200 OK", headers: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n{headers}\r\n".encode() + body
+
+
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+@dataclass
+class Engine:
+    """Answers posts by its script. ``gone`` is set when the other side has closed."""
+
+    script: Script
+    model: str = "m"
+    requests: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    url: str = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                first, *lines = head.decode().strip().split("\r\n")
+                headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in lines)}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                if first.startswith("GET"):
+                    models = {"data": [{"id": self.model, "object": "model"}]}
+                    writer.write(whole(json.dumps(models).encode()))
+                else:
+                    self.requests.append((first.split()[1], headers, body))
+                    await self.script(self, reader, writer)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+async def says_yes(engine: Engine, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(whole(b'{"yes": 1}', headers="x-engine: kept\r\nkeep-alive: timeout=5\r\n"))
+
+
+async def is_full(engine: Engine, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(whole(b'{"full": 1}', "503 Service Unavailable"))
+
+
+async def dies(engine: Engine, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM)  # headers alone are no answer yet
+    await writer.drain()
+    writer.transport.abort()
+
+
+async def dies_in_its_stream(
+    engine: Engine, _: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    writer.write(STREAM + chunk(b"data: 1\n\n"))
+    await writer.drain()
+    await engine.go_on.wait()
+    writer.transport.abort()
+
+
+async def says_no_more(
+    engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    writer.write(STREAM + chunk(b"data: 1\n\n"))
+    await writer.drain()
+    await reader.read(1)
+    engine.gone.set()
+
+
+async def says_nothing(
+    engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    await reader.read(1)
+    engine.gone.set()
+
+
+@dataclass
+class Routed:
+    """A router, and a client of it."""
+
+    http: httpx2.AsyncClient
+    picker: Picker
+    engines: Engines
+
+    async def post(self, body: Any = BODY, **how: Any) -> httpx2.Response:
+        return await self.http.post("/v1/completions", json=body, **how)
+
+    async def metric(self, name: str) -> float:
+        lines = (await self.http.get("/metrics")).text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    async def until(self, holds: Callable[[], Awaitable[bool]]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not await holds():
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def routed(*engines: Engine, engine_key: str = "", **how: Any) -> AsyncIterator[Routed]:
+    """The first engine is picked first, then the next."""
+    servers = [await asyncio.start_server(engine.serve, "127.0.0.1", 0) for engine in engines]
+    for engine, server in zip(engines, servers, strict=True):
+        engine.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    picker = Picker({engine.url: f"pool-{i}" for i, engine in enumerate(engines)})
+    for i, engine in enumerate(engines):
+        picker.loads[engine.url].num_open = i  # of equal ones the one with the fewest is picked
+    timeout = httpx2.Timeout(PATIENCE_S, read=how.pop("read_timeout_s", PATIENCE_S))
+    client = httpx2.AsyncClient(trust_env=False, timeout=timeout)
+    known = Engines(client, picker.loads, 3600.0, engine_key)
+    await known.start()
+    metrics, reader = RouterMetrics([]), PromptReader(None)
+    proxy = Proxy(client, known, picker, metrics, engine_key)
+    bounds = {"max_requests": 8, "max_body_bytes": 4096} | how
+    app = RouterApp(proxy, known, picker, reader, metrics, **bounds)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app.asgi,
+            port=0,
+            log_config=None,
+            lifespan="off",
+            access_log=False,
+            timeout_graceful_shutdown=5,
+        )
+    )
+    serving = asyncio.create_task(server._serve())  # without the handling of signals
+    async with asyncio.timeout(PATIENCE_S):
+        while not server.started:
+            await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        async with httpx2.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=PATIENCE_S
+        ) as http:
+            yield Routed(http, picker, known)
+    finally:
+        server.should_exit = True
+        await serving
+        await known.stop()
+        await client.aclose()
+        reader.close()
+        for each in servers:
+            each.close()
+
+
+async def test_a_request_and_its_answer_pass_as_they_are() -> None:
+    engine = Engine(says_yes)
+    async with routed(engine) as router:
+        headers = {"x-request-id": "42", "connection": "x-mine", "x-mine": "1"}
+        answer = await router.post(headers=headers | {"authorization": "Bearer mine"})
+        assert (answer.status_code, answer.json()) == (200, {"yes": 1})
+        assert answer.headers["x-engine"] == "kept"
+        assert answer.headers["x-kvplane-pool"] == "pool-0"
+        assert len(answer.headers.get_list("date")) == 1
+        assert "keep-alive" not in answer.headers
+    ((path, sent, body),) = engine.requests
+    assert (path, json.loads(body)) == ("/v1/completions", BODY)
+    assert (sent["x-request-id"], sent["authorization"]) == ("42", "Bearer mine")
+    assert "x-mine" not in sent
+
+
+@pytest.mark.parametrize("script", [is_full, dies])
+async def test_another_engine_answers_when_one_fails_before_the_first_byte(script: Script) -> None:
+    bad, good = Engine(script), Engine(says_yes)
+    async with routed(bad, good) as router:
+        answer = await router.post(BODY | {"stream": True})
+        assert (answer.status_code, answer.headers["x-kvplane-pool"]) == (200, "pool-1")
+        assert [len(bad.requests), len(good.requests)] == [1, 1]
+        assert await router.metric("kvplane_router_retried_requests_total") == 1
+        assert [load.num_open for load in router.picker.loads.values()] == [0, 1]
+
+
+async def test_nothing_is_tried_again_after_the_first_byte() -> None:
+    bad, good = Engine(dies_in_its_stream), Engine(says_yes)
+    async with (
+        routed(bad, good) as router,
+        router.http.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as answer,
+    ):
+        lines = answer.aiter_lines()
+        assert await anext(lines) == "data: 1"
+        bad.go_on.set()
+        rest = [line async for line in lines if line]
+        assert json.loads(rest[0].removeprefix("data: "))["error"]["code"] == "plane_unavailable"
+        assert good.requests == []
+
+
+async def test_an_engine_that_cannot_be_reached_is_left_alone() -> None:
+    gone, good = Engine(says_yes), Engine(says_yes)
+    async with routed(gone, good) as router:
+        router.picker.loads["http://127.0.0.1:9"] = router.picker.loads.pop(gone.url)
+        router.picker.loads["http://127.0.0.1:9"].num_open = -9
+        router.picker.pool_of["http://127.0.0.1:9"] = "nowhere"
+        router.picker._last_turn["http://127.0.0.1:9"] = -1
+        router.engines._models["http://127.0.0.1:9"] = None
+        for _ in range(3):
+            assert (await router.post()).headers["x-kvplane-pool"] == "pool-1"
+        assert "http://127.0.0.1:9" not in router.engines.up
+        assert await router.metric("kvplane_router_retried_requests_total") == 1
+
+
+async def test_the_last_engine_s_answer_is_given_when_all_fail() -> None:
+    async with routed(Engine(is_full), Engine(is_full)) as router:
+        answer = await router.post()
+        assert (answer.status_code, answer.json()) == (503, {"full": 1})
+        for url in [*router.engines.up]:
+            router.engines.failed(url)
+        answer = await router.post()
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert (await router.http.get("/healthz")).status_code == 503
+
+
+@pytest.mark.parametrize("script", [says_nothing, says_no_more])
+async def test_who_goes_away_takes_the_request_along(script: Script) -> None:
+    engine = Engine(script)
+    async with routed(engine) as router:
+
+        async def ask() -> None:
+            body = BODY | {"stream": script is says_no_more}
+            async with router.http.stream("POST", "/v1/completions", json=body) as answer:
+                async for _ in answer.aiter_bytes():
+                    asking.cancel()
+
+        asking = asyncio.create_task(ask())
+        if script is says_nothing:
+
+            async def is_asked() -> bool:
+                return len(engine.requests) == 1
+
+            await router.until(is_asked)
+            asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        async with asyncio.timeout(PATIENCE_S):
+            await engine.gone.wait()
+
+        async def is_over() -> bool:
+            return await router.metric('kvplane_router_requests_total{status="499"}') == 1
+
+        await router.until(is_over)
+        assert await router.metric("kvplane_router_open_requests") == 0
+        assert router.picker.loads[engine.url].num_open == 0
+
+
+async def test_an_engine_that_hangs_is_not_waited_for_for_ever() -> None:
+    async with routed(Engine(says_nothing), Engine(says_yes), read_timeout_s=0.5) as router:
+        answer = await router.post()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+async def test_what_cannot_be_routed_is_refused() -> None:
+    engine = Engine(says_yes)
+    async with routed(engine, api_keys=("right",), engine_key="inner") as router:
+        right = {"authorization": "Bearer right"}
+        assert (await router.post()).status_code == 401
+        assert (await router.http.get("/v1/models")).status_code == 401
+        long = await router.post({"model": "m", "prompt": "x" * 5000}, headers=right)
+        assert (long.status_code, long.json()["error"]["param"]) == (400, "body")
+        for raw in (b"{", b"[]", b"[" * 4000, b"\xff"):
+            answer = await router.http.post("/v1/completions", content=raw, headers=right)
+            assert answer.status_code == 400
+        other = await router.post(BODY | {"model": "other"}, headers=right)
+        assert other.status_code == 404
+        assert engine.requests == []
+        assert (await router.post(headers=right)).status_code == 200
+        assert engine.requests[0][1]["authorization"] == "Bearer inner"
+        for path in ("/v1/other", "/v1/../metrics"):
+            assert (await router.http.post(path, json=BODY, headers=right)).status_code in (
+                404,
+                405,
+            )
+
+
+async def test_no_more_requests_are_open_than_allowed() -> None:
+    engine = Engine(says_nothing)
+    async with routed(engine, max_requests=2) as router:
+        waiting = [asyncio.create_task(router.post()) for _ in range(2)]
+
+        async def are_open() -> bool:
+            return len(engine.requests) == 2
+
+        await router.until(are_open)
+        answer = await router.post()
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_models_are_those_of_all_engines_and_decide_who_is_asked() -> None:
+    one, two, also = Engine(says_yes, "a"), Engine(says_yes, "b"), Engine(says_yes, "b")
+    async with routed(one, two, also) as router:
+        models = (await router.http.get("/v1/models")).json()["data"]
+        assert sorted(model["id"] for model in models) == ["a", "b"]
+        assert (await router.http.get("/v1/models/b")).json()["id"] == "b"
+        assert (await router.http.get("/v1/models/c")).status_code == 404
+        for _ in range(3):
+            assert (await router.post(BODY | {"model": "a"})).status_code == 200
+            assert (await router.post(BODY | {"model": "b"})).status_code == 200
+    assert [len(one.requests), len(two.requests) + len(also.requests)] == [3, 3]

@@ -1,0 +1,66 @@
+"""No step wakes torch's team of threads to prepare its rows.
+
+Where other programs run, to wake the team and to wait for it takes longer than the rest of a small
+step. OpenMP starts its threads with the first work that it gets, so they can be counted.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+STEPS = """
+import os, sys
+import torch
+
+torch.set_num_threads(1)
+
+from data_rig import Rig
+from plan_author import set_blocks, span
+from data_plane.plans import attention_batch
+
+def num_threads():
+    return len(os.listdir("/proc/self/task"))
+
+if "planted" in sys.argv:
+    given = attention_batch.AttentionBatch.to
+    def to(batch, device):
+        batch.context_lens.repeat_interleave(torch.tensor([1] * batch.num_spans))
+        return given(batch, device)
+    attention_batch.AttentionBatch.to = to
+
+rig = Rig(num_device_blocks=64)
+lens = (12, 9, 30, 7, 1)
+torch.set_num_threads(4)
+before = num_threads()
+blocks = [[(4 * i + j, 1) for j in range(-(-n // 8))] for i, n in enumerate(lens)]
+changes = [set_blocks(1 + i, of_sequence) for i, of_sequence in enumerate(blocks)]
+rig.run(1, changes=changes, spans=[span(1 + i, 0, n) for i, n in enumerate(lens)])
+rig.run(2, spans=[span(1 + i, n, 1) for i, n in enumerate(lens)])
+steps = num_threads() - before
+torch.ones(1 << 22).add_(1)
+print(steps, num_threads() - before)
+"""
+
+
+def threads_started(*words: str) -> tuple[int, int]:
+    """By two steps, and by them and a large sum of torch's."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", STEPS, *words]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    steps, all_of_them = map(int, result.stdout.split())
+    return steps, all_of_them
+
+
+@pytest.mark.timeout(180)
+def test_steps_start_no_thread_of_torchs() -> None:
+    assert threads_started() == (0, 3)
+
+
+@pytest.mark.timeout(180)
+def test_a_step_that_repeats_a_few_rows_with_torch_starts_them() -> None:
+    assert threads_started("planted")[0] == 3
