@@ -65,7 +65,7 @@ class PlaneProcess:
 
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
-        self.process.wait(20)
+        self.process.wait(PATIENCE_S * 2)
 
     def begin_peak(self) -> int:
         """Forget the peak of the memory so far; returns the bytes in use."""
