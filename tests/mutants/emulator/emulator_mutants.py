@@ -192,7 +192,7 @@ MUTANTS = {
         found_by=TSAN,
     ),
     "blocks_of_families_are_not_compared": Mutant(
-        FAMILIES, "own.mismatch = min_of(own.mismatch, i);", ""
+        FAMILIES, "own.mismatch = min_of(own.mismatch, i);", ";"
     ),
     "a_family_shares_a_split_that_it_has_in_part": Mutant(
         FAMILIES,
