@@ -27,7 +27,7 @@ ROWS = "attention/short/short_rows.cuh"
 LONG = "attention/long/attention_long.cuh"
 FMA, COMBINE, PLAN = (f"attention/{name}.cu" for name in ("attention_fma", "combine", "plan"))
 BATCH, TILES, CUTTING = (f"attention/{name}" for name in ("batch.cuh", "tiles.cuh", "cutting.h"))
-FAMILIES, SHARED = "attention/families.cu", "attention/short/attention_shared.cuh"
+FAMILIES = "attention/families.cu"
 CACHE, EIGHT_BITS = "cache/reshape_and_cache.cu", "device/eight_bits.cuh"
 
 # How a kernel begins that may be launched while the plan is made.
@@ -192,7 +192,7 @@ MUTANTS = {
         found_by=TSAN,
     ),
     "blocks_of_families_are_not_compared": Mutant(
-        FAMILIES, "own.mismatch = min_of(own.mismatch, i);", ""
+        FAMILIES, "own.mismatch = min_of(own.mismatch, i);", ";"
     ),
     "a_family_shares_a_split_that_it_has_in_part": Mutant(
         FAMILIES,
@@ -216,9 +216,6 @@ MUTANTS = {
     ),
     "rows_of_a_family_are_of_one_sequence": Mutant(
         BATCH, "item.first_member + min_of(index, item.num_members - 1)", "item.first_member"
-    ),
-    "a_tile_takes_members_of_the_next": Mutant(
-        SHARED, "min_of(members_of_tile(work), kin.size - kin.rank)", "kin.size"
     ),
     "a_share_ends_an_item_early": Mutant(
         SHORT, "* (blockIdx.x + 1) / gridDim.x;", "* (blockIdx.x + 1) / gridDim.x - 9;"
