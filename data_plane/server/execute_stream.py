@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,18 +40,25 @@ class _Layer:
     output: torch.Tensor | None
     """The output's range."""
     answer: pb.LayerOutput
+    num_shared_bytes: int = 0
+    """Of query, key and value, as far as they are in the region."""
     packet: bytes = b""
 
 
 class ExecuteStream:
     """Used on the worker thread."""
 
-    def __init__(self, executor: Executor, tenant: str | None) -> None:
-        """``tenant``: the caller's; None where callers do not say who they are."""
+    def __init__(
+        self, executor: Executor, tenant: str | None, take_bytes: Callable[[int], None]
+    ) -> None:
+        """``tenant``: the caller's; None where callers do not say who they are. ``take_bytes``
+        counts what layers refer to in shared memory, or raises.
+        """
         self.session_id = 0
         """The session that it was opened for; 0 before."""
         self._executor = executor
         self._tenant = tenant
+        self._take_bytes = take_bytes
         self._plan_number: int | None = None
         self._region: Region | None = None
         # Layers by the packet that asked for them: a step sends the packets of the step before
@@ -147,12 +155,19 @@ class ExecuteStream:
             )
             there = tpb.Tensor(dtype=request.query.dtype, shape=shape, memory=request.output)
             layer.output.CopyFrom(there)
-        return _Layer(request.layer, query, key, value, options, output, layer)
+        num_shared_bytes = sum(
+            tensor.nbytes
+            for name, tensor in (("query", query), ("key", key), ("value", value))
+            if tensor is not None and (is_local or getattr(request, name).HasField("memory"))
+        )
+        return _Layer(request.layer, query, key, value, options, output, layer, num_shared_bytes)
 
     def _run(self, layer: _Layer) -> Pieces[tuple[torch.Tensor | None, tpb.SignedPayload | None]]:
         """The output, None where it is in the region, and the receipt."""
         session_id, plan_number = self._running()
         executor = self._executor
+        if layer.num_shared_bytes:
+            self._take_bytes(layer.num_shared_bytes)
         query, key, value = layer.query, layer.key, layer.value
         if executor.device.type != "cpu":
             with device_errors():

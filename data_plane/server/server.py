@@ -19,6 +19,7 @@ from data_plane.server.service import SERVICE, DataPlaneService
 from data_plane.server.worker_thread import WorkerThread
 from kvplane import __version__
 from kvplane.errors import InternalError, KvplaneError
+from kvplane.serving.byte_quota import ByteQuota
 from kvplane.serving.logs import frames_of
 from kvplane.serving.plane_server import PlaneServer
 from kvplane.serving.server import wait_for_signal
@@ -59,10 +60,11 @@ class DataPlaneServer(PlaneServer):
                 region_bytes=config.local_region_bytes,
                 on_error=self._count_rejection,
             )
+        quota = ByteQuota(config.max_tenant_bytes_per_s)
         self.push: PushEndpoint | None = None
         """Blocks to and from other data planes; None where there are none."""
         if config.push_bind or config.push_to:
-            self.push = PushEndpoint(config, self.executor, worker)
+            self.push = PushEndpoint(config, self.executor, worker, quota)
         self.metrics.watch(self.executor, lambda: worker.num_waiting, self.local, self.push)
         service = DataPlaneService(
             self.executor,
@@ -70,12 +72,18 @@ class DataPlaneServer(PlaneServer):
             version=__version__,
             rejected=self.metrics.rpc.rejected,
             max_message_bytes=config.max_message_bytes,
+            quota=quota,
             local=self.local,
             push=self.push,
             knows_callers=config.knows_callers,
         )
         super().__init__(
-            config, SERVICE, service, add_DataPlaneServiceServicer_to_server, self.metrics
+            config,
+            SERVICE,
+            service,
+            add_DataPlaneServiceServicer_to_server,
+            self.metrics,
+            quota=quota,
         )
 
     @classmethod

@@ -29,6 +29,7 @@ from kvplane.errors import (
     LayoutMismatchError,
     PlaneUnavailableError,
 )
+from kvplane.serving.byte_quota import ByteQuota
 from kvplane.serving.identity import caller, payer
 from kvplane.serving.metrics import Counts
 from kvplane.serving.requests import Requests
@@ -60,11 +61,13 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         version: str,
         max_message_bytes: int,
         rejected: Counts,
+        quota: ByteQuota,
         local: LocalEndpoint | None = None,
         push: PushEndpoint | None = None,
         knows_callers: bool = False,
     ) -> None:
         """``rejected`` counts the requests of streams that are refused, by the error's reason.
+        ``quota`` counts the bytes of callers beside those of their requests.
         ``local``: where clients on this machine may go on; None for nowhere. ``push``: None where
         blocks are neither sent to other data planes nor taken from them.
         ``knows_callers``: callers have to say who they are, so their grants must be theirs.
@@ -74,6 +77,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
         self._version = version
         self._max_message_bytes = max_message_bytes
         self._rejected = rejected
+        self._quota = quota
         self._local = local
         self._push = push
         self._knows_callers = knows_callers
@@ -103,7 +107,8 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     async def Execute(
         self, request_iterator: Requests, context: _Context
     ) -> AsyncIterator[pb.ExecuteResponse]:
-        stream = ExecuteStream(self._executor, self._tenant())
+        take_bytes = partial(self._quota.take, payer())
+        stream = ExecuteStream(self._executor, self._tenant(), take_bytes)
         try:
             while True:
                 try:
@@ -180,7 +185,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
     ) -> pb.ReadBlocksResponse:
         self._check_answer_fits(request)
 
-        tenant = self._tenant()
+        tenant, caller_of = self._tenant(), payer()
 
         def command() -> pb.ReadBlocksResponse:
             session_id = self._executor.open(request.grant, tenant=tenant)
@@ -193,6 +198,7 @@ class DataPlaneService(data_pb2_grpc.DataPlaneServiceServicer):
                 first_layer=request.first_layer,
                 num_layers=request.num_layers,
             )
+            self._quota.add(caller_of, blocks.nbytes)
             return pb.ReadBlocksResponse(
                 blocks=tensor_to_message(blocks), table=table, source=self._executor.block_source()
             )

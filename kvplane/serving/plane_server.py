@@ -15,6 +15,7 @@ from google.protobuf import descriptor_pool
 
 from kvplane.serving import server as serving
 from kvplane.serving.access import AccessList
+from kvplane.serving.byte_quota import ByteQuota
 from kvplane.serving.config import ServingConfig
 from kvplane.serving.identity import Gate
 from kvplane.serving.interceptor import ErrorInterceptor
@@ -51,11 +52,13 @@ class PlaneServer:
         *,
         max_counts: Mapping[str, int] | None = None,
         also_bind: str = "",
+        quota: ByteQuota | None = None,
     ) -> None:
         """Bind the addresses of ``config``, on the running event loop. ``service_name``: the full
         one. ``add_service``: the generated function that adds the servicer.
         ``max_counts``: bounds of requests other than those of ``message_bounds.MAX_COUNTS``.
-        ``also_bind``: a second address, or empty.
+        ``also_bind``: a second address, or empty. ``quota``: of the bytes of each caller's
+        requests; None for none.
 
         Raises OSError when an address cannot be bound or a TLS file cannot be read, and
         InvalidRequestError when something is wrong in the access list.
@@ -70,6 +73,7 @@ class PlaneServer:
             f"/{service_name}/{method.name}": MessageBounds(method.input_type, max_counts)
             for method in service_descriptor.methods
         }
+        quota = ByteQuota() if quota is None else quota
         budget = ReceiveBudget(config.max_received_bytes, config.max_caller_received_bytes)
         metrics.rpc.received = budget
         self._server = serving.build(
@@ -81,7 +85,7 @@ class PlaneServer:
             max_connection_calls=config.max_connection_calls,
             interceptors=[
                 WrongServiceInterceptor(service_name),
-                ErrorInterceptor(metrics.rpc, Admission(self._gate, bounds, budget)),
+                ErrorInterceptor(metrics.rpc, Admission(self._gate, bounds, budget, quota)),
             ],
         )
         add_service(service, self._server.grpc_server)

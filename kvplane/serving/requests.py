@@ -12,6 +12,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 
 from kvplane.errors import DeadlineExceededError, InvalidRequestError, KvplaneError
+from kvplane.serving.byte_quota import ByteQuota
 from kvplane.serving.identity import Gate
 from kvplane.serving.message_bounds import MessageBounds
 from kvplane.serving.receive_budget import ReceiveBudget
@@ -31,6 +32,7 @@ class Admission:
     gate: Gate
     bounds: Mapping[str, MessageBounds]
     budget: ReceiveBudget
+    quota: ByteQuota = field(default_factory=ByteQuota)
     large: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Large requests are decoded and begun in turn, so that others come between them."""
 
@@ -54,7 +56,7 @@ class Requests:
         Raises UnauthenticatedError, NotPermittedError.
         """
         self._gate, self._budget, self._large = admission.gate, admission.budget, admission.large
-        self._bounds = admission.bounds.get(method)
+        self._bounds, self._quota = admission.bounds.get(method), admission.quota
         self._method = method
         self._decode = decode
         self._context = context
@@ -70,8 +72,9 @@ class Requests:
     async def __anext__(self) -> Any:
         """The next request; the one before counts as answered.
 
-        Raises QuotaExceededError when too much waits to be answered, InvalidRequestError for bytes
-        that are no request or hold too much, and as the constructor when the access list changed.
+        Raises QuotaExceededError when too much waits to be answered or came in the last second,
+        InvalidRequestError for bytes that are no request or hold too much, and as the constructor
+        when the access list changed.
         """
         self.close()
         assert self._incoming is not None
@@ -82,7 +85,8 @@ class Requests:
         self.check_caller()
         self._budget.take(self._caller, len(data))
         self._num_held = len(data)
-        if self._bounds is not None:
+        if self._bounds is not None:  # it is a method of the contract
+            self._quota.take(self._caller, len(data))
             self._bounds.check(data)
         if len(data) >= _LARGE_BYTES:
             await self._large.acquire()

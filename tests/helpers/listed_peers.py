@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from data_server import config_of
 from plan_author import POOL_ID
@@ -74,8 +75,10 @@ class Peers:
 
 
 @asynccontextmanager
-async def listed_peers(folder: Path) -> AsyncIterator[Peers]:
-    """Both planes, until the body ends; then they have kept their integrity."""
+async def listed_peers(folder: Path, **data_settings: Any) -> AsyncIterator[Peers]:
+    """Both planes, until the body ends; then they have kept their integrity. ``data_settings``: of
+    the data plane.
+    """
     peers = Peers(folder)
     peers.control = await ControlPlaneServer.start(
         ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0, **peers.serving())
@@ -90,6 +93,7 @@ async def listed_peers(folder: Path) -> AsyncIterator[Peers]:
             control_plane_name=plane.server_name,
             control_plane_token_file=plane.token_file,
             **peers.serving(),
+            **data_settings,
         )
     )
     async with asyncio.timeout(60):

@@ -12,6 +12,8 @@ LIST = "tests/unit/client/test_access_list.py"
 LARGE = "tests/attacks/test_large_requests.py"
 FLOODS = "tests/attacks/test_floods.py"
 PLANS = "tests/attacks/test_large_plans.py"
+QUOTA = "tests/unit/client/test_byte_quota.py"
+MOVED = "tests/rpc/test_moved_bytes.py"
 
 
 BASIC = {
@@ -45,8 +47,65 @@ BASIC = {
         "pass",
         PLANS,
     ),
+    "who_moves_too_much_is_not_refused": Fault(
+        "kvplane/serving/byte_quota.py", "if may_refuse and overdrawn_s > 0:", "if False:", QUOTA
+    ),
 }
 MORE = {
+    "what_is_refused_is_counted": Fault(
+        "kvplane/serving/byte_quota.py",
+        "            if may_refuse and",
+        "            self._full_s[caller] = full_s + num_bytes / self._rate\n"
+        "            if may_refuse and",
+        QUOTA,
+    ),
+    "all_callers_share_one_quota": Fault(
+        "kvplane/serving/byte_quota.py",
+        "with self._lock:",
+        "caller = ''\n        with self._lock:",
+        QUOTA,
+    ),
+    "a_pause_earns_credit": Fault(
+        "kvplane/serving/byte_quota.py",
+        "max(now_s, self._full_s.get(caller, now_s))",
+        "self._full_s.get(caller, now_s)",
+        QUOTA,
+    ),
+    "callers_are_remembered_for_ever": Fault(
+        "kvplane/serving/byte_quota.py", "if full_s > now_s}", "}", QUOTA
+    ),
+    "the_bytes_of_requests_are_not_counted": Fault(
+        "kvplane/serving/requests.py",
+        "self._quota.take(self._caller, len(data))",
+        "pass",
+        MOVED,
+        "tenant",
+    ),
+    "connections_have_quotas_of_their_own": Fault(
+        "kvplane/serving/requests.py",
+        "self._quota.take(self._caller, len(data))",
+        "self._quota.take(self._context.peer(), len(data))",
+        MOVED,
+        "tenant",
+    ),
+    "shared_memory_has_no_quota": Fault(
+        "data_plane/server/execute_stream.py", "if layer.num_shared_bytes:", "if False:", MOVED
+    ),
+    "blocks_that_are_read_are_not_counted": Fault(
+        "data_plane/server/service.py",
+        "self._quota.add(caller_of, blocks.nbytes)",
+        "pass",
+        MOVED,
+    ),
+    "blocks_that_are_taken_are_not_counted": Fault(
+        "data_plane/server/push/receiver.py", "self._quota.add(lane.caller, size)", "pass", MOVED
+    ),
+    "blocks_that_are_sent_are_not_counted": Fault(
+        "data_plane/server/push/sender.py",
+        "self._quota.add(lane.caller, num_bytes)",
+        "pass",
+        MOVED,
+    ),
     "what_does_not_parse_is_an_internal_error": Fault(
         "data_plane/plans/verifier.py",
         "except DecodeError as error:",

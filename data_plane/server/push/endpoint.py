@@ -10,6 +10,7 @@ from data_plane.server.push.sender import BlockSender, GrpcTransport
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.access import AccessList
+from kvplane.serving.byte_quota import ByteQuota
 
 
 class PushEndpoint:
@@ -17,8 +18,17 @@ class PushEndpoint:
     the settings ask for none.
     """
 
-    def __init__(self, config: DataPlaneConfig, executor: Executor, worker: WorkerThread) -> None:
-        """Bind the address. Raises OSError and, for TLS files, InvalidRequestError."""
+    def __init__(
+        self,
+        config: DataPlaneConfig,
+        executor: Executor,
+        worker: WorkerThread,
+        quota: ByteQuota,
+    ) -> None:
+        """Bind the address. ``quota`` counts the bytes of callers' blocks, both ways.
+
+        Raises OSError and, for TLS files, InvalidRequestError.
+        """
         self.counts = PushCounts()
         self._receiver: BlockReceiver | None = None
         self._sender: BlockSender | None = None
@@ -28,6 +38,7 @@ class PushEndpoint:
                 worker,
                 GrpcTransport(config.push_tls),
                 self.counts,
+                quota=quota,
                 hosts=config.push_to.split(","),
                 max_pushes=config.max_pushes,
             )
@@ -37,6 +48,7 @@ class PushEndpoint:
                 worker,
                 AccessList(config.access_file),
                 self.counts,
+                quota=quota,
                 bind=config.push_bind,
                 advertise=config.push_advertise,
                 tls=config.tls,

@@ -40,6 +40,7 @@ from kvplane.errors import (
     PlaneUnavailableError,
 )
 from kvplane.serving.access import AccessList
+from kvplane.serving.byte_quota import ByteQuota
 from kvplane.serving.identity import Gate
 from kvplane.serving.logs import frames_of
 from kvplane.serving.server import ServerTls, credentials
@@ -66,6 +67,7 @@ class BlockReceiver(push_pb2_grpc.BlockPushServiceServicer):
         access: AccessList,
         counts: PushCounts,
         *,
+        quota: ByteQuota,
         bind: str,
         advertise: str = "",
         tls: ServerTls | None = None,
@@ -79,6 +81,7 @@ class BlockReceiver(push_pb2_grpc.BlockPushServiceServicer):
         self._worker = worker
         self._gate = Gate(access, [_SERVICE])
         self._counts = counts
+        self._quota = quota
         layout, shard = executor.layout, executor.shard
         most = chunks.max_chunk_bytes(layout, shard) + _OVERHEAD_BYTES
         self._threads = ThreadPoolExecutor(max_pushes, "push")
@@ -120,15 +123,18 @@ class BlockReceiver(push_pb2_grpc.BlockPushServiceServicer):
         self, session_id: int, plan_number: int, sequence_id: int, lane: Lane
     ) -> data_pb2.PushTicket:
         """A ticket for a span of a session's latest plan; to be called as a command. ``lane``:
-        whose time the writes count as. Raises QuotaExceededError and as ``Executor.span_blocks``.
+        whose time the writes count as, and whose bytes, used or not. Raises QuotaExceededError and
+        as ``Executor.span_blocks``.
         """
         executor = self._executor
         blocks = executor.span_blocks(session_id, sequence_id, plan_number)
         size = chunks.num_bytes(executor.layout, executor.shard, len(blocks))
         ticket = Ticket(session_id, plan_number, sequence_id, blocks, size, lane)
+        secret = self.tickets.give(ticket)
+        self._quota.add(lane.caller, size)
         return data_pb2.PushTicket(
             address=self.address,
-            secret=self.tickets.give(ticket),
+            secret=secret,
             first_block=blocks.start,
             num_blocks=len(blocks),
         )

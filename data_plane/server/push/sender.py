@@ -30,6 +30,7 @@ from kvplane.errors import (
     PlaneUnavailableError,
     QuotaExceededError,
 )
+from kvplane.serving.byte_quota import ByteQuota
 from kvplane.transport.tls import TlsOptions
 from kvplane.v1 import data_pb2, push_pb2, push_pb2_grpc
 from kvplane.wire.error_codec import from_rpc_error
@@ -73,6 +74,7 @@ class BlockSender:
         transport: Transport,
         counts: PushCounts,
         *,
+        quota: ByteQuota,
         hosts: Collection[str],
         max_pushes: int,
     ) -> None:
@@ -81,6 +83,7 @@ class BlockSender:
         self._worker = worker
         self._transport = transport
         self._counts = counts
+        self._quota = quota
         self._hosts = hosts
         self._max_pushes = max_pushes
         self._num_pushes = 0
@@ -88,7 +91,8 @@ class BlockSender:
     async def send(
         self, session_id: int, request: data_pb2.SendBlocksRequest, lane: Lane
     ) -> data_pb2.SendBlocksResponse:
-        """Send table entries of a session's sequence. ``lane``: whose time the reads count as.
+        """Send table entries of a session's sequence. ``lane``: whose time the reads count as, and
+        whose bytes.
 
         Raises as ``Executor.read_blocks``, NotPermittedError for a host that is not to be sent to,
         QuotaExceededError for too many at one time, and what the receiver refuses.
@@ -116,10 +120,15 @@ class BlockSender:
         loop, ticket = asyncio.get_running_loop(), request.ticket
         blocks = range(ticket.first_block, ticket.first_block + ticket.num_blocks)
         executor = self._executor
+
+        def moved(num_bytes: int) -> None:
+            self._counts.moved("sent", num_bytes)
+            self._quota.add(lane.caller, num_bytes)
+
         reading = _Reading(
             executor,
             self._worker,
-            self._counts,
+            moved,
             lane,
             session_id,
             chunks.cut(executor.layout, executor.shard, request.sequence_id, blocks),
@@ -165,7 +174,7 @@ class _Reading:
         self,
         executor: Executor,
         worker: WorkerThread,
-        counts: PushCounts,
+        moved: Callable[[int], None],
         lane: Lane,
         session_id: int,
         blocks: Iterator[BlockRange],
@@ -175,7 +184,7 @@ class _Reading:
         self.when_failed: Callable[[], Any] = lambda: None
         self._executor = executor
         self._worker = worker
-        self._counts = counts
+        self._moved = moved
         self._lane = lane
         self._session_id = session_id
         self._blocks = blocks
@@ -203,7 +212,7 @@ class _Reading:
                 self.when_failed()
                 return
             chunk = chunks.chunk_of(blocks, data.view(torch.uint8).numpy().tobytes())
-            self._counts.moved("sent", len(chunk.data))
+            self._moved(len(chunk.data))
             yield push_pb2.PushBlocksRequest(chunk=chunk)
 
     def _read(self, blocks: BlockRange) -> tuple[BlockRange, Future[torch.Tensor]]:
