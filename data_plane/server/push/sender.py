@@ -143,7 +143,9 @@ class BlockSender:
 
     def _check(self, ticket: data_pb2.PushTicket) -> None:
         host = ticket.address.rpartition(":")[0]
-        may_be_any = ANY_HOST in self._hosts and "/" not in host  # neither a path nor a scheme
+        # Of what gRPC takes for an address, neither a path nor a scheme.
+        is_host = "/" not in host and (":" not in host or host.startswith("["))
+        may_be_any = ANY_HOST in self._hosts and is_host
         if not host or not (may_be_any or host in self._hosts):
             raise NotPermittedError(
                 f"this data plane does not send to {host!r}: it is not in --push-to",
