@@ -28,7 +28,7 @@ class PushEndpoint:
                 worker,
                 GrpcTransport(config.push_tls),
                 self.counts,
-                hosts=[host.strip() for host in config.push_to.split(",")],
+                hosts=config.push_to.split(","),
                 max_pushes=config.max_pushes,
             )
         if config.push_bind:

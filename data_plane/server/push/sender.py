@@ -81,7 +81,7 @@ class BlockSender:
         self._worker = worker
         self._transport = transport
         self._counts = counts
-        self._hosts = hosts
+        self._hosts = [host.strip() for host in hosts]
         self._max_pushes = max_pushes
         self._num_pushes = 0
 
