@@ -52,7 +52,7 @@ class ControlPlaneService(control_pb2_grpc.ControlPlaneServiceServicer):
         self._version = version
         self._watches = WatchServer(core)
         self._streams = RequestStreams("control plane")
-        self._long = LongRequests()
+        self._long = LongRequests(ended=self.flush)
         self._step_streams: dict[int, _StepStream] = {}  # by session, the latest
         self._notices: set[asyncio.Task[None]] = set()
 

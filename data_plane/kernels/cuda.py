@@ -50,6 +50,8 @@ _FAULTS: Final = {
 }
 MAX_WORKSPACE_BYTES: Final = 1 << 30
 """Attention runs in several calls where the partial results of one would need more."""
+MAX_SHARED_PLANS: Final = 16
+"""Kept of a batch. Callers choose the window of each call, so they could fill memory with plans."""
 _TENSOR_BYTES: Final = 256 << 20  # for queries, outputs and block tables beside the workspace
 _FINDING_FAULTS: Final = ("reshape_and_cache", "paged_attention", "plan_attention")
 
@@ -220,6 +222,8 @@ class CudaKernels(NativeKernels):
         """The plan of calls like this one; None where one workspace would not suffice."""
         key = _plan_key(arguments)
         if key not in plans.made:
+            if len(plans.made) >= MAX_SHARED_PLANS:
+                plans.made.clear()
             total = int(self.count_partials(arguments).sum())
             fits = total <= self._room(arguments)
             plans.made[key] = self._plan(arguments, total) if fits else None

@@ -21,6 +21,7 @@ from data_plane.plans.last_tenants import BlocksByPlace
 from data_plane.plans.progress import Progress
 from data_plane.plans.transfers import Batch, Transfers
 from data_plane.plans.written_slots import SlotsToWrite
+from kvplane import tracing
 from kvplane.errors import (
     InvalidRequestError,
     PlanConflictError,
@@ -245,7 +246,9 @@ class Sessions:
 
     def fence(self, session_id: int, ordinal: int) -> None:
         """End a session, open or not: its grant is refused from now on."""
-        self._open.pop(session_id, None)
+        session = self._open.pop(session_id, None)
+        if session is not None:
+            _end_trace(session)
         self._ended.add(ordinal)
 
     def end_all(self, key_id: bytes) -> None:
@@ -253,6 +256,7 @@ class Sessions:
         that it signed before, the ended sessions' are refused as before.
         """
         for session in self._open.values():
+            _end_trace(session)
             self._ended.add(session.ordinal)
         self._open.clear()
         self._ended = self._ended_by_key.setdefault(key_id, EndedSessions())
@@ -265,6 +269,14 @@ def check_ordinal(ordinal: int, field: str) -> None:
     """Raise InvalidRequestError unless a session can have this ordinal."""
     if not 1 <= ordinal <= _MAX_NUMBER:
         raise InvalidRequestError(f"must be 1 to {_MAX_NUMBER}, is {ordinal}", field=field)
+
+
+def _end_trace(session: Session) -> None:
+    """End the trace of the plan that the session leaves unfinished: one that is not ended is never
+    exported, and this is the one to look at after an engine has died.
+    """
+    if session.running is not None:
+        tracing.end(session.running.span, "the session has ended")
 
 
 def _check_digest(known: bytes, digest: bytes) -> None:

@@ -14,6 +14,7 @@ from kernel_sets import emulated_kernels
 from plan_author import span
 
 from data_plane.kernels.arguments import AttentionArguments, HostLengths, SharedPlans
+from data_plane.kernels.cuda import MAX_SHARED_PLANS
 from kvplane.errors import InvalidRequestError
 
 BFLOAT, FLOAT = torch.bfloat16, torch.float32
@@ -68,6 +69,16 @@ def test_a_call_that_needs_another_plan_makes_it(backend: DeviceBackend) -> None
         alone = backend.paged_attention(with_lengths(windowed, None))
         assert_same_bits(backend.paged_attention(with_lengths(windowed, plans)), alone)
     assert len(plans.made) == 2
+
+
+def test_a_batch_keeps_a_few_plans_whatever_its_callers_ask_for(backend: DeviceBackend) -> None:
+    plans = SharedPlans()
+    batch = build(Case(lens=LENS, heads=(2, 1), head_size=16, dtype=BFLOAT))
+    for window in range(1, MAX_SHARED_PLANS + 4):
+        backend.paged_attention(with_lengths(replace(batch, window=window), plans))
+        assert len(plans.made) <= MAX_SHARED_PLANS
+    alone = backend.paged_attention(with_lengths(batch, None))
+    assert_same_bits(backend.paged_attention(with_lengths(batch, plans)), alone)
 
 
 def test_a_plan_is_refused_for_another_batch(backend: DeviceBackend) -> None:

@@ -128,6 +128,12 @@ MORE = {
     "a_data_plane_begins_traces_anew": Fault(
         "data_plane/plan_runner.py", "plan.traceparent,", '"",', "tests/e2e/test_traces.py"
     ),
+    "a_session_that_ends_leaves_a_trace_open": Fault(
+        "data_plane/plans/sessions.py",
+        "if session.running is not None:",
+        "if False:",
+        "tests/unit/executor/test_plan_traces.py::test_a_plan_whose_session_ends",
+    ),
     "a_view_is_never_made_again": Fault(
         PAGE_SERVER,
         "if now_s - made_s >= INTERVAL_S:",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import xxhash
+from source_faults import Fault, assert_noticed
 from two_pools import two_pools
 
 from data_plane import table_blocks
@@ -146,8 +146,8 @@ def silent_senders_stay(patch: pytest.MonkeyPatch) -> None:
     """Who sends nothing more keeps a thread."""
 
     @contextmanager
-    def never(context: Any) -> Iterator[threading.Event]:
-        yield threading.Event()
+    def never(requests: Iterator[Any], context: Any) -> Iterator[Iterator[Any]]:
+        yield requests
 
     patch.setattr(receiver, "_cut_off_when_silent", never)
     patch.setattr(PUSHES, "PATIENCE_S", 3.0)
@@ -261,3 +261,27 @@ def test_a_fault_of_pushes_is_noticed(
     fault(monkeypatch)
     with monkeypatch.context() as patch, pytest.raises(ERRORS):
         run(faulty, patch)
+
+
+RECEIVER = "data_plane/server/push/receiver.py"
+SENDER = "data_plane/server/push/sender.py"
+IN_SOURCES = {
+    "the_receivers_time_is_the_senders": Fault(
+        RECEIVER,
+        "waits_since_s = None\n            if",
+        "pass\n            if",
+        "tests/unit/executor/test_silent_senders.py::test_the_receivers_own_time_is_no_silence",
+    ),
+    "any_host_may_be_a_scheme": Fault(
+        SENDER,
+        'and (":" not in host or host.startswith("["))',
+        "",
+        "tests/unit/executor/test_push_addresses.py::test_only_hosts_are_sent_to",
+    ),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", IN_SOURCES)
+def test_a_fault_in_the_sources_of_pushes_is_noticed(name: str, tmp_path: Path) -> None:
+    assert_noticed(IN_SOURCES[name], tmp_path)

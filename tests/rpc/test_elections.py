@@ -235,6 +235,22 @@ async def test_a_process_has_died_when_its_connection_ends_and_another_is_refuse
     await asyncio.wait_for(dying, 5)
 
 
+async def test_a_process_that_resets_connections_is_asked_less_and_less_often(monkeypatch) -> None:
+    delays: list[float] = []
+
+    async def connect(host: str, port: int) -> None:
+        raise ConnectionResetError if len(delays) < 12 else ConnectionRefusedError
+
+    async def sleep(delay_s: float) -> None:
+        delays.append(delay_s)
+
+    monkeypatch.setattr(module.asyncio, "open_connection", connect)
+    monkeypatch.setattr(module.asyncio, "sleep", sleep)
+    await has_died("127.0.0.1:1")
+    assert delays == sorted(delays)
+    assert sum(delays[:5]) < module.RETRY_DELAY_S == delays[-1]
+
+
 def test_the_settings_name_the_elector(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     for text, cls in [

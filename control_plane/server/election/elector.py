@@ -78,13 +78,15 @@ async def has_died(address: str) -> None:
     was reset or closed, *and* another is refused. Waits forever where that cannot be told.
     """
     host, _, port = address.rpartition(":")
+    delay_s = _ENDING_S
     while True:
         try:
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         except ConnectionRefusedError:
             return
         except ConnectionResetError:  # it is ending: its port is closed after its connections
-            await asyncio.sleep(_ENDING_S)
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, RETRY_DELAY_S)  # or what stands before it resets them all
             continue
         except (OSError, ValueError):
             await asyncio.sleep(RETRY_DELAY_S)

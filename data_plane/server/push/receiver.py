@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -144,8 +145,7 @@ class BlockReceiver(push_pb2_grpc.BlockPushServiceServicer):
     ) -> push_pb2.PushBlocksResponse:
         try:
             self._gate.admit(_PUSH, context)
-            with _cut_off_when_silent(context) as heard:
-                requests = _each(request_iterator, heard)
+            with _cut_off_when_silent(request_iterator, context) as requests:
                 answer = self._receive(requests)
         except Exception as error:
             self._refuse(error, context)
@@ -259,30 +259,37 @@ class BlockReceiver(push_pb2_grpc.BlockPushServiceServicer):
         raise AssertionError("unreachable: aborting raises")
 
 
-def _each(
-    requests: Iterator[push_pb2.PushBlocksRequest], heard: threading.Event
-) -> Iterator[push_pb2.PushBlocksRequest]:
-    for request in requests:
-        heard.set()
-        yield request
-
-
 @contextmanager
-def _cut_off_when_silent(context: Any) -> Iterator[threading.Event]:
-    """Cancel a call whose event is not set for ``STALL_S``."""
-    heard, ended = threading.Event(), threading.Event()
+def _cut_off_when_silent(
+    requests: Iterator[push_pb2.PushBlocksRequest], context: Any
+) -> Iterator[Iterator[push_pb2.PushBlocksRequest]]:
+    """The requests of a call, which is cancelled when the next one does not come for ``STALL_S``.
+    The time between two of them is the receiver's own, which writes in the turn of its callers.
+    """
+    ended = threading.Event()
+    waits_since_s: float | None = None  # while the next request is waited for
+
+    def each() -> Iterator[push_pb2.PushBlocksRequest]:
+        nonlocal waits_since_s
+        while True:
+            waits_since_s = time.monotonic()
+            request = next(requests, None)
+            waits_since_s = None
+            if request is None:
+                return
+            yield request
 
     def watch() -> None:
-        while not ended.wait(STALL_S):
-            if not heard.is_set():
+        while not ended.wait(STALL_S / 2):
+            since_s = waits_since_s
+            if since_s is not None and time.monotonic() - since_s >= STALL_S:
                 context.cancel()
                 return
-            heard.clear()
 
     watcher = threading.Thread(target=watch, name="push-watch", daemon=True)
     watcher.start()
     try:
-        yield heard
+        yield each()
     finally:
         ended.set()
         watcher.join()

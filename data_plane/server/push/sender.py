@@ -151,9 +151,8 @@ class BlockSender:
         return push.result()
 
     def _check(self, ticket: data_pb2.PushTicket) -> None:
-        host = ticket.address.rpartition(":")[0]
-        may_be_any = ANY_HOST in self._hosts and "/" not in host  # neither a path nor a scheme
-        if not host or not (may_be_any or host in self._hosts):
+        if not may_send_to(ticket.address, self._hosts):
+            host = ticket.address.rpartition(":")[0]
             raise NotPermittedError(
                 f"this data plane does not send to {host!r}: it is not in --push-to",
                 field="ticket.address",
@@ -165,6 +164,15 @@ class BlockSender:
                 f"{self._num_pushes} pushes are under way, which is the most: try again",
                 retry_delay_s=0.1,
             )
+
+
+def may_send_to(address: str, hosts: Collection[str]) -> bool:
+    """Whether blocks may go to ``address``, host:port. ``hosts``: as of ``BlockSender``."""
+    host = address.rpartition(":")[0]
+    # Of what gRPC takes for an address, neither a path nor a scheme.
+    is_host = host != "" and "/" not in host and (":" not in host or host.startswith("["))
+    allowed = {each.strip() for each in hosts}
+    return is_host and not allowed.isdisjoint((host, ANY_HOST))
 
 
 class _Reading:

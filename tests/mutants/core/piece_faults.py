@@ -91,6 +91,25 @@ def a_caller_that_goes_ends_it(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(asyncio, "shield", lambda task: task)
 
 
+def its_end_is_not_told_once_its_caller_has_gone(patch: pytest.MonkeyPatch) -> None:
+    """Others are not told of blocks that came back."""
+
+    def forget(self: LongRequests, session_id: int, task: Any) -> None:
+        del self._running[session_id]
+
+    patch.setattr(LongRequests, "_forget", forget)
+
+
+def what_has_not_begun_stays_in_the_lane(patch: pytest.MonkeyPatch) -> None:
+    """Requests of callers that have gone pile up."""
+
+    async def run(self: LongRequests, session_id: int, pieces: Any) -> Any:
+        return await asyncio.shield(original(self, session_id, pieces))
+
+    original = LongRequests.run
+    patch.setattr(LongRequests, "run", run)
+
+
 def it_is_one_piece(patch: pytest.MonkeyPatch) -> None:
     """A long request has no pieces."""
 
@@ -115,4 +134,6 @@ LANE = {
     two_run_at_a_time: "test_two_take_turns_in_the_order_in_which_they_came",
     a_session_does_not_wait_for_its_own: "test_a_session_waits_for_its_own_and_for_no_other",
     a_caller_that_goes_ends_it: "test_it_goes_on_when_its_caller_goes",
+    its_end_is_not_told_once_its_caller_has_gone: "test_it_goes_on_when_its_caller_goes",
+    what_has_not_begun_stays_in_the_lane: "test_what_has_not_begun_goes_with_its_caller",
 }

@@ -17,6 +17,19 @@ class Log:
 
     def __init__(self) -> None:
         self.entries: list[str] = []
+        self.num_ended = 0
+
+    def lane(self) -> LongRequests:
+        """Counts the requests that end."""
+
+        def ended() -> None:
+            self.num_ended += 1
+
+        return LongRequests(ended)
+
+    async def has_begun(self) -> None:
+        while not self.entries:
+            await asyncio.sleep(0)
 
     def pieces(self, name: str, num: int = 3) -> Pieces[str]:
         for _ in range(num):
@@ -33,7 +46,7 @@ class Log:
 async def test_others_run_between_the_pieces() -> None:
     log = Log()
     task = asyncio.create_task(log.others(8))
-    assert await LongRequests().run(1, log.pieces("long", 4)) == "long"
+    assert await log.lane().run(1, log.pieces("long", 4)) == "long"
     await task
     places = [i for i, entry in enumerate(log.entries) if entry == "long"]
     assert len(places) == 4
@@ -41,14 +54,16 @@ async def test_others_run_between_the_pieces() -> None:
 
 
 async def test_two_take_turns_in_the_order_in_which_they_came() -> None:
-    log, lane = Log(), LongRequests()
+    log = Log()
+    lane = log.lane()
     both = [asyncio.create_task(lane.run(i, log.pieces(str(i)))) for i in (1, 2)]
     assert await asyncio.gather(*both) == ["1", "2"]
     assert log.entries == ["1"] * 3 + ["2"] * 3
 
 
 async def test_a_session_waits_for_its_own_and_for_no_other() -> None:
-    log, lane = Log(), LongRequests()
+    log = Log()
+    lane = log.lane()
     task = asyncio.create_task(lane.run(1, log.pieces("long")))
     await asyncio.sleep(0)
     await lane.wait(2)
@@ -59,13 +74,35 @@ async def test_a_session_waits_for_its_own_and_for_no_other() -> None:
 
 
 async def test_it_goes_on_when_its_caller_goes() -> None:
-    log, lane = Log(), LongRequests()
+    log = Log()
+    lane = log.lane()
     task = asyncio.create_task(lane.run(1, log.pieces("long")))
-    await asyncio.sleep(0)
+    await log.has_begun()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+    assert log.num_ended == 0
     await lane.wait(1)
     assert log.entries == ["long"] * 3
+    assert log.num_ended == 1, "what it changed is told to others"
+
+
+async def test_what_has_not_begun_goes_with_its_caller() -> None:
+    log = Log()
+    lane = log.lane()
+    first = asyncio.create_task(lane.run(1, log.pieces("first", 99)))
+    await log.has_begun()
+    for num_turns in (1, 2, 3):  # the last of them in the lane
+        task = asyncio.create_task(lane.run(2, log.pieces("second")))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await lane.wait(2)
+    assert not first.done()
+    assert await first == "first"
+    assert await lane.run(2, log.pieces("again", 1)) == "again"
+    assert log.entries == ["first"] * 99 + ["again"]
+    assert log.num_ended == 2
 
 
 async def test_what_fails_is_told_and_lets_the_next_run() -> None:
@@ -73,7 +110,8 @@ async def test_what_fails_is_told_and_lets_the_next_run() -> None:
         yield
         raise QuotaExceededError("enough")
 
-    lane, log = LongRequests(), Log()
+    log = Log()
+    lane = log.lane()
     with pytest.raises(QuotaExceededError):
         await lane.run(1, failing())
     assert await lane.run(1, log.pieces("long")) == "long"

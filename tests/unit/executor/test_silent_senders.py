@@ -1,0 +1,64 @@
+"""A push is cut off when its sender says nothing more, and not when its receiver is busy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from data_plane.server.push import receiver
+
+PATIENCE_S = 60.0
+LOOKS_S = 0.2  # in which the watcher looks several times
+
+
+class Clock:
+    """Stands for the module ``time``; only the test lets it go on."""
+
+    now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class Call:
+    """The context of a call."""
+
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(receiver, "time", clock)
+    monkeypatch.setattr(receiver, "STALL_S", 0.02)
+    return clock
+
+
+def test_the_receivers_own_time_is_no_silence(clock: Clock) -> None:
+    call = Call()
+    given: Any = iter([1, 2])
+    with receiver._cut_off_when_silent(given, call) as requests:
+        for number in (1, 2):
+            assert next(requests) == number
+            clock.now_s += 100.0  # a write waits for its turn
+            assert not call.cancelled.wait(LOOKS_S)
+        assert list(requests) == []
+
+
+def test_a_sender_that_says_nothing_more_is_cut_off(clock: Clock) -> None:
+    call = Call()
+
+    def silent() -> Iterator[Any]:
+        yield 1
+        clock.now_s += 2 * receiver.STALL_S
+        assert call.cancelled.wait(PATIENCE_S)
+
+    with receiver._cut_off_when_silent(silent(), call) as requests:
+        assert list(requests) == [1]
