@@ -11,8 +11,8 @@ from kvplane.errors import InvalidRequestError
 from kvplane.ray.placement import STRATEGIES, FleetShape
 
 _EXAMPLE = """\
-    python -m kvplane.ray up --pools 2 --shards 2 --data '--model models/recall --insecure' \\
-        --control --insecure
+    python -m kvplane.ray up --pools 2 --shards 2 --data='--model models/recall --insecure' \\
+        --control=--insecure
 """
 
 
@@ -78,7 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     up.add_argument("--cpus", type=float, default=default.num_cpus, help="a shard (%(default)s)")
     up.add_argument("--gpus", type=float, default=default.num_gpus, help="a shard (%(default)s)")
-    up.add_argument("--control", default="", help="more arguments of each control plane")
+    up.add_argument(
+        "--control",
+        default="",
+        help="more arguments of each control plane, as --control='--insecure'",
+    )
     up.add_argument("--data", default="", help="more arguments of each data plane")
     up.add_argument("--timeout-s", type=float, default=120.0, help="to wait (%(default)s)")
     return parser

@@ -205,6 +205,7 @@ class _Exchange:
                 raise InvalidRequestError("is not JSON", field="body") from error
         fields = body if isinstance(body, dict) else {}
         of, prompts = self._picker, await self._picker.reader.read(body)
+        self.end()  # of what was picked before, should a gateway send more after a body's end
         among = of.engines.serving(fields["model"]) if "model" in fields else of.engines.up
         if of.engines.up and not among:
             raise NotFoundError(f"{str(fields['model'])[:64]!r} is not served", field="model")

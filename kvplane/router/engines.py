@@ -79,7 +79,7 @@ class Engines:
                 self.failed(url)
                 return
             models = response.json()["data"] if response.status_code == 200 else None
-        except httpx2.TransportError:
+        except httpx2.RequestError:  # also an answer that cannot be decoded
             self.failed(url)
             return
         except (ValueError, KeyError, TypeError):

@@ -44,7 +44,7 @@ _OF_OTHERS_BYTES: Final = 1 << 20
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the program; its exit code: 0 stopped by a signal, 1 cannot serve, 2 bad settings."""
-    config = parse(RouterConfig, "router", argv, environ)
+    config = parse(RouterConfig, "router", argv, environ, "kvplane.")
     logs.setup(config.log_level, config.log_format)
     log_settings(config, _LOGGER)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -55,9 +55,14 @@ def setting(
 
 
 def parse(
-    config_class: type[ConfigT], program: str, argv: Sequence[str], environ: Mapping[str, str]
+    config_class: type[ConfigT],
+    program: str,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    package: str = "",
 ) -> ConfigT:
-    """The settings that ``argv`` (without the program's name) and ``environ`` ask for.
+    """The settings that ``argv`` (without the program's name) and ``environ`` ask for. ``package``:
+    which the program is in, with a dot at its end.
 
     ``--help`` lists them under the headings of the class's ``HELP_GROUPS``, if it has them: heading
     to names of fields.
@@ -69,7 +74,7 @@ def parse(
     command = _command(config_class, program, environ)
     try:
         _reject_unknown_variables(command, program, environ)
-        outcome = command.main(list(argv), f"python -m {program}", standalone_mode=False)
+        outcome = command.main(list(argv), f"python -m {package}{program}", standalone_mode=False)
     except click.ClickException as error:
         _fail(program, error.format_message())
     except (InvalidRequestError, ValueError) as error:

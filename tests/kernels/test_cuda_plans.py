@@ -98,6 +98,13 @@ def test_a_plan_is_refused_for_another_batch(backend: DeviceBackend) -> None:
         with pytest.raises(InvalidRequestError) as caught:
             kernels.paged_attention(other, plan=plan)
         assert caught.value.field == "plan"
+    # A plan in which families share tiles, for calls that have none, and the other way round.
+    may_share = replace(arguments.lengths, tables_may_share=True)
+    sharing = replace(arguments, lengths=may_share)
+    for made_for, other in ((arguments, sharing), (sharing, arguments)):
+        with pytest.raises(InvalidRequestError) as caught:
+            kernels.paged_attention(other, plan=kernels.plan(made_for))
+        assert caught.value.field == "plan"
     small = torch.empty(4096, dtype=torch.uint8, device=backend.device)
     with pytest.raises(InvalidRequestError):
         kernels.paged_attention(arguments, workspace=small, plan=plan)

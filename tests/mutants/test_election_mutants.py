@@ -75,13 +75,13 @@ def standbys_serve(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ControlPlaneServer, "_serve", serve)
 
 
-def former_leaders_keep_their_lease(patch: pytest.MonkeyPatch) -> None:
+def former_leaders_do_not_look(patch: pytest.MonkeyPatch) -> None:
     """Who was followed by mistake renews a lease, and goes on."""
 
-    async def revoke(self: EtcdElector, lease: int) -> None:
-        pass
+    async def is_replaced(self: EtcdElector, timeout_s: float) -> bool:
+        return False
 
-    patch.setattr(EtcdElector, "_revoke_until_done", revoke)
+    patch.setattr(EtcdElector, "_is_replaced", is_replaced)
     patch.setattr(TESTS, "PATIENCE_S", 2 * TESTS.TTL_S)
 
 
@@ -133,7 +133,7 @@ NOTICED_BY = {
     closed_connections_are_deaths: at_a_file(
         TESTS.test_a_process_has_died_when_its_connection_ends_and_another_is_refused
     ),
-    former_leaders_keep_their_lease: at_etcd(TESTS.test_a_leader_that_was_followed_by_mistake_ends),
+    former_leaders_do_not_look: at_etcd(TESTS.test_a_leader_that_was_followed_by_mistake_ends),
     winners_wait_for_themselves: at_etcd(
         TESTS.test_a_candidate_leads_whose_transaction_was_not_answered, with_patch=True
     ),

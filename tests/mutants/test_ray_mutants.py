@@ -12,7 +12,6 @@ import pytest
 
 from kvplane.ray import placement, supervisor
 from kvplane.ray.placement import FleetShape
-from kvplane.ray.supervisor import Supervisor
 
 
 def _load_tests() -> ModuleType:
@@ -81,19 +80,6 @@ def the_useless_go_on(patch: pytest.MonkeyPatch) -> None:
 def one_doubt_is_enough(patch: pytest.MonkeyPatch) -> None:
     """What a data plane holds is given up for one look at a moment between two addresses."""
     patch.setattr(supervisor, "_ENOUGH", 1)
-
-
-def on_a_supervisor(test: Callable[[Supervisor], None]) -> Callable[[], None]:
-    """Run a test of a supervised process."""
-
-    def run() -> None:
-        supervised = Supervisor(TESTS.server)
-        try:
-            test(supervised)
-        finally:
-            supervised.stop()
-
-    return run
 
 
 def refuses_two_control_planes() -> None:

@@ -151,6 +151,12 @@ async def test_trailers_end_a_body_too(gateway: Gateway) -> None:
     assert not responses[1].request_body.response.body_mutation.streamed_response.end_of_stream
 
 
+async def test_a_request_counts_once_though_its_body_ends_twice(gateway: Gateway) -> None:
+    responses = await gateway.ask(headers(), body(request()), body(b""))
+    assert [endpoint(response) for response in responses[1:]] == [WARM, WARM]
+    assert gateway.num_open == 0
+
+
 async def test_a_request_without_a_body_goes_anywhere(gateway: Gateway) -> None:
     (response,) = await gateway.ask(headers(end_of_stream=True))
     assert endpoint(response) in (COLD, WARM)

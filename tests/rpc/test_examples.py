@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import random
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from kvplane import ControlClient, DataClient, ops
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 POOLS = ("east", "west")
+PATIENCE_S = 60.0
 
 
 def example(name: str) -> ModuleType:
@@ -56,6 +57,13 @@ async def cache(control: ControlClient, pool_id: str, prompt: list[int]) -> None
         await session.submit_receipts()
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    """The feed is not waited for by anybody."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
 async def test_the_router_sends_a_prompt_where_most_of_it_is(two_pools: ControlClient) -> None:
     rng = random.Random(3)
     prompt = rng.choices(range(1000), k=48)
@@ -64,10 +72,7 @@ async def test_the_router_sends_a_prompt_where_most_of_it_is(two_pools: ControlC
     await router.start()
     assert router.choose(prompt) == ("east", 16)
     await cache(two_pools, "west", prompt[:40])
-    for _ in range(100):  # the feed is not waited for by anybody
-        if router.choose(prompt) == ("west", 40):
-            break
-        await two_pools.describe()
+    await until(lambda: router.choose(prompt) == ("west", 40))
     matches = {
         match.pool_id: match.num_device_tokens for match in await two_pools.find_prefix(prompt)
     }
@@ -77,10 +82,7 @@ async def test_the_router_sends_a_prompt_where_most_of_it_is(two_pools: ControlC
     session = await two_pools.open_session("west", LAYOUT)
     async with session:
         await session.forget(prompt[:8])
-        for _ in range(100):
-            if router.choose(prompt) == ("east", 16):
-                break
-            await two_pools.describe()
+        await until(lambda: router.choose(prompt) == ("east", 16))
     assert router.choose(prompt) == ("east", 16)
     await router.stop()
 

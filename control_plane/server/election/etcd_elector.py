@@ -7,8 +7,8 @@ Who leads is who wrote the first key while it was not there, in a transaction th
 second. The lease ends TTL seconds after the leader last kept it alive, and that clock counts from
 when a keep-alive that was answered was *sent*. Who stands by keeps a lease of its own, and holds a
 TCP connection to the leader: when that ends and another is refused, the process is gone, and one
-transaction puts the next leader in its place, if nobody else has. The lease of the one before is
-revoked afterwards, so a leader that was replaced by mistake ends; it costs a change of leaders.
+transaction puts the next leader in its place, if nobody else has. A leader reads its key whenever
+it keeps its lease alive, so one that was replaced by mistake ends; it costs a change of leaders.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class EtcdElector(Elector):
         self._channel = open_channel(endpoints, tls)
         self._lease = 0
         self._expires_s = 0.0  # as far as this process knows
-        self._revoking: asyncio.Task[None] | None = None
 
     async def win(self) -> int:
         """Tries until it leads, also while etcd cannot be reached."""
@@ -67,7 +66,7 @@ class EtcdElector(Elector):
                 return incarnation
 
     async def hold(self) -> None:
-        """Until the lease has ended, or may have."""
+        """Until the lease has ended, or may have, or another leads."""
         interval_s = self._ttl_s / _KEEP_ALIVES_PER_TTL
         while (left_s := self._expires_s - time.monotonic()) > 0:
             await asyncio.sleep(min(interval_s, left_s))
@@ -82,12 +81,11 @@ class EtcdElector(Elector):
             if kept_s <= 0:
                 return
             self._expires_s = sent_s + kept_s
+            if await self._is_replaced(interval_s / 2):  # renewals must not wait for it
+                return
 
     async def resign(self) -> None:
         """Revoke the lease, and close the channel."""
-        if self._revoking is not None:
-            self._revoking.cancel()
-            await asyncio.gather(self._revoking, return_exceptions=True)
         if self._lease:
             with suppress(grpc.aio.AioRpcError):
                 await self._revoke(self._lease)
@@ -107,10 +105,17 @@ class EtcdElector(Elector):
         if await self._wait_for_end(leader.kvs[0], leader.header.revision):
             return 0
         _LOGGER.warning("the leader at %s has died", leader.kvs[0].value.decode())
-        incarnation = await self._take(leader.kvs[0], last)
-        if incarnation:
-            self._revoking = asyncio.create_task(self._revoke_until_done(leader.kvs[0].lease))
-        return incarnation
+        return await self._take(leader.kvs[0], last)
+
+    async def _is_replaced(self, timeout_s: float) -> bool:
+        """Whether another has taken the leader's key, though this process's lease is alive."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                leader = await self._read(self._leader_key)
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
+            _LOGGER.warning("not known whether it leads: %s", _text_of(error))
+            return False
+        return not (leader.kvs and self._is_ours(leader.kvs[0]))
 
     def _is_ours(self, leader: pb.KeyValue) -> bool:
         return leader.lease == self._lease
@@ -191,18 +196,6 @@ class EtcdElector(Elector):
             return
         finally:
             call.cancel()
-
-    async def _revoke_until_done(self, lease: int) -> None:
-        """Revoke a lease that may have ended."""
-        while True:
-            try:
-                await self._revoke(lease)
-                return
-            except grpc.aio.AioRpcError as error:
-                if error.code() == grpc.StatusCode.NOT_FOUND:
-                    return
-                _LOGGER.warning("the last leader's lease not revoked: %s", _text_of(error))
-                await asyncio.sleep(RETRY_DELAY_S)
 
     async def _keep_alive(self, timeout_s: float) -> float:
         """The lease's seconds from now, 0 when it has ended."""

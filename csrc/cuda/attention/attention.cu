@@ -219,12 +219,18 @@ constexpr size_t kRoomOfSettings = 0;
 
 // All that the plan kernel looks at beside the lengths and the tables.
 std::array<int64_t, 12> settings_of(const Work& work) {
-  return {work.max_partials,         work.p.num_sequences,
-          work.p.num_tokens,         work.p.max_blocks,
-          work.p.num_heads,          work.p.pages.block_size,
-          work.cutting.num_kv_heads, work.cutting.split_tokens,
-          work.cutting.window,       work.max_query_len,
-          work.short_tile_rows,      int64_t{work.long_tile_rows} << 32 | work.long_parts};
+  return {work.max_partials,
+          work.p.num_sequences,
+          work.p.num_tokens,
+          work.p.max_blocks,
+          work.p.num_heads,
+          work.p.pages.block_size,
+          work.cutting.num_kv_heads,
+          work.cutting.split_tokens,
+          work.cutting.window,
+          work.max_query_len,
+          int64_t{work.shared_rows} << 32 | work.short_tile_rows,
+          int64_t{work.long_tile_rows} << 32 | work.long_parts};
 }
 
 }  // namespace

@@ -169,6 +169,17 @@ def ended_requests_stay_open(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(endpoint_picker._Exchange, "end", lambda self: None)
 
 
+def a_request_is_sent_again_and_never_ends(patch: pytest.MonkeyPatch) -> None:
+    """What was picked before is forgotten, and counts as open for ever."""
+    original = endpoint_picker._Exchange._pick
+
+    async def pick(self: Any) -> str:
+        self._engine = ""
+        return await original(self)
+
+    patch.setattr(endpoint_picker._Exchange, "_pick", pick)
+
+
 def headers_are_the_first_token(patch: pytest.MonkeyPatch) -> None:
     """The rate is learnt from headers, which come before anything is computed."""
     original = endpoint_picker._Exchange._request_headers
@@ -188,6 +199,10 @@ CAUGHT_BY_A_GATEWAY: dict[Fault, tuple[str, tuple[object, ...]]] = {
     parts_are_too_long: ("test_a_body_in_parts_is_sent_back_after_the_headers", ()),
     ended_requests_stay_open: (
         "test_a_whole_body_is_answered_with_the_engine_that_has_its_prompt",
+        (),
+    ),
+    a_request_is_sent_again_and_never_ends: (
+        "test_a_request_counts_once_though_its_body_ends_twice",
         (),
     ),
     headers_are_the_first_token: ("test_the_answer_tells_how_busy_the_engine_is", ()),

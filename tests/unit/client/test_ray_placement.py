@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,13 +17,14 @@ import pytest
 from control_plane.server.config import ControlPlaneConfig
 from data_plane.server.config import DataPlaneConfig
 from kvplane.errors import InvalidRequestError
-from kvplane.ray import placement
+from kvplane.ray import placement, program
 from kvplane.ray.placement import FleetShape
 from kvplane.ray.program import main
 from kvplane.ray.supervisor import Supervisor
 from kvplane.serving.settings import parse
 
 WAIT_S = 60.0
+ROOT = Path(__file__).parents[3]
 # A server as far as its supervisor can tell: it writes its port file, and runs.
 SERVER = "import sys, time; open(sys.argv[1], 'w').write('4711'); time.sleep(90)"
 
@@ -107,6 +110,31 @@ def test_a_fleet_that_cannot_be_is_refused_by_the_field_at_fault(
 ) -> None:
     assert main(["up", *arguments]) == 2
     assert field in capsys.readouterr().err
+
+
+def command_of_slurm() -> str:
+    """As the script makes it, with settings as a job would have them."""
+    script = (ROOT / "deploy" / "slurm" / "fleet.sh").read_text()
+    lines = re.findall(r"^run\+?=.*$", script, re.MULTILINE)
+    settings = "pools=2 shards=2 model=models/recall serving=--insecure"
+    made = "\n".join([settings, *lines, 'printf %s "$run"'])
+    return subprocess.run(["bash", "-euc", made], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("place", ["the program's help", "scale-out", "slurm"])
+def test_a_fleet_can_be_asked_for_as_shown(place: str) -> None:
+    text = {
+        "the program's help": lambda: program._EXAMPLE,
+        "scale-out": (ROOT / "docs" / "scale-out.md").read_text,
+        "slurm": command_of_slurm,
+    }[place]()
+    shown = re.search(r"python -m kvplane\.ray (up .*)", text.replace("\\\n", ""))
+    assert shown is not None
+    arguments = shlex.split(shown[1].partition(" | ")[0])
+    shape = program._shape(program._parser().parse_args(arguments))
+    assert (shape.num_pools, shape.num_shards) == (2, 2)
+    assert shape.control_arguments == ("--insecure",)
+    assert shape.data_arguments == ("--model", "models/recall", "--insecure")
 
 
 def test_strategies_are_rays() -> None:
