@@ -3,22 +3,20 @@
     make fleet
 
 Two pools of two shards and two control planes on a Ray cluster of four nodes, three members of
-etcd, and an engine for each pool, all on this machine, in a network of their own. The engines
-answer the same questions again and again. What they said before anything was lost is what they must
-say.
+etcd, an engine for each pool and a router before them, all on this machine, in a network of their
+own. Clients ask the router questions, several at a time. What an engine said that lost nothing is
+what they must be told.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -33,9 +31,11 @@ from kvplane.errors import KvplaneError
 from kvplane.ray import fleet
 from kvplane.ray.placement import FleetShape
 from kvplane.ray.server_actor import Status
+from kvplane.ray.supervisor import Supervisor
 from kvplane.transport.tls import open_channel
 from kvplane.v1.control_pb2 import DescribeControlPlaneRequest
 from kvplane.v1.control_pb2_grpc import ControlPlaneServiceStub
+from scripts.fleet_clients import Answer, Clients
 from tests.helpers.etcd_cluster import EtcdCluster
 from tests.helpers.ray_cluster import SimulatedCluster
 
@@ -44,48 +44,64 @@ POOLS = ("pool-0", "pool-1")
 NODE_CPUS = 3  # room for a pool and a control plane, and on all nodes for one pool more
 UP_S = 180.0
 ANSWERS_BETWEEN = 6  # of each engine, between two losses
+# Of fifteen questions each, more than are answered: while one engine is away the other caches what
+# it is asked, and of the same questions the router would send none to the one that is back.
+NUM_SETS = 10
 
 
-class Answering(threading.Thread):
-    """An engine that answers until it is told to stop. ``different``: what it said otherwise than
-    before.
-    """
+class Programs:
+    """The programs outside of the cluster, on loopback: an engine for each pool, and the router."""
 
-    def __init__(self, llm: LLM, asked: list[Question], expected: list[str]) -> None:
-        super().__init__(daemon=True)
-        self._llm = llm
-        self._asked = itertools.cycle(zip(asked, expected, strict=True))
-        self._stopping = threading.Event()
-        self.num_answers = 0
-        self.different: list[str] = []
-        self.error: Exception | None = None
+    def __init__(self, stack: ExitStack, addresses: str) -> None:
+        self._stack = stack
+        self._control = ("--control-plane", addresses, "--log-level", "error")
 
-    def run(self) -> None:
-        try:
-            while not self._stopping.is_set():
-                question, expected = next(self._asked)
-                if answers(self._llm, [question]) != [expected]:
-                    self.different.append(question.prompt)
-                self.num_answers += 1
-        except Exception as error:
-            self.error = error
+    def start(self) -> str:
+        """The router's URL, once it has engines to send requests to."""
+        recovery = ("--timeout-s", "5", "--recovery-timeout-s", str(UP_S))
+        more = ("--num-threads", "1", "--no-probe", *recovery, *self._control)
+        engines = [
+            self._run("engine", "serve", "--model", str(MODEL), "--pool-id", pool, *more)
+            for pool in POOLS
+        ]
+        listed = [f"{_url(engine)}={pool}" for engine, pool in zip(engines, POOLS, strict=True)]
+        reads = ("--tokenizer", str(MODEL))
+        router = _url(
+            self._run("kvplane.router", "--engine", ",".join(listed), *reads, *self._control)
+        )
+        print(f"{'router':<16} {router} before {' and '.join(listed)}")
+        return router
 
-    def wait_for(self, num_more: int) -> None:
-        """Until it has answered so many more questions. Raises what ended it."""
-        wanted = self.num_answers + num_more
-        while self.num_answers < wanted:
-            if self.error is not None:
-                raise self.error
-            time.sleep(0.005)
-
-    def stop(self) -> None:
-        self._stopping.set()
-        self.join()
+    def _run(self, *program: str) -> Supervisor:
+        supervisor = Supervisor(
+            lambda port_file: [
+                *(sys.executable, "-m", *program),
+                *("--bind", "127.0.0.1:0", "--port-file", str(port_file)),
+            ]
+        )
+        self._stack.callback(supervisor.stop)
+        return supervisor
 
 
-def answers(llm: LLM, asked: list[Question]) -> list[str]:
-    outputs = llm.generate([each.prompt for each in asked], [each.params for each in asked])
-    return [output.outputs[0].text for output in outputs]
+def _url(program: Supervisor) -> str:
+    """Waits until it serves."""
+    end_s = time.monotonic() + UP_S
+    while not (port := program.port):
+        if time.monotonic() >= end_s:
+            raise TimeoutError("a program does not come up")
+        time.sleep(0.05)
+    return f"http://127.0.0.1:{port}"
+
+
+def answers(addresses: str, asked: list[Question]) -> dict[str, str]:
+    """What an engine says to each prompt whose pool is in its own process and loses nothing."""
+    alone = {"data_plane": "embedded", "pool_id": "alone", "num_device_blocks": 256}
+    with LLM(MODEL, control_plane=addresses, probe=False, num_threads=1, **alone) as llm:
+        outputs = llm.generate([each.prompt for each in asked], [each.params for each in asked])
+    return {
+        question.prompt: output.outputs[0].text
+        for question, output in zip(asked, outputs, strict=True)
+    }
 
 
 class TakeoverClock:
@@ -139,7 +155,7 @@ def find(name: str) -> Status:
     raise TimeoutError(f"{name} is not up")
 
 
-def lose_all(cluster: SimulatedCluster, addresses: str, engines: list[Answering]) -> None:
+def lose_all(cluster: SimulatedCluster, addresses: str, clients: Clients) -> None:
     """Lose the leader, a shard and a machine, one after another, and say how long each took."""
     clock = TakeoverClock(addresses)
 
@@ -147,31 +163,47 @@ def lose_all(cluster: SimulatedCluster, addresses: str, engines: list[Answering]
         print(f"{what:<46} {took_s:>7.3f} s until {until}", flush=True)
 
     def answer_on() -> None:
-        for each in engines:
-            each.wait_for(ANSWERS_BETWEEN)
+        since_s = time.monotonic()
+        for pool in POOLS:
+            clients.wait_for(ANSWERS_BETWEEN, pool, since_s, UP_S)
 
     answer_on()
     leader = clock.leader([find(f"control-{i}") for i in range(2)])
     took_s = clock.until_another_leads(lambda: os.kill(leader.pid, signal.SIGKILL))
     report(f"leader {leader.name} on {leader.node} killed", took_s, "the next one answers")
     answer_on()
-    for what, lose, hit in (
-        (f"{POOLS[0]}-shard-1", lambda at: os.kill(at.actor_pid, signal.SIGKILL), engines[0]),
-        (f"{POOLS[1]}-shard-0", lambda at: cluster.lose_node(at.node), engines[1]),
-    ):
-        at = find(what)
+    for pool, shard, is_node in ((POOLS[0], 1, False), (POOLS[1], 0, True)):
+        at = find(f"{pool}-shard-{shard}")
         began_s = time.monotonic()
-        lose(at)
-        hit.wait_for(2)  # the first may have been as good as done
-        is_node = hit is engines[1]
-        lost = f"node {at.node} with {POOLS[1]} lost" if is_node else f"{what} on {at.node} killed"
-        report(lost, time.monotonic() - began_s, "its engine has answered twice")
+        if is_node:
+            cluster.lose_node(at.node)
+        else:
+            os.kill(at.actor_pid, signal.SIGKILL)
+        clients.wait_for(1, pool, time.monotonic(), UP_S)  # asked of it when it was lost already
+        took_s = time.monotonic() - began_s
+        num_others = clients.num_answers(next(each for each in POOLS if each != pool), began_s)
+        lost = f"node {at.node} with {pool}" if is_node else f"{at.name} on {at.node}"
+        report(
+            f"{lost} {'lost' if is_node else 'killed'}",
+            took_s,
+            f"its engine answers; meanwhile {num_others} answers of the other",
+        )
         answer_on()
+
+
+def report_answers(answers: Sequence[Answer]) -> int:
+    """The exit code: 0 when all are what they should be."""
+    for pool in POOLS:
+        cached = [each.num_cached_tokens for each in answers if each.pool == pool]
+        print(f"{pool}: {len(cached)} answers, {sum(cached)} tokens of prompts cached there")
+    num_same = sum(each.is_expected for each in answers)
+    print(f"identical answers: {num_same}/{len(answers)}")
+    return 0 if num_same == len(answers) > 0 else 1
 
 
 def main() -> int:
     began_s = time.monotonic()
-    asked = [each for each in questions(0, quick=True) if each.is_greedy]
+    asked = [each for i in range(NUM_SETS) for each in questions(i, quick=True) if each.is_greedy]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfleet-")))
         etcd = stack.enter_context(EtcdCluster(folder, 3))
@@ -187,29 +219,15 @@ def main() -> int:
         )
         addresses = ",".join(fleet.up(shape, UP_S))
         stack.callback(fleet.down)
-        settings = {"control_plane": addresses, "recovery_timeout_s": UP_S, "timeout_s": 5.0}
-        llms = [
-            stack.enter_context(LLM(MODEL, pool_id=pool, probe=False, num_threads=1, **settings))
-            for pool in POOLS
-        ]
         for each in fleet.status():
             print(f"{each.name:<16} {each.address}")
+        expected = answers(addresses, asked)
+        router = Programs(stack, addresses).start()
         print(f"up after {time.monotonic() - began_s:.0f} s on this machine: {cpu_name()}")
-        expected = answers(llms[0], asked)
-        engines = [Answering(llm, asked, expected) for llm in llms]
-        for each in engines:
-            each.start()
-        try:
-            lose_all(cluster, addresses, engines)
-        finally:
-            for each in engines:
-                each.stop()
-        sessions = sum(llm.stats.num_reopened_sessions for llm in llms)
-    num = sum(each.num_answers for each in engines)
-    num_same = num - sum(len(each.different) for each in engines)
-    print(f"sessions opened again: {sessions}; {time.monotonic() - began_s:.0f} s in all")
-    print(f"identical answers: {num_same}/{num}")
-    return 0 if num_same == num else 1
+        with Clients(router, MODEL.name, asked, expected) as clients:
+            lose_all(cluster, addresses, clients)
+    print(f"{time.monotonic() - began_s:.0f} s in all")
+    return report_answers(clients.answers)
 
 
 if __name__ == "__main__":

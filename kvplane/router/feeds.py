@@ -28,7 +28,7 @@ class PoolFeeds:
         self._control = control
         self._namespace = namespace
         self._indexes = indexes
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._caught_up: dict[str, asyncio.Event] = {}
 
     @property
@@ -36,11 +36,16 @@ class PoolFeeds:
         """Of each pool whether all was known that it had, at some time."""
         return {pool: event.is_set() for pool, event in self._caught_up.items()}
 
-    def start(self, pools: Iterable[str]) -> None:
-        """Begin to follow."""
-        for pool in sorted(set(pools)):
+    def follow(self, pools: Iterable[str]) -> None:
+        """These from now on, and no others."""
+        wanted = set(pools)
+        for pool in self._tasks.keys() - wanted:
+            self._tasks.pop(pool).cancel()
+            del self._caught_up[pool]
+            self._indexes.pop(pool, None)
+        for pool in sorted(wanted - self._tasks.keys()):
             self._caught_up[pool] = asyncio.Event()
-            self._tasks.append(asyncio.create_task(self._follow(pool)))
+            self._tasks[pool] = asyncio.create_task(self._follow(pool))
 
     async def wait(self, timeout_s: float) -> None:
         """Return when all are caught up, or the time is over."""
@@ -53,9 +58,9 @@ class PoolFeeds:
 
     async def stop(self) -> None:
         """End all."""
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _follow(self, pool: str) -> None:
         while True:

@@ -73,7 +73,7 @@ async def _route(config: RouterConfig) -> None:
         metrics = RouterMetrics(_readings(picker, engines, feeds))
         stack.push_async_callback(engines.stop)
         stack.push_async_callback(feeds.stop)
-        feeds.start(pools.values())
+        feeds.follow(pools.values())
         await engines.start()
         await feeds.wait(_FEEDS_TIMEOUT_S)
         app = RouterApp(

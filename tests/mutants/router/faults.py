@@ -9,9 +9,12 @@ import pytest
 from starlette.types import Receive
 
 from kvplane.clients.prefix_feed import StoredBlock
+from kvplane.ray.replica_picker import ReplicaPicker
 from kvplane.router import app, endpoint_picker, engine_load, picker, proxy
 from kvplane.router.engine_load import EngineLoad
 from kvplane.router.engines import Engines
+from kvplane.router.feeds import PoolFeeds
+from kvplane.router.picker import Picker
 from kvplane.router.pool_index import PoolIndex
 
 Fault = Callable[[pytest.MonkeyPatch], None]
@@ -131,7 +134,69 @@ CAUGHT_ON_THE_WIRE_BY: dict[Fault, tuple[str, tuple[str, ...]]] = {
     every_key_is_right: ("test_what_cannot_be_routed_is_refused", ()),
     connections_tell_of_each_other: ("test_a_request_and_its_answer_pass_as_they_are", ()),
 }
+
+
+def a_refusal_ends_the_next_try(patch: pytest.MonkeyPatch) -> None:
+    """What a replica refused is forgotten where it went instead."""
+    original = ReplicaPicker.ended
+
+    def ended(self: ReplicaPicker, request_id: str, replica: str) -> None:
+        for other in self.picker.loads:
+            original(self, request_id, other)
+
+    patch.setattr(ReplicaPicker, "ended", ended)
+
+
+def the_chosen_replica_counts(patch: pytest.MonkeyPatch) -> None:
+    """A request counts where it was to go, not where it went."""
+    original = ReplicaPicker.sent
+
+    def sent(self: ReplicaPicker, request_id: str, replica: str, now_s: float) -> None:
+        pick = self._chosen.get(request_id)
+        original(self, request_id, pick.engine if pick else replica, now_s)
+
+    patch.setattr(ReplicaPicker, "sent", sent)
+
+
+def who_gave_up_is_sent(patch: pytest.MonkeyPatch) -> None:
+    """A request that nobody waits for is remembered."""
+    patch.setattr(ReplicaPicker, "given_up", lambda self, request_id: None)
+
+
+def all_are_new(patch: pytest.MonkeyPatch) -> None:
+    """One replica more, and what is known of the others is forgotten."""
+    original = Picker.choose_among
+
+    def choose_among(self: Picker, pool_of: dict[str, str]) -> None:
+        self.loads.clear()
+        original(self, pool_of)
+
+    patch.setattr(Picker, "choose_among", choose_among)
+
+
+def pools_are_followed_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """Also those whose replicas are gone."""
+    original = PoolFeeds.follow
+    patch.setattr(
+        PoolFeeds, "follow", lambda self, pools: original(self, {*pools, *self.caught_up})
+    )
+
+
 CAUGHT_BY: dict[Fault, tuple[str, str]] = {
+    pools_are_followed_for_ever: (
+        "test_feeds",
+        "test_it_follows_the_pools_that_were_named_last",
+    ),
+    a_refusal_ends_the_next_try: (
+        "test_replica_picker",
+        "test_a_request_that_was_refused_counts_where_it_goes_next",
+    ),
+    the_chosen_replica_counts: ("test_replica_picker", "test_a_request_counts_where_it_went"),
+    who_gave_up_is_sent: ("test_replica_picker", "test_a_request_that_was_given_up_counts_nowhere"),
+    all_are_new: (
+        "test_replica_picker",
+        "test_replicas_come_and_go_and_those_that_stay_keep_their_load",
+    ),
     evictions_are_not_heard: (
         "test_pool_index",
         "test_it_finds_what_the_control_plane_finds",

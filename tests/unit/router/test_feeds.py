@@ -1,0 +1,24 @@
+"""Which pools a router follows."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvplane.clients.control_client import ControlClient
+from kvplane.router.feeds import PoolFeeds
+from kvplane.router.pool_index import PoolIndex
+
+
+def test_it_follows_the_pools_that_were_named_last() -> None:
+    async def check() -> None:
+        indexes = {"left": PoolIndex(4)}
+        async with ControlClient("127.0.0.1:1") as nobody:
+            feeds = PoolFeeds(nobody, "", indexes)
+            feeds.follow(["left", "stays"])
+            feeds.follow(["stays", "new", "new"])
+            assert feeds.caught_up == {"stays": False, "new": False}
+            assert indexes == {}
+            await feeds.stop()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(check())
