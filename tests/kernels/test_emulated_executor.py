@@ -100,6 +100,9 @@ def test_blocks_written_whole_keep_their_bits(kernels: Kernels, kv_dtype: str) -
     expected = torch.full_like(bits, 0x33)
     expected[:, 0, :, :, 3:] = bits[:, 0, :, :, 3:]
     expected[:, 1, :, :, :3] = bits[:, 1, :, :, :3]
+    memory = executor.pools.device_tier[[2, 1]].transpose(0, 1).contiguous()
+    assert torch.equal(memory.view(torch.uint8), expected)
+    expected[:, 1, :, :, 3:] = 0  # what was not written is not shown
     assert torch.equal(executor.read_blocks(1, 1, 0, 2)[0].view(torch.uint8), expected)
 
 

@@ -61,15 +61,15 @@ def test_scores_are_scaled_by_the_head_size_unless_told_otherwise(scale: float |
     )
     scores = torch.einsum("qhd,thd->hqt", query, key) * (0.25 if scale is None else scale)
     want = torch.einsum("hqt,thd->qhd", scores.softmax(-1), key)
-    got = KERNELS._attend(arguments, None, None, num_threads=1)
+    got = KERNELS._attend(arguments, None, None, share_reads=True, num_threads=1)
     torch.testing.assert_close(got, want)
     out, lse = torch.empty(1, 2, 16), torch.empty(1, 2)
-    assert KERNELS._attend(arguments, out, lse, num_threads=1) is out
+    assert KERNELS._attend(arguments, out, lse, share_reads=True, num_threads=1) is out
     assert torch.equal(out, got)
     torch.testing.assert_close(lse, scores.logsumexp(-1).transpose(0, 1))
     for bad_out, bad_lse, field in ((out[:, :1], lse, "out"), (out, lse.double(), "lse")):
         with pytest.raises(InvalidRequestError) as refused:
-            KERNELS._attend(arguments, bad_out, bad_lse, num_threads=1)
+            KERNELS._attend(arguments, bad_out, bad_lse, share_reads=True, num_threads=1)
         assert refused.value.field == field
 
 
