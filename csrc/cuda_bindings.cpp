@@ -204,7 +204,7 @@ PYBIND11_MODULE(KVPLANE_MODULE, m) {
         arg("max_query_len"));
   m.def("attention_workspace_bytes", &bind_workspace_bytes, py::kw_only(), arg("query"),
         arg("pages"), arg("num_sequences"), arg("num_partials"));
-  py::class_<AttentionPlan>(m, "AttentionPlan");
+  py::class_<AttentionPlan>(m, "AttentionPlan", py::module_local());
   m.def("attention_plan_bytes", &attention_plan_bytes, py::kw_only(), arg("num_sequences"));
   m.def("plan_attention", &bind_plan_attention, release_gil(), py::kw_only(), arg("query"),
         arg("pages"), arg("block_tables"), arg("wide_block_tables"), arg("max_blocks"),
