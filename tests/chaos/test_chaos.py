@@ -30,6 +30,7 @@ async def test_half_a_minute_of_chaos_ends_clean(model: Path, tmp_path: Path) ->
     assert result.wrong == []
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 async def test_a_data_plane_that_computes_wrongly_is_noticed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -43,6 +44,7 @@ async def test_a_data_plane_that_computes_wrongly_is_noticed(
         await faulty.stop()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 async def test_blocks_that_stay_in_use_are_noticed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

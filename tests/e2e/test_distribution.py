@@ -236,6 +236,7 @@ def test_the_kernels_and_the_blocks_have_no_source_in_common(tmp_path: Path) -> 
     assert kernels & blocks == {"CMakeLists.txt", "PKG-INFO", "pyproject.toml"}
 
 
+@pytest.mark.nightly  # it compiles, apart from all else
 def test_the_blocks_are_a_wheel_of_their_own_with_which_a_control_plane_runs(
     wheel: Path, tmp_path: Path
 ) -> None:
