@@ -27,7 +27,6 @@ from data_plane.plans.attention_batch import (
 )
 from data_plane.plans.block_tables import BlockTables, Table
 from data_plane.plans.last_tenants import LastTenants
-from data_plane.plans.plan_columns import refuse
 from data_plane.plans.progress import Progress
 from data_plane.plans.sessions import Run, Session, Sessions
 from data_plane.plans.table_changes import apply_changes
@@ -176,15 +175,13 @@ class PlanRunner:
             ):
                 num_tokens = int(batch.first_positions[spans[0]]) + num_new
         counts = self._written.of_table(part, first_block, num_tokens)
-        refuse(
-            counts == 0,
-            BlockNotWrittenError,
-            lambda i: (
-                f"nothing was written yet to entry {first_block + i} of the table of sequence "
-                f"{sequence_id}: only what a session has written or found cached is read"
-            ),
-            "blocks",
-        )
+        if not counts.all():
+            entry = first_block + int((counts == 0).argmax())
+            raise BlockNotWrittenError(
+                f"nothing was written yet to entry {entry} of the table of sequence "
+                f"{sequence_id}: only what a session has written or found cached is read",
+                field="first_block",
+            )
         return counts
 
     def write(self, session: Session, run: Run, arguments: WriteArguments) -> None:

@@ -47,8 +47,9 @@ async def opened(peers: Peers, stack: AsyncExitStack) -> Engine:
 async def assert_refused(peers: Peers, data: DataClient, grant: object, **read: int) -> None:
     rejected = peers.data.metrics.rpc.rejected.values
     before = rejected["BLOCK_NOT_WRITTEN",]
-    with pytest.raises(BlockNotWrittenError):
+    with pytest.raises(BlockNotWrittenError) as refused:
         await data.read_blocks(grant, 1, **read)
+    assert refused.value.field == "first_block"
     assert rejected["BLOCK_NOT_WRITTEN",] == before + 1
 
 
