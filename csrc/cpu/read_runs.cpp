@@ -15,7 +15,7 @@ typedef uint64_t Words __attribute__((vector_size(16)));
 Words read_run(const char* run, const char* next, int64_t run_bytes) {
   Words sums[4] = {};
   for (int64_t b = 0; b < run_bytes; b += kStep) {
-    __builtin_prefetch(next + b, 0, 3);
+    __builtin_prefetch(next + b, 0, 2);  // as the kernels do
     for (int i = 0; i < 4; ++i) {
       Words words;
       std::memcpy(&words, run + b + 16 * i, sizeof words);

@@ -31,7 +31,7 @@ struct Ahead {
   int64_t row_bytes;
 
   KVPLANE_INLINE void fetch(int64_t row, int64_t line) const {
-    __builtin_prefetch(rows[row] + 64 * line, 0, 3);
+    prefetch_line(rows[row] + 64 * line);
   }
 
   KVPLANE_INLINE void fetch_row(int64_t row) const {

@@ -210,6 +210,11 @@ void store(const float* row, int64_t count, Dtype dtype, void* destination) {
   }
 }
 
+// Into the second-level cache. One core has few buffers for lines on their way to its first-level
+// cache, and their number times a line, each memory latency, is all that prefetches into that one
+// can bring: 11 GB/s on an AMD EPYC (Zen 4) that brings 18 into the second.
+KVPLANE_INLINE void prefetch_line(const char* line) { __builtin_prefetch(line, 0, 2); }
+
 // Prefetches rows a few at a time, between pieces of work: prefetching all at once would fill the
 // memory queue and stall.
 class Prefetch {
@@ -221,7 +226,7 @@ class Prefetch {
     due_ += rows_a_step_;
     const int64_t end = due_ >> 16 < kTileTokens ? due_ >> 16 : kTileTokens;
     for (; row_ < end; ++row_) {
-      for (int64_t b = 0; b < row_bytes_; b += 64) __builtin_prefetch(rows_[row_] + b, 0, 3);
+      for (int64_t b = 0; b < row_bytes_; b += 64) prefetch_line(rows_[row_] + b);
     }
   }
 
