@@ -1,10 +1,14 @@
 """Measures how long a fleet is without a control plane when the one that leads dies or hangs.
 
     python -m benchmarks.takeover [--election file etcd] [--how kill stop] [--rounds N] [--ttl-s N]
+                                  [--etcd-folder FOLDER]
 
 Two control planes and a data plane are processes of their own, etcd is three members, all on
 loopback. A client with both addresses asks who leads, again and again. Timed from the signal:
 until the next leader answers it (takeover), and until sessions can be opened on the pool (ready).
+Who took over waits for the other to stand by before it is ended itself: one that is still starting
+follows nobody. etcd writes each change to two members' disks before it answers, so a takeover lasts
+as long as that: ``--etcd-folder /dev/shm`` leaves disks out of it.
 "kill" is SIGKILL; "stop" is SIGSTOP, after which nothing tells of the end but the lease's.
 """
 
@@ -31,6 +35,7 @@ from benchmarks.cpu import cpu_name
 from kvplane import ControlClient, LayerGroup, Layout
 from kvplane.clients.control_client import CONTROL_PLANE_SERVICE
 from kvplane.errors import KvplaneError
+from kvplane.transport.health import check
 from kvplane.transport.tls import open_channel
 from kvplane.v1.control_pb2 import DescribeControlPlaneRequest
 from kvplane.v1.control_pb2_grpc import ControlPlaneServiceStub
@@ -71,6 +76,17 @@ class ControlPlanes:
                     except KvplaneError:
                         await asyncio.sleep(0.05)
 
+    async def wait_for_standby(self, index: int) -> None:
+        """Until it stands by, and has connected to the leader."""
+        while True:
+            try:
+                if await check(self._binds[index], timeout_s=0.2) == "NOT_SERVING":
+                    break
+            except KvplaneError:
+                pass
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)
+
     def restart(self, index: int) -> None:
         """End it for good, and start it again."""
         self.processes[index].send_signal(signal.SIGCONT)
@@ -99,7 +115,7 @@ async def one_round(planes: ControlPlanes, how: str) -> tuple[float, float]:
         describe = ControlPlaneServiceStub(channel).DescribeControlPlane
         request = DescribeControlPlaneRequest()
         await client.wait_ready("pool", 60)
-        await asyncio.sleep(1.0)
+        await planes.wait_for_standby(1 - leader)
         before = (await describe(request)).incarnation
         os.kill(planes.processes[leader].pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         began_s = time.monotonic()
@@ -113,17 +129,17 @@ async def one_round(planes: ControlPlanes, how: str) -> tuple[float, float]:
         await client.wait_ready("pool", 60)
         ready_s = time.monotonic() - began_s
     planes.restart(leader)
-    await asyncio.sleep(2.5)  # until it stands by
     return took_over_s, ready_s
 
 
-def measure(kind: str, ttl_s: int, hows: list[str], rounds: int) -> None:
+def measure(kind: str, ttl_s: int, hows: list[str], rounds: int, etcd_folder: str | None) -> None:
     """All rounds with one elector; a line for each way to end."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         election = f"file:{folder}/leader"
         if kind == "etcd":
-            etcd = stack.enter_context(EtcdCluster(folder, 3))
+            disk = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=etcd_folder)))
+            etcd = stack.enter_context(EtcdCluster(disk, 3))
             election = f"etcd://{etcd.endpoints}/takeover"
         planes = ControlPlanes(stack, folder, election, ttl_s)
         layout = folder / "layout.json"
@@ -155,6 +171,7 @@ def main() -> None:
     parser.add_argument("--how", nargs="+", default=["kill", "stop"])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--ttl-s", type=int, default=5)
+    parser.add_argument("--etcd-folder", help="where etcd's members have their data")
     options = parser.parse_args()
     if "etcd" in options.election and shutil.which("etcd") is None:
         sys.exit("etcd is not installed (apt install etcd-server etcd-client)")
@@ -162,7 +179,7 @@ def main() -> None:
     print("                 takeover                  ready")
     print("elector how         min     p50     p95        p50     max")
     for kind in options.election:
-        measure(kind, options.ttl_s, options.how, options.rounds)
+        measure(kind, options.ttl_s, options.how, options.rounds, options.etcd_folder)
 
 
 if __name__ == "__main__":

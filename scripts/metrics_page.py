@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from the declarations of both planes.
+"""Writes docs/metrics.md from the declarations of both planes and of the router.
 
 make metrics-page
 """
@@ -10,22 +10,26 @@ from pathlib import Path
 
 from control_plane.server.metric_declarations import DECLARATIONS as OF_CONTROL
 from data_plane.server.metrics import DECLARATIONS as OF_DATA
+from kvplane.router.metrics import DECLARATIONS as OF_ROUTER
 from kvplane.serving.metrics import SHARED, Declaration
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 HEAD = """# Metrics
 
 `make metrics-page` writes this page from the declarations in `kvplane/serving/metrics.py`,
-`control_plane/server/metric_declarations.py` and `data_plane/server/metrics.py`.
+`control_plane/server/metric_declarations.py`, `data_plane/server/metrics.py` and
+`kvplane/router/metrics.py`.
 
 Each plane serves `/metrics` (`--metrics-port`; 9101 and 9102 by default), and `/healthz`, which
-answers 200 while it serves. Values are in base units. Both planes also have the usual `process_*`
-metrics. Rules and alerts made of them are in `deploy/prometheus/`.
+answers 200 while it serves; the router serves both at the address of its proxy. Values are in base
+units. Both planes also have the usual `process_*` metrics. Rules and alerts made of them are in
+`deploy/prometheus/`.
 """
 SECTIONS = (
     ("Of both planes", "On a data plane they have the label `pool` too.", SHARED),
     ("Of the control plane", "", OF_CONTROL),
     ("Of a data plane", "All have the label `pool`.", OF_DATA),
+    ("Of the router", "", OF_ROUTER),
 )
 
 

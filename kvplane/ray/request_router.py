@@ -92,7 +92,7 @@ class KvplaneRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray's, which
         picker = self.replica_picker.picker
         if self._feeds is None:  # not before there is an event loop
             control = ControlClient(self._control_plane, tls=self._tls)
-            self._feeds = PoolFeeds(control, self._namespace, picker.indexes)
+            self._feeds = PoolFeeds(control, self._namespace, picker.indexes, picker.lost)
         if pools != picker.pool_of:
             picker.choose_among(pools)
             self._feeds.follow(filter(None, pools.values()))

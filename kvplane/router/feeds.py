@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, MutableSet
 from typing import Final
 
 from kvplane.clients.control_client import ControlClient
 from kvplane.clients.prefix_feed import CaughtUp
-from kvplane.errors import KvplaneError
+from kvplane.errors import KvplaneError, PoolNotFoundError
 from kvplane.layout import Layout
 from kvplane.router.pool_index import PoolIndex
 
 _LOGGER: Final = logging.getLogger(__name__)
 _AGAIN_S: Final = 1.0
+_LOOK_S: Final = 1.0
+_LOOK_TIMEOUT_S: Final = 5.0
 
 
 class PoolFeeds:
     """Puts an index into ``indexes`` for each pool that could be followed. What is known stays
-    while the control plane is away: to routing it is worth more than nothing.
+    while the control plane is away: to routing it is worth more than nothing. ``lost`` has the
+    pools of which the control plane says that no session can be opened on them.
     """
 
     def __init__(
-        self, control: ControlClient, namespace: str, indexes: MutableMapping[str, PoolIndex]
+        self,
+        control: ControlClient,
+        namespace: str,
+        indexes: MutableMapping[str, PoolIndex],
+        lost: MutableSet[str],
     ) -> None:
         self._control = control
         self._namespace = namespace
         self._indexes = indexes
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._lost = lost
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._caught_up: dict[str, asyncio.Event] = {}
 
     @property
@@ -40,12 +48,17 @@ class PoolFeeds:
         """These from now on, and no others."""
         wanted = set(pools)
         for pool in self._tasks.keys() - wanted:
-            self._tasks.pop(pool).cancel()
+            for task in self._tasks.pop(pool):
+                task.cancel()
             del self._caught_up[pool]
             self._indexes.pop(pool, None)
+            self._lost.discard(pool)
         for pool in sorted(wanted - self._tasks.keys()):
             self._caught_up[pool] = asyncio.Event()
-            self._tasks[pool] = asyncio.create_task(self._follow(pool))
+            self._tasks[pool] = [
+                asyncio.create_task(self._follow(pool)),
+                asyncio.create_task(self._look(pool)),
+            ]
 
     async def wait(self, timeout_s: float) -> None:
         """Return when all are caught up, or the time is over."""
@@ -58,9 +71,27 @@ class PoolFeeds:
 
     async def stop(self) -> None:
         """End all."""
-        for task in self._tasks.values():
+        tasks = [task for of_pool in self._tasks.values() for task in of_pool]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look(self, pool: str) -> None:
+        """Keep ``lost`` right. A control plane that does not answer says nothing of its pools."""
+        while True:
+            try:
+                described = await self._control.describe_pool(pool, timeout_s=_LOOK_TIMEOUT_S)
+                self._tell(pool, is_lost=not described.ready)
+            except PoolNotFoundError:  # none of its data planes has registered
+                self._tell(pool, is_lost=True)
+            except KvplaneError as error:
+                _LOGGER.debug("pool=%s is not described: %s", pool, error.reason)
+            await asyncio.sleep(_LOOK_S)
+
+    def _tell(self, pool: str, *, is_lost: bool) -> None:
+        if is_lost != (pool in self._lost):
+            (self._lost.add if is_lost else self._lost.discard)(pool)
+            _LOGGER.info("pool=%s is %s", pool, "lost" if is_lost else "ready")
 
     async def _follow(self, pool: str) -> None:
         while True:

@@ -41,7 +41,7 @@ class Pick:
 
 class Picker:
     """Chooses among engines. ``pool_of``: the pool of each, by name. ``indexes``: of pools that are
-    followed; another counts as empty.
+    followed; another counts as empty. ``lost``: pools on which engines can do nothing now.
 
     ``tokens_per_s``: rate of an engine of which nothing is known yet.
     """
@@ -54,6 +54,7 @@ class Picker:
         tokens_per_s: float = TOKENS_PER_S,
     ) -> None:
         self.indexes: dict[str, PoolIndex] = {}
+        self.lost: set[str] = set()
         self.loads: dict[str, EngineLoad] = {}
         self.pool_of: dict[str, str] = {}
         self._hit_bias = hit_bias
@@ -81,18 +82,16 @@ class Picker:
         among: Collection[str] | None = None,
     ) -> Pick | None:
         """The engine for the prompts of a request, of those ``among``, or of all; None when there
-        is none. ``num_unread_tokens``: more tokens, which are not cached as far as is known.
+        is none. ``num_unread_tokens``: more tokens, which are not cached as far as is known. One
+        of a pool that is lost, which holds its requests, is picked only where there is no other.
 
         Of nearly equal ones that with the fewest open requests, then the one not picked for
         longest.
         """
-        waits_s = {
-            engine: load.wait_s(now_s)
-            for engine, load in self.loads.items()
-            if among is None or engine in among
-        }
-        if not waits_s:
+        engines = self._usable(self.loads.keys() if among is None else among)
+        if not engines:
             return None
+        waits_s = {engine: self.loads[engine].wait_s(now_s) for engine in engines}
         self._busy += _GAIN * (sum(map(bool, waits_s.values())) / len(waits_s) - self._busy)
         weight = (1 - self._busy) ** self._hit_bias
         num_tokens = num_unread_tokens + sum(map(len, prompts))
@@ -114,6 +113,12 @@ class Picker:
         )
         self._last_turn[best.engine] = next(self._turn)
         return best
+
+    def _usable(self, among: Collection[str]) -> list[str]:
+        """The engines among these whose pools are there, or all if there are none."""
+        engines = [engine for engine in self.loads if engine in among]
+        usable = [engine for engine in engines if self.pool_of[engine] not in self.lost]
+        return usable or engines
 
     def sent(self, pick: Pick, now_s: float, *, is_told: bool) -> int:
         """The prompt was sent to the engine picked. Returns a number for the load's ``answered``

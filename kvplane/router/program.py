@@ -16,6 +16,7 @@ import httpx2
 
 from kvplane.clients.control_client import ControlClient
 from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.router import metrics as of
 from kvplane.router.app import RouterApp
 from kvplane.router.config import RouterConfig
 from kvplane.router.endpoint_picker import SERVICE, EndpointPicker
@@ -69,7 +70,7 @@ async def _route(config: RouterConfig) -> None:
         control = ControlClient(config.control_plane, tls=config.control_tls)
         await stack.enter_async_context(control)
         engines = Engines(client, pools, config.check_interval_s, config.engine_key())
-        feeds = PoolFeeds(control, config.namespace, picker.indexes)
+        feeds = PoolFeeds(control, config.namespace, picker.indexes, picker.lost)
         metrics = RouterMetrics(_readings(picker, engines, feeds))
         stack.push_async_callback(engines.stop)
         stack.push_async_callback(feeds.stop)
@@ -145,34 +146,22 @@ def _client(config: RouterConfig) -> httpx2.AsyncClient:
 def _readings(picker: Picker, engines: Engines, feeds: PoolFeeds) -> list[Reading]:
     loads = picker.loads
     return [
+        (of.ENGINE_UP, lambda: ((url, float(url in engines.up)) for url in loads)),
         (
-            "kvplane_router_engine_up",
-            "Whether an engine answers.",
-            "engine",
-            lambda: ((url, float(url in engines.up)) for url in loads),
-        ),
-        (
-            "kvplane_router_engine_wait_seconds",
-            "How long an engine has yet to compute what was sent to it, as estimated.",
-            "engine",
+            of.ENGINE_WAIT,
             lambda: ((url, load.wait_s(time.monotonic())) for url, load in loads.items()),
         ),
+        (of.ENGINE_RATE, lambda: ((url, load.tokens_per_s) for url, load in loads.items())),
         (
-            "kvplane_router_engine_tokens_per_second",
-            "How fast an engine computes prompts, as learnt.",
-            "engine",
-            lambda: ((url, load.tokens_per_s) for url, load in loads.items()),
-        ),
-        (
-            "kvplane_router_pool_followed",
-            "Whether the index of a pool was known in full at some time.",
-            "pool",
+            of.POOL_FOLLOWED,
             lambda: ((pool, float(done)) for pool, done in feeds.caught_up.items()),
         ),
         (
-            "kvplane_router_pool_blocks",
-            "Blocks that are known to be cached in a pool.",
-            "pool",
+            of.POOL_LOST,
+            lambda: ((pool, float(pool in picker.lost)) for pool in feeds.caught_up),
+        ),
+        (
+            of.POOL_BLOCKS,
             lambda: ((pool, float(index.num_blocks)) for pool, index in picker.indexes.items()),
         ),
     ]

@@ -149,6 +149,7 @@ PROGRAMS = {
     "control_plane": "control-plane",
     "data_plane": "data-plane",
     "kvplane.engine": "engine",
+    "kvplane.router": "router",
 }
 
 ROUND_TRIP = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import pytest
@@ -182,7 +182,30 @@ def pools_are_followed_for_ever(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def lost_pools_look_idle(patch: pytest.MonkeyPatch) -> None:
+    """An engine that can do nothing has the shortest queue."""
+    original = Picker._usable
+
+    def usable(self: Picker, among: Collection[str]) -> list[str]:
+        self.lost.clear()
+        return original(self, among)
+
+    patch.setattr(Picker, "_usable", usable)
+
+
+def lost_pools_are_not_picked_at_all(patch: pytest.MonkeyPatch) -> None:
+    """Requests fail where they could have waited."""
+    original = Picker._usable
+
+    def usable(self: Picker, among: Collection[str]) -> list[str]:
+        return [e for e in original(self, among) if self.pool_of[e] not in self.lost]
+
+    patch.setattr(Picker, "_usable", usable)
+
+
 CAUGHT_BY: dict[Fault, tuple[str, str]] = {
+    lost_pools_look_idle: ("test_picker", "test_engines_of_lost_pools_are_picked_last"),
+    lost_pools_are_not_picked_at_all: ("test_picker", "test_engines_of_lost_pools_are_picked_last"),
     pools_are_followed_for_ever: (
         "test_feeds",
         "test_it_follows_the_pools_that_were_named_last",

@@ -77,6 +77,17 @@ def test_engines_that_are_ruled_out_are_not_picked() -> None:
     assert engines.pick([PROMPT], 0.0, among=set()) is None
 
 
+def test_engines_of_lost_pools_are_picked_last() -> None:
+    """One is idle because it can do nothing, and has the prompt cached."""
+    engines = picker(a="cold", b="warm")
+    engines.lost.add("warm")
+    engines.loads["a"].sent(100, 400, 0.0, is_told=True)
+    assert engines.pick([PROMPT], 0.0).engine == "a"  # type: ignore[union-attr]
+    assert engines.pick([PROMPT], 0.0, among={"b"}).engine == "b"  # type: ignore[union-attr]
+    engines.lost.add("cold")
+    assert engines.pick([PROMPT], 0.0).engine == "b"  # type: ignore[union-attr]
+
+
 def test_a_pool_that_nothing_is_known_of_counts_as_empty() -> None:
     engines = Picker({"a": "unknown"}, tokens_per_s=4.0)
     pick = engines.pick([PROMPT], 0.0)
