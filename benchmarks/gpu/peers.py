@@ -42,6 +42,8 @@ def peers_of(problem: Problem) -> dict[str, Make]:
     if problem.shape.new == 1:
         # It has two kernels for decode; the one without tensor cores lacks some group sizes.
         flashinfer["flashinfer_tensor_cores"] = lambda: _flashinfer(problem, tensor_cores=True)
+    if problem.shape.shared:
+        return flashinfer | {"flashinfer_cascade": lambda: _flashinfer_cascade(problem)}
     if problem.is_fp8:  # Torch's attention takes no fp8 keys.
         return flashinfer
     varlen: dict[str, Make] = {
@@ -178,3 +180,26 @@ def _flashinfer(problem: Problem, *, tensor_cores: bool = False) -> Call:
         wrapper.plan(rows, blocks, problem.tables.flatten(), last, *sizes, causal=True, **types)
 
     return Call(lambda: wrapper.run(problem.query, problem.pages, **scales))
+
+
+def _flashinfer_cascade(problem: Problem) -> Call:
+    """What is shared is a level of its own: one sequence, with a query token of each decode."""
+    flashinfer = import_module("flashinfer")
+    shape, device = problem.shape, problem.device
+    workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace, "HND")
+    num_shared = shape.num_shared_blocks
+    own = problem.tables[:, num_shared:]
+    all_rows = torch.tensor([0, shape.batch], dtype=torch.int32, device=device)
+    all_blocks = torch.tensor([0, num_shared], dtype=torch.int32, device=device)
+    in_last = torch.tensor([shape.block], dtype=torch.int32, device=device)
+    in_last_own = torch.full_like(problem.lens, (shape.context - 1) % shape.block + 1).int()
+    wrapper.plan(
+        [all_rows, _counts(problem, 1)],
+        [all_blocks, _counts(problem, own.shape[1])],
+        [problem.tables[0, :num_shared].contiguous(), own.flatten()],
+        [in_last, in_last_own],
+        *(shape.heads, shape.kv_heads, shape.head, shape.block),
+        q_data_type=problem.query.dtype,
+    )
+    return Call(lambda: wrapper.run(problem.query, problem.pages))

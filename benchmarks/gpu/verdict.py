@@ -22,17 +22,21 @@ OF_COPY: Final = 0.90
 OF_READ: Final = 0.93
 OVER_PEER: Final = 1.05
 OVER_BF16: Final = 1.7
+OVER_ALONE: Final = 3.0
 OF_LINK: Final = 0.90
 
 BANDWIDTH_TARGET: Final = f"decode ≥ {OF_COPY:.0%} of copy bandwidth"
 PEER_TARGET: Final = f"decode ≥ {OVER_PEER} × the best peer or ≥ {OF_READ:.0%} of read bandwidth"
 FP8_TARGET: Final = f"fp8 decode ≥ {OVER_BF16} × bf16"
+SHARED_TARGET: Final = f"decode over a shared prefix ≥ {OVER_ALONE} × without sharing"
 COPY_TARGET: Final = f"copies ≥ {OF_COPY:.0%} of copy bandwidth"
 SWAP_TARGET: Final = f"swaps ≥ {OF_LINK:.0%} of the link"
-TARGETS: Final = (BANDWIDTH_TARGET, PEER_TARGET, FP8_TARGET, COPY_TARGET, SWAP_TARGET)
+TARGETS: Final = (
+    *(BANDWIDTH_TARGET, PEER_TARGET, FP8_TARGET, SHARED_TARGET, COPY_TARGET, SWAP_TARGET),
+)
 COPIES: Final = ("copy_blocks", "gather_blocks", "scatter_blocks")
 SWAPS: Final = ("swap_out", "swap_in")
-_SIZES: Final = ("batch", "context", "heads", "kv_heads", "head", "block", "new")
+_SIZES: Final = ("batch", "context", "heads", "kv_heads", "head", "block", "new", "shared")
 _ORDER: Final = (False, None, True)
 _OF_CASE: Final = (*_SIZES, "kv_dtype", "block_bytes", "order")
 
@@ -114,13 +118,15 @@ def case_of(row: Row) -> str:
     """A batch of attention in a few words."""
     words = f"batch {row['batch']} × {row['context']}, heads {row['heads']}/{row['kv_heads']}"
     words += f" of {row['head']}, blocks of {row['block']}"
+    if row.get("shared"):
+        words += f", {row['shared']} tokens shared"
     return words if row["kv_dtype"] == "bfloat16" else f"{words}, {row['kv_dtype']}"
 
 
 def verdicts(result: dict[str, Any]) -> list[Verdict]:
     """One for each case that has a target, measured or not."""
     results = Results(result)
-    return [*_of_decode(results), *_of_copies(results)]
+    return [*_of_decode(results), *_of_shared(results), *_of_copies(results)]
 
 
 def is_held(row: Row) -> bool:
@@ -197,6 +203,29 @@ def _against_bf16(results: Results, row: Row) -> Verdict:
     if ratio is None:
         return Verdict(FP8_TARGET, case_of(row), None, "no bf16 of the same batch")
     return Verdict(FP8_TARGET, case_of(row), ratio >= OVER_BF16, f"{ratio:.2f} ×")
+
+
+def _of_shared(results: Results) -> Iterator[Verdict]:
+    rows, *lost = results.judged("shared")
+    for row in rows:
+        alone = next((r for r in results.named("shared/alone") if _same(r, row)), None)
+        if alone is None:
+            yield Verdict(SHARED_TARGET, case_of(row), None, "not measured without sharing")
+            continue
+        ratio = float(alone["us"]) / float(row["us"])
+        said = f"{ratio:.1f} ×{_estimated_ratio(row, alone)}"
+        yield Verdict(SHARED_TARGET, case_of(row), ratio >= OVER_ALONE, said)
+    for row in (row for some in lost for row in some):
+        yield _lost(SHARED_TARGET, case_of(row), wrong=row["wrong"])
+
+
+def _estimated_ratio(row: Row, alone: Row) -> str:
+    """As ``_estimated``, of two rows."""
+    if "estimated_us" not in row or "estimated_us" not in alone:
+        return ""
+    pairs = zip(alone["estimated_us"], row["estimated_us"], strict=True)
+    least, most = sorted(a / b for a, b in pairs)
+    return f" (estimated {least:.1f} to {most:.1f})"
 
 
 def _of_copies(results: Results) -> Iterator[Verdict]:
