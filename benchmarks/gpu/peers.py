@@ -1,4 +1,5 @@
-"""The same attention by installed peers: torch's own, and FlashInfer if it is installed.
+"""The same attention by installed peers: torch's own, and FlashAttention 3 and FlashInfer where
+they are installed.
 
 Each peer is a function of a problem that allocates its memory and returns the call to time. It
 raises if the peer cannot do the problem.
@@ -50,6 +51,7 @@ def peers_of(problem: Problem) -> dict[str, Make]:
         "varlen": lambda: _varlen(problem),
         "varlen_paged": lambda: _varlen_paged(problem, problem.shape.block),
         "varlen_paged_256": lambda: _varlen_paged(problem, FLASH_ATTENTION_PAGE),
+        "flash_attention_3": lambda: _flash_attention_3(problem),
     }
     # SDPA's causal mask is aligned to the top left, which is right only if nothing was cached.
     if problem.shape.new not in (1, problem.shape.context):
@@ -154,6 +156,25 @@ def _varlen_paged(problem: Problem, page: int) -> Call:
     starts = _counts(problem, shape.new)
     lens = (starts, None, shape.new, shape.context)
     return Call(lambda: function(problem.query, key, value, *lens, **how))
+
+
+def _flash_attention_3(problem: Problem) -> Call:
+    """On the same pages: it takes any page size and any strides. Not over fp8, for which its
+    queries have to be fp8 too.
+    """
+    function = import_module("flash_attn_interface").flash_attn_with_kvcache
+    shape = problem.shape
+    query = problem.query.view(shape.batch, shape.new, shape.heads, shape.head)
+    key, value = (problem.pages[:, kv].transpose(1, 2) for kv in range(2))
+    how = {"cache_seqlens": problem.lens.int(), "page_table": problem.tables}
+
+    def run() -> torch.Tensor:
+        answer: torch.Tensor = function(
+            query, key, value, softmax_scale=problem.scale, causal=True, **how
+        )
+        return answer
+
+    return Call(run, lambda answer: answer.reshape(problem.query.shape))
 
 
 def _flashinfer(problem: Problem, *, tensor_cores: bool = False) -> Call:

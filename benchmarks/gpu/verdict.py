@@ -88,19 +88,19 @@ class Results:
 
     def best_split(self, row: Row) -> Row:
         """The row with the fastest split for the same batch."""
-        same = [r for r in self.named(row["name"]) if _same(r, row)]
+        same = [r for r in self.named(row["name"]) if same_case(r, row)]
         return max(same, key=lambda r: float(r["p50"]))
 
     def best_peer(self, row: Row) -> Row | None:
         """The fastest peer's row for the same batch and type of KV."""
         start = f"{row['name']}/"
-        peers = [r for r in self.rows if r["name"].startswith(start) and _same(r, row)]
+        peers = [r for r in self.rows if r["name"].startswith(start) and same_case(r, row)]
         return max(peers, key=lambda r: float(r["p50"]), default=None)
 
     def as_bf16(self, row: Row) -> Row | None:
         """The row of the same batch in bf16."""
         wanted = {**row, "kv_dtype": "bfloat16"}
-        return next((r for r in self.ours(row["name"]) if _same(r, wanted)), None)
+        return next((r for r in self.ours(row["name"]) if same_case(r, wanted)), None)
 
 
 def times_bf16(results: Results, row: Row) -> float | None:
@@ -134,12 +134,13 @@ def is_held(row: Row) -> bool:
     return bool(row["batch"] >= MIN_BATCH and row["context"] >= MIN_CONTEXT)
 
 
-def _same(a: Row, b: Row) -> bool:
+def same_case(a: Row, b: Row) -> bool:
+    """Whether two rows are of the same batch and type, or of the same blocks."""
     return all(a.get(name) == b.get(name) for name in _OF_CASE)
 
 
 def _is_in(row: Row, rows: list[Row]) -> bool:
-    return any(_same(row, other) for other in rows)
+    return any(same_case(row, other) for other in rows)
 
 
 def _each_once(rows: list[Row], known: list[Row]) -> list[Row]:
@@ -208,7 +209,7 @@ def _against_bf16(results: Results, row: Row) -> Verdict:
 def _of_shared(results: Results) -> Iterator[Verdict]:
     rows, *lost = results.judged("shared")
     for row in rows:
-        alone = next((r for r in results.named("shared/alone") if _same(r, row)), None)
+        alone = next((r for r in results.named("shared/alone") if same_case(r, row)), None)
         if alone is None:
             yield Verdict(SHARED_TARGET, case_of(row), None, "not measured without sharing")
             continue

@@ -64,8 +64,8 @@ def test_peers_are_checked_and_those_that_can_not_run_are_named() -> None:
     assert not m.wrong
     # Torch has its flash attention for CPUs too; the others need a GPU, or are not installed.
     assert {row["name"] for row in m.rows} == {"decode", "decode/sdpa_flash"}
-    theirs = ("sdpa_cudnn", "varlen", "varlen_paged", "flashinfer", "flashinfer_tensor_cores")
-    for name in theirs:
+    theirs = ("sdpa_cudnn", "varlen", "varlen_paged", "flash_attention_3", "flashinfer")
+    for name in (*theirs, "flashinfer_tensor_cores"):
         assert any(line.startswith(f"decode/{name} ") for line in m.left_out)
 
 
@@ -407,6 +407,7 @@ def test_tables_name_the_machine_and_round_the_figures() -> None:
         decode_row(rate=4200.0, split=1024),
         decode_row(rate=3500.0, us=55.0, kv_dtype="float8_e4m3fn"),
         decode_row("decode/varlen", 3000.0),
+        decode_row(batch=32, us=126.2) | {"context": 4096},
         decode_row("append", 12345.6, new=4, context=4100) | {"tflops": 321.4},
         copy_row("swap_in", 54.96),
         {**copy_row("reshape_and_cache", 100.0), "tokens": 256},
@@ -416,6 +417,8 @@ def test_tables_name_the_machine_and_round_the_figures() -> None:
     case = "batch 64 × 8192, heads 32/8 of 128, blocks of 16"
     assert f"| {case} | 100 | 3800 | 95% | 86% | 1.27 (varlen) | 3500 | 1.82 |" in text
     assert "| 4 after 4096 | " in text and "| 12.3 | 321 | - |" in text
+    assert "contiguous; the batch is assumed | 135.0 | 126.2 | 1.07 |" in text
+    assert "| keys and values are contiguous | 11.7 | - | - |" in text
     assert "| swap_in | 9 blocks of 64 KiB, runs | 55.0 | 100% |" in text
     assert f"| {case} | 1024 | 1.11 |" in text
     assert "- left out, 2 times: decode/x: b: c" in text
